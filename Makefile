@@ -1,0 +1,29 @@
+# A front for tools/: every target makes .venv on first use. See CONTRIBUTING.md.
+
+.PHONY: help demo test lint format bench clean
+
+help:
+	@echo "make demo    train CosmoFlow on 4 ranks, check it against 1, draw runs/demo/result.png"
+	@echo "make test    the whole test suite"
+	@echo "make lint    the linters"
+	@echo "make format  mend what the linters can mend"
+	@echo "make bench   the compiled microbenchmarks"
+	@echo "make clean   remove what was built (.venv stays)"
+
+demo:
+	@tools/bootstrap pydist demo
+
+test:
+	@tools/bootstrap tools/test
+
+lint:
+	@tools/bootstrap --group dev tools/lint.sh
+
+format:
+	@tools/bootstrap --group dev tools/lint.sh --fix
+
+bench:
+	@tools/bootstrap tools/bench
+
+clean:
+	rm -rf build

@@ -1,0 +1,30 @@
+# PYDIST_HAS_CUDA: whether the CUDA kernels are built. AUTO builds them if nvcc is there and works.
+include(CheckLanguage)
+
+set(PYDIST_HAS_CUDA OFF)
+if(PYDIST_CUDA STREQUAL "AUTO" OR PYDIST_CUDA)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    if(PYDIST_CUDA_ARCHITECTURES)
+      set(CMAKE_CUDA_ARCHITECTURES "${PYDIST_CUDA_ARCHITECTURES}")
+    else()
+      set(CMAKE_CUDA_ARCHITECTURES "80-real;90") # machine code for both, and PTX for what follows
+    endif()
+    enable_language(CUDA)
+    find_package(CUDAToolkit REQUIRED)
+    set(CMAKE_CUDA_STANDARD 20)
+    set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+    set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
+    # Static: the module must import on machines that have no CUDA library.
+    set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+    set(PYDIST_HAS_CUDA ON)
+    message(STATUS "pydist: CUDA ${CUDAToolkit_VERSION} for ${CMAKE_CUDA_ARCHITECTURES} "
+                   "(if nvcc refuses the host compiler, configure with PYDIST_CUDA=OFF)")
+  elseif(NOT PYDIST_CUDA STREQUAL "AUTO")
+    message(FATAL_ERROR "PYDIST_CUDA=${PYDIST_CUDA}, but no working CUDA compiler was found. "
+                        "Set CUDACXX to nvcc, or PYDIST_CUDA=OFF for a CPU build.")
+  endif()
+endif()
+if(NOT PYDIST_HAS_CUDA)
+  message(STATUS "pydist: built without CUDA")
+endif()

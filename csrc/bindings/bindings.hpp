@@ -1,0 +1,22 @@
+// What each binding file adds to the module; called in this order by module.cpp.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "bindings/coords_caster.hpp"  // everywhere, or Coords would cross as an unknown class
+
+namespace pydist::bindings {
+
+namespace py = pybind11;
+
+// The class pydist.errors.<name>: that file is the one list of what can go wrong.
+inline py::object error_type(const char* name) {
+  return py::module_::import("pydist.errors").attr(name);
+}
+
+void bind_core(py::module_& module);     // geometry.cpp: boxes, partitions, footprints, plans
+void bind_io(py::module_& module);       // checksum.cpp
+void bind_kernels(py::module_& module);  // kernels.cpp: pack, boundary convolution, random numbers
+void bind_comm(py::module_& module);     // comm.cpp: what transports need natively
+
+}  // namespace pydist::bindings

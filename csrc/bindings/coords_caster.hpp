@@ -1,0 +1,39 @@
+// Coords cross the border as sequences of int one way and as tuples the other.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "core/index.hpp"
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<pydist::Coords> {
+ public:
+  PYBIND11_TYPE_CASTER(pydist::Coords,
+                       io_name("collections.abc.Sequence[typing.SupportsInt]", "tuple[int, ...]"));
+
+  bool load(handle source, bool) {
+    if (!isinstance<sequence>(source) || isinstance<str>(source) || isinstance<bytes>(source)) {
+      return false;
+    }
+    const auto items = reinterpret_borrow<sequence>(source);
+    value = pydist::Coords(static_cast<int>(std::min<std::size_t>(items.size(), 1 << 20)));
+    for (int dim = 0; dim < value.ndim(); ++dim) {
+      make_caster<pydist::index_t> item;
+      if (!item.load(object(items[static_cast<std::size_t>(dim)]), true)) return false;
+      value[dim] = cast_op<pydist::index_t>(item);
+    }
+    return true;
+  }
+
+  static handle cast(const pydist::Coords& coords, return_value_policy, handle) {
+    tuple result(static_cast<std::size_t>(coords.ndim()));
+    for (int dim = 0; dim < coords.ndim(); ++dim) {
+      result[static_cast<std::size_t>(dim)] = pybind11::int_(coords[dim]);
+    }
+    return result.release();
+  }
+};
+
+}  // namespace pybind11::detail

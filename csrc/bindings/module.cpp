@@ -1,0 +1,35 @@
+// The Python module pydist._native. It links neither torch nor MPI nor a shared CUDA library.
+#include <exception>
+#include <utility>
+
+#include "bindings/bindings.hpp"
+#include "bindings/tensor_border.hpp"
+#include "core/errors.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+void translate(std::exception_ptr error) {
+  using pydist::bindings::error_type;
+  try {
+    std::rethrow_exception(std::move(error));
+  } catch (const pydist::UsageError& fault) {
+    py::set_error(error_type("UsageError"), fault.what());
+  } catch (const pydist::NotSupportedError& fault) {
+    py::set_error(error_type("NotSupported"), fault.what());
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, module) {
+  module.doc() = "Native core of pydist: geometry, exchange plans, kernels.";
+  py::register_local_exception_translator(translate);
+  module.attr("__version__") = PYDIST_VERSION;
+  pydist::bindings::bind_core(module);
+  pydist::bindings::bind_tensor_border(module);
+  pydist::bindings::bind_io(module);
+  pydist::bindings::bind_kernels(module);
+  pydist::bindings::bind_comm(module);
+}

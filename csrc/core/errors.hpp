@@ -1,0 +1,45 @@
+// Errors of the native core, by whose fault they are, and the checks that raise them.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace pydist {
+
+// The caller passed something impossible. Python sees pydist.errors.UsageError.
+class UsageError : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// The request is valid, but this build or machine can't do it. In Python:
+// pydist.errors.NotSupported.
+class NotSupportedError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// pydist itself is wrong: the message asks the user to report it. Python sees a RuntimeError.
+class InternalError : public std::logic_error {
+ public:
+  using std::logic_error::logic_error;
+};
+
+}  // namespace pydist
+
+// Refuses a call. `message` is any expression that gives a std::string; it is evaluated on failure
+// only, names what was given and says what is possible.
+#define PYDIST_EXPECT(condition, message)               \
+  do {                                                  \
+    if (!(condition)) [[unlikely]]                      \
+      throw ::pydist::UsageError(std::string(message)); \
+  } while (false)
+
+// Guards an invariant of the code itself.
+#define PYDIST_INVARIANT(condition)                                                                \
+  do {                                                                                             \
+    if (!(condition)) [[unlikely]]                                                                 \
+      throw ::pydist::InternalError(                                                               \
+          std::string("broken invariant, please report this: " #condition " (") + __FILE__ + ":" + \
+          std::to_string(__LINE__) + ")");                                                         \
+  } while (false)

@@ -1,0 +1,111 @@
+// Indices, coordinates of up to eight dims, and arithmetic that refuses to overflow.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <string>
+
+#include "core/errors.hpp"
+
+namespace pydist {
+
+using index_t = std::int64_t;
+inline constexpr int kMaxDims = 8;
+
+inline index_t checked_add(index_t a, index_t b) {
+  index_t sum;
+  PYDIST_EXPECT(!__builtin_add_overflow(a, b, &sum),
+                std::to_string(a) + " + " + std::to_string(b) + " does not fit into 64 bits");
+  return sum;
+}
+
+inline index_t checked_sub(index_t a, index_t b) {
+  index_t difference;
+  PYDIST_EXPECT(!__builtin_sub_overflow(a, b, &difference),
+                std::to_string(a) + " - " + std::to_string(b) + " does not fit into 64 bits");
+  return difference;
+}
+
+inline index_t checked_mul(index_t a, index_t b) {
+  index_t product;
+  PYDIST_EXPECT(!__builtin_mul_overflow(a, b, &product),
+                std::to_string(a) + " * " + std::to_string(b) + " does not fit into 64 bits");
+  return product;
+}
+
+// Quotient rounded towards minus infinity; `divisor` > 0.
+constexpr index_t floor_div(index_t dividend, index_t divisor) {
+  return dividend / divisor - (dividend % divisor < 0 ? 1 : 0);
+}
+
+// Quotient rounded towards plus infinity; `divisor` > 0.
+constexpr index_t ceil_div(index_t dividend, index_t divisor) {
+  return dividend / divisor + (dividend % divisor > 0 ? 1 : 0);
+}
+
+// One index a dim: a position, a shape, an offset or strides. Holds its values in place.
+class Coords {
+ public:
+  Coords() = default;
+
+  explicit Coords(int ndim, index_t value = 0) : ndim_(ndim) {
+    PYDIST_EXPECT(ndim >= 0 && ndim <= kMaxDims, std::to_string(ndim) + " dims given, at most " +
+                                                     std::to_string(kMaxDims) + " are possible");
+    std::fill_n(values_.begin(), ndim, value);
+  }
+
+  Coords(std::initializer_list<index_t> values) : Coords(static_cast<int>(values.size())) {
+    std::copy(values.begin(), values.end(), values_.begin());
+  }
+
+  int ndim() const { return ndim_; }
+  index_t& operator[](int dim) { return values_[static_cast<std::size_t>(dim)]; }
+  index_t operator[](int dim) const { return values_[static_cast<std::size_t>(dim)]; }
+  const index_t* begin() const { return values_.data(); }
+  const index_t* end() const { return values_.data() + ndim_; }
+
+  friend bool operator==(const Coords& a, const Coords& b) {
+    return std::equal(a.begin(), a.end(), b.begin(), b.end());
+  }
+  friend bool operator<(const Coords& a, const Coords& b) {
+    return std::lexicographical_compare(a.begin(), a.end(), b.begin(), b.end());
+  }
+
+ private:
+  std::array<index_t, kMaxDims> values_{};
+  int ndim_ = 0;
+};
+
+// "(2, 3, 4)"
+inline std::string to_string(const Coords& coords) {
+  std::string text = "(";
+  for (int dim = 0; dim < coords.ndim(); ++dim) {
+    if (dim > 0) text += ", ";
+    text += std::to_string(coords[dim]);
+  }
+  return text + (coords.ndim() == 1 ? ",)" : ")");
+}
+
+// Number of elements of a shape. Refuses products above 64 bits, unless an extent is 0.
+inline index_t volume_of(const Coords& shape) {
+  if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
+  index_t volume = 1;
+  for (const index_t extent : shape) volume = checked_mul(volume, extent);
+  return volume;
+}
+
+inline void hash_combine(std::size_t& seed, std::size_t value) {
+  seed ^= value + 0x9e3779b97f4a7c15u + (seed << 6) + (seed >> 2);
+}
+
+inline std::size_t hash_of(const Coords& coords) {
+  std::size_t seed = static_cast<std::size_t>(coords.ndim());
+  for (const index_t value : coords) hash_combine(seed, std::hash<index_t>{}(value));
+  return seed;
+}
+
+}  // namespace pydist

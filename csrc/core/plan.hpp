@@ -1,0 +1,223 @@
+// The exchange planner: from what each rank owns and needs to every message, by intersection.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/box.hpp"
+
+namespace pydist {
+
+// One box on its way. `source` is in global indices as the owner knows them; `target` is where the
+// receiver wants it, which differs for periodic images only. `slot`: which needed box it fills.
+struct Transfer {
+  Box source;
+  Box target;
+  int slot = 0;
+  friend bool operator==(const Transfer&, const Transfer&) = default;
+};
+
+// All that travels between this rank and `peer` in one direction. Both sides list the same
+// transfers in the same order, so that their concatenation is the message.
+struct Message {
+  int peer = 0;
+  std::vector<Transfer> transfers;
+
+  index_t elements() const {
+    index_t total = 0;
+    for (const Transfer& transfer : transfers) {
+      total = checked_add(total, transfer.source.volume());
+    }
+    return total;
+  }
+  friend bool operator==(const Message&, const Message&) = default;
+};
+
+// The messages of one exchange as seen by `rank`. Immutable, holds no buffers.
+struct Plan {
+  int rank = 0;
+  std::vector<Transfer> copies;  // what this rank gives itself
+  std::vector<Message> sends;    // sorted by peer, never empty
+  std::vector<Message> recvs;    // sorted by peer, never empty
+};
+
+// What an exchange is planned from; equal on all ranks.
+struct ExchangeSpec {
+  std::vector<Box> owned;                // by rank; equal boxes are replicas, others are disjoint
+  std::vector<std::vector<Box>> needed;  // by rank, then slot
+  std::optional<Coords> shape;           // of the domain; required if any dim is periodic
+  std::vector<bool> periodic;            // by dim; empty means none
+};
+
+// Plans for the ranks of one spec.
+class Planner {
+ public:
+  // Checks the whole spec, so that every rank refuses a wrong one, not only those it touches.
+  explicit Planner(const ExchangeSpec& spec) : spec_(spec) {
+    PYDIST_EXPECT(!spec.owned.empty() && spec.owned.size() == spec.needed.size(),
+                  "owned boxes for " + std::to_string(spec.owned.size()) + " ranks, needed for " +
+                      std::to_string(spec.needed.size()) + ": both need one entry a rank");
+    ndim_ = spec.owned.front().ndim();
+    check_domain();
+    for (int rank = 0; rank < ranks(); ++rank) {
+      check_rank(rank);
+      const Box& box = owned(rank);
+      if (!box.empty()) holders_[box].push_back(rank);
+    }
+    check_disjoint();
+  }
+
+  explicit Planner(ExchangeSpec&&) = delete;  // the spec must outlive its planner
+
+  // Cost: O(distinct owned boxes + ranks), times slots and periodic images.
+  Plan plan(int rank) const {
+    PYDIST_EXPECT(rank >= 0 && rank < ranks(),
+                  "rank " + std::to_string(rank) + " of " + std::to_string(ranks()));
+    Plan plan;
+    plan.rank = rank;
+    std::map<int, Message> recvs;
+    for (const auto& [box, holders] : holders_) {
+      const int source = source_of(holders, rank);
+      std::vector<Transfer> transfers = transfers_between(box, rank);
+      if (transfers.empty()) continue;
+      if (source == rank) {
+        plan.copies = std::move(transfers);
+      } else {
+        recvs[source] = Message{source, std::move(transfers)};
+      }
+    }
+    for (auto& [peer, message] : recvs) plan.recvs.push_back(std::move(message));
+    if (!owned(rank).empty()) plan.sends = plan_sends(rank);
+    return plan;
+  }
+
+ private:
+  int ranks() const { return static_cast<int>(spec_.owned.size()); }
+  const Box& owned(int rank) const { return spec_.owned[static_cast<std::size_t>(rank)]; }
+  bool is_periodic(int dim) const {
+    return !spec_.periodic.empty() && spec_.periodic[static_cast<std::size_t>(dim)];
+  }
+
+  std::vector<Message> plan_sends(int rank) const {
+    std::vector<Message> sends;
+    const std::vector<int>& holders = holders_.at(owned(rank));
+    for (int peer = 0; peer < ranks(); ++peer) {
+      if (peer == rank || source_of(holders, peer) != rank) continue;
+      std::vector<Transfer> transfers = transfers_between(owned(rank), peer);
+      if (!transfers.empty()) sends.push_back(Message{peer, std::move(transfers)});
+    }
+    return sends;
+  }
+
+  // A replica serves itself; other receivers are spread over the replicas.
+  static int source_of(const std::vector<int>& holders, int receiver) {
+    if (std::ranges::binary_search(holders, receiver)) return receiver;
+    return holders[static_cast<std::size_t>(receiver) % holders.size()];
+  }
+
+  // What `receiver` takes out of `box`, ordered by slot, then by periodic image.
+  std::vector<Transfer> transfers_between(const Box& box, int receiver) const {
+    std::vector<Transfer> transfers;
+    const std::vector<Box>& slots = spec_.needed[static_cast<std::size_t>(receiver)];
+    for (std::size_t slot = 0; slot < slots.size(); ++slot) {
+      if (!slots[slot].empty()) {
+        add_images(box, slots[slot], static_cast<int>(slot), transfers);
+      }
+    }
+    return transfers;
+  }
+
+  void add_images(const Box& box, const Box& needed, int slot,
+                  std::vector<Transfer>& transfers) const {
+    // Image m shows the domain shifted by m * extent. Only images in which `box` itself meets the
+    // needed box matter.
+    Coords first(ndim_), last(ndim_), image(ndim_);
+    for (int dim = 0; dim < ndim_; ++dim) {
+      if (!is_periodic(dim)) continue;
+      const index_t extent = (*spec_.shape)[dim];
+      first[dim] = floor_div(checked_sub(needed.lo()[dim], box.hi()[dim]), extent) + 1;
+      last[dim] = ceil_div(checked_sub(needed.hi()[dim], box.lo()[dim]), extent) - 1;
+      if (first[dim] > last[dim]) return;
+    }
+    for (image = first;;) {
+      Coords offset(ndim_), back(ndim_);
+      for (int dim = 0; dim < ndim_; ++dim) {
+        if (!is_periodic(dim)) continue;
+        offset[dim] = checked_mul(image[dim], (*spec_.shape)[dim]);
+        back[dim] = -offset[dim];
+      }
+      const Box target = box.shift(offset).intersect(needed);
+      if (!target.empty()) transfers.push_back({target.shift(back), target, slot});
+      if (!advance(image, first, last)) return;
+    }
+  }
+
+  // Next image in lexicographic order; false after the last.
+  static bool advance(Coords& image, const Coords& first, const Coords& last) {
+    for (int dim = image.ndim() - 1; dim >= 0; --dim) {
+      if (++image[dim] <= last[dim]) return true;
+      image[dim] = first[dim];
+    }
+    return false;
+  }
+
+  void check_domain() const {
+    PYDIST_EXPECT(
+        !spec_.shape || spec_.shape->ndim() == ndim_,
+        "shape " + to_string(*spec_.shape) + " for boxes of " + std::to_string(ndim_) + " dims");
+    if (spec_.periodic.empty()) return;
+    PYDIST_EXPECT(static_cast<int>(spec_.periodic.size()) == ndim_,
+                  "periodic has " + std::to_string(spec_.periodic.size()) +
+                      " entries for boxes of " + std::to_string(ndim_) + " dims");
+    for (int dim = 0; dim < ndim_; ++dim) {
+      if (!is_periodic(dim)) continue;
+      PYDIST_EXPECT(spec_.shape.has_value(), "periodic dims need the shape of the domain");
+      PYDIST_EXPECT((*spec_.shape)[dim] > 0, "dim " + std::to_string(dim) +
+                                                 " is periodic and has extent " +
+                                                 std::to_string((*spec_.shape)[dim]));
+    }
+  }
+
+  void check_rank(int rank) const {
+    const Box& box = owned(rank);
+    PYDIST_EXPECT(box.ndim() == ndim_, "rank " + std::to_string(rank) + " owns " + to_string(box) +
+                                           ", rank 0 a box of " + std::to_string(ndim_) + " dims");
+    for (const Box& needed : spec_.needed[static_cast<std::size_t>(rank)]) {
+      PYDIST_EXPECT(needed.ndim() == ndim_, "rank " + std::to_string(rank) + " needs " +
+                                                to_string(needed) + ", boxes have " +
+                                                std::to_string(ndim_) + " dims");
+    }
+    if (!spec_.shape) return;
+    const Box domain(Coords(ndim_), *spec_.shape);
+    PYDIST_EXPECT(domain.contains(box), "rank " + std::to_string(rank) + " owns " + to_string(box) +
+                                            " outside the domain " + to_string(*spec_.shape));
+  }
+
+  // Overlapping shards would send an element twice. Boxes are visited by rising lo[0].
+  void check_disjoint() const {
+    for (auto a = holders_.begin(); a != holders_.end(); ++a) {
+      for (auto b = std::next(a); b != holders_.end(); ++b) {
+        if (b->first.lo()[0] >= a->first.hi()[0]) break;
+        PYDIST_EXPECT(!a->first.overlaps(b->first),
+                      "ranks " + std::to_string(a->second.front()) + " and " +
+                          std::to_string(b->second.front()) + " own overlapping boxes " +
+                          to_string(a->first) + " and " + to_string(b->first) +
+                          ": boxes must be equal or disjoint");
+      }
+    }
+  }
+
+  const ExchangeSpec& spec_;
+  int ndim_ = 0;
+  std::map<Box, std::vector<int>> holders_;  // distinct owned boxes and who holds them, ascending
+};
+
+// The plan of one exchange for `rank`. Received and copied targets cover, disjointly, what `rank`
+// needs of the domain (and of its periodic images).
+inline Plan plan_exchange(const ExchangeSpec& spec, int rank) { return Planner(spec).plan(rank); }
+
+}  // namespace pydist

@@ -1,0 +1,49 @@
+// TensorView: memory that someone else owns, seen as a strided array.
+#pragma once
+
+#include <string>
+
+#include "core/dtype.hpp"
+#include "core/index.hpp"
+
+namespace pydist {
+
+enum class DeviceType : std::uint8_t { kCpu, kCuda };
+
+struct Device {
+  DeviceType type = DeviceType::kCpu;
+  int index = 0;
+  friend bool operator==(const Device&, const Device&) = default;
+};
+
+inline std::string to_string(Device device) {
+  if (device.type == DeviceType::kCpu) return "cpu";
+  return "cuda:" + std::to_string(device.index);
+}
+
+// Valid only while its owner is alive: made anew for each call, never kept. `data` points to the
+// element with all indices 0 and may be null if there is no element. Strides count elements.
+struct TensorView {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  Coords shape;
+  Coords strides;
+  Device device;
+
+  int ndim() const { return shape.ndim(); }
+  index_t elements() const { return volume_of(shape); }
+  index_t bytes() const { return checked_mul(elements(), size_of(dtype)); }
+
+  // Whether the elements lie in C order without gaps.
+  bool contiguous() const {
+    if (elements() == 0) return true;
+    index_t expected = 1;
+    for (int dim = ndim() - 1; dim >= 0; --dim) {
+      if (shape[dim] != 1 && strides[dim] != expected) return false;
+      expected *= shape[dim];
+    }
+    return true;
+  }
+};
+
+}  // namespace pydist

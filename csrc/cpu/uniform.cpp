@@ -1,0 +1,52 @@
+#include "cpu/uniform.hpp"
+
+#include <type_traits>
+
+#include "cpu/isa.hpp"
+#include "kernels/uniform.hpp"
+#include "launch/cpu.hpp"
+
+namespace pydist::cpu {
+namespace {
+
+// The generator costs arithmetic, not memory: some ten bytes of traffic each element is worth.
+constexpr index_t kBytesWorth = 8;
+
+// KeyedUniform, with the loop along contiguous runs taken from the instruction set's table.
+template <class T>
+struct IsaUniform : kernels::KeyedUniform<T> {
+  template <class Loop>
+  void each(const kernels::KeyedRun& run, const Loop& loop) const {
+    const int last = this->box.ndim - 1;
+    if (this->box.stride[last] != 1) return kernels::KeyedUniform<T>::each(run, loop);
+    T* const to = this->out + run.offset;
+    if constexpr (std::is_same_v<T, float>) {
+      isa().uniform_f32(to, this->box.extent[last], this->box.key, run.counter);
+    } else {
+      isa().uniform_f64(to, this->box.extent[last], this->box.key, run.counter);
+    }
+  }
+};
+
+template <class T>
+void fill(const TensorView& out, const kernels::KeyedBox& box) {
+  const index_t elements = out.elements();
+  if (elements == 0) return;
+  launch::run_on_cpu(
+      IsaUniform<T>{{static_cast<T*>(out.data), box, elements / box.extent[box.ndim - 1]}},
+      elements * static_cast<index_t>(sizeof(T)) * kBytesWorth);
+}
+
+}  // namespace
+
+void keyed_uniform(const TensorView& out, std::uint64_t key, const Coords& lo,
+                   const Coords& shape) {
+  const kernels::KeyedBox box = kernels::keyed_box(out, key, lo, shape);
+  if (out.dtype == DType::kFloat32) {
+    fill<float>(out, box);
+  } else {
+    fill<double>(out, box);
+  }
+}
+
+}  // namespace pydist::cpu

@@ -1,0 +1,16 @@
+// CRC-32C (Castagnoli), the checksum of iSCSI, ext4 and RFC 3720.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pydist::io {
+
+// Checksum of `size` bytes at `data`. To continue over several pieces, pass the previous result as
+// `crc`: crc32c(b, m, crc32c(a, n)) is the checksum of a followed by b.
+std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t crc = 0);
+
+// The table-driven path that runs where the CPU has no CRC instruction; open to tests.
+std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t crc = 0);
+
+}  // namespace pydist::io

@@ -1,0 +1,72 @@
+// What a boundary convolution is, in local indices: shared by all backends.
+#pragma once
+
+#include "core/view.hpp"
+
+namespace pydist::kernels {
+
+inline constexpr int kSpatialDims = 3;
+
+// One spatial dim: output o and kernel index k read the input o * stride + k * dilation + base.
+// Inputs and outputs outside the given arrays take no part.
+struct ConvDim {
+  index_t base;  // out_lo * stride - padding - in_lo
+  index_t stride, dilation, kernel;
+  index_t in_extent, out_extent;
+};
+
+// An array [batch, channels, 3 spatial dims] (or a weight [out, in / groups, 3 kernel dims]); strides
+// in elements.
+struct ConvArray {
+  void* data;
+  index_t strides[2 + kSpatialDims];
+};
+
+// out[n, g, co, o] += sum_{ci, k} weight[g, co, ci, k] * in[n, g, ci, o * stride + k * dilation + base]
+// and its two adjoints. Which of the arrays is written depends on the operation.
+struct ConvProblem {
+  DType dtype;
+  index_t batch, groups;
+  index_t in_channels, out_channels;  // of one group
+  ConvDim dims[kSpatialDims];
+  ConvArray in, weight, out;
+};
+
+// Attributes of a convolution and the global position of its two arrays.
+struct ConvAttributes {
+  Coords in_lo, out_lo;
+  Coords stride, padding, dilation;
+  index_t groups;
+};
+
+inline ConvArray conv_array(const TensorView& view) {
+  ConvArray array{view.data, {}};
+  for (int dim = 0; dim < view.ndim(); ++dim) array.strides[dim] = view.strides[dim];
+  return array;
+}
+
+// The views must have passed the border's checks.
+inline ConvProblem conv_problem(const TensorView& in, const TensorView& weight,
+                                const TensorView& out, const ConvAttributes& attributes) {
+  ConvProblem problem{};
+  problem.dtype = in.dtype;
+  problem.batch = in.shape[0];
+  problem.groups = attributes.groups;
+  problem.in_channels = weight.shape[1];
+  problem.out_channels = weight.shape[0] / attributes.groups;
+  for (int dim = 0; dim < kSpatialDims; ++dim) {
+    problem.dims[dim] = {attributes.out_lo[dim] * attributes.stride[dim] -
+                             attributes.padding[dim] - attributes.in_lo[dim],
+                         attributes.stride[dim],
+                         attributes.dilation[dim],
+                         weight.shape[2 + dim],
+                         in.shape[2 + dim],
+                         out.shape[2 + dim]};
+  }
+  problem.in = conv_array(in);
+  problem.weight = conv_array(weight);
+  problem.out = conv_array(out);
+  return problem;
+}
+
+}  // namespace pydist::kernels

@@ -1,0 +1,104 @@
+// float16 and bfloat16 as storage: arithmetic is done in float, as torch does it on a device.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "launch/host_device.hpp"
+
+#if defined(__CUDACC__)
+#include <cuda_fp16.h>
+#endif
+
+namespace pydist::kernels {
+
+// The upper half of a float. Rounds to nearest even; every NaN becomes the quiet one.
+struct BFloat16 {
+  std::uint16_t bits;
+
+  static PYDIST_HD BFloat16 from(float value) {
+    const auto word = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+    const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
+    return {static_cast<std::uint16_t>(is_nan ? 0x7fc0u : rounded)};
+  }
+  PYDIST_HD float to_float() const {
+    return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+  }
+};
+
+// IEEE 754 binary16. The host conversions are free of branches, so that loops over them vectorise;
+// the method is Fabian Giesen's (float addition does the shifting of subnormals and the rounding).
+struct Float16 {
+  std::uint16_t bits;
+
+  static PYDIST_HD Float16 from(float value) {
+#if defined(__CUDA_ARCH__)
+    return {__half_as_ushort(__float2half_rn(value))};
+#else
+    const auto word = std::bit_cast<std::uint32_t>(value);
+    const std::uint32_t sign = word & 0x80000000u;
+    const std::uint32_t magnitude = word ^ sign;
+    // Subnormal results: adding 0.5 leaves the rounded mantissa in the lowest bits.
+    const std::uint32_t tiny =
+        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+    const std::uint32_t odd = (magnitude >> 13) & 1u;
+    const std::uint32_t normal = (magnitude - 0x38000000u + 0xfffu + odd) >> 13;
+    const std::uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+    const std::uint32_t finite = magnitude < 0x38800000u ? tiny : normal;
+    const std::uint32_t half = magnitude >= 0x477ff000u ? special : finite;
+    return {static_cast<std::uint16_t>(half | (sign >> 16))};
+#endif
+  }
+  PYDIST_HD float to_float() const {
+#if defined(__CUDA_ARCH__)
+    return __half2float(__ushort_as_half(bits));
+#else
+    const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
+    const std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7fffu) << 13;
+    const std::uint32_t exponent = magnitude & 0x0f800000u;
+    const float subnormal =
+        std::bit_cast<float>(magnitude + 0x38800000u) - std::bit_cast<float>(0x38800000u);
+    const std::uint32_t rebias = exponent == 0x0f800000u ? 0x70000000u : 0x38000000u;
+    const std::uint32_t word = exponent == 0 ? std::bit_cast<std::uint32_t>(subnormal)
+                                             : magnitude + rebias;
+    return std::bit_cast<float>(word | sign);
+#endif
+  }
+};
+
+// The type that sums of T are formed in.
+template <class T>
+struct Accumulator {
+  using type = T;
+};
+template <>
+struct Accumulator<Float16> {
+  using type = float;
+};
+template <>
+struct Accumulator<BFloat16> {
+  using type = float;
+};
+template <class T>
+using accumulator_t = typename Accumulator<T>::type;
+
+// Into and out of the accumulator type.
+template <class T>
+PYDIST_HD accumulator_t<T> load_as(const T& value) {
+  if constexpr (requires { value.to_float(); }) {
+    return value.to_float();
+  } else {
+    return value;
+  }
+}
+template <class T>
+PYDIST_HD T store_as(accumulator_t<T> value) {
+  if constexpr (requires { T::from(value); }) {
+    return T::from(value);
+  } else {
+    return value;
+  }
+}
+
+}  // namespace pydist::kernels

@@ -1,0 +1,20 @@
+// Words for code that runs on the host and, where nvcc compiles it, on the device.
+#pragma once
+
+// PYDIST_HD: host and device, always inlined. Inlining is a matter of correctness, not only of
+// speed: the per-ISA objects compile the same bodies for several instruction sets, and an
+// out-of-line copy made for AVX-512 must not be linked where an older CPU calls it.
+#if defined(__CUDACC__)
+#define PYDIST_HD __host__ __device__ __forceinline__
+#else
+#define PYDIST_HD __attribute__((always_inline)) inline
+#endif
+
+// Before a loop: its iterations touch different elements, the compiler may vectorise.
+#if defined(__clang__)
+#define PYDIST_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#elif defined(__GNUC__) && !defined(__CUDA_ARCH__)
+#define PYDIST_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define PYDIST_INDEPENDENT
+#endif

@@ -1,0 +1,56 @@
+"""pydist trains 3D convolutional networks on samples that are too large for one device.
+
+    import pydist
+
+    mesh = pydist.init(data=2, spatial=(2, 1, 1))
+    model = pydist.parallelize(network, mesh)
+
+See the README for the whole walk, and `docs/architecture.md` for how it works.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydist import data, models
+    from pydist.comm import run_local
+    from pydist.layout import Layout, Split, layout_for_sample
+    from pydist.mesh import Mesh
+    from pydist.parallel import parallelize
+    from pydist.partition import Partition
+    from pydist.setup import init
+    from pydist.tensor import ShardedTensor, distribute_tensor
+
+# Imported on first use: `pydist --help` must not wait for torch.
+_HOMES = {
+    "Layout": "pydist.layout",
+    "Mesh": "pydist.mesh",
+    "Partition": "pydist.partition",
+    "ShardedTensor": "pydist.tensor",
+    "Split": "pydist.layout",
+    "distribute_tensor": "pydist.tensor",
+    "init": "pydist.setup",
+    "layout_for_sample": "pydist.layout",
+    "parallelize": "pydist.parallel",
+    "run_local": "pydist.comm",
+}
+_MODULES = ("data", "models")
+
+__all__ = [  # noqa: RUF022  the order of use
+    "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "Layout", "Split",
+    "Partition", "layout_for_sample", "run_local", "data", "models",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.import_module("pydist._loader").native.__version__
+    if name in _HOMES:
+        # Whoever makes a sharded tensor needs the handlers of torch's calls.
+        importlib.import_module("pydist.ops")
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"pydist.{name}")
+    raise AttributeError(f"module 'pydist' has no attribute {name!r}")

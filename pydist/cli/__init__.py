@@ -1,0 +1,1 @@
+"""The command line: `pydist data`, `pydist train`, `pydist run`, `pydist demo`."""

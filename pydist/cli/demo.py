@@ -1,0 +1,168 @@
+"""`pydist demo`: the product's promise, shown in a minute on a laptop.
+
+Trains CosmoFlow on 4 ranks, two groups that each hold their universes in two blocks, then does the
+same steps on one rank, and shows how far the two loss curves are apart; beside it, for scale, how
+far one rank is from itself with another number of threads.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from pydist.cli.options import parse
+from pydist.cli.progress import ProgressView
+from pydist.cli.train import launch_training
+from pydist.train.config import (
+    CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, OutputConfig,
+    TrainConfig,
+)  # fmt: skip
+from pydist.train.config_io import dumps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RANKS = 4
+EPOCHS = 4
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Trains CosmoFlow on 4 ranks, compares the run with one rank, and draws the result."""
+
+    folder: Path = Path("runs/demo")
+    """Where data, log, checkpoint and picture go; what an earlier demo left there is replaced."""
+    universes: int = 16
+    """Synthetic universes of 64³ voxels to make; each gives 8 samples of 32³."""
+    mpi: str = "auto"
+    """Which MPI starts the ranks: openmpi, mpich, gloo (none), or auto."""
+
+
+def demo(arguments: Sequence[str]) -> int:
+    """Runs `pydist demo`; see `pydist demo --help`."""
+    options = parse(_Arguments, arguments, "pydist demo")
+    began = time.perf_counter()
+    console = Console(highlight=False)
+    split = _config(options.folder)
+    _clear(options.folder)
+    _make_data(split, options.universes, console)
+
+    config_file = options.folder / "demo.toml"
+    config_file.write_text(dumps(split), encoding="utf-8")
+    code = launch_training(config_file, [], RANKS, options.mpi, ProgressView(console))
+    if code:
+        return code
+    _compare(split, console)
+    console.print(f"finished   in {time.perf_counter() - began:.0f} s")
+    console.print("next       pydist train examples/cosmoflow.toml -n 4; README.md has the rest")
+    return 0
+
+
+def _config(folder: Path) -> Config:
+    return Config(
+        model=ModelConfig(width=32),
+        data=DataConfig(path=folder / "data", normalize="log1p"),
+        mesh=MeshConfig(data=2, spatial=(2, 1, 1)),
+        optimizer=OptimizerConfig(decay_epochs=float(EPOCHS)),
+        train=TrainConfig(epochs=EPOCHS, batch=BATCH),
+        checkpoint=CheckpointConfig(resume="never"),
+        output=OutputConfig(folder=folder, plot=False),
+    )
+
+
+def _clear(folder: Path) -> None:
+    """Removes what an earlier demo wrote, but for the data: those are kept if they still fit."""
+    for name in ("ckpt", "one-rank", "one-rank-other-threads"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("log.jsonl", "result.png", "predictions.csv"):
+        (folder / name).unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def _make_data(config: Config, universes: int, console: Console) -> None:
+    from pydist.cli.data import make
+    from pydist.data.universes import UniverseOptions
+
+    options = UniverseOptions(
+        count=universes, width=config.model.width, workers=2, overwrite=True
+    )
+    make(config.data.path, options, console)
+
+
+def _compare(split: Config, console: Console) -> None:
+    """Repeats the run on one rank, twice, and says and draws how far the curves are apart."""
+    import torch
+
+    from pydist.train import report
+    from pydist.train.log import losses
+
+    cores = torch.get_num_threads()
+    other = 1 if cores > 1 else 2
+    folder = split.output.folder
+    curves = {f"{RANKS} ranks (data 2 × depth 2)": losses(folder / "log.jsonl")}
+    for name, threads in (("one-rank", cores), ("one-rank-other-threads", other)):
+        label = f"1 rank, {threads} thread{'s' if threads > 1 else ''}"
+        with _threads(threads):
+            curves[label] = _train_alone(split, folder / name, console)
+    split_curve, whole, scale = curves.values()
+    console.print(
+        f"check      the same {len(whole)} steps on 1 rank: largest difference of the loss "
+        f"{_distance(split_curve, whole):.1e}\n"
+        f"           for scale, 1 rank with {other} instead of {cores} threads: "
+        f"{_distance(scale, whole):.1e}",
+        soft_wrap=True,
+    )
+    picture = report.draw_run(folder, curves, split.data.path, split.mesh.spatial)
+    console.print(f"result     {picture}, {folder / 'log.jsonl'}, {folder / 'ckpt' / 'last'}")
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    import torch
+
+    from pydist._loader import native
+
+    before = torch.get_num_threads(), native.get_num_threads()
+    torch.set_num_threads(count)
+    native.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        native.set_num_threads(before[1])
+
+
+def _train_alone(split: Config, folder: Path, console: Console) -> Mapping[int, float]:
+    """The loss by step of the same run on one rank, in this process."""
+    from pydist.setup import init
+    from pydist.train.log import losses
+    from pydist.train.run import LOG_FILE, train
+
+    alone = replace(
+        split,
+        mesh=MeshConfig(transport="local"),
+        train=replace(split.train, validate_every=0),
+        checkpoint=replace(split.checkpoint, every=10**9),
+        output=replace(split.output, folder=folder),
+    )
+    mesh = init(1, (1, 1, 1), "local", seed=alone.train.seed)
+    view = ProgressView(console, label="check")
+    try:
+        train(alone, mesh, [view])
+    finally:
+        view.close()
+    return losses(folder / LOG_FILE)
+
+
+def _distance(one: Mapping[int, float], other: Mapping[int, float]) -> float:
+    """Largest difference of two loss curves over the same steps."""
+    assert one.keys() == other.keys()
+    return max(abs(one[step] - other[step]) for step in one)

@@ -1,0 +1,79 @@
+"""The `pydist` command: finds the sub-command, and turns errors into one line and an exit code.
+
+Sub-commands are imported when they are called: `pydist --help` must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pydist.errors import UsageError, exit_code_of
+from pydist.launch import failures, identity
+
+
+class Command(NamedTuple):
+    """A sub-command: `function(arguments)` in `module` runs it and returns the exit code."""
+
+    module: str
+    function: str
+    help: str
+
+
+COMMANDS = {
+    "data universes": Command("pydist.cli.data", "universes", "make synthetic universes"),
+    "train": Command("pydist.cli.train", "train", "train CosmoFlow as a TOML file says"),
+    "run": Command("pydist.cli.run", "run", "start a Python script on several ranks"),
+    "demo": Command("pydist.cli.demo", "demo", "train on 4 ranks, compare with 1, draw the result"),
+}
+
+EXIT_CODES = """exit codes:
+  0 ok   2 usage   65 bad data   66 does not fit in memory   71 a rank raised
+  72 a rank died or hung   73 checkpoint   74 disk   75 stopped, checkpoint saved (requeue)"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        arguments: what follows the program's name; by default that of this process.
+
+    Returns:
+        The exit code (see `pydist.errors`).
+    """
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if identity.detect() is not None:
+        # One of several ranks: an error here has to end the others too.
+        with failures.guarded():
+            return _dispatch(arguments)
+    try:
+        return _dispatch(arguments)
+    except (Exception, KeyboardInterrupt) as error:
+        sys.stderr.write(failures.describe(error))
+        return exit_code_of(error)
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_usage())
+        return 0 if arguments else UsageError.exit_code
+    if arguments[0] == "--version":
+        import pydist
+
+        print(f"pydist {pydist.__version__}")
+        return 0
+    for words in (2, 1):
+        command = COMMANDS.get(" ".join(arguments[:words]))
+        if command is not None:
+            function = getattr(importlib.import_module(command.module), command.function)
+            return int(function(arguments[words:]))
+    raise UsageError(f"no command {arguments[0]!r}; there are: {', '.join(COMMANDS)}")
+
+
+def _usage() -> str:
+    lines = ["usage: pydist COMMAND ...", "", "commands:"]
+    lines += [f"  {name:<16}{command.help}" for name, command in COMMANDS.items()]
+    lines += ["", "pydist COMMAND --help tells more; pydist --version", "", EXIT_CODES]
+    return "\n".join(lines)

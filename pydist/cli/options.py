@@ -1,0 +1,58 @@
+"""Command line options made from dataclasses, with errors of one line."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from typing import TypeVar
+
+import tyro
+
+from pydist.errors import UsageError
+from pydist.train import config_io
+from pydist.train.config import Config
+
+_T = TypeVar("_T")
+
+
+def parse(
+    kind: type[_T], arguments: Sequence[str], prog: str, default: _T | None = None
+) -> _T:
+    """Makes a dataclass of command line arguments.
+
+    Args:
+        kind: the dataclass; its fields are the options.
+        arguments: the command line. ``--help`` prints all options and exits.
+        prog: the command's name in help.
+        default: where options that are not given take their values from.
+
+    Raises:
+        UsageError: an unknown option (with what was probably meant) or a wrong value.
+    """
+    complaint = io.StringIO()
+    try:
+        with redirect_stderr(complaint):
+            if default is None:
+                return tyro.cli(kind, prog=prog, args=list(arguments))
+            return tyro.cli(kind, prog=prog, args=list(arguments), default=default)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise UsageError(_plain(complaint.getvalue())) from None
+
+
+def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
+    """Applies options such as ``--train.steps 20`` to a configuration; see `parse`."""
+    overridden = parse(Config, arguments, prog, config)
+    return config_io.check(config_io.to_dict(overridden), source="command line")
+
+
+def _plain(box: str) -> str:
+    """One line out of the framed text that tyro prints."""
+    lines = (line.strip("│╭╮╰╯─ \t") for line in box.splitlines()[1:])
+    text = " ".join(" ".join(lines).split())
+    text = re.split(r" Argument helptext| For full helptext| Got errors", text)[0]
+    text, *suggestion = text.split("Perhaps you meant: ")
+    return text.strip() + (f"; did you mean {suggestion[0].split()[0]}?" if suggestion else "")

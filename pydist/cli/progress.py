@@ -1,0 +1,154 @@
+"""Draws a run's events on the terminal: a bar with ETA, speed, and where a step's time goes."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from pydist.train.log import Event
+
+_PART_NAMES = {
+    "compute": "compute",
+    "halo": "halo",
+    "gradients": "gradients",
+    "statistics": "statistics",
+    "redistribute": "redistribution",
+    "data": "waiting for data",
+}
+_RECENT_STEPS = 50
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class ProgressView:
+    """Follows one run. On a terminal a live bar; else a line now and then, as logs want it.
+
+    Args:
+        console: where to draw; by default standard output.
+        label: first word of each line.
+        verbose: show the resolved configuration as well.
+    """
+
+    def __init__(
+        self, console: Console | None = None, label: str = "train", verbose: bool = False
+    ) -> None:
+        self.console = console or Console(highlight=False)
+        self.label = label
+        self.verbose = verbose
+        self._recent: deque[Event] = deque(maxlen=_RECENT_STEPS)
+        self._validation = ""
+        self._steps = 0
+        self._epochs = 0
+        self._last_line = 0.0
+        self._live: Live | None = None
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+        )
+        self._task: TaskID | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Takes one event."""
+        handler = getattr(self, f"_on_{event['event']}", None)
+        if handler is not None:
+            handler(event)
+
+    def close(self) -> None:
+        """Leaves the terminal as it was; safe to call twice."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def say(self, label: str, text: str) -> None:
+        """Prints a line above the bar."""
+        self.console.print(Text(f"{label:<10} {text}"), soft_wrap=True)
+
+    def _on_start(self, event: Event) -> None:
+        if self.verbose:
+            for table, values in event["config"].items():
+                self.say(table, "  ".join(f"{key}={value}" for key, value in values.items()))
+        self._steps, self._epochs = event["steps"], event["epochs"]
+        resumed = f", going on after step {event['step']}" if event["step"] else ""
+        self.say(
+            self.label,
+            f"{event['parameters']:,} parameters, {event['samples']} samples, {event['mesh']}"
+            f"{resumed}",
+        )
+        if self.console.is_terminal:
+            self._task = self._bar.add_task(
+                self.label, total=self._steps, completed=event["step"], figures=""
+            )
+            self._live = Live(console=self.console, refresh_per_second=8)
+            self._live.start()
+
+    def _on_step(self, event: Event) -> None:
+        self._recent.append(event)
+        if self._live is not None and self._task is not None:
+            self._bar.update(
+                self._task,
+                completed=event["step"],
+                description=f"{self.label:<10} epoch {self._epoch(event)}",
+                figures=self._figures(),
+            )
+            self._live.update(Group(self._bar, Text(f"{'':<10} {self._where()}")))
+        elif time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
+            self._line(event)
+
+    def _on_validation(self, event: Event) -> None:
+        self._validation = f"  validation mae {event['mae']:.3f}"
+
+    def _on_notice(self, event: Event) -> None:
+        self.say("notice", event["text"])
+
+    def _on_end(self, event: Event) -> None:
+        if self._recent and self._live is None:
+            self._line(self._recent[-1])
+        self.close()
+
+    def _line(self, event: Event) -> None:
+        self._last_line = time.monotonic()
+        self.say(
+            self.label,
+            f"epoch {self._epoch(event)}  step {event['step']}/{self._steps}  {self._figures()}",
+        )
+        self.say("", self._where())
+
+    def _epoch(self, event: Event) -> str:
+        return f"{min(event['epoch'] + 1, self._epochs)}/{self._epochs}"
+
+    def _figures(self) -> str:
+        seconds = sum(e["seconds"] for e in self._recent)
+        samples = sum(e["samples_per_second"] * e["seconds"] for e in self._recent)
+        loss = self._recent[-1]["loss"]
+        return f"loss {loss:.4f}{self._validation}  {samples / seconds:.1f} samples/s"
+
+    def _where(self) -> str:
+        return describe_parts(
+            mean_parts([e["parts"] for e in self._recent]),
+            sum(e["seconds"] for e in self._recent) / len(self._recent),
+        )
+
+
+def mean_parts(parts: list[Mapping[str, float]]) -> dict[str, float]:
+    """Mean seconds by part over some steps; a part that a step lacks counts as zero."""
+    names = dict.fromkeys(name for step in parts for name in step)
+    return {name: sum(step.get(name, 0.0) for step in parts) / len(parts) for name in names}
+
+
+def describe_parts(parts: Mapping[str, float], seconds: float) -> str:
+    """The parts of a step as one line: "step 94 ms: compute 71 % · halo 9 % · ..."."""
+    shares: dict[str, Any] = {
+        _PART_NAMES.get(name, name): 100 * spent / seconds for name, spent in parts.items()
+    }
+    listed = " · ".join(f"{name} {share:.0f} %" for name, share in shares.items())
+    return f"step {1e3 * seconds:.0f} ms: {listed}"

@@ -1,0 +1,44 @@
+"""`pydist run`: starts a Python program on several ranks of this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from pydist.errors import UsageError
+from pydist.launch import launch
+
+
+_OPTIONS = ("-n", "--mpi")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs `pydist run`; see `pydist run --help`."""
+    parser = argparse.ArgumentParser(
+        prog="pydist run",
+        usage="pydist run -n RANKS [--mpi NAME] SCRIPT | -m MODULE [ARGUMENT ...]",
+        description="Starts a Python program on several ranks of this machine. "
+        "In the program, pydist.init() joins the job.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("-n", dest="ranks", type=int, required=True, help="number of ranks")
+    parser.add_argument(
+        "--mpi",
+        default="auto",
+        help="openmpi, mpich, gloo (no MPI), or auto: the first of these that is installed",
+    )
+    own, program = _split(arguments)
+    options = parser.parse_args(own)
+    if not program:
+        raise UsageError("no script was given, as in: pydist run -n 4 script.py")
+    return launch(options.ranks, program, options.mpi)
+
+
+def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The launcher's own options, and the program with its arguments, whatever they look like."""
+    i = 0
+    while i < len(arguments) and arguments[i] in _OPTIONS:
+        i += 2
+    if i < len(arguments) and arguments[i] in ("-h", "--help"):
+        i += 1
+    return arguments[:i], arguments[i:]

@@ -1,0 +1,98 @@
+"""`pydist train`: one training run, alone, as a rank of a job, or as the job's launcher."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydist.errors import UsageError
+
+if TYPE_CHECKING:
+    from pydist.cli.progress import ProgressView
+    from pydist.train.config import Config
+
+PROG = "pydist train CONFIG [-n RANKS] [--mpi NAME]"
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Runs `pydist train`; see `pydist train --help`."""
+    options, overrides = _parse(arguments)
+    if options.ranks is not None:
+        from pydist.cli.progress import ProgressView
+
+        _config(options.config, overrides)  # errors show here, before any rank starts
+        view = ProgressView(verbose=True)
+        return launch_training(options.config, overrides, options.ranks, options.mpi, view)
+    return _train_here(_config(options.config, overrides))
+
+
+def launch_training(
+    config: Path, overrides: Sequence[str], ranks: int, mpi: str, view: ProgressView
+) -> int:
+    """Trains on several ranks of this machine; this process draws what rank 0 tells of it.
+
+    Args:
+        config: the configuration file.
+        overrides: options such as ``--train.steps 20``.
+        ranks: number of ranks.
+        mpi: see `pydist.launch.launch`.
+        view: draws progress.
+
+    Returns:
+        The exit code.
+    """
+    from pydist.cli.events import followed
+    from pydist.launch import launch
+
+    with followed(view):
+        code = launch(ranks, ["-m", "pydist", "train", str(config), *overrides], mpi)
+    view.close()
+    return code
+
+
+def _train_here(config: Config) -> int:
+    """Trains in this process, which is one rank of a job, or the only one."""
+    from pydist.cli.progress import ProgressView
+    from pydist.setup import init
+    from pydist.train.log import PIPE_VARIABLE, to_pipe
+    from pydist.train.run import train as run
+
+    mesh = init(
+        config.mesh.data, config.mesh.spatial, config.mesh.transport, seed=config.train.seed
+    )
+    pipe = os.environ.get(PIPE_VARIABLE)
+    if mesh.rank != 0:
+        run(config, mesh)
+    elif pipe is not None:
+        run(config, mesh, [to_pipe(Path(pipe))])
+    else:
+        view = ProgressView(verbose=True)
+        try:
+            run(config, mesh, [view])
+        finally:
+            view.close()
+    mesh.world.barrier()
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="pydist train", add_help=False, allow_abbrev=False)
+    parser.add_argument("config", nargs="?", type=Path)
+    parser.add_argument("-n", dest="ranks", type=int)
+    parser.add_argument("--mpi", default="auto")
+    options, overrides = parser.parse_known_args(arguments)
+    if options.config is None and not {"-h", "--help"} & set(overrides):
+        raise UsageError(f"no configuration file was given; usage: {PROG} [--train.steps 20 ...]")
+    return options, overrides
+
+
+def _config(path: Path | None, overrides: Sequence[str]) -> Config:
+    from pydist.cli.options import override
+    from pydist.train import config_io
+    from pydist.train.config import Config
+
+    config = Config() if path is None else config_io.load(path)
+    return override(config, overrides, PROG) if overrides else config

@@ -1,0 +1,195 @@
+"""Exchanges as autograd functions, in closed pairs of a map and its adjoint.
+
+The convention, for everything in pydist: a shard's gradient is the true one; a replicated (or
+plain) value's gradient is anything whose *mean over the sample group* is the true one. With it the
+adjoints are
+
+====================  =====================================================
+forward               backward
+====================  =====================================================
+identity (`enter`)    × a factor (replicas before / replicas after)
+sum over ranks        mean over the sample group, sum over data groups
+gather boxes          add back along the messages, × rep(A) / rep(B)
+====================  =====================================================
+
+and the backward of each right-hand side is the left-hand side *without* factors. So what users see
+is true to second order, and parameters are reduced by the mean over all ranks, as under DDP.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+if TYPE_CHECKING:
+    from pydist.comm.exchanger import Exchanger
+    from pydist.comm.transport import Transport
+    from pydist.mesh import Mesh
+
+
+def exchange_marker() -> Tensor:
+    """What every exchange saves for its backward, and reads there before it communicates.
+
+    Non-reentrant checkpointing recomputes a region when the first saved tensor of it is read. A
+    rank with an empty shard may save nothing else, would not recompute, and so would miss the
+    exchanges that the others repeat.
+    """
+    return torch.empty(0)
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Scale.apply(grad, ctx.factor), None
+
+
+class _Scale(Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return grad * factor
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, None]:
+        return _Enter.apply(x, ctx.factor), None
+
+
+def enter(x: Tensor, factor: float) -> Tensor:
+    """A value held `factor` times as often as the result it goes into; its gradient × factor."""
+    if factor == 1 or not x.requires_grad:
+        return x
+    return _Enter.apply(x, factor)
+
+
+class _SumRanks(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Transport, weight: float, mesh: Mesh, part: str):
+        ctx.args = group, weight, mesh, part
+        ctx.save_for_backward(exchange_marker())
+        with mesh.timers.measure(part):
+            total = x.contiguous().clone()
+            group.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        begin_backward(ctx.args[2])
+        return _MeanRanks.apply(grad, *ctx.args), None, None, None, None
+
+
+class _MeanRanks(Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, group: Transport, weight: float, mesh: Mesh, part: str):
+        ctx.args = group, weight, mesh, part
+        ctx.save_for_backward(exchange_marker())
+        with mesh.timers.measure(part):
+            total = grad.contiguous().clone()
+            group.all_reduce(total)
+        return total.mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        begin_backward(ctx.args[2])
+        return _SumRanks.apply(x, *ctx.args), None, None, None, None
+
+
+def sum_ranks(
+    x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "statistics"
+) -> Tensor:
+    """The sum of `x` over the ranks along `axes`, the same on all of them.
+
+    With the data axis among `axes` the adjoint sums over the sample groups, as the loss of each of
+    them depends on the result.
+    """
+    group = mesh.group(axes)
+    if group.size == 1:
+        return x
+    in_sample = group.size
+    if "data" in axes:
+        in_sample //= mesh.data_size
+    return _SumRanks.apply(x, group, 1.0 / in_sample, mesh, part)
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: Tensor, exchanger: Exchanger, fill: float, weight: float, mesh: Mesh,
+        part: str,
+    ) -> Tensor:
+        ctx.args = exchanger, weight, mesh, part
+        ctx.save_for_backward(exchange_marker())
+        slot = local.new_full(exchanger.slots[0].shape, fill)
+        with mesh.timers.measure(part):
+            exchanger.gather(local, [slot])
+        return slot
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        exchanger, weight, mesh, part = ctx.args
+        begin_backward(mesh)
+        grad = _AddBack.apply(grad, exchanger, weight, mesh, part)
+        return grad, None, None, None, None, None
+
+
+class _AddBack(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, exchanger: Exchanger, weight: float, mesh: Mesh, part: str
+    ) -> Tensor:
+        ctx.args = exchanger, weight, mesh, part
+        ctx.save_for_backward(exchange_marker())
+        local = grad.new_zeros(exchanger.owned.shape)
+        with mesh.timers.measure(part):
+            exchanger.add_back([grad], local)
+        return local if weight == 1 else local.mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        exchanger, weight, mesh, part = ctx.args
+        begin_backward(mesh)
+        return _Gather.apply(x, exchanger, 0.0, weight, mesh, part), None, None, None, None
+
+
+def gather_box(
+    local: Tensor,
+    exchanger: Exchanger,
+    mesh: Mesh,
+    *,
+    fill: float = 0.0,
+    weight: float = 1.0,
+    part: str = "halo",
+) -> Tensor:
+    """The one box that this rank asked for, from its owners; `fill` where there is none.
+
+    Args:
+        local: this rank's shard.
+        exchanger: with one slot a rank.
+        mesh: for the timers and the end of backward.
+        fill: value outside the global domain.
+        weight: rep(A) / rep(B) of a redistribution from layout A to layout B; 1 for halos.
+        part: under which name the time is counted.
+    """
+    return _Gather.apply(local, exchanger, fill, weight, mesh, part)
+
+
+def begin_backward(mesh: Mesh) -> None:
+    """Tells the mesh's gradient reducers that a backward pass is running.
+
+    Called by every exchange's backward, since a rank without work may reach no parameter.
+    """
+    for reference in mesh.reducers:
+        reducer = reference()
+        if reducer is not None:
+            reducer.expect_end_of_backward()

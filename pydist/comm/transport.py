@@ -1,0 +1,430 @@
+"""What carries bytes between ranks: the one interface that every transport implements.
+
+The public methods check their arguments and treat the trivial cases (one rank, derived
+operations) once, here; a transport implements the methods with a leading underscore. All tensors
+are contiguous and lie in host memory, and every rank of a collective passes the same dtype and
+count. Collectives match by the order in which each rank calls them, point-to-point messages by
+(sender, receiver, tag) in the order in which they were sent.
+
+Results are bit-identical on all ranks of the transport: replicas that diverge in the last bit
+diverge for good. float16 and bfloat16 are summed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from pydist.errors import NotSupported, UsageError
+
+ReduceOp = Literal["sum", "max", "min"]
+
+_REDUCE_OPS = get_args(ReduceOp)
+
+_DTYPES = frozenset(
+    {
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
+    }
+)  # fmt: skip
+
+WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.bool: torch.uint8,
+}
+"""The dtype in which elements of a narrow one are reduced; the result is rounded once."""
+
+
+class Work:
+    """An operation under way. The buffers belong to it until `wait` has returned."""
+
+    def wait(self) -> None:
+        """Return when the operation is complete; its result is then in place. Idempotent.
+
+        Raises:
+            RankFailed: another rank failed, the result will never come.
+        """
+
+
+class Channel(ABC):
+    """A set of messages with fixed peers and fixed buffers, sent again and again.
+
+    One `start` and one `wait` make a round; the buffers must not be touched between the two.
+    """
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start all sends and receives. Does not block."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when all receives of the round have arrived and the send buffers are free.
+
+        Raises:
+            RankFailed: another rank failed, a message will never come.
+        """
+
+    def close(self) -> None:
+        """Release what the channel holds. Idempotent; not between `start` and `wait`."""
+
+
+class Transport(ABC):
+    """A group of ranks that can exchange tensors.
+
+    Attributes:
+        name: what the transport is called in `pydist.init(transport=...)`.
+        rank: this rank's index in the group, 0 <= rank < size.
+        size: number of ranks in the group.
+    """
+
+    name: ClassVar[str]
+    rank: int
+    size: int
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    # -- groups -----------------------------------------------------------------------------
+
+    def split(self, color: int, key: int) -> Transport:
+        """Make one new transport for each color. Collective over this transport.
+
+        Args:
+            color: ranks with equal colors form a group.
+            key: orders the ranks within the group; ties are broken by the rank in this one.
+
+        Returns:
+            The transport of this rank's group.
+        """
+        mine = struct.pack("<qq", color, key)
+        pairs = [struct.unpack("<qq", each) for each in self.all_gather_bytes(mine)]
+        members = sorted(
+            (rank for rank in range(self.size) if pairs[rank][0] == color),
+            key=lambda rank: (pairs[rank][1], rank),
+        )
+        return self._subgroup(members)
+
+    @abstractmethod
+    def _subgroup(self, members: Sequence[int]) -> Transport:
+        """The transport of `members` (ranks of this one, in order), of which this rank is one.
+
+        Called by all ranks at the same point, each with its own group.
+        """
+
+    # -- point to point ---------------------------------------------------------------------
+
+    def channel(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> Channel:
+        """Bind buffers to peers for an exchange that is repeated. Not collective.
+
+        Messages from one sender to one receiver match in the order of the lists. Two channels
+        that are under way at the same time need different tags.
+
+        Args:
+            sends: pairs of receiver and buffer.
+            recvs: pairs of sender and buffer; the byte counts equal the sender's.
+            tag: 0 <= tag < 2**15.
+
+        Raises:
+            UsageError: a peer is outside the group, or a buffer is not contiguous.
+        """
+        for what, pairs in (("send", sends), ("receive", recvs)):
+            for peer, buffer in pairs:
+                self._check_peer(peer)
+                self._check(f"channel ({what} buffer of rank {peer})", buffer)
+        self._check_tag(tag)
+        return self._channel(sends, recvs, tag)
+
+    @abstractmethod
+    def _channel(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> Channel: ...
+
+    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
+        """Send a tensor. Buffered: returns without waiting for the receiver.
+
+        Args:
+            tensor: any shape; may be changed as soon as the call returns.
+            dest: the receiver; may be this rank.
+            tag: 0 <= tag < 2**15.
+        """
+        self._check("send", tensor)
+        self._check_peer(dest)
+        self._check_tag(tag)
+        self._send(tensor.detach(), dest, tag)
+
+    @abstractmethod
+    def _send(self, tensor: Tensor, dest: int, tag: int) -> None: ...
+
+    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> None:
+        """Receive into a tensor with the byte count that was sent. Blocks until it is there."""
+        self._check("recv", tensor)
+        self._check_peer(source)
+        self._check_tag(tag)
+        self._recv(tensor.detach(), source, tag)
+
+    @abstractmethod
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> None: ...
+
+    # -- collectives ------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        if self.size > 1:
+            self._barrier()
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Overwrite the tensor on every rank with that of `root`."""
+        self._check("broadcast", tensor)
+        self._check_peer(root)
+        if self.size > 1:
+            self._broadcast(tensor.detach(), root)
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, root: int) -> None: ...
+
+    def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
+        """Collect tensors of equal shape on `root`.
+
+        Returns:
+            On `root` one new tensor a rank, in rank order; None elsewhere.
+        """
+        self._check("gather", tensor)
+        self._check_peer(root)
+        if self.size == 1:
+            return [tensor.detach().clone()]
+        return self._gather(tensor.detach(), root)
+
+    @abstractmethod
+    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None: ...
+
+    def scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int = 0) -> None:
+        """Hand out one tensor to each rank.
+
+        Args:
+            tensors: on `root` one tensor a rank, all of the shape of `out`; None elsewhere.
+            out: overwritten with this rank's tensor.
+            root: the rank that has the tensors.
+        """
+        self._check("scatter", out)
+        self._check_peer(root)
+        if self.rank == root:
+            if tensors is None or len(tensors) != self.size:
+                given = "None" if tensors is None else f"{len(tensors)} tensors"
+                raise UsageError(f"scatter: root needs {self.size} tensors, one a rank; got {given}")
+            for each in tensors:
+                self._check_like("scatter", each, out)
+            tensors = [each.detach() for each in tensors]
+        if self.size == 1:
+            assert tensors is not None
+            out.detach().copy_(tensors[0])
+            return
+        self._scatter(tensors if self.rank == root else None, out.detach(), root)
+
+    @abstractmethod
+    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None: ...
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Collect tensors of equal shape on every rank.
+
+        Returns:
+            A new tensor of shape [size, *tensor.shape], in rank order.
+        """
+        self._check("all_gather", tensor)
+        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        if self.size == 1:
+            out[0].copy_(tensor.detach())
+        else:
+            self._all_gather(tensor.detach(), out)
+        return out
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor, out: Tensor) -> None: ...
+
+    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Every rank sends one tensor to every rank; sizes may differ and may be zero.
+
+        Args:
+            inputs: inputs[r] goes to rank r.
+            outputs: outputs[r] is overwritten with what rank r sent here; of the same byte count.
+        """
+        for what, tensors in (("inputs", inputs), ("outputs", outputs)):
+            if len(tensors) != self.size:
+                raise UsageError(f"all_to_all: {len(tensors)} {what} for {self.size} ranks")
+            for each in tensors:
+                self._check(f"all_to_all {what}", each)
+        self._check_like("all_to_all", inputs[self.rank], outputs[self.rank])
+        outputs[self.rank].detach().copy_(inputs[self.rank].detach().view(outputs[self.rank].shape))
+        if self.size > 1:
+            self._all_to_all([each.detach() for each in inputs], [each.detach() for each in outputs])
+
+    @abstractmethod
+    def _all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """As `all_to_all`; what this rank sends to itself is already in place."""
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, and hand one slice of the sum to each.
+
+        Args:
+            tensor: [size, *shape]; slice r is this rank's contribution to rank r.
+
+        Returns:
+            A new tensor of `shape`: the sum over ranks of their slices for this rank.
+        """
+        self._check("reduce_scatter", tensor)
+        if tensor.dim() < 1 or tensor.shape[0] != self.size:
+            raise UsageError(
+                f"reduce_scatter: shape {tuple(tensor.shape)} must begin with the number of ranks,"
+                f" {self.size}"
+            )
+        if self.size == 1:
+            return tensor.detach()[0].clone()
+        slices = torch.empty_like(tensor)
+        self.all_to_all(list(tensor), list(slices))
+        wide = WIDER.get(tensor.dtype, tensor.dtype)
+        total = slices[0].to(wide)
+        for each in slices[1:]:  # in rank order, whoever is asked
+            total += each.to(wide)
+        return total.to(tensor.dtype)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce over ranks, in place, with the same bits on every rank.
+
+        Args:
+            tensor: any shape. On bool, "sum" and "max" mean "any", "min" means "all".
+            op: "sum", "max" or "min"; the latter two propagate NaN, as torch does.
+        """
+        self._check_reduce(tensor, op)
+        if self.size > 1:
+            self._all_reduce(tensor.detach(), op)
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None: ...
+
+    def all_reduce_async(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Start `all_reduce`. The result is in `tensor` when `wait` of the returned has returned.
+
+        All ranks start their collectives in one order; they may wait in any.
+        """
+        self._check_reduce(tensor, op)
+        if self.size == 1:
+            return Work()
+        return self._all_reduce_async(tensor.detach(), op)
+
+    @abstractmethod
+    def _all_reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work: ...
+
+    # -- bytes ------------------------------------------------------------------------------
+
+    def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
+        """Send a byte string of any length from `root` to all ranks.
+
+        Args:
+            data: the bytes on `root`; ignored elsewhere.
+            root: the rank that has the bytes.
+
+        Returns:
+            The bytes of `root`.
+        """
+        if self.rank == root:
+            if data is None:
+                raise UsageError(f"broadcast_bytes: rank {root} is the root and has no data")
+            content = _as_tensor(data)
+        length = torch.tensor([content.numel() if self.rank == root else 0])
+        self.broadcast(length, root)
+        if self.rank != root:
+            content = torch.empty(int(length), dtype=torch.uint8)
+        self.broadcast(content, root)
+        return _as_bytes(content)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Collect a byte string of any length from every rank, in rank order."""
+        lengths = self.all_gather(torch.tensor([len(data)])).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = _as_tensor(data)
+        rows = self.all_gather(padded)
+        return [_as_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+    # -- end --------------------------------------------------------------------------------
+
+    @abstractmethod
+    def abort(self, reason: str, exit_code: int) -> None:
+        """End the whole job, now.
+
+        `local` makes every blocked or later call of the other ranks raise `RankFailed` and
+        returns; the others end all processes with `exit_code` and do not return.
+
+        Args:
+            reason: one line, shown to the user.
+            exit_code: see `pydist.errors`.
+        """
+
+    def close(self) -> None:
+        """Release what the transport holds. Collective, idempotent."""
+
+    # -- checks -----------------------------------------------------------------------------
+
+    def _check(self, call: str, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu":
+            raise NotSupported(
+                f"{call}: tensor on {tensor.device}; transport '{self.name}' carries host memory"
+            )
+        if not tensor.is_contiguous():
+            raise UsageError(
+                f"{call}: tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+                " is not contiguous"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise UsageError(f"{call}: dtype {tensor.dtype} can't be sent")
+
+    def _check_like(self, call: str, given: Tensor, wanted: Tensor) -> None:
+        self._check(call, given)
+        if given.numel() != wanted.numel() or given.dtype != wanted.dtype:
+            raise UsageError(
+                f"{call}: {given.dtype} of shape {tuple(given.shape)} does not match"
+                f" {wanted.dtype} of shape {tuple(wanted.shape)}"
+            )
+
+    def _check_reduce(self, tensor: Tensor, op: str) -> None:
+        self._check("all_reduce", tensor)
+        if op not in _REDUCE_OPS:
+            raise UsageError(f"all_reduce: op '{op}' is none of {', '.join(_REDUCE_OPS)}")
+
+    def _check_peer(self, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise UsageError(f"rank {rank} is outside the group of {self.size} ranks")
+
+    @staticmethod
+    def _check_tag(tag: int) -> None:
+        # The MPI standard promises tags up to 32767 and no more.
+        if not 0 <= tag < 1 << 15:
+            raise UsageError(f"tag {tag} is outside [0, {1 << 15})")
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    # frombuffer refuses empty buffers, and warns about ones that can't be written.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(
+        0, dtype=torch.uint8
+    )
+
+
+def _as_bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()

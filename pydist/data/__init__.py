@@ -1,0 +1,47 @@
+"""Data: universes and other volumes in HDF5 files, read by blocks.
+
+`generate_universes` makes synthetic data, `ShardDataset` reads blocks of samples, `MeshSampler`
+says which samples each group of ranks gets, and `Loader` brings them together as sharded tensors
+while the previous step computes.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydist.data.dataset import BadSample, ShardDataset
+    from pydist.data.loader import Batch, Loader
+    from pydist.data.manifest import Manifest
+    from pydist.data.sampler import MeshSampler
+    from pydist.data.universes import UniverseOptions, generate_universes
+
+# Imported on first use: making universes needs no torch.
+_HOMES = {
+    "BadSample": "dataset",
+    "Batch": "loader",
+    "Loader": "loader",
+    "Manifest": "manifest",
+    "MeshSampler": "sampler",
+    "ShardDataset": "dataset",
+    "UniverseOptions": "universes",
+    "generate_universes": "universes",
+}
+
+__all__ = [
+    "BadSample",
+    "Batch",
+    "Loader",
+    "Manifest",
+    "MeshSampler",
+    "ShardDataset",
+    "UniverseOptions",
+    "generate_universes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"pydist.data.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'pydist.data' has no attribute {name!r}")

@@ -1,0 +1,364 @@
+"""Batches as sharded tensors, read in the background while the previous step computes."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pydist.data.dataset import BadSample
+from pydist.data.sampler import GroupBatch, MeshSampler
+from pydist.errors import DataError, UsageError
+from pydist.layout import Layout, layout_for_sample
+from pydist.mesh import Mesh
+from pydist.partition import Box
+from pydist.tensor import ShardedTensor
+
+SKIP_LIMIT = 0.01
+"""Largest part of the samples that `on_bad_sample="skip"` leaves out."""
+
+
+class BlockSource(Protocol):
+    """What a `Loader` reads from; `ShardDataset` is one."""
+
+    @property
+    def sample_shape(self) -> tuple[int, int, int, int]:
+        """(C, D, H, W) of one sample."""
+        ...
+
+    @property
+    def num_targets(self) -> int:
+        """Values to predict for each sample."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of samples and targets."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """What the content depends on; equal on two ranks if they read the same."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
+        """See `ShardDataset.read_block`."""
+        ...
+
+    def target(self, index: int) -> Tensor:
+        """See `ShardDataset.target`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one step for one sample group.
+
+    Attributes:
+        inputs: [N, C, D, H, W], N the group's samples, of which this rank holds its blocks.
+        targets: [N, T], plain, equal on all ranks of the group.
+        weight: [N]; 0 for a sample that stands in for another, 1 else. In an evaluation,
+            sum(weight * error) over groups, divided by sum(weight), counts every sample once.
+        indices: which samples of the data set they are.
+        count: how many take part in a training step: N, or 0 where they are padding.
+        first_sample: position in the global batch of the first one.
+        global_size: samples in the global batch.
+        loss_scale: count * groups / global_size. Ranks average their gradients, so a mean loss
+            times this gives the mean over the global batch, however it is spread.
+        epoch: of the batch.
+        step: position in the epoch.
+    """
+
+    inputs: ShardedTensor
+    targets: Tensor
+    weight: Tensor
+    indices: tuple[int, ...]
+    count: int
+    first_sample: int
+    global_size: int
+    loss_scale: float
+    epoch: int
+    step: int
+
+
+class _Read(NamedTuple):
+    """What the background thread hands over."""
+
+    plan: GroupBatch
+    inputs: Tensor
+    targets: Tensor
+    bad: dict[int, BadSample]
+    """By position in the group's batch."""
+
+
+class Loader:
+    """Iterates over the batches of this rank's sample group.
+
+    Each rank reads its own blocks only. A background thread reads `prefetch` batches ahead, into
+    the next epoch as well when training; it is a thread and not a forked worker (a fork after
+    MPI_Init is undefined), and it calls neither MPI nor torch's thread pool. Reads leave the
+    interpreter free, so training goes on meanwhile.
+
+    An error in the background is raised from the iterator at the batch that it belongs to.
+
+    Making a loader is collective over the mesh: the ranks compare what they were given.
+
+    Args:
+        dataset: what to read from.
+        mesh: says which blocks and which samples are this rank's.
+        batch_size: samples in a global batch, over all groups.
+        training: in a new order each epoch, groups padded to step together. Without it, for
+            evaluation, in the data set's order, each sample once; a group may get fewer batches.
+        seed: of the order; by default the mesh's.
+        drop_last: leave out a last batch that is short.
+        prefetch: batches read ahead, 1 or more; each takes the memory of one local input.
+        on_bad_sample: "stop" raises `BadSample`; "skip" puts the next good sample in its place,
+            on all ranks of the group, with weight 0 (one small message a batch), and stops when
+            more than 1 % of the samples are bad.
+
+    Raises:
+        UsageError: a batch smaller than the number of groups, another value out of range, or other
+            data or options on another rank.
+    """
+
+    def __init__(
+        self,
+        dataset: BlockSource,
+        mesh: Mesh,
+        batch_size: int,
+        *,
+        training: bool = True,
+        seed: int | None = None,
+        drop_last: bool = False,
+        prefetch: int = 2,
+        on_bad_sample: str = "stop",
+    ) -> None:
+        if prefetch < 1 or on_bad_sample not in ("stop", "skip"):
+            raise UsageError(
+                f"prefetch={prefetch}, on_bad_sample={on_bad_sample!r}: at least 1 batch, and "
+                "stop or skip are possible"
+            )
+        self.dataset = dataset
+        self.mesh = mesh
+        self.sampler = MeshSampler(
+            len(dataset),
+            mesh.data_size,
+            mesh.data_index,
+            batch_size,
+            shuffle=training,
+            seed=mesh.seed if seed is None else seed,
+            drop_last=drop_last,
+            pad=training,
+        )
+        _check_alike(
+            mesh,
+            {
+                "data set": dataset.identity,
+                "on_bad_sample": on_bad_sample,
+                "training": training,
+                **self.sampler.state_dict(),
+            },
+        )
+        self.prefetch = prefetch
+        self.on_bad_sample = on_bad_sample
+        self.waited_s = 0.0
+        """Seconds that the consumer has waited for data so far."""
+        self.skipped: dict[int, str] = {}
+        """Bad samples that were left out, and why."""
+        self._training = training
+        self._ahead: deque[tuple[tuple[int, int], Future[_Read]]] = deque()
+        self._pool = ThreadPoolExecutor(1, "pydist-loader")
+        weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
+
+    def __len__(self) -> int:
+        """Global batches in an epoch."""
+        return len(self.sampler)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Global batches in an epoch."""
+        return len(self.sampler)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stops reading ahead and waits for the read under way."""
+        self._forget()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which batch comes next; batches read ahead are not counted as given out."""
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where another loader stood; see `MeshSampler.load_state_dict`."""
+        self.sampler.load_state_dict(state)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch, from `start` on."""
+        self.sampler.seek(epoch, start)
+        return iter(self) if start < len(self) else iter(())
+
+    def __iter__(self) -> Iterator[Batch]:
+        """From where the sampler stands to the end of the epoch."""
+        for plan in self.sampler:
+            if plan.indices:
+                yield self._batch(self._mend(self._take(plan)))
+
+    # -- reading ahead ----------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts reading the next batches now, before they are asked for."""
+        epoch, step = self.sampler.epoch, self.sampler.step
+        self._fill((epoch + 1, 0) if step >= len(self) else (epoch, step))
+
+    def _take(self, plan: GroupBatch) -> _Read:
+        """The batch read for `plan`, after waiting for it; starts the reads that come next."""
+        position = plan.epoch, plan.step
+        if self._ahead and self._ahead[0][0] != position:
+            self._forget()
+        self._fill(position)
+        started = time.perf_counter()
+        try:
+            return self._ahead[0][1].result()
+        finally:
+            self.waited_s += time.perf_counter() - started
+            self._ahead.popleft()
+            following = self._following(position)
+            if following is not None:
+                self._fill(following)
+
+    def _fill(self, position: tuple[int, int]) -> None:
+        """Queues reads from `position` on until `prefetch` batches are under way."""
+        following = self._following(self._ahead[-1][0]) if self._ahead else position
+        while following is not None and len(self._ahead) < self.prefetch:
+            plan = self.sampler.batch(*following)
+            self._ahead.append((following, self._pool.submit(_read, self.dataset, self.mesh, plan)))
+            following = self._following(following)
+
+    def _following(self, position: tuple[int, int]) -> tuple[int, int] | None:
+        """The next batch; an evaluation ends with its epoch, for it may be the last."""
+        epoch, step = position
+        if step + 1 < len(self):
+            return epoch, step + 1
+        return (epoch + 1, 0) if self._training else None
+
+    def _forget(self) -> None:
+        """Drops what was read ahead."""
+        while self._ahead:
+            self._ahead.popleft()[1].cancel()
+
+    # -- bad samples ------------------------------------------------------------------------
+
+    def _mend(self, read: _Read) -> _Read:
+        """Raises for a bad sample, or puts a good one in its place, on all ranks of the group."""
+        if self.on_bad_sample == "stop":
+            for error in read.bad.values():
+                raise error
+            return read
+        bad = self._agree([n in read.bad for n in range(len(read.plan.indices))])
+        for n in (n for n, is_bad in enumerate(bad) if is_bad):
+            self._skip(read.plan.indices[n], read.bad.get(n))
+            self._replace(read, n)
+            read.bad.setdefault(n, BadSample("bad on another rank"))
+        return read
+
+    def _replace(self, read: _Read, n: int) -> None:
+        """Reads the next sample that is good on all ranks of the group into position `n`."""
+        layout = _layout(self.dataset, self.mesh, len(read.plan.indices))
+        candidate = read.plan.indices[n]
+        while True:
+            candidate = (candidate + 1) % len(self.dataset)
+            error = None
+            try:
+                self.dataset.read_block(candidate, _block(layout), read.inputs[n])
+                read.targets[n] = self.dataset.target(candidate)
+            except BadSample as caught:
+                error = caught
+            if not self._agree([error is not None])[0]:
+                return
+            self._skip(candidate, error)
+
+    def _skip(self, index: int, error: BadSample | None) -> None:
+        self.skipped[index] = str(error) if error else "bad on another rank"
+        most = max(1, int(SKIP_LIMIT * len(self.dataset)))
+        if len(self.skipped) > most:
+            raise DataError(
+                f"{len(self.skipped)} of {len(self.dataset)} samples are bad, {most} may be "
+                f"skipped; the last: {self.skipped[index]}"
+            )
+
+    def _agree(self, bad: list[bool]) -> list[bool]:
+        """Which samples are bad on any rank of the group."""
+        flags = torch.tensor(bad, dtype=torch.uint8)
+        self.mesh.sample.all_reduce(flags, "max")
+        return [bool(flag) for flag in flags.tolist()]
+
+    def _batch(self, read: _Read) -> Batch:
+        plan = read.plan
+        size = len(plan.indices)
+        weight = torch.full((size,), float(plan.count > 0), dtype=self.dataset.dtype)
+        weight[list(read.bad)] = 0
+        layout = _layout(self.dataset, self.mesh, size)
+        return Batch(
+            inputs=ShardedTensor.from_local(read.inputs, layout, plan.first_sample),
+            targets=read.targets,
+            weight=weight,
+            indices=plan.indices,
+            count=plan.count,
+            first_sample=plan.first_sample,
+            global_size=plan.global_size,
+            loss_scale=plan.count * self.mesh.data_size / plan.global_size,
+            epoch=plan.epoch,
+            step=plan.step,
+        )
+
+
+def _layout(dataset: BlockSource, mesh: Mesh, size: int) -> Layout:
+    return layout_for_sample(mesh, (size, *dataset.sample_shape))
+
+
+def _block(layout: Layout) -> Box:
+    """This rank's part of one sample, [C, D, H, W]."""
+    return Box(layout.box.lo[1:], layout.box.hi[1:])
+
+
+def _read(dataset: BlockSource, mesh: Mesh, plan: GroupBatch) -> _Read:
+    """Reads this rank's blocks of a batch; runs in the background."""
+    layout = _layout(dataset, mesh, len(plan.indices))
+    inputs = torch.empty(layout.local_shape, dtype=dataset.dtype)
+    targets = torch.zeros((len(plan.indices), dataset.num_targets), dtype=dataset.dtype)
+    bad: dict[int, BadSample] = {}
+    for n, index in enumerate(plan.indices):
+        try:
+            dataset.read_block(index, _block(layout), inputs[n])
+            targets[n] = dataset.target(index)
+        except BadSample as error:
+            bad[n] = error
+    return _Read(plan, inputs, targets, bad)
+
+
+def _check_alike(mesh: Mesh, chosen: dict[str, Any]) -> None:
+    """Raises `UsageError` on every rank if the ranks were given different things. Collective."""
+    given = [json.loads(g) for g in mesh.world.all_gather_bytes(json.dumps(chosen).encode())]
+    for rank, other in enumerate(given):
+        for name, value in given[0].items():
+            if other[name] != value:
+                raise UsageError(
+                    f"the ranks were given different data: {name} is {value!r} on rank 0 and "
+                    f"{other[name]!r} on rank {rank}"
+                )

@@ -1,0 +1,200 @@
+"""The manifest of a data set: `dataset.json`, which says what its files hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, get_args
+
+from pydist.data.publish import publish
+from pydist.errors import DataError
+
+FILE_NAME = "dataset.json"
+FORMAT = "pydist-dataset"
+VERSION = 1
+
+Axes = Literal["CDHW", "DHWC"]
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One HDF5 file and the samples in it.
+
+    Attributes:
+        path: relative to the manifest, with forward slashes.
+        split: "train", "val", or another name.
+        bytes: its size.
+        crc32: checksum of all its bytes, 8 hexadecimal digits; empty if none was made.
+        offsets: where each sample begins in the file's array, (depth, height, width) in voxels.
+        means: mean of each sample over all its voxels and channels; empty if not known.
+    """
+
+    path: str
+    split: str
+    bytes: int
+    crc32: str
+    offsets: tuple[tuple[int, int, int], ...]
+    means: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a data set holds.
+
+    Attributes:
+        sample_shape: (C, D, H, W) of one sample.
+        axes: order of the axes in the files: "CDHW" channel first, "DHWC" channel last.
+        dtype: NumPy's name of the stored type.
+        files: the files, in the order that counts the samples.
+        dataset: name of the HDF5 data set with the samples.
+        target: name of the HDF5 data set with the values to predict.
+        target_names: what they are.
+        channel_names: what the channels are.
+        log1p_mean: mean of log(1 + x) over the training samples, by channel; empty if not known.
+        log1p_std: its standard deviation.
+        origin: how the data set was made.
+    """
+
+    sample_shape: tuple[int, int, int, int]
+    axes: Axes
+    dtype: str
+    files: tuple[DataFile, ...]
+    dataset: str = "full"
+    target: str = "unitPar"
+    target_names: tuple[str, ...] = ()
+    channel_names: tuple[str, ...] = ()
+    log1p_mean: tuple[float, ...] = ()
+    log1p_std: tuple[float, ...] = ()
+    origin: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def splits(self) -> dict[str, int]:
+        """Number of samples by split."""
+        counts: dict[str, int] = {}
+        for file in self.files:
+            counts[file.split] = counts.get(file.split, 0) + len(file.offsets)
+        return counts
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the manifest: equal on two ranks if they see the same data set."""
+        return hashlib.sha256(self._text().encode()).hexdigest()
+
+    def save(self, root: Path) -> None:
+        """Writes `dataset.json` into `root`, atomically."""
+        publish(root / FILE_NAME, self._text().encode())
+
+    def _text(self) -> str:
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
+            "sample_shape": self.sample_shape,
+            "axes": self.axes,
+            "dtype": self.dtype,
+            "dataset": self.dataset,
+            "target": self.target,
+            "target_names": self.target_names,
+            "channel_names": self.channel_names,
+            "splits": self.splits,
+            "log1p_mean": self.log1p_mean,
+            "log1p_std": self.log1p_std,
+            "origin": self.origin,
+            "files": [vars(file) for file in self.files],
+        }
+        return json.dumps(record, indent=1) + "\n"
+
+    @classmethod
+    def load(cls, root: Path) -> Manifest:
+        """Reads and checks the manifest in the folder `root`.
+
+        Raises:
+            DataError: it is missing, not a manifest, of a later version, or contradicts itself.
+        """
+        path = root / FILE_NAME
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DataError(_missing(root)) from None
+        except OSError as error:
+            raise DataError(f"{path}: {error.strerror}") from error
+        except ValueError as error:
+            raise DataError(f"{path}: not JSON: {error}") from error
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise DataError(f'{path}: not a data set manifest ("format": "{FORMAT}" expected)')
+        if record.get("version") != VERSION:
+            raise DataError(
+                f"{path}: version {record.get('version')!r}; this pydist reads version {VERSION}"
+            )
+        try:
+            manifest = cls._from_record(record)
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path}: damaged: {type(error).__name__} {error}") from error
+        return manifest
+
+    @classmethod
+    def _from_record(cls, record: Mapping[str, Any]) -> Manifest:
+        channels, depth, height, width = (_positive(n) for n in record["sample_shape"])
+        if record["axes"] not in get_args(Axes):
+            raise ValueError(f"axes {record['axes']!r}")
+        return cls(
+            sample_shape=(channels, depth, height, width),
+            axes=record["axes"],
+            dtype=str(record["dtype"]),
+            files=tuple(_data_file(entry) for entry in record["files"]),
+            dataset=str(record["dataset"]),
+            target=str(record["target"]),
+            target_names=_names(record["target_names"]),
+            channel_names=_names(record["channel_names"]),
+            log1p_mean=_numbers(record["log1p_mean"]),
+            log1p_std=_numbers(record["log1p_std"]),
+            origin=dict(record["origin"]),
+        )
+
+
+def _missing(root: Path) -> str:
+    if not root.is_dir():
+        return f"{root}: no such folder; `pydist data universes {root}` makes a synthetic data set"
+    found = sorted(p.name for p in root.iterdir())[:5]
+    return f"{root}: no {FILE_NAME} in it; it has {', '.join(found) or 'nothing'}"
+
+
+def _data_file(entry: Mapping[str, Any]) -> DataFile:
+    path = PurePosixPath(entry["path"])
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"path {entry['path']!r} leads out of the data set's folder")
+    offsets = tuple(_offset(o) for o in entry["offsets"])
+    means = _numbers(entry["means"])
+    if means and len(means) != len(offsets):
+        raise ValueError(f"{path}: {len(means)} means for {len(offsets)} samples")
+    return DataFile(
+        str(path), str(entry["split"]), int(entry["bytes"]), str(entry["crc32"]), offsets, means
+    )
+
+
+def _offset(values: Sequence[Any]) -> tuple[int, int, int]:
+    depth, height, width = (int(v) for v in values)
+    if min(depth, height, width) < 0:
+        raise ValueError(f"offset {values}")
+    return depth, height, width
+
+
+def _positive(value: Any) -> int:
+    if not isinstance(value, int) or not 0 < value < 1 << 31:
+        raise ValueError(f"extent {value!r}")
+    return value
+
+
+def _names(values: Sequence[Any]) -> tuple[str, ...]:
+    return tuple(str(v) for v in values)
+
+
+def _numbers(values: Sequence[Any]) -> tuple[float, ...]:
+    numbers = tuple(float(v) for v in values)
+    if not all(map(math.isfinite, numbers)):
+        raise ValueError(f"statistics {numbers}")
+    return numbers

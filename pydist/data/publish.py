@@ -1,0 +1,68 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from pydist.errors import DiskError
+
+TEMPORARY = ".tmp-"
+
+
+def publish(path: Path, content: bytes | memoryview) -> None:
+    """Writes a file atomically: under a temporary name, flushed to disk, then renamed.
+
+    A reader, or a process that is killed, sees the old file or the new one, never a part.
+
+    Args:
+        path: the final name; an existing file is replaced.
+        content: all of it.
+
+    Raises:
+        DiskError: the disk is full, or the folder can't be written.
+    """
+    need_space(path.parent, len(content))
+    temporary = path.with_name(f".{path.name}{TEMPORARY}{uuid.uuid4().hex[:12]}")
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise DiskError(
+            f"{path}: could not write {len(content)} bytes: {error.strerror}"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def need_space(folder: Path, size: int) -> None:
+    """Raises `DiskError` if `folder` has not `size` bytes free."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise DiskError(f"{folder}: {error.strerror}") from error
+    if size > free:
+        raise DiskError(f"{folder}: {size} bytes are needed and {free} are free")
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Removes what an earlier, killed writer left in `folder`."""
+    for left in folder.glob(f".*{TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            left.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,358 @@
+"""The one place where pydist opens HDF5 files: they come from strangers.
+
+HDF5 lets a file name other files (external storage, external links, virtual datasets), run code
+(dynamic filter plugins), and declare far more than it holds. `safe_open` refuses all of that before
+a byte of data is read, and turns what HDF5 says about damaged files into one clear line. What is
+left to trust is the HDF5 library itself.
+
+Reading is exact: the sieve buffer is off, so that a block read from a contiguous dataset takes the
+block's bytes from the disk and no more (with HDF5's default of 64 kB, a cut of height or width read
+2 to 4 times as much). File locking is off too: the files are immutable, and flock fails on some
+parallel file systems.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import h5py
+from h5py import h5d, h5f, h5fd, h5l, h5p, h5t, h5z
+
+from pydist.errors import DataError
+
+GIB = 1 << 30
+
+FILTERS = {
+    h5z.FILTER_DEFLATE: "deflate",
+    h5z.FILTER_SHUFFLE: "shuffle",
+    h5z.FILTER_FLETCHER32: "fletcher32",
+    h5z.FILTER_SZIP: "szip",
+    h5z.FILTER_NBIT: "nbit",
+    h5z.FILTER_SCALEOFFSET: "scaleoffset",
+    h5z.FILTER_LZF: "lzf",
+}
+"""The filters that are compiled into HDF5 and h5py. Any other is a plugin: code from a path."""
+
+HDF5_ERRORS = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
+"""What h5py raises for damaged files, by where the damage is met."""
+
+_KINDS = {
+    h5t.STRING: "strings",
+    h5t.COMPOUND: "compound values",
+    h5t.ENUM: "an enumeration",
+    h5t.VLEN: "values of variable length",
+    h5t.REFERENCE: "references",
+    h5t.OPAQUE: "opaque bytes",
+    h5t.ARRAY: "arrays",
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much a file may declare.
+
+    Attributes:
+        declared_bytes: a dataset above this must hold at least `ratio` of what it declares.
+        ratio: how many times what it holds.
+        chunk_bytes: the largest chunk, which is what one read may have to unpack.
+        depth: components of a dataset's name, and links followed.
+        names: how many names an error message shows.
+    """
+
+    declared_bytes: int = 4 * GIB
+    ratio: int = 1000
+    chunk_bytes: int = GIB
+    depth: int = 16
+    names: int = 20
+
+
+class Readable(Protocol):
+    """A Python file object for HDF5 to read from."""
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        """Fills the buffer from the current position."""
+        ...
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Moves the position."""
+        ...
+
+    def tell(self) -> int:
+        """The position."""
+        ...
+
+
+def safe_open(
+    path: str | Path,
+    *,
+    allow_roots: Sequence[str | Path] = (),
+    limits: Limits | None = None,
+    driver: Readable | None = None,
+) -> SafeFile:
+    """Opens an HDF5 file for reading.
+
+    Args:
+        path: the file.
+        allow_roots: folders whose files this one may lead to, by soft and external links and as
+            sources of virtual datasets. None by default: then each of these is refused.
+        limits: how much a file may declare.
+        driver: read from this object instead of from `path` (which then is only its name).
+
+    Raises:
+        DataError: it is missing, not HDF5, cut short or damaged.
+    """
+    name = Path(path)
+    if driver is None:
+        _check_file(name)
+    roots = tuple(Path(root).resolve() for root in allow_roots)
+    return SafeFile(name, _open(name, driver), roots, limits or Limits())
+
+
+class SafeFile:
+    """An open HDF5 file that gives out checked datasets only. Made by `safe_open`."""
+
+    def __init__(
+        self, path: Path, file: h5py.File, roots: tuple[Path, ...], limits: Limits
+    ) -> None:
+        self.path = path
+        self._file = file
+        self._roots = roots
+        self._limits = limits
+        self._linked: list[SafeFile] = []
+
+    def __enter__(self) -> SafeFile:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file, and those that its links led to."""
+        for file in self._linked:
+            file.close()
+        self._file.close()
+
+    def names(self) -> list[str]:
+        """Names at the top of the file, for messages; at most `Limits.names`."""
+        return _names(self._file, self._limits.names)
+
+    def dataset(self, name: str) -> h5py.Dataset:
+        """A dataset of numbers, found and checked.
+
+        Raises:
+            DataError: there is none of that name, or it breaks a rule of this module.
+        """
+        try:
+            dataset = self._find(name)
+            self._check(name, dataset)
+        except DataError:
+            raise
+        except HDF5_ERRORS as error:
+            raise DataError(f"{self.path}: {name!r} is damaged: {_line(error)}") from error
+        return dataset
+
+    def _find(self, name: str) -> h5py.Dataset:
+        """Follows `name` link by link."""
+        components = [c for c in name.split("/") if c]
+        if len(components) > self._limits.depth or self._limits.depth < 1:
+            raise DataError(f"{self.path}: {name!r} lies too deep, or its links form a circle")
+        here: Any = self._file
+        for position, component in enumerate(components):
+            if not isinstance(here, h5py.Group):
+                raise DataError(f"{self.path}: {here.name!r} is a dataset, not a group")
+            key = component.encode()
+            if key not in here.id:
+                shown = ", ".join(_names(here, self._limits.names)) or "nothing"
+                raise DataError(f"{self.path}: no {component!r} in {here.name!r}; it has {shown}")
+            kind = here.id.links.get_info(key).type
+            if kind != h5l.TYPE_HARD:
+                return self._follow(here, key, kind, components[position + 1 :])
+            here = here[component]
+        if isinstance(here, h5py.Group):
+            shown = ", ".join(_names(here, self._limits.names)) or "nothing"
+            raise DataError(f"{self.path}: {name!r} is a group, not a dataset; it has {shown}")
+        if not isinstance(here, h5py.Dataset):
+            raise DataError(f"{self.path}: {name!r} is not a dataset")
+        return here
+
+    def _follow(self, group: h5py.Group, key: bytes, kind: int, rest: list[str]) -> h5py.Dataset:
+        """Follows a soft or external link, if it is allowed to lead where it leads."""
+        link = f"{group.name.rstrip('/')}/{key.decode(errors='replace')}"
+        if kind not in (h5l.TYPE_SOFT, h5l.TYPE_EXTERNAL):
+            raise DataError(f"{self.path}: {link!r} is a user-defined link, which is never opened")
+        value = group.id.links.get_val(key)
+        if kind == h5l.TYPE_SOFT:
+            target = value.decode()
+            if not self._roots:
+                raise DataError(
+                    f"{self.path}: {link!r} is a soft link to {target!r}; links are opened only "
+                    "with allow_roots"
+                )
+            base = "" if target.startswith("/") else group.name
+            deeper = replace(self._limits, depth=self._limits.depth - 1)
+            inner = SafeFile(self.path, self._file, self._roots, deeper)
+            found = inner.dataset("/".join([base, target, *rest]))
+            self._linked += inner._linked
+            return found
+        file, target = (part.decode() for part in value)
+        found_file = self._linked_file(file, f"{link!r} is an external link to {file!r}")
+        return found_file.dataset("/".join([target, *rest]))
+
+    def _linked_file(self, name: str, what: str) -> SafeFile:
+        """Opens another file that this one leads to, if it lies in an allowed folder."""
+        target = (self.path.parent / name).resolve()
+        if not any(target.is_relative_to(root) for root in self._roots):
+            allowed = ", ".join(map(str, self._roots)) or "none"
+            raise DataError(f"{self.path}: {what}, outside allow_roots ({allowed})")
+        deeper = replace(self._limits, depth=self._limits.depth - 1)
+        if deeper.depth < 1:
+            raise DataError(f"{self.path}: {what}: too many links, or a circle of them")
+        file = safe_open(target, allow_roots=self._roots, limits=deeper)
+        self._linked.append(file)
+        return file
+
+    def _check(self, name: str, dataset: h5py.Dataset) -> None:
+        """Raises `DataError` if the dataset breaks a rule."""
+        where = f"{self.path}: {name!r}"
+        _check_type(where, dataset.id.get_type())
+        if dataset.id.get_space().get_simple_extent_type() != h5py.h5s.SIMPLE:
+            raise DataError(f"{where} is not an array")
+        creation = dataset.id.get_create_plist()
+        if creation.get_external_count():
+            raise DataError(
+                f"{where} keeps its data in external storage ({_shown(creation.get_external(0)[0])}"
+                "), which is never opened"
+            )
+        if creation.get_layout() == h5d.VIRTUAL:
+            self._check_sources(where, creation)
+            return
+        for filter_id in _filters(creation):
+            if filter_id not in FILTERS:
+                raise DataError(
+                    f"{where} needs the filter plugin {filter_id}; possible are "
+                    f"{', '.join(FILTERS.values())}"
+                )
+        self._check_size(where, dataset, creation)
+
+    def _check_sources(self, where: str, creation: h5p.PropDCID) -> None:
+        """A virtual dataset: every source must be allowed, and pass the checks itself."""
+        for i in range(creation.get_virtual_count()):
+            file, name = creation.get_virtual_filename(i), creation.get_virtual_dsetname(i)
+            what = f"{where} is a virtual dataset with the source {_shown(file)}"
+            if not self._roots:
+                raise DataError(f"{what}; these are opened only with allow_roots")
+            if "%" in file + name:
+                raise DataError(f"{what}: sources by pattern are never opened")
+            source = self if file == "." else self._linked_file(file, what)
+            source.dataset(name)
+
+    def _check_size(self, where: str, dataset: h5py.Dataset, creation: h5p.PropDCID) -> None:
+        """Refuses shape bombs, and data that was declared and never written."""
+        limits, shape = self._limits, dataset.shape
+        declared = math.prod(shape) * dataset.dtype.itemsize
+        stored = dataset.id.get_storage_size()
+        if declared > limits.declared_bytes and declared > limits.ratio * max(stored, 1):
+            raise DataError(f"{where} declares {declared} bytes and holds {stored}")
+        if creation.get_layout() == h5d.CHUNKED:
+            chunk = creation.get_chunk()
+            size = math.prod(chunk) * dataset.dtype.itemsize
+            if size > limits.chunk_bytes:
+                raise DataError(
+                    f"{where} has chunks of {size} bytes; {limits.chunk_bytes} are possible"
+                )
+            expected = math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+            written = dataset.id.get_num_chunks()
+            if written < expected:
+                raise DataError(f"{where}: {expected - written} of {expected} chunks are missing")
+            self._check_chunks(where, dataset, size)
+        elif stored < declared:
+            raise DataError(f"{where} was never written in full: {stored} of {declared} bytes")
+
+    def _check_chunks(self, where: str, dataset: h5py.Dataset, size: int) -> None:
+        """Refuses chunks that can't be: HDF5 2.0 ends the process when it reads one of 0 bytes."""
+        end = self._file.id.get_filesize()
+
+        def check(chunk: h5d.StoreInfo) -> None:
+            inside = 0 <= chunk.byte_offset <= end - chunk.size
+            if not 0 < chunk.size <= 2 * size + 64 or not inside:
+                raise DataError(
+                    f"{where} is damaged: the chunk at {chunk.chunk_offset} has {chunk.size} bytes "
+                    f"at {chunk.byte_offset} of {end}"
+                )
+
+        dataset.id.chunk_iter(check)
+
+
+def _open(path: Path, driver: Readable | None) -> h5py.File:
+    access = h5p.create(h5p.FILE_ACCESS)
+    access.set_sieve_buf_size(0)
+    access.set_file_locking(False, True)
+    if driver is not None:
+        access.set_fileobj_driver(h5fd.fileobj_driver, driver)
+    try:
+        return h5py.File(h5f.open(os.fsencode(path), h5f.ACC_RDONLY, access))
+    except HDF5_ERRORS as error:
+        raise DataError(f"{path}: cut short, damaged or not HDF5: {_line(error)}") from error
+
+
+def _check_file(path: Path) -> None:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    if not path.is_file():
+        raise DataError(f"{path}: not a regular file")
+    if status.st_size == 0:
+        raise DataError(f"{path}: empty, not an HDF5 file")
+    if not os.access(path, os.R_OK):
+        raise DataError(f"{path}: no permission to read it")
+
+
+def _check_type(where: str, kind: h5t.TypeID) -> None:
+    possible = "integers and floating-point numbers are possible"
+    if kind.get_class() not in (h5t.INTEGER, h5t.FLOAT):
+        raise DataError(
+            f"{where} holds {_KINDS.get(kind.get_class(), 'something else')}; {possible}"
+        )
+    if kind.get_size() > 8:
+        raise DataError(f"{where} holds numbers of {kind.get_size()} bytes; up to 8 are possible")
+    # Damaged files may declare numbers of 3 bits at bit 60; HDF5 converts such without a check.
+    if not kind.equal(h5t.py_create(kind.dtype)):
+        raise DataError(f"{where} holds numbers of an unusual form; {possible}")
+
+
+def _filters(creation: h5p.PropDCID) -> Iterator[int]:
+    for i in range(creation.get_nfilters()):
+        yield creation.get_filter(i)[0]
+
+
+def _names(group: h5py.Group, most: int) -> list[str]:
+    """Up to `most` names in a group, without opening what they name."""
+    names: list[str] = []
+
+    def collect(name: bytes) -> bool | None:
+        names.append(name.decode(errors="replace"))
+        return True if len(names) >= most else None
+
+    group.id.links.iterate(collect)
+    return names
+
+
+def _shown(name: bytes | str) -> str:
+    return repr(name.decode(errors="replace") if isinstance(name, bytes) else name)
+
+
+def _line(error: BaseException) -> str:
+    """HDF5's message, on one line."""
+    return " ".join(str(error).split())

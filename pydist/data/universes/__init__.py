@@ -1,0 +1,13 @@
+"""Synthetic universes: Gaussian fields evolved by Lagrangian perturbation theory.
+
+They replace the public CosmoFlow data where that is not at hand: same files, same kind of task
+(tell a universe's parameters from its matter), right statistics on large scales; below about
+10 Mpc/h they cluster too little today.
+"""
+
+from __future__ import annotations
+
+from pydist.data.universes.generate import generate_universes
+from pydist.data.universes.options import UniverseOptions
+
+__all__ = ["UniverseOptions", "generate_universes"]

@@ -1,0 +1,245 @@
+"""Writes sets of synthetic universes as HDF5 files, with a manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from pydist.data.manifest import FILE_NAME, DataFile, Manifest
+from pydist.data.publish import need_space, publish, remove_temporaries
+from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES, UniverseOptions
+from pydist.data.universes.simulate import Parameters, draw_parameters, simulate
+from pydist.errors import DiskError, UsageError
+
+Progress = Callable[[int, int, str], None]
+"""Called with (universes done, universes in all, what was just done), in the caller's thread."""
+
+RECIPE = "pydist_recipe"
+"""File attribute: hash of the options a file was made with, so that a second run can keep it."""
+
+CHUNK = 32
+"""Side of a chunk in voxels: 64 kB of int16."""
+
+
+def generate_universes(
+    out_dir: str | Path, options: UniverseOptions, progress: Progress | None = None
+) -> Manifest:
+    """Makes a set of universes: HDF5 files and `dataset.json` in `out_dir`.
+
+    Every file appears whole or not at all, and the manifest last. A run that was interrupted can
+    be repeated: files that are there already, made with the same options, are kept. Equal options
+    give equal files, on any number of workers.
+
+    Args:
+        out_dir: the folder, made if missing.
+        options: what to make.
+        progress: told after each universe.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        UsageError: the folder holds a data set made with other options, and `overwrite` is off.
+        DiskError: not enough space, or the folder can't be written.
+    """
+    root = Path(out_dir)
+    recipe = _hash(options)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"{root}: {error.strerror}") from error
+    replaced = _check_folder(root, options, recipe)
+    remove_temporaries(root)
+    made: list[_Made] = []
+    with ThreadPoolExecutor(options.workers, "universes") as pool:
+        jobs = [pool.submit(_make, root, options, recipe, i) for i in range(options.count)]
+        try:
+            for job in jobs:
+                made.append(job.result())
+                if progress:
+                    progress(len(made), options.count, made[-1].what)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    manifest = _manifest(options, made)
+    manifest.save(root)
+    for path in replaced - {file.path for file in manifest.files}:
+        (root / path).unlink(missing_ok=True)
+    return manifest
+
+
+@dataclass(frozen=True)
+class _Made:
+    """One universe's entry for the manifest, and its share of the statistics by channel."""
+
+    files: tuple[DataFile, ...]
+    split: str
+    what: str
+    voxels: int
+    log_sum: npt.NDArray[np.float64]
+    log_square: npt.NDArray[np.float64]
+
+
+def _make(root: Path, options: UniverseOptions, recipe: str, index: int) -> _Made:
+    """Makes the files of one universe, unless they are there."""
+    split = "train" if index < options.count - options.validation_count else "val"
+    kept = _read_again(root, options, recipe, index)
+    counts = simulate(options, index) if kept is None else kept
+    parameters = draw_parameters(options, index)
+    files = []
+    for name, offsets, part in _cut(options, index, counts):
+        content = _image(options, recipe, parameters, part)
+        if kept is None:
+            publish(root / name, content)
+        means = [float(_sample(options, part, o).mean(dtype=np.float64)) for o in offsets]
+        checksum = f"{zlib.crc32(content):08x}"
+        files.append(DataFile(name, split, len(content), checksum, offsets, tuple(means)))
+    logs = [np.log1p(channel, dtype=np.float64) for channel in counts]
+    return _Made(
+        tuple(files),
+        split,
+        f"universe {index} {'made' if kept is None else 'kept'}",
+        counts[0].size,
+        np.array([log.sum() for log in logs]),
+        np.array([(log * log).sum() for log in logs]),
+    )
+
+
+def _cut(
+    options: UniverseOptions, index: int, counts: npt.NDArray[Any]
+) -> Iterator[tuple[str, tuple[tuple[int, int, int], ...], npt.NDArray[Any]]]:
+    """The files of a universe: name, offsets of the samples in it, content [C, ...]."""
+    width, name = options.width, f"univ_{index:06d}"
+    places = range(0, options.box, width)
+    corners = tuple(itertools.product(places, places, places))
+    if options.layout == "cosmoflow":
+        yield f"{name}.hdf5", corners, counts
+        return
+    for z, y, x in corners:
+        place = "_".join(str(corner // width) for corner in (z, y, x))
+        part = counts[:, z : z + width, y : y + width, x : x + width]
+        yield f"{name}_{place}.hdf5", ((0, 0, 0),), part
+
+
+def _sample(
+    options: UniverseOptions, part: npt.NDArray[Any], offset: tuple[int, int, int]
+) -> npt.NDArray[Any]:
+    window = (slice(None), *(slice(o, o + options.width) for o in offset))
+    return part[window]
+
+
+def _image(
+    options: UniverseOptions, recipe: str, parameters: Parameters, counts: npt.NDArray[Any]
+) -> memoryview:
+    """The HDF5 file with `counts` [C, D, H, W], as it goes to disk.
+
+    It is made in memory: HDF5 that meets a full disk in the middle of a chunked write ends the
+    process with a segmentation fault at exit (h5py issue 914).
+    """
+    last = options.layout == "cosmoflow"
+    image = io.BytesIO()
+    with h5py.File(image, "w") as file:
+        stored = np.moveaxis(counts, 0, -1) if last else counts
+        file.create_dataset("full", data=stored, **_storage(options, stored.shape))
+        file["unitPar"] = parameters.unit
+        file["physPar"] = parameters.physical
+        file["namePar"] = np.array(TARGET_NAMES, dtype="S")
+        file["redshifts"] = np.array(options.redshifts, dtype=np.float32)
+        file.attrs["dataset_tag"] = np.bytes_("pydist")
+        file.attrs["universe_tag"] = np.bytes_(f"{options.seed}-{parameters.index}")
+        file.attrs["seed9"] = parameters.seed9
+        file.attrs[RECIPE] = np.bytes_(recipe)
+    return image.getbuffer()
+
+
+def _storage(options: UniverseOptions, shape: tuple[int, ...]) -> dict[str, Any]:
+    if options.storage == "contiguous":
+        return {}
+    if options.layout == "cosmoflow":
+        chunk = (*(min(CHUNK, n) for n in shape[:3]), shape[3])
+    else:
+        chunk = (1, *(min(CHUNK, n) for n in shape[1:]))
+    packing = {"compression": "gzip", "compression_opts": 4, "shuffle": True}
+    return {
+        "chunks": chunk,
+        "fletcher32": True,
+        **(packing if options.compression == "gzip" else {}),
+    }
+
+
+def _read_again(
+    root: Path, options: UniverseOptions, recipe: str, index: int
+) -> npt.NDArray[Any] | None:
+    """The counts in the files of an earlier run, if all are there and made with these options."""
+    shape = (len(options.redshifts), *(options.box,) * 3)
+    counts = np.empty(shape, dtype=options.dtype)
+    for name, _, part in _cut(options, index, counts):
+        try:
+            with h5py.File(root / name, "r") as file:
+                if bytes(file.attrs.get(RECIPE, b"")).decode() != recipe:
+                    return None
+                stored = file["full"][...]
+        except OSError:
+            return None
+        part[...] = np.moveaxis(stored, -1, 0) if options.layout == "cosmoflow" else stored
+    return counts
+
+
+def _check_folder(root: Path, options: UniverseOptions, recipe: str) -> set[str]:
+    """Checks that the folder may be written; the files of the data set that is there now."""
+    before = Manifest.load(root) if (root / FILE_NAME).exists() else None
+    if before is None and options.compression == "none":
+        item = np.dtype(options.dtype).itemsize
+        need_space(root, options.count * len(options.redshifts) * options.box**3 * item)
+    if before is not None and not options.overwrite and before.origin.get(RECIPE) != recipe:
+        raise UsageError(
+            f"{root} holds a data set that was made with other options; choose another folder, "
+            "or overwrite=True to replace it"
+        )
+    return {file.path for file in before.files} if before else set()
+
+
+def _manifest(options: UniverseOptions, made: list[_Made]) -> Manifest:
+    training = [m for m in made if m.split == "train"]
+    voxels = sum(m.voxels for m in training)
+    mean = np.sum([m.log_sum for m in training], axis=0) / voxels
+    square = np.sum([m.log_square for m in training], axis=0) / voxels
+    last = options.layout == "cosmoflow"
+    return Manifest(
+        sample_shape=(len(options.redshifts), *(options.width,) * 3),
+        axes="DHWC" if last else "CDHW",
+        dtype=options.dtype,
+        files=tuple(file for m in made for file in m.files),
+        target_names=TARGET_NAMES,
+        channel_names=tuple(f"z={z:g}" for z in options.redshifts),
+        log1p_mean=tuple(float(m) for m in mean),
+        log1p_std=tuple(float(s) for s in np.sqrt(np.maximum(square - mean**2, 0))),
+        origin={
+            "kind": "synthetic universes: 2LPT, not an N-body simulation",
+            "parameter_box": {
+                "names": TARGET_NAMES,
+                "centre_and_half_width": PARAMETER_BOXES[options.parameters],
+                "choice": "this project's own, not that of the public set"
+                if options.parameters == "wide"
+                else "that of the first CosmoFlow runs (2018)",
+            },
+            "options": options.recipe(),
+            RECIPE: _hash(options),
+        },
+    )
+
+
+def _hash(options: UniverseOptions) -> str:
+    return hashlib.sha256(json.dumps(options.recipe(), sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,11 @@
+"""`python -m pydist.launch N MPI SCRIPT [ARGUMENT ...]`: what `pydist run` does, for scripts."""
+
+from __future__ import annotations
+
+import sys
+
+from pydist.launch import launch
+
+if __name__ == "__main__":
+    ranks, mpi, *argv = sys.argv[1:]
+    sys.exit(launch(int(ranks), argv, mpi))

@@ -1,0 +1,173 @@
+"""What a rank does when it fails: say why, once for the whole job, and end the others too.
+
+A rank that merely ended would leave the others waiting for its messages: plain `mpirun` hangs then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from pydist.errors import PydistError, RankFailed, exit_code_of
+
+_PATIENCE = 5.0
+"""Seconds that a rank waits to be ended by the one whose failure came first."""
+
+_DRAIN = 0.1
+"""Seconds for the launcher to pass on what this rank has written: MPICH drops it at an abort."""
+
+
+class _Guard:
+    """State of this process: which rank it is, and how it ends the job."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.size = 1
+        self.claim: Callable[[int], bool] | None = None
+        self.say: Callable[[str], object] = sys.stderr.write
+        self.abort: Callable[[int], object] | None = None
+        self.installed = False
+        self.lock = threading.Lock()
+
+    def end_job(self, code: int) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        if self.abort is not None:
+            time.sleep(_DRAIN)
+            self.abort(code)
+        os._exit(code)
+
+
+_guard = _Guard()
+
+
+def install(
+    rank: int,
+    size: int,
+    *,
+    claim: Callable[[int], bool] | None = None,
+    say: Callable[[str], object] | None = None,
+    abort: Callable[[int], object] | None = None,
+) -> None:
+    """From now on an error that nobody catches on this rank ends the job.
+
+    Covers uncaught exceptions of the main and of other threads, `sys.exit` with a code other than
+    0, and `KeyboardInterrupt`. May be called again when more is known.
+
+    Args:
+        rank: this process's rank in the job.
+        size: ranks in the job.
+        claim: called with the exit code; True on the one rank that shall print. None keeps the
+            one there was; without any, every rank prints.
+        say: prints the text of an error; to stderr by default.
+        abort: called with the exit code; ends all processes. None keeps the one there was; without
+            any, only this process ends.
+    """
+    _guard.rank, _guard.size = rank, size
+    _guard.claim = claim or _guard.claim
+    _guard.say = say or _guard.say
+    _guard.abort = abort or _guard.abort
+    if not _guard.installed:
+        _guard.installed = True
+        sys.excepthook = _excepthook
+        threading.excepthook = _thread_excepthook
+        sys.exit = _exit
+
+
+def fail(error: BaseException) -> NoReturn:
+    """Print an error, unless another rank has done so, and end the job with its exit code."""
+    with _guard.lock:  # two threads of one rank may fail at once
+        code = exit_code_of(error) or 1
+        first = _guard.claim is None or _guard.claim(code)
+        # RankFailed says that another rank will tell more; it gets the time to do so.
+        if not first or (isinstance(error, RankFailed) and _guard.size > 1):
+            time.sleep(_PATIENCE)
+        if first:
+            _guard.say(describe(error))
+        _guard.end_job(code)
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Treat what leaves the block as the end of the program: errors and exit codes alike.
+
+    For the outermost function of a command; `SystemExit` with code 0 passes through.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        if not exit_code_of(error):
+            raise
+        fail(error)
+    except BaseException as error:
+        fail(error)
+
+
+def describe(error: BaseException) -> str:
+    """The text that the user sees: one line for foreseen errors, a traceback for others."""
+    prefix = f"rank {_guard.rank}: " if _guard.size > 1 else ""
+    if isinstance(error, SystemExit):
+        said = f"{error.code}\n" if isinstance(error.code, str) else ""
+        if _guard.size == 1:
+            return said
+        return f"{prefix}{said or f'exit with code {exit_code_of(error)}'}".rstrip() + "\n"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted\n"
+    if isinstance(error, PydistError) and "PYDIST_TRACEBACK" not in os.environ:
+        return f"{prefix}error: {error}\n"
+    trace = _own_frames(error.__traceback__)
+    lines = "".join(traceback.format_exception(type(error), error, trace))
+    if _guard.size > 1:
+        return "".join(f"[rank {_guard.rank}] {line}\n" for line in lines.splitlines())
+    return lines
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without the frames of the launcher's worker at its top."""
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if Path(file).parent != Path(__file__).parent and file != "<frozen runpy>":
+            break
+        trace = trace.tb_next
+    return trace
+
+
+def _excepthook(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
+) -> None:
+    del trace
+    fail(error if error is not None else kind())
+
+
+def _thread_excepthook(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is None or isinstance(args.exc_value, SystemExit):
+        return
+    fail(args.exc_value)
+
+
+class _Exit(SystemExit):
+    """A `SystemExit` that notices when it ends the interpreter, rather than being caught.
+
+    The interpreter has no hook for that, and at `atexit` the code is no longer known. But it reads
+    `code` just before it ends, with no Python code on the stack: only then has the getter no caller.
+    """
+
+    @property
+    def code(self) -> object:  # type: ignore[override]
+        value = self.args[0] if len(self.args) == 1 else (self.args or None)
+        if exit_code_of(SystemExit(value)) and sys._getframe().f_back is None:
+            fail(SystemExit(value))
+        return value
+
+
+def _exit(status: object = None, /) -> NoReturn:
+    raise _Exit(status)

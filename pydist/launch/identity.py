@@ -1,0 +1,76 @@
+"""Which launcher started this process, and which rank of how many it is.
+
+Only the environment is read. Facts that bit others: the local rank is not the rank modulo anything
+(Open MPI maps by slot or by node as it likes), and inside a SLURM step the job-level variables are
+wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Identity:
+    """This process's place in the job.
+
+    Attributes:
+        launcher: "openmpi", "mpich", "torchrun", "slurm", or "pydist" for ranks that pydist starts
+            without MPI.
+        rank: index in the job.
+        size: ranks in the job.
+        local_rank: index among the ranks of this node.
+        local_size: ranks on this node.
+    """
+
+    launcher: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+_VARIABLES = {
+    "openmpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "pydist": ("PYDIST_RANK", "PYDIST_SIZE", "PYDIST_RANK", "PYDIST_SIZE"),
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpich": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    "slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+}
+
+
+def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
+    """The identity that the launcher gave this process; None if no launcher did.
+
+    Args:
+        environment: the variables to read.
+    """
+    for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
+        if rank in environment and size in environment:
+            if launcher == "torchrun" and "MASTER_ADDR" not in environment:
+                continue  # RANK and WORLD_SIZE alone are set by many tools
+            return Identity(
+                launcher,
+                int(environment[rank]),
+                int(environment[size]),
+                int(environment.get(local_rank, 0)),
+                _leading_int(environment.get(local_size, "1")),
+            )
+    return None
+
+
+def _leading_int(text: str) -> int:
+    """SLURM writes "4(x2),3" for 4 tasks on each of two nodes and 3 on another."""
+    digits = ""
+    for character in text:
+        if not character.isdigit():
+            break
+        digits += character
+    return int(digits or 1)

@@ -1,0 +1,68 @@
+"""The wire between a rank and the launcher that watches it.
+
+A rank says who it is, asks before it prints an error (so that one error of all ranks is printed
+once), and says with which exit code it ends. Either side sees the other one's death at once, as
+the end of the stream: the launcher then ends the job, and a rank ends itself, so that no rank
+outlives its launcher. The wire is a Unix socket in a directory that only the user can enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import socket
+import threading
+
+VARIABLE = "PYDIST_SUPERVISOR"
+"""Environment variable that holds the path of the launcher's socket."""
+
+ORPHANED = 143
+
+
+class Lifeline:
+    """The rank's end of the wire."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        """Connect and report for duty.
+
+        Args:
+            path: the launcher's socket.
+            rank: this process's rank in the job.
+        """
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._ended = False
+        self._send({"rank": rank, "pid": os.getpid()})
+        threading.Thread(target=self._listen, name="pydist lifeline", daemon=True).start()
+
+    def claim(self, exit_code: int) -> bool:
+        """Report a failure of this rank; True if it is the first of the job."""
+        self._send({"claim": exit_code})
+        try:
+            return self._answers.get(timeout=5)
+        except queue.Empty:
+            return True
+
+    def say(self, text: str) -> None:
+        """Have the launcher print a text: MPICH drops what a rank writes just before it ends."""
+        self._send({"say": text})
+
+    def end(self, exit_code: int) -> None:
+        """Report that this process ends now."""
+        self._ended = True
+        self._send({"end": exit_code})
+
+    def _send(self, message: dict[str, int | str]) -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone: `_listen` acts on it
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _listen(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._socket.recv(64):
+                for answer in data.split():
+                    self._answers.put(answer == b"yes")
+        if not self._ended:
+            os._exit(ORPHANED)

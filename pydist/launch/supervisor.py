@@ -1,0 +1,302 @@
+"""Starts the ranks of a job, watches them, and ends them all when one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any
+
+import pydist
+from pydist.errors import RankFailed, RankLost, UsageError
+from pydist.launch.backends import Backend, choose, cores
+from pydist.launch.lifeline import VARIABLE
+from pydist.launch.noise import StderrFilter
+
+_ABORT_GRACE = 1.0
+"""Seconds that MPI gets to end the job by itself after a failure, before SIGTERM."""
+
+_SIGNAL_GRACE = 3.0
+"""Seconds that ranks get to end after SIGINT, before SIGTERM, and after that before SIGKILL."""
+
+_TICK = 0.05
+
+
+def launch(ranks: int, argv: Sequence[str], mpi: str = "auto") -> int:
+    """Run a Python program on several ranks of this machine.
+
+    Sets what the launchers get wrong by default: permission for root, more ranks than cores, no
+    binding to cores, the number of threads a rank. SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 are passed
+    on to all ranks; a second SIGINT ends them at once.
+
+    Args:
+        ranks: number of ranks, >= 1.
+        argv: the script and its arguments, or "-m", a module and its arguments.
+        mpi: "auto", "openmpi", "mpich" or "gloo" (no MPI).
+
+    Returns:
+        The exit code of the rank that failed first; 72 if a rank was killed; 130 after SIGINT;
+        0 if all ended well.
+
+    Raises:
+        UsageError: no such MPI here, or nothing to run.
+    """
+    if ranks < 1:
+        raise UsageError(f"{ranks} ranks: at least 1 is needed")
+    if not argv or argv == ["-m"]:
+        raise UsageError("no script to run was given")
+    if argv[0] != "-m" and not Path(argv[0]).is_file():
+        raise UsageError(f"no script '{argv[0]}'")
+    with _private_directory() as directory:
+        job = _Job(ranks, choose(mpi), directory)
+        return job.run([sys.executable, "-m", "pydist.launch.worker", *argv])
+
+
+@contextlib.contextmanager
+def _private_directory() -> Iterator[Path]:
+    """A new directory for this user alone, with a path short enough for a socket's name."""
+    parent = tempfile.gettempdir()
+    path = Path(tempfile.mkdtemp(prefix="pydist-", dir=parent if len(parent) < 64 else "/tmp"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass
+class _Rank:
+    """What the launcher knows of one rank."""
+
+    rank: int
+    pid: int
+    connection: socket.socket
+    unread: bytes = b""
+    ended: bool = False
+
+
+@dataclass
+class _Verdict:
+    """Why the job ends: the first failure."""
+
+    code: int
+    since: float = field(default_factory=time.monotonic)
+
+
+class _Job:
+    def __init__(self, size: int, backend: Backend, directory: Path) -> None:
+        self._size = size
+        self._backend = backend
+        self._directory = directory
+        self._ranks: dict[int, _Rank] = {}
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._verdict: _Verdict | None = None
+        self._interrupts = 0
+        self._terminated: float | None = None
+        self._selector = selectors.DefaultSelector()
+        self._stderr = StderrFilter()
+
+    def run(self, command: Sequence[str]) -> int:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        path = self._directory / "socket"
+        listener.bind(str(path))
+        listener.listen(self._size)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        with listener, self._forwarded_signals():
+            try:
+                self._start(command, self._environment(str(path)))
+                while any(child.poll() is None for child in self._children):
+                    self._serve(_TICK)
+                    self._enforce()
+                while self._serve(0):  # what the last rank said before it ended
+                    pass
+            finally:
+                self._kill(signal.SIGKILL)
+                self._stderr.close()
+        return self._exit_code()
+
+    def _environment(self, socket_path: str) -> dict[str, str]:
+        environment = dict(os.environ)
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self._size)))
+        environment.setdefault("PYTHONUNBUFFERED", "1")  # ranks write to pipes
+        environment.update(self._backend.variables(self._size))
+        environment[VARIABLE] = socket_path
+        package = Path(pydist.__path__[0]).parent
+        if package.name not in ("site-packages", "dist-packages"):
+            old = environment.get("PYTHONPATH")
+            environment["PYTHONPATH"] = str(package) + (os.pathsep + old if old else "")
+        return environment
+
+    def _start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        # A session of its own: Ctrl-C in the terminal reaches only the launcher, which passes it on.
+        if self._backend.executable is not None:
+            line = self._backend.command(self._size, command)
+            child = subprocess.Popen(
+                line, env=environment, start_new_session=True, stderr=subprocess.PIPE
+            )
+            assert child.stderr is not None
+            os.set_blocking(child.stderr.fileno(), False)
+            self._selector.register(child.stderr, selectors.EVENT_READ, self._relay)
+            self._children = [child]
+            return
+        environment["PYDIST_SIZE"] = str(self._size)
+        environment["PYDIST_STORE"] = str(self._directory / "store")
+        for rank in range(self._size):
+            own = {**environment, "PYDIST_RANK": str(rank)}
+            self._children.append(subprocess.Popen(command, env=own, start_new_session=True))
+
+    # -- what ranks say ---------------------------------------------------------------------
+
+    def _serve(self, timeout: float) -> bool:
+        """Handle what has arrived; whether anything had."""
+        events = self._selector.select(timeout)
+        for key, _ in events:
+            key.data(key.fileobj)
+        return bool(events)
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        rank = _Rank(-1, -1, connection)
+        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._read(rank))
+
+    def _relay(self, stream: IO[bytes]) -> None:
+        data = os.read(stream.fileno(), 65536)
+        if data:
+            self._stderr.feed(data, self._verdict is not None)
+        else:
+            self._selector.unregister(stream)
+
+    def _read(self, rank: _Rank) -> None:
+        try:
+            data = rank.connection.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            self._selector.unregister(rank.connection)
+            rank.connection.close()
+            self._lost(rank)
+            return
+        *lines, rank.unread = (rank.unread + data).split(b"\n")
+        for line in lines:
+            self._handle(rank, json.loads(line))
+
+    def _handle(self, rank: _Rank, message: dict[str, Any]) -> None:
+        if "rank" in message:
+            rank.rank, rank.pid = message["rank"], message["pid"]
+            self._ranks[rank.rank] = rank
+        elif "claim" in message:
+            rank.ended = True
+            first = self._verdict is None
+            if first:
+                self._verdict = _Verdict(message["claim"])
+            with contextlib.suppress(OSError):
+                rank.connection.sendall(b"yes\n" if first else b"no\n")
+        elif "say" in message:
+            sys.stderr.write(message["say"])
+            sys.stderr.flush()
+        elif "end" in message:
+            rank.ended = True
+
+    def _lost(self, rank: _Rank) -> None:
+        """A rank's process is gone."""
+        if rank.ended or rank.rank < 0 or self._verdict is not None:
+            rank.ended = True
+            return
+        rank.ended = True
+        self._verdict = _Verdict(RankLost.exit_code)
+        how = "died without a word: killed, or out of memory"
+        if self._backend.executable is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._children[rank.rank].wait(timeout=1)
+                if code < 0:
+                    how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+        _say(f"rank {rank.rank} (process {rank.pid}) {how}; ending the job")
+
+    # -- ending the job ---------------------------------------------------------------------
+
+    def _enforce(self) -> None:
+        """After a failure, end what does not end by itself."""
+        if self._backend.executable is None and self._verdict is None:
+            codes = [child.poll() for child in self._children]
+            early = [code for code in codes if code]
+            if early and not self._ranks:  # could not even start
+                self._verdict = _Verdict(RankFailed.exit_code)
+        if self._verdict is None:
+            return
+        now = time.monotonic()
+        # Without an MPI there is nobody else to end the other ranks: no reason to wait.
+        grace = _ABORT_GRACE if self._backend.executable is not None else 0.2
+        if self._interrupts:
+            grace = _SIGNAL_GRACE
+        if self._terminated is None and now - self._verdict.since > grace:
+            self._terminated = now
+            self._kill(signal.SIGTERM)
+        elif self._terminated is not None and now - self._terminated > _SIGNAL_GRACE:
+            self._kill(signal.SIGKILL)
+
+    def _kill(self, number: int) -> None:
+        """Send a signal to all that is left: ranks, and the launcher's session."""
+        for rank in self._ranks.values():
+            if rank.connection.fileno() >= 0:  # its process lives, so the id is still its own
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
+        for child in self._children:
+            if child.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, number)
+                if number == signal.SIGKILL:
+                    child.wait()
+
+    @contextlib.contextmanager
+    def _forwarded_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread may handle signals: the caller's affair
+            return
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+        before = {number: signal.signal(number, self._forward) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _forward(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            self._interrupts += 1
+            if self._interrupts == 1:
+                _say("interrupted; ending the ranks (once more: at once)")
+                self._verdict = self._verdict or _Verdict(128 + number)
+            else:
+                self._kill(signal.SIGKILL)
+        for rank in self._ranks.values():
+            if rank.connection.fileno() >= 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
+        if not self._ranks:  # still starting
+            self._kill(signal.SIGTERM)
+
+    def _exit_code(self) -> int:
+        if self._verdict is not None:
+            return self._verdict.code
+        codes = [child.returncode for child in self._children if child.returncode]
+        if not codes:
+            return 0
+        _say(f"{self._backend.name} ended with code {codes[0]}")
+        return codes[0] if 0 < codes[0] < 128 else RankLost.exit_code
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"pydist: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,62 @@
+"""What the launcher starts as each rank: the wire to the launcher, the hooks, then the program.
+
+    python -m pydist.launch.worker SCRIPT [ARGUMENT ...]
+    python -m pydist.launch.worker -m MODULE [ARGUMENT ...]
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from pydist.errors import exit_code_of
+from pydist.launch import failures, identity
+from pydist.launch.lifeline import VARIABLE, Lifeline
+
+
+def main(argv: list[str]) -> None:
+    """Run a program as one rank of a job.
+
+    Args:
+        argv: the script or "-m" and the module, and its arguments.
+    """
+    who = identity.detect()
+    rank, size = (who.rank, who.size) if who is not None else (0, 1)
+    lifeline = Lifeline(os.environ[VARIABLE], rank) if VARIABLE in os.environ else None
+    if lifeline is None:
+        failures.install(rank, size, abort=_abort)
+    else:
+        failures.install(rank, size, claim=lifeline.claim, say=lifeline.say, abort=_abort)
+    code = 0
+    try:
+        with failures.guarded():
+            _run(argv)
+    except SystemExit as error:
+        code = exit_code_of(error)
+    if lifeline is not None:
+        lifeline.end(code)
+    raise SystemExit(code)
+
+
+def _run(argv: list[str]) -> None:
+    if argv[0] == "-m":
+        sys.argv = argv[1:]
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = argv
+        if not getattr(sys.flags, "safe_path", False):  # Python 3.11
+            sys.path[0] = str(Path(argv[0]).resolve().parent)
+        runpy.run_path(argv[0], run_name="__main__")
+
+
+def _abort(code: int) -> None:
+    """Before `pydist.runtime.connect`: through MPI if the program has started it by itself."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
+        mpi.COMM_WORLD.Abort(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,166 @@
+"""The layout of a sharded tensor: which dims lie on which mesh axes, and where they are cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pydist.errors import UsageError
+from pydist.mesh import SPATIAL_AXES, Mesh
+from pydist.partition import Box, Partition
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one dim is split: over which mesh axes (jointly, the last fastest), at which points."""
+
+    axes: tuple[str, ...]
+    partition: Partition
+
+
+class Layout:
+    """Where the elements of a global tensor lie on the ranks of a sample group.
+
+    A dim without a split is whole on every rank. Spatial axes on which no dim lies hold equal
+    copies: `replicas` counts them.
+
+    Args:
+        mesh: the mesh whose sample group holds the tensor.
+        shape: the global shape (that of the sample group's batch).
+        splits: one entry a dim, `None` where the dim is whole.
+
+    Raises:
+        UsageError: a split names an axis twice, or does not fit the dim or the axes.
+    """
+
+    def __init__(
+        self, mesh: Mesh, shape: Sequence[int], splits: Sequence[Split | None]
+    ) -> None:
+        self.mesh = mesh
+        self.shape = tuple(shape)
+        self.splits = tuple(splits)
+        self._key = (self.shape, self.splits)
+        self._hash = hash(self._key)
+        self._check()
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Layout)
+            and self._hash == other._hash
+            and self._key == other._key
+            and self.mesh is other.mesh
+        )
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        cut = ", ".join(
+            f"dim {d} over {'×'.join(s.axes)} at {list(s.partition.points)}"
+            for d, s in enumerate(self.splits)
+            if s
+        )
+        return f"Layout({self.shape}, {cut or 'whole on every rank'})"
+
+    @cached_property
+    def replicas(self) -> int:
+        """How many ranks of the sample group hold equal copies of an element."""
+        used = math.prod(self.mesh.axis_size(a) for s in self.splits if s for a in s.axes)
+        return self.mesh.sample_size // used
+
+    @cached_property
+    def boxes(self) -> list[Box]:
+        """The box of every rank of the sample group, in global indices."""
+        return [self._box_at(i) for i in range(self.mesh.sample_size)]
+
+    @property
+    def box(self) -> Box:
+        """The box of this rank's shard, in global indices."""
+        return self.boxes[self.mesh.sample_index]
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of this rank's shard."""
+        return tuple(self.box.shape)
+
+    @property
+    def split_dims(self) -> tuple[int, ...]:
+        """The dims that are really cut: those that lie on more than one rank."""
+        return tuple(d for d, s in enumerate(self.splits) if s and s.partition.parts > 1)
+
+    def replace(
+        self, shape: Sequence[int] | None = None, changes: Mapping[int, Split | None] | None = None
+    ) -> Layout:
+        """A layout with another shape and some splits exchanged."""
+        splits = list(self.splits)
+        for dim, split in (changes or {}).items():
+            splits[dim] = split
+        return Layout(self.mesh, self.shape if shape is None else shape, splits)
+
+    def whole(self) -> Layout:
+        """The layout of the same tensor, whole on every rank."""
+        return Layout(self.mesh, self.shape, (None,) * len(self.shape))
+
+    def _box_at(self, sample_index: int) -> Box:
+        coords = self.mesh.coords_of(sample_index)
+        lo, hi = [0] * len(self.shape), list(self.shape)
+        for dim, split in enumerate(self.splits):
+            if split is None:
+                continue
+            part = 0
+            for axis in split.axes:
+                part = part * self.mesh.axis_size(axis) + coords[axis]
+            lo[dim], hi[dim] = split.partition.interval(part)
+        return Box(lo, hi)
+
+    def _check(self) -> None:
+        if len(self.splits) != len(self.shape):
+            raise UsageError(f"{len(self.splits)} splits given for the shape {self.shape}")
+        used = [a for s in self.splits if s for a in s.axes]
+        if len(set(used)) != len(used) or not set(used) <= set(SPATIAL_AXES):
+            raise UsageError(f"split over {used}: each of {SPATIAL_AXES} can be used once")
+        for dim, split in enumerate(self.splits):
+            if split is None:
+                continue
+            parts = math.prod(self.mesh.axis_size(a) for a in split.axes)
+            if split.partition.extent != self.shape[dim] or split.partition.parts != parts:
+                raise UsageError(
+                    f"dim {dim} of {self.shape} can't be split at {split.partition.points}: "
+                    f"{'×'.join(split.axes)} takes {parts} parts of an extent {self.shape[dim]}"
+                )
+
+
+def even_split(mesh: Mesh, extent: int, axis: str) -> Split | None:
+    """The even split of an extent along a mesh axis; `None` where the axis has one rank."""
+    parts = mesh.axis_size(axis)
+    return Split((axis,), Partition.even(extent, parts)) if parts > 1 else None
+
+
+def layout_for_sample(
+    mesh: Mesh, shape: Sequence[int], dims: Mapping[int, str] | None = None
+) -> Layout:
+    """The layout of a batch of samples, split evenly over the mesh's spatial axes.
+
+    Args:
+        mesh: the mesh.
+        shape: global shape; by default [N, C, D, H, W].
+        dims: which dim lies on which axis; by default {2: "depth", 3: "height", 4: "width"}.
+
+    Raises:
+        UsageError: a dim is missing, or the default was asked for a shape that is not 5-D.
+    """
+    if dims is None:
+        if len(shape) != 5:
+            raise UsageError(
+                f"shape {tuple(shape)}: [N, C, D, H, W] expected; name the dims to split "
+                'otherwise, as in dims={2: "depth"}'
+            )
+        dims = {2: "depth", 3: "height", 4: "width"}
+    splits: list[Split | None] = [None] * len(shape)
+    for dim, axis in dims.items():
+        if not 0 <= dim < len(shape) or axis not in SPATIAL_AXES:
+            raise UsageError(f"can't put dim {dim} of {tuple(shape)} on the axis {axis!r}")
+        splits[dim] = even_split(mesh, shape[dim], axis)
+    return Layout(mesh, shape, splits)

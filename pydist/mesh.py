@@ -1,0 +1,202 @@
+"""The mesh: the grid of ranks, its named axes, and the groups of ranks along them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from pydist.errors import UsageError
+
+if TYPE_CHECKING:
+    from pydist.comm.reducer import Reducer
+    from pydist.comm.transport import Transport
+
+SPATIAL_AXES = ("depth", "height", "width")
+AXES = ("data", *SPATIAL_AXES)
+
+
+class Timers:
+    """Seconds spent in the named parts of a step, summed since the last `reset`."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Adds the time of the `with` block to `part`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] += time.perf_counter() - start
+
+    def snapshot(self) -> dict[str, float]:
+        """Seconds by part: "halo", "statistics", "gradients", "redistribute"."""
+        return dict(self._seconds)
+
+    def reset(self) -> None:
+        """Starts all sums at zero again."""
+        self._seconds.clear()
+
+
+class Mesh:
+    """The grid of ranks: data × depth × height × width.
+
+    The ranks with one data index form a *sample group*: together they hold one batch of samples,
+    each its shard. The group's size is written S in the code. Ranks count row by row, width
+    fastest: ``rank = ((data * D + depth) * H + height) * W + width``.
+
+    Args:
+        world: the transport over all ranks.
+        data: number of sample groups; by default as many as the world holds.
+        spatial: how often depth, height and width of a sample are split.
+        seed: start of all random numbers that pydist draws.
+        keep_thin_blocks: never move a tensor onto fewer ranks where its blocks become thinner
+            than a layer's halo; by default that is done where it is estimated to be faster.
+
+    Raises:
+        UsageError: the mesh does not fit the world.
+    """
+
+    axes = AXES
+
+    def __init__(
+        self,
+        world: Transport,
+        data: int | None = None,
+        spatial: Sequence[int] = (1, 1, 1),
+        seed: int = 0,
+        keep_thin_blocks: bool = False,
+    ) -> None:
+        self.world = world
+        self.keep_thin_blocks = keep_thin_blocks
+        self.rank, self.size = world.rank, world.size
+        self.shape = _fit(world.size, data, tuple(spatial))
+        self.seed = seed
+        self.forwards = 0
+        """Training forwards so far: part of the key of every random number."""
+        self.draws: dict[int, dict[str, int]] = {}
+        """By training forward: how often each module has drawn random numbers."""
+        self.timers = Timers()
+        self.plans: dict[Any, Any] = {}
+        """Plans made on this mesh, by what they do; each is made once."""
+        self.checked: dict[Any, int] = defaultdict(int)
+        """How often plain tensors of one kind were proved equal on all ranks of the group."""
+        self.reducers: list[weakref.ref[Reducer]] = []
+        """The gradient reducers of the models on this mesh, in the order they were made."""
+        self.coords = dict(zip(AXES, _unravel(self.rank, self.shape), strict=True))
+        self._groups = self._make_groups()
+
+    def __repr__(self) -> str:
+        grid = " × ".join(f"{a} {n}" for a, n in zip(AXES, self.shape, strict=True))
+        return f"Mesh({grid}, rank {self.rank} of {self.size}, {self.world.name})"
+
+    @property
+    def data_size(self) -> int:
+        """Number of sample groups."""
+        return self.shape[0]
+
+    @property
+    def data_index(self) -> int:
+        """Which sample group this rank is in."""
+        return self.coords["data"]
+
+    @property
+    def spatial(self) -> tuple[int, int, int]:
+        """How often depth, height and width are split."""
+        return self.shape[1], self.shape[2], self.shape[3]
+
+    @property
+    def sample_size(self) -> int:
+        """S, the number of ranks that hold one sample."""
+        return math.prod(self.spatial)
+
+    @property
+    def sample_index(self) -> int:
+        """This rank's place in its sample group."""
+        return self.rank % self.sample_size
+
+    @property
+    def sample(self) -> Transport:
+        """The ranks that hold one sample with this one, ordered by depth, height, width."""
+        return self._groups[SPATIAL_AXES]
+
+    @property
+    def data(self) -> Transport:
+        """The ranks at this rank's place in all sample groups."""
+        return self._groups[("data",)]
+
+    def axis_size(self, axis: str) -> int:
+        """Number of ranks along a named axis."""
+        return self.shape[AXES.index(axis)]
+
+    def group(self, axes: Sequence[str]) -> Transport:
+        """The ranks that differ from this one along `axes` only."""
+        return self._groups[tuple(a for a in AXES if a in axes)]
+
+    def coords_of(self, sample_index: int) -> dict[str, int]:
+        """Coordinates along the spatial axes of a place in the sample group."""
+        return dict(zip(SPATIAL_AXES, _unravel(sample_index, self.spatial), strict=True))
+
+    def _make_groups(self) -> dict[tuple[str, ...], Transport]:
+        """A transport for every set of axes.
+
+        All are made here, in one order: making a group is collective over the world, and later
+        the sample groups may call in different orders. Sets that name the same ranks share one.
+        """
+        made: dict[tuple[str, ...], Transport] = {}
+        groups: dict[tuple[str, ...], Transport] = {}
+        for count in range(len(AXES) + 1):
+            for axes in itertools.combinations(AXES, count):
+                varying = tuple(a for a in axes if self.axis_size(a) > 1)
+                if varying not in made:
+                    made[varying] = self._split(varying)
+                groups[axes] = made[varying]
+        return groups
+
+    def _split(self, varying: tuple[str, ...]) -> Transport:
+        if math.prod(self.axis_size(a) for a in varying) == self.size:
+            return self.world
+        color = 0
+        for axis in AXES:
+            if axis not in varying:
+                color = color * self.axis_size(axis) + self.coords[axis]
+        return self.world.split(color, self.rank)
+
+
+def _fit(world: int, data: int | None, spatial: tuple[int, ...]) -> tuple[int, int, int, int]:
+    if len(spatial) != 3 or any(n < 1 for n in spatial):
+        raise UsageError(f"spatial={spatial}: expected three counts >= 1 (depth, height, width)")
+    group = math.prod(spatial)
+    given = f"spatial={'×'.join(map(str, spatial))} needs {group} ranks a sample"
+    if data is None:
+        if world % group:
+            raise UsageError(
+                f"{given}, but {world} ranks were started; possible are multiples of {group}, "
+                f"or a split into {' or '.join(str(d) for d in _divisors(world))}"
+            )
+        data = world // group
+    if data < 1 or data * group != world:
+        raise UsageError(
+            f"data={data} with {given}: {data * group} ranks in all, but {world} were started; "
+            f"start {max(data, 1) * group}, or choose data × depth × height × width = {world}"
+        )
+    return data, spatial[0], spatial[1], spatial[2]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    coords = []
+    for n in reversed(shape):
+        index, c = divmod(index, n)
+        coords.append(c)
+    return tuple(reversed(coords))

@@ -1,0 +1,182 @@
+"""What a sharded tensor says of itself, and autograd's entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist.errors import NotSupported
+from pydist.tensor import (
+    HANDLERS,
+    ShardedTensor,
+    adopt_local,
+    implements,
+    local_of,
+    refusal,
+    wrap,
+)
+
+# The wrapper carries the global shape, the dtype and the rest itself.
+_OF_THE_WRAPPER = """
+shape ndim dtype device is_leaf requires_grad is_cuda is_cpu is_sparse is_quantized is_meta
+is_mps is_mkldnn is_nested is_complex names is_xpu
+""".split()
+_METHODS_OF_THE_WRAPPER = """
+dim ndimension size numel nelement element_size is_floating_point is_complex is_signed
+get_device is_contiguous __len__ __hash__ is_inference is_conj is_neg
+""".split()
+
+
+def _ask_wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+for _name in _OF_THE_WRAPPER:
+    _attribute = getattr(torch.Tensor, _name, None)
+    if hasattr(_attribute, "__get__"):
+        HANDLERS[_attribute.__get__] = partial(_ask_wrapper, _attribute.__get__)
+for _name in _METHODS_OF_THE_WRAPPER:
+    _method = getattr(torch.Tensor, _name)
+    HANDLERS[_method] = partial(_ask_wrapper, _method)
+for _function in (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor):
+    HANDLERS[_function] = partial(_ask_wrapper, _function)
+
+
+@implements(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
+def grad_of(x: ShardedTensor) -> ShardedTensor | None:
+    """The gradient, sharded as the tensor is."""
+    grad = x._local.grad
+    return None if grad is None else wrap(grad, x._layout, x)
+
+
+@implements(torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__)  # type: ignore[attr-defined]
+def set_grad(x: ShardedTensor, grad: ShardedTensor | None = None) -> None:
+    """Sets or forgets the gradient."""
+    x._local.grad = None if grad is None else local_of(grad.redistribute(x._layout))
+
+
+@implements(torch.Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
+def grad_fn_of(x: ShardedTensor) -> Any:
+    """The node of the shard's graph."""
+    return x._local.grad_fn
+
+
+@implements(torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+def data_of(x: ShardedTensor) -> ShardedTensor:
+    """The tensor without its graph."""
+    return wrap(local_of(x).detach(), x._layout, x)
+
+
+@implements(torch.Tensor.requires_grad_)
+def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
+    """Asks for the gradient of a leaf."""
+    local_of(x).requires_grad_(requires_grad)
+    if not requires_grad:
+        _ask_wrapper(torch.Tensor.requires_grad_, x, False)
+    return adopt_local(x, x._local)
+
+
+@implements(torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+def set_requires_grad(x: ShardedTensor, value: bool) -> None:
+    """Asks for the gradient of a leaf."""
+    requires_grad_(x, value)
+
+
+@implements(torch.Tensor.retain_grad)
+def retain_grad(x: ShardedTensor) -> None:
+    """Keeps the gradient of a tensor that is not a leaf."""
+    x._local.retain_grad()
+
+
+@implements(torch.Tensor.register_hook)
+def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Calls `hook` with the (sharded) gradient during backward."""
+
+    def on_shard(grad: Tensor) -> Tensor | None:
+        result = hook(wrap(grad, x._layout, x))
+        return local_of(result) if isinstance(result, ShardedTensor) else result
+
+    return x._local.register_hook(on_shard)
+
+
+@implements(torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__bool__)
+def item(x: ShardedTensor) -> Any:
+    """The value of a tensor with one element."""
+    return x.full_tensor().item()
+
+
+@implements(torch.Tensor.tolist)
+def tolist(x: ShardedTensor) -> Any:
+    """The values of the whole tensor."""
+    return x.full_tensor().tolist()
+
+
+@implements(torch.Tensor.__format__)
+def format_tensor(x: ShardedTensor, spec: str) -> str:
+    """Formats a tensor with one element as its value, others as their repr."""
+    return format(x.full_tensor().item(), spec) if x.numel() == 1 and spec else repr(x)
+
+
+def _locals(tensors: Any, like: Sequence[Any] | None = None) -> Any:
+    if tensors is None or not isinstance(tensors, (tuple, list)):
+        tensors = (tensors,)
+    return tuple(local_of(t) if isinstance(t, ShardedTensor) else t for t in tensors)
+
+
+@implements(torch.Tensor.backward, torch.autograd.backward)
+def backward(
+    tensors: Any,
+    gradient: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+    *,
+    grad_tensors: Any = None,
+) -> None:
+    """Backward from sharded tensors; a scalar one is seeded with 1 on every rank."""
+    given = gradient if gradient is not None else grad_tensors
+    outputs = _locals(tensors)
+    seeds = None if given is None else _locals(given)
+    if seeds is None and any(o.numel() != 1 for o in outputs):
+        raise refusal(
+            torch.Tensor.backward, (tensors,), {}, "it is not a scalar: give the gradient"
+        )
+    torch.autograd.backward(
+        outputs, seeds, retain_graph, create_graph, None if inputs is None else _locals(inputs)
+    )
+
+
+@implements(torch.autograd.grad)
+def grad(
+    outputs: Any,
+    inputs: Any,
+    grad_outputs: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    only_inputs: bool = True,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Gradients with respect to sharded or plain tensors, each laid out as its input is."""
+    if is_grads_batched:
+        raise NotSupported("torch.autograd.grad(is_grads_batched=True) on sharded tensors")
+    asked = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    grads = torch.autograd.grad(
+        _locals(outputs),
+        _locals(inputs),
+        None if grad_outputs is None else _locals(grad_outputs),
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=allow_unused,
+        materialize_grads=materialize_grads,
+    )
+    return tuple(
+        wrap(g, x._layout, x) if isinstance(x, ShardedTensor) and g is not None else g
+        for x, g in zip(asked, grads, strict=True)
+    )

@@ -1,0 +1,60 @@
+"""Full backward hooks of modules, which torch builds on a custom function of its own.
+
+`BackwardHook._apply_on_tensors` applies an `autograd.Function` to a module's inputs and outputs,
+which bypasses torch's overrides. Here it is given the shards, and users' hooks are shown sharded
+gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+from torch import Tensor
+from torch.utils.hooks import BackwardHook
+
+from pydist.tensor import ShardedTensor, local_of, wrap
+
+_apply_on_plain = BackwardHook._apply_on_tensors
+
+
+class _ShownNode:
+    """A graph node whose hooks see and return sharded gradients."""
+
+    def __init__(self, node: Any, like: Sequence[Any]) -> None:
+        self._node, self._like = node, like
+
+    def register_hook(self, hook: Callable[[Any, Any], Any]) -> Any:
+        def on_shards(grad_inputs: Any, grad_outputs: Any) -> Any:
+            result = hook(self._show(grad_inputs), self._show(grad_outputs))
+            if result is None:
+                return None
+            return tuple(local_of(g) if isinstance(g, ShardedTensor) else g for g in result)
+
+        return self._node.register_hook(on_shards)
+
+    def _show(self, grads: Any) -> Any:
+        if not isinstance(grads, tuple) or len(grads) != len(self._like):
+            return grads
+        return tuple(
+            wrap(g, x._layout, x) if isinstance(x, ShardedTensor) and isinstance(g, Tensor) else g
+            for g, x in zip(grads, self._like, strict=True)
+        )
+
+
+@wraps(_apply_on_plain)
+def _apply_on_tensors(self: BackwardHook, fn: Callable[[Any], None], args: Any) -> Any:
+    if not any(isinstance(a, ShardedTensor) for a in args):
+        return _apply_on_plain(self, fn, args)
+    tensors = [a for a in args if isinstance(a, Tensor)]
+    plain = tuple(local_of(a) if isinstance(a, ShardedTensor) else a for a in args)
+    result, index = _apply_on_plain(self, lambda node: fn(_ShownNode(node, tensors)), plain)
+    shown = [
+        wrap(r, a._layout, a) if isinstance(a, ShardedTensor) else r
+        for a, r in zip(args, result, strict=True)
+    ]
+    return (tuple(shown) if type(args) is tuple else type(args)(*shown)), index
+
+
+BackwardHook._apply_on_tensors = _apply_on_tensors

@@ -1,0 +1,120 @@
+"""Where blocks have become too thin to be worth it: redistribution onto fewer ranks.
+
+Late layers of a network are small. There a block is thinner than the layer's halo, or empty, and
+an exchange costs more than the computing that it spares. Exactness never depends on this module:
+thin and empty blocks are right as they are. It only compares estimated times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pydist.layout import Layout, Split
+from pydist.ops.windows import Window, WindowPlan
+from pydist.partition import Box, Partition
+
+# One rank of a 2-core machine, CPU: what an exchange costs beyond its bytes (planning done; call
+# overhead, packing, and waking up), a message, a byte, and a useful flop of small convolutions.
+# `benchmarks/python/thin_blocks.py` shows what the choices they lead to are worth.
+EXCHANGE_S = 150e-6
+MESSAGE_S = 5e-6
+BYTE_S = 1 / 4e9
+FLOP_S = 1 / 20e9
+ELEMENT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """A window operation: its window, its channels, and flops for one output element."""
+
+    window: Window
+    out_channels: int
+    flops_per_output: float
+
+
+def choose_layout(layout: Layout, work: Work) -> Layout:
+    """The layout in which a window operation takes the least time, forward and backward.
+
+    Args:
+        layout: of the input; kept unless a block of it is thinner than the halo.
+        work: the operation.
+
+    Returns:
+        `layout`, or one that lies on fewer ranks.
+    """
+    mesh = layout.mesh
+    if mesh.keep_thin_blocks or not _has_thin_block(layout, work.window):
+        return layout
+    key = ("placement", layout, work)
+    if key not in mesh.plans:
+        options = [layout, *_coarser(layout)]
+        mesh.plans[key] = min(options, key=lambda option: _seconds(layout, option, work))
+    return mesh.plans[key]
+
+
+def _has_thin_block(layout: Layout, window: Window) -> bool:
+    for dim, (before, after) in enumerate(window.padding):
+        split = layout.splits[dim + 2]
+        reach = window.dilation[dim] * (window.kernel[dim] - 1)
+        halo = max(before, after, reach - window.stride[dim] + 1)
+        if split is not None and min(split.partition.sizes) < halo:
+            return True
+    return False
+
+
+def _coarser(layout: Layout) -> Iterator[Layout]:
+    """The layouts with the blocks of 2, 4, ... neighbours of every split dim on one rank."""
+    spatial = [d for d in layout.split_dims if d >= 2]
+    most = max((layout.splits[d].partition.parts for d in spatial), default=1)  # type: ignore[union-attr]
+    together = 2
+    while together < most:
+        yield layout.replace(changes={d: _joined(layout.splits[d], together) for d in spatial})
+        together *= 2
+    yield layout.whole()
+
+
+def _joined(split: Split | None, together: int) -> Split:
+    """The first of every `together` ranks takes the blocks of all of them."""
+    assert split is not None
+    points = split.partition.points
+    parts = split.partition.parts
+    joined = [points[0]]
+    for part in range(parts):
+        joined.append(points[min(parts, (part // together + 1) * together)])
+    return Split(split.axes, Partition(joined))
+
+
+def _seconds(current: Layout, option: Layout, work: Work) -> float:
+    plan = WindowPlan(option, work.window, work.out_channels)
+    outputs = max(box.volume for box in plan.out.boxes)
+    # Forward, dgrad and wgrad cost about the same.
+    seconds = 3 * outputs * work.flops_per_output * FLOP_S
+    seconds += 2 * _exchange_seconds(option.boxes, plan.needed)
+    if option is not current:
+        seconds += 2 * _exchange_seconds(current.boxes, option.boxes)
+    return seconds
+
+
+def _exchange_seconds(owned: Sequence[Box], needed: Sequence[Box]) -> float:
+    """What the busiest receiver waits for."""
+    slowest = 0.0
+    for rank, need in enumerate(needed):
+        own = owned[rank].intersect(need).volume
+        pieces = {box: box.intersect(need).volume for box in owned}
+        if own == sum(pieces.values()):
+            continue
+        foreign = [n for r, box in enumerate(owned) if r != rank and (n := pieces[box])]
+        slowest = max(slowest, len(foreign) * MESSAGE_S + sum(foreign) * ELEMENT_BYTES * BYTE_S)
+    return EXCHANGE_S + slowest if slowest else 0.0
+
+
+def conv_flops(weight_shape: Sequence[int]) -> float:
+    """Flops for one output element of a convolution."""
+    return 2.0 * math.prod(weight_shape[1:])
+
+
+def pool_flops(kernel: Sequence[int]) -> float:
+    """Flops for one output element of a pooling."""
+    return float(math.prod(kernel))

@@ -1,0 +1,124 @@
+"""Moving tensors between layouts, and plain tensors into one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pydist._loader import native
+from pydist.comm.adjoints import enter, gather_box
+from pydist.comm.exchanger import Exchanger
+from pydist.errors import UsageError
+from pydist.layout import Layout
+from pydist.tensor import ShardedTensor, local_of, wrap
+
+# How often plain tensors of one shape and dtype are compared over the ranks before they are
+# trusted. Equality is the caller's duty; a loader that shuffles differently on each rank shows in
+# the first step.
+_CHECKS = 3
+
+
+def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
+    """The same global tensor in another layout.
+
+    Its adjoint adds every gradient back along the messages, times rep(A) / rep(B).
+
+    Raises:
+        UsageError: the layout has another shape or another mesh.
+    """
+    local = local_of(x)
+    source = x._layout
+    if source == layout:
+        return x
+    if source.shape != layout.shape or source.mesh is not layout.mesh:
+        raise UsageError(f"can't redistribute {source!r} to {layout!r}: another shape or mesh")
+    if source.boxes == layout.boxes:
+        return wrap(local, layout, x)
+    mesh = source.mesh
+    key = ("redistribute", source, layout)
+    exchanger = mesh.plans.get(key)
+    if exchanger is None:
+        exchanger = Exchanger(mesh.sample, source.boxes, [[b] for b in layout.boxes])
+        mesh.plans[key] = exchanger
+    weight = source.replicas / layout.replicas
+    moved = gather_box(local, exchanger, mesh, weight=weight, part="redistribute")
+    return wrap(moved, layout, x)
+
+
+def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
+    """This rank's part of a plain tensor that has the global shape of `layout`.
+
+    Raises:
+        UsageError: the ranks of the sample group hold different tensors.
+    """
+    _prove_equal(tensor, layout)
+    box = layout.box
+    if tuple(box.shape) == tuple(tensor.shape):
+        part = tensor
+    else:
+        part = tensor[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+    return enter(part, layout.mesh.sample_size / layout.replicas)
+
+
+def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None:
+    """A replicated operand (a weight) that every rank uses whole for its part of the result."""
+    if tensor is None or isinstance(tensor, ShardedTensor):
+        return tensor if tensor is None else local_of(redistribute(tensor, tensor._layout.whole()))
+    return enter(tensor, layout.mesh.sample_size / layout.replicas)
+
+
+def operand_for(
+    x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]
+) -> Tensor:
+    """The part of an operand of a broadcasting call that this rank's part of the result needs.
+
+    Args:
+        x: a sharded or plain operand, broadcastable to `out_shape`.
+        layout: layout of the result.
+        out_shape: global shape of the result.
+
+    Raises:
+        UsageError: a plain operand has the shape of this rank's shard instead of the global one.
+    """
+    missing = len(out_shape) - x.dim()
+    splits = [
+        layout.splits[missing + d] if n == out_shape[missing + d] and n != 1 else None
+        for d, n in enumerate(x.shape)
+    ]
+    target = Layout(layout.mesh, tuple(x.shape), splits)
+    if isinstance(x, ShardedTensor):
+        local = local_of(redistribute(x, target))
+        return enter(local, target.replicas / layout.replicas)
+    if x.dim() == 0 or not target.split_dims:
+        return enter(x, layout.mesh.sample_size / layout.replicas)
+    box = target.box
+    _prove_equal(x, target)
+    part = x[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+    return enter(part, layout.mesh.sample_size / layout.replicas)
+
+
+def refuse_shard_shaped(x: Tensor, layout: Layout) -> None:
+    """Names the likeliest mistake when a plain operand does not broadcast to the global shape."""
+    if tuple(x.shape) == layout.local_shape != layout.shape:
+        raise UsageError(
+            f"a plain tensor of shape {tuple(x.shape)} meets a sharded one of global shape "
+            f"{layout.shape}: it has the shape of this rank's shard; wrap it with "
+            "ShardedTensor.from_local(tensor, x.layout)"
+        )
+
+
+def _prove_equal(tensor: Tensor, layout: Layout) -> None:
+    """Compares checksums over the sample group, the first times a kind of tensor is met."""
+    mesh = layout.mesh
+    kind = (tuple(tensor.shape), tensor.dtype)
+    if mesh.sample_size == 1 or mesh.checked[kind] >= _CHECKS:
+        return
+    mesh.checked[kind] += 1
+    mine = native.crc32c(tensor.detach().contiguous())
+    sums = mesh.sample.all_gather(torch.tensor([mine], dtype=torch.int64)).flatten().tolist()
+    if len(set(sums)) > 1:
+        raise UsageError(
+            f"a plain tensor of shape {tuple(tensor.shape)} differs between the ranks of a sample "
+            f"group (checksums {sums}): it must be equal on all of them; give each rank its part "
+            "with ShardedTensor.from_local, or the same samples and seeds to all"
+        )

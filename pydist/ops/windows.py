@@ -1,0 +1,139 @@
+"""The geometry that convolution and pooling share: who computes which outputs from what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.comm.adjoints import gather_box
+from pydist.comm.exchanger import Exchanger
+from pydist.errors import UsageError
+from pydist.layout import Layout, Split
+from pydist.partition import Box, Footprint
+from pydist.tensor import ShardedTensor, local_of
+
+
+@dataclass(frozen=True)
+class Window:
+    """Kernel, stride, dilation and padding (before, after) of every spatial dim."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+
+    def footprint(self, dim: int) -> Footprint:
+        """The footprint along one spatial dim (0 is the first after the channels)."""
+        before, after = self.padding[dim]
+        return Footprint(self.kernel[dim], self.stride[dim], self.dilation[dim], before, after)
+
+    def with_ceil(self, extents: Sequence[int]) -> Window:
+        """The same window with as much padding after the end as `ceil_mode` reaches beyond it."""
+        padding = []
+        for dim, (extent, (before, after)) in enumerate(zip(extents, self.padding, strict=True)):
+            reach = self.dilation[dim] * (self.kernel[dim] - 1) + 1
+            rest = extent + before + after - reach
+            out = -(-rest // self.stride[dim]) + 1
+            # A window must not start in the padding after the end.
+            if (out - 1) * self.stride[dim] >= extent + before:
+                out -= 1
+            padding.append((before, (out - 1) * self.stride[dim] + reach - extent - before))
+        return replace(self, padding=tuple(padding))
+
+
+class WindowPlan:
+    """Where a window operation's outputs lie, and the inputs that each rank needs for its own.
+
+    An output belongs to the owner of the input at its window's centre, so that a layer of "same"
+    padding keeps the partition and one of stride s divides its points by s.
+
+    Attributes:
+        out: layout of the result.
+        needed: the box of inputs of each rank, padding included (it lies outside the domain).
+        is_whole: whether no spatial dim is split, so that torch's own call is right.
+    """
+
+    def __init__(self, layout: Layout, window: Window, out_channels: int) -> None:
+        self.layout = layout
+        spatial = range(2, len(layout.shape))
+        footprints = [window.footprint(d - 2) for d in spatial]
+        extents = [f.output_extent(layout.shape[d]) for d, f in zip(spatial, footprints, strict=True)]
+        if min(extents) < 1:
+            raise UsageError(
+                f"a window of kernel {window.kernel}, dilation {window.dilation} and padding "
+                f"{window.padding} does not fit into the extents {layout.shape[2:]}"
+            )
+        splits = list(layout.splits)
+        for d, footprint in zip(spatial, footprints, strict=True):
+            split = layout.splits[d]
+            if split is not None:
+                splits[d] = Split(split.axes, footprint.output_partition(split.partition))
+        self.out = Layout(layout.mesh, (layout.shape[0], out_channels, *extents), splits)
+        self._reach = [d * (k - 1) + 1 for k, d in zip(window.kernel, window.dilation, strict=True)]
+        self.is_whole = not any(layout.splits[d] for d in spatial)
+        self.needed = [
+            self._needs(out, own, footprints)
+            for out, own in zip(self.out.boxes, layout.boxes, strict=True)
+        ]
+
+    @cached_property
+    def exchanger(self) -> Exchanger:
+        """Brings every rank the inputs that it needs."""
+        mesh = self.layout.mesh
+        return Exchanger(mesh.sample, self.layout.boxes, [[b] for b in self.needed])
+
+    def _needs(self, out: Box, own: Box, footprints: Sequence[Footprint]) -> Box:
+        lo, hi = list(own.lo), list(own.hi)
+        for dim, footprint in enumerate(footprints, start=2):
+            lo[dim], hi[dim] = footprint.needs(out.lo[dim], out.hi[dim])
+            if out.empty:
+                hi[dim] = lo[dim]
+        return Box(lo, hi)
+
+    def apply(
+        self, function: Callable[[Tensor], Tensor], x: ShardedTensor, fill: float = 0.0
+    ) -> Tensor:
+        """Gathers this rank's inputs, halo and padding included, and computes its outputs.
+
+        Args:
+            function: the window operation, without padding.
+            x: the sharded input.
+            fill: value of the padding.
+
+        A rank without outputs computes one window of nothing and keeps none of it: it has to run
+        the same nodes in backward as the others, in second order too, else its hooks do not fire,
+        its exchanges come in another order, and the job hangs.
+        """
+        padded = gather_box(local_of(x), self.exchanger, self.layout.mesh, fill=fill)
+        if not self.out.box.empty:
+            return function(padded)
+        missing = [r - n for r, n in zip(self._reach, padded.shape[2:], strict=True)]
+        one = F.pad(padded, [p for m in reversed(missing) for p in (0, max(0, m))])
+        kept = tuple(slice(n) for n in self.out.local_shape)
+        return function(one)[kept]
+
+
+def plan_window(layout: Layout, window: Window, out_channels: int) -> WindowPlan:
+    """The plan of a window operation on a layout, made once."""
+    key = ("window", layout, window, out_channels)
+    plan = layout.mesh.plans.get(key)
+    if plan is None:
+        plan = layout.mesh.plans[key] = WindowPlan(layout, window, out_channels)
+    return plan
+
+
+def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
+    """A size that torch takes as one number or one a dim."""
+    if isinstance(value, int):
+        return (value,) * dims
+    value = tuple(value)
+    return value * dims if len(value) == 1 else value
+
+
+def symmetric(padding: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """The same padding before and after."""
+    return tuple((p, p) for p in padding)

@@ -1,0 +1,237 @@
+"""Joining the job that this process is part of, whichever launcher started it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from pydist.comm.local import LocalTransport
+from pydist.comm.transport import Transport
+from pydist.errors import NotSupported, UsageError
+from pydist.launch import backends, failures, identity
+from pydist.launch.identity import Identity
+
+TRANSPORTS = ("auto", "mpi", "c10d", "local", "nccl")
+
+_CLAIM = "pydist/failed"
+_CLAIM_TIMEOUT = timedelta(seconds=3)
+
+_worlds: dict[str, Transport] = {}  # a process joins its job once
+
+
+def connect(transport: str = "auto") -> Transport:
+    """Join the job and make the transport over all its ranks.
+
+    Initialises torch.distributed (gloo) as well, so that DeviceMesh, samplers and profilers work
+    as users know them; sets the number of threads of this rank; and from now on ends all ranks
+    when one of them fails (see `pydist.launch.failures`). Collective, the first time.
+
+    Args:
+        transport: "auto" follows the launcher: "mpi" under `mpirun`, "c10d" under `torchrun`, one
+            rank if there is none. "local" is one rank on its own, whatever the launcher.
+
+    Returns:
+        The transport; the same one on every call.
+
+    Raises:
+        UsageError: no such transport, or the launcher and the MPI library do not fit.
+        NotSupported: the transport is not part of this version.
+    """
+    if transport not in TRANSPORTS:
+        raise UsageError(f"transport '{transport}' is none of {', '.join(TRANSPORTS)}")
+    if transport not in _worlds:
+        _worlds[transport] = _join(transport)
+    return _worlds[transport]
+
+
+def _join(transport: str) -> Transport:
+    if transport == "nccl":
+        from pydist.comm.nccl import make_nccl_transport
+
+        make_nccl_transport()
+    if transport == "local":
+        return LocalTransport()
+    who = identity.detect()
+    if transport == "auto":
+        transport = _follow(who)
+    world = _join_mpi(who) if transport == "mpi" else _join_c10d(who)
+    failures.install(world.rank, world.size, claim=_claim(world), abort=_abort(world))
+    _set_threads(world)
+    # Last in, first out: before mpi4py ends MPI.
+    atexit.register(_leave, world)
+    return world
+
+
+def _follow(who: Identity | None) -> str:
+    """The transport that fits the launcher."""
+    if who is None or who.launcher in ("torchrun", "pydist"):
+        return "c10d"
+    if who.launcher == "slurm":  # srun starts ranks with or without an MPI
+        with contextlib.suppress(ImportError, RuntimeError):
+            from mpi4py import MPI
+
+            if MPI.COMM_WORLD.Get_size() == who.size:
+                return "mpi"
+        return "c10d"
+    return "mpi"
+
+
+def _join_mpi(who: Identity | None) -> Transport:
+    if who is not None and not {"MPI4PY_LIBMPI", "MPI4PY_MPIABI"} & os.environ.keys():
+        # Several MPI libraries may be installed; the launcher's is the right one.
+        wheel = backends.find_wheel(who.launcher)
+        if wheel is not None and wheel.library is not None:
+            os.environ["MPI4PY_LIBMPI"] = wheel.library
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise UsageError(
+            f"transport 'mpi' needs mpi4py and an MPI library ({error});"
+            " pip install 'pydist[laptop]', or start the ranks with torchrun"
+        ) from error
+    from pydist.comm.mpi import MpiTransport
+
+    comm = MPI.COMM_WORLD
+    if who is not None and who.launcher != "torchrun" and comm.Get_size() != who.size:
+        library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip()
+        raise UsageError(
+            f"{who.launcher} started {who.size} ranks, but the MPI library of mpi4py ({library})"
+            f" sees {comm.Get_size()}: point MPI4PY_LIBMPI to the launcher's library, or use"
+            " `pydist run`"
+        )
+    world = MpiTransport(comm)
+    if not dist.is_initialized():
+        _stay_on_this_machine(comm.Split_type(MPI.COMM_TYPE_SHARED).Get_size() == world.size)
+        _init_process_group(_store_through(world), world.rank, world.size)
+    return world
+
+
+def _join_c10d(who: Identity | None) -> Transport:
+    from pydist.comm.c10d import C10dTransport
+
+    if not dist.is_initialized():
+        if who is None:
+            _init_process_group(dist.HashStore(), 0, 1)
+        elif who.launcher in ("openmpi", "mpich"):
+            _join_mpi(who)  # the rendezvous goes through MPI
+        else:
+            _stay_on_this_machine(who.local_size == who.size)
+            _init_process_group(_store_from_environment(who), who.rank, who.size)
+    return C10dTransport()
+
+
+def _init_process_group(store: dist.Store, rank: int, size: int) -> None:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def _stay_on_this_machine(alone: bool) -> None:
+    """Keep gloo off the network when all ranks are here: host names often resolve to nothing."""
+    if alone:
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _store_through(world: Transport) -> dist.Store:
+    """A store whose address travels over a transport: no fixed port that may be taken."""
+    here = os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo")
+    host = "127.0.0.1" if here else _address()
+    if world.rank == 0:
+        store = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
+        world.broadcast_bytes(json.dumps([host, store.port]).encode())
+        return store
+    host, port = json.loads(world.broadcast_bytes(None))
+    return dist.TCPStore(host, port, world.size, is_master=False, wait_for_workers=False)
+
+
+def _address() -> str:
+    """An address of this machine that others can reach, without sending anything."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # reserved for documentation
+        except OSError:
+            return socket.gethostname()
+        return str(probe.getsockname()[0])
+
+
+def _store_from_environment(who: Identity) -> dist.Store:
+    if who.launcher == "pydist":
+        return dist.FileStore(os.environ["PYDIST_STORE"], who.size)
+    if who.launcher == "slurm":
+        nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", "localhost"))
+        job = int(os.environ.get("SLURM_JOB_ID", 0)) + int(os.environ.get("SLURM_STEP_ID", 0))
+        os.environ.setdefault("MASTER_ADDR", first_host(nodes))
+        os.environ.setdefault("MASTER_PORT", str(20_000 + job % 20_000))
+        os.environ.update(RANK=str(who.rank), WORLD_SIZE=str(who.size))
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
+
+
+def first_host(nodelist: str) -> str:
+    """The first machine of a SLURM node list, such as "n07" of "n[07-09,12],m3"."""
+    match = re.match(r"([^\[,]+)(?:\[([^\]]+)\]([^,\[]*))?", nodelist)
+    if match is None:
+        raise UsageError(f"can't read the SLURM node list '{nodelist}'")
+    stem, ranges, tail = match.groups()
+    return stem + (re.split("[-,]", ranges)[0] + tail if ranges else "")
+
+
+def _set_threads(world: Transport) -> None:
+    """Share the cores of a machine among its ranks, unless the user or the launcher has done so.
+
+    torch counts the cores that the process may use, whether or not other ranks use the same.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return
+    mine = [socket.gethostname(), sorted(_affinity()), os.cpu_count()]
+    everyone = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
+    torch.set_num_threads(max(1, len(mine[1]) // everyone.count(mine)))
+    here = [each[1] for each in everyone if each[0] == mine[0]]
+    used = len(set().union(*here))
+    if world.rank == 0 and world.size > 1 and 2 * used <= (os.cpu_count() or 1):
+        sys.stderr.write(
+            f"pydist: the launcher bound the ranks of this machine to {used} of its"
+            f" {os.cpu_count()} cores; `mpirun --bind-to none`, or `pydist run`, uses all\n"
+        )
+
+
+def _affinity() -> set[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(backends.cores()))
+
+
+def _claim(world: Transport) -> Callable[[int], bool] | None:
+    """Decides which of several failing ranks speaks: the first one to come to the store."""
+    if world.size == 1 or "PYDIST_SUPERVISOR" in os.environ:
+        return None  # the launcher decides
+    store = dist.distributed_c10d._get_default_store()
+
+    def claim(_: int) -> bool:
+        try:
+            store.set_timeout(_CLAIM_TIMEOUT)
+            return bool(store.add(_CLAIM, 1) == 1)
+        except RuntimeError:  # the store's rank is gone, and may have gone silently
+            return True
+
+    return claim
+
+
+def _abort(world: Transport) -> Callable[[int], object] | None:
+    return None if world.size == 1 else lambda code: world.abort("a rank failed", code)
+
+
+def _leave(world: Transport) -> None:
+    """The normal end of a rank."""
+    world.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()

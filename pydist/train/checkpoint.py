@@ -1,0 +1,234 @@
+"""Checkpoints on disk: published atomically, checked to the bit, read without running code.
+
+A checkpoint is a folder ``step-000120`` with
+
+- ``NAME.safetensors`` for each part of the state (model, optimizer, ...): its tensors;
+- ``state.json``: everything else, as `pydist.train.tree` writes it;
+- ``manifest.json``: format version, step, and length and CRC-32C of every file.
+
+It is written as ``step-000120.tmp-...``, synced to the disk and renamed, so that a folder with the
+final name is complete whatever instant the job died at. Only then the link ``last`` moves and old
+checkpoints go. The functions here are for one process; `pydist.train.state` makes them collective.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from pydist._loader import native
+from pydist.errors import CheckpointError, DiskError
+from pydist.train import tree
+
+FORMAT = "pydist-checkpoint"
+VERSION = 1
+LAST = "last"
+
+_STEP = re.compile(r"step-(\d{6,})")
+_LEFTOVER = re.compile(r"(step-\d{6,}|last)\.tmp-[0-9a-f]{32}")
+_FILE = re.compile(r"[A-Za-z0-9_-]{1,64}\.(safetensors|json)")
+_MANIFEST_LIMIT = 1 << 20
+# What reading a file raises that holds something else than `write` put there.
+_NOT_AS_WRITTEN = (
+    OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError,
+)  # fmt: skip
+
+
+def complete(folder: Path) -> list[Path]:
+    """The complete checkpoints in a folder, oldest first; none if there is no such folder."""
+    if not folder.is_dir():
+        return []
+    steps = {int(m[1]): p for p in folder.iterdir() if (m := _STEP.fullmatch(p.name))}
+    return [steps[step] for step in sorted(steps)]
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """What interrupted writes left behind; never read, safe to delete when no job is running."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if _LEFTOVER.fullmatch(p.name))
+
+
+def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -> Path:
+    """Writes and publishes a checkpoint, then removes all but the latest `keep`.
+
+    Args:
+        folder: where the run's checkpoints are; made if missing.
+        step: training steps done. A checkpoint of the same step is left as it is: a run that
+            resumes from it and stops at once has nothing to add.
+        parts: state by name (letters, digits, ``_``, ``-``), as `pydist.train.tree.split` takes it.
+        keep: complete checkpoints to leave, at least 1.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        DiskError: the disk is full or refuses; earlier checkpoints are as they were.
+        CheckpointError: a part holds something that can't be stored.
+    """
+    files = _encode(parts)
+    final = folder / f"step-{step:06d}"
+    work = _aside(final)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not final.exists():
+            work.mkdir()
+            _fill(work, step, files)
+            work.rename(final)
+            _sync_folder(folder)
+        _point(folder / LAST, final.name)
+        _remove_old(folder, keep)
+    except OSError as error:
+        shutil.rmtree(work, ignore_errors=True)
+        raise _disk_error(error, final, sum(map(len, files.values()))) from error
+    return final
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint after checking every byte of it.
+
+    Args:
+        path: a checkpoint's folder.
+
+    Returns:
+        The parts, as they were given to `write`, and "step".
+
+    Raises:
+        CheckpointError: missing, incomplete, damaged or of a format this version does not know.
+            The message names the file, and the previous checkpoint if there is one.
+    """
+    try:
+        manifest = _read_manifest(path)
+        for name, expected in manifest["files"].items():
+            _verify(path / name, expected)
+        skeletons = json.loads((path / "state.json").read_bytes())
+        parts: dict[str, Any] = {
+            part: tree.join(skeleton, safetensors.torch.load_file(path / f"{part}.safetensors"))
+            for part, skeleton in skeletons.items()
+        }
+    except _NOT_AS_WRITTEN as error:
+        raise CheckpointError(f"checkpoint {path} is damaged: {error}{_way_out(path)}") from error
+    return {**parts, "step": manifest["step"]}
+
+
+def _encode(parts: Mapping[str, object]) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    skeletons: dict[str, tree.Json] = {}
+    for part, state in parts.items():
+        tensors: dict[str, Tensor]
+        skeletons[part], tensors = tree.split(state)
+        files[f"{part}.safetensors"] = safetensors.torch.save(tensors)
+    files["state.json"] = tree.dumps(skeletons)
+    return files
+
+
+def _fill(work: Path, step: int, files: Mapping[str, bytes]) -> None:
+    """Writes all files of a checkpoint into its unpublished folder, durably."""
+    sums = {
+        name: {"bytes": len(data), "crc32c": f"{native.crc32c(data):08x}"}
+        for name, data in files.items()
+    }
+    manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": sums}
+    for name, data in {**files, "manifest.json": _seal(manifest)}.items():
+        with (work / name).open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    _sync_folder(work)
+
+
+def _seal(manifest: Mapping[str, object]) -> bytes:
+    """The manifest with its own CRC-32C in it: no bit of a checkpoint is without a checksum."""
+    body = {key: value for key, value in manifest.items() if key != "crc32c"}
+    crc = native.crc32c(json.dumps(body, indent=1).encode())
+    return json.dumps({**body, "crc32c": f"{crc:08x}"}, indent=1).encode()
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / "manifest.json"
+    if not file.is_file():
+        raise ValueError("manifest.json is missing" if path.is_dir() else "no such folder")
+    with file.open("rb") as stream:
+        raw = stream.read(_MANIFEST_LIMIT)
+    manifest = json.loads(raw)
+    if manifest.get("format") != FORMAT:
+        raise ValueError(f"manifest.json is not that of a {FORMAT}")
+    if manifest["version"] != VERSION:
+        raise CheckpointError(
+            f"checkpoint {path} has format version {manifest['version']}, this pydist reads "
+            f"version {VERSION}"
+        )
+    if raw != _seal(manifest):
+        raise ValueError("manifest.json does not match its own checksum")
+    for name in manifest["files"]:
+        if not _FILE.fullmatch(name):
+            raise ValueError(f"manifest.json names a file {name!r}")
+    return manifest  # type: ignore[no-any-return]
+
+
+def _verify(file: Path, expected: Mapping[str, Any]) -> None:
+    if not file.is_file() or file.is_symlink():
+        raise ValueError(f"{file.name} is missing")
+    size = file.stat().st_size
+    if size != expected["bytes"]:
+        raise ValueError(f"{file.name} has {size} bytes instead of {expected['bytes']}")
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as data:
+        crc = f"{native.crc32c(data):08x}"
+    if crc != expected["crc32c"]:
+        raise ValueError(f"{file.name} has CRC-32C {crc} instead of {expected['crc32c']}")
+
+
+def _way_out(path: Path) -> str:
+    siblings = complete(path.parent)
+    earlier = siblings[: siblings.index(path)] if path in siblings else []
+    if not earlier:
+        return "; there is no earlier one"
+    return f"; the previous one is {earlier[-1]}: delete {path} to go on from it"
+
+
+def _point(link: Path, target: str) -> None:
+    fresh = _aside(link)
+    fresh.symlink_to(target)
+    fresh.replace(link)
+    _sync_folder(link.parent)
+
+
+def _remove_old(folder: Path, keep: int) -> None:
+    for old in complete(folder)[:-keep]:
+        # Renamed first: a crash halfway through must not leave half a folder under a final name.
+        doomed = _aside(old)
+        old.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes renames and new names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _disk_error(error: OSError, path: Path, size: int) -> DiskError:
+    message = f"can't write checkpoint {path} ({size / 1e6:.1f} MB): {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        existing = next(p for p in path.absolute().parents if p.is_dir())
+        message += f"; {shutil.disk_usage(existing).free / 1e6:.1f} MB are free there"
+    return DiskError(message)

@@ -1,0 +1,150 @@
+"""What a training run is made of: one dataclass a table of the configuration file.
+
+Plain dataclasses, so that a library user builds them in code; the file and the command line are
+checked against the same annotations (`pydist.train.config_io`). Nothing here imports torch:
+`pydist train --help` answers at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field
+
+# Strict: 1 is no flag and "8" no number, in a file as little as in Python.
+Flag = Annotated[bool, Field(strict=True)]
+Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
+Count = Annotated[int, Field(ge=1, strict=True)]
+CountOrZero = Annotated[int, Field(ge=0, strict=True)]
+
+
+class _Table:
+    """A table of the configuration: unknown keys are errors."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True)
+class ModelConfig(_Table):
+    """The network."""
+
+    variant: Literal["paper", "mlperf"] = "paper"
+    """Which CosmoFlow: that of the paper, or that of the MLPerf HPC benchmark."""
+    width: Literal[32, 64, 128, 256, 512] = 128
+    """Edge of the input cube in voxels."""
+    batch_norm: Flag = False
+    """Batch normalisation between convolution and activation (variant "paper")."""
+    statistics: Literal["global", "group", "rank"] = "global"
+    """Over which samples batch norm takes its statistics; "global" is one device's result."""
+    dropout: Fraction | None = None
+    """Probability of zeroing; by default the variant's own."""
+
+
+@dataclass(frozen=True)
+class DataConfig(_Table):
+    """The universes."""
+
+    path: Path = Path("data")
+    """Folder of the data set, as `pydist data universes` writes it."""
+    normalize: Literal["none", "log1p", "mean", "standardize"] = "none"
+    """What is done to the particle counts n: nothing (the paper), log(1 + n) (MLPerf), n over its
+    mean, or log(1 + n) less its mean over its standard deviation."""
+    prefetch: Count = 2
+    """Batches that are read ahead in the background."""
+
+
+@dataclass(frozen=True)
+class MeshConfig(_Table):
+    """The grid of ranks."""
+
+    data: Count | None = None
+    """Number of sample groups; by default as many as the ranks allow."""
+    spatial: tuple[Count, Count, Count] = (1, 1, 1)
+    """How often depth, height and width of a sample are split."""
+    transport: Literal["auto", "mpi", "c10d", "local", "nccl"] = "auto"
+    """What carries the bytes between ranks; "auto" follows the launcher."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig(_Table):
+    """The optimizer and its learning rate."""
+
+    name: Literal["adam", "sgd"] = "adam"
+    """Adam with the paper's settings, or SGD with momentum 0.9 (MLPerf)."""
+    lr: Positive = 1e-3
+    """Learning rate after warm-up."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay rates of Adam's averages."""
+    eps: Positive = 1e-8
+    """Added to Adam's denominator."""
+    momentum: Fraction = 0.9
+    """Momentum of SGD."""
+    weight_decay: NotNegative = 0.0
+    """L2 penalty."""
+    warmup_epochs: NotNegative = 0.0
+    """Epochs over which the learning rate rises linearly from 1 % of `lr`."""
+    decay_epochs: Positive = 100.0
+    """Epochs after warm-up over which the learning rate falls linearly to `end_lr`."""
+    end_lr: NotNegative = 1e-7
+    """Learning rate after decay."""
+
+
+@dataclass(frozen=True)
+class TrainConfig(_Table):
+    """The loop."""
+
+    epochs: Count = 100
+    """Passes over the training set."""
+    steps: Count | None = None
+    """Stop after so many steps, if that comes before the last epoch."""
+    batch: Count = 4
+    """Samples a step, over all sample groups."""
+    seed: CountOrZero = 0
+    """Start of all random numbers: weights, order of the samples, dropout, augmentation."""
+    clip_norm: Positive | None = None
+    """Scale the gradient down to this norm where it is larger."""
+    amp: Literal["off", "bf16", "fp16"] = "off"
+    """Automatic mixed precision."""
+    validate_every: CountOrZero = 1
+    """Epochs between validations; 0 never validates."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(_Table):
+    """Checkpoints."""
+
+    every: CountOrZero = 0
+    """Steps between checkpoints; 0 saves at the end of every epoch."""
+    keep: Annotated[int, Field(ge=2, strict=True)] = 2
+    """How many of the latest checkpoints stay."""
+    resume: Literal["auto", "must", "never"] = "auto"
+    """Go on from the last checkpoint if there is one, insist on one, or start afresh."""
+    on_error: Literal["stop", "warn"] = "stop"
+    """Whether a checkpoint that can't be written (disk full) ends the run."""
+
+
+@dataclass(frozen=True)
+class OutputConfig(_Table):
+    """What the run writes."""
+
+    folder: Path = Path("runs/cosmoflow")
+    """Folder of config.toml, log.jsonl, result.png and ckpt/."""
+    plot: Flag = True
+    """Draw result.png at the end (needs matplotlib)."""
+
+
+@dataclass(frozen=True)
+class Config(_Table):
+    """One training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    output: OutputConfig = field(default_factory=OutputConfig)

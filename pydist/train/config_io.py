@@ -1,0 +1,94 @@
+"""Reads a configuration from TOML, and writes the resolved one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
+
+from pydist.errors import UsageError
+from pydist.train.config import Config
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def load(path: Path) -> Config:
+    """Reads a configuration file.
+
+    Args:
+        path: a TOML file with the tables of `Config`; what it leaves out takes its default.
+
+    Raises:
+        UsageError: no such file, not TOML, or keys or values that `Config` does not have; all of
+            them are named, with what was probably meant.
+    """
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"can't read the configuration {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from error
+    return check(tables, source=str(path))
+
+
+def check(tables: dict[str, Any], source: str) -> Config:
+    """Makes a `Config` of nested dicts; `source` names them in errors (see `load`)."""
+    try:
+        return TypeAdapter(Config).validate_python(tables)
+    except ValidationError as error:
+        lines = [_explain(e) for e in error.errors(include_url=False)]
+        raise UsageError(f"{source}: " + "; ".join(lines)) from None
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The tables of a configuration as plain dicts; unset values (None) are left out."""
+    return {
+        table: {key: value for key, value in values.items() if value is not None}
+        for table, values in dataclasses.asdict(config).items()
+    }
+
+
+def dumps(config: Config) -> str:
+    """The configuration as TOML, every value spelled out; `load` gives it back."""
+    lines = []
+    for table, values in to_dict(config).items():
+        lines.append(f"[{table}]")
+        lines += [f"{key} = {_toml(value)}" for key, value in values.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, Path):
+        value = str(value)
+    # JSON's strings, numbers and booleans are TOML's, but TOML wants DEL escaped.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _explain(error: ErrorDetails) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
+        return f"{where} is not a setting{_hint(error['loc'])}"
+    given = repr(error["input"])
+    return f"{where} = {given[:60]}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def _hint(location: tuple[int | str, ...]) -> str:
+    table: Any = Config
+    for part in location[:-1]:
+        hint = get_type_hints(table).get(str(part))
+        table = hint if dataclasses.is_dataclass(hint) else next(iter(get_args(hint)), None)
+    names = [f.name for f in dataclasses.fields(table)] if table else []
+    close = difflib.get_close_matches(str(location[-1]), names, n=1)
+    return f'; did you mean "{close[0]}"?' if close else f": choose from {', '.join(names)}"

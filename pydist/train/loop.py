@@ -1,0 +1,242 @@
+"""The training loop: the same steps on one rank and on many."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pydist.errors import DataError, DiskError, PydistError, Stopped
+from pydist.tensor import ShardedTensor
+from pydist.train.agree import any_rank
+from pydist.train.clock import StepClock
+from pydist.train.signals import StopRequest
+
+if TYPE_CHECKING:
+    from pydist.data.loader import Batch, Loader
+    from pydist.train.config import CheckpointConfig, TrainConfig
+    from pydist.train.log import EventLog
+    from pydist.train.state import State
+
+_AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What a validation found, equal on all ranks."""
+
+    samples: int
+    loss: float
+    mae: float
+    predicted: Tensor
+    """`[samples, outputs]`, in the order of `true`."""
+    true: Tensor
+    """`[samples, outputs]`."""
+
+
+class Trainer:
+    """Trains a model on batches until the last epoch, a number of steps, or a stop signal.
+
+    Args:
+        state: model, optimizer, schedule, training batches, and how far they got.
+        validation_loader: the batches of the validation set; groups may hold unequal numbers.
+        log: where events go (rank 0's writes them).
+        config: epochs, batch, clipping, precision.
+        checkpoints: how often and how many.
+        folder: where checkpoints go.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        validation_loader: Loader | None,
+        log: EventLog,
+        config: TrainConfig,
+        checkpoints: CheckpointConfig,
+        folder: Path,
+    ) -> None:
+        self.state = state
+        self.mesh = state.mesh
+        self.loader = state.loader
+        self.validation_loader = validation_loader
+        self.log = log
+        self.config = config
+        self.checkpoints = checkpoints
+        self.folder = folder
+        self.clock = StepClock(self.mesh.timers, lambda: self.loader.waited_s)
+        self.stop = StopRequest()
+        self.loss = math.nan
+        """Global loss of the last step."""
+        self._saved_at = state.step
+
+    @property
+    def last_step(self) -> int:
+        """The step after which training ends."""
+        whole = self.config.epochs * len(self.loader)
+        return whole if self.config.steps is None else min(whole, self.config.steps)
+
+    def fit(self) -> Validation | None:
+        """Trains from where the state stands to the end.
+
+        Returns:
+            The last validation, if there is a validation set.
+
+        Raises:
+            Stopped: a signal arrived; a checkpoint was saved.
+            PydistError: the loss is no longer finite.
+            DataError: because a sample is not.
+            DiskError: a checkpoint could not be written.
+        """
+        result = None
+        with self.stop.listening():
+            while self.state.step < self.last_step:
+                epoch = self._epoch()
+                ended = self.state.step >= self.last_step
+                every = self.config.validate_every
+                if ended or (every and (epoch + 1) % every == 0):
+                    result = self._validate_if_possible(epoch)
+            self._save()
+        return result
+
+    def _epoch(self) -> int:
+        """The rest of the epoch under way; returns its number."""
+        self.state.model.train()
+        self.clock.start()
+        for batch in self.loader:
+            stop = self._step(batch)
+            done = batch.step + 1 == len(self.loader) or self.state.step >= self.last_step
+            every = self.checkpoints.every
+            if stop or (self.state.step % every == 0 if every else done):
+                self._save()
+            if stop:
+                number = self.stop.signal.name if self.stop.signal else "a signal on another rank"
+                raise Stopped(f"stopped by {number} after step {self.state.step}, checkpoint saved")
+            if done:
+                break
+            self.clock.start()
+        return batch.epoch
+
+    def _step(self, batch: Batch) -> bool:
+        """One optimizer step; returns whether any rank was asked to stop."""
+        state = self.state
+        loss = self._loss(batch)
+        state.scaler.scale(loss * batch.loss_scale).backward()
+        if self.config.clip_norm is not None:
+            state.scaler.unscale_(state.optimizer)
+            torch.nn.utils.clip_grad_norm_(state.model.parameters(), self.config.clip_norm)
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad()
+        rate = state.scheduler.get_last_lr()[0]
+        state.scheduler.step()
+
+        self.loss, stop = self._reduce(loss.item() * batch.count, batch.global_size)
+        if not math.isfinite(self.loss):
+            self._explain_divergence(batch, rate)
+        state.step += 1
+        seconds, parts = self.clock.stop()
+        self.log.emit(
+            "step",
+            step=state.step,
+            epoch=batch.epoch,
+            loss=self.loss,
+            lr=rate,
+            seconds=seconds,
+            samples_per_second=batch.global_size / seconds,
+            parts=parts,
+        )
+        return stop
+
+    def _loss(self, batch: Batch) -> Tensor:
+        dtype = _AMP_DTYPES[self.config.amp]
+        with torch.autocast("cpu", dtype, enabled=self.config.amp != "off"):
+            return F.mse_loss(self.state.model(batch.inputs), batch.targets)
+
+    def _reduce(self, loss_sum: float, samples: int) -> tuple[float, bool]:
+        """The mean over all samples of the step, and whether any rank wants to stop."""
+        # One message for both. All ranks of a sample group hold the group's sum.
+        mine = [loss_sum / self.mesh.sample_size, float(self.stop.received)]
+        sums = torch.tensor(mine, dtype=torch.float64)
+        self.mesh.world.all_reduce(sums)
+        return float(sums[0]) / samples, bool(sums[1] > 0)
+
+    def _explain_divergence(self, batch: Batch, rate: float) -> None:
+        where = f"at step {self.state.step + 1} (epoch {batch.epoch + 1})"
+        local = batch.inputs.to_local()
+        if any_rank(self.mesh.world, not bool(torch.isfinite(local).all())):
+            raise DataError(f"the loss is {self.loss} {where}: its batch holds NaN or infinity")
+        raise PydistError(
+            f"the loss is {self.loss} {where}: training diverged at learning rate {rate:g}; lower "
+            "optimizer.lr, lengthen optimizer.warmup_epochs or set train.clip_norm"
+        )
+
+    def _validate_if_possible(self, epoch: int) -> Validation | None:
+        return None if self.validation_loader is None else self.validate(epoch)
+
+    def validate(self, epoch: int) -> Validation:
+        """Evaluates the model on the validation set. Collective.
+
+        Each sample group goes through its own samples at its own pace: nothing is exchanged between
+        groups until the sums at the end, so their numbers of samples may differ.
+        """
+        assert self.validation_loader is not None
+        model = self.state.model
+        model.eval()
+        pairs = []
+        with torch.no_grad():
+            for batch in self.validation_loader.epoch(0):
+                output = model(batch.inputs)
+                if isinstance(output, ShardedTensor):
+                    output = output.full_tensor()
+                pairs.append(torch.stack([output.double(), batch.targets.double()], dim=1))
+        model.train()
+        predicted, true = self._collect(pairs).unbind(1)
+        error = predicted - true
+        found = Validation(
+            samples=len(error),
+            loss=float(error.square().mean()),
+            mae=float(error.abs().mean()),
+            predicted=predicted,
+            true=true,
+        )
+        self.log.emit(
+            "validation",
+            step=self.state.step,
+            epoch=epoch,
+            samples=found.samples,
+            loss=found.loss,
+            mae=found.mae,
+        )
+        return found
+
+    def _collect(self, pairs: list[Tensor]) -> Tensor:
+        """The rows of all sample groups, `[samples, 2, outputs]`, equal on every rank."""
+        width = torch.tensor([pairs[0].shape[2] if pairs else 0])
+        self.mesh.data.all_reduce(width, "max")
+        mine = torch.cat(pairs) if pairs else torch.empty(0)
+        everyones = self.mesh.data.all_gather_bytes(mine.numpy().tobytes())
+        rows = torch.frombuffer(bytearray(b"".join(everyones)), dtype=torch.float64)
+        return rows.reshape(-1, 2, int(width))
+
+    def _save(self) -> None:
+        """Writes a checkpoint of the step just done, unless it has one."""
+        step = self.state.step
+        if step == self._saved_at:
+            return
+        began = time.perf_counter()
+        try:
+            path = self.state.save(self.folder, self.checkpoints.keep)
+        except DiskError as error:
+            if self.checkpoints.on_error == "stop":
+                raise
+            self.log.emit("notice", text=f"going on without a checkpoint: {error}")
+            return
+        self._saved_at = step
+        seconds = time.perf_counter() - began
+        self.log.emit("checkpoint", step=step, path=str(path), seconds=seconds)

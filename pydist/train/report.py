@@ -1,0 +1,152 @@
+"""Pictures and tables of a finished run."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pydist.data import ShardDataset
+from pydist.errors import DiskError, UsageError
+from pydist.partition import Box, Partition
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from numpy.typing import NDArray
+
+PREDICTIONS_FILE = "predictions.csv"
+PICTURE_FILE = "result.png"
+MISSING_PLOT_LIBRARY = "result.png needs matplotlib: pip install 'pydist[plot]'"
+
+
+def write_predictions(
+    path: Path, names: Sequence[str], predicted: NDArray[Any], true: NDArray[Any]
+) -> None:
+    """Writes a table with a row a sample: each parameter's true and predicted value.
+
+    Args:
+        path: the CSV file.
+        names: of the parameters.
+        predicted: `[samples, parameters]`.
+        true: `[samples, parameters]`.
+
+    Raises:
+        DiskError: the file can't be written.
+    """
+    try:
+        with path.open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow([f"{kind} {name}" for kind in ("true", "predicted") for name in names])
+            table.writerows(np.hstack([true, predicted]).tolist())
+    except OSError as error:
+        raise DiskError(f"can't write {path}: {error.strerror}") from error
+
+
+def draw_run(
+    folder: Path,
+    curves: Mapping[str, Mapping[int, float]],
+    data: Path,
+    spatial: Sequence[int],
+) -> Path:
+    """Draws a run: loss curves, predicted against true parameters, a universe and its blocks.
+
+    Args:
+        folder: the run's; predictions are read from it and `result.png` is written to it.
+        curves: training loss by step, by the name of the run.
+        data: folder of the data set, for a universe to show.
+        spatial: how often its depth, height and width were split.
+
+    Returns:
+        The picture.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+        DiskError: the file can't be written.
+    """
+    universes = ShardDataset(data, normalize="log1p")
+    _, *extents = universes.sample_shape
+    first_channel = Box([0, 0, 0, 0], [1, *extents])
+    universe = universes.read_block(0, first_channel)[0].numpy()
+    universes.close()
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError(MISSING_PLOT_LIBRARY) from None
+    figure = Figure(figsize=(15, 4.8), layout="constrained")
+    axes = figure.subplots(1, 3)
+    _draw_curves(axes[0], curves)
+    _draw_predictions(axes[1], folder / PREDICTIONS_FILE)
+    _draw_universe(axes[2], universe, blocks_of(extents, spatial))
+    path = folder / PICTURE_FILE
+    try:
+        figure.savefig(path, dpi=110)
+    except OSError as error:
+        raise DiskError(f"can't write {path}: {error.strerror}") from error
+    return path
+
+
+def blocks_of(extents: Sequence[int], spatial: Sequence[int]) -> list[Box]:
+    """The block of each rank of a sample group, boxes over (depth, height, width)."""
+    cuts = [Partition.even(n, parts) for n, parts in zip(extents, spatial, strict=True)]
+    intervals = itertools.product(*([c.interval(i) for i in range(c.parts)] for c in cuts))
+    return [Box([lo for lo, _ in each], [hi for _, hi in each]) for each in intervals]
+
+
+def _draw_curves(axes: Axes, curves: Mapping[str, Mapping[int, float]]) -> None:
+    # The runs lie on top of each other if all is well: the first is a broad band below the rest.
+    styles = [
+        {"linewidth": 6, "alpha": 0.3, "color": "tab:blue"},
+        {"linewidth": 1.4, "color": "black", "linestyle": (0, (4, 3))},
+        {"linewidth": 1.0, "color": "tab:red", "linestyle": ":"},
+    ]
+    for (name, losses), style in zip(curves.items(), styles, strict=False):
+        axes.plot(list(losses), list(losses.values()), label=name, **style)
+    axes.set(xlabel="step", ylabel="training loss (MSE)", title="Loss")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+
+
+def _draw_predictions(axes: Axes, table: Path) -> None:
+    axes.set(xlabel="true", ylabel="predicted", title="Parameters of the validation universes")
+    if not table.exists():
+        axes.text(0.5, 0.5, "no validation set", ha="center", transform=axes.transAxes)
+        return
+    with table.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    values = np.array(rows, dtype=float).reshape(len(rows), 2, -1)
+    axes.axline((0, 0), slope=1, color="gray", linewidth=1)
+    for i in range(values.shape[2]):
+        name = header[i].removeprefix("true ")
+        axes.scatter(values[:, 0, i], values[:, 1, i], s=18, alpha=0.7, label=name)
+    axes.legend()
+
+
+def _draw_universe(axes: Axes, universe: NDArray[Any], blocks: Sequence[Box]) -> None:
+    # Depth is the axis that is split first: it has to be one of the two that are seen.
+    width = universe.shape[2] // 2
+    picture = axes.imshow(universe[:, :, width], cmap="magma", origin="upper")
+    axes.figure.colorbar(picture, ax=axes, label="log(1 + particles)", shrink=0.8)
+    for index, block in enumerate(blocks):
+        if block.empty or not block.lo[2] <= width < block.hi[2]:
+            continue
+        (top, left), (bottom, right) = block.lo[:2], block.hi[:2]
+        axes.plot(
+            [left - 0.5, right - 0.5, right - 0.5, left - 0.5, left - 0.5],
+            [top - 0.5, top - 0.5, bottom - 0.5, bottom - 0.5, top - 0.5],
+            color="cyan",
+            linewidth=2,
+            clip_on=False,
+        )
+        axes.annotate(
+            f"block {index}",
+            ((left + right) / 2, (top + bottom) / 2),
+            color="cyan",
+            ha="center",
+            va="center",
+            fontsize=13,
+        )
+    axes.set(xlabel="height (voxels)", ylabel="depth (voxels)", title="A universe and its blocks")

@@ -1,0 +1,229 @@
+"""A whole training run, from a configuration to the result's files."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.amp import GradScaler
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from pydist.data import ShardDataset
+from pydist.data.loader import Loader
+from pydist.errors import CheckpointError, DiskError, Stopped, UsageError
+from pydist.models import CosmoFlow
+from pydist.optim import linear_decay
+from pydist.parallel import parallelize
+from pydist.train import checkpoint, config_io, report
+from pydist.train.agree import together
+from pydist.train.log import EventLog, Listener, losses
+from pydist.train.loop import Trainer, Validation
+from pydist.train.state import State, seed_everything
+
+if TYPE_CHECKING:
+    from pydist.mesh import Mesh
+    from pydist.train.config import Config, OptimizerConfig
+
+CONFIG_FILE = "config.toml"
+LOG_FILE = "log.jsonl"
+CHECKPOINTS = "ckpt"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to, equal on all ranks."""
+
+    steps: int
+    loss: float
+    """Training loss of the last step; NaN if a resumed run had nothing left to do."""
+    validation: Validation | None
+
+
+def train(config: Config, mesh: Mesh, listeners: Sequence[Listener] = ()) -> Result:
+    """Trains CosmoFlow. Collective.
+
+    Rank 0 writes the resolved configuration, `log.jsonl`, checkpoints, `predictions.csv` and, if
+    asked, `result.png` into `config.output.folder`.
+
+    Args:
+        config: see `pydist.train.config`; its table "mesh" is what `mesh` was made from.
+        mesh: the mesh.
+        listeners: called with each event on rank 0, to draw progress.
+
+    Returns:
+        The last loss and validation.
+
+    Raises:
+        Stopped: a signal arrived, a checkpoint was saved.
+        PydistError: see the parts; every rank raises.
+    """
+    folder = config.output.folder
+    with together(mesh.world):
+        if mesh.rank == 0:
+            _prepare(folder, config)
+    log = EventLog(folder / LOG_FILE, listeners) if mesh.rank == 0 else EventLog(None)
+    began = time.perf_counter()
+    state = None
+    try:
+        with together(mesh.world):
+            data, validation_data = _datasets(config)
+            loader = Loader(data, mesh, config.train.batch, prefetch=config.data.prefetch)
+        state = _state(config, mesh, data, loader)
+        _resume(config, state, log)
+        trainer = Trainer(
+            state,
+            validation_data and Loader(validation_data, mesh, config.train.batch, training=False),
+            log,
+            config.train,
+            config.checkpoint,
+            folder / CHECKPOINTS,
+        )
+        _announce(log, config, trainer)
+        validation = trainer.fit()
+        with together(mesh.world):
+            if mesh.rank == 0:
+                _write_results(config, data, mesh, validation)
+    except BaseException as error:
+        status = "stopped" if isinstance(error, Stopped) else "failed"
+        _end(log, status, state, began, reason=str(error))
+        raise
+    _end(log, "done", state, began)
+    return Result(state.step, trainer.loss, validation)
+
+
+def _prepare(folder: Path, config: Config) -> None:
+    """Makes the output folder and says in it what is run."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG_FILE).write_text(config_io.dumps(config), encoding="utf-8")
+    except OSError as error:
+        raise DiskError(f"can't write into {folder}: {error.strerror}") from error
+
+
+def _datasets(config: Config) -> tuple[ShardDataset, ShardDataset | None]:
+    """The training set, and the validation set if there is one."""
+    train = ShardDataset(config.data.path, "train", normalize=config.data.normalize)
+    expected = (config.model.width,) * 3
+    if train.sample_shape[1:] != expected:
+        raise UsageError(
+            f"model.width is {config.model.width}, but the samples in {config.data.path} are "
+            f"{' × '.join(map(str, train.sample_shape[1:]))} voxels: set model.width to their width"
+        )
+    if "val" not in train.manifest.splits:
+        return train, None
+    return train, ShardDataset(config.data.path, "val", normalize=config.data.normalize)
+
+
+def _state(config: Config, mesh: Mesh, data: ShardDataset, loader: Loader) -> State:
+    seed_everything(config.train.seed)
+    mesh.world.barrier()  # rank-threads share one random state: none may seed it again from here
+    # Rank 0 draws the weights, for all: the others would only draw them again.
+    with torch.device("cpu" if mesh.rank == 0 else "meta"):
+        model = CosmoFlow(
+            width=config.model.width,
+            in_channels=data.sample_shape[0],
+            outputs=data.num_targets,
+            batch_norm=config.model.batch_norm,
+            dropout=config.model.dropout,
+            variant=config.model.variant,
+        )
+    if mesh.rank != 0:
+        model.to_empty(device="cpu")
+    parallelize(model, mesh, batch_norm=config.model.statistics)
+    optimizer = _optimizer(config.optimizer, model)
+    scheduler = _schedule(config.optimizer, optimizer, len(loader))
+    scaler = GradScaler("cpu", enabled=config.train.amp == "fp16")
+    return State(mesh, model, optimizer, scheduler, scaler, loader)
+
+
+def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:
+    parameters = model.parameters()
+    if config.name == "sgd":
+        return SGD(parameters, config.lr, config.momentum, weight_decay=config.weight_decay)
+    return Adam(
+        parameters, config.lr, config.betas, config.eps, weight_decay=config.weight_decay
+    )
+
+
+def _schedule(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
+    """The schedule, which counts steps, from a configuration that counts epochs."""
+    return linear_decay(
+        optimizer,
+        decay_steps=max(1, round(config.decay_epochs * steps)),
+        end_lr=config.end_lr,
+        warmup_steps=round(config.warmup_epochs * steps),
+    )
+
+
+def _resume(config: Config, state: State, log: EventLog) -> None:
+    """Goes on from the last checkpoint, as far as the configuration wants that."""
+    folder, resume = config.output.folder / CHECKPOINTS, config.checkpoint.resume
+    world = state.mesh.world
+    # Rank 0 looks, for all: a folder that changes meanwhile must not part the ranks.
+    names = [p.name for p in checkpoint.complete(folder)] if state.mesh.rank == 0 else []
+    latest = world.broadcast_bytes(names[-1].encode() if names else b"").decode()
+    if state.mesh.rank == 0:
+        for left in checkpoint.leftovers(folder):
+            log.emit("notice", text=f"ignoring {left}, which an interrupted run left; delete it")
+    if latest and resume == "never":
+        raise UsageError(
+            f"{folder} holds checkpoints (the last is {latest}), and checkpoint.resume is "
+            '"never": choose another output.folder, delete them, or resume'
+        )
+    if not latest and resume == "must":
+        raise CheckpointError(f'{folder} holds no checkpoint, and checkpoint.resume is "must"')
+    if latest:
+        state.load(folder / latest)
+
+
+def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
+    from pydist import __version__
+
+    mesh, state = trainer.mesh, trainer.state
+    log.emit(
+        "start",
+        version=__version__,
+        torch=torch.__version__,
+        ranks=mesh.size,
+        mesh=_describe(mesh),
+        threads=torch.get_num_threads(),
+        parameters=sum(p.numel() for p in state.model.parameters()),
+        samples=len(trainer.loader.dataset),
+        batch=config.train.batch,
+        epochs=math.ceil(trainer.last_step / len(trainer.loader)),
+        steps=trainer.last_step,
+        step=state.step,
+        config=config_io.to_dict(config),
+    )
+
+
+def _describe(mesh: Mesh) -> str:
+    split = [f"{axis} {n}" for axis, n in zip(mesh.axes, mesh.shape, strict=True) if n > 1]
+    return f"{mesh.size} ranks: {' × '.join(split)}" if split else "1 rank"
+
+
+def _end(log: EventLog, status: str, state: State | None, began: float, reason: str = "") -> None:
+    step = state.step if state is not None else 0
+    seconds = time.perf_counter() - began
+    log.emit("end", status=status, step=step, seconds=seconds, reason=reason)
+
+
+def _write_results(
+    config: Config, dataset: ShardDataset, mesh: Mesh, validation: Validation | None
+) -> None:
+    folder = config.output.folder
+    if validation is not None:
+        report.write_predictions(
+            folder / report.PREDICTIONS_FILE,
+            dataset.manifest.target_names,
+            validation.predicted.numpy(),
+            validation.true.numpy(),
+        )
+    if config.output.plot:
+        report.draw_run(folder, {_describe(mesh): losses(folder / LOG_FILE)}, config.data.path, mesh.spatial)

@@ -1,0 +1,111 @@
+"""The state of a run, and its way into a checkpoint and back, on all ranks together.
+
+Nothing in it depends on the layout: parameters and optimizer state are equal on all ranks, the
+order of the samples follows from seed and epoch, and random numbers are keyed by position, so that
+a run goes on with another number of ranks, and to the bit with the same.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from pydist.data.loader import Loader
+from pydist.errors import CheckpointError
+from pydist.mesh import Mesh
+from pydist.train import checkpoint
+from pydist.train.agree import together
+
+
+@dataclass
+class State:
+    """All that decides how a run goes on."""
+
+    mesh: Mesh
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: LRScheduler
+    scaler: GradScaler
+    loader: Loader
+    """Its sampler says which batch comes next."""
+    step: int = 0
+    """Optimizer steps done."""
+
+    def save(self, folder: Path, keep: int) -> Path:
+        """Writes a checkpoint. Collective: rank 0 writes, an error there is raised on all.
+
+        Raises:
+            DiskError: see `pydist.train.checkpoint.write`.
+        """
+        # On all ranks: buffers that differ between them are averaged when they are asked for.
+        parts = self._parts()
+        with together(self.mesh.world):
+            if self.mesh.rank == 0:
+                checkpoint.write(folder, self.step, parts, keep)
+        return folder / f"step-{self.step:06d}"
+
+    def load(self, path: Path) -> None:
+        """Goes back to a checkpoint. Collective: every rank reads it.
+
+        Raises:
+            CheckpointError: it is damaged, or belongs to another model or optimizer.
+            UsageError: it belongs to another data set, batch size or seed.
+        """
+        with together(self.mesh.world):
+            parts = checkpoint.read(path)
+            try:
+                self.model.load_state_dict(parts["model"])
+                self.optimizer.load_state_dict(parts["optimizer"])
+                self.scheduler.load_state_dict(parts["scheduler"])
+                self.scaler.load_state_dict(parts["scaler"])
+            except (RuntimeError, ValueError, KeyError) as error:
+                reason = " ".join(str(error).split())
+                raise CheckpointError(
+                    f"checkpoint {path} does not match this model and optimizer: {reason}"
+                ) from error
+            self.loader.load_state_dict(parts["sampler"])
+            self.step = parts["step"]
+            self.mesh.forwards = parts["mesh"]["forwards"]
+            _set_random_state(parts["random"])
+
+    def _parts(self) -> dict[str, object]:
+        return {
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "sampler": self.loader.state_dict(),
+            "mesh": {"forwards": self.mesh.forwards},
+            "random": _random_state(),
+        }
+
+
+def seed_everything(seed: int) -> None:
+    """Starts Python's, NumPy's and torch's random numbers alike on every rank."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _random_state() -> dict[str, Any]:
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])

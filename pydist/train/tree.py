@@ -1,0 +1,110 @@
+"""Nested state as JSON beside named tensors, and back: what replaces pickle in checkpoints.
+
+A state is made of dicts (keys: strings, numbers, booleans), lists, tuples, tensors, strings,
+numbers, booleans and None: whatever `state_dict()` of torch's optimizers, schedulers and scalers
+returns. What JSON lacks is spelled as a dict with one key that starts with "$".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pydist.errors import CheckpointError
+
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
+
+
+def split(state: object) -> tuple[Json, dict[str, Tensor]]:
+    """Takes a state apart.
+
+    Args:
+        state: the nested state.
+
+    Returns:
+        Its skeleton, which `json.dumps` accepts, and its tensors (on the CPU, contiguous, none
+        sharing memory) by name. A tensor's name is its path, joined by dots, so that a flat
+        `state_dict` keeps its own names.
+
+    Raises:
+        CheckpointError: a value that is none of the above, named by its path.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _split(state, (), tensors), tensors
+
+
+def join(skeleton: Json, tensors: dict[str, Tensor]) -> Any:
+    """Puts a state together again; the inverse of `split`.
+
+    Raises:
+        CheckpointError: the skeleton names a tensor that is not there, or a kind of value that
+            this version does not know.
+    """
+    if isinstance(skeleton, list):
+        return [join(item, tensors) for item in skeleton]
+    if not isinstance(skeleton, dict):
+        return skeleton
+    kind = next((key for key in skeleton if key.startswith("$")), None)
+    if kind is None:
+        return {key: join(value, tensors) for key, value in skeleton.items()}
+    content: Any = skeleton[kind]
+    if kind == "$tensor":
+        if content not in tensors:
+            raise CheckpointError(f"the checkpoint has no tensor {content!r}")
+        return tensors[content]
+    if kind == "$tuple":
+        return tuple(join(item, tensors) for item in content)
+    if kind == "$dict":
+        return {join(key, tensors): join(value, tensors) for key, value in content}
+    if kind == "$float":
+        return float(content)
+    raise CheckpointError(f"the checkpoint has a value of the unknown kind {kind!r}")
+
+
+def _split(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Json:
+    if isinstance(value, Tensor):
+        return {"$tensor": _keep(value, path, tensors)}
+    if isinstance(value, dict):
+        return _split_dict(value, path, tensors)
+    if isinstance(value, list | tuple):
+        items = [_split(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
+        return {"$tuple": items} if isinstance(value, tuple) else items
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"$float": repr(value)}
+    # Exact types: a NumPy number or an enum would come back as something else.
+    if value is None or type(value) in (str, int, float, bool):
+        return value  # type: ignore[return-value]
+    raise CheckpointError(
+        f"can't store {'.'.join(path) or 'the state'}: a {type(value).__name__} is neither a "
+        "tensor nor a plain value"
+    )
+
+
+def _split_dict(value: dict[Any, Any], path: tuple[str, ...], tensors: dict[str, Tensor]) -> Json:
+    if all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: _split(item, (*path, key), tensors) for key, item in value.items()}
+    pairs: list[Json] = [
+        [_split(key, path, tensors), _split(item, (*path, str(key)), tensors)]
+        for key, item in value.items()
+    ]
+    return {"$dict": pairs}
+
+
+def _keep(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Tensor]) -> str:
+    name = base = ".".join(path) or "tensor"
+    copies = 0
+    while name in tensors:
+        copies += 1
+        name = f"{base}#{copies}"
+    # A copy: tied weights share memory, which the file format has no word for.
+    tensors[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return name
+
+
+def dumps(skeleton: Json) -> bytes:
+    """The one way in which a skeleton is written: floats to the last bit, keys in given order."""
+    return json.dumps(skeleton, allow_nan=False, ensure_ascii=False, indent=1).encode()

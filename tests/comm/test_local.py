@@ -1,0 +1,176 @@
+"""Ranks as threads: the contract, and what happens when a rank fails or ranks wait in a circle."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from transport_contract import CHECKS, Check
+
+from pydist.comm import LocalTransport, Transport, run_local
+from pydist.errors import RankFailed, RankLost, UsageError
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(check: Check, size: int) -> None:
+    run_local(check, size)
+
+
+def test_results_come_in_rank_order_and_arguments_are_passed_on() -> None:
+    def body(t: Transport, factor: int, *, offset: int) -> int:
+        time.sleep(0.01 * (t.size - t.rank))
+        return t.rank * factor + offset
+
+    assert run_local(body, 4, 10, offset=1) == [1, 11, 21, 31]
+
+
+def test_64_ranks() -> None:
+    def body(t: Transport) -> float:
+        total = torch.tensor([float(t.rank)])
+        for _ in range(20):
+            t.all_reduce(total, "max")
+        return total.item()
+
+    assert run_local(body, 64) == [63.0] * 64
+
+
+@pytest.mark.parametrize(
+    "blocked",
+    [
+        lambda t: t.barrier(),
+        lambda t: t.recv(torch.zeros(1), 1),
+        lambda t: t.all_reduce_async(torch.zeros(1)).wait(),
+        lambda t: t.channel([], [(1, torch.zeros(1))], tag=0).wait(),
+        lambda t: t.split(0, 0),
+    ],
+)
+def test_a_rank_that_raises_releases_the_others(blocked) -> None:
+    seen: list[RankFailed] = []
+
+    def body(t: Transport) -> None:
+        if t.rank == 1:
+            time.sleep(0.05)
+            raise ZeroDivisionError("by rank 1")
+        try:
+            blocked(t)
+        except RankFailed as error:
+            seen.append(error)
+            raise
+
+    with pytest.raises(ZeroDivisionError, match="by rank 1") as caught:
+        run_local(body, 3)
+    assert len(seen) == 2
+    assert all("rank 1 failed: ZeroDivisionError: by rank 1" in str(error) for error in seen)
+    if hasattr(caught.value, "__notes__"):
+        assert caught.value.__notes__ == ["raised on rank 1"]
+
+
+def test_calls_after_a_failure_raise_too() -> None:
+    released = threading.Event()
+
+    def body(t: Transport) -> None:
+        if t.rank == 1:
+            raise ValueError("first")
+        released.wait(0.2)
+        t.send(torch.zeros(1), 1)
+
+    with pytest.raises(ValueError, match="first"):
+        run_local(body, 2)
+
+
+def test_abort_is_a_failure_of_all_ranks() -> None:
+    def body(t: Transport) -> None:
+        if t.rank == 0:
+            t.abort("enough", 71)
+        t.barrier()
+
+    with pytest.raises(RankFailed, match="enough"):
+        run_local(body, 3)
+
+
+def test_a_circle_of_waits_is_reported_at_once() -> None:
+    def body(t: Transport) -> None:
+        t.recv(torch.zeros(1), (t.rank + 1) % t.size, tag=4)
+
+    start = time.monotonic()
+    with pytest.raises(RankLost, match=r"rank 1: receives 4 bytes from rank 2, tag 4"):
+        run_local(body, 3, timeout=30)
+    assert time.monotonic() - start < 5
+
+
+def test_waiting_for_a_rank_that_has_ended_is_reported() -> None:
+    def body(t: Transport) -> None:
+        if t.rank != 1:
+            t.all_reduce(torch.zeros(5, dtype=torch.bfloat16))
+
+    with pytest.raises(RankLost, match=r"rank 1: has ended") as caught:
+        run_local(body, 3, timeout=30)
+    assert "all_reduce of 5 elements of bfloat16, op sum" in str(caught.value)
+
+
+def test_a_single_rank_can_not_wait_for_itself() -> None:
+    with pytest.raises(RankLost, match="deadlock"):
+        LocalTransport().recv(torch.zeros(1), 0)
+
+
+def test_a_rank_that_stays_busy_is_named() -> None:
+    free = threading.Event()
+
+    def body(t: Transport) -> None:
+        if t.rank == 2:
+            free.wait(20)
+        else:
+            t.barrier()
+
+    try:
+        with pytest.raises(RankLost, match=r"after 0.2 s .* rank 0, rank 1, rank 2"):
+            run_local(body, 3, timeout=0.2)
+    finally:
+        free.set()
+
+
+def test_different_collectives_are_named() -> None:
+    def body(t: Transport) -> None:
+        t.all_reduce(torch.zeros(3 + t.rank))
+
+    with pytest.raises(UsageError, match=r"all_reduce of 3 elements of float32.*of 4 elements"):
+        run_local(body, 2)
+
+
+def test_different_byte_counts_are_named() -> None:
+    def body(t: Transport) -> None:
+        if t.rank == 0:
+            t.send(torch.zeros(2), 1)
+        else:
+            t.recv(torch.zeros(3), 0)
+
+    with pytest.raises(UsageError, match="rank 1 expects 12 bytes from rank 0, tag 0, and got 8"):
+        run_local(body, 2)
+
+
+def test_modes_of_the_caller_hold_in_the_ranks() -> None:
+    def body(_: Transport) -> tuple[bool, bool, torch.dtype | None]:
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), dtype
+
+    assert run_local(body, 2) == [(True, False, None)] * 2
+    with torch.no_grad():
+        assert run_local(body, 2) == [(False, False, None)] * 2
+    with torch.inference_mode():
+        assert run_local(body, 2) == [(False, True, None)] * 2
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run_local(body, 2) == [(True, False, torch.bfloat16)] * 2
+
+
+def test_backward_runs_on_the_threads_of_the_ranks() -> None:
+    def body(t: Transport) -> list[float]:
+        weight = torch.ones(2, requires_grad=True)
+        weight.register_hook(lambda grad: t.all_reduce(grad) or grad)
+        (weight * t.rank).sum().backward()
+        assert weight.grad is not None
+        return weight.grad.tolist()
+
+    assert run_local(body, 4) == [[6.0, 6.0]] * 4

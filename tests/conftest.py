@@ -1,0 +1,201 @@
+"""Hypothesis profiles, and `@pytest.mark.ranks(n)`: a test module that runs as a job of n ranks.
+
+    pytestmark = pytest.mark.ranks(4)  # also: mpi=("openmpi", "mpich", "gloo"), seconds=120
+
+    def test_something(world):                    # `world` is the transport over all ranks
+        ...
+
+Plain `pytest` starts one job for the whole module and takes each test's result from it. Within the
+job a failure on any rank ends all ranks, since the others may be waiting for it; the tests after it
+are reported as not run. `PYDIST_TEST_MPI=mpich pytest ...` chooses the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+# Before torch is imported: the ranks of a test share few cores, as threads or as processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import hypothesis
+import pytest
+
+from pydist.launch import available
+
+if TYPE_CHECKING:
+    from pydist.comm import Transport
+
+_REPORT = "PYDIST_TEST_REPORT"
+"""Within a job: the file to which rank 0 appends the outcome of each test."""
+
+_JOB_SECONDS = 120
+
+hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=200, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
+# Ranks must draw the same examples; a database would be shared while they run.
+hypothesis.settings.register_profile(
+    "ranks", max_examples=20, deadline=None, derandomize=True, database=None
+)
+_default_profile = "ranks" if _REPORT in os.environ else "ci" if os.environ.get("CI") else "dev"
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", _default_profile))
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[Transport]:
+    """The transport over all ranks of the job."""
+    if _REPORT not in os.environ:
+        pytest.fail("the fixture `world` needs the mark `ranks`", pytrace=False)
+    from pydist.runtime import connect
+
+    yield connect()
+
+
+# -- outside the job ------------------------------------------------------------------------
+
+
+@dataclass
+class _Job:
+    """One run of a module's tests under one launcher."""
+
+    mpi: str
+    outcomes: dict[str, dict[str, str]] = field(default_factory=dict)
+    output: str = ""
+
+
+_jobs: dict[Path, list[_Job]] = {}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    mark = item.get_closest_marker("ranks")
+    if mark is None or _REPORT in os.environ:
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    if item.path not in _jobs:
+        nodeids = [
+            each.nodeid
+            for each in item.session.items
+            if each.path == item.path and each.get_closest_marker("ranks") is not None
+        ]
+        _jobs[item.path] = [
+            _run_job(item, nodeids, mpi, mark.args[0], mark.kwargs.get("seconds", _JOB_SECONDS))
+            for mpi in _launchers(mark.kwargs.get("mpi", "auto"))
+        ]
+    outcome, text = _verdict(item.nodeid, _jobs[item.path])
+    for when in ("setup", "call", "teardown"):
+        item.ihook.pytest_runtest_logreport(
+            report=pytest.TestReport(
+                nodeid=item.nodeid,
+                location=item.location,
+                keywords=dict.fromkeys(item.keywords, 1),
+                outcome=outcome if when == "call" else "passed",
+                longrepr=text if when == "call" else None,
+                when=when,
+            )
+        )
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def _launchers(wanted: str | Sequence[str]) -> list[str]:
+    wanted = os.environ.get("PYDIST_TEST_MPI") or wanted
+    at_hand = [backend.name for backend in available()]
+    names = [wanted] if isinstance(wanted, str) else list(wanted)
+    return [name for name in names if name == "auto" or name in at_hand]
+
+
+def _run_job(
+    item: pytest.Item, nodeids: Sequence[str], mpi: str, ranks: int, seconds: float
+) -> _Job:
+    job = _Job(mpi)
+    directory = item.config.stash.setdefault(_directory_key, _new_directory())
+    name = f"{item.path.stem}-{mpi}-{len(_jobs)}"
+    report, log = directory / f"{name}.jsonl", directory / f"{name}.log"
+    report.touch()
+    command = [sys.executable, "-m", "pydist.launch", str(ranks), mpi]
+    command += ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
+    command += [f"--rootdir={item.config.rootpath}", *nodeids]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, _REPORT: str(report)},
+            cwd=item.config.rootpath,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            code = process.wait(seconds)
+            job.output = f"the job ended with code {code}\n"
+        except subprocess.TimeoutExpired:
+            job.output = f"the job was ended after {seconds} s\n"
+        finally:
+            _end(process)
+    job.output += log.read_text(errors="replace")
+    for line in report.read_text().splitlines():
+        outcome = json.loads(line)
+        job.outcomes[outcome["nodeid"]] = outcome
+    return job
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C, and a second one, after which the launcher kills all ranks."""
+    for _ in range(2):
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(5)
+
+
+_directory_key = pytest.StashKey[Path]()
+
+
+def _new_directory() -> Path:
+    return Path(tempfile.mkdtemp(prefix="pydist-test-"))
+
+
+def _verdict(nodeid: str, jobs: Sequence[_Job]) -> tuple[str, object]:
+    """The outcome of a test over all its jobs, and what to show."""
+    if not jobs:
+        return "skipped", (nodeid, 0, "Skipped: none of its MPI launchers is installed")
+    for job in jobs:
+        outcome = job.outcomes.get(nodeid)
+        if outcome is None:
+            return "failed", f"[{job.mpi}] no result: {job.output[-8000:]}"
+        if outcome["outcome"] == "failed":
+            return "failed", f"[{job.mpi}] {outcome['text']}\n{job.output[-8000:]}"
+    skipped = [job.outcomes[nodeid] for job in jobs if job.outcomes[nodeid]["outcome"] == "skipped"]
+    if len(skipped) == len(jobs):
+        return "skipped", (nodeid, 0, skipped[0]["text"])
+    return "passed", None
+
+
+# -- inside the job -------------------------------------------------------------------------
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    path = os.environ.get(_REPORT)
+    if path is None:
+        return
+    from pydist.launch import failures, identity
+
+    who = identity.detect()
+    rank = 0 if who is None else who.rank
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    if report.failed or (rank == 0 and (report.when == "call" or report.skipped)):
+        line = json.dumps({"nodeid": report.nodeid, "outcome": report.outcome, "text": text})
+        with Path(path).open("a") as file:  # one write a line: ranks do not mix
+            file.write(line + "\n")
+    if report.failed:
+        sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
+        failures.fail(SystemExit(1))

@@ -1,0 +1,83 @@
+"""Slow NumPy definition of boundary convolution and of its adjoints, one kernel index at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+Triple = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """Of a 3-D convolution, and where element 0 of its arrays lies in global coordinates."""
+
+    in_lo: Triple
+    out_lo: Triple
+    stride: Triple
+    padding: Triple
+    dilation: Triple
+    groups: int
+
+
+def _links(
+    attributes: Attributes, in_shape: Triple, out_shape: Triple, kernel: Triple
+) -> Iterator[tuple[Triple, tuple, tuple]]:
+    """For each kernel index, the (output, input) index grids that it connects."""
+    for k in itertools.product(*map(range, kernel)):
+        outs, ins = [], []
+        for dim in range(3):
+            o = np.arange(out_shape[dim])
+            i = (
+                (o + attributes.out_lo[dim]) * attributes.stride[dim]
+                - attributes.padding[dim]
+                + k[dim] * attributes.dilation[dim]
+                - attributes.in_lo[dim]
+            )
+            inside = (i >= 0) & (i < in_shape[dim])
+            outs.append(o[inside])
+            ins.append(i[inside])
+        yield k, np.ix_(*outs), np.ix_(*ins)
+
+
+def _grouped(x: np.ndarray, weight: np.ndarray, y: np.ndarray, groups: int) -> list[np.ndarray]:
+    """Views with the channel dims split into groups: [N, G, Ci, ...], [G, Co, Ci, ...]."""
+    return [
+        x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]),
+        weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]),
+        y.reshape(y.shape[0], groups, y.shape[1] // groups, *y.shape[2:]),
+    ]
+
+
+def forward(x: np.ndarray, weight: np.ndarray, y: np.ndarray, attributes: Attributes) -> None:
+    """y += contributions of x; `y` must be contiguous."""
+    xg, wg, yg = _grouped(x, weight, y, attributes.groups)
+    for k, o, i in _links(attributes, x.shape[2:], y.shape[2:], weight.shape[2:]):
+        w = wg[(..., *k)]
+        yg[(slice(None), slice(None), slice(None), *o)] += np.einsum(
+            "ngizyx,goi->ngozyx", xg[(slice(None), slice(None), slice(None), *i)], w
+        )
+
+
+def dgrad(y: np.ndarray, weight: np.ndarray, x: np.ndarray, attributes: Attributes) -> None:
+    """x += adjoint with respect to the inputs, of y; `x` must be contiguous."""
+    xg, wg, yg = _grouped(x, weight, y, attributes.groups)
+    for k, o, i in _links(attributes, x.shape[2:], y.shape[2:], weight.shape[2:]):
+        w = wg[(..., *k)]
+        xg[(slice(None), slice(None), slice(None), *i)] += np.einsum(
+            "ngozyx,goi->ngizyx", yg[(slice(None), slice(None), slice(None), *o)], w
+        )
+
+
+def wgrad(x: np.ndarray, y: np.ndarray, weight: np.ndarray, attributes: Attributes) -> None:
+    """weight += adjoint with respect to the weight; `weight` must be contiguous."""
+    xg, wg, yg = _grouped(x, weight, y, attributes.groups)
+    for k, o, i in _links(attributes, x.shape[2:], y.shape[2:], weight.shape[2:]):
+        wg[(..., *k)] += np.einsum(
+            "ngizyx,ngozyx->goi",
+            xg[(slice(None), slice(None), slice(None), *i)],
+            yg[(slice(None), slice(None), slice(None), *o)],
+        )

@@ -1,0 +1,97 @@
+"""A state survives the way through JSON and tensors to the bit, and nothing else gets in."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pydist.errors import CheckpointError
+from pydist.train import tree
+
+scalars = (
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
+)
+keys = st.text() | st.integers() | st.booleans()
+states = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(keys, inner)
+        | st.dictionaries(st.sampled_from(["$tensor", "$float", "$dict"]), inner)
+    ),
+    max_leaves=20,
+)
+
+
+def through_json(state):
+    skeleton, tensors = tree.split(state)
+    return tree.join(json.loads(tree.dumps(skeleton)), tensors)
+
+
+@given(states)
+def test_plain_values_come_back_equal_and_of_the_same_type(state):
+    again = through_json(state)
+    assert again == state
+    assert repr(again) == repr(state)
+
+
+def test_nan_and_infinities_come_back():
+    again = through_json([math.nan, math.inf, -math.inf])
+    assert math.isnan(again[0])
+    assert again[1:] == [math.inf, -math.inf]
+
+
+def test_flat_state_dict_keeps_its_names_and_bits():
+    state = torch.nn.Conv3d(2, 3, 3).state_dict()
+    skeleton, tensors = tree.split(dict(state))
+    assert list(tensors) == ["weight", "bias"]
+    again = tree.join(skeleton, tensors)
+    assert all(torch.equal(again[name], state[name]) for name in state)
+
+
+def test_adam_state_comes_back_to_the_bit():
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), betas=(0.8, 0.9))
+    model(torch.rand(4, 3)).sum().backward()
+    optimizer.step()
+    again = through_json(optimizer.state_dict())
+    assert again["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert again["param_groups"][0]["betas"] == (0.8, 0.9)
+    for index, slots in optimizer.state_dict()["state"].items():
+        for name, value in slots.items():
+            assert torch.equal(again["state"][index][name], value)
+
+
+def test_paths_that_read_alike_get_names_of_their_own():
+    state = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, 1: torch.full((1,), 2.0)}
+    again = through_json(state)
+    assert again["a.b"] == 0
+    assert again["a"]["b"] == 1
+    assert again[1] == 2
+
+
+def test_tied_and_strided_tensors_are_stored_as_copies():
+    whole = torch.arange(6.0).reshape(2, 3)
+    _, tensors = tree.split({"whole": whole, "turned": whole.T})
+    assert torch.equal(tensors["turned"], whole.T)
+    assert tensors["turned"].is_contiguous()
+    assert len({t.data_ptr() for t in tensors.values()}) == 2
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), print, b"bytes", 1j])
+def test_anything_else_is_refused_by_its_path(value):
+    with pytest.raises(CheckpointError, match=r"can't store hooks\.0: a "):
+        tree.split({"hooks": [value]})
+
+
+def test_unknown_kinds_and_missing_tensors_are_refused():
+    with pytest.raises(CheckpointError, match="unknown kind"):
+        tree.join({"$object": "os.system"}, {})
+    with pytest.raises(CheckpointError, match="no tensor 'weight'"):
+        tree.join({"$tensor": "weight"}, {})
