@@ -12,8 +12,13 @@ if(PYDIST_CUDA STREQUAL "AUTO" OR PYDIST_CUDA)
     endif()
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)
+    if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # CMake 3.25 with nvcc 12 or later
+      set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+      set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+    endif()
     set(CMAKE_CUDA_STANDARD 20)
     set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+    set(CMAKE_CUDA_EXTENSIONS OFF)
     set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
     # Static: the module must import on machines that have no CUDA library.
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)

@@ -7,10 +7,8 @@ function(pydist_configure_core target)
   list(FILTER headers EXCLUDE REGEX "/csrc/(bindings|cuda)/")
   target_sources(${target} INTERFACE FILE_SET HEADERS BASE_DIRS "${PROJECT_SOURCE_DIR}/csrc"
                                      FILES ${headers})
-  target_compile_features(${target} INTERFACE cxx_std_20)
-  if(PYDIST_CHECK_BOUNDS)
-    target_compile_definitions(${target} INTERFACE PYDIST_CHECK_BOUNDS=1)
-  endif()
+  target_compile_definitions(${target} INTERFACE
+    "PYDIST_CHECK_BOUNDS=$<BOOL:${PYDIST_CHECK_BOUNDS}>")
   if(PYDIST_HAS_CUDA)
     target_compile_definitions(${target} INTERFACE PYDIST_HAS_CUDA=1)
   endif()

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+__all__ = ["native"]
+
 PACKAGE = Path(__file__).resolve().parent
 
 

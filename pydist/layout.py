@@ -35,9 +35,7 @@ class Layout:
         UsageError: a split names an axis twice, or does not fit the dim or the axes.
     """
 
-    def __init__(
-        self, mesh: Mesh, shape: Sequence[int], splits: Sequence[Split | None]
-    ) -> None:
+    def __init__(self, mesh: Mesh, shape: Sequence[int], splits: Sequence[Split | None]) -> None:
         self.mesh = mesh
         self.shape = tuple(shape)
         self.splits = tuple(splits)

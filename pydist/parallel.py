@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -48,23 +50,27 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
         raise UsageError(f"this {type(model).__name__} is parallelized already")
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
-    _broadcast_state(model, mesh)
-    entry = _Entry(mesh, batch_norm, Reducer(model.parameters(), mesh))
+    entry = _Entry(mesh, batch_norm)
+    entry.adopt(model)
     model.register_forward_pre_hook(entry, with_kwargs=True)
-    model.__dict__["no_sync"] = entry.reducer.no_sync
+    model.__dict__["no_sync"] = entry.no_sync
     return model
 
 
 class _Entry:
     """The hook at the model's entry: counts the forward passes, and wraps the inputs."""
 
-    def __init__(self, mesh: Mesh, statistics: str, reducer: Reducer) -> None:
-        self.mesh, self.statistics, self.reducer = mesh, statistics, reducer
+    def __init__(self, mesh: Mesh, statistics: str) -> None:
+        self.mesh, self.statistics = mesh, statistics
+        self._synchronises = True
+        self._reducer: Reducer | None = None
+        self._known: list[tuple[int, bool]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Entry:
-        # A copy of the model (an average of its weights, say) runs on the same mesh; its own
-        # parameters are not reduced.
-        return self
+        # A copy of the model (an average of its weights, say) runs on the same mesh; it gets a
+        # reducer of its own if it is ever trained.
+        copy = memo[id(self)] = _Entry(self.mesh, self.statistics)
+        return copy
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -72,11 +78,39 @@ class _Entry:
         _refuse_compiler()
         if module.training and torch.is_grad_enabled():
             self.mesh.forwards += 1
-            self.reducer.forget_unfinished()
+            if [(id(p), p.requires_grad) for p in module.parameters()] != self._known:
+                self.adopt(module)
+            assert self._reducer is not None
+            self._reducer.forget_unfinished()
         return (
             tuple(self._wrap(a) for a in args),
             {name: self._wrap(a) for name, a in kwargs.items()},
         )
+
+    def adopt(self, module: nn.Module) -> None:
+        """Takes up the module's parameters: all at first, later those unfrozen or exchanged."""
+        known = {i for i, _ in self._known}
+        _broadcast((t for t in _state(module) if id(t) not in known), self.mesh)
+        self._known = [(id(p), p.requires_grad) for p in module.parameters()]
+        if self._reducer is not None:
+            self._reducer.release()
+        self._reducer = Reducer(module.parameters(), self.mesh)
+        self._reducer.enabled = self._synchronises
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients accumulate on each rank; the next backward outside reduces their sum."""
+        before = self._synchronises
+        self._set_synchronises(False)
+        try:
+            yield
+        finally:
+            self._set_synchronises(before)
+
+    def _set_synchronises(self, value: bool) -> None:
+        self._synchronises = value
+        if self._reducer is not None:
+            self._reducer.enabled = value
 
     def _wrap(self, x: Any) -> Any:
         if isinstance(x, ShardedTensor):
@@ -96,25 +130,27 @@ def _refuse_compiler() -> None:
     While the compiler traces, an error raised here only makes it fall back to running this call
     as it is, still inside of it: so its frames are looked for.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_COMPILER):
             raise NotSupported(
                 "torch.compile of a parallelized model: the compiler can't trace exchanges "
                 "between ranks; call the model without it"
             )
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
 
 
-def _broadcast_state(model: nn.Module, mesh: Mesh) -> None:
-    """Overwrites parameters and buffers with those of rank 0."""
+def _state(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers; one that several modules share comes once."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _broadcast(tensors: Iterable[Tensor], mesh: Mesh) -> None:
+    """Overwrites tensors with those of rank 0."""
     with torch.no_grad():
-        for tensor in _distinct([*model.parameters(), *model.buffers()]):
+        for tensor in tensors:
             sent = tensor.detach().contiguous()
             mesh.world.broadcast(sent)
             if sent.data_ptr() != tensor.data_ptr():
                 tensor.copy_(sent)
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return list({id(t): t for t in tensors}.values())

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from pydist.comm.local import LocalTransport
 from pydist.comm.transport import Transport
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import UsageError
 from pydist.launch import backends, failures, identity
 from pydist.launch.identity import Identity
 

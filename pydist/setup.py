@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from pydist._loader import native
 from pydist.mesh import Mesh
 from pydist.runtime import connect
 
@@ -31,4 +34,6 @@ def init(
     Raises:
         UsageError: the mesh does not fit the number of ranks that were started.
     """
-    return Mesh(connect(transport), data, spatial, seed)
+    world = connect(transport)
+    native.set_num_threads(torch.get_num_threads())
+    return Mesh(world, data, spatial, seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -133,7 +134,7 @@ class ShardedTensor(torch.Tensor):
 
         return redistribute(self, layout)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
         return f"ShardedTensor(shape={self._layout.shape}, {self._layout!r}, local={self._local!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -162,7 +163,7 @@ class ShardedTensor(torch.Tensor):
         return handler(*args, **kwargs) if kwargs else handler(*args)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Callable[..., Any],
         types: Iterable[type],
@@ -236,14 +237,14 @@ def refusal(
 
 def module_path() -> str:
     """The path of the innermost parallelized module that is being called, "" outside of one."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
             path = module.__dict__.get("_pydist_path")
             if path is not None:
                 return path
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 

@@ -119,12 +119,21 @@ def _run_job(
     item: pytest.Item, nodeids: Sequence[str], mpi: str, ranks: int, seconds: float
 ) -> _Job:
     job = _Job(mpi)
-    directory = item.config.stash.setdefault(_directory_key, _new_directory())
+    directory = _directory(item.config)
     name = f"{item.path.stem}-{mpi}-{len(_jobs)}"
     report, log = directory / f"{name}.jsonl", directory / f"{name}.log"
     report.touch()
     command = [sys.executable, "-m", "pydist.launch", str(ranks), mpi]
-    command += ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60"]
+    command += [
+        "-m",
+        "pytest",
+        "-q",
+        "--color=no",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "faulthandler_timeout=60",
+    ]
     command += [f"--rootdir={item.config.rootpath}", *nodeids]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -160,8 +169,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 _directory_key = pytest.StashKey[Path]()
 
 
-def _new_directory() -> Path:
-    return Path(tempfile.mkdtemp(prefix="pydist-test-"))
+def _directory(config: pytest.Config) -> Path:
+    if _directory_key not in config.stash:
+        directory = tempfile.TemporaryDirectory(prefix="pydist-test-")
+        config.add_cleanup(directory.cleanup)
+        config.stash[_directory_key] = Path(directory.name)
+    return config.stash[_directory_key]
 
 
 def _verdict(nodeid: str, jobs: Sequence[_Job]) -> tuple[str, object]:

@@ -34,7 +34,8 @@ std::vector<Segment> segments(const std::vector<Buffer>& buffers) {
 
 std::vector<PeerSegment> messages(const std::vector<std::tuple<int, Address, std::size_t>>& list) {
   std::vector<PeerSegment> result;
-  for (const auto& [peer, address, bytes] : list) result.push_back({peer, {pointer(address), bytes}});
+  for (const auto& [peer, address, bytes] : list)
+    result.push_back({peer, {pointer(address), bytes}});
   return result;
 }
 
@@ -83,9 +84,7 @@ void bind_comm(py::module_& module) {
       .def(
           "send",
           [](LocalHub& hub, int group, int rank, int dest, int tag, Address address,
-             std::size_t bytes) {
-            hub.send(group, rank, dest, tag, {pointer(address), bytes});
-          },
+             std::size_t bytes) { hub.send(group, rank, dest, tag, {pointer(address), bytes}); },
           py::arg("group"), py::arg("rank"), py::arg("dest"), py::arg("tag"), py::arg("address"),
           py::arg("bytes"), NoGil())
       .def(
@@ -110,8 +109,8 @@ void bind_comm(py::module_& module) {
             return hub.start_all_reduce(group, rank, pointer(address), count,
                                         dtype_from_name(dtype), op_from_name(op));
           },
-          py::arg("group"), py::arg("rank"), py::arg("address"), py::arg("count"),
-          py::arg("dtype"), py::arg("op"), NoGil())
+          py::arg("group"), py::arg("rank"), py::arg("address"), py::arg("count"), py::arg("dtype"),
+          py::arg("op"), NoGil())
       .def("finish", &LocalHub::finish, py::arg("group"), py::arg("rank"), py::arg("ticket"),
            NoGil())
       .def("abort", &LocalHub::abort, py::arg("reason"), NoGil())
@@ -119,15 +118,15 @@ void bind_comm(py::module_& module) {
 
   py::class_<LocalChannel>(module, "LocalChannel",
                            "Messages with fixed peers and buffers, sent again and again.")
-      .def(py::init([](std::shared_ptr<LocalHub> hub, int group, int rank,
-                       const std::vector<std::tuple<int, Address, std::size_t>>& sends,
-                       const std::vector<std::tuple<int, Address, std::size_t>>& receives,
-                       int tag) {
-             return std::make_unique<LocalChannel>(std::move(hub), group, rank, messages(sends),
-                                                   messages(receives), tag);
-           }),
-           py::arg("hub"), py::arg("group"), py::arg("rank"), py::arg("sends"),
-           py::arg("receives"), py::arg("tag"))
+      .def(
+          py::init([](std::shared_ptr<LocalHub> hub, int group, int rank,
+                      const std::vector<std::tuple<int, Address, std::size_t>>& sends,
+                      const std::vector<std::tuple<int, Address, std::size_t>>& receives, int tag) {
+            return std::make_unique<LocalChannel>(std::move(hub), group, rank, messages(sends),
+                                                  messages(receives), tag);
+          }),
+          py::arg("hub"), py::arg("group"), py::arg("rank"), py::arg("sends"), py::arg("receives"),
+          py::arg("tag"))
       .def("start", &LocalChannel::start, NoGil())
       .def("wait", &LocalChannel::wait, NoGil());
 }

@@ -16,12 +16,42 @@
 #include "kernels/conv_problem.hpp"
 #include "kernels/regions.hpp"
 #include "launch/thread_pool.hpp"
+#ifdef PYDIST_HAS_CUDA
+#include "cuda/kernels.hpp"
+#endif
 
 namespace pydist::bindings {
 namespace {
 
 using namespace py::literals;
 using kernels::Regions;
+
+// Runs a kernel on the backend of the tensors' device: on_cpu(), or on_cuda(queue) with the stream
+// on which the caller's framework works. All checks are done; the GIL is released.
+template <class OnCpu, class OnCuda>
+void on_device(const Borrowed& tensor, const OnCpu& on_cpu, [[maybe_unused]] OnCuda on_cuda) {
+  if (tensor->device.type == DeviceType::kCpu) {
+    const py::gil_scoped_release unlocked;
+    on_cpu();
+    return;
+  }
+#ifdef PYDIST_HAS_CUDA
+  const cuda::Queue queue{tensor->device.index, tensor.stream()};
+  const py::gil_scoped_release unlocked;
+  on_cuda(queue);
+#else
+  throw UsageError("a tensor is on " + to_string(tensor->device) +
+                          ", and this build of pydist has no CUDA kernels: install it where nvcc is "
+                          "found, or with PYDIST_CUDA=ON");
+#endif
+}
+
+// The CUDA side of a kernel, absent where it is not built.
+#ifdef PYDIST_HAS_CUDA
+#define PYDIST_ON_CUDA(call) [&](const cuda::Queue& queue) { cuda::call; }
+#else
+#define PYDIST_ON_CUDA(call) nullptr
+#endif
 
 // A view and the buffer of its regions: one dtype, one device, all boxes inside, buffer long enough.
 void check_pair(const char* name, const TensorView& view, const Regions& regions,
@@ -49,9 +79,9 @@ void pack(py::handle src_tensor, const Regions& regions, py::handle buffer_tenso
   const Borrowed src = borrow(src_tensor, "src");
   const Borrowed buffer = borrow(buffer_tensor, "buffer", Access::kWrite);
   check_pair("src", src.view(), regions, buffer.view());
-  require_cpu("src", src.view());
-  const py::gil_scoped_release unlocked;
-  cpu::pack(src.view(), regions, buffer.view());
+  on_device(
+      src, [&] { cpu::pack(src.view(), regions, buffer.view()); },
+      PYDIST_ON_CUDA(pack(src.view(), regions, buffer.view(), queue)));
 }
 
 void unpack(py::handle buffer_tensor, const Regions& regions, py::handle dst_tensor) {
@@ -59,9 +89,9 @@ void unpack(py::handle buffer_tensor, const Regions& regions, py::handle dst_ten
   const Borrowed dst = borrow(dst_tensor, "dst", Access::kWrite);
   check_pair("dst", dst.view(), regions, buffer.view());
   check_writable("dst", dst.view());
-  require_cpu("dst", dst.view());
-  const py::gil_scoped_release unlocked;
-  cpu::unpack(buffer.view(), regions, dst.view());
+  on_device(
+      dst, [&] { cpu::unpack(buffer.view(), regions, dst.view()); },
+      PYDIST_ON_CUDA(unpack(buffer.view(), regions, dst.view(), queue)));
 }
 
 void unpack_add(py::handle buffer_tensor, const Regions& regions, py::handle dst_tensor) {
@@ -69,9 +99,9 @@ void unpack_add(py::handle buffer_tensor, const Regions& regions, py::handle dst
   const Borrowed dst = borrow(dst_tensor, "dst", Access::kWrite);
   check_pair("dst", dst.view(), regions, buffer.view());
   check_writable("dst", dst.view());
-  require_cpu("dst", dst.view());
-  const py::gil_scoped_release unlocked;
-  cpu::unpack_add(buffer.view(), regions, dst.view());
+  on_device(
+      dst, [&] { cpu::unpack_add(buffer.view(), regions, dst.view()); },
+      PYDIST_ON_CUDA(unpack_add(buffer.view(), regions, dst.view(), queue)));
 }
 
 void bind_pack(py::module_& module) {
@@ -91,42 +121,22 @@ void bind_pack(py::module_& module) {
              "fp16 and bf16 add in fp32, integers wrap, bool is a logical or.");
 }
 
-// The shapes, dtypes and attributes of a boundary convolution, named by their Python arguments.
-struct ConvArguments {
-  const char* in_name;
-  const TensorView& in;
-  const char* weight_name;
-  const TensorView& weight;
-  const char* out_name;
-  const TensorView& out;
+// One of the three arrays of a boundary convolution, by its Python name.
+struct ConvArgument {
+  const char* name;
+  const Borrowed& tensor;
+
+  const TensorView& view() const { return tensor.view(); }
+  std::string describe() const { return bindings::describe(name, view()); }
 };
 
-void check_conv(const ConvArguments& arrays, const kernels::ConvAttributes& attributes) {
-  const auto& [in_name, in, weight_name, weight, out_name, out] = arrays;
-  require_ndim(in_name, in, 5);
-  require_ndim(weight_name, weight, 5);
-  require_ndim(out_name, out, 5);
-  PYDIST_EXPECT(is_floating(in.dtype), describe(in_name, in) + "; possible are float16, bfloat16, "
-                                                               "float32 and float64");
-  require_same_dtype(weight_name, weight, in_name, in);
-  require_same_dtype(out_name, out, in_name, in);
-  require_same_device(weight_name, weight, in_name, in);
-  require_same_device(out_name, out, in_name, in);
+void check_attributes(const kernels::ConvAttributes& attributes) {
   for (const Coords* coords : {&attributes.in_lo, &attributes.out_lo, &attributes.stride,
                                &attributes.padding, &attributes.dilation}) {
     PYDIST_EXPECT(coords->ndim() == kernels::kSpatialDims,
                   to_string(*coords) + ": positions, stride, padding and dilation have one entry "
                                        "for each of the 3 spatial dims");
   }
-  const index_t groups = attributes.groups;
-  PYDIST_EXPECT(groups >= 1 && in.shape[1] == groups * weight.shape[1] &&
-                    out.shape[1] == weight.shape[0] && weight.shape[0] % std::max<index_t>(groups, 1) == 0,
-                describe(in_name, in) + ", " + describe(weight_name, weight) + ", " +
-                    describe(out_name, out) + ": their channels do not fit for groups=" +
-                    std::to_string(groups));
-  PYDIST_EXPECT(in.shape[0] == out.shape[0], describe(in_name, in) + " and " +
-                                                 describe(out_name, out) +
-                                                 ": both need the same number of samples");
   for (int dim = 0; dim < kernels::kSpatialDims; ++dim) {
     PYDIST_EXPECT(attributes.stride[dim] >= 1 && attributes.dilation[dim] >= 1,
                   "stride " + to_string(attributes.stride) + " and dilation " +
@@ -134,14 +144,25 @@ void check_conv(const ConvArguments& arrays, const kernels::ConvAttributes& attr
   }
 }
 
-using ConvKernel = void (*)(const kernels::ConvProblem&);
-
-void run_conv(ConvKernel kernel, const ConvArguments& arrays,
-              const kernels::ConvAttributes& attributes) {
-  check_conv(arrays, attributes);
-  require_cpu(arrays.in_name, arrays.in);
-  const py::gil_scoped_release unlocked;
-  kernel(kernels::conv_problem(arrays.in, arrays.weight, arrays.out, attributes));
+kernels::ConvProblem check_conv(const ConvArgument& in, const ConvArgument& weight,
+                                const ConvArgument& out,
+                                const kernels::ConvAttributes& attributes) {
+  for (const ConvArgument* array : {&in, &weight, &out}) {
+    require_ndim(array->name, array->view(), 5);
+    require_same_dtype(array->name, array->view(), in.name, in.view());
+    require_same_device(array->name, array->view(), in.name, in.view());
+  }
+  PYDIST_EXPECT(is_floating(in.view().dtype),
+                in.describe() + "; possible are float16, bfloat16, float32 and float64");
+  check_attributes(attributes);
+  const Coords &x = in.view().shape, &w = weight.view().shape, &y = out.view().shape;
+  const index_t groups = attributes.groups;
+  PYDIST_EXPECT(groups >= 1 && w[0] % groups == 0 && x[1] == groups * w[1] && y[1] == w[0],
+                in.describe() + ", " + weight.describe() + ", " + out.describe() +
+                    ": their channels do not fit for groups=" + std::to_string(groups));
+  PYDIST_EXPECT(x[0] == y[0], in.describe() + " and " + out.describe() +
+                                  ": both need the same number of samples");
+  return kernels::conv_problem(in.view(), weight.view(), out.view(), attributes);
 }
 
 void conv_forward(py::handle slab, py::handle weight, py::handle out, const Coords& slab_lo,
@@ -149,9 +170,12 @@ void conv_forward(py::handle slab, py::handle weight, py::handle out, const Coor
                   const Coords& dilation, index_t groups) {
   const Borrowed in = borrow(slab, "slab"), w = borrow(weight, "weight");
   const Borrowed y = borrow(out, "out", Access::kWrite);
+  const auto problem = check_conv({"slab", in}, {"weight", w}, {"out", y},
+                                  {slab_lo, out_lo, stride, padding, dilation, groups});
   check_writable("out", y.view());
-  run_conv(&cpu::boundary_conv_forward, {"slab", in.view(), "weight", w.view(), "out", y.view()},
-           {slab_lo, out_lo, stride, padding, dilation, groups});
+  on_device(
+      y, [&] { cpu::boundary_conv_forward(problem); },
+      PYDIST_ON_CUDA(boundary_conv_forward(problem, queue)));
 }
 
 void conv_dgrad(py::handle grad_slab, py::handle weight, py::handle grad_in, const Coords& slab_lo,
@@ -159,10 +183,12 @@ void conv_dgrad(py::handle grad_slab, py::handle weight, py::handle grad_in, con
                 const Coords& dilation, index_t groups) {
   const Borrowed in = borrow(grad_in, "grad_in", Access::kWrite), w = borrow(weight, "weight");
   const Borrowed y = borrow(grad_slab, "grad_slab");
+  const auto problem = check_conv({"grad_in", in}, {"weight", w}, {"grad_slab", y},
+                                  {in_lo, slab_lo, stride, padding, dilation, groups});
   check_writable("grad_in", in.view());
-  run_conv(&cpu::boundary_conv_dgrad,
-           {"grad_in", in.view(), "weight", w.view(), "grad_slab", y.view()},
-           {in_lo, slab_lo, stride, padding, dilation, groups});
+  on_device(
+      in, [&] { cpu::boundary_conv_dgrad(problem); },
+      PYDIST_ON_CUDA(boundary_conv_dgrad(problem, queue)));
 }
 
 void conv_wgrad(py::handle slab, py::handle grad_out, py::handle grad_weight,
@@ -170,10 +196,12 @@ void conv_wgrad(py::handle slab, py::handle grad_out, py::handle grad_weight,
                 const Coords& padding, const Coords& dilation, index_t groups) {
   const Borrowed in = borrow(slab, "slab"), y = borrow(grad_out, "grad_out");
   const Borrowed w = borrow(grad_weight, "grad_weight", Access::kWrite);
+  const auto problem = check_conv({"slab", in}, {"grad_weight", w}, {"grad_out", y},
+                                  {slab_lo, out_lo, stride, padding, dilation, groups});
   check_writable("grad_weight", w.view());
-  run_conv(&cpu::boundary_conv_wgrad,
-           {"slab", in.view(), "grad_weight", w.view(), "grad_out", y.view()},
-           {slab_lo, out_lo, stride, padding, dilation, groups});
+  on_device(
+      w, [&] { cpu::boundary_conv_wgrad(problem); },
+      PYDIST_ON_CUDA(boundary_conv_wgrad(problem, queue)));
 }
 
 void bind_conv(py::module_& module) {
@@ -199,6 +227,19 @@ void bind_conv(py::module_& module) {
              "order.");
 }
 
+void bind_cuda(py::module_& module) {
+#ifdef PYDIST_HAS_CUDA
+  constexpr bool kHasCuda = true;
+  const auto device_count = [] { return cuda::device_count(); };
+#else
+  constexpr bool kHasCuda = false;
+  const auto device_count = [] { return 0; };
+#endif
+  module.attr("has_cuda") = kHasCuda;
+  module.def("cuda_device_count", device_count,
+             "CUDA devices that this process can use; 0 without a driver or CUDA kernels.");
+}
+
 void keyed_uniform(py::handle tensor, std::uint64_t key, const Coords& lo, const Coords& shape) {
   const Borrowed out = borrow(tensor, "out", Access::kWrite);
   const TensorView& view = out.view();
@@ -214,9 +255,9 @@ void keyed_uniform(py::handle tensor, std::uint64_t key, const Coords& lo, const
   }
   volume_of(shape);  // refuses shapes whose indices do not fit into the counter
   check_writable("out", view);
-  require_cpu("out", view);
-  const py::gil_scoped_release unlocked;
-  cpu::keyed_uniform(view, key, lo, shape);
+  on_device(
+      out, [&] { cpu::keyed_uniform(view, key, lo, shape); },
+      PYDIST_ON_CUDA(keyed_uniform(view, key, lo, shape, queue)));
 }
 
 }  // namespace
@@ -230,6 +271,7 @@ void bind_kernels(py::module_& module) {
              "the global `shape`, so that the numbers do not depend on how an array is cut.");
   module.def("cpu_isa", [] { return cpu::isa().name; },
              "The instruction set that the CPU kernels use; PYDIST_ISA lowers it.");
+  bind_cuda(module);
   module.def("set_num_threads", &launch::set_num_threads, "threads"_a,
              "Threads that one kernel may use, in the whole process; results never depend on it.");
   module.def("get_num_threads", &launch::num_threads);

@@ -16,8 +16,6 @@ void translate(std::exception_ptr error) {
     std::rethrow_exception(std::move(error));
   } catch (const pydist::UsageError& fault) {
     py::set_error(error_type("UsageError"), fault.what());
-  } catch (const pydist::NotSupportedError& fault) {
-    py::set_error(error_type("NotSupported"), fault.what());
   }
 }
 

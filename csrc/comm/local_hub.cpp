@@ -20,10 +20,10 @@ void exchange(std::vector<std::vector<Segment>>& inputs,
     for (std::size_t dest = 0; dest < outputs.size(); ++dest) {
       const Segment& from = inputs[source][dest];
       const Segment& to = outputs[dest][source];
-      PYDIST_EXPECT(from.bytes == to.bytes,
-                    "rank " + std::to_string(source) + " sends " + std::to_string(from.bytes) +
-                        " bytes to rank " + std::to_string(dest) + ", which expects " +
-                        std::to_string(to.bytes));
+      PYDIST_EXPECT(from.bytes == to.bytes, "rank " + std::to_string(source) + " sends " +
+                                                std::to_string(from.bytes) + " bytes to rank " +
+                                                std::to_string(dest) + ", which expects " +
+                                                std::to_string(to.bytes));
       if (from.bytes > 0) std::memcpy(to.data, from.data, from.bytes);
     }
   }
@@ -96,15 +96,16 @@ LocalHub::Ticket LocalHub::start_exchange(Group group, int rank, std::vector<Seg
 
 LocalHub::Ticket LocalHub::start_all_reduce(Group group, int rank, std::byte* data,
                                             std::size_t count, DType dtype, ReduceOp op) {
-  std::string signature = "all_reduce of " + std::to_string(count) + " elements of " + std::string(name_of(dtype)) + ", op " +
-                          std::string(name_of(op));
+  std::string signature = "all_reduce of " + std::to_string(count) + " elements of " +
+                          std::string(name_of(dtype)) + ", op " + std::string(name_of(op));
   const auto work = [=](Collective& self) {
     std::vector<std::byte*> pointers;
     for (const auto& segments : self.outputs) pointers.push_back(segments.front().data);
-    reduce({const_cast<const std::byte* const*>(pointers.data()), pointers.size()}, pointers,
-           count, dtype, op);
+    reduce({const_cast<const std::byte* const*>(pointers.data()), pointers.size()}, pointers, count,
+           dtype, op);
   };
-  return start(group, rank, std::move(signature), {}, {{data, count * static_cast<std::size_t>(size_of(dtype))}}, work);
+  return start(group, rank, std::move(signature), {},
+               {{data, count * static_cast<std::size_t>(size_of(dtype))}}, work);
 }
 
 LocalHub::Ticket LocalHub::start(Group group, int rank, std::string signature,

@@ -76,8 +76,8 @@ class LocalHub {
                         std::vector<Segment> outputs);
 
   // In place.
-  Ticket start_all_reduce(Group group, int rank, std::byte* data, std::size_t count,
-                          DType dtype, ReduceOp op);
+  Ticket start_all_reduce(Group group, int rank, std::byte* data, std::size_t count, DType dtype,
+                          ReduceOp op);
 
   // Blocks until the collective is complete. Once a ticket.
   void finish(Group group, int rank, Ticket ticket);

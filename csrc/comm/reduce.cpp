@@ -40,8 +40,7 @@ std::uint16_t float_to_float16(float value) {
   if (magnitude < 0x38800000u) {
     // Subnormal: adding 0.5 puts its unit, 2^-24, into the last mantissa bit; the addition rounds.
     const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
-    return static_cast<std::uint16_t>(sign |
-                                      (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u));
+    return static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(shifted) - 0x3f000000u));
   }
   const std::uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
   return static_cast<std::uint16_t>(sign | ((rounded - 0x38000000u) >> 13));

@@ -12,13 +12,6 @@ class UsageError : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// The request is valid, but this build or machine can't do it. In Python:
-// pydist.errors.NotSupported.
-class NotSupportedError : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
 // pydist itself is wrong: the message asks the user to report it. Python sees a RuntimeError.
 class InternalError : public std::logic_error {
  public:

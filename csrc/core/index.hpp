@@ -63,8 +63,8 @@ class Coords {
   }
 
   int ndim() const { return ndim_; }
-  index_t& operator[](int dim) { return values_[static_cast<std::size_t>(dim)]; }
-  index_t operator[](int dim) const { return values_[static_cast<std::size_t>(dim)]; }
+  index_t& operator[](int dim) { return values_[position(dim)]; }
+  index_t operator[](int dim) const { return values_[position(dim)]; }
   const index_t* begin() const { return values_.data(); }
   const index_t* end() const { return values_.data() + ndim_; }
 
@@ -76,6 +76,14 @@ class Coords {
   }
 
  private:
+  // An overrun stays inside the object, where no sanitizer sees it.
+  std::size_t position(int dim) const {
+#if PYDIST_CHECK_BOUNDS
+    PYDIST_INVARIANT(dim >= 0 && dim < ndim_);
+#endif
+    return static_cast<std::size_t>(dim);
+  }
+
   std::array<index_t, kMaxDims> values_{};
   int ndim_ = 0;
 };

@@ -83,7 +83,7 @@ class Convolver {
     const index_t row_blocks = ceil_div(destinations_, kMaxRows);
     for (const PlaneJob& job : lowering_.jobs) {
       const index_t positions = job.positions(lowering_.pitch);
-      const index_t step = kTilesPerTask * 3 * isa_.lanes;
+      const index_t step = kTilesPerTask * isa_.conv_vectors * isa_.lanes;
       const index_t steps = ceil_div(positions, step);
       const index_t planes = samples * problem_.groups;
       const index_t flops = 2 * std::min(kMaxRows, destinations_) * std::min(step, positions) *
@@ -118,12 +118,12 @@ class Convolver {
     tile.sums = sums;
     const T* const group_weight =
         weight_ + group * problem_.out_channels * problem_.weight.strides[0];
-    for (index_t q = begin; q < end; q += 3 * isa_.lanes) {
-      const index_t vectors = std::min<index_t>(3, ceil_div(end - q, isa_.lanes));
+    for (index_t q = begin; q < end; q += isa_.conv_vectors * isa_.lanes) {
+      const index_t vectors = std::min<index_t>(isa_.conv_vectors, ceil_div(end - q, isa_.lanes));
       const index_t count = std::min(vectors * isa_.lanes, end - q);
       tile.src = workspace_ + plane * sources_ * lowering_.channel + q;
       for (index_t m = row; m < last_row;) {
-        const int log_rows = tile_rows(last_row - m);
+        const int log_rows = conv_rows(isa_, last_row - m);
         tile.weight = group_weight + m * weight_row_;
         isa_.conv[log_rows][vectors - 1](tile);
         for (index_t end_m = m + (1 << log_rows), i = 0; m < end_m; ++m, ++i) {
@@ -132,13 +132,6 @@ class Convolver {
         }
       }
     }
-  }
-
-  // log2 of the largest tile that this instruction set has for `rows` rows or fewer.
-  int tile_rows(index_t rows) const {
-    int log_rows = 3;
-    while ((1 << log_rows) > rows || isa_.conv[log_rows][0] == nullptr) --log_rows;
-    return log_rows;
   }
 
   // destination += sums of the positions [q, q + count), but for those in the rows' padding.

@@ -1,8 +1,10 @@
-// wgrad: inner-product tiles over the padded planes of conv_lowering.hpp.
+// wgrad over the padded planes of conv_lowering.hpp:
+//   weight_grad[co, ci, tap] += sum_q out_grad[co, q] * in[ci, offset(tap) + q].
 //
-// weight_grad[co, ci, tap] += sum_q out_grad[co, q] * in[ci, offset(tap) + q]. Each weight belongs to
-// one task, which adds samples, planes and chunks of positions in a fixed order: the result does not
-// depend on the number of threads.
+// Two forms of the sum, by shape. Inner products keep q in the lanes of a vector: best on large
+// planes and for few output channels. Outer products keep output channels there and walk q: no sums
+// across lanes, so planes may be tiny. Either way each weight belongs to one task, which adds
+// samples, planes and chunks of positions in a fixed order: the result does not depend on threads.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -20,185 +22,278 @@ namespace {
 
 using kernels::ConvProblem;
 
-constexpr index_t kChunk = 4096;       // positions: tiles of 16 + 3 rows stay in the L2 cache
-constexpr index_t kTaskOutputs = 16;   // output channels of a task
-constexpr index_t kMaxTile = 24;
+constexpr index_t kDotChunk = 4096;    // positions: tiles of 16 + 3 rows stay in the L2 cache
+constexpr index_t kDotOutputs = 16;    // output channels of a task
+constexpr index_t kOuterChunk = 512;   // positions, each with up to three vectors of channels
+constexpr index_t kOuterInputs = 8;    // input channels of a task
+constexpr index_t kMaxTile = 24;       // sums of one call of dot
+constexpr index_t kSmallPlane = 512;   // positions below which sums across lanes dominate
+constexpr index_t kSlack = 64;         // elements that tiles may read past the end
 constexpr index_t kWorkspaceBytes = 8 << 20;
 constexpr index_t kFlopsPerThread = 4'000'000;
 
 template <class Storage>
 class WeightGradient {
   using T = kernels::accumulator_t<Storage>;
-  // fp16 and bf16 gradients are summed in fp32 and rounded once.
-  static constexpr bool kWidened = !std::is_same_v<T, Storage>;
 
  public:
   explicit WeightGradient(const ConvProblem& problem)
-      : problem_(kWidened ? with_contiguous_weight(problem) : problem),
-        given_(problem),
-        lowering_(lower(problem_, ConvRole::kForward)),
-        isa_(conv_isa<T>()) {}
+      : problem_(problem),
+        // With a contiguous weight, weight offsets are plain numbers of kernel indices.
+        lowering_(lower(with_contiguous_weight(problem), ConvRole::kForward)),
+        isa_(conv_isa<T>()),
+        ins_(problem.groups * problem.in_channels),
+        outs_(problem.groups * problem.out_channels) {}
 
   void run() {
     if (lowering_.empty() || problem_.in_channels == 0 || problem_.out_channels == 0) return;
-    place_gradient_rows();
-    const index_t in = problem_.groups * problem_.in_channels * lowering_.channel;
-    const index_t out = problem_.groups * problem_.out_channels * gradient_channel_;
+    const PlaneJob& job = lowering_.jobs.front();
+    outer_ = job.rows * job.columns < kSmallPlane
+                 ? problem_.out_channels > 1
+                 : problem_.out_channels >= isa_.lanes && problem_.in_channels >= kOuterInputs;
+    collect_taps();
+    place_planes();
+    const index_t sample = ins_ * lowering_.channel + outs_ * plane_end_;
     const index_t together = std::clamp<index_t>(
-        kWorkspaceBytes / ((in + out) * static_cast<index_t>(sizeof(T))), 1, problem_.batch);
-    const index_t weights = kWidened ? weight_elements(problem_) : 0;
+        kWorkspaceBytes / (sample * static_cast<index_t>(sizeof(T))), 1, problem_.batch);
     static thread_local Scratch scratch;
-    T* const memory = scratch.take<T>(weights + together * (in + out) + kSlack);
-    weight_ = static_cast<T*>(given_.weight.data);
-    if constexpr (kWidened) {
-      std::fill_n(memory, weights, T{});
-      weight_ = memory;
-    }
-    gradient_ = memory + weights;
-    source_ = gradient_ + together * out;
-    std::fill_n(source_ + together * in, kSlack, T{});  // read past the last plane, times zero
+    source_ = scratch.take<T>(together * sample + 2 * kSlack);
+    gradient_ = source_ + together * ins_ * lowering_.channel + kSlack;
+    std::fill_n(gradient_ - kSlack, kSlack, T{});
+    std::fill_n(gradient_ + together * outs_ * plane_end_, kSlack, T{});
     for (index_t first = 0; first < problem_.batch; first += together) {
-      run_samples(first, std::min(together, problem_.batch - first));
+      samples_ = std::min(together, problem_.batch - first);
+      fill(first);
+      run_tasks();
     }
-    if constexpr (kWidened) add_widened();
   }
 
  private:
-  // One channel of the gradient holds a row of positions for each plane, a whole number of vectors.
-  void place_gradient_rows() {
+  // One input and output channel range of one group.
+  struct Task {
+    index_t group, in, in_end, out, out_end;
+  };
+
+  void collect_taps() {
     for (const PlaneJob& job : lowering_.jobs) {
-      gradient_row_.push_back(gradient_channel_);
-      gradient_channel_ += round_up(job.positions(lowering_.pitch));
+      taps_.insert(taps_.end(), job.weight_offset.begin(), job.weight_offset.end());
+    }
+    std::ranges::sort(taps_);
+    taps_.erase(std::ranges::unique(taps_).begin(), taps_.end());
+    const index_t rows = problem_.dims[1].kernel, columns = problem_.dims[2].kernel;
+    kernel_ = problem_.dims[0].kernel * rows * columns;
+    const index_t* const strides = problem_.weight.strides + 2;
+    for (const index_t tap : taps_) {
+      places_.push_back(tap / columns / rows * strides[0] + tap / columns % rows * strides[1] +
+                        tap % columns * strides[2]);
     }
   }
 
-  index_t round_up(index_t positions) const {
-    return ceil_div(positions, isa_.lanes) * isa_.lanes;
+  // Where the planes of the gradient begin: in the workspace of a sample they lie as [plane][q][co]
+  // for outer products, as [co][plane][q] for inner ones, q then with the source's pitch.
+  void place_planes() {
+    for (const PlaneJob& job : lowering_.jobs) {
+      plane_begin_.push_back(plane_end_);
+      plane_end_ += outer_ ? job.rows * job.columns : padded_positions(job);
+    }
   }
 
-  void add_widened() const {
-    auto* const values = static_cast<Storage*>(given_.weight.data);
-    visit_weight(problem_, given_.weight.strides, [&](index_t i, index_t offset) {
-      values[offset] =
-          kernels::store_as<Storage>(kernels::load_as(values[offset]) + weight_[i]);
-    });
+  index_t padded_positions(const PlaneJob& job) const {
+    return ceil_div(job.positions(lowering_.pitch), isa_.lanes) * isa_.lanes;
   }
 
-  void run_samples(index_t first, index_t samples) {
-    const index_t ins = problem_.groups * problem_.in_channels;
+  void fill(index_t first) {
     launch::parallel_for(
-        samples * ins, std::max<index_t>(1, 65536 / lowering_.channel), [&](index_t i) {
-          const auto* const source = static_cast<const Storage*>(problem_.in.data) +
-                                     (first + i / ins) * problem_.in.strides[0] +
-                                     i % ins * problem_.in.strides[1];
-          fill_channel(lowering_, problem_, ConvRole::kForward, source,
+        samples_ * ins_, std::max<index_t>(1, 65536 / lowering_.channel), [&](index_t i) {
+          const auto* const channel = static_cast<const Storage*>(problem_.in.data) +
+                                      (first + i / ins_) * problem_.in.strides[0] +
+                                      i % ins_ * problem_.in.strides[1];
+          fill_channel(lowering_, problem_, ConvRole::kForward, channel,
                        source_ + i * lowering_.channel);
         });
-    const index_t outs = problem_.groups * problem_.out_channels;
     launch::parallel_for(
-        samples * outs, std::max<index_t>(1, 65536 / gradient_channel_), [&](index_t i) {
-          fill_gradient(static_cast<const Storage*>(problem_.out.data) +
-                            (first + i / outs) * problem_.out.strides[0] +
-                            i % outs * problem_.out.strides[1],
-                        gradient_ + i * gradient_channel_);
+        samples_ * outs_, std::max<index_t>(1, 65536 / plane_end_), [&](index_t i) {
+          const index_t sample = i / outs_, co = i % outs_;
+          const auto* const channel = static_cast<const Storage*>(problem_.out.data) +
+                                      (first + sample) * problem_.out.strides[0] +
+                                      co * problem_.out.strides[1];
+          T* const planes = gradient_ + sample * outs_ * plane_end_;
+          for (std::size_t j = 0; j < lowering_.jobs.size(); ++j) {
+            if (outer_) {
+              transpose_plane(lowering_.jobs[j], channel, planes + plane_begin_[j] * outs_ + co);
+            } else {
+              pad_plane(lowering_.jobs[j], channel, planes + co * plane_end_ + plane_begin_[j]);
+            }
+          }
         });
-    const auto taps = static_cast<index_t>(lowering_.jobs.front().source_offset.size());
-    const index_t block = std::max<index_t>(1, 2 * isa_.dot_columns / taps);  // input channels
-    const index_t in_blocks = ceil_div(problem_.in_channels, block);
-    const index_t out_blocks = ceil_div(problem_.out_channels, kTaskOutputs);
-    const index_t flops =
-        2 * samples * std::min(kTaskOutputs, problem_.out_channels) * block * taps *
-        gradient_channel_;
-    launch::parallel_for(problem_.groups * in_blocks * out_blocks,
-                         std::max<index_t>(1, kFlopsPerThread / flops), [&](index_t i) {
-                           const index_t group = i / (in_blocks * out_blocks);
-                           const index_t in = i / out_blocks % in_blocks * block;
-                           run_task(samples, group, in, std::min(in + block, problem_.in_channels),
-                                    i % out_blocks * kTaskOutputs);
-                         });
   }
 
-  // The planes of one channel of the gradient, with zeros in the rows' padding.
-  void fill_gradient(const Storage* channel, T* rows) const {
-    for (std::size_t j = 0; j < lowering_.jobs.size(); ++j) {
-      const PlaneJob& job = lowering_.jobs[j];
-      T* to = rows + gradient_row_[j];
-      T* const end = to + round_up(job.positions(lowering_.pitch));
-      for (index_t y = 0; y < job.rows; ++y) {
-        const Storage* const from = channel + job.destination + y * job.row_stride;
-        for (index_t x = 0; x < job.columns; ++x) to[x] = kernels::load_as(from[x * job.stride]);
-        T* const next = y + 1 < job.rows ? to + lowering_.pitch : end;
-        std::fill(to + job.columns, next, T{});
-        to = next;
+  void transpose_plane(const PlaneJob& job, const Storage* channel, T* to) const {
+    for (index_t y = 0; y < job.rows; ++y) {
+      const Storage* const from = channel + job.destination + y * job.row_stride;
+      for (index_t x = 0; x < job.columns; ++x, to += outs_) {
+        *to = kernels::load_as(from[x * job.stride]);
       }
     }
   }
 
-  // Weights of the input channels [in, in_end) and kTaskOutputs output channels of a group.
-  void run_task(index_t samples, index_t group, index_t in, index_t in_end, index_t out) const {
-    const index_t out_end = std::min(out + kTaskOutputs, problem_.out_channels);
-    const index_t first_in = group * problem_.in_channels;
-    const index_t first_out = group * problem_.out_channels;
-    for (index_t sample = 0; sample < samples; ++sample) {
+  // Zeros in the rows' padding, so that what the source holds there does not count.
+  void pad_plane(const PlaneJob& job, const Storage* channel, T* to) const {
+    T* const end = to + padded_positions(job);
+    for (index_t y = 0; y < job.rows; ++y) {
+      const Storage* const from = channel + job.destination + y * job.row_stride;
+      for (index_t x = 0; x < job.columns; ++x) to[x] = kernels::load_as(from[x * job.stride]);
+      T* const next = y + 1 < job.rows ? to + lowering_.pitch : end;
+      std::fill(to + job.columns, next, T{});
+      to = next;
+    }
+  }
+
+  void run_tasks() const {
+    const auto taps = static_cast<index_t>(taps_.size());
+    const index_t in_step =
+        outer_ ? kOuterInputs : std::max<index_t>(1, 2 * isa_.dot_columns / taps);
+    const index_t out_step = outer_ ? isa_.conv_vectors * isa_.lanes : kDotOutputs;
+    const index_t in_steps = ceil_div(problem_.in_channels, in_step);
+    const index_t out_steps = ceil_div(problem_.out_channels, out_step);
+    const index_t flops = 2 * samples_ * std::min(out_step, problem_.out_channels) *
+                          std::min(in_step, problem_.in_channels) * taps * plane_end_;
+    launch::parallel_for(
+        problem_.groups * in_steps * out_steps, std::max<index_t>(1, kFlopsPerThread / flops),
+        [&](index_t i) {
+          const index_t in = i / out_steps % in_steps * in_step, out = i % out_steps * out_step;
+          run_task({i / (in_steps * out_steps), in, std::min(in + in_step, problem_.in_channels),
+                    out, std::min(out + out_step, problem_.out_channels)});
+        });
+  }
+
+  // Sums lie as [input channel][kernel index][output channel] until all samples are in.
+  void run_task(const Task& task) const {
+    static thread_local Scratch scratch;
+    const index_t width = task.out_end - task.out;
+    const index_t count = (task.in_end - task.in) * kernel_ * width;
+    T* const sums = scratch.take<T>(count);
+    std::fill_n(sums, count, T{});
+    for (index_t sample = 0; sample < samples_; ++sample) {
       const T* const source =
-          source_ + (sample * problem_.groups * problem_.in_channels + first_in) * lowering_.channel;
-      const T* const gradient =
-          gradient_ +
-          (sample * problem_.groups * problem_.out_channels + first_out) * gradient_channel_;
+          source_ + (sample * ins_ + task.group * problem_.in_channels + task.in) *
+                        lowering_.channel;
+      const T* const planes = gradient_ + sample * outs_ * plane_end_;
+      const index_t co = task.group * problem_.out_channels + task.out;
       for (std::size_t j = 0; j < lowering_.jobs.size(); ++j) {
-        const index_t positions = round_up(lowering_.jobs[j].positions(lowering_.pitch));
-        for (index_t q = 0; q < positions; q += kChunk) {
-          add_chunk(lowering_.jobs[j], source + q, in, in_end, gradient + gradient_row_[j] + q, out,
-                    out_end, std::min(kChunk, positions - q),
-                    weight_ + first_out * problem_.weight.strides[0]);
+        if (outer_) {
+          add_outer(task, lowering_.jobs[j], source, planes + plane_begin_[j] * outs_ + co, sums);
+        } else {
+          add_inner(task, lowering_.jobs[j], source, planes + co * plane_end_ + plane_begin_[j],
+                    sums);
         }
       }
     }
+    add_to_weight(task, sums);
   }
 
-  void add_chunk(const PlaneJob& job, const T* source, index_t in, index_t in_end,
-                 const T* gradient, index_t out, index_t out_end, index_t positions,
-                 T* weight) const {
-    const auto taps = static_cast<index_t>(job.source_offset.size());
-    const T* rows[kMaxTile];
-    index_t places[kMaxTile];
-    T sums[kMaxTile];
-    DotTile<T> tile{};
-    tile.right = rows;
-    tile.left_row = gradient_channel_;
-    tile.vectors = positions / isa_.lanes;
-    tile.sums = sums;
-    for (index_t r = in * taps; r < in_end * taps;) {
-      index_t columns = 0;
-      for (; columns < isa_.dot_columns && r < in_end * taps; ++columns, ++r) {
-        const auto tap = static_cast<std::size_t>(r % taps);
-        rows[columns] = source + r / taps * lowering_.channel + job.source_offset[tap];
-        places[columns] = r / taps * problem_.weight.strides[1] + job.weight_offset[tap];
-      }
-      for (index_t m = out; m < out_end; m += isa_.dot_rows) {
-        const index_t height = std::min<index_t>(isa_.dot_rows, out_end - m);
-        tile.left = gradient + m * gradient_channel_;
-        isa_.dot[height - 1][columns - 1](tile);
-        for (index_t i = 0; i < height; ++i) {
-          for (index_t c = 0; c < columns; ++c) {
-            weight[(m + i) * problem_.weight.strides[0] + places[c]] += sums[i * columns + c];
+  void add_outer(const Task& task, const PlaneJob& job, const T* source, const T* gradient,
+                 T* sums) const {
+    const index_t width = task.out_end - task.out;
+    const index_t vectors = ceil_div(width, isa_.lanes);
+    std::vector<index_t> along(static_cast<std::size_t>(job.columns));
+    std::vector<index_t> across(along.size());
+    for (index_t x = 0; x < job.columns; ++x) {
+      along[static_cast<std::size_t>(x)] = x;
+      across[static_cast<std::size_t>(x)] = x * outs_;
+    }
+    alignas(64) T products[kOuterInputs * kSlack];
+    ConvTile<T> tile{};
+    tile.src_channel = job.columns * outs_;
+    tile.weight_channel = lowering_.pitch;
+    tile.weight_row = lowering_.channel;
+    tile.source_offset = across.data();
+    tile.weight_offset = along.data();
+    tile.taps = job.columns;
+    tile.sums = products;
+    const index_t chunk = std::max<index_t>(1, kOuterChunk / job.columns);  // rows
+    for (index_t y = 0; y < job.rows; y += chunk) {
+      tile.channels = std::min(chunk, job.rows - y);
+      tile.src = gradient + y * job.columns * outs_;
+      for (std::size_t t = 0; t < job.source_offset.size(); ++t) {
+        for (index_t in = task.in; in < task.in_end;) {
+          const int log_rows = conv_rows(isa_, task.in_end - in);
+          tile.weight = source + (in - task.in) * lowering_.channel + job.source_offset[t] +
+                        y * lowering_.pitch;
+          isa_.conv[log_rows][vectors - 1](tile);
+          for (index_t i = 0; i < 1 << log_rows; ++i, ++in) {
+            T* const to = sums + ((in - task.in) * kernel_ + job.weight_offset[t]) * width;
+            for (index_t x = 0; x < width; ++x) to[x] += products[i * vectors * isa_.lanes + x];
           }
         }
       }
     }
   }
 
-  static constexpr index_t kSlack = 64;
+  void add_inner(const Task& task, const PlaneJob& job, const T* source, const T* gradient,
+                 T* sums) const {
+    const index_t width = task.out_end - task.out;
+    const auto taps = static_cast<index_t>(job.source_offset.size());
+    const index_t positions = padded_positions(job);
+    const T* right[kMaxTile];
+    T* to[kMaxTile];
+    T products[kMaxTile];
+    DotTile<T> tile{};
+    tile.right = right;
+    tile.left_row = plane_end_;
+    tile.sums = products;
+    for (index_t q = 0; q < positions; q += kDotChunk) {
+      tile.vectors = std::min(kDotChunk, positions - q) / isa_.lanes;
+      for (index_t r = 0; r < (task.in_end - task.in) * taps;) {
+        index_t columns = 0;
+        for (; columns < isa_.dot_columns && r < (task.in_end - task.in) * taps; ++columns, ++r) {
+          const auto tap = static_cast<std::size_t>(r % taps);
+          right[columns] = source + r / taps * lowering_.channel + job.source_offset[tap] + q;
+          to[columns] = sums + (r / taps * kernel_ + job.weight_offset[tap]) * width;
+        }
+        for (index_t m = 0; m < width; m += isa_.dot_rows) {
+          const index_t rows = std::min<index_t>(isa_.dot_rows, width - m);
+          tile.left = gradient + m * plane_end_ + q;
+          isa_.dot[rows - 1][columns - 1](tile);
+          for (index_t i = 0; i < rows; ++i) {
+            for (index_t c = 0; c < columns; ++c) to[c][m + i] += products[i * columns + c];
+          }
+        }
+      }
+    }
+  }
 
-  const ConvProblem problem_;
-  const ConvProblem& given_;
+  void add_to_weight(const Task& task, const T* sums) const {
+    const index_t width = task.out_end - task.out;
+    const index_t* const strides = problem_.weight.strides;
+    for (index_t co = 0; co < width; ++co) {
+      for (index_t ci = 0; ci < task.in_end - task.in; ++ci) {
+        Storage* const kernel =
+            static_cast<Storage*>(problem_.weight.data) +
+            (task.group * problem_.out_channels + task.out + co) * strides[0] +
+            (task.in + ci) * strides[1];
+        const T* const sum = sums + ci * kernel_ * width + co;
+        for (std::size_t t = 0; t < taps_.size(); ++t) {
+          Storage& weight = kernel[places_[t]];
+          weight = kernels::store_as<Storage>(kernels::load_as(weight) + sum[taps_[t] * width]);
+        }
+      }
+    }
+  }
+
+  const ConvProblem& problem_;
   const ConvLowering lowering_;
   const ConvIsa<T>& isa_;
-  std::vector<index_t> gradient_row_;  // by job, within a channel
-  index_t gradient_channel_ = 0;
-  T* weight_ = nullptr;
-  T* gradient_ = nullptr;
+  const index_t ins_, outs_;  // channels of all groups
+  index_t kernel_ = 1;        // kernel indices of one channel pair
+  std::vector<index_t> taps_;    // those of them that the slab meets
+  std::vector<index_t> places_;  // their places in a kernel of the given weight
+  bool outer_ = false;
+  std::vector<index_t> plane_begin_;
+  index_t plane_end_ = 0;
+  index_t samples_ = 0;  // in the workspace
   T* source_ = nullptr;
+  T* gradient_ = nullptr;
 };
 
 }  // namespace

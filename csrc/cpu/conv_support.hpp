@@ -17,6 +17,14 @@ const ConvIsa<T>& conv_isa() {
   }
 }
 
+// log2 of the largest tile that this instruction set has for `rows` rows or fewer.
+template <class T>
+int conv_rows(const ConvIsa<T>& isa, index_t rows) {
+  int log_rows = 3;
+  while ((1 << log_rows) > rows || isa.conv[log_rows][0] == nullptr) --log_rows;
+  return log_rows;
+}
+
 inline index_t weight_elements(const kernels::ConvProblem& problem) {
   index_t count = problem.groups * problem.out_channels * problem.in_channels;
   for (const kernels::ConvDim& dim : problem.dims) count *= dim.kernel;

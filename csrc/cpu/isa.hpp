@@ -33,9 +33,9 @@ struct DotTile {
 
 template <class T>
 struct ConvIsa {
-  int lanes;          // elements of a vector
-  int dot_rows;       // largest tile of dot
-  int dot_columns;
+  int lanes;         // elements of a vector
+  int conv_vectors;  // largest tiles
+  int dot_rows, dot_columns;
   // [log2(rows)][vectors - 1]; rows 1, 2, 4, 8 and vectors 1, 2, 3.
   void (*conv[4][3])(const ConvTile<T>&);
   // [rows - 1][columns - 1]
@@ -43,7 +43,7 @@ struct ConvIsa {
 };
 
 struct Isa {
-  const char* name;  // "base", "x86-64-v3", "x86-64-v4"
+  const char* name;  // "base", "x86_64_v3" or "x86_64_v4"
   ConvIsa<float> conv_f32;
   ConvIsa<double> conv_f64;
   // out[j] = uniform(counter first + j), j < count; see kernels/philox.hpp.

@@ -91,7 +91,13 @@ void fill_uniform(T* out, std::int64_t count, std::uint64_t key, std::uint64_t f
   }
 }
 
-// Tiles of dot fill the register file: 24 accumulators of 32, or 12 of 16.
+// Tiles fill the register file: 24 accumulators of 32, 12 of 16, fewer without multiply-add, where
+// products need registers too.
+#if defined(__x86_64__) && !defined(__FMA__)
+constexpr int kConvVectors = 2;
+#else
+constexpr int kConvVectors = 3;
+#endif
 constexpr int kDotRows = 4;
 constexpr int kDotColumns = PYDIST_VECTOR_BYTES == 64 ? 6 : 3;
 
@@ -116,7 +122,7 @@ constexpr void add_conv_row(ConvIsa<T>& isa) {
 
 template <class T>
 constexpr ConvIsa<T> conv_isa() {
-  ConvIsa<T> isa{VectorOf<T>::kLanes, kDotRows, kDotColumns, {}, {}};
+  ConvIsa<T> isa{VectorOf<T>::kLanes, kConvVectors, kDotRows, kDotColumns, {}, {}};
   add_conv_row<T, 0>(isa);
   add_conv_row<T, 1>(isa);
   add_conv_row<T, 2>(isa);

@@ -20,8 +20,10 @@ HostTable host_table(const RunTable& runs) {
 template <Direction kDirection>
 void copy(const TensorView& view, const Regions& regions, Regions::Group group,
           const TensorView& buffer) {
-  const RunTable runs(view, regions, group,
-                      RunOptions{.segment_bytes = kernels::kCpuSegmentBytes, .fuse = true});
+  const RunTable runs(view, buffer, regions, group,
+                      RunOptions{.segment_bytes = kernels::kCpuSegmentBytes,
+                                 .fuse = true,
+                                 .buffer = buffer.data});
   const kernels::CopyRuns<kDirection, HostTable> body{static_cast<char*>(view.data),
                                                       static_cast<char*>(buffer.data),
                                                       host_table(runs)};
@@ -43,7 +45,7 @@ void unpack(const TensorView& buffer, const Regions& regions, const TensorView& 
 void unpack_add(const TensorView& buffer, const Regions& regions, const TensorView& dst) {
   const RunOptions options{.segment_bytes = kernels::kCpuSegmentBytes, .fuse = false};
   for (const Regions::Group group : regions.disjoint_groups()) {
-    const RunTable runs(dst, regions, group, options);
+    const RunTable runs(dst, buffer, regions, group, options);
     kernels::dispatch(dst.dtype, [&]<class T>(std::type_identity<T>) {
       const kernels::AddRuns<T, HostTable> body{static_cast<char*>(dst.data),
                                                 static_cast<const char*>(buffer.data),

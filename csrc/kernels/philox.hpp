@@ -14,7 +14,6 @@ struct Philox4 {
 };
 
 PYDIST_HD Philox4 philox4x32_10(Philox4 counter, std::uint32_t key0, std::uint32_t key1) {
-#pragma GCC unroll 10
   for (int round = 0; round < 10; ++round) {
     const std::uint64_t product0 = std::uint64_t{0xD2511F53u} * counter.word0;
     const std::uint64_t product1 = std::uint64_t{0xCD9E8D57u} * counter.word2;
@@ -32,8 +31,8 @@ PYDIST_HD Philox4 philox4x32_10(Philox4 counter, std::uint32_t key0, std::uint32
 // value is exact and 1 never occurs.
 template <class T>
 PYDIST_HD T uniform(std::uint64_t key, std::uint64_t counter) {
-  const Philox4 random = philox4x32_10({{static_cast<std::uint32_t>(counter),
-                                         static_cast<std::uint32_t>(counter >> 32), 0, 0}},
+  const Philox4 random = philox4x32_10({static_cast<std::uint32_t>(counter),
+                                        static_cast<std::uint32_t>(counter >> 32), 0, 0},
                                        static_cast<std::uint32_t>(key),
                                        static_cast<std::uint32_t>(key >> 32));
   if constexpr (sizeof(T) == 4) {

@@ -74,6 +74,7 @@ PYDIST_HD Run find_run(const RunBox* boxes, int count, index_t r) {
 struct RunOptions {
   index_t segment_bytes;  // longest run
   bool fuse;              // may move several adjacent elements as one unit (plain copies only)
+  const void* buffer = nullptr;  // where it starts: a slice of a buffer limits what may be fused
 };
 
 // Long enough to be a copy at memory speed, short enough to spread a face over the threads.
@@ -81,12 +82,12 @@ inline constexpr index_t kCpuSegmentBytes = 64 * 1024;
 // Eight 16-byte accesses a lane: a D face of 128 x 128 floats gives 16 warps, not one.
 inline constexpr index_t kCudaSegmentBytes = 4 * 1024;
 
-// The runs of some boxes over one view.
+// The runs of some boxes over one view and its buffer.
 class RunTable {
  public:
-  RunTable(const TensorView& view, const Regions& regions, Regions::Group group,
-           const RunOptions& options)
-      : view_(view), options_(options), size_(size_of(view.dtype)) {
+  RunTable(const TensorView& view, const TensorView& buffer, const Regions& regions,
+           Regions::Group group, const RunOptions& options)
+      : view_(view), buffer_(buffer), options_(options), size_(size_of(view.dtype)) {
     for (std::size_t i = group.begin; i < group.end; ++i) {
       if (!regions.parts()[i].box.empty()) add(regions.parts()[i]);
     }
@@ -152,7 +153,8 @@ class RunTable {
     if (inner.view_stride != size_ || inner.extent * size_ >= kLongRunBytes) return;
     index_t unit = size_;
     const auto fits = [&](index_t bytes) {
-      std::uintptr_t all = reinterpret_cast<std::uintptr_t>(view_.data);
+      std::uintptr_t all = reinterpret_cast<std::uintptr_t>(view_.data) |
+                           reinterpret_cast<std::uintptr_t>(options_.buffer);
       all |= static_cast<std::uintptr_t>(box.view_offset | box.buffer_offset);
       all |= static_cast<std::uintptr_t>(inner.extent * size_);
       for (std::size_t i = 0; i + 1 < dims.size(); ++i) {
@@ -187,6 +189,7 @@ class RunTable {
   static constexpr index_t kLongRunBytes = 64;
 
   const TensorView& view_;
+  const TensorView& buffer_;
   const RunOptions options_;
   const index_t size_;
   std::vector<RunBox> boxes_;

@@ -21,7 +21,13 @@ from pydist.cli.options import parse
 from pydist.cli.progress import ProgressView
 from pydist.cli.train import launch_training
 from pydist.train.config import (
-    CheckpointConfig, Config, DataConfig, MeshConfig, ModelConfig, OptimizerConfig, OutputConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    OutputConfig,
     TrainConfig,
 )  # fmt: skip
 from pydist.train.config_io import dumps
@@ -91,9 +97,7 @@ def _make_data(config: Config, universes: int, console: Console) -> None:
     from pydist.cli.data import make
     from pydist.data.universes import UniverseOptions
 
-    options = UniverseOptions(
-        count=universes, width=config.model.width, workers=2, overwrite=True
-    )
+    options = UniverseOptions(count=universes, width=config.model.width, workers=2, overwrite=True)
     make(config.data.path, options, console)
 
 

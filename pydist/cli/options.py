@@ -17,9 +17,7 @@ from pydist.train.config import Config
 _T = TypeVar("_T")
 
 
-def parse(
-    kind: type[_T], arguments: Sequence[str], prog: str, default: _T | None = None
-) -> _T:
+def parse(kind: type[_T], arguments: Sequence[str], prog: str, default: _T | None = None) -> _T:
     """Makes a dataclass of command line arguments.
 
     Args:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pydist.errors import UsageError
 from pydist.launch import launch
 
-
 _OPTIONS = ("-n", "--mpi")
 
 

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from pydist.cli.progress import ProgressView
     from pydist.train.config import Config
 
+_SECONDS_TO_SAVE = 600.0
+"""Time after Ctrl-C to finish the step and write a checkpoint; a second Ctrl-C ends all at once."""
+
 PROG = "pydist train CONFIG [-n RANKS] [--mpi NAME]"
 
 
@@ -48,7 +51,8 @@ def launch_training(
     from pydist.launch import launch
 
     with followed(view):
-        code = launch(ranks, ["-m", "pydist", "train", str(config), *overrides], mpi)
+        argv = ["-m", "pydist", "train", str(config), *overrides]
+        code = launch(ranks, argv, mpi, patience=_SECONDS_TO_SAVE)
     view.close()
     return code
 

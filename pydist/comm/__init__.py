@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from pydist.comm.handles import Channel, Work
 from pydist.comm.local import LocalTransport, run_local
-from pydist.comm.transport import Channel, ReduceOp, Transport, Work
+from pydist.comm.transport import ReduceOp, Transport
 
 __all__ = ["Channel", "LocalTransport", "ReduceOp", "Transport", "Work", "run_local"]

@@ -71,7 +71,9 @@ def enter(x: Tensor, factor: float) -> Tensor:
 
 class _SumRanks(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Transport, weight: float, mesh: Mesh, part: str):
+    def forward(
+        ctx: Any, x: Tensor, group: Transport, weight: float, mesh: Mesh, part: str
+    ) -> Tensor:
         ctx.args = group, weight, mesh, part
         ctx.save_for_backward(exchange_marker())
         with mesh.timers.measure(part):
@@ -88,7 +90,9 @@ class _SumRanks(Function):
 
 class _MeanRanks(Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, group: Transport, weight: float, mesh: Mesh, part: str):
+    def forward(
+        ctx: Any, grad: Tensor, group: Transport, weight: float, mesh: Mesh, part: str
+    ) -> Tensor:
         ctx.args = group, weight, mesh, part
         ctx.save_for_backward(exchange_marker())
         with mesh.timers.measure(part):
@@ -103,9 +107,7 @@ class _MeanRanks(Function):
         return _SumRanks.apply(x, *ctx.args), None, None, None, None
 
 
-def sum_ranks(
-    x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "statistics"
-) -> Tensor:
+def sum_ranks(x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "statistics") -> Tensor:
     """The sum of `x` over the ranks along `axes`, the same on all of them.
 
     With the data axis among `axes` the adjoint sums over the sample groups, as the loss of each of
@@ -123,7 +125,12 @@ def sum_ranks(
 class _Gather(Function):
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, exchanger: Exchanger, fill: float, weight: float, mesh: Mesh,
+        ctx: Any,
+        local: Tensor,
+        exchanger: Exchanger,
+        fill: float,
+        weight: float,
+        mesh: Mesh,
         part: str,
     ) -> Tensor:
         ctx.args = exchanger, weight, mesh, part

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pydist.comm.handles import Channel, Work
 from pydist.comm.host import HostTransport
-from pydist.comm.transport import Channel, ReduceOp, Work
+from pydist.comm.transport import ReduceOp
 
 _INTERNAL_TAG = 1 << 15  # above all tags that users may give
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.comm.transport import Channel, ReduceOp, Transport, Work
+from pydist.comm.handles import Channel, Work
+from pydist.comm.transport import ReduceOp, Transport
 from pydist.errors import RankFailed, RankLost
 
 P = ParamSpec("P")
@@ -58,9 +59,7 @@ class LocalTransport(Transport):
     def _subgroup(self, members: Sequence[int]) -> LocalTransport:
         self._splits += 1
         group = self._hub.subgroup(self._group, self._splits, list(members))
-        return LocalTransport(
-            self._hub, members.index(self.rank), group=group, size=len(members)
-        )
+        return LocalTransport(self._hub, members.index(self.rank), group=group, size=len(members))
 
     def _channel(
         self,
@@ -122,9 +121,7 @@ class LocalTransport(Transport):
         )
         return LocalWork(self, ticket, tensor)
 
-    def _exchange(
-        self, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]
-    ) -> None:
+    def _exchange(self, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
         ticket = self._hub.start_exchange(
             self._group,
             self.rank,

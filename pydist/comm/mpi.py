@@ -14,8 +14,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from pydist.comm.handles import Channel, Work
 from pydist.comm.host import HostTransport
-from pydist.comm.transport import Channel, ReduceOp, Work
+from pydist.comm.transport import ReduceOp
 
 MAX_BYTES = 1 << 30
 """Longer messages are cut: counts are C ints in MPI libraries older than MPI-4."""
@@ -87,12 +88,8 @@ class MpiTransport(HostTransport):
     def _exchange(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
     ) -> None:
-        requests = [
-            self._comm.Irecv(part, peer) for peer, each in recvs for part in _parts(each)
-        ]
-        requests += [
-            self._comm.Isend(part, peer) for peer, each in sends for part in _parts(each)
-        ]
+        requests = [self._comm.Irecv(part, peer) for peer, each in recvs for part in _parts(each)]
+        requests += [self._comm.Isend(part, peer) for peer, each in sends for part in _parts(each)]
         MPI.Request.Waitall(requests)
 
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
@@ -107,10 +104,7 @@ class MpiTransport(HostTransport):
 
     def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
         return MpiWork(
-            [
-                self._comm.Iallreduce(MPI.IN_PLACE, part, _MPI_OPS[op])
-                for part in _elements(tensor)
-            ],
+            [self._comm.Iallreduce(MPI.IN_PLACE, part, _MPI_OPS[op]) for part in _elements(tensor)],
             tensor,
         )
 

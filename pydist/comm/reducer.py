@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +32,9 @@ class _Bucket:
 
     def start(self, transport: Transport) -> None:
         """Copies the gradients together and starts their sum; a missing one counts as zero."""
-        if self.flat is None:
+        first = self.parameters[0]
+        if self.flat is None or self.flat.dtype != first.dtype:
             elements = sum(p.numel() for p in self.parameters)
-            first = self.parameters[0]
             self.flat = torch.empty(elements, dtype=first.dtype, device=first.device)
         for parameter, piece in self._pieces():
             if parameter.grad is None:
@@ -98,7 +97,8 @@ class Reducer:
 
     def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
         self._mesh = mesh
-        self._enabled = True
+        self.enabled = True
+        """Whether gradients are reduced at the end of a backward."""
         self._queued = False
         self._next = 0
         used = [p for p in parameters if p.requires_grad]
@@ -110,16 +110,13 @@ class Reducer:
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._order]
         me = weakref.ref(self)
         self._hooks = [h for p in self._order for h in _register_hooks(p, me)]
-        mesh.reducers.append(me)
+        mesh.reducers[:] = [*(r for r in mesh.reducers if r() is not None), me]
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients accumulate on each rank; the next backward outside reduces their sum."""
-        self._enabled, before = False, self._enabled
-        try:
-            yield
-        finally:
-            self._enabled = before
+    def release(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._mesh.reducers[:] = [r for r in self._mesh.reducers if r() is not self]
 
     def forget_unfinished(self) -> None:
         """Starts afresh after a backward that raised."""
@@ -128,7 +125,7 @@ class Reducer:
 
     def expect_end_of_backward(self) -> None:
         """Asks the engine, once, to call when the running backward is over."""
-        if self._queued or not self._enabled or not self._order or self._in_autograd_grad():
+        if self._queued or not self.enabled or not self._order or self._in_autograd_grad():
             return
         self._queued = True
         Variable._execution_engine.queue_callback(self._finish)
@@ -147,7 +144,7 @@ class Reducer:
         return None
 
     def _after_accumulation(self, parameter: nn.Parameter) -> None:
-        if not self._enabled:
+        if not self.enabled:
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise NotSupported(f"a gradient of layout {parameter.grad.layout}; dense is possible")

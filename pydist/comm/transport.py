@@ -20,6 +20,7 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
+from pydist.comm.handles import Channel, Work
 from pydist.errors import NotSupported, UsageError
 
 ReduceOp = Literal["sum", "max", "min"]
@@ -41,39 +42,6 @@ WIDER = {
     torch.bool: torch.uint8,
 }
 """The dtype in which elements of a narrow one are reduced; the result is rounded once."""
-
-
-class Work:
-    """An operation under way. The buffers belong to it until `wait` has returned."""
-
-    def wait(self) -> None:
-        """Return when the operation is complete; its result is then in place. Idempotent.
-
-        Raises:
-            RankFailed: another rank failed, the result will never come.
-        """
-
-
-class Channel(ABC):
-    """A set of messages with fixed peers and fixed buffers, sent again and again.
-
-    One `start` and one `wait` make a round; the buffers must not be touched between the two.
-    """
-
-    @abstractmethod
-    def start(self) -> None:
-        """Start all sends and receives. Does not block."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Return when all receives of the round have arrived and the send buffers are free.
-
-        Raises:
-            RankFailed: another rank failed, a message will never come.
-        """
-
-    def close(self) -> None:
-        """Release what the channel holds. Idempotent; not between `start` and `wait`."""
 
 
 class Transport(ABC):
@@ -229,7 +197,9 @@ class Transport(ABC):
         if self.rank == root:
             if tensors is None or len(tensors) != self.size:
                 given = "None" if tensors is None else f"{len(tensors)} tensors"
-                raise UsageError(f"scatter: root needs {self.size} tensors, one a rank; got {given}")
+                raise UsageError(
+                    f"scatter: root needs {self.size} tensors, one a rank; got {given}"
+                )
             for each in tensors:
                 self._check_like("scatter", each, out)
             tensors = [each.detach() for each in tensors]
@@ -274,7 +244,9 @@ class Transport(ABC):
         self._check_like("all_to_all", inputs[self.rank], outputs[self.rank])
         outputs[self.rank].detach().copy_(inputs[self.rank].detach().view(outputs[self.rank].shape))
         if self.size > 1:
-            self._all_to_all([each.detach() for each in inputs], [each.detach() for each in outputs])
+            self._all_to_all(
+                [each.detach() for each in inputs], [each.detach() for each in outputs]
+            )
 
     @abstractmethod
     def _all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -421,8 +393,10 @@ class Transport(ABC):
 
 def _as_tensor(data: bytes) -> Tensor:
     # frombuffer refuses empty buffers, and warns about ones that can't be written.
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(
-        0, dtype=torch.uint8
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8)
     )
 
 

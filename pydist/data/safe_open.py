@@ -7,8 +7,7 @@ left to trust is the HDF5 library itself.
 
 Reading is exact: the sieve buffer is off, so that a block read from a contiguous dataset takes the
 block's bytes from the disk and no more (with HDF5's default of 64 kB, a cut of height or width read
-2 to 4 times as much). File locking is off too: the files are immutable, and flock fails on some
-parallel file systems.
+2 to 4 times as much).
 """
 
 from __future__ import annotations
@@ -297,7 +296,7 @@ class SafeFile:
 def _open(path: Path, driver: Readable | None) -> h5py.File:
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_sieve_buf_size(0)
-    access.set_file_locking(False, True)
+    access.set_fclose_degree(h5f.CLOSE_STRONG)  # as h5py does: a file may be open twice
     if driver is not None:
         access.set_fileobj_driver(h5fd.fileobj_driver, driver)
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from pydist.errors import PydistError, RankFailed, exit_code_of
+from pydist.errors import PydistError, RankFailed, Stopped, exit_code_of
 
 _PATIENCE = 5.0
 """Seconds that a rank waits to be ended by the one whose failure came first."""
@@ -123,7 +123,8 @@ def describe(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted\n"
     if isinstance(error, PydistError) and "PYDIST_TRACEBACK" not in os.environ:
-        return f"{prefix}error: {error}\n"
+        kind = "" if isinstance(error, Stopped) else "error: "
+        return f"{prefix}{kind}{error}\n"
     trace = _own_frames(error.__traceback__)
     lines = "".join(traceback.format_exception(type(error), error, trace))
     if _guard.size > 1:

@@ -32,10 +32,15 @@ _ABORT_GRACE = 1.0
 _SIGNAL_GRACE = 3.0
 """Seconds that ranks get to end after SIGINT, before SIGTERM, and after that before SIGKILL."""
 
+_DEATH_NOTICE = 0.1
+"""Seconds in which the death of a rank may still explain the error that another one reports."""
+
 _TICK = 0.05
 
 
-def launch(ranks: int, argv: Sequence[str], mpi: str = "auto") -> int:
+def launch(
+    ranks: int, argv: Sequence[str], mpi: str = "auto", patience: float = _SIGNAL_GRACE
+) -> int:
     """Run a Python program on several ranks of this machine.
 
     Sets what the launchers get wrong by default: permission for root, more ranks than cores, no
@@ -46,10 +51,12 @@ def launch(ranks: int, argv: Sequence[str], mpi: str = "auto") -> int:
         ranks: number of ranks, >= 1.
         argv: the script and its arguments, or "-m", a module and its arguments.
         mpi: "auto", "openmpi", "mpich" or "gloo" (no MPI).
+        patience: seconds that ranks get to end by themselves after a first SIGINT; more than the
+            default for programs that save their state then.
 
     Returns:
-        The exit code of the rank that failed first; 72 if a rank was killed; 130 after SIGINT;
-        0 if all ended well.
+        The exit code of the rank that failed first; 72 if a rank was killed; 130 after SIGINT, if
+        no rank ends with a code of its own; 0 if all ended well.
 
     Raises:
         UsageError: no such MPI here, or nothing to run.
@@ -61,7 +68,7 @@ def launch(ranks: int, argv: Sequence[str], mpi: str = "auto") -> int:
     if argv[0] != "-m" and not Path(argv[0]).is_file():
         raise UsageError(f"no script '{argv[0]}'")
     with _private_directory() as directory:
-        job = _Job(ranks, choose(mpi), directory)
+        job = _Job(ranks, choose(mpi), directory, patience)
         return job.run([sys.executable, "-m", "pydist.launch.worker", *argv])
 
 
@@ -92,17 +99,21 @@ class _Verdict:
     """Why the job ends: the first failure."""
 
     code: int
+    asked: bool = False
+    """Ranks were asked to end (SIGINT); what the first of them answers replaces this verdict."""
     since: float = field(default_factory=time.monotonic)
 
 
 class _Job:
-    def __init__(self, size: int, backend: Backend, directory: Path) -> None:
+    def __init__(self, size: int, backend: Backend, directory: Path, patience: float) -> None:
         self._size = size
+        self._patience = patience
         self._backend = backend
         self._directory = directory
         self._ranks: dict[int, _Rank] = {}
         self._children: list[subprocess.Popen[bytes]] = []
         self._verdict: _Verdict | None = None
+        self._claims: list[tuple[float, _Rank, int]] = []
         self._interrupts = 0
         self._terminated: float | None = None
         self._selector = selectors.DefaultSelector()
@@ -198,16 +209,31 @@ class _Job:
             self._ranks[rank.rank] = rank
         elif "claim" in message:
             rank.ended = True
-            first = self._verdict is None
-            if first:
-                self._verdict = _Verdict(message["claim"])
-            with contextlib.suppress(OSError):
-                rank.connection.sendall(b"yes\n" if first else b"no\n")
+            self._claims.append((time.monotonic(), rank, message["claim"]))
         elif "say" in message:
             sys.stderr.write(message["say"])
             sys.stderr.flush()
         elif "end" in message:
             rank.ended = True
+
+    def _decide(self) -> None:
+        """Let the first rank that failed speak, unless another one's death explains its failure."""
+        if self._claims and (self._verdict is None or self._verdict.asked):
+            since, first, code = self._claims[0]
+            if time.monotonic() - since < _DEATH_NOTICE:
+                return
+            self._verdict = _Verdict(code)
+            self._answer(first, b"yes\n")
+            del self._claims[0]
+        if self._verdict is not None:
+            for _, rank, _ in self._claims:
+                self._answer(rank, b"no\n")
+            self._claims.clear()
+
+    @staticmethod
+    def _answer(rank: _Rank, text: bytes) -> None:
+        with contextlib.suppress(OSError):
+            rank.connection.sendall(text)
 
     def _lost(self, rank: _Rank) -> None:
         """A rank's process is gone."""
@@ -228,6 +254,7 @@ class _Job:
 
     def _enforce(self) -> None:
         """After a failure, end what does not end by itself."""
+        self._decide()
         if self._backend.executable is None and self._verdict is None:
             codes = [child.poll() for child in self._children]
             early = [code for code in codes if code]
@@ -239,7 +266,7 @@ class _Job:
         # Without an MPI there is nobody else to end the other ranks: no reason to wait.
         grace = _ABORT_GRACE if self._backend.executable is not None else 0.2
         if self._interrupts:
-            grace = _SIGNAL_GRACE
+            grace = self._patience if self._verdict.asked else _SIGNAL_GRACE
         if self._terminated is None and now - self._verdict.since > grace:
             self._terminated = now
             self._kill(signal.SIGTERM)
@@ -277,7 +304,7 @@ class _Job:
             self._interrupts += 1
             if self._interrupts == 1:
                 _say("interrupted; ending the ranks (once more: at once)")
-                self._verdict = self._verdict or _Verdict(128 + number)
+                self._verdict = self._verdict or _Verdict(128 + number, asked=True)
             else:
                 self._kill(signal.SIGKILL)
         for rank in self._ranks.values():

@@ -1,7 +1,7 @@
 """What the launcher starts as each rank: the wire to the launcher, the hooks, then the program.
 
-    python -m pydist.launch.worker SCRIPT [ARGUMENT ...]
-    python -m pydist.launch.worker -m MODULE [ARGUMENT ...]
+python -m pydist.launch.worker SCRIPT [ARGUMENT ...]
+python -m pydist.launch.worker -m MODULE [ARGUMENT ...]
 """
 
 from __future__ import annotations

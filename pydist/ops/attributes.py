@@ -36,10 +36,15 @@ def _ask_wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+def _descriptor(name: str) -> Any:
+    """An attribute of torch.Tensor; torch hands its `__get__` and `__set__` to the handlers."""
+    return getattr(torch.Tensor, name)
+
+
 for _name in _OF_THE_WRAPPER:
-    _attribute = getattr(torch.Tensor, _name, None)
-    if hasattr(_attribute, "__get__"):
-        HANDLERS[_attribute.__get__] = partial(_ask_wrapper, _attribute.__get__)
+    if hasattr(torch.Tensor, _name):
+        _get = _descriptor(_name).__get__
+        HANDLERS[_get] = partial(_ask_wrapper, _get)
 for _name in _METHODS_OF_THE_WRAPPER:
     _method = getattr(torch.Tensor, _name)
     HANDLERS[_method] = partial(_ask_wrapper, _method)
@@ -47,26 +52,26 @@ for _function in (torch.is_floating_point, torch.is_complex, torch.numel, torch.
     HANDLERS[_function] = partial(_ask_wrapper, _function)
 
 
-@implements(torch.Tensor.grad.__get__)  # type: ignore[attr-defined]
+@implements(_descriptor("grad").__get__)
 def grad_of(x: ShardedTensor) -> ShardedTensor | None:
     """The gradient, sharded as the tensor is."""
     grad = x._local.grad
     return None if grad is None else wrap(grad, x._layout, x)
 
 
-@implements(torch.Tensor.grad.__set__, torch.Tensor.grad.__delete__)  # type: ignore[attr-defined]
+@implements(_descriptor("grad").__set__, _descriptor("grad").__delete__)
 def set_grad(x: ShardedTensor, grad: ShardedTensor | None = None) -> None:
     """Sets or forgets the gradient."""
     x._local.grad = None if grad is None else local_of(grad.redistribute(x._layout))
 
 
-@implements(torch.Tensor.grad_fn.__get__)  # type: ignore[attr-defined]
+@implements(_descriptor("grad_fn").__get__)
 def grad_fn_of(x: ShardedTensor) -> Any:
     """The node of the shard's graph."""
     return x._local.grad_fn
 
 
-@implements(torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+@implements(_descriptor("data").__get__)
 def data_of(x: ShardedTensor) -> ShardedTensor:
     """The tensor without its graph."""
     return wrap(local_of(x).detach(), x._layout, x)
@@ -81,7 +86,7 @@ def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTenso
     return adopt_local(x, x._local)
 
 
-@implements(torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+@implements(_descriptor("requires_grad").__set__)
 def set_requires_grad(x: ShardedTensor, value: bool) -> None:
     """Asks for the gradient of a leaf."""
     requires_grad_(x, value)

@@ -47,7 +47,8 @@ def conv(
     work = Work(window, weight.shape[0], conv_flops(weight.shape))
     input = redistribute(input, choose_layout(layout, work))
     plan = plan_window(input._layout, window, weight.shape[0])
-    weight, bias = parameter_for(weight, plan.out), parameter_for(bias, plan.out)
+    weight = parameter_for(weight, plan.out)
+    bias = parameter_for(bias, plan.out)
     if plan.is_whole:
         local = local_of(input)
         call = partial(function, stride=stride, padding=padding, dilation=dilation, groups=groups)

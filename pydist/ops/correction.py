@@ -144,9 +144,7 @@ class _CorrectedConv(Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _finish(
-    plan: CorrectionPlan, exchanger: Exchanger, pending: Any, like: Tensor
-) -> list[Tensor]:
+def _finish(plan: CorrectionPlan, exchanger: Exchanger, pending: Any, like: Tensor) -> list[Tensor]:
     slabs = [like.new_empty(box.shape) for box in exchanger.slots]
     with plan.mesh.timers.measure("halo"):
         exchanger.finish(pending, slabs)
@@ -167,9 +165,7 @@ def _backward_by_gathering(
     return [next(grads) if needed else None for needed in ctx.needs_input_grad[:3]]
 
 
-def corrected_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan
-) -> Tensor:
+def corrected_conv(x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan) -> Tensor:
     """This rank's part of the convolution, from its shard and the slabs of its neighbours.
 
     Args:
@@ -181,4 +177,12 @@ def corrected_conv(
     Returns:
         The shard [N, Co, D', H', W'] of the result.
     """
-    return _CorrectedConv.apply(x, weight, bias, plan)
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return _CorrectedConv.apply(x, weight, bias, plan)
+    # Autocast's rule for convolutions, applied here: the slabs have to travel in the same type.
+    dtype = torch.get_autocast_dtype(device)
+    x, weight = x.to(dtype), weight.to(dtype)
+    bias = None if bias is None else bias.to(dtype)
+    with torch.autocast(device, enabled=False):
+        return _CorrectedConv.apply(x, weight, bias, plan)

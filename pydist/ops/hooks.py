@@ -57,4 +57,4 @@ def _apply_on_tensors(self: BackwardHook, fn: Callable[[Any], None], args: Any) 
     return (tuple(shown) if type(args) is tuple else type(args)(*shown)), index
 
 
-BackwardHook._apply_on_tensors = _apply_on_tensors
+BackwardHook._apply_on_tensors = _apply_on_tensors  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import _reduction as legacy
 
 from pydist.layout import Layout
 from pydist.ops.elementwise import broadcast_layout
@@ -20,7 +21,7 @@ from pydist.tensor import HANDLERS, ShardedTensor, implements, refusal, wrap
 def _reduction(reduction: str, size_average: Any, reduce: Any) -> str:
     if size_average is None and reduce is None:
         return reduction
-    return F._Reduction.legacy_get_string(size_average, reduce)
+    return legacy.legacy_get_string(size_average, reduce)
 
 
 def _reduced(values: ShardedTensor, reduction: str, count: Any) -> Any:

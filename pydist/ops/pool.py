@@ -70,7 +70,9 @@ def max_pool(
     function = _MAX[dims]
     if return_indices:
         raise refusal(function, (input,), {}, "return_indices")
-    input, window, plan = _plan(function, dims, input, kernel_size, stride, padding, dilation, ceil_mode)
+    input, window, plan = _plan(
+        function, dims, input, kernel_size, stride, padding, dilation, ceil_mode
+    )
     if plan.is_whole:
         padding = as_tuple(padding, dims)
         local = function(

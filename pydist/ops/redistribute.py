@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -60,16 +62,21 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
     return enter(part, layout.mesh.sample_size / layout.replicas)
 
 
+@overload
+def parameter_for(tensor: Tensor, layout: Layout) -> Tensor: ...
+@overload
+def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None: ...
 def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None:
     """A replicated operand (a weight) that every rank uses whole for its part of the result."""
-    if tensor is None or isinstance(tensor, ShardedTensor):
-        return tensor if tensor is None else local_of(redistribute(tensor, tensor._layout.whole()))
+    if tensor is None:
+        return None
+    if isinstance(tensor, ShardedTensor):
+        whole = redistribute(tensor, tensor._layout.whole())
+        tensor = local_of(whole)
     return enter(tensor, layout.mesh.sample_size / layout.replicas)
 
 
-def operand_for(
-    x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]
-) -> Tensor:
+def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]) -> Tensor:
     """The part of an operand of a broadcasting call that this rank's part of the result needs.
 
     Args:
@@ -82,7 +89,7 @@ def operand_for(
     """
     missing = len(out_shape) - x.dim()
     splits = [
-        layout.splits[missing + d] if n == out_shape[missing + d] and n != 1 else None
+        layout.splits[missing + d] if n == out_shape[missing + d] else None
         for d, n in enumerate(x.shape)
     ]
     target = Layout(layout.mesh, tuple(x.shape), splits)

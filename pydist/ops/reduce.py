@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist.comm.adjoints import sum_ranks
+from pydist.comm.transport import ReduceOp
 from pydist.layout import Layout
 from pydist.ops.elementwise import elementwise
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
@@ -67,7 +68,7 @@ def reduce_mean(
     return reduce_sum(x, dim, keepdim, dtype) / count
 
 
-def _extreme(x: ShardedTensor, dim: Dims, keepdim: bool, op: str) -> Any:
+def _extreme(x: ShardedTensor, dim: Dims, keepdim: bool, op: ReduceOp) -> Any:
     """Maximum or minimum; equal values share the gradient, as under torch.amax."""
     dims = reduced_dims(x, dim)
     axes = axes_of(x._layout, dims)
@@ -105,25 +106,32 @@ def reduce_amin(x: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Any:
 @implements(torch.sum, torch.Tensor.sum)
 def _sum(
     input: ShardedTensor,
-    *dim: Any,
+    dim: Dims = None,
     keepdim: bool = False,
+    *,
     dtype: torch.dtype | None = None,
-    **kw: Any,
+    **as_in_numpy: Any,
 ) -> Any:
-    dims, keepdim = _positional(dim, keepdim, kw)
-    return reduce_sum(input, dims, keepdim, dtype)
+    return reduce_sum(input, *_names(dim, keepdim, **as_in_numpy), dtype)
 
 
 @implements(torch.mean, torch.Tensor.mean)
 def _mean(
     input: ShardedTensor,
-    *dim: Any,
+    dim: Dims = None,
     keepdim: bool = False,
+    *,
     dtype: torch.dtype | None = None,
-    **kw: Any,
+    **as_in_numpy: Any,
 ) -> Any:
-    dims, keepdim = _positional(dim, keepdim, kw)
-    return reduce_mean(input, dims, keepdim, dtype)
+    return reduce_mean(input, *_names(dim, keepdim, **as_in_numpy), dtype)
+
+
+def _names(
+    dim: Dims, keepdim: bool, axis: Dims = None, keepdims: bool | None = None
+) -> tuple[Dims, bool]:
+    """PyTorch takes NumPy's names for these two as well."""
+    return (axis if dim is None else dim), (keepdim if keepdims is None else keepdims)
 
 
 @implements(torch.amax, torch.Tensor.amax)
@@ -227,26 +235,14 @@ def reduce_norm(
     """1-, 2- and maximum norm over dims."""
     p = kwargs.get("ord", p)
     if dtype is not None:
-        input = input.to(dtype)
+        input = elementwise(torch.Tensor.to, input, dtype)
     if p == math.inf:
-        return reduce_amax(abs(input), dim, keepdim)
+        return reduce_amax(elementwise(torch.abs, input), dim, keepdim)
     if p == 1:
-        return reduce_sum(abs(input), dim, keepdim)
+        return reduce_sum(elementwise(torch.abs, input), dim, keepdim)
     if p not in (2, "fro"):
         raise refusal(torch.norm, (input,), {}, f"order {p}; 1, 2 and inf have one")
-    squares = reduce_sum(input * input, dim, keepdim)
+    squares = reduce_sum(elementwise(torch.mul, input, input), dim, keepdim)
     # sqrt has no gradient at 0, where the norm's is taken to be 0.
     zero = squares == 0
     return torch.where(zero, 0, torch.where(zero, 1, squares).sqrt())
-
-
-def _positional(dim: tuple[Any, ...], keepdim: bool, kw: dict[str, Any]) -> tuple[Dims, bool]:
-    """Sorts out sum(x), sum(x, 1), sum(x, (1, 2), True), x.sum(1, 2) and sum(x, dim=1)."""
-    given = list(dim)
-    if given and isinstance(given[-1], bool):
-        keepdim = given.pop()
-    dims = kw.pop("dim", kw.pop("axis", given[0] if len(given) == 1 else tuple(given) or None))
-    kw.pop("out", None)
-    if kw:
-        raise TypeError(f"unexpected arguments {sorted(kw)}")
-    return dims, keepdim

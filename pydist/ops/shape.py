@@ -69,10 +69,10 @@ def _kept_dims(old: tuple[int, ...], new: tuple[int, ...]) -> dict[int, int]:
 @implements(torch.reshape, torch.Tensor.reshape, torch.Tensor.view)
 def reshape(input: ShardedTensor, *shape: Any, **kw: Any) -> ShardedTensor:
     """Reshape and view; the result may be a copy."""
-    shape = kw.get("shape", kw.get("size", shape[0] if len(shape) == 1 else shape))
-    if isinstance(shape, torch.dtype):
+    asked: Any = kw.get("shape", kw.get("size", shape[0] if len(shape) == 1 else shape))
+    if isinstance(asked, torch.dtype):
         raise refusal(torch.Tensor.view, (input,), {}, "a view of another dtype")
-    return _reshape(input, (shape,) if isinstance(shape, int) else shape)
+    return _reshape(input, (asked,) if isinstance(asked, int) else asked)
 
 
 @implements(torch.flatten, torch.Tensor.flatten)
@@ -136,9 +136,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
         )
         parts.append(_in_layout(tensor, layout))
     total = sum(t.shape[d] for t in tensors)
-    layout = like._layout.replace(
-        shape=[total if i == d else n for i, n in enumerate(like.shape)]
-    )
+    layout = like._layout.replace(shape=[total if i == d else n for i, n in enumerate(like.shape)])
     return wrap(torch.cat(parts, d), layout, like)
 
 

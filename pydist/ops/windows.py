@@ -61,7 +61,9 @@ class WindowPlan:
         self.layout = layout
         spatial = range(2, len(layout.shape))
         footprints = [window.footprint(d - 2) for d in spatial]
-        extents = [f.output_extent(layout.shape[d]) for d, f in zip(spatial, footprints, strict=True)]
+        extents = [
+            f.output_extent(layout.shape[d]) for d, f in zip(spatial, footprints, strict=True)
+        ]
         if min(extents) < 1:
             raise UsageError(
                 f"a window of kernel {window.kernel}, dilation {window.dilation} and padding "

@@ -146,9 +146,7 @@ def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:
     parameters = model.parameters()
     if config.name == "sgd":
         return SGD(parameters, config.lr, config.momentum, weight_decay=config.weight_decay)
-    return Adam(
-        parameters, config.lr, config.betas, config.eps, weight_decay=config.weight_decay
-    )
+    return Adam(parameters, config.lr, config.betas, config.eps, weight_decay=config.weight_decay)
 
 
 def _schedule(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
@@ -226,4 +224,6 @@ def _write_results(
             validation.true.numpy(),
         )
     if config.output.plot:
-        report.draw_run(folder, {_describe(mesh): losses(folder / LOG_FILE)}, config.data.path, mesh.spatial)
+        report.draw_run(
+            folder, {_describe(mesh): losses(folder / LOG_FILE)}, config.data.path, mesh.spatial
+        )

@@ -29,7 +29,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Handles the signals within the `with` block; in a thread, where it can't, does nothing."""
+        """Handles the signals within the `with` block; in a thread, which can't, does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return

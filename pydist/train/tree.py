@@ -51,10 +51,12 @@ def join(skeleton: Json, tensors: dict[str, Tensor]) -> Any:
     kind = next((key for key in skeleton if key.startswith("$")), None)
     if kind is None:
         return {key: join(value, tensors) for key, value in skeleton.items()}
-    content: Any = skeleton[kind]
-    if kind == "$tensor":
-        if content not in tensors:
-            raise CheckpointError(f"the checkpoint has no tensor {content!r}")
+    return _join_special(kind, skeleton[kind], tensors)
+
+
+def _join_special(kind: str, content: Any, tensors: dict[str, Tensor]) -> Any:
+    """What a dict with the one key `kind` stands for."""
+    if kind == "$tensor" and content in tensors:
         return tensors[content]
     if kind == "$tuple":
         return tuple(join(item, tensors) for item in content)
@@ -62,6 +64,8 @@ def join(skeleton: Json, tensors: dict[str, Tensor]) -> Any:
         return {join(key, tensors): join(value, tensors) for key, value in content}
     if kind == "$float":
         return float(content)
+    if kind == "$tensor":
+        raise CheckpointError(f"the checkpoint has no tensor {content!r}")
     raise CheckpointError(f"the checkpoint has a value of the unknown kind {kind!r}")
 
 

@@ -234,3 +234,16 @@ def test_nothing_to_do_is_allowed():
     native.pack(torch.zeros(3), regions_of([]), empty)
     native.unpack_add(empty, regions_of([((1,), (1,))]), torch.zeros(3))
     native.unpack(empty, regions_of([((0, 0), (0, 4))]), torch.zeros(0, 4))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_buffers_may_start_anywhere(dtype):
+    """A message is a slice of an exchange's buffer: aligned to its dtype, to nothing more."""
+    box = native.Regions([native.Box([0, 0, 0], [17, 6, 2])])
+    whole = random_tensor((1 + box.elements,), dtype, np.random.default_rng(0))
+    view = torch.zeros(17, 6, 4, dtype=dtype)
+    native.unpack(whole[1:], box, view)
+    assert torch.equal(view[:, :, :2].reshape(-1), whole[1:])
+    packed = torch.zeros_like(whole)[1:]
+    native.pack(view, box, packed)
+    assert torch.equal(packed, whole[1:])

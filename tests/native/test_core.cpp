@@ -41,6 +41,13 @@ TEST(Coords, HoldAtMostEightDims) {
   EXPECT_NE((Coords{1}), (Coords{1, 0}));
 }
 
+TEST(Coords, OverrunIsCaughtWhereBoundsAreChecked) {
+  if (!PYDIST_CHECK_BOUNDS) GTEST_SKIP() << "built without PYDIST_CHECK_BOUNDS";
+  const Coords coords{1, 2};
+  EXPECT_THROW(coords[2], InternalError);
+  EXPECT_THROW(coords[-1], InternalError);
+}
+
 TEST(Coords, VolumeIsZeroBeforeItOverflows) {
   EXPECT_EQ(volume_of(Coords{kHuge, 0, kHuge}), 0);
   EXPECT_THROW(volume_of(Coords{kHuge, 1, kHuge}), UsageError);

@@ -7,33 +7,67 @@ itself, and never tighter than torch's own answer to noise in the last bit.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import pydist
-from pydist.comm import run_local
-from pydist.layout import Layout, Split, layout_for_sample
-from pydist.mesh import SPATIAL_AXES, Mesh
-from pydist.partition import Partition
-from pydist.tensor import ShardedTensor
+from pydist import (
+    Layout,
+    Mesh,
+    Partition,
+    ShardedTensor,
+    Split,
+    layout_for_sample,
+    parallelize,
+    run_local,
+)
+from pydist.comm.reducer import _MeanWorld
+from pydist.mesh import SPATIAL_AXES
 
 FP64_BOUND = 1e-12
+
+Points = Sequence[int] | None
+"""Split points of one dim, [0, ..., extent]; `None` leaves it whole."""
+
+
+class Cut(NamedTuple):
+    """A tensor and the split points of its last dims, in the order of the mesh's spatial axes."""
+
+    tensor: Tensor
+    points: Sequence[Points]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal fp64 numbers, the same at every call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def randint(high: int, *shape: int, seed: int = 0) -> Tensor:
+    """Integers of [0, high), the same at every call."""
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def error(found: Tensor, expected: Tensor) -> float:
     """max|Δ| / max|expected|; absolute where everything expected is zero."""
-    assert found.shape == expected.shape
+    assert found.shape == expected.shape, f"{found.shape} instead of {expected.shape}"
+    assert found.dtype == expected.dtype, f"{found.dtype} instead of {expected.dtype}"
     if not expected.numel():
         return 0.0
-    scale = float(expected.abs().max())
-    return float((found - expected).abs().max()) / (scale if scale > 0 else 1.0)
+    if not expected.is_floating_point():
+        return float((found != expected).sum())
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = torch.where(same, 0, (found - expected).abs())
+    scale = float(expected.abs().nan_to_num(0, 0, 0).max())
+    return float(difference.max()) / (scale if scale > 0 else 1.0)
 
 
 def jittered(tensor: Tensor, seed: int = 7) -> Tensor:
     """The tensor with noise of one unit in the last place."""
+    if not tensor.is_floating_point():
+        return tensor
     generator = torch.Generator().manual_seed(seed)
     sign = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int64) * 2 - 1
     noisy = tensor.detach() * (1 + torch.finfo(tensor.dtype).eps * sign.to(tensor.dtype))
@@ -41,7 +75,7 @@ def jittered(tensor: Tensor, seed: int = 7) -> Tensor:
 
 
 def assert_equal(
-    found: dict[str, Tensor], expected: dict[str, Tensor], noisy: dict[str, Tensor]
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], noisy: Mapping[str, Tensor]
 ) -> None:
     """Every tensor within the bound; reports all that are not."""
     assert found.keys() == expected.keys()
@@ -53,8 +87,11 @@ def assert_equal(
     assert not wrong, f"error, bound: {wrong}"
 
 
-def layout_at(mesh: Mesh, shape: Sequence[int], points: Sequence[Sequence[int] | None]) -> Layout:
-    """A layout cut at given points of the last three (or fewer) dims; `None` leaves a dim whole."""
+# -- layouts --------------------------------------------------------------------------------
+
+
+def layout_at(mesh: Mesh, shape: Sequence[int], points: Sequence[Points]) -> Layout:
+    """A layout cut at given points of the last three (or fewer) dims."""
     splits: list[Split | None] = [None] * len(shape)
     first = len(shape) - len(points)
     for i, cut in enumerate(points):
@@ -64,78 +101,110 @@ def layout_at(mesh: Mesh, shape: Sequence[int], points: Sequence[Sequence[int] |
 
 
 def even_points(extent: int, parts: int) -> list[int]:
+    """The even partition's points."""
     return list(Partition.even(extent, parts).points)
 
 
-def random_points(draw_int: Callable[[int, int], int], extent: int, parts: int) -> list[int]:
-    """Random split points; blocks may be thin or empty."""
-    inner = sorted(draw_int(0, extent) for _ in range(parts - 1))
-    return [0, *inner, extent]
+def spatial_of(points: Sequence[Points]) -> tuple[int, int, int]:
+    """The mesh's spatial shape for the given split points."""
+    parts = [1 if cut is None else len(cut) - 1 for cut in points]
+    return tuple(parts + [1] * (3 - len(parts)))  # type: ignore[return-value]
+
+
+def shard(tensor: Tensor, layout: Layout) -> ShardedTensor:
+    """This rank's shard of a whole tensor, as a leaf."""
+    box = layout.box
+    index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+    local = tensor.detach()[index].clone().requires_grad_(tensor.is_floating_point())
+    return ShardedTensor.from_local(local, layout)
+
+
+def on_ranks(
+    spatial: Sequence[int], body: Callable[[Mesh], Any], data: int = 1, **options: Any
+) -> list[Any]:
+    """Runs `body(mesh)` on every rank-thread of a mesh; the results in rank order."""
+    return run_local(
+        lambda transport: body(Mesh(transport, data, spatial, **options)),
+        data * math.prod(spatial),
+        timeout=120,
+    )
+
+
+# -- functions ------------------------------------------------------------------------------
 
 
 def check_function(
     function: Callable[..., Any],
     x: Tensor,
     parameters: Sequence[Tensor] = (),
-    points: Sequence[Sequence[int] | None] = (),
+    points: Sequence[Points] = (),
     *,
+    beside: Sequence[Cut] = (),
     second_order: bool = False,
+    keep_thin_blocks: bool = True,
 ) -> None:
-    """Outputs and all gradients of `function(x, *parameters)`, split against whole, in fp64."""
-    spatial = [1, 1, 1]
-    for i, cut in enumerate(points):
-        spatial[i] = len(cut) - 1 if cut is not None else 1
-    expected = _whole(function, x, parameters, second_order)
-    noisy = _whole(function, jittered(x), [jittered(p) for p in parameters], second_order)
-    ranks = spatial[0] * spatial[1] * spatial[2]
+    """Output and all gradients of a function, split against whole, in fp64.
 
-    def rank(transport: Any) -> dict[str, Tensor]:
-        mesh = Mesh(transport, 1, spatial)
-        layout = layout_at(mesh, x.shape, points)
-        box = layout.box
-        index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
-        local = x.detach()[index].clone().requires_grad_(x.is_floating_point())
-        own = [p.detach().clone().requires_grad_() for p in parameters]
-        sharded = ShardedTensor.from_local(local, layout)
-        results = _differentiate(function, sharded, own, second_order)
-        return {name: _whole_value(t, mesh) for name, t in results.items()}
+    Args:
+        function: called as function(x, *beside, *parameters).
+        x: becomes a sharded tensor, cut at `points`.
+        parameters: stay plain, equal on all ranks.
+        points: split points of the last dims of `x`, over depth, height, width.
+        beside: more tensors that become sharded, cut at points of their own.
+        second_order: also the gradient of the squared norm of all first gradients.
+        keep_thin_blocks: as of the mesh.
+    """
+    tensors = [x, *(each.tensor for each in beside)]
+    layouts = [points, *(each.points for each in beside)]
 
-    for found in run_local(rank, ranks):
+    def whole(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        leaves = [
+            change(t).detach().clone().requires_grad_(t.is_floating_point())
+            for t in (*tensors, *parameters)
+        ]
+        results = _differentiate(function, leaves, second_order)
+        return {name: t.detach() for name, t in results.items()}
+
+    def split(mesh: Mesh) -> dict[str, Tensor]:
+        leaves = [
+            *(shard(t, layout_at(mesh, t.shape, p)) for t, p in zip(tensors, layouts, strict=True)),
+            *(p.detach().clone().requires_grad_(p.is_floating_point()) for p in parameters),
+        ]
+        results = _differentiate(function, leaves, second_order)
+        return {name: _as_whole(name, t, mesh) for name, t in results.items()}
+
+    expected, noisy = whole(lambda t: t), whole(jittered)
+    for found in on_ranks(spatial_of(points), split, keep_thin_blocks=keep_thin_blocks):
         assert_equal(found, expected, noisy)
 
 
-def _whole_value(t: Tensor, mesh: Mesh) -> Tensor:
+def _as_whole(name: str, t: Tensor, mesh: Mesh) -> Tensor:
     """A sharded result gathered; a plain gradient's mean over the group, as the convention says."""
     if isinstance(t, ShardedTensor):
         return t.full_tensor().detach()
+    if name == "y":
+        return t.detach()
     mean = t.detach().clone(memory_format=torch.contiguous_format)
     mesh.sample.all_reduce(mean)
     return mean / mesh.sample_size
 
 
-def _whole(
-    function: Callable[..., Any], x: Tensor, parameters: Sequence[Tensor], second_order: bool
-) -> dict[str, Tensor]:
-    leaf = x.detach().clone().requires_grad_(x.is_floating_point())
-    own = [p.detach().clone().requires_grad_() for p in parameters]
-    results = _differentiate(function, leaf, own, second_order)
-    return {name: t.detach() for name, t in results.items()}
-
-
 def _differentiate(
-    function: Callable[..., Any], x: Tensor, parameters: Sequence[Tensor], second_order: bool
+    function: Callable[..., Any], leaves: list[Tensor], second_order: bool
 ) -> dict[str, Tensor]:
-    y = function(x, *parameters)
+    y = function(*leaves)
     results = {"y": y}
-    probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(3), dtype=y.dtype)
-    loss = (y * probe).sum()
-    leaves = [x, *parameters]
-    names = ["dx", *(f"dp{i}" for i in range(len(parameters)))]
-    grads = torch.autograd.grad(loss, leaves, create_graph=second_order)
+    if not y.requires_grad:
+        return results
+    names = [f"d{i}" for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    loss = (y * randn(*y.shape, seed=3)).sum()
+    grads = torch.autograd.grad(
+        loss, leaves, create_graph=second_order, allow_unused=True, materialize_grads=True
+    )
     results |= dict(zip(names, grads, strict=True))
     if second_order:
-        # A gradient penalty, through the norm of every first gradient.
-        penalty = sum((g * g).sum() for g in _truly(grads, x))
+        penalty = sum((g * g).sum() for g in _true(grads, leaves[0]))
         if penalty.requires_grad:  # not where the function is linear in everything
             second = torch.autograd.grad(
                 penalty, leaves, allow_unused=True, materialize_grads=True
@@ -144,91 +213,105 @@ def _differentiate(
     return results
 
 
-def _truly(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
-    """Gradients as users see them: a parameter's is the mean over the group."""
+def _true(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+    """Gradients as users of a parallelized model see them: a parameter's is the mean."""
     if not isinstance(x, ShardedTensor):
         return list(grads)
-    from pydist.comm.reducer import _MeanWorld
-
     return [
         g if isinstance(g, ShardedTensor) else _MeanWorld.apply(g, x.mesh.sample) for g in grads
     ]
 
 
+# -- networks -------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """A network with the batch and the loss that it is trained on."""
+
+    model: nn.Module
+    x: Tensor
+    target: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+class Answer(NamedTuple):
+    """What one device finds, and what it finds after noise in the last bit."""
+
+    expected: dict[str, Tensor]
+    noisy: dict[str, Tensor]
+
+
+def whole_answer(task: Task) -> Answer:
+    """Output, loss, gradients and buffers of one step on one device."""
+    return Answer(_step(task, lambda t: t), _step(task, jittered))
+
+
 def check_network(
-    model: nn.Module,
-    x: Tensor,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    target: Tensor,
+    task: Task,
     spatial: tuple[int, int, int],
     data: int = 1,
+    *,
+    answer: Answer | None = None,
+    keep_thin_blocks: bool = False,
     **options: Any,
 ) -> None:
     """Output, loss, input and parameter gradients and buffers of a network, split against whole.
 
-    `x` and `target` hold the whole batch; sample groups take equal contiguous parts of it.
+    Args:
+        task: with the whole batch; sample groups take equal contiguous parts of it.
+        spatial: the mesh's spatial shape.
+        data: number of sample groups.
+        answer: of `whole_answer(task)`, if several splits are compared with it.
+        keep_thin_blocks: as of the mesh.
+        **options: of `parallelize`.
     """
-    expected = _train_whole(model, x, loss, target, noise=False)
-    noisy = _train_whole(model, x, loss, target, noise=True)
-    ranks = data * spatial[0] * spatial[1] * spatial[2]
-    results = run_local(
-        lambda t: train_split(copy.deepcopy(model), x, loss, target, Mesh(t, data, spatial), **options),
-        ranks,
-        timeout=240,
-    )
-    for found in results:
-        assert_equal(found, expected, noisy)
+    expected, noisy = answer or whole_answer(task)
+
+    def rank(mesh: Mesh) -> None:
+        own = task._replace(model=copy.deepcopy(task.model))
+        # Compared on each rank: the gradients of all ranks together would fill the memory.
+        assert_equal(train_split(own, mesh, **options), expected, noisy)
+
+    on_ranks(spatial, rank, data, keep_thin_blocks=keep_thin_blocks)
 
 
-def _train_whole(
-    model: nn.Module,
-    x: Tensor,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    target: Tensor,
-    *,
-    noise: bool,
-) -> dict[str, Tensor]:
-    model = copy.deepcopy(model)
-    leaf = x.detach().clone().requires_grad_()
-    if noise:
-        leaf = jittered(leaf).detach().requires_grad_()
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(jittered(p))
+def _step(task: Task, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    model = copy.deepcopy(task.model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(change(p))
+    leaf = change(task.x).detach().clone().requires_grad_()
     y = model(leaf)
-    value = loss(y, target)
+    value = task.loss(y, task.target)
     value.backward()
+    assert leaf.grad is not None
     return _results(model, y.detach(), value.detach(), leaf.grad)
 
 
-def train_split(
-    model: nn.Module,
-    x: Tensor,
-    loss: Callable[[Tensor, Tensor], Tensor],
-    target: Tensor,
-    mesh: Mesh,
-    **options: Any,
-) -> dict[str, Tensor]:
+def train_split(task: Task, mesh: Mesh, **options: Any) -> dict[str, Tensor]:
     """One forward and backward on a mesh, with the results put together as one device has them."""
-    model = pydist.parallelize(model, mesh, **options)
-    share = x.shape[0] // mesh.data_size
-    mine = slice(mesh.data_index * share, (mesh.data_index + 1) * share)
-    layout = layout_for_sample(mesh, x[mine].shape)
-    box = layout.box
-    index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
-    local = x[mine][index].clone().requires_grad_()
-    sharded = ShardedTensor.from_local(local, layout)
-    y = model(sharded)
-    value = loss(y, target[mine])
+    model = parallelize(task.model, mesh, **options)
+    mine = group_slice(mesh, task.x.shape[0])
+    x = shard(task.x[mine], layout_for_sample(mesh, task.x[mine].shape))
+    y = model(x)
+    value = task.loss(y, task.target[mine])
     value.backward()
-    grad = sharded.grad
-    assert grad is not None
-    full = y.full_tensor().detach() if isinstance(y, ShardedTensor) else y.detach()
-    grad_x = mesh.data.all_gather(grad.full_tensor().contiguous()).flatten(0, 1) / mesh.data_size
-    y_all = mesh.data.all_gather(full.contiguous()).flatten(0, 1)
+    assert x.grad is not None
+    grad_x = _all_samples(x.grad.full_tensor(), mesh) / mesh.data_size
+    full = y.full_tensor() if isinstance(y, ShardedTensor) else y
     mean = value.detach().clone()
     mesh.world.all_reduce(mean)
-    return _results(model, y_all, mean / mesh.size, grad_x)
+    return _results(model, _all_samples(full.detach(), mesh), mean / mesh.size, grad_x)
+
+
+def group_slice(mesh: Mesh, batch: int) -> slice:
+    """The samples of this rank's group, of a batch that is divided equally."""
+    share = batch // mesh.data_size
+    return slice(mesh.data_index * share, (mesh.data_index + 1) * share)
+
+
+def _all_samples(x: Tensor, mesh: Mesh) -> Tensor:
+    return mesh.data.all_gather(x.contiguous()).flatten(0, 1)
 
 
 def _results(model: nn.Module, y: Tensor, value: Tensor, grad: Tensor) -> dict[str, Tensor]:

@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from pydist.errors import CheckpointError
 from pydist.train import tree
 
-scalars = (
-    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
-)
+scalars = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False)
 keys = st.text() | st.integers() | st.booleans()
 states = st.recursive(
     scalars,

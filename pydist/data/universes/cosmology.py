@@ -287,7 +287,8 @@ def growth_fit(z: float, omega_m: float) -> float:
     def suppression(a: float) -> float:
         e2 = omega_m / a**3 + 1 - omega_m
         om, ol = omega_m / a**3 / e2, (1 - omega_m) / e2
-        return 2.5 * om / (om ** (4 / 7) - ol + (1 + om / 2) * (1 + ol / 70))
+        bracket: float = om ** (4 / 7) - ol + (1 + om / 2) * (1 + ol / 70)
+        return 2.5 * om / bracket
 
     a = 1 / (1 + z)
     return a * suppression(a) / suppression(1)

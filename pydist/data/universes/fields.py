@@ -157,15 +157,13 @@ class Displacement:
     first: Array
     second: Array
 
-    def positions(
-        self, growth: float, omega_m_z: float, particles: int = 1 << 22
-    ) -> Iterator[Array]:
+    def positions(self, growth: float, omega_m_z: float, slabs: int = 8) -> Iterator[Array]:
         """Positions in cells, not wrapped, a slab of the lattice at a time.
 
         Args:
             growth: D(z), 1 today.
             omega_m_z: matter density as a fraction of the critical one, at z.
-            particles: about how many to give at once (bounds the memory).
+            slabs: in how many pieces to give them; what follows takes memory by the piece.
 
         Yields:
             [3, rows, N, N] for successive rows of lattice planes.
@@ -174,7 +172,7 @@ class Displacement:
         n = grid.width
         scale1 = growth / grid.cell
         scale2 = 3 / 7 * growth**2 * omega_m_z ** (-1 / 143) / grid.cell
-        rows = max(1, particles // n**2)
+        rows = -(-n // slabs)
         lattice = xp.arange(n, dtype=grid.dtype)
         for start in range(0, n, rows):
             slab = slice(start, min(start + rows, n))

@@ -109,7 +109,7 @@ def test_rms_displacement_is_the_integral_of_the_power() -> None:
 def test_positions_follow_first_and_second_order_growth() -> None:
     grid = Grid(8, 40.0, dtype="float64")
     moved = displacement(grid, random_modes(grid, 2))
-    whole = np.concatenate(list(moved.positions(0.5, 0.8, particles=100)), axis=1)
+    whole = np.concatenate(list(moved.positions(0.5, 0.8, slabs=3)), axis=1)
     factor = 3 / 7 * 0.25 * 0.8 ** (-1 / 143)
     lattice = np.stack(np.meshgrid(*[np.arange(8.0)] * 3, indexing="ij"))
     expected = lattice + (0.5 * moved.first + factor * moved.second) / grid.cell

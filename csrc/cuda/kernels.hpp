@@ -1,0 +1,28 @@
+// The kernels on CUDA devices; the same bodies as on the CPU. Views must have passed the border's
+// checks and lie on the queue's device.
+#pragma once
+
+#include <cstdint>
+
+#include "core/view.hpp"
+#include "cuda/device.hpp"
+#include "kernels/conv_problem.hpp"
+#include "kernels/regions.hpp"
+
+namespace pydist::cuda {
+
+void pack(const TensorView& src, const kernels::Regions& regions, const TensorView& buffer,
+          const Queue& queue);
+void unpack(const TensorView& buffer, const kernels::Regions& regions, const TensorView& dst,
+            const Queue& queue);
+void unpack_add(const TensorView& buffer, const kernels::Regions& regions, const TensorView& dst,
+                const Queue& queue);
+
+void boundary_conv_forward(const kernels::ConvProblem& problem, const Queue& queue);
+void boundary_conv_dgrad(const kernels::ConvProblem& problem, const Queue& queue);
+void boundary_conv_wgrad(const kernels::ConvProblem& problem, const Queue& queue);
+
+void keyed_uniform(const TensorView& out, std::uint64_t key, const Coords& lo, const Coords& shape,
+                   const Queue& queue);
+
+}  // namespace pydist::cuda

@@ -1,0 +1,95 @@
+"""The command line answers at once, says what is wrong in one line, and ends with the right code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pydist.cli import main as cli
+from pydist.cli.options import override
+from pydist.errors import UsageError
+from pydist.train.config import Config
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pydist", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["run", "--help"], ["train", "--help"]]
+)
+def test_help_does_not_wait_for_torch(arguments):
+    program = (
+        "import sys\nfrom pydist.cli.main import main\n"
+        f"try:\n    main({arguments})\nexcept SystemExit:\n    pass\n"
+        "heavy = {'torch', 'numpy', 'h5py', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+
+
+def test_help_names_every_command_and_exit_code(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for word in (*cli.COMMANDS, "65", "66", "71", "72", "73", "74", "75"):
+        assert word in shown
+    assert cli.main([]) == 2
+
+
+def test_version_is_that_of_the_package(capsys):
+    import pydist
+
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"pydist {pydist.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["trian"], 2, "no command 'trian'; there are: data universes, train"),
+        (["train"], 2, "no configuration file was given"),
+        (["train", "nowhere.toml"], 2, "can't read the configuration nowhere.toml"),
+        (["train", "wrong.toml"], 2, 'model.widht is not a setting; did you mean "width"?'),
+        (["train", "ok.toml", "--train.stepz", "3"], 2, "did you mean --train.steps?"),
+        (["train", "ok.toml", "--train.batch", "0"], 2, "train.batch = 0: input should be"),
+        (["train", "ok.toml", "-n", "0"], 2, "0 ranks: at least 1 is needed"),
+        (["train", "ok.toml", "--mpi", "x", "-n", "2"], 2, "mpi 'x' is none of auto, openmpi"),
+        (["train", "ok.toml", "--mesh.data", "2"], 2, "2 ranks in all, but 1 were started"),
+        (["train", "ok.toml"], 65, "no such folder"),
+        (["run", "-n", "2"], 2, "no script was given"),
+        (["run", "-n", "2", "nowhere.py"], 2, "no script 'nowhere.py'"),
+        (["data", "universes"], 2, "Where to write the data set"),
+        (["data", "universes", "x", "--width", "1"], 2, "width=1: at least 2 voxels"),
+    ],
+)
+def test_a_mistake_is_one_line_and_the_right_exit_code(tmp_path, arguments, code, message):
+    (tmp_path / "ok.toml").write_text('[model]\nwidth = 32\n[data]\npath = "none"\n')
+    (tmp_path / "wrong.toml").write_text("[model]\nwidht = 32\n")
+    ended = run(*arguments, cwd=tmp_path)
+    assert ended.returncode == code, ended.stderr
+    assert message in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+    assert "Traceback" not in ended.stderr
+
+
+def test_options_override_the_file():
+    config = override(Config(), ["--train.steps", "20", "--mesh.spatial", "2", "1", "1"], "pydist")
+    assert config.train.steps == 20
+    assert config.mesh.spatial == (2, 1, 1)
+    assert config.model == Config().model
+    with pytest.raises(UsageError, match="invalid choice '33'"):
+        override(Config(), ["--model.width", "33"], "pydist")

@@ -1,0 +1,436 @@
+"""Reading blocks: right values, no byte too many, and one clear line for what is wrong."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pydist.data import BadSample, ShardDataset, UniverseOptions, generate_universes
+from pydist.errors import DataError, UsageError
+from pydist.partition import Box
+
+
+class CountingFile(io.BytesIO):
+    """A file's content that counts the bytes HDF5 reads of it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path.read_bytes())
+        self.count = 0
+
+    def readinto(self, buffer: memoryview) -> int:
+        self.count += len(buffer)
+        return super().readinto(buffer)
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...] = (4, 8, 8, 8)) -> Box:
+    lo = [draw(st.integers(0, n)) for n in shape]
+    hi = [draw(st.integers(a, n)) for a, n in zip(lo, shape, strict=True)]
+    return Box(lo, hi)
+
+
+def cut(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    return whole[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+
+
+# -- values -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", ["none", "log1p", "mean", "standardize"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_values(universes: Path, normalize: str, dtype: torch.dtype) -> None:
+    dataset = ShardDataset(universes, normalize=normalize, dtype=dtype)
+    manifest = dataset.manifest
+    with h5py.File(universes / manifest.files[5].path) as file:
+        x, unit = file["full"][...].astype(np.float64), file["unitPar"][...]
+    c = (slice(None), None, None, None)
+    expected = {
+        "none": x,
+        "log1p": np.log1p(x),
+        "mean": x / x.mean(),
+        "standardize": (np.log1p(x) - np.array(manifest.log1p_mean)[c])
+        / np.array(manifest.log1p_std)[c],
+    }[normalize]
+    inputs, target = dataset[5]
+    assert inputs.dtype == target.dtype == dtype
+    np.testing.assert_allclose(inputs, expected, rtol=1e-6 if dtype == torch.float32 else 1e-13)
+    np.testing.assert_array_equal(target, unit)
+
+
+def test_standardized_training_data_has_mean_0_and_deviation_1(universes: Path) -> None:
+    dataset = ShardDataset(universes, normalize="standardize", dtype=torch.float64)
+    every = torch.stack([dataset[i][0] for i in range(len(dataset))])
+    torch.testing.assert_close(every.mean((0, 2, 3, 4)), torch.zeros(4).double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        every.std((0, 2, 3, 4), correction=0), torch.ones(4).double(), atol=1e-6, rtol=0
+    )
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(box=boxes(), index=st.integers(0, 23), normalize=st.sampled_from(["log1p", "mean"]))
+def test_block_is_the_part_of_the_sample_to_the_bit(
+    universes: Path, public_universes: Path, box: Box, index: int, normalize: str
+) -> None:
+    ours = ShardDataset(universes, normalize=normalize)
+    public = ShardDataset(public_universes, normalize=normalize)
+    expected = cut(ours.read_block(index), box)
+    assert torch.equal(ours.read_block(index, box), expected)
+    assert torch.equal(public.read_block(index, box), expected)
+    assert torch.equal(ours.target(index), public.target(index))
+
+
+@pytest.mark.parametrize("stored", ["i1", "u1", "u2", ">i2", "i4", ">f4", "f8", "f2"])
+def test_stored_types(write_samples: Callable[..., Path], stored: str) -> None:
+    counts = np.random.default_rng(0).integers(0, 100, (2, 3, 4, 5)).astype(stored)
+    dataset = ShardDataset(write_samples([counts]), normalize="log1p")
+    np.testing.assert_allclose(dataset[0][0], np.log1p(counts.astype(np.float64)), rtol=1e-6)
+
+
+def test_blocks_of_float_samples_equal_the_whole_to_the_bit(
+    write_samples: Callable[..., Path],
+) -> None:
+    sample = np.random.default_rng(0).exponential(size=(2, 7, 9, 11)).astype(np.float32)
+    dataset = ShardDataset(write_samples([sample]))
+    whole = dataset.read_block(0)
+    for axis in range(1, 4):
+        for start in range(sample.shape[axis]):
+            lo, hi = [0, 0, 0, 0], list(sample.shape)
+            lo[axis], hi[axis] = start, start + 1
+            box = Box(lo, hi)
+            assert torch.equal(dataset.read_block(0, box), cut(whole, box))
+
+
+def test_reads_into_a_given_tensor(universes: Path) -> None:
+    dataset = ShardDataset(universes)
+    out = torch.full((3, 4, 8, 8, 8), -1.0)
+    assert dataset.read_block(7, out=out[1]).data_ptr() == out[1].data_ptr()
+    assert torch.equal(out[1], dataset[7][0])
+    assert (out[0] == -1).all()
+    assert (out[2] == -1).all()
+    with pytest.raises(UsageError, match="contiguous"):
+        dataset.read_block(7, out=torch.empty(8, 8, 8, 4).permute(3, 0, 1, 2))
+
+
+def test_splits(universes: Path) -> None:
+    train, val = ShardDataset(universes), ShardDataset(universes, "val")
+    assert (len(train), len(val)) == (24, 8)
+    assert not {tuple(train.target(i).tolist()) for i in range(24)} & {
+        tuple(val.target(i).tolist()) for i in range(8)
+    }
+    with pytest.raises(UsageError, match=r"no split 'test'; it has train \(24 samples\), val"):
+        ShardDataset(universes, "test")
+
+
+# -- bytes ------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Makes counting files, and says how many bytes the last read took."""
+
+    def __init__(self) -> None:
+        self.files: list[CountingFile] = []
+
+    def __call__(self, path: Path) -> CountingFile:
+        self.files.append(CountingFile(path))
+        return self.files[-1]
+
+    def of(self, read: Callable[[], object]) -> int:
+        before = sum(f.count for f in self.files)
+        read()
+        return sum(f.count for f in self.files) - before
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(box=boxes())
+def test_contiguous_file_gives_the_block_and_no_byte_more(universes: Path, box: Box) -> None:
+    meter = Meter()
+    dataset = ShardDataset(universes, driver=meter)
+    dataset.read_block(3, Box((0,) * 4, (1,) * 4))  # opens the file and reads its metadata
+    assert meter.of(lambda: dataset.read_block(3, box)) == box.volume * 2
+    dataset.close()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(box=boxes())
+def test_public_layout_gives_the_block_and_no_byte_more(public_universes: Path, box: Box) -> None:
+    meter = Meter()
+    dataset = ShardDataset(public_universes, driver=meter)
+    dataset.read_block(3, Box((0,) * 4, (1,) * 4))
+    assert meter.of(lambda: dataset.read_block(3, box)) == box.volume * 2
+    dataset.close()
+
+
+def test_opening_reads_little_besides_the_block(universes: Path) -> None:
+    meter = Meter()
+    dataset = ShardDataset(universes, driver=meter)
+    assert meter.of(lambda: dataset.read_block(0, Box((0,) * 4, (4, 4, 8, 8)))) < 2048 + 8192
+    dataset.close()
+
+
+def test_file_on_disk_is_read_exactly_too(tmp_path: Path) -> None:
+    """Without a counting driver, by what the kernel counts: the sieve buffer must be off."""
+    generate_universes(tmp_path, UniverseOptions(count=1, width=64, box_width=64))
+    dataset = ShardDataset(tmp_path)
+
+    def bytes_read() -> int:
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return int(dict(line.split(": ") for line in lines)["rchar"])
+
+    dataset.read_block(0, Box((0,) * 4, (1,) * 4))
+    for axis in (1, 2, 3):
+        lo, hi = [0, 0, 0, 0], [4, 64, 64, 64]
+        lo[axis], hi[axis] = 32, 48
+        before = bytes_read()
+        own = bytes_read() - before
+        before = bytes_read()
+        dataset.read_block(0, Box(lo, hi))
+        found = bytes_read() - before - own
+        wanted = 4 * 64 * 64 * 16 * 2
+        assert wanted <= found < wanted * 1.05, f"axis {axis}"
+
+
+def test_chunked_file_gives_the_chunks_touched(write_samples: Callable[..., Path]) -> None:
+    counts = np.random.default_rng(0).integers(0, 9, (2, 32, 32, 32)).astype(np.int16)
+    root = write_samples([counts], chunks=(1, 8, 16, 32), fletcher32=True)
+    meter = Meter()
+    dataset = ShardDataset(root, driver=meter)
+    dataset.read_block(0, Box((0,) * 4, (1,) * 4))
+    chunk = 8 * 16 * 32 * 2 + 4
+    box = Box((0, 7, 3, 0), (2, 9, 15, 5))
+    read = meter.of(lambda: dataset.read_block(0, box))
+    # The chunks' tree is read as well, once; the chunk at the origin is in HDF5's cache by now.
+    assert 3 * chunk <= read <= 4 * chunk + 4096
+    assert torch.equal(dataset.read_block(0, box), cut(dataset.read_block(0), box))
+    dataset.close()
+
+
+# -- files, processes, threads ----------------------------------------------------------------
+
+
+def test_files_are_opened_when_needed_and_only_so_many(universes: Path) -> None:
+    meter = Meter()
+    dataset = ShardDataset(universes, open_files=3, driver=meter)
+    assert not meter.files
+    first = [dataset.read_block(i) for i in (0, 1, 2, 0, 1, 2)]
+    assert len(meter.files) == 3
+    dataset.read_block(3)  # closes 0, the least recently used
+    dataset.read_block(1)
+    assert len(meter.files) == 4
+    assert torch.equal(dataset.read_block(0), first[0])
+    assert len(meter.files) == 5
+    dataset.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_no_open_file_crosses_a_fork(universes: Path) -> None:
+    meter = Meter()
+    dataset = ShardDataset(universes, driver=meter)
+    expected = dataset.read_block(0)
+    dataset._handles.lock.acquire()  # as if another thread were reading at the fork
+    pid = os.fork()
+    if pid == 0:
+        good = torch.equal(dataset.read_block(0), expected) and len(meter.files) == 2
+        os._exit(0 if good else 1)
+    dataset._handles.lock.release()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert torch.equal(dataset.read_block(0), expected)
+    assert len(meter.files) == 1
+    dataset.close()
+
+
+def first_block(dataset: ShardDataset) -> list[float]:
+    return dataset.read_block(0).flatten().tolist()
+
+
+def test_goes_to_another_process_by_pickle(universes: Path) -> None:
+    dataset = ShardDataset(universes)
+    expected = dataset.read_block(0)
+    assert torch.equal(pickle.loads(pickle.dumps(dataset)).read_block(0), expected)
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.apply(first_block, (dataset,)) == expected.flatten().tolist()
+    dataset.close()
+
+
+def test_threads_may_read_at_once(universes: Path) -> None:
+    dataset = ShardDataset(universes, open_files=2)
+    expected = [dataset.read_block(i) for i in range(6)]
+    wrong: list[int] = []
+
+    def read(start: int) -> None:
+        for k in range(60):
+            i = (start + k) % 6
+            if not torch.equal(dataset.read_block(i), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=read, args=(start,)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_reading_leaves_the_interpreter_to_other_threads(
+    write_samples: Callable[..., Path],
+) -> None:
+    """HDF5, its filters and the normalisation run without the interpreter's lock."""
+    counts = np.random.default_rng(0).poisson(1, (1, 160, 160, 160)).astype(np.int16)
+    root = write_samples([counts], chunks=counts.shape, compression="gzip")
+    dataset = ShardDataset(root)
+    dataset.target(0)  # opens the file
+    took: list[float] = []
+
+    def read() -> None:
+        started = time.perf_counter()
+        dataset.read_block(0)
+        took.append(time.perf_counter() - started)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    longest, last = 0.0, time.perf_counter()
+    while thread.is_alive():
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < took[0] / 2, f"stood still for {longest:.3f} s of {took[0]:.3f} s"
+
+
+# -- what can be wrong ------------------------------------------------------------------------
+
+
+def one_line(caught: pytest.ExceptionInfo[Exception]) -> str:
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_bad_value_is_named_with_file_sample_and_voxel(
+    write_samples: Callable[..., Path], value: float
+) -> None:
+    samples = [np.ones((2, 4, 5, 6), np.float32) for _ in range(3)]
+    samples[1][1, 3, 2, 4] = value
+    root = write_samples(samples)
+    dataset = ShardDataset(root)
+    dataset.read_block(0)
+    box = Box((1, 2, 2, 3), (2, 4, 4, 6))
+    with pytest.raises(BadSample) as caught:
+        dataset.read_block(1, box)
+    assert one_line(caught).startswith(
+        f"{root / 'sample_1.hdf5'}: 'full', sample 1 of 'train': value {value} at channel 1, "
+        "voxel (3, 2, 4)"
+    )
+    dataset.read_block(1, Box((0, 0, 0, 0), (1, 4, 5, 6)))  # another rank's block is fine
+
+
+def test_count_without_a_logarithm_is_a_bad_value(write_samples: Callable[..., Path]) -> None:
+    sample = np.zeros((1, 2, 2, 2), np.int16)
+    sample[0, 1, 0, 1] = -1
+    root = write_samples([sample])
+    with pytest.raises(BadSample, match=r"value -1 at channel 0, voxel \(1, 0, 1\)"):
+        ShardDataset(root).read_block(0)
+    assert ShardDataset(root, normalize="none").read_block(0).min() == -1
+
+
+def test_flipped_bit_in_a_chunk_is_noticed(write_samples: Callable[..., Path]) -> None:
+    counts = np.random.default_rng(0).integers(0, 9, (2, 8, 8, 8)).astype(np.int16)
+    root = write_samples([counts], chunks=(1, 8, 8, 8), fletcher32=True)
+    path = root / "sample_0.hdf5"
+    image = bytearray(path.read_bytes())
+    image[image.index(counts[1].tobytes()) + 100] ^= 4
+    path.write_bytes(image)
+    dataset = ShardDataset(root)
+    dataset.read_block(0, Box((0, 0, 0, 0), (1, 8, 8, 8)))
+    with pytest.raises(BadSample, match=r"sample_0\.hdf5: 'full', sample 0 of 'train': damaged"):
+        dataset.read_block(0)
+
+
+def test_truncated_file(write_samples: Callable[..., Path]) -> None:
+    root = write_samples([np.ones((2, 8, 8, 8), np.float32)] * 2)
+    path = root / "sample_1.hdf5"
+    whole = path.read_bytes()
+    for keep in (0, 7, 100, 2000, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:keep])
+        with pytest.raises(DataError) as caught:
+            ShardDataset(root).read_block(1)
+        assert str(path) in one_line(caught)
+
+
+def test_missing_file_and_missing_or_wrong_dataset(write_samples: Callable[..., Path]) -> None:
+    root = write_samples([np.ones((2, 3, 3, 3), np.int16)] * 4)
+    (root / "sample_0.hdf5").unlink()
+    for i, change in {1: "missing", 2: "shape", 3: "type"}.items():
+        with h5py.File(root / f"sample_{i}.hdf5", "w") as file:
+            if change == "missing":
+                file["volume"] = np.ones((2, 3, 3, 3), np.int16)
+            elif change == "shape":
+                file["full"] = np.ones((3, 3, 3, 2), np.int16)
+            else:
+                file["full"] = np.ones((2, 3, 3, 3), np.float32)
+    expected = [
+        "sample_0.hdf5: No such file",
+        "no 'full' in '/'; it has volume",
+        "'full' has the shape (3, 3, 3, 2); (2, 3, 3, 3) was expected",
+        "'full' holds float32; the manifest says int16",
+    ]
+    dataset = ShardDataset(root)
+    for i, what in enumerate(expected):
+        with pytest.raises(DataError) as caught:
+            dataset.read_block(i)
+        assert what in one_line(caught)
+
+
+def test_bad_targets(write_samples: Callable[..., Path]) -> None:
+    root = write_samples([np.ones((2, 3, 3, 3), np.int16)] * 3)
+    for i, target in enumerate((np.array([0, np.nan, 0, 0]), np.zeros(3), None)):
+        with h5py.File(root / f"sample_{i}.hdf5", "a") as file:
+            del file["unitPar"]
+            if target is not None:
+                file["unitPar"] = target
+    dataset = ShardDataset(root)
+    with pytest.raises(BadSample, match=r"sample 0 of 'train', 'unitPar' is \[0.0, nan"):
+        dataset.target(0)
+    with pytest.raises(DataError, match=r"'unitPar' has the shape \(3,\); \(4,\) was expected"):
+        dataset.target(1)
+    with pytest.raises(DataError, match=r"no 'unitPar' in '/'; it has full"):
+        dataset.target(2)
+
+
+def test_wrong_calls(universes: Path) -> None:
+    dataset = ShardDataset(universes)
+    with pytest.raises(IndexError, match="sample 24 of 24"):
+        dataset.read_block(24)
+    for lo, hi in (
+        ((0, 0, 0, 0), (4, 8, 8, 9)),
+        ((0, 0, 0), (8, 8, 8)),
+        ((0, 5, 0, 0), (4, 4, 8, 8)),
+    ):
+        with pytest.raises(UsageError, match="is not in a sample"):
+            dataset.read_block(0, type("Box", (), {"lo": lo, "hi": hi})())
+    with pytest.raises(UsageError, match=r"torch\.float32 and torch\.float64"):
+        ShardDataset(universes, dtype=torch.float16)
+    with pytest.raises(UsageError, match="none, log1p, mean, standardize"):
+        ShardDataset(universes, normalize="sqrt")
+
+
+def test_statistics_that_are_not_there(
+    write_samples: Callable[..., Path], edit_manifest: Callable[..., None]
+) -> None:
+    root = write_samples([np.ones((2, 3, 3, 3), np.int16)])
+    with pytest.raises(DataError, match=r"standardize.*2 channels"):
+        ShardDataset(root, normalize="standardize")
+    edit_manifest(root, log1p_mean=[0.0, 0.0], log1p_std=[1.0, 0.0])
+    with pytest.raises(DataError, match="standard deviation"):
+        ShardDataset(root, normalize="standardize")

@@ -1,0 +1,375 @@
+"""The loader: right blocks to right ranks, hidden reads, errors at their batch, clean ends."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pydist.comm import run_local
+from pydist.comm.transport import Transport
+from pydist.data import BadSample, Batch, Loader, ShardDataset
+from pydist.errors import DataError, UsageError
+from pydist.mesh import Mesh
+from pydist.partition import Box
+
+
+class Numbers:
+    """Samples that can be told apart: every voxel of sample i holds i + its linear index / 1000."""
+
+    sample_shape = (1, 4, 3, 5)
+    num_targets = 2
+    dtype = torch.float64
+    identity = "numbers"
+
+    def __init__(
+        self, size: int, delay: float = 0, bad: dict[int, Box | None] | None = None
+    ) -> None:
+        self.size, self.delay, self.bad = size, delay, bad or {}
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def whole(self, index: int) -> Tensor:
+        return index + torch.arange(60, dtype=torch.float64).reshape(self.sample_shape) / 1000
+
+    def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
+        time.sleep(self.delay)
+        self.reads.append(index)
+        assert box is not None
+        assert out is not None
+        if index in self.bad:
+            where = self.bad[index]
+            if where is None or not where.intersect(box).empty:
+                raise BadSample(f"numbers: sample {index} is bad")
+        out.copy_(self.whole(index)[tuple(slice(*b) for b in zip(box.lo, box.hi, strict=True))])
+        return out
+
+    def target(self, index: int) -> Tensor:
+        return torch.tensor([index, -index], dtype=torch.float64)
+
+
+def on_ranks(ranks: int, job: Callable[..., object], *args: object) -> list:
+    return run_local(job, ranks, *args, timeout=60)
+
+
+def seen(batch: Batch, dataset: Numbers) -> list[int]:
+    """The samples of a batch, after checking that the tensors hold them."""
+    full = batch.inputs.full_tensor()
+    for n, index in enumerate(batch.indices):
+        assert torch.equal(full[n], dataset.whole(index))
+        assert torch.equal(batch.targets[n], dataset.target(index))
+    assert batch.inputs.shape == (len(batch.indices), *dataset.sample_shape)
+    assert batch.inputs._origin.first_sample == batch.first_sample
+    return list(batch.indices)
+
+
+# -- what is read -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "spatial"),
+    [(1, (1, 1, 1)), (2, (2, 1, 1)), (1, (3, 1, 2)), (3, (1, 2, 1)), (1, (6, 1, 1))],
+)
+def test_every_rank_reads_its_blocks(data: int, spatial: tuple[int, int, int]) -> None:
+    """Also with uneven and empty blocks: 4 planes on 6 ranks."""
+
+    def job(transport: Transport) -> list:
+        mesh, dataset = Mesh(transport, data, spatial, seed=3), Numbers(11)
+        with Loader(dataset, mesh, 4) as loader:
+            return [(b.epoch, b.step, b.count, seen(b, dataset)) for _ in range(2) for b in loader]
+
+    ranks = data * spatial[0] * spatial[1] * spatial[2]
+    found = on_ranks(ranks, job)
+    group = ranks // data
+    for rank in range(ranks):
+        assert found[rank] == found[rank // group * group], "one group, one answer"
+    for epoch in range(2):
+        counted = [
+            i for rank in range(0, ranks, group) for e, _, n, s in found[rank] if e == epoch and n
+            for i in s
+        ]  # fmt: skip
+        assert sorted(counted) == list(range(11))
+
+
+def test_blocks_come_from_the_file(universes: Path) -> None:
+    def job(transport: Transport) -> None:
+        mesh, dataset = Mesh(transport, 1, (2, 1, 2)), ShardDataset(universes)
+        with Loader(dataset, mesh, 5) as loader:
+            batch = next(iter(loader))
+            assert batch.inputs.to_local().shape == (5, 4, 4, 8, 4)
+            for n, index in enumerate(batch.indices):
+                assert torch.equal(batch.inputs.full_tensor()[n], dataset[index][0])
+            assert batch.inputs.dtype == batch.weight.dtype == torch.float32
+
+    on_ranks(4, job)
+
+
+def test_padding_has_no_weight() -> None:
+    def job(transport: Transport) -> tuple:
+        dataset = Numbers(4)
+        with Loader(dataset, Mesh(transport, 3), 3, seed=1) as loader:
+            last = list(loader)[-1]
+        return (
+            last.count,
+            last.weight.tolist(),
+            last.loss_scale,
+            last.global_size,
+            len(last.indices),
+        )
+
+    assert on_ranks(3, job) == [(1, [1.0], 3.0, 1, 1), (0, [0.0], 0.0, 1, 1), (0, [0.0], 0.0, 1, 1)]
+
+
+def test_evaluation_sees_every_sample_once_each_time() -> None:
+    def job(transport: Transport) -> list:
+        dataset = Numbers(7)
+        with Loader(dataset, Mesh(transport, 3), 3, training=False) as loader:
+            return [[i for b in loader.epoch(0) for i in seen(b, dataset)] for _ in range(2)]
+
+    found = on_ranks(3, job)
+    assert found == [[[0, 3, 6]] * 2, [[1, 4]] * 2, [[2, 5]] * 2]
+
+
+def test_seed_is_the_meshs_by_default() -> None:
+    def job(transport: Transport, mesh_seed: int, seed: int | None) -> list:
+        with Loader(Numbers(20), Mesh(transport, seed=mesh_seed), 20, seed=seed) as loader:
+            return next(iter(loader)).indices
+
+    assert on_ranks(1, job, 1, None) == on_ranks(1, job, 2, 1) != on_ranks(1, job, 2, None)
+
+
+def test_ranks_with_different_data_are_told() -> None:
+    def job(transport: Transport) -> str:
+        dataset = Numbers(8)
+        dataset.identity = f"set {transport.rank // 2}"
+        with pytest.raises(UsageError) as caught:
+            Loader(dataset, Mesh(transport), 4)
+        return str(caught.value)
+
+    message = "data set is 'set 0' on rank 0 and 'set 1' on rank 2"
+    assert all(message in m for m in on_ranks(3, job))
+
+
+# -- resume -----------------------------------------------------------------------------------
+
+
+def test_resume_goes_on_with_the_next_batch_though_more_were_read() -> None:
+    def job(transport: Transport) -> None:
+        mesh = Mesh(transport)
+        with Loader(Numbers(10), mesh, 2, prefetch=4) as loader:
+            expected = [b.indices for _ in range(2) for b in loader]
+        with Loader(Numbers(10), mesh, 2, prefetch=4) as first:
+            batches = iter(first)
+            got = [next(batches).indices for _ in range(3)]
+            state = first.state_dict()
+        with Loader(Numbers(10), mesh, 2) as second:
+            second.load_state_dict(state)
+            got += [b.indices for b in second] + [b.indices for b in second]
+        assert got == expected
+        with Loader(Numbers(10), mesh, 2) as third:
+            assert [b.indices for b in third.epoch(1, start=2)] == expected[7:]
+            assert list(third.epoch(1, start=5)) == []
+
+    on_ranks(1, job)
+
+
+# -- reading ahead ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_slow_reads_are_hidden_behind_the_step(samples: int) -> None:
+    """50 ms in each read; a step computes 70 ms a sample. Waiting is at most 2 % of the steps."""
+
+    def job(transport: Transport) -> None:
+        with Loader(Numbers(6 * samples, delay=0.05), Mesh(transport), samples) as loader:
+            waits = []
+            started = time.perf_counter()
+            for _ in range(2):
+                for _ in loader:
+                    waits.append(loader.waited_s)
+                    time.sleep(0.07 * samples)
+            elapsed = time.perf_counter() - started
+        assert waits[0] >= 0.045 * samples, "nothing can hide the first read"
+        assert waits[-1] - waits[0] <= 0.02 * elapsed
+
+    on_ranks(1, job)
+
+
+def test_waiting_is_measured() -> None:
+    def job(transport: Transport) -> None:
+        with Loader(Numbers(4, delay=0.05), Mesh(transport), 1) as loader:
+            for _ in loader:
+                pass
+        assert loader.waited_s >= 0.19
+
+    on_ranks(1, job)
+
+
+def test_reads_only_so_far_ahead() -> None:
+    def job(transport: Transport) -> None:
+        dataset = Numbers(20)
+        with Loader(dataset, Mesh(transport), 1, prefetch=3, seed=0) as loader:
+            batches = iter(loader)
+            for taken in range(1, 5):
+                next(batches)
+                time.sleep(0.05)
+                assert len(dataset.reads) == taken + 3
+        order = loader.sampler.order(0).tolist()
+        assert dataset.reads == order[:7], "each sample is read once, in order"
+
+    on_ranks(1, job)
+
+
+def test_training_reads_on_into_the_next_epoch_and_evaluation_does_not() -> None:
+    def job(transport: Transport, training: bool) -> int:
+        dataset = Numbers(3)
+        with Loader(dataset, Mesh(transport), 1, training=training) as loader:
+            for _ in loader:
+                pass
+            time.sleep(0.05)
+        return len(dataset.reads)
+
+    assert on_ranks(1, job, True) == [5]
+    assert on_ranks(1, job, False) == [3]
+
+
+# -- ends -------------------------------------------------------------------------------------
+
+
+def loader_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("pydist-loader")]
+
+
+def test_no_thread_is_left_behind() -> None:
+    def job(transport: Transport) -> None:
+        mesh = Mesh(transport)
+        with Loader(Numbers(50, delay=0.01), mesh, 1, prefetch=8) as loader:
+            next(iter(loader))
+            assert loader_threads()
+        assert not loader_threads()
+        loader.close()
+        forgotten = Loader(Numbers(50), mesh, 1)
+        next(iter(forgotten))
+        del forgotten
+        gc.collect()
+        for _ in range(100):
+            if not loader_threads():
+                return
+            time.sleep(0.01)
+        raise AssertionError("a forgotten loader keeps its thread")
+
+    on_ranks(1, job)
+
+
+def test_nothing_starts_before_it_is_asked_for() -> None:
+    def job(transport: Transport) -> None:
+        dataset = Numbers(5)
+        with Loader(dataset, Mesh(transport), 1):
+            time.sleep(0.02)
+            assert not dataset.reads
+            assert not loader_threads()
+
+    on_ranks(1, job)
+
+
+def test_wrong_options_are_refused() -> None:
+    def job(transport: Transport) -> None:
+        for options in ({"prefetch": 0}, {"on_bad_sample": "ignore"}):
+            with pytest.raises(UsageError, match="stop or skip are possible"):
+                Loader(Numbers(5), Mesh(transport), 1, **options)
+
+    on_ranks(1, job)
+
+
+# -- errors -----------------------------------------------------------------------------------
+
+
+def test_error_in_the_background_comes_at_its_batch() -> None:
+    def job(transport: Transport) -> None:
+        dataset = Numbers(10, bad={3: None})
+        with Loader(dataset, Mesh(transport), 2, training=False, prefetch=3) as loader:
+            batches = iter(loader)
+            assert next(batches).indices == (0, 1)
+            time.sleep(0.05)
+            with pytest.raises(BadSample, match="numbers: sample 3 is bad"):
+                next(batches)
+            assert [b.indices for b in loader.epoch(0, start=2)] == [(4, 5), (6, 7), (8, 9)]
+
+    on_ranks(1, job)
+
+
+def test_missing_file_is_named(universes: Path, write_samples: Callable[..., Path]) -> None:
+    root = write_samples([np.ones((1, 4, 4, 4), np.int16)] * 3)
+    (root / "sample_2.hdf5").unlink()
+
+    def job(transport: Transport) -> None:
+        with (
+            Loader(ShardDataset(root), Mesh(transport), 1, training=False) as loader,
+            pytest.raises(DataError, match=r"sample_2\.hdf5: No such file"),
+        ):
+            list(loader)
+
+    on_ranks(1, job)
+
+
+def test_bad_sample_is_replaced_on_all_ranks_of_its_group() -> None:
+    """Only one rank's block of sample 2, and of its first replacement, is bad."""
+    corner, other = Box((0, 0, 0, 0), (1, 1, 1, 1)), Box((0, 3, 0, 0), (1, 4, 1, 1))
+
+    def job(transport: Transport) -> tuple:
+        dataset = Numbers(400, bad={2: corner, 3: other})
+        mesh = Mesh(transport, 1, (2, 1, 1))
+        with Loader(dataset, mesh, 4, training=False, on_bad_sample="skip") as loader:
+            batch = next(iter(loader))
+            full = batch.inputs.full_tensor()
+        assert batch.indices == (0, 1, 2, 3)
+        assert batch.weight.tolist() == [1, 1, 0, 0]
+        for n, index in enumerate((0, 1, 4, 4)):
+            assert torch.equal(full[n], dataset.whole(index))
+            assert torch.equal(batch.targets[n], dataset.target(index))
+        return loader.skipped
+
+    first, second = on_ranks(2, job)
+    assert first == {2: "numbers: sample 2 is bad", 3: "bad on another rank"}
+    assert second == {2: "bad on another rank", 3: "numbers: sample 3 is bad"}
+
+
+def test_too_many_bad_samples_stop_the_run() -> None:
+    def job(transport: Transport) -> None:
+        dataset = Numbers(250, bad=dict.fromkeys((10, 90, 200)))
+        with (
+            Loader(dataset, Mesh(transport), 5, training=False, on_bad_sample="skip") as loader,
+            pytest.raises(DataError, match="3 of 250 samples are bad, 2 may be skipped; the last"),
+        ):
+            list(loader)
+
+    on_ranks(1, job)
+
+
+def test_nan_in_one_ranks_block_is_skipped_from_files(write_samples: Callable[..., Path]) -> None:
+    samples = [np.full((1, 4, 4, 4), i, np.float32) for i in range(3)]
+    root = write_samples(samples)
+    with h5py.File(root / "sample_1.hdf5", "a") as file:
+        file["full"][0, 3, 0, 0] = np.nan
+
+    def job(transport: Transport) -> None:
+        dataset = ShardDataset(root, normalize="none")
+        mesh = Mesh(transport, 1, (2, 1, 1))
+        with Loader(dataset, mesh, 3, training=False, on_bad_sample="skip") as loader:
+            (batch,) = list(loader)
+            means = batch.inputs.full_tensor().mean((1, 2, 3, 4))
+            assert means.tolist() == [0, 2, 2]
+            assert batch.targets[:, 0].tolist() == [0, 2, 2]
+            assert list(loader.skipped) == [1]
+
+    on_ranks(2, job)

@@ -1,0 +1,29 @@
+"""A small data set, and a run on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pydist.data import UniverseOptions, generate_universes
+from pydist.train.config import Config, DataConfig, ModelConfig, OutputConfig, TrainConfig
+
+
+@pytest.fixture(scope="session")
+def universes(tmp_path_factory) -> Path:
+    """Six samples of 32³ to train on and three to validate: no number of groups divides both."""
+    folder = tmp_path_factory.mktemp("universes")
+    generate_universes(folder, UniverseOptions(count=9, width=32, box_width=32, validation=1 / 3))
+    return folder
+
+
+@pytest.fixture
+def config(universes, tmp_path) -> Config:
+    """Two epochs of two steps with three samples each, of the network with fewer parameters."""
+    return Config(
+        model=ModelConfig(variant="mlperf", width=32),
+        data=DataConfig(path=universes, normalize="log1p"),
+        train=TrainConfig(epochs=2, batch=3),
+        output=OutputConfig(folder=tmp_path / "run", plot=False),
+    )

@@ -1,0 +1,85 @@
+"""Every mistake in a configuration is named, with its place and what was probably meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pydist.errors import UsageError
+from pydist.train import config_io
+from pydist.train.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_every_default_survives_the_way_through_toml(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text(config_io.dumps(Config()))
+    assert config_io.load(file) == Config()
+
+
+@given(
+    st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
+    st.floats(min_value=1e-300, max_value=1e300),
+    st.integers(1, 10**12),
+    st.none() | st.integers(1, 100),
+)
+def test_any_values_survive_the_way_through_toml(path, lr, batch, groups):
+    config = Config(
+        data=DataConfig(path=Path(path)),
+        optimizer=OptimizerConfig(lr=lr),
+        mesh=MeshConfig(data=groups, spatial=(1, 2, 3)),
+        train=TrainConfig(batch=batch),
+    )
+    tables = config_io.tomllib.loads(config_io.dumps(config))
+    assert config_io.check(tables, "test") == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[model]\nwidht = 32", 'model.widht is not a setting; did you mean "width"?'),
+        ("[modle]\nwidth = 32", 'modle is not a setting; did you mean "model"?'),
+        ("[train]\nxyz = 1", "train.xyz is not a setting: choose from epochs, steps, batch"),
+        ("[model]\nwidth = 33", "model.width = 33: input should be 32, 64, 128, 256 or 512"),
+        ("[model]\nbatch_norm = 1", "model.batch_norm = 1: input should be a valid boolean"),
+        ('[train]\nbatch = "8"', "train.batch = '8': input should be a valid integer"),
+        ("[train]\nepochs = true", "train.epochs = True: input should be a valid integer"),
+        ("[mesh]\nspatial = [1, 2]", "mesh.spatial.2 = [1, 2]: field required"),
+        ("[mesh]\nspatial = [1, 2, 0]", "mesh.spatial.2 = 0: input should be greater than or"),
+        ("[optimizer]\nlr = nan", "optimizer.lr = nan: input should be a finite number"),
+        ("model = 3", "model = 3: input should be"),
+    ],
+)
+def test_a_wrong_setting_is_named_by_its_place(tmp_path, text, message):
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        config_io.load(file)
+    assert str(caught.value).startswith(f"{file}: {message}")
+
+
+def test_all_mistakes_are_reported_at_once():
+    with pytest.raises(UsageError) as caught:
+        config_io.check({"model": {"width": 1, "x": 2}, "train": {"batch": 0}}, "f.toml")
+    assert all(name in str(caught.value) for name in ("model.width", "model.x", "train.batch"))
+
+
+def test_files_that_are_no_toml_or_not_there_are_refused(tmp_path):
+    file = tmp_path / "config.toml"
+    file.write_text("[model\n")
+    with pytest.raises(UsageError, match="is not valid TOML"):
+        config_io.load(file)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="is not valid TOML"):
+        config_io.load(file)
+    with pytest.raises(UsageError, match="No such file"):
+        config_io.load(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
+def test_the_examples_are_valid(file):
+    config_io.load(file)

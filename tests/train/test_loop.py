@@ -1,0 +1,265 @@
+"""Training on a split mesh is that of one rank; what is interrupted goes on as if it was not."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+
+import h5py
+import pytest
+import torch
+from training import change, job
+
+from pydist.comm import run_local
+from pydist.comm.local import LocalTransport
+from pydist.data import UniverseOptions, generate_universes
+from pydist.errors import (
+    CheckpointError,
+    DataError,
+    DiskError,
+    PydistError,
+    Stopped,
+    UsageError,
+)  # fmt: skip
+from pydist.train import checkpoint, log
+
+
+def alone(config, listeners=()):
+    """The run on one rank, in this thread."""
+    return job(LocalTransport(), config, listeners=listeners)
+
+
+def events(config, kind: str) -> list[dict]:
+    path = config.output.folder / "log.jsonl"
+    return [event for event in log.read(path) if event["event"] == kind]
+
+
+def curve(config) -> list[float]:
+    return list(log.losses(config.output.folder / "log.jsonl").values())
+
+
+def last_state(config) -> dict:
+    return checkpoint.read(checkpoint.complete(config.output.folder / "ckpt")[-1])
+
+
+def assert_same_bits(one, other) -> None:
+    """Nested states that hold the same tensors, bit for bit, and the same values."""
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same_bits(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for a, b in zip(one, other, strict=True):
+            assert_same_bits(a, b)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    ("data", "spatial"), [(2, (2, 1, 1)), (1, (1, 2, 2)), (3, (1, 1, 1)), (2, (1, 1, 1))]
+)
+def test_split_training_is_that_of_one_rank(config, tmp_path, data, spatial):
+    """With dropout, a batch that two groups can't share evenly, and unequal validation shares."""
+    config = change(config, model={"variant": "paper"})
+    whole = change(config, output={"folder": tmp_path / "whole"})
+    expected = alone(whole)
+    results = run_local(job, data * math.prod(spatial), config, data, spatial)
+    assert curve(config) == pytest.approx(curve(whole), abs=5e-6)
+    for result in results:
+        assert result.steps == 4
+        assert result.validation.samples == 3
+        assert result.validation.loss == pytest.approx(expected.validation.loss, abs=1e-5)
+        assert result.validation.mae == pytest.approx(expected.validation.mae, abs=1e-5)
+        assert torch.equal(result.validation.predicted, results[0].validation.predicted)
+
+
+@pytest.mark.parametrize(("ranks", "data", "spatial"), [(1, 1, (1, 1, 1)), (4, 2, (2, 1, 1))])
+def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
+    config, tmp_path, ranks, data, spatial
+):
+    """Interrupted within an epoch, so that the sampler's place counts; with batch norm."""
+    model = {"variant": "paper", "batch_norm": True}
+    config = change(config, model=model, checkpoint={"every": 1})
+    through = change(config, output={"folder": tmp_path / "through"})
+    run_local(job, ranks, through, data, spatial)
+    run_local(job, ranks, change(config, train={"steps": 1}), data, spatial)
+    run_local(job, ranks, change(config, train={"steps": 3}), data, spatial)
+    run_local(job, ranks, config, data, spatial)
+    assert [event["step"] for event in events(config, "start")] == [0, 1, 3]
+    assert curve(config) == curve(through)
+    assert_same_bits(last_state(config), last_state(through))
+
+
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(config, tmp_path):
+    config = change(config, checkpoint={"every": 1})
+    through = change(config, output={"folder": tmp_path / "through"})
+    alone(through)
+    run_local(job, 4, change(config, train={"steps": 1}), 2, (1, 1, 2))
+    run_local(job, 2, change(config, train={"steps": 2}), 1, (2, 1, 1))
+    run_local(job, 3, change(config, train={"steps": 3}), 3, (1, 1, 1))
+    alone(config)
+    assert curve(config) == pytest.approx(curve(through), abs=5e-6)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_stops_and_the_run_goes_on_from_there(config, tmp_path, number):
+    through = change(config, output={"folder": tmp_path / "through"})
+    alone(through)
+
+    def interrupt(event):
+        if event["event"] == "step" and event["step"] == 1:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    with pytest.raises(Stopped, match=f"stopped by {number.name} after step 2, checkpoint saved"):
+        alone(config, [interrupt])
+    assert signal.getsignal(number) is before
+    assert events(config, "end")[-1]["status"] == "stopped"
+    assert [p.name for p in checkpoint.complete(config.output.folder / "ckpt")] == ["step-000002"]
+    alone(config)
+    assert curve(config) == curve(through)
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(config, monkeypatch):
+    """A rank that stopped on its own would leave the others waiting."""
+    from pydist.train import loop
+
+    class Request(loop.StopRequest):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    made = []
+    monkeypatch.setattr(loop, "StopRequest", Request)
+
+    def interrupt(event):
+        if event["event"] == "step":
+            made[1].signal = signal.SIGUSR1
+
+    with pytest.raises(Stopped, match="checkpoint saved"):
+        run_local(job, 3, config, 3, (1, 1, 1), [interrupt])
+    assert len(events(config, "step")) == 2
+
+
+def test_divergence_ends_the_run_with_one_line(config):
+    config = change(config, optimizer={"lr": 1e30})
+    with pytest.raises(
+        PydistError, match=r"the loss is \S+ at step \d .*diverged at learning rate"
+    ):
+        alone(config)
+    assert events(config, "end")[-1]["status"] == "failed"
+
+
+def test_a_sample_with_nan_is_named(config, tmp_path):
+    folder = tmp_path / "damaged"
+    manifest = generate_universes(
+        folder,
+        UniverseOptions(count=2, width=32, box_width=32, validation=0.0, dtype="float32"),
+    )
+    with h5py.File(folder / manifest.files[1].path, "r+") as file:
+        file["full"][0, 1, 2, 3] = math.nan
+    config = change(config, data={"path": folder}, train={"batch": 2})
+    with pytest.raises(DataError, match=r"nan at channel 0, voxel \(1, 2, 3\)") as caught:
+        run_local(job, 2, config, 1, (2, 1, 1))
+    assert str(folder / manifest.files[1].path) in str(caught.value)
+
+
+def test_clipping_bounds_the_step_by_the_global_norm(config):
+    """After two clipped SGD steps with momentum 0.9 the last one is at most 1.9 clips long."""
+    config = change(
+        config,
+        train={"clip_norm": 1e-3, "steps": 2},
+        optimizer={"name": "sgd", "lr": 1.0},
+        checkpoint={"every": 1},
+    )
+    run_local(job, 4, config, 2, (2, 1, 1))
+    first, second = (
+        checkpoint.read(path)["model"]
+        for path in checkpoint.complete(config.output.folder / "ckpt")
+    )
+    squares = sum((second[name] - first[name]).double().square().sum() for name in first)
+    assert 0.1e-3 < math.sqrt(squares) <= 1.9e-3 * 1.001
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_mixed_precision_trains_and_keeps_the_scale_in_the_checkpoint(config, tmp_path, amp):
+    plain = change(config, train={"steps": 2}, output={"folder": tmp_path / "plain"})
+    alone(plain)
+    config = change(config, train={"amp": amp, "steps": 2})
+    run_local(job, 2, config, 1, (2, 1, 1))
+    assert curve(config) == pytest.approx(curve(plain), rel=0.1)
+    assert curve(config) != curve(plain)
+    assert ("scale" in last_state(config)["scaler"]) == (amp == "fp16")
+
+
+def test_resume_never_and_must(config):
+    config = change(config, train={"steps": 1})
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        alone(change(config, checkpoint={"resume": "must"}))
+    alone(config)
+    with pytest.raises(UsageError, match=r"the last is step-000001.*choose another output\.folder"):
+        alone(change(config, checkpoint={"resume": "never"}))
+    alone(change(config, checkpoint={"resume": "must"}))
+
+
+def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_previous_offered(config):
+    alone(change(config, checkpoint={"every": 1}, train={"steps": 2}))
+    path = config.output.folder / "ckpt" / "step-000002" / "optimizer.safetensors"
+    raw = bytearray(path.read_bytes())
+    raw[-1] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(
+        CheckpointError, match=r"step-000002 is damaged.*previous one is .*step-000001"
+    ):
+        run_local(job, 2, config, 2, (1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"train": {"batch": 2}}, UsageError, "the saved sampler has batch_size=3"),
+        ({"train": {"seed": 1}}, UsageError, "the saved sampler has seed=0"),
+        ({"model": {"variant": "paper"}}, CheckpointError, "does not match this model"),
+        ({"train": {"amp": "fp16"}}, CheckpointError, "does not match"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(config, changes, error, message):
+    alone(change(config, train={"steps": 1}))
+    with pytest.raises(error, match=message):
+        alone(change(config, **changes))
+
+
+def test_a_checkpoint_that_can_not_be_written_stops_or_warns(config):
+    config.output.folder.mkdir()
+    (config.output.folder / "ckpt").write_text("in the way")
+    config = change(config, train={"steps": 1})
+    with pytest.raises(DiskError, match="can't write checkpoint"):
+        run_local(job, 2, config, 2, (1, 1, 1))
+    alone(change(config, checkpoint={"on_error": "warn"}))
+    assert "going on without a checkpoint" in events(config, "notice")[0]["text"]
+
+
+def test_what_an_interrupted_write_left_is_reported(config):
+    left = config.output.folder / "ckpt" / f"step-000007.tmp-{'0' * 32}"
+    left.mkdir(parents=True)
+    alone(change(config, train={"steps": 1}))
+    assert str(left) in events(config, "notice")[0]["text"]
+
+
+def test_wrong_width_and_missing_data_are_told_apart(config, tmp_path):
+    with pytest.raises(UsageError, match=r"width is 64, but the samples .* are 32 × 32 × 32"):
+        alone(change(config, model={"width": 64}))
+    with pytest.raises(DataError, match="no such folder"):
+        run_local(job, 2, change(config, data={"path": tmp_path / "nowhere"}), 2, (1, 1, 1))
+
+
+def test_where_a_steps_time_goes_adds_up(config):
+    run_local(job, 2, change(config, train={"steps": 2}), 1, (2, 1, 1))
+    for event in events(config, "step"):
+        assert {"compute", "halo", "gradients", "data"} <= event["parts"].keys()
+        assert sum(event["parts"].values()) == pytest.approx(event["seconds"], rel=1e-6)
+        assert event["samples_per_second"] == pytest.approx(3 / event["seconds"])
