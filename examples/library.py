@@ -1,11 +1,14 @@
 """pydist as a library: a network of your own, on samples that are cut over the ranks.
 
-    pydist run -n 4 examples/library.py          # or mpirun, torchrun, srun; or plain python: 1 rank
+    pydist run -n 4 examples/library.py --depth 2     # also under mpirun, torchrun, srun
+    python examples/library.py                        # one rank: the same numbers
 
-Nothing in the network knows that it is split, and every number is that of one device.
+Nothing in the network knows that it is split.
 """
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 from torch import nn
@@ -15,8 +18,9 @@ import pydist
 
 def main() -> None:
     """Fits a small network to a made-up task on a mesh of all ranks."""
-    ranks = pydist.init().size
-    mesh = pydist.init(data=1 if ranks % 2 else 2, spatial=(ranks if ranks % 2 else ranks // 2, 1, 1))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--depth", type=int, default=1, help="blocks that a sample is cut into")
+    mesh = pydist.init(spatial=(parser.parse_args().depth, 1, 1))  # the other ranks: more groups
 
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -30,24 +34,27 @@ def main() -> None:
     pydist.parallelize(model, mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 
-    generator = torch.Generator().manual_seed(mesh.data_index)  # other samples in each group
-    for step in range(20):
-        # The whole samples, equal on the ranks that share them; a `Loader` reads blocks instead.
-        volumes = torch.rand(4, 1, 16, 16, 16, generator=generator)
+    for step in range(1, 21):
+        volumes = torch.rand(4, 1, 16, 16, 16)
         targets = volumes.std(dim=(1, 2, 3, 4)).unsqueeze(1)
-        x = pydist.distribute_tensor(volumes, mesh)
-        loss = nn.functional.mse_loss(model(x), targets)
+        # Each group takes its samples; `distribute_tensor` cuts them over the ranks of the group.
+        mine = slice(mesh.data_index, None, mesh.data_size)
+        x = pydist.distribute_tensor(volumes[mine], mesh)
+        loss = nn.functional.mse_loss(model(x), targets[mine])
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # gradients are those of the whole batch on one device
         optimizer.step()
-        if mesh.rank == 0 and step % 5 == 4:
-            print(f"step {step + 1:2d}  loss {loss.item():.5f}")
+
+        mean = loss.detach().clone()
+        mesh.data.all_reduce(mean)
+        if mesh.rank == 0 and step % 5 == 0:
+            print(f"step {step:2d}  loss {mean.item() / mesh.data_size:.5f}")
 
     features = model[:4](x)
-    whole = features.full_tensor()  # collective: gathers the blocks
+    whole = features.full_tensor()  # collective: brings the blocks together
     if mesh.rank == 0:
-        print(f"{mesh}: one of {features.layout.mesh.sample_size} blocks holds "
-              f"{tuple(features.to_local().shape)} of {tuple(whole.shape)}")
+        held, shape = features.to_local().shape, whole.shape
+        print(f"rank 0 of {mesh.size} holds {list(held)} of {list(shape)}")
 
 
 if __name__ == "__main__":

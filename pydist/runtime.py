@@ -14,6 +14,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
 
 from pydist.comm.local import LocalTransport
 from pydist.comm.transport import Transport
@@ -27,6 +29,7 @@ _CLAIM = "pydist/failed"
 _CLAIM_TIMEOUT = timedelta(seconds=3)
 
 _worlds: dict[str, Transport] = {}  # a process joins its job once
+_stores: list[Store] = []  # of the process group, if pydist made it
 
 
 def connect(transport: str = "auto") -> Transport:
@@ -92,6 +95,9 @@ def _join_mpi(who: Identity | None) -> Transport:
         wheel = backends.find_wheel(who.launcher)
         if wheel is not None and wheel.library is not None:
             os.environ["MPI4PY_LIBMPI"] = wheel.library
+    if who is not None:
+        for variable, value in backends.yielding(who.launcher, who.local_size).items():
+            os.environ.setdefault(variable, value)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -121,7 +127,7 @@ def _join_c10d(who: Identity | None) -> Transport:
 
     if not dist.is_initialized():
         if who is None:
-            _init_process_group(dist.HashStore(), 0, 1)
+            _init_process_group(HashStore(), 0, 1)
         elif who.launcher in ("openmpi", "mpich"):
             _join_mpi(who)  # the rendezvous goes through MPI
         else:
@@ -130,7 +136,8 @@ def _join_c10d(who: Identity | None) -> Transport:
     return C10dTransport()
 
 
-def _init_process_group(store: dist.Store, rank: int, size: int) -> None:
+def _init_process_group(store: Store, rank: int, size: int) -> None:
+    _stores.append(store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 
@@ -141,16 +148,16 @@ def _stay_on_this_machine(alone: bool) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-def _store_through(world: Transport) -> dist.Store:
+def _store_through(world: Transport) -> Store:
     """A store whose address travels over a transport: no fixed port that may be taken."""
     here = os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo")
     host = "127.0.0.1" if here else _address()
     if world.rank == 0:
-        store = dist.TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
+        store = TCPStore(host, 0, world.size, is_master=True, wait_for_workers=False)
         world.broadcast_bytes(json.dumps([host, store.port]).encode())
         return store
     host, port = json.loads(world.broadcast_bytes(None))
-    return dist.TCPStore(host, port, world.size, is_master=False, wait_for_workers=False)
+    return TCPStore(host, port, world.size, is_master=False, wait_for_workers=False)
 
 
 def _address() -> str:
@@ -163,16 +170,16 @@ def _address() -> str:
         return str(probe.getsockname()[0])
 
 
-def _store_from_environment(who: Identity) -> dist.Store:
+def _store_from_environment(who: Identity) -> Store:
     if who.launcher == "pydist":
-        return dist.FileStore(os.environ["PYDIST_STORE"], who.size)
+        return FileStore(os.environ["PYDIST_STORE"], who.size)
     if who.launcher == "slurm":
         nodes = os.environ.get("SLURM_STEP_NODELIST", os.environ.get("SLURM_NODELIST", "localhost"))
-        job = int(os.environ.get("SLURM_JOB_ID", 0)) + int(os.environ.get("SLURM_STEP_ID", 0))
+        job = int(os.environ.get("SLURM_JOB_ID", "0")) + int(os.environ.get("SLURM_STEP_ID", "0"))
         os.environ.setdefault("MASTER_ADDR", first_host(nodes))
         os.environ.setdefault("MASTER_PORT", str(20_000 + job % 20_000))
         os.environ.update(RANK=str(who.rank), WORLD_SIZE=str(who.size))
-    store, _, _ = next(dist.rendezvous("env://"))
+    store, _, _ = next(rendezvous("env://"))
     return store
 
 
@@ -192,11 +199,11 @@ def _set_threads(world: Transport) -> None:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
-    mine = [socket.gethostname(), sorted(_affinity()), os.cpu_count()]
-    everyone = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
-    torch.set_num_threads(max(1, len(mine[1]) // everyone.count(mine)))
-    here = [each[1] for each in everyone if each[0] == mine[0]]
-    used = len(set().union(*here))
+    host, affinity = socket.gethostname(), sorted(_affinity())
+    mine = json.dumps([host, affinity]).encode()
+    everyone = [json.loads(each) for each in world.all_gather_bytes(mine)]
+    torch.set_num_threads(max(1, len(affinity) // everyone.count([host, affinity])))
+    used = len(set().union(*(cores for name, cores in everyone if name == host)))
     if world.rank == 0 and world.size > 1 and 2 * used <= (os.cpu_count() or 1):
         sys.stderr.write(
             f"pydist: the launcher bound the ranks of this machine to {used} of its"
@@ -212,9 +219,9 @@ def _affinity() -> set[int]:
 
 def _claim(world: Transport) -> Callable[[int], bool] | None:
     """Decides which of several failing ranks speaks: the first one to come to the store."""
-    if world.size == 1 or "PYDIST_SUPERVISOR" in os.environ:
-        return None  # the launcher decides
-    store = dist.distributed_c10d._get_default_store()
+    if world.size == 1 or "PYDIST_SUPERVISOR" in os.environ or not _stores:
+        return None  # the launcher decides, or nobody can
+    store = _stores[-1]
 
     def claim(_: int) -> bool:
         try:

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,13 +52,13 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", _default_p
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[Transport]:
+def world() -> Transport:
     """The transport over all ranks of the job."""
     if _REPORT not in os.environ:
         pytest.fail("the fixture `world` needs the mark `ranks`", pytrace=False)
     from pydist.runtime import connect
 
-    yield connect()
+    return connect()
 
 
 # -- outside the job ------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 # What a kernel body needs to know of its launchers: the concept it fulfils, no launcher itself.
-BODY_CONTRACT = {"launch/host_device.hpp", "launch/run_body.hpp", "launch/phases.hpp"}
+BODY_CONTRACT = {"launch/host_device.hpp", "launch/run_body.hpp", "launch/decomposition.hpp"}
 # folder -> the folders (or single headers) that it may include, besides its own
 ALLOWED: dict[str, set[str]] = {
     "core": set(),

@@ -33,7 +33,9 @@ class C10dTransport(HostTransport):
                 None.
             order: the group's ranks in the order of the transport; as they are if None.
         """
-        self._group = group if group is not None else dist.group.WORLD
+        chosen = group if group is not None else dist.group.WORLD
+        assert chosen is not None  # there is one: torch.distributed is initialised
+        self._group = chosen
         self.size = dist.get_world_size(self._group)
         self._order = list(order) if order is not None else list(range(self.size))
         self.rank = self._order.index(dist.get_rank(self._group))

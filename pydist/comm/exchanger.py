@@ -15,7 +15,8 @@ from pydist._loader import native
 from pydist.partition import Box, plan_exchange
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Channel, Transport
+    from pydist.comm.handles import Channel
+    from pydist.comm.transport import Transport
 
 # Tags below this are left to point-to-point calls that name their tag themselves.
 _FIRST_TAG = 1024

@@ -34,5 +34,5 @@ class Channel(ABC):
             RankFailed: another rank failed, a message will never come.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  a channel may hold nothing
         """Release what the channel holds. Idempotent; not between `start` and `wait`."""

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from pydist.comm.handles import Channel, Work
 from pydist.comm.transport import ReduceOp, Transport
 from pydist.errors import RankFailed, RankLost
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 _WORLD = 0
@@ -194,11 +193,7 @@ def _buffer(tensor: Tensor | None) -> tuple[int, int]:
 
 
 def run_local(
-    fn: Callable[Concatenate[Transport, P], R],
-    size: int,
-    *args: P.args,
-    timeout: float = 60,
-    **kwargs: P.kwargs,
+    fn: Callable[..., R], size: int, *args: object, timeout: float = 60, **kwargs: object
 ) -> list[R]:
     """Run a function on `size` ranks, each a thread of this process.
 

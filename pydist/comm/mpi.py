@@ -40,7 +40,7 @@ class MpiTransport(HostTransport):
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Intracomm | None = None) -> None:
+    def __init__(self, comm: MPI.Comm | None = None) -> None:
         """Duplicate a communicator. Collective.
 
         Args:

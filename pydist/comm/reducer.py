@@ -13,7 +13,8 @@ from torch.autograd import Function, Variable
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport, Work
+    from pydist.comm.handles import Work
+    from pydist.comm.transport import Transport
     from pydist.mesh import Mesh
 
 # Large enough that latency is nothing beside the transfer, small enough that the first bucket

@@ -304,8 +304,6 @@ class Transport(ABC):
     @abstractmethod
     def _all_reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work: ...
 
-    # -- bytes ------------------------------------------------------------------------------
-
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
         """Send a byte string of any length from `root` to all ranks.
 
@@ -335,8 +333,6 @@ class Transport(ABC):
         rows = self.all_gather(padded)
         return [_as_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
-    # -- end --------------------------------------------------------------------------------
-
     @abstractmethod
     def abort(self, reason: str, exit_code: int) -> None:
         """End the whole job, now.
@@ -349,7 +345,7 @@ class Transport(ABC):
             exit_code: see `pydist.errors`.
         """
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  a transport may hold nothing
         """Release what the transport holds. Collective, idempotent."""
 
     # -- checks -----------------------------------------------------------------------------

@@ -24,8 +24,6 @@ from pydist.errors import DataError, UsageError
 if TYPE_CHECKING:
     from pydist.partition import Box
 
-Slices = tuple[slice, ...]
-
 
 class BadSample(DataError):
     """A sample can't be used: a value is NaN or infinite, or its bytes are damaged."""

@@ -85,9 +85,9 @@ class Manifest:
         """SHA-256 of the manifest: equal on two ranks if they see the same data set."""
         return hashlib.sha256(self._text().encode()).hexdigest()
 
-    def save(self, root: Path) -> None:
+    def save(self, root: str | Path) -> None:
         """Writes `dataset.json` into `root`, atomically."""
-        publish(root / FILE_NAME, self._text().encode())
+        publish(Path(root) / FILE_NAME, self._text().encode())
 
     def _text(self) -> str:
         record = {

@@ -161,6 +161,16 @@ class SafeFile:
             raise DataError(f"{self.path}: {name!r} is damaged: {_line(error)}") from error
         return dataset
 
+    def text(self, name: str) -> str | None:
+        """An attribute of the file, if it has one of that name that is a string of fixed length."""
+        try:
+            kind = self._file.attrs.get_id(name).get_type() if name in self._file.attrs else None
+            if not isinstance(kind, h5t.TypeStringID) or kind.is_variable_str():
+                return None
+            return bytes(self._file.attrs[name]).decode()
+        except HDF5_ERRORS as error:
+            raise DataError(f"{self.path}: {name!r} is damaged: {_line(error)}") from error
+
     def _find(self, name: str) -> h5py.Dataset:
         """Follows `name` link by link."""
         components = [c for c in name.split("/") if c]
@@ -296,7 +306,6 @@ class SafeFile:
 def _open(path: Path, driver: Readable | None) -> h5py.File:
     access = h5p.create(h5p.FILE_ACCESS)
     access.set_sieve_buf_size(0)
-    access.set_fclose_degree(h5f.CLOSE_STRONG)  # as h5py does: a file may be open twice
     if driver is not None:
         access.set_fileobj_driver(h5fd.fileobj_driver, driver)
     try:

@@ -5,6 +5,7 @@ A rank that merely ended would leave the others waiting for its messages: plain 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import sys
@@ -34,10 +35,12 @@ class _Guard:
         self.claim: Callable[[int], bool] | None = None
         self.say: Callable[[str], object] = sys.stderr.write
         self.abort: Callable[[int], object] | None = None
-        self.installed = False
+        self.process = 0  # that has installed the hooks; a fork of it is no rank
         self.lock = threading.Lock()
 
     def end_job(self, code: int) -> NoReturn:
+        if self.size == 1:
+            atexit._run_exitfuncs()  # nobody waits for this process: it may end in good order
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -72,14 +75,16 @@ def install(
         abort: called with the exit code; ends all processes. None keeps the one there was; without
             any, only this process ends.
     """
+    if size == 1 and (hasattr(sys, "ps1") or sys.flags.interactive):
+        return  # an error must not end an interactive session
     _guard.rank, _guard.size = rank, size
     _guard.claim = claim or _guard.claim
     _guard.say = say or _guard.say
     _guard.abort = abort or _guard.abort
-    if not _guard.installed:
-        _guard.installed = True
-        sys.excepthook = _excepthook
-        threading.excepthook = _thread_excepthook
+    _guard.process = os.getpid()
+    sys.excepthook = _excepthook
+    threading.excepthook = _thread_excepthook
+    if size > 1:
         sys.exit = _exit
 
 
@@ -145,12 +150,17 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 def _excepthook(
     kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    del trace
-    fail(error if error is not None else kind())
+    if os.getpid() != _guard.process:
+        sys.__excepthook__(kind, error or kind(), trace)
+        return
+    fail(error or kind())
 
 
 def _thread_excepthook(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is None or isinstance(args.exc_value, SystemExit):
+        return
+    if os.getpid() != _guard.process:
+        threading.__excepthook__(args)
         return
     fail(args.exc_value)
 
@@ -159,13 +169,15 @@ class _Exit(SystemExit):
     """A `SystemExit` that notices when it ends the interpreter, rather than being caught.
 
     The interpreter has no hook for that, and at `atexit` the code is no longer known. But it reads
-    `code` just before it ends, with no Python code on the stack: only then has the getter no caller.
+    `code` just before it ends, with no Python code on the stack: only then the getter has no
+    caller.
     """
 
     @property
     def code(self) -> object:  # type: ignore[override]
         value = self.args[0] if len(self.args) == 1 else (self.args or None)
-        if exit_code_of(SystemExit(value)) and sys._getframe().f_back is None:
+        ends = sys._getframe().f_back is None and os.getpid() == _guard.process
+        if ends and exit_code_of(SystemExit(value)):
             fail(SystemExit(value))
         return value
 

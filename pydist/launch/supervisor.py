@@ -21,7 +21,7 @@ from types import FrameType
 from typing import IO, Any
 
 import pydist
-from pydist.errors import RankFailed, RankLost, UsageError
+from pydist.errors import RankLost, UsageError
 from pydist.launch.backends import Backend, choose, cores
 from pydist.launch.lifeline import VARIABLE
 from pydist.launch.noise import StderrFilter
@@ -36,6 +36,13 @@ _DEATH_NOTICE = 0.1
 """Seconds in which the death of a rank may still explain the error that another one reports."""
 
 _TICK = 0.05
+
+# Not `python -m`: that looks for pydist in the current folder first, and in a checkout would find
+# the sources, which have no compiled module.
+_WORKER = (
+    "import sys; sys.path[:] = [place for place in sys.path if place]; "
+    "from pydist.launch.worker import main; main(sys.argv[1:])"
+)
 
 
 def launch(
@@ -69,7 +76,7 @@ def launch(
         raise UsageError(f"no script '{argv[0]}'")
     with _private_directory() as directory:
         job = _Job(ranks, choose(mpi), directory, patience)
-        return job.run([sys.executable, "-m", "pydist.launch.worker", *argv])
+        return job.run([sys.executable, "-c", _WORKER, *argv])
 
 
 @contextlib.contextmanager
@@ -141,7 +148,6 @@ class _Job:
     def _environment(self, socket_path: str) -> dict[str, str]:
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self._size)))
-        environment.setdefault("PYTHONUNBUFFERED", "1")  # ranks write to pipes
         environment.update(self._backend.variables(self._size))
         environment[VARIABLE] = socket_path
         package = Path(pydist.__path__[0]).parent
@@ -151,7 +157,7 @@ class _Job:
         return environment
 
     def _start(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        # A session of its own: Ctrl-C in the terminal reaches only the launcher, which passes it on.
+        # A session of its own: Ctrl-C in the terminal reaches the launcher, which passes it on.
         if self._backend.executable is not None:
             line = self._backend.command(self._size, command)
             child = subprocess.Popen(
@@ -197,7 +203,9 @@ class _Job:
         if not data:
             self._selector.unregister(rank.connection)
             rank.connection.close()
-            self._lost(rank)
+            if not rank.ended and rank.rank >= 0:
+                self._lost(rank.rank, rank.pid)
+            rank.ended = True
             return
         *lines, rank.unread = (rank.unread + data).split(b"\n")
         for line in lines:
@@ -235,31 +243,29 @@ class _Job:
         with contextlib.suppress(OSError):
             rank.connection.sendall(text)
 
-    def _lost(self, rank: _Rank) -> None:
-        """A rank's process is gone."""
-        if rank.ended or rank.rank < 0 or self._verdict is not None:
-            rank.ended = True
+    def _lost(self, rank: int, pid: int) -> None:
+        """A rank's process ended, and had not said why."""
+        if self._verdict is not None:
             return
-        rank.ended = True
         self._verdict = _Verdict(RankLost.exit_code)
         how = "died without a word: killed, or out of memory"
         if self._backend.executable is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._children[rank.rank].wait(timeout=1)
+                code = self._children[rank].wait(timeout=1)
+                how = f"ended with code {code}, without a word"
                 if code < 0:
                     how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-        _say(f"rank {rank.rank} (process {rank.pid}) {how}; ending the job")
+        _say(f"rank {rank} (process {pid}) {how}; ending the job")
 
     # -- ending the job ---------------------------------------------------------------------
 
     def _enforce(self) -> None:
         """After a failure, end what does not end by itself."""
         self._decide()
-        if self._backend.executable is None and self._verdict is None:
-            codes = [child.poll() for child in self._children]
-            early = [code for code in codes if code]
-            if early and not self._ranks:  # could not even start
-                self._verdict = _Verdict(RankFailed.exit_code)
+        if self._backend.executable is None:
+            for rank, child in enumerate(self._children):
+                if child.poll() and self._verdict is None and not self._claims:
+                    self._lost(rank, child.pid)  # a fork of it may keep the wire open
         if self._verdict is None:
             return
         now = time.monotonic()

@@ -1,11 +1,11 @@
 """What the launcher starts as each rank: the wire to the launcher, the hooks, then the program.
 
-python -m pydist.launch.worker SCRIPT [ARGUMENT ...]
-python -m pydist.launch.worker -m MODULE [ARGUMENT ...]
+Its arguments are the script, or "-m" and the module, and the program's arguments.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import sys
@@ -29,6 +29,10 @@ def main(argv: list[str]) -> None:
         failures.install(rank, size, abort=_abort)
     else:
         failures.install(rank, size, claim=lifeline.claim, say=lifeline.say, abort=_abort)
+    for stream in (sys.stdout, sys.stderr):
+        # Ranks write to pipes: whole lines, as they come, or those of several ranks would mix.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     code = 0
     try:
         with failures.guarded():
@@ -41,13 +45,15 @@ def main(argv: list[str]) -> None:
 
 
 def _run(argv: list[str]) -> None:
+    # As the interpreter does it; but only now, when pydist itself is already imported.
+    place = Path.cwd() if argv[0] == "-m" else Path(argv[0]).resolve().parent
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11
+        sys.path.insert(0, str(place))
     if argv[0] == "-m":
         sys.argv = argv[1:]
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = argv
-        if not getattr(sys.flags, "safe_path", False):  # Python 3.11
-            sys.path[0] = str(Path(argv[0]).resolve().parent)
         runpy.run_path(argv[0], run_name="__main__")
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist.ops.correction import corrected_conv, plan_correction
-from pydist.ops.placement import Work, choose_layout, conv_flops
+from pydist.ops.placement import choose_layout, conv_work
 from pydist.ops.redistribute import parameter_for, redistribute
 from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
@@ -44,8 +44,7 @@ def conv(
     stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
     kernel = tuple(weight.shape[2:])
     window = Window(kernel, stride, dilation, _padding(padding, kernel, dilation, dims))
-    work = Work(window, weight.shape[0], conv_flops(weight.shape))
-    input = redistribute(input, choose_layout(layout, work))
+    input = redistribute(input, choose_layout(layout, conv_work(window, weight.shape)))
     plan = plan_window(input._layout, window, weight.shape[0])
     weight = parameter_for(weight, plan.out)
     bias = parameter_for(bias, plan.out)

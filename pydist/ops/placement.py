@@ -23,15 +23,18 @@ MESSAGE_S = 5e-6
 BYTE_S = 1 / 4e9
 FLOP_S = 1 / 20e9
 ELEMENT_BYTES = 4
+# A layer whose blocks have become thin is rarely the last: that many share the cost of moving.
+LAYERS = 3
 
 
 @dataclass(frozen=True)
 class Work:
-    """A window operation: its window, its channels, and flops for one output element."""
+    """A window operation: its window, channels, flops for one output element, and weights."""
 
     window: Window
     out_channels: int
     flops_per_output: float
+    weights: int = 0
 
 
 def choose_layout(layout: Layout, work: Work) -> Layout:
@@ -55,10 +58,12 @@ def choose_layout(layout: Layout, work: Work) -> Layout:
 
 
 def _has_thin_block(layout: Layout, window: Window) -> bool:
-    for dim, (before, after) in enumerate(window.padding):
+    for dim, (kernel, stride, dilation) in enumerate(
+        zip(window.kernel, window.stride, window.dilation, strict=True)
+    ):
         split = layout.splits[dim + 2]
-        reach = window.dilation[dim] * (window.kernel[dim] - 1)
-        halo = max(before, after, reach - window.stride[dim] + 1)
+        reach = dilation * (kernel - 1)
+        halo = max(reach // 2, reach - reach // 2 - (stride - 1))
         if split is not None and min(split.partition.sizes) < halo:
             return True
     return False
@@ -89,12 +94,13 @@ def _joined(split: Split | None, together: int) -> Split:
 def _seconds(current: Layout, option: Layout, work: Work) -> float:
     plan = WindowPlan(option, work.window, work.out_channels)
     outputs = max(box.volume for box in plan.out.boxes)
-    # Forward, dgrad and wgrad cost about the same.
-    seconds = 3 * outputs * work.flops_per_output * FLOP_S
-    seconds += 2 * _exchange_seconds(option.boxes, plan.needed)
-    if option is not current:
-        seconds += 2 * _exchange_seconds(current.boxes, option.boxes)
-    return seconds
+    # Forward, dgrad and wgrad cost about the same; on few voxels each is bound by the weights.
+    compute = 3 * max(
+        outputs * work.flops_per_output * FLOP_S, work.weights * ELEMENT_BYTES * BYTE_S
+    )
+    halo = 2 * _exchange_seconds(option.boxes, plan.needed)
+    move = 0.0 if option is current else 2 * _exchange_seconds(current.boxes, option.boxes)
+    return LAYERS * (compute + halo) + move
 
 
 def _exchange_seconds(owned: Sequence[Box], needed: Sequence[Box]) -> float:
@@ -110,11 +116,12 @@ def _exchange_seconds(owned: Sequence[Box], needed: Sequence[Box]) -> float:
     return EXCHANGE_S + slowest if slowest else 0.0
 
 
-def conv_flops(weight_shape: Sequence[int]) -> float:
-    """Flops for one output element of a convolution."""
-    return 2.0 * math.prod(weight_shape[1:])
+def conv_work(window: Window, weight_shape: Sequence[int]) -> Work:
+    """The work of a convolution with a weight [Co, Ci / groups, *kernel]."""
+    flops = 2.0 * math.prod(weight_shape[1:])
+    return Work(window, weight_shape[0], flops, math.prod(weight_shape))
 
 
-def pool_flops(kernel: Sequence[int]) -> float:
-    """Flops for one output element of a pooling."""
-    return float(math.prod(kernel))
+def pool_work(window: Window, channels: int) -> Work:
+    """The work of a pooling."""
+    return Work(window, channels, float(math.prod(window.kernel)))

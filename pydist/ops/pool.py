@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.ops.placement import Work, choose_layout, pool_flops
+from pydist.ops.placement import choose_layout, pool_work
 from pydist.ops.redistribute import redistribute
 from pydist.ops.reduce import reduce_amax, reduce_mean
 from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
@@ -130,7 +130,7 @@ def _plan(
     window = Window(kernel, steps, as_tuple(dilation, dims), symmetric(pads))
     if ceil_mode:
         window = window.with_ceil(x.shape[2:])
-    x = redistribute(x, choose_layout(x._layout, Work(window, x.shape[1], pool_flops(kernel))))
+    x = redistribute(x, choose_layout(x._layout, pool_work(window, x.shape[1])))
     return x, window, plan_window(x._layout, window, x.shape[1])
 
 

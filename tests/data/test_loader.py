@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from meter import Meter
 from torch import Tensor
 
 from pydist.comm import run_local
@@ -112,6 +115,25 @@ def test_blocks_come_from_the_file(universes: Path) -> None:
             assert batch.inputs.dtype == batch.weight.dtype == torch.float32
 
     on_ranks(4, job)
+
+
+def test_each_byte_is_read_by_one_rank(public_universes: Path) -> None:
+    """4 ranks with half of the depth and half of the width each."""
+
+    def job(transport: Transport) -> int:
+        meter = Meter()
+        dataset = ShardDataset(public_universes, driver=meter)
+        for index in range(0, 24, 8):
+            dataset.target(index)  # opens the file of each universe
+            dataset.read_block(index, Box((0,) * 4, (1,) * 4))
+        opened = meter.count
+        with Loader(dataset, Mesh(transport, 1, (2, 1, 2)), 5, training=False) as loader:
+            assert sum(len(b.indices) for b in loader) == 24
+        dataset.close()
+        return meter.count - opened
+
+    of_all_samples = 24 * 4 * 8**3 * 2
+    assert on_ranks(4, job) == [of_all_samples // 4] * 4
 
 
 def test_padding_has_no_weight() -> None:
@@ -269,6 +291,23 @@ def test_no_thread_is_left_behind() -> None:
         raise AssertionError("a forgotten loader keeps its thread")
 
     on_ranks(1, job)
+
+
+def test_reading_ahead_forks_nothing(universes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork after MPI_Init is undefined."""
+
+    def refuse(*_: object) -> int:
+        raise AssertionError("forked")
+
+    for name in ("fork", "posix_spawn"):
+        monkeypatch.setattr(os, name, refuse)
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+
+    def job(transport: Transport) -> int:
+        with Loader(ShardDataset(universes), Mesh(transport), 6) as loader:
+            return len([b for _ in range(2) for b in loader])
+
+    assert on_ranks(1, job) == [8]
 
 
 def test_nothing_starts_before_it_is_asked_for() -> None:

@@ -61,6 +61,15 @@ def test_file_may_be_open_already(path: Path) -> None:
             np.testing.assert_array_equal(file.dataset("full")[...], first["full"][...])
 
 
+def test_text_of_the_file(path: Path) -> None:
+    with h5py.File(path, "a") as file:
+        file.attrs["tag"] = np.bytes_("fixed")
+        file.attrs["long"] = "of variable length"
+        file.attrs["number"] = 3
+    with safe_open(path) as file:
+        assert [file.text(n) for n in ("tag", "long", "number", "none")] == ["fixed"] + [None] * 3
+
+
 def test_missing_dataset_is_named_with_what_there_is(path: Path) -> None:
     assert "no 'fulll' in '/'; it has full, group" in refusal(path, "fulll")
     assert "no 'x' in '/group'; it has inner" in refusal(path, "group/x")

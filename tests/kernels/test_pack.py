@@ -145,12 +145,13 @@ FACES = {
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
 @pytest.mark.parametrize("face", FACES)
-def test_faces_that_fill_several_runs_and_threads(packing, face, memory_format, threads):
+@pytest.mark.parametrize("misaligned", [0, 1, 2])
+def test_faces_that_fill_several_runs_and_threads(packing, face, memory_format, misaligned, threads):
     x = torch.arange(4 * 36 * 40 * 48, dtype=torch.float32).reshape(1, 4, 36, 40, 48)
     x = x.contiguous(memory_format=memory_format)
     boxes = [FACES[face], FACES["crop"]]
     regions = regions_of(boxes)
-    buffer = torch.empty(regions.elements)
+    buffer = torch.empty(regions.elements + misaligned)[misaligned:]
     native.pack(x, regions, buffer)
     np.testing.assert_array_equal(buffer.numpy(), packing.pack(x.numpy(), boxes))
     y = torch.zeros_like(x, memory_format=torch.preserve_format)

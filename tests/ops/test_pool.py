@@ -19,7 +19,7 @@ MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @given(data=st.data())
 def test_average(dims, data):
-    case: WindowCase = data.draw(windows(dims=dims, dilations=1, half_padding=True))
+    case: WindowCase = data.draw(windows(dims=dims, dilations=1, pooling=True))
     options = {
         "ceil_mode": data.draw(st.booleans(), "ceil_mode"),
         "count_include_pad": data.draw(st.booleans(), "count_include_pad"),
@@ -38,7 +38,7 @@ def test_average(dims, data):
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @given(data=st.data())
 def test_maximum(dims, data):
-    case: WindowCase = data.draw(windows(dims=dims, half_padding=True))
+    case: WindowCase = data.draw(windows(dims=dims, pooling=True))
     ceil_mode = data.draw(st.booleans(), "ceil_mode")
     x = randn(2, 1, *case.extents)
     if data.draw(st.booleans(), "all negative"):

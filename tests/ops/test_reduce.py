@@ -62,9 +62,8 @@ def test_second_order(reduce):
 
 CALLS = {
     "sum()": lambda x: x.sum(),
-    "sum of several positional dims": lambda x: x.sum(1, 2),
     "sum with axis": lambda x: torch.sum(x, axis=2),
-    "sum to another dtype": lambda x: x.sum(2, dtype=torch.float32),
+    "sum to another dtype": lambda x: x.float().sum(2, dtype=torch.float64),
     "mean(dim, keepdim) positional": lambda x: torch.mean(x, (2, 3), True),
     "max()": lambda x: x.max(),
     "min()": lambda x: torch.min(x),
@@ -101,7 +100,7 @@ def test_equal_extremes_share_the_gradient(reduce):
 
 def test_norm_of_zeros_has_gradient_zero():
     x = torch.zeros(SHAPE).double()
-    check_function(lambda x: x.norm(dim=(2, 3, 4)), x, (), POINTS["uneven 2x2x2"])
+    check_function(lambda x: torch.linalg.vector_norm(x, dim=(2, 3, 4)), x, (), POINTS["uneven 2x2x2"])
 
 
 @pytest.mark.parametrize("reduce", [torch.amax, torch.amin], ids=["amax", "amin"])

@@ -179,14 +179,18 @@ def check_function(
 
 
 def _as_whole(name: str, t: Tensor, mesh: Mesh) -> Tensor:
-    """A sharded result gathered; a plain gradient's mean over the group, as the convention says."""
-    if isinstance(t, ShardedTensor):
-        return t.full_tensor().detach()
+    """A sharded result gathered; a gradient's mean over its replicas, as the convention says."""
     if name == "y":
-        return t.detach()
-    mean = t.detach().clone(memory_format=torch.contiguous_format)
-    mesh.sample.all_reduce(mean)
-    return mean / mesh.sample_size
+        return t.full_tensor().detach() if isinstance(t, ShardedTensor) else t.detach()
+    used: set[str] = set()
+    if isinstance(t, ShardedTensor):
+        used = {axis for split in t.layout.splits if split for axis in split.axes}
+    group = mesh.group([axis for axis in SPATIAL_AXES if axis not in used])
+    mean = (t.to_local() if isinstance(t, ShardedTensor) else t).detach() + 0.0
+    mean = mean.contiguous()
+    group.all_reduce(mean)
+    mean /= group.size
+    return ShardedTensor.from_local(mean, t.layout).full_tensor() if used else mean
 
 
 def _differentiate(

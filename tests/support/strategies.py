@@ -50,19 +50,23 @@ def windows(
     *,
     dims: int,
     dilations: int = 2,
-    half_padding: bool = False,
+    pooling: bool = False,
 ) -> WindowCase:
-    """Kernels 1-5, strides 1-3, dilations, padding (at most half the kernel, if asked)."""
+    """Kernels 1-5, strides 1-3, dilations, padding.
+
+    What torch allows for pooling is narrower: padding at most half the kernel, and no input that is
+    smaller than the window.
+    """
 
     def each(low: int, high: int) -> tuple[int, ...]:
         return tuple(draw(st.integers(low, high)) for _ in range(dims))
 
     kernel, stride, dilation = each(1, 5 if dims < 3 else 4), each(1, 3), each(1, dilations)
-    most = [k // 2 for k in kernel] if half_padding else [3] * dims
+    most = [k // 2 for k in kernel] if pooling else [3] * dims
     padding = tuple(draw(st.integers(0, n)) for n in most)
     outputs, slack = each(1, 4 if dims < 3 else 3), each(0, 2)
     extents = tuple(
-        max(1, (o - 1) * s + d * (k - 1) + 1 - 2 * p + extra)
+        max(d * (k - 1) + 1 if pooling else 1, (o - 1) * s + d * (k - 1) + 1 - 2 * p + extra)
         for o, s, d, k, p, extra in zip(
             outputs, stride, dilation, kernel, padding, slack, strict=True
         )

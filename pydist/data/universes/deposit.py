@@ -30,6 +30,7 @@ def deposit(
         xp: the array module of `positions`.
         assignment: "ngp", the nearest grid point: whole counts, the format of CosmoFlow; or
             "cic", cloud in cell: each particle is a cube of one cell and shared by the 8 it meets.
+            A GPU sums clouds in no fixed order, so that they may differ in the last bit.
 
     Returns:
         [N, N, N]; int32 for "ngp", float64 for "cic". It sums to the number of particles.

@@ -19,9 +19,10 @@ import numpy.typing as npt
 
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
 from pydist.data.publish import need_space, publish, remove_temporaries
+from pydist.data.safe_open import safe_open
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES, UniverseOptions
 from pydist.data.universes.simulate import Parameters, draw_parameters, simulate
-from pydist.errors import DiskError, UsageError
+from pydist.errors import DataError, DiskError, UsageError
 
 Progress = Callable[[int, int, str], None]
 """Called with (universes done, universes in all, what was just done), in the caller's thread."""
@@ -40,7 +41,7 @@ def generate_universes(
 
     Every file appears whole or not at all, and the manifest last. A run that was interrupted can
     be repeated: files that are there already, made with the same options, are kept. Equal options
-    give equal files, on any number of workers.
+    give equal files, on any number of workers. One process at a time may write to a folder.
 
     Args:
         out_dir: the folder, made if missing.
@@ -187,11 +188,11 @@ def _read_again(
     counts = np.empty(shape, dtype=options.dtype)
     for name, _, part in _cut(options, index, counts):
         try:
-            with h5py.File(root / name, "r") as file:
-                if bytes(file.attrs.get(RECIPE, b"")).decode() != recipe:
+            with safe_open(root / name) as file:
+                if file.text(RECIPE) != recipe:
                     return None
-                stored = file["full"][...]
-        except OSError:
+                stored = file.dataset("full")[...]
+        except (DataError, OSError):
             return None
         part[...] = np.moveaxis(stored, -1, 0) if options.layout == "cosmoflow" else stored
     return counts

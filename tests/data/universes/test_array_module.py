@@ -129,4 +129,6 @@ def test_memory_is_a_dozen_fields() -> None:
     simulate(options, 0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 13 * 4 * 96**3
+    # NumPy 1 transforms in double precision whatever it is given.
+    fields = 13 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 18
+    assert peak < fields * 4 * 96**3

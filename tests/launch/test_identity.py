@@ -1,0 +1,69 @@
+"""Rank and size as each launcher gives them."""
+
+from __future__ import annotations
+
+import pytest
+
+from pydist.launch.identity import Identity, detect
+from pydist.runtime import first_host
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None),  # set by many tools: no launcher
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "5",
+                "OMPI_COMM_WORLD_SIZE": "8",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_NUM_TASKS": "1",
+            },
+            Identity("openmpi", 5, 8, 2, 4),
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
+            Identity("mpich", 1, 4, 1, 4),
+        ),
+        (
+            {
+                "RANK": "3",
+                "WORLD_SIZE": "4",
+                "LOCAL_RANK": "1",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "n1",
+            },
+            Identity("torchrun", 3, 4, 1, 2),
+        ),
+        ({"PYDIST_RANK": "1", "PYDIST_SIZE": "3"}, Identity("pydist", 1, 3, 1, 3)),
+        (
+            {
+                "SLURM_PROCID": "6",
+                "SLURM_NTASKS": "64",  # of the job; the step has fewer
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_LOCALID": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+            },
+            Identity("slurm", 6, 8, 2, 4),
+        ),
+    ],
+)
+def test_detect(environment: dict[str, str], expected: Identity | None) -> None:
+    assert detect(environment) == expected
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("n07", "n07"),
+        ("n07,n08", "n07"),
+        ("n[07-09,12],m3", "n07"),
+        ("rack[1,4]-gpu,x", "rack1-gpu"),
+        ("a-b[003]", "a-b003"),
+    ],
+)
+def test_first_host_of_a_slurm_node_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host

@@ -1,0 +1,172 @@
+"""`launch` under each backend: environment, exit codes, output. The scripts do not import torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import pydist
+from pydist.errors import UsageError
+from pydist.launch import available, backends, choose, launch
+
+BACKENDS = ("openmpi", "mpich", "gloo")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param not in [each.name for each in available()]:
+        pytest.skip(f"{request.param} is not installed")
+    return request.param
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "a folder with spaces"
+    path.mkdir()
+    return path
+
+
+def run(
+    folder: Path, source: str, *argv: str, n: int = 2, mpi: str = "gloo"
+) -> subprocess.CompletedProcess[str]:
+    """Run a script as `pydist run` does, in a process of its own."""
+    script = folder / "script.py"
+    script.write_text("import os, sys, time\nfrom pydist.launch.identity import detect\n"
+                      "who = detect()\n" + source)  # fmt: skip
+    return subprocess.run(
+        [sys.executable, "-m", "pydist.launch", str(n), mpi, str(script), *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(pydist.__path__[0]).parent)},
+    )
+
+
+def test_ranks_get_their_place_and_arguments(folder: Path, backend: str) -> None:
+    source = (
+        "line = f'{who.rank}/{who.size} {__name__} {sys.argv[1:]} {sys.path[0]}'\n"
+        "open(f'{sys.argv[1]}/out{who.rank}', 'w').write(line)\n"
+    )
+    result = run(folder, source, str(folder), "-n", "--x=a b", n=3, mpi=backend)
+    assert result.returncode == 0, result.stderr
+    for rank in range(3):
+        expected = f"{rank}/3 __main__ {[str(folder), '-n', '--x=a b']} {folder}"
+        assert (folder / f"out{rank}").read_text() == expected
+
+
+def test_output_is_passed_on(folder: Path, backend: str) -> None:
+    source = "print('to stdout'); print('to stderr', file=sys.stderr)\n"
+    result = run(folder, source, mpi=backend)
+    assert result.returncode == 0
+    assert result.stdout.count("to stdout") == 2
+    assert result.stderr.count("to stderr") == 2
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "text"),
+    [
+        ("sys.exit(7)", 7, "rank 1: exit with code 7"),
+        ("raise SystemExit('bye')", 1, "rank 1: bye"),
+        ("1 / 0", 71, "[rank 1] ZeroDivisionError: division by zero"),
+        ("os.kill(os.getpid(), 9)", 72, "pydist: rank 1 (process "),
+        ("from pydist.errors import DataError; raise DataError('file.h5')", 65, "error: file.h5"),
+    ],
+)
+def test_one_rank_ends_the_others_with_its_code(
+    folder: Path, backend: str, end: str, code: int, text: str
+) -> None:
+    start = time.monotonic()
+    result = run(folder, f"if who.rank == 1:\n    {end}\ntime.sleep(60)\n", mpi=backend)
+    assert time.monotonic() - start < 30
+    assert result.returncode == code
+    assert result.stderr.count(text) == 1, result.stderr
+    assert "runpy" not in result.stderr
+    assert "worker.py" not in result.stderr
+
+
+def test_an_error_of_all_ranks_is_printed_once(folder: Path, backend: str) -> None:
+    source = "from pydist.errors import UsageError\nraise UsageError('all alike')\n"
+    result = run(folder, source, n=3, mpi=backend)
+    assert result.returncode == 2
+    assert result.stderr.count("all alike") == 1
+
+
+def test_lines_come_whole_and_at_once(folder: Path) -> None:
+    source = "print('a line', 'of rank', who.rank)\nos._exit(0)\n"  # nothing is flushed at the end
+    result = run(folder, source, n=4, mpi="gloo")
+    assert sorted(result.stdout.splitlines()) == [f"a line of rank {rank}" for rank in range(4)]
+
+
+def test_threads_are_shared_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "print(os.environ['OMP_NUM_THREADS'])\n"
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    share = max(1, backends.cores() // 2)
+    assert run(folder, source).stdout.split() == [str(share)] * 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert run(folder, source).stdout.split() == ["3"] * 2
+
+
+def test_a_module_can_be_run(folder: Path) -> None:
+    package = folder / "package"
+    package.mkdir()
+    (package / "__main__.py").write_text("import sys; print('module', sys.argv[1:])")
+    result = subprocess.run(
+        [sys.executable, "-m", "pydist.launch", "2", "gloo", "-m", "package", "x"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(pydist.__path__[0]).parent)},
+    )
+    assert result.stdout.splitlines() == ["module ['x']"] * 2
+
+
+def test_unusable_requests_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no script 'absent\.py'"):
+        launch(2, ["absent.py"])
+    with pytest.raises(UsageError, match="no script to run"):
+        launch(2, [])
+    with pytest.raises(UsageError, match="0 ranks"):
+        launch(0, ["-m", "x"])
+    with pytest.raises(UsageError, match="'lam' is none of auto, openmpi, mpich, gloo"):
+        choose("lam")
+
+
+def test_a_missing_mpi_says_what_is_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_wheel", lambda _: None)
+    monkeypatch.setattr(backends, "_site_mpi", lambda: None)
+    assert choose().name == "gloo"
+    with pytest.raises(UsageError, match=r"'mpich' is not installed; at hand: gloo"):
+        choose("mpich")
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("mpiexec (Open MPI) 4.1.4", "openmpi"),
+        ("mpirun (OpenRTE) 3.1", "openmpi"),
+        ("HYDRA build details:\n    Version: 4.2", "mpich"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.10", "mpich"),
+        ("something else", None),
+    ],
+)
+def test_the_mpi_of_a_site_is_found_by_its_mpiexec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, name: str | None
+) -> None:
+    program = tmp_path / "mpiexec"
+    program.write_text(f"#!/bin/sh\necho '{version}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(backends, "find_wheel", lambda _: None)
+    found = backends.available()[0]
+    assert found.name == (name or "gloo")
+    if name is not None:
+        assert found.executable == str(program)
+        assert found.library is None

@@ -1,0 +1,263 @@
+// Packing on the CPU and in the emulated CUDA decomposition, and keyed random numbers.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "cpu/pack.hpp"
+#include "cpu/uniform.hpp"
+#include "kernels/pack.hpp"
+#include "kernels/uniform.hpp"
+#include "launch/emulate.hpp"
+#include "launch/thread_pool.hpp"
+#include "random_cases.hpp"
+
+namespace pydist {
+namespace {
+
+using kernels::Direction;
+using kernels::Regions;
+using launch::ThreadOrder;
+using testing::for_each_index;
+using testing::offset_of;
+using testing::Random;
+
+template <class T>
+constexpr DType dtype_of() {
+  if constexpr (std::is_same_v<T, std::uint8_t>) return DType::kUInt8;
+  if constexpr (std::is_same_v<T, std::int16_t>) return DType::kInt16;
+  if constexpr (std::is_same_v<T, float>) return DType::kFloat32;
+  if constexpr (std::is_same_v<T, double>) return DType::kFloat64;
+}
+
+// A view with its memory, boxes in it and a buffer. Vectors of exactly the right size, so that the
+// address sanitizer sees every step outside.
+template <class T>
+struct PackCase {
+  std::vector<T> memory, buffer;
+  TensorView view;
+  std::vector<Box> boxes;
+  index_t elements = 0;
+  index_t skipped;  // elements in front of the buffer: misaligns it
+
+  explicit PackCase(unsigned seed) {
+    Random random(seed);
+    const int ndim = static_cast<int>(random.between(1, 5));
+    Coords shape(ndim);
+    for (int dim = 0; dim < ndim; ++dim) shape[dim] = random.between(1, 9);
+    shape[ndim - 1] = random.between(1, 70);
+    view = {nullptr, dtype_of<T>(), shape, random.strides_for(shape), {}};
+    for (index_t i = random.between(0, 5); i > 0; --i) boxes.push_back(random.box_in(shape));
+    for (const Box& box : boxes) elements += box.volume();
+    skipped = random.between(0, 3);
+    memory.resize(static_cast<std::size_t>(view.elements()));
+    std::iota(memory.begin(), memory.end(), T{1});
+    view.data = memory.data();
+    buffer.resize(static_cast<std::size_t>(skipped + elements));
+  }
+
+  TensorView buffer_view() {
+    return {buffer.data() + skipped, dtype_of<T>(), Coords{elements}, Coords{1}, {}};
+  }
+
+  // Calls f(element of memory, element of buffer) for each pair, in order.
+  template <class F>
+  void pairs(const F& f) {
+    std::size_t at = static_cast<std::size_t>(skipped);
+    for (const Box& box : boxes) {
+      for_each_index(box, [&](const Coords& index) {
+        f(memory[static_cast<std::size_t>(offset_of(index, view.strides))], buffer[at++]);
+      });
+    }
+  }
+};
+
+constexpr int kTable = 16;
+
+kernels::ValueTable<kTable> table_of(const kernels::RunTable& runs) {
+  kernels::ValueTable<kTable> table{};
+  table.count = static_cast<int>(runs.boxes().size());
+  table.rows = runs.rows();
+  std::copy(runs.boxes().begin(), runs.boxes().end(), table.data);
+  return table;
+}
+
+// Small segments, so that runs are cut also in small cases.
+kernels::RunOptions small_segments(bool fuse) { return {.segment_bytes = 64, .fuse = fuse}; }
+
+// A grid with few threads walks over the rows several times, one with many has idle threads.
+std::vector<launch::RunGrid> grids_for(index_t rows) {
+  return {{1, 32}, {2, 4}, {1, 1}, launch::run_grid(rows, 8)};
+}
+
+template <class T>
+class Packing : public ::testing::Test {};
+using ElementTypes = ::testing::Types<std::uint8_t, std::int16_t, float, double>;
+TYPED_TEST_SUITE(Packing, ElementTypes);
+
+TYPED_TEST(Packing, OnCpuIsTheDefinition) {
+  for (unsigned seed = 0; seed < 150; ++seed) {
+    PackCase<TypeParam> test(seed);
+    const Regions regions(test.boxes);
+    ASSERT_EQ(regions.elements(), test.elements);
+    cpu::pack(test.view, regions, test.buffer_view());
+    test.pairs([](TypeParam expected, TypeParam packed) { ASSERT_EQ(packed, expected); });
+    PackCase<TypeParam> target(seed);
+    target.buffer = test.buffer;
+    std::fill(target.memory.begin(), target.memory.end(), TypeParam{});
+    cpu::unpack(target.buffer_view(), regions, target.view);
+    target.pairs([](TypeParam unpacked, TypeParam given) { ASSERT_EQ(unpacked, given); });
+  }
+}
+
+TYPED_TEST(Packing, EmulatedWarpsPackEveryElementOnce) {
+  for (unsigned seed = 0; seed < 60; ++seed) {
+    for (const ThreadOrder order : launch::kThreadOrders) {
+      PackCase<TypeParam> test(seed);
+      const Regions regions(test.boxes);
+      const TensorView buffer = test.buffer_view();
+      const kernels::RunTable runs(test.view, buffer, regions, {0, test.boxes.size()},
+                                   small_segments(true));
+      const kernels::CopyRuns<Direction::kPack, kernels::ValueTable<kTable>> body{
+          static_cast<char*>(test.view.data), static_cast<char*>(buffer.data), table_of(runs)};
+      for (const launch::RunGrid& grid : grids_for(runs.rows())) {
+        std::fill(test.buffer.begin(), test.buffer.end(), TypeParam{});
+        launch::emulate_runs(body, grid, order);
+        test.pairs([](TypeParam expected, TypeParam packed) { ASSERT_EQ(packed, expected); });
+      }
+    }
+  }
+}
+
+TYPED_TEST(Packing, EmulatedWarpsAddEveryElementOnce) {
+  for (unsigned seed = 0; seed < 60; ++seed) {
+    PackCase<TypeParam> test(seed);
+    const Regions regions(test.boxes);
+    std::fill(test.buffer.begin(), test.buffer.end(), TypeParam{1});
+    std::fill(test.memory.begin(), test.memory.end(), TypeParam{});
+    const TensorView buffer = test.buffer_view();
+    for (const Regions::Group group : regions.disjoint_groups()) {
+      const kernels::RunTable runs(test.view, buffer, regions, group, small_segments(false));
+      const kernels::AddRuns<TypeParam, kernels::ValueTable<kTable>> body{
+          static_cast<char*>(test.view.data), static_cast<const char*>(buffer.data),
+          table_of(runs)};
+      launch::emulate_runs(body, launch::run_grid(runs.rows(), 4), ThreadOrder::kStrided);
+    }
+    PackCase<TypeParam> on_cpu(seed);
+    std::fill(on_cpu.memory.begin(), on_cpu.memory.end(), TypeParam{});
+    on_cpu.buffer = test.buffer;
+    cpu::unpack_add(on_cpu.buffer_view(), regions, on_cpu.view);
+    std::vector<TypeParam> covered(test.memory.size());
+    for (const Box& box : test.boxes) {
+      for_each_index(box, [&](const Coords& index) {
+        ++covered[static_cast<std::size_t>(offset_of(index, test.view.strides))];
+      });
+    }
+    ASSERT_EQ(test.memory, covered);
+    ASSERT_EQ(on_cpu.memory, covered);
+  }
+}
+
+TEST(RunTable, MakesFacesOfAnArrayIntoLongRuns) {
+  std::vector<float> memory(16 * 128 * 128 * 128 / 64);  // only addresses matter
+  const Coords shape{1, 16, 128, 128, 128};
+  const TensorView view{memory.data(), DType::kFloat32, shape,
+                        Coords{16 << 21, 1 << 21, 1 << 14, 128, 1}, {}};
+  const auto runs_of = [&](const Box& box) {
+    const Regions regions({box});
+    return kernels::RunTable(view, view, regions, {0, 1},
+                             {.segment_bytes = index_t{1} << 40, .fuse = true});
+  };
+  // D: a plane a channel. H: a row each. W: all in one strided run; two elements wide, in words.
+  EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 0}, {1, 16, 1, 128, 128})).rows(), 16);
+  EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 0}, {1, 16, 128, 1, 128})).rows(), 16 * 128);
+  EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 127}, {1, 16, 128, 128, 128})).rows(), 1);
+  const kernels::RunTable wide = runs_of(Box({0, 0, 0, 0, 126}, {1, 16, 128, 128, 128}));
+  EXPECT_EQ(wide.rows(), 1);
+  EXPECT_EQ(wide.boxes().front().unit, 8);
+  EXPECT_EQ(runs_of(Box(Coords(5), shape)).rows(), 1);
+}
+
+TEST(Regions, StartANewGroupWhereBoxesOverlap) {
+  const Regions regions({Box({0}, {4}), Box({4}, {8}), Box({3}, {5}), Box({8}, {9}), Box({0}, {9})});
+  ASSERT_EQ(regions.disjoint_groups().size(), 3u);
+  EXPECT_EQ(regions.disjoint_groups()[0].end, 2u);
+  EXPECT_EQ(regions.disjoint_groups()[1].end, 4u);
+  EXPECT_TRUE(Regions({}).disjoint_groups().empty());
+  EXPECT_THROW(Regions({Box({0}, {1}), Box({0, 0}, {1, 1})}), UsageError);
+  EXPECT_THROW(regions.require_inside(Coords{8}, "x"), UsageError);
+}
+
+TEST(Half, RoundTripsEveryFiniteValue) {
+  for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
+    const kernels::Float16 half{static_cast<std::uint16_t>(bits)};
+    const kernels::BFloat16 brain{static_cast<std::uint16_t>(bits)};
+    if (!std::isnan(half.to_float())) {
+      ASSERT_EQ(kernels::Float16::from(half.to_float()).bits, bits);
+    }
+    if (!std::isnan(brain.to_float())) {
+      ASSERT_EQ(kernels::BFloat16::from(brain.to_float()).bits, bits);
+    }
+  }
+  EXPECT_TRUE(std::isnan(kernels::Float16::from(std::nanf("")).to_float()));
+  EXPECT_TRUE(std::isnan(kernels::BFloat16::from(std::nanf("")).to_float()));
+}
+
+TEST(Half, RoundsToNearestEven) {
+  EXPECT_EQ(kernels::Float16::from(1.0f + 0x1p-11f).to_float(), 1.0f);
+  EXPECT_EQ(kernels::Float16::from(1.0f + 0x3p-11f).to_float(), 1.0f + 0x1p-9f);
+  EXPECT_EQ(kernels::Float16::from(65519.0f).to_float(), 65504.0f);
+  EXPECT_TRUE(std::isinf(kernels::Float16::from(65520.0f).to_float()));
+  EXPECT_EQ(kernels::Float16::from(0x1p-25f).to_float(), 0.0f);
+  EXPECT_EQ(kernels::Float16::from(0x1.8p-25f).to_float(), 0x1p-24f);
+  EXPECT_EQ(kernels::BFloat16::from(1.0f + 0x1p-8f).to_float(), 1.0f);
+  EXPECT_EQ(kernels::BFloat16::from(1.0f + 0x3p-8f).to_float(), 1.0f + 0x1p-6f);
+}
+
+TEST(Philox, GivesTheVectorsOfRandom123) {
+  using kernels::Philox4;
+  using kernels::philox4x32_10;
+  const auto words = [](const Philox4& p) {
+    return std::array{p.word0, p.word1, p.word2, p.word3};
+  };
+  constexpr std::uint32_t kOnes = 0xffffffffu;
+  EXPECT_EQ(words(philox4x32_10({0, 0, 0, 0}, 0, 0)),
+            (std::array{0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u}));
+  EXPECT_EQ(words(philox4x32_10({kOnes, kOnes, kOnes, kOnes}, kOnes, kOnes)),
+            (std::array{0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu}));
+  EXPECT_EQ(words(philox4x32_10({0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u}, 0xa4093822u,
+                                0x299f31d0u)),
+            (std::array{0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u}));
+}
+
+TEST(KeyedUniform, IsTheSameOnCpuAndInEmulatedWarps) {
+  for (unsigned seed = 0; seed < 60; ++seed) {
+    Random random(seed);
+    const int ndim = static_cast<int>(random.between(1, 4));
+    Coords extent(ndim), lo(ndim), shape(ndim);
+    for (int dim = 0; dim < ndim; ++dim) {
+      extent[dim] = random.between(1, 12);
+      lo[dim] = random.between(0, 5);
+      shape[dim] = lo[dim] + extent[dim] + random.between(0, 5);
+    }
+    std::vector<double> memory(static_cast<std::size_t>(volume_of(extent)), -1.0);
+    const TensorView out{memory.data(), DType::kFloat64, extent, random.strides_for(extent), {}};
+    cpu::keyed_uniform(out, seed, lo, shape);
+    const std::vector<double> on_cpu = memory;
+    const kernels::KeyedBox box = kernels::keyed_box(out, seed, lo, shape);
+    const kernels::KeyedUniform<double> body{memory.data(), box,
+                                             volume_of(extent) / extent[ndim - 1]};
+    for (const launch::RunGrid& grid : grids_for(body.rows())) {
+      std::fill(memory.begin(), memory.end(), -1.0);
+      launch::emulate_runs(body, grid, ThreadOrder::kReverse);
+      ASSERT_EQ(memory, on_cpu);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace pydist

@@ -1,0 +1,211 @@
+"""Dropout's mask is a function of the voxel: no split and no rerun changes it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import group_slice, layout_at, on_ranks, randn, shard
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pydist import distribute_tensor, parallelize
+from pydist.errors import NotSupported, UsageError
+
+SHAPE = (4, 3, 6, 4, 4)
+GRIDS = [(1, (1, 1, 1)), (1, (2, 1, 1)), (1, (2, 2, 2)), (2, (2, 1, 1)), (4, (1, 1, 1)), (2, (1, 3, 1))]
+
+
+class Net(nn.Module):
+    """Ones go in, what is kept comes out."""
+
+    def __init__(self, kind: type[nn.Module] = nn.Dropout, p: float = 0.4) -> None:
+        super().__init__()
+        self.first, self.second = kind(p), kind(p)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+
+def masks(data, spatial, *, kind=nn.Dropout, steps=1, seed=0, p=0.4, shape=SHAPE):
+    """The whole masks of both layers at every step, put together from all sample groups."""
+
+    def body(mesh):
+        model = parallelize(Net(kind, p), mesh)
+        x = torch.ones(shape, dtype=torch.float64)[group_slice(mesh, shape[0])]
+        found = [[y.full_tensor() for y in model(x)] for _ in range(steps)]
+        stacked = torch.stack([torch.stack(layers) for layers in found])
+        return mesh.data_index, stacked
+
+    by_group = dict(on_ranks(spatial, body, data, seed=seed))
+    return torch.cat([by_group[i] for i in sorted(by_group)], 2)
+
+
+@pytest.fixture(scope="module")
+def on_one_rank():
+    return masks(1, (1, 1, 1), steps=2)
+
+
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
+def test_the_mask_is_the_same_under_every_split_and_grouping(data, spatial, on_one_rank):
+    assert torch.equal(masks(data, spatial, steps=2), on_one_rank)
+
+
+@pytest.mark.parametrize(("data", "spatial"), GRIDS[1:4])
+@pytest.mark.parametrize("kind", [nn.Dropout3d, nn.Dropout2d], ids=["3d", "2d"])
+def test_per_channel(kind, data, spatial):
+    whole = masks(1, (1, 1, 1), kind=kind)
+    assert torch.equal(masks(data, spatial, kind=kind), whole)
+    by_channel = whole.flatten(4)
+    assert (by_channel == by_channel[..., :1]).all()
+    assert 0 < (by_channel == 0).double().mean() < 1
+
+
+def test_layers_steps_samples_and_seeds_draw_different_masks(on_one_rank):
+    (a, b), (c, d) = on_one_rank
+    drawn = [a, b, c, d, masks(1, (1, 1, 1), seed=1)[0, 0]]
+    for i, x in enumerate(drawn):
+        for y in drawn[:i]:
+            agreement = float(((x == 0) == (y == 0)).double().mean())
+            assert 0.45 < agreement < 0.6  # 0.4^2 + 0.6^2 = 0.52
+    assert not torch.equal(a[0], a[1])
+
+
+def test_expectation_and_scale(on_one_rank):
+    values = on_one_rank.unique()
+    torch.testing.assert_close(values, torch.tensor([0, 1 / 0.6]).double(), rtol=1e-6, atol=0)
+    kept = on_one_rank.bool().double().mean()
+    assert abs(float(kept) - 0.6) < 5 * (0.24 / on_one_rank.numel()) ** 0.5
+
+
+def test_gradient_is_the_mask():
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, [[0, 2, 6], None, None]))
+        y = F.dropout(x, 0.3)
+        y.sum().backward()
+        return torch.equal(x.grad.to_local() * x.to_local(), y.to_local())
+
+    assert all(on_ranks((2, 1, 1), body))
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_nothing_and_everything_dropped(p, inplace):
+    def body(mesh):
+        x = distribute_tensor(randn(*SHAPE), mesh)
+        assert torch.equal(F.dropout(x, p, True, inplace).full_tensor(), randn(*SHAPE) * (1 - p))
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_in_place_draws_the_same_numbers():
+    def body(mesh):
+        model = parallelize(nn.Sequential(nn.Dropout(0.4)), mesh)
+        other = parallelize(nn.Sequential(nn.Dropout(0.4, inplace=True)), mesh)
+        x = randn(*SHAPE)
+        first = model(x).full_tensor()
+        mesh.forwards -= 1
+        mesh.draws.clear()
+        sharded = distribute_tensor(x.clone(), mesh)
+        assert torch.equal(other(sharded).full_tensor(), first)
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_evaluation_changes_nothing():
+    def body(mesh):
+        model = parallelize(Net(), mesh).eval()
+        y, _ = model(randn(*SHAPE))
+        assert torch.equal(y.full_tensor(), randn(*SHAPE))
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_one_module_called_twice_draws_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return self.drop(x), self.drop(x)
+
+    def body(mesh):
+        a, b = parallelize(Twice(), mesh)(torch.ones(SHAPE))
+        assert not torch.equal(a.full_tensor(), b.full_tensor())
+
+    on_ranks((2, 1, 1), body)
+
+
+def _block(p: float = 0.4) -> nn.Module:
+    return nn.Sequential(nn.Conv3d(3, 3, 3, padding=1), nn.Dropout(p), nn.LeakyReLU()).double()
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, blocks: list[nn.Module], use: bool) -> None:
+        super().__init__()
+        self.blocks, self.use = nn.ModuleList(blocks), use
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.use else block(x)
+        return x
+
+
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1), (2, 2, 2), (8, 1, 1)])
+def test_checkpointing_draws_the_same_mask_again(spatial):
+    """Empty blocks included: 6 voxels over 8 ranks."""
+    blocks = [_block(), _block()]
+
+    def gradients(mesh, use):
+        model = parallelize(copy.deepcopy(Checkpointed(blocks, use)), mesh)
+        out = []
+        for step in range(2):
+            model.zero_grad()
+            model(randn(*SHAPE, seed=step)).square().mean().backward()
+            out += [p.grad.clone() for p in model.parameters()]
+        return out
+
+    stored = on_ranks(spatial, lambda mesh: gradients(mesh, use=False))
+    again = on_ranks(spatial, lambda mesh: gradients(mesh, use=True))
+    for a, b in zip(stored[0], again[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_two_draws_of_one_module_under_checkpointing_are_refused():
+    """Which of them runs again can't be known."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            return checkpoint(lambda v: self.drop(self.drop(v)).square(), x, use_reentrant=False)
+
+    def body(mesh):
+        y = parallelize(Shared(), mesh)(randn(*SHAPE).requires_grad_())
+        with pytest.raises(NotSupported, match="more than once"):
+            y.sum().backward()
+
+    on_ranks((1, 1, 1), body)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.5])
+def test_other_probabilities_are_refused(p):
+    def body(mesh):
+        with pytest.raises(UsageError, match=f"dropout probability {p}"):
+            F.dropout(distribute_tensor(randn(*SHAPE), mesh), p)
+
+    on_ranks((1, 1, 1), body)
+
+
+@pytest.mark.parametrize("function", [F.alpha_dropout, F.feature_alpha_dropout])
+def test_other_kinds_are_refused(function):
+    def body(mesh):
+        with pytest.raises(NotSupported, match="alpha_dropout"):
+            function(distribute_tensor(randn(*SHAPE), mesh), training=True)
+
+    on_ranks((1, 1, 1), body)

@@ -1,0 +1,209 @@
+"""Losses of sharded predictions: the global mean, and gradients that divide by it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
+
+from pydist import ShardedTensor, distribute_tensor
+from pydist.errors import NotSupported, UsageError
+
+SHAPE = (2, 3, 5, 4, 3)
+BY_VOXEL = (2, 5, 4, 3)
+POINTS = {
+    "2x1x1": [[0, 2, 5], None, None],
+    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
+    "8x1x1": [[0, 1, 1, 2, 3, 3, 4, 5, 5], None, None],
+}
+REDUCTIONS = ["mean", "sum", "none"]
+TARGET = randn(*SHAPE, seed=1)
+PROBABILITIES = TARGET.sigmoid()
+
+ELEMENTWISE = {
+    "mse": (F.mse_loss, lambda x: x, TARGET, {}),
+    "l1": (F.l1_loss, lambda x: x, TARGET, {}),
+    "smooth l1": (F.smooth_l1_loss, lambda x: x, TARGET, {"beta": 0.5}),
+    "huber": (F.huber_loss, lambda x: x, TARGET, {"delta": 0.7}),
+    "bce": (F.binary_cross_entropy, torch.sigmoid, PROBABILITIES, {}),
+    "bce, weighted": (F.binary_cross_entropy, torch.sigmoid, PROBABILITIES, {"weight": PROBABILITIES}),
+    "bce with logits": (F.binary_cross_entropy_with_logits, lambda x: x, PROBABILITIES, {}),
+    "bce with positive weights": (
+        F.binary_cross_entropy_with_logits, lambda x: x, PROBABILITIES,
+        {"pos_weight": torch.tensor([1.0, 2.0, 3.0]).double().view(3, 1, 1, 1)},
+    ),
+    "kl div": (F.kl_div, lambda x: F.log_softmax(x, 1), TARGET.softmax(1), {}),
+    "kl div of logs": (
+        F.kl_div, lambda x: F.log_softmax(x, 1), TARGET.log_softmax(1), {"log_target": True}
+    ),
+    "soft margin": (F.soft_margin_loss, lambda x: x, TARGET.sign(), {}),
+    "poisson": (F.poisson_nll_loss, lambda x: x, PROBABILITIES, {"full": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("loss", "link", "target", "options"), ELEMENTWISE.values(), ids=ELEMENTWISE)
+def test_with_a_plain_target(loss, link, target, options, reduction, points):
+    # torch has no second derivative of the fused binary cross entropy with a hard target.
+    check_function(
+        lambda x: loss(link(x), target, reduction=reduction, **options), randn(*SHAPE), (), points
+    )
+
+
+@pytest.mark.parametrize("name", ["mse", "l1", "smooth l1", "huber", "bce with logits", "poisson"])
+def test_second_order(name):
+    loss, link, target, options = ELEMENTWISE[name]
+    check_function(
+        lambda x: loss(link(x), target, **options), randn(*SHAPE), (), POINTS["2x1x1"],
+        second_order=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_with_a_sharded_target_of_another_layout(reduction, points):
+    other = [p and [0, *(p[-1] - q for q in reversed(p[1:-1])), p[-1]] for p in points]
+    check_function(
+        lambda x, t: F.mse_loss(x, t, reduction=reduction), randn(*SHAPE), (), points,
+        beside=[Cut(TARGET, other)],
+    )  # fmt: skip
+
+
+def test_a_target_with_a_gradient():
+    check_function(
+        lambda x, t: F.smooth_l1_loss(x, t), randn(*SHAPE), [TARGET], POINTS["2x1x1"]
+    )
+
+
+def test_a_plain_prediction_and_a_sharded_target():
+    check_function(
+        lambda t, x: F.mse_loss(x, t), TARGET, [randn(*SHAPE)], POINTS["2x1x1"]
+    )
+
+
+@pytest.mark.parametrize("options", [{"size_average": False}, {"reduce": False}, {"reduction": "batchmean"}])
+@pytest.mark.filterwarnings("ignore:.*size_average and reduce args will be deprecated")
+def test_other_ways_to_name_the_reduction(options):
+    check_function(
+        lambda x: F.kl_div(F.log_softmax(x, 1), PROBABILITIES, **options), randn(*SHAPE), (),
+        POINTS["2x1x1"],
+    )  # fmt: skip
+
+
+# -- classes --------------------------------------------------------------------------------
+
+LABELS = randint(3, *BY_VOXEL)
+IGNORING = torch.where(randint(4, *BY_VOXEL, seed=5) == 0, -100, LABELS)
+WEIGHT = torch.tensor([0.5, 2.0, 1.5]).double()
+CLASSES = {
+    "labels": (LABELS, {}),
+    "weights": (LABELS, {"weight": WEIGHT}),
+    "ignored": (IGNORING, {}),
+    "ignored, weights": (IGNORING, {"weight": WEIGHT}),
+    "another ignored label": (LABELS, {"ignore_index": 1, "weight": WEIGHT}),
+}
+SMOOTHED = {
+    "smoothing": (LABELS, {"label_smoothing": 0.1}),
+    "smoothing, weights, ignored": (IGNORING, {"label_smoothing": 0.2, "weight": WEIGHT}),
+    "probabilities": (TARGET.softmax(1), {}),
+    "probabilities, weights, smoothing": (
+        TARGET.softmax(1), {"weight": WEIGHT, "label_smoothing": 0.1}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("target", "options"), [*CLASSES.values(), *SMOOTHED.values()],
+                         ids=[*CLASSES, *SMOOTHED])  # fmt: skip
+def test_cross_entropy(target, options, reduction, points):
+    check_function(
+        lambda x: F.cross_entropy(x, target, reduction=reduction, **options),
+        randn(*SHAPE), (), points,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("target", "options"), CLASSES.values(), ids=CLASSES)
+def test_nll(target, options, reduction):
+    check_function(
+        lambda x: F.nll_loss(F.log_softmax(x, 1), target, reduction=reduction, **options),
+        randn(*SHAPE), (), POINTS["2x2x2, half of them empty"], second_order=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_of_gathered_features(batch):
+    """The head of a classifier: logits [N, K] are replicated or shared out over the batch."""
+    check_function(
+        lambda x, w: F.cross_entropy(F.linear(x.flatten(1), w), randint(4, batch)),
+        randn(batch, 2, 4, 3), [randn(4, 24, seed=1)], [[0, 1, 4], None], second_order=True,
+    )  # fmt: skip
+
+
+def test_sharded_labels():
+    def body(mesh):
+        layout = layout_at(mesh, SHAPE, POINTS["2x1x1"])
+        labels = distribute_tensor(LABELS, mesh, dims={1: "depth"})
+        return F.cross_entropy(shard(randn(*SHAPE), layout), labels).detach()
+
+    expected = F.cross_entropy(randn(*SHAPE), LABELS)
+    for found in on_ranks((2, 1, 1), body):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+
+
+def test_the_loss_is_a_plain_scalar_and_the_same_on_all_ranks():
+    def body(mesh):
+        loss = F.mse_loss(shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2x1x1"])), TARGET)
+        assert not isinstance(loss, ShardedTensor)
+        assert loss.dim() == 0
+        return loss.detach()
+
+    first, second = on_ranks((2, 1, 1), body)
+    assert torch.equal(first, second)
+
+
+def _shard_of(t: torch.Tensor, x: ShardedTensor) -> torch.Tensor:
+    return t.narrow(-3, 0, x.to_local().shape[2]).contiguous()
+
+
+REFUSED = {
+    "shard-shaped target": (
+        UsageError, "shape of this rank's shard", lambda x: F.mse_loss(x, _shard_of(TARGET, x))
+    ),
+    "shard-shaped labels": (
+        UsageError, "shape of this rank's shard", lambda x: F.cross_entropy(x, _shard_of(LABELS, x))
+    ),
+    "target of another shape": (
+        ValueError, r"\(2, 5, 4, 3\) expected", lambda x: F.cross_entropy(x, randint(3, 2, 4))
+    ),
+    "split channels": (
+        NotSupported, "whole channels", lambda x: F.cross_entropy(x.transpose(1, 2), randint(2, 2, 3, 4, 3))
+    ),
+    "a loss without a handler": (
+        NotSupported, "cosine_embedding_loss",
+        lambda x: F.cosine_embedding_loss(x, x, torch.ones(2)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "message", "call"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.filterwarnings("ignore:Using a target size")
+def test_refusals(kind, message, call):
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2x1x1"]))
+        with pytest.raises(kind, match=message):
+            call(x)
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_on_one_rank():
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, [None, None, None]))
+        return F.l1_loss(x, TARGET).detach()
+
+    (found,) = on_ranks((1, 1, 1), body)
+    torch.testing.assert_close(found, F.l1_loss(randn(*SHAPE), TARGET), rtol=1e-12, atol=0)

@@ -1,0 +1,221 @@
+"""Batch norm over ranks is that of one device: statistics, gradients, buffers, evaluation."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import (
+    Task,
+    check_function,
+    check_network,
+    group_slice,
+    layout_at,
+    on_ranks,
+    randn,
+    shard,
+)
+from torch import nn
+
+from pydist import distribute_tensor, parallelize
+from pydist.errors import NotSupported, UsageError
+
+POINTS = {
+    "2x1x1": [[0, 2, 5], None, None],
+    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
+    "8x1x1": [[0, 1, 1, 2, 3, 3, 4, 5, 5], None, None],
+}
+
+
+def network(**options) -> nn.Module:
+    norm = nn.BatchNorm3d(3, **options).double()
+    if norm.affine:
+        with torch.no_grad():
+            norm.weight.copy_(randn(3, seed=1) + 1)
+            norm.bias.copy_(randn(3, seed=2))
+    return norm
+
+
+def task(model: nn.Module, batch: int = 4) -> Task:
+    # A mean far from zero: variances by E[x^2] - E[x]^2 would lose all digits.
+    return Task(model, randn(batch, 3, 5, 4, 3) + 100, randn(batch, 3, 5, 4, 3, seed=3), F.mse_loss)
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+def test_functional_to_second_order(points):
+    check_function(
+        lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+        randn(2, 3, 5, 4, 3),
+        [randn(3, seed=1), randn(3, seed=2)],
+        points,
+        second_order=True,
+    )
+
+
+@pytest.mark.parametrize(("shape", "points"), [((6, 3), [None]), ((2, 3, 8), [[0, 3, 8]])])
+def test_of_fewer_dims(shape, points):
+    check_function(
+        lambda x, w: F.batch_norm(x, None, None, w, training=True), randn(*shape),
+        [randn(3, seed=1)], points,
+    )  # fmt: skip
+
+
+MODULES = {
+    "affine": {},
+    "not affine": {"affine": False},
+    "no running statistics": {"track_running_stats": False},
+    "cumulative average": {"momentum": None},
+    "CosmoFlow's": {"momentum": 0.001},
+    "large eps": {"eps": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", MODULES.values(), ids=MODULES)
+@pytest.mark.parametrize(("data", "spatial"), [(1, (2, 2, 1)), (2, (2, 1, 1)), (4, (1, 1, 1))])
+def test_module_with_global_statistics(options, data, spatial):
+    check_network(task(network(**options)), spatial, data)
+
+
+def test_group_statistics_are_those_of_each_groups_samples():
+    """As on one device that has the group's samples only; running statistics are their mean."""
+    given = task(network())
+    halves = [
+        given._replace(model=copy.deepcopy(given.model), x=given.x[i : i + 2]) for i in (0, 2)
+    ]
+    expected = torch.cat([half.model(half.x) for half in halves])
+    running = torch.stack([half.model.running_var for half in halves]).mean(0)
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(given.model), mesh, batch_norm="group")
+        y = model(given.x[group_slice(mesh, 4)]).full_tensor()
+        return group_slice(mesh, 4), y.detach(), model.running_var
+
+    for mine, y, var in on_ranks((2, 1, 1), body, data=2):
+        torch.testing.assert_close(y, expected[mine], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(var, running, rtol=1e-12, atol=0)
+
+
+def test_rank_statistics_are_those_of_each_block():
+    given = task(network())
+    blocks = [given.x[:, :, lo:hi] for lo, hi in itertools.pairwise([0, 3, 5])]
+    models = [copy.deepcopy(given.model) for _ in blocks]
+    expected = torch.cat([m(b) for m, b in zip(models, blocks, strict=True)], 2)
+    running = torch.stack([m.running_mean for m in models]).mean(0)
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(given.model), mesh, batch_norm="rank")
+        return model(given.x).full_tensor().detach(), model.running_mean
+
+    for y, mean in on_ranks((2, 1, 1), body):
+        torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(mean, running, rtol=1e-12, atol=0)
+
+
+def test_sample_groups_of_unequal_size():
+    """A short last batch: the statistics weigh every voxel alike."""
+    given = task(network(), batch=3)
+    parts = [slice(0, 2), slice(2, 3)]
+    expected = given.model(given.x).detach()
+
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        mine = parts[mesh.data_index]
+        return mine, model(given.x[mine]).full_tensor().detach(), model.running_var
+
+    for mine, y, var in on_ranks((2, 1, 1), body, data=2):
+        torch.testing.assert_close(y, expected[mine], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(var, given.model.running_var, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+def test_evaluation_uses_the_running_statistics(points):
+    mean, var = randn(3, seed=4), randn(3, seed=5).abs() + 0.5
+    check_function(
+        lambda x, w, b: F.batch_norm(x, mean, var, w, b, training=False),
+        randn(2, 3, 5, 4, 3),
+        [randn(3, seed=1), randn(3, seed=2)],
+        points,
+        second_order=True,
+    )
+
+
+def test_running_statistics_are_equal_on_all_ranks_after_steps():
+    def body(mesh):
+        model = parallelize(network(), mesh, batch_norm="rank")
+        for step in range(3):
+            model(randn(2, 3, 5, 4, 3, seed=step))
+        assert model.num_batches_tracked == 3
+        return model.running_mean, model.running_var
+
+    first, *others = on_ranks((2, 1, 1), body, data=2)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_cumulative_average_over_steps():
+    plain = network(momentum=None)
+    for step in range(3):
+        plain(randn(2, 3, 5, 4, 3, seed=step))
+
+    def body(mesh):
+        model = parallelize(network(momentum=None), mesh)
+        for step in range(3):
+            model(randn(2, 3, 5, 4, 3, seed=step))
+        return model.running_mean
+
+    for mean in on_ranks((2, 2, 1), body):
+        torch.testing.assert_close(mean, plain.running_mean, rtol=1e-12, atol=1e-13)
+
+
+def test_float32_stays_float32_and_as_exact_as_on_one_device():
+    x = (randn(2, 3, 5, 4, 3) + 100).float()
+    exact = F.batch_norm(x.double(), None, None, training=True)
+    own = (F.batch_norm(x, None, None, training=True).double() - exact).abs().max()
+
+    def body(mesh):
+        y = F.batch_norm(distribute_tensor(x, mesh), None, None, training=True)
+        assert y.dtype == torch.float32
+        return y.full_tensor()
+
+    for y in on_ranks((2, 2, 1), body):
+        assert (y.double() - exact).abs().max() <= 4 * own
+
+
+@pytest.mark.parametrize("statistics", ["global", "group"])
+def test_one_value_a_channel_is_refused_as_torch_does(statistics):
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        network()(torch.ones(1, 3, 1, 1, 1).double())
+
+    def body(mesh):
+        with pytest.raises(UsageError, match="more than one value a channel"):
+            parallelize(network(), mesh, batch_norm=statistics)(torch.ones(1, 3, 1, 1, 1).double())
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_unknown_statistics_are_refused():
+    def body(mesh):
+        with pytest.raises(UsageError, match=r"batch_norm='local'; possible are global, group, rank"):
+            parallelize(network(), mesh, batch_norm="local")
+
+    on_ranks((1, 1, 1), body)
+
+
+@pytest.mark.parametrize("norm", [nn.InstanceNorm3d(3), nn.GroupNorm(3, 3), nn.LayerNorm(3)])
+def test_other_norms_are_exact_or_refused(norm):
+    """Never with the statistics of a block."""
+    x = randn(2, 3, 5, 4, 3)
+    norm = norm.double()
+
+    def body(mesh):
+        sharded = shard(x, layout_at(mesh, x.shape, [[0, 2, 5], None, None]))
+        try:
+            y = norm(sharded).full_tensor()
+        except NotSupported:
+            return
+        torch.testing.assert_close(y, norm(x), rtol=1e-12, atol=1e-12)
+
+    on_ranks((2, 1, 1), body)

@@ -1,0 +1,97 @@
+"""Thin blocks: when a tensor goes onto fewer ranks, and that the numbers do not depend on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence import Task, check_network, layout_at, on_ranks, randn
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from pydist.layout import Layout
+from pydist.mesh import Mesh
+from pydist.ops import placement
+from pydist.ops.placement import Work, choose_layout
+from pydist.ops.windows import Window
+
+CONV = Window((3, 3, 3), (1, 1, 1), (1, 1, 1), ((1, 1), (1, 1), (1, 1)))
+SHAPE = (1, 4, 8, 4, 4)
+
+
+def in_depth(mesh: Mesh, points: list[int]) -> Layout:
+    return layout_at(mesh, SHAPE, (points, None, None))
+
+
+def work(flops: float) -> Work:
+    return Work(CONV, 4, flops)
+
+
+def points_of(layout: Layout) -> list[int] | None:
+    split = layout.splits[2]
+    return None if split is None else list(split.partition.points)
+
+
+def test_blocks_as_thick_as_the_halo_stay():
+    def rank(mesh: Mesh) -> None:
+        layout = in_depth(mesh, list(range(9)))
+        assert choose_layout(layout, work(0.0)) is layout
+
+    on_ranks((8, 1, 1), rank)
+
+
+def test_where_computing_costs_nothing_every_rank_takes_the_whole():
+    def rank(mesh: Mesh) -> None:
+        layout = in_depth(mesh, [0, 0, 2, 4, 8])
+        assert points_of(choose_layout(layout, work(0.0))) is None
+
+    on_ranks((4, 1, 1), rank)
+
+
+def test_where_computing_costs_much_the_blocks_stay():
+    def rank(mesh: Mesh) -> None:
+        layout = in_depth(mesh, [0, 0, 3, 5, 8])
+        assert choose_layout(layout, work(1e9)) is layout
+
+    on_ranks((4, 1, 1), rank)
+
+
+def test_between_the_two_neighbours_share(monkeypatch: pytest.MonkeyPatch):
+    # Only messages and computing count: 4 of them with blocks of 1, 2 with 2, 1 with 4, but then
+    # the computing takes 4 times as long.
+    monkeypatch.setattr(placement, "EXCHANGE_S", 0.0)
+    monkeypatch.setattr(placement, "MESSAGE_S", 1.0)
+
+    def rank(mesh: Mesh) -> None:
+        layout = in_depth(mesh, [0, 1, 2, 3, 4, 5, 6, 7, 8])
+        wide = Work(Window((5, 5, 5), (1, 1, 1), (1, 1, 1), ((2, 2),) * 3), 4, 1.7e7)
+        assert points_of(choose_layout(layout, wide)) == [0, 4, 4, 4, 4, 8, 8, 8, 8]
+
+    on_ranks((8, 1, 1), rank)
+
+
+def test_thin_blocks_can_be_kept():
+    def rank(mesh: Mesh) -> None:
+        layout = in_depth(mesh, [0, 0, 2, 4, 8])
+        assert choose_layout(layout, work(0.0)) is layout
+
+    on_ranks((4, 1, 1), rank, keep_thin_blocks=True)
+
+
+@pytest.mark.parametrize("message_seconds", [0.0, 1e-3, 1.0])
+def test_the_result_does_not_depend_on_the_choice(
+    message_seconds: float, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(placement, "MESSAGE_S", message_seconds)
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv3d(2, 4, 3, padding=1),
+        nn.LeakyReLU(),
+        nn.AvgPool3d(3, 2, 1),
+        nn.Conv3d(4, 4, 3, padding=1),
+        nn.BatchNorm3d(4),
+        nn.MaxPool3d(2),
+        nn.Conv3d(4, 2, 5, padding=2),
+        nn.Flatten(),
+        nn.Linear(2 * 2 * 2 * 2, 3),
+    ).double()
+    check_network(Task(model, randn(2, 2, 8, 8, 8), randn(2, 3, seed=1), mse_loss), (8, 1, 1))

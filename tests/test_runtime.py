@@ -1,0 +1,106 @@
+"""Joining a job: what `connect` makes of each launcher's environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pydist
+from pydist.errors import NotSupported, UsageError
+from pydist.launch import available
+from pydist.runtime import connect
+
+
+def run(source: str, *launcher: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*launcher, sys.executable, "-c", source],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(pydist.__path__[0]).parent), **variables},
+    )
+
+
+def test_unknown_and_future_transports_are_refused() -> None:
+    with pytest.raises(UsageError, match="'smoke' is none of auto, mpi, c10d, local, nccl"):
+        connect("smoke")
+    with pytest.raises(NotSupported, match="device memory"):
+        connect("nccl")
+
+
+def test_local_is_one_rank_and_leaves_the_process_as_it_is() -> None:
+    hook = sys.excepthook
+    world = connect("local")
+    assert (world.name, world.rank, world.size) == ("local", 0, 1)
+    assert connect("local") is world
+    assert sys.excepthook is hook
+
+
+def test_alone_it_is_one_rank_of_torch_distributed() -> None:
+    result = run(
+        "from pydist.runtime import connect\n"
+        "import torch.distributed as dist\n"
+        "world = connect()\n"
+        "print(world.rank, world.size, dist.get_world_size())\n"
+        "import atexit; atexit.register(print, 'in good order')\n"
+        "from pydist.errors import DataError\n"
+        "raise DataError('a sample')\n"
+    )
+    assert result.stdout.splitlines() == ["0 1 1", "in good order"]
+    assert result.stderr == "error: a sample\n"
+    assert result.returncode == 65
+
+
+def test_a_process_group_of_the_user_is_kept() -> None:
+    result = run(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "group = dist.group.WORLD\n"
+        "from pydist.runtime import connect\n"
+        "connect()\n"
+        "assert dist.group.WORLD is group\n"
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
+    """The commonest broken set-up: each rank believes that it is alone."""
+    backends = {each.name: each for each in available() if each.library is not None}
+    if len(backends) < 2:
+        pytest.skip("needs two MPI libraries")
+    # As under `mpirun` of Open MPI, with the library of MPICH.
+    result = run(
+        "from pydist.runtime import connect; connect()",
+        OMPI_COMM_WORLD_RANK="0",
+        OMPI_COMM_WORLD_SIZE="4",
+        MPI4PY_LIBMPI=backends["mpich"].library or "",
+    )
+    assert "openmpi started 4 ranks, but the MPI library of mpi4py (MPICH" in result.stderr
+    assert "sees 1: point MPI4PY_LIBMPI" in result.stderr
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+def test_plain_mpirun_gets_its_own_library_and_all_cores(name: str) -> None:
+    """Without `pydist run`: two MPIs are installed, and Open MPI binds each rank to one core."""
+    backend = {each.name: each for each in available()}.get(name)
+    if backend is None:
+        pytest.skip(f"{name} is not installed")
+    source = (
+        "import os; os.environ.pop('OMP_NUM_THREADS', None)\n"
+        "from pydist.runtime import connect\n"
+        "world = connect()\n"
+        "import torch\n"
+        "total = torch.ones(1); world.all_reduce(total)\n"
+        "print(world.name, total.item(), torch.get_num_threads())\n"
+    )
+    command = backend.command(2, [])
+    variables = {**backend.variables(2)}
+    del variables["MPI4PY_LIBMPI"]
+    result = run(source, *command, **variables)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert result.stdout.splitlines() == [f"mpi 2.0 {threads}"] * 2, result.stderr
