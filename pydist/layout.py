@@ -69,6 +69,12 @@ class Layout:
         return self.mesh.sample_size // used
 
     @cached_property
+    def unused_axes(self) -> tuple[str, ...]:
+        """The spatial axes along which ranks hold equal copies."""
+        used = {a for s in self.splits if s for a in s.axes}
+        return tuple(a for a in SPATIAL_AXES if a not in used)
+
+    @cached_property
     def boxes(self) -> list[Box]:
         """The box of every rank of the sample group, in global indices."""
         return [self._box_at(i) for i in range(self.mesh.sample_size)]

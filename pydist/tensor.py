@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from pydist.comm.adjoints import mean_ranks
 from pydist.errors import NotSupported, UsageError
 from pydist.layout import Layout, layout_for_sample
 
@@ -101,6 +102,8 @@ class ShardedTensor(torch.Tensor):
                 f"a shard of shape {tuple(local.shape)} was given, but rank "
                 f"{layout.mesh.rank} holds {layout.local_shape} of {layout.shape}"
             )
+        if local.requires_grad and local.is_leaf and layout.replicas > 1:
+            local.register_hook(lambda grad: true_gradient(grad, layout))
         if first_sample is None:
             first_sample = layout.mesh.data_index * (layout.shape[0] if layout.shape else 1)
         return cls(local, layout, Origin(layout.mesh.forwards, first_sample, statistics))
@@ -184,6 +187,15 @@ def local_of(x: ShardedTensor) -> Tensor:
     """The shard of a handler's argument."""
     _refuse_foreign_graph(x)
     return x._local
+
+
+def true_gradient(grad: Tensor, layout: Layout) -> Tensor:
+    """A shard's gradient as users are shown it.
+
+    Where ranks hold equal copies each has a part of the gradient: the mean over them is the true
+    one.
+    """
+    return mean_ranks(grad, layout.mesh.group(layout.unused_axes))
 
 
 def distribute_tensor(

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from pydist.comm.exchanger import in_memory
+
 if TYPE_CHECKING:
     from pydist.comm.exchanger import Exchanger
     from pydist.comm.transport import Transport
@@ -38,6 +40,10 @@ def exchange_marker() -> Tensor:
     exchanges that the others repeat.
     """
     return torch.empty(0)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return in_memory(x).clone(memory_format=torch.contiguous_format)
 
 
 class _Enter(Function):
@@ -77,7 +83,7 @@ class _SumRanks(Function):
         ctx.args = group, weight, mesh, part
         ctx.save_for_backward(exchange_marker())
         with mesh.timers.measure(part):
-            total = x.contiguous().clone()
+            total = _copy(x)
             group.all_reduce(total)
         return total
 
@@ -85,10 +91,10 @@ class _SumRanks(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
         begin_backward(ctx.args[2])
-        return _MeanRanks.apply(grad, *ctx.args), None, None, None, None
+        return _AverageBack.apply(grad, *ctx.args), None, None, None, None
 
 
-class _MeanRanks(Function):
+class _AverageBack(Function):
     @staticmethod
     def forward(
         ctx: Any, grad: Tensor, group: Transport, weight: float, mesh: Mesh, part: str
@@ -96,7 +102,7 @@ class _MeanRanks(Function):
         ctx.args = group, weight, mesh, part
         ctx.save_for_backward(exchange_marker())
         with mesh.timers.measure(part):
-            total = grad.contiguous().clone()
+            total = _copy(grad)
             group.all_reduce(total)
         return total.mul_(weight)
 
@@ -120,6 +126,27 @@ def sum_ranks(x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "statist
     if "data" in axes:
         in_sample //= mesh.data_size
     return _SumRanks.apply(x, group, 1.0 / in_sample, mesh, part)
+
+
+class _MeanRanks(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Transport) -> Tensor:
+        ctx.group = group
+        total = _copy(x)
+        group.all_reduce(total)
+        return total.div_(group.size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _MeanRanks.apply(grad, ctx.group), None
+
+
+def mean_ranks(x: Tensor, group: Transport) -> Tensor:
+    """The mean of a replicated value over the ranks that hold it; its own adjoint.
+
+    It turns a gradient whose mean is the true one into the true one.
+    """
+    return _MeanRanks.apply(x, group) if group.size > 1 else x
 
 
 class _Gather(Function):

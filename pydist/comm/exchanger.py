@@ -123,6 +123,7 @@ class Exchanger:
         """Packs what others need of `local` and sends it off; does not wait."""
         pending = self._acquire(local.dtype, homeward=False)
         if self._sends:
+            local = in_memory(local)
             native.pack(local, self._all_outgoing, pending.work.send)
         pending.work.channel.start()
         return pending
@@ -144,6 +145,7 @@ class Exchanger:
     def add_back(self, slots: Sequence[Tensor], local: Tensor) -> None:
         """Adds every slot's values to the elements that they were gathered from."""
         pending = self._acquire(local.dtype, homeward=True)
+        slots = [in_memory(slot) for slot in slots]
         for part in self._incoming:
             buffer = pending.work.send[part.start : part.stop]
             native.pack(slots[part.slot], part.regions, buffer)
@@ -182,6 +184,16 @@ class Exchanger:
             sends, recvs = recvs, sends
         tag = _FIRST_TAG + (self._tag + 7919 * number + 4001 * homeward) % _TAGS
         return Pending(self, key, _Workspace(self.transport, sends, recvs, dtype, tag))
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor with all its values in memory, where native code and transports find them.
+
+    torch puts off negation and conjugation, and keeps no memory for zeros that autograd knows of.
+    """
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _index(box: Box) -> tuple[slice, ...]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function, Variable
+from torch.autograd import Variable
 
+from pydist.comm.adjoints import mean_ranks
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
@@ -66,21 +67,6 @@ class _Bucket:
             stop = start + parameter.numel()
             yield parameter, self.flat[start:stop].view(parameter.shape)
             start = stop
-
-
-class _MeanWorld(Function):
-    """The mean over all ranks; on replicated values it is its own adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Tensor, transport: Transport) -> Tensor:
-        ctx.transport = transport
-        total = grad.contiguous().clone()
-        transport.all_reduce(total)
-        return total.div_(transport.size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _MeanWorld.apply(grad, ctx.transport), None
 
 
 class Reducer:
@@ -141,7 +127,7 @@ class Reducer:
 
     def _before_accumulation(self, grad: Tensor) -> Tensor | None:
         if torch.is_grad_enabled() or self._in_autograd_grad():
-            return _MeanWorld.apply(grad, self._mesh.world)
+            return mean_ranks(grad, self._mesh.world)
         return None
 
     def _after_accumulation(self, parameter: nn.Parameter) -> None:

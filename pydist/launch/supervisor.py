@@ -219,8 +219,10 @@ class _Job:
             rank.ended = True
             self._claims.append((time.monotonic(), rank, message["claim"]))
         elif "say" in message:
-            sys.stderr.write(message["say"])
-            sys.stderr.flush()
+            interrupted = self._verdict is not None and self._verdict.code == 128 + signal.SIGINT
+            if not interrupted:  # of which the launcher has told already
+                sys.stderr.write(message["say"])
+                sys.stderr.flush()
         elif "end" in message:
             rank.ended = True
 

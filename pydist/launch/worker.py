@@ -62,7 +62,3 @@ def _abort(code: int) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -17,6 +17,7 @@ from pydist.tensor import (
     implements,
     local_of,
     refusal,
+    true_gradient,
     wrap,
 )
 
@@ -80,7 +81,11 @@ def data_of(x: ShardedTensor) -> ShardedTensor:
 @implements(torch.Tensor.requires_grad_)
 def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
     """Asks for the gradient of a leaf."""
-    local_of(x).requires_grad_(requires_grad)
+    local, layout = local_of(x), x._layout
+    if requires_grad and not local.requires_grad and layout.replicas > 1:
+        local.requires_grad_()
+        local.register_hook(lambda grad: true_gradient(grad, layout))
+    local.requires_grad_(requires_grad)
     if not requires_grad:
         _ask_wrapper(torch.Tensor.requires_grad_, x, False)
     return adopt_local(x, x._local)
@@ -95,7 +100,10 @@ def set_requires_grad(x: ShardedTensor, value: bool) -> None:
 @implements(torch.Tensor.retain_grad)
 def retain_grad(x: ShardedTensor) -> None:
     """Keeps the gradient of a tensor that is not a leaf."""
-    x._local.retain_grad()
+    local, layout = local_of(x), x._layout
+    if layout.replicas > 1 and not local.is_leaf:
+        local.register_hook(lambda grad: true_gradient(grad, layout))
+    local.retain_grad()
 
 
 @implements(torch.Tensor.register_hook)
@@ -103,8 +111,9 @@ def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> 
     """Calls `hook` with the (sharded) gradient during backward."""
 
     def on_shard(grad: Tensor) -> Tensor | None:
+        grad = true_gradient(grad, x._layout)
         result = hook(wrap(grad, x._layout, x))
-        return local_of(result) if isinstance(result, ShardedTensor) else result
+        return local_of(result) if isinstance(result, ShardedTensor) else grad
 
     return x._local.register_hook(on_shard)
 
@@ -182,6 +191,8 @@ def grad(
         materialize_grads=materialize_grads,
     )
     return tuple(
-        wrap(g, x._layout, x) if isinstance(x, ShardedTensor) and g is not None else g
+        wrap(true_gradient(g, x._layout), x._layout, x)
+        if isinstance(x, ShardedTensor) and g is not None
+        else g
         for x, g in zip(asked, grads, strict=True)
     )

@@ -39,8 +39,9 @@ def batch_norm(
         raise refusal(F.batch_norm, (input,), {}, "the channels are split")
     scale, shift = parameter_for(weight, layout), parameter_for(bias, layout)
     if not training:
-        out = F.batch_norm(local, running_mean, running_var, scale, shift, False, momentum, eps)
-        return wrap(out, layout, input)
+        return wrap(
+            _evaluate(local, running_mean, running_var, scale, shift, eps, layout), layout, input
+        )
     normed, mean, var, count = _normalise(local, layout, input._origin.statistics, eps)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
@@ -54,6 +55,28 @@ def batch_norm(
     if shift is not None:
         normed = normed + _per_channel(shift, local.dim())
     return wrap(normed.to(local.dtype), layout, input)
+
+
+def _evaluate(
+    local: Tensor,
+    mean: Tensor | None,
+    var: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    layout: Layout,
+) -> Tensor:
+    """Batch norm with given statistics."""
+    if mean is None or var is None or not any(box.empty for box in layout.boxes):
+        return F.batch_norm(local, mean, var, scale, shift, False, 0.0, eps)
+    # torch's own call gives an empty rank gradients without a graph: the others would wait for it
+    # in a second backward.
+    out = (local - _per_channel(mean, local.dim())) * _per_channel(
+        torch.rsqrt(var + eps), local.dim()
+    )
+    if scale is not None:
+        out = out * _per_channel(scale, local.dim())
+    return out if shift is None else out + _per_channel(shift, local.dim())
 
 
 def _normalise(

@@ -12,6 +12,7 @@ from torch import Tensor
 from pydist.comm.adjoints import sum_ranks
 from pydist.comm.transport import ReduceOp
 from pydist.layout import Layout
+from pydist.ops.dims import canonical, canonical_all
 from pydist.ops.elementwise import elementwise
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
@@ -23,7 +24,7 @@ def reduced_dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(x.dim()))
     dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    return tuple(sorted(d % x.dim() for d in dims))
+    return tuple(sorted(canonical_all(dims, x.dim())))
 
 
 def axes_of(layout: Layout, dims: Sequence[int]) -> tuple[str, ...]:
@@ -167,7 +168,7 @@ def along_whole_dim(
     func: Any, x: ShardedTensor, dim: int, keepdim: bool = False, **kwargs: Any
 ) -> Any:
     """Calls that reduce one dim and are exact on shards where that dim is whole."""
-    d = dim % x.dim()
+    d = canonical(dim, x.dim())
     if x._layout.splits[d] is not None:
         raise refusal(func, (x,), {}, f"dim {d} is split")
     result = func(local_of(x), d, keepdim, **kwargs)

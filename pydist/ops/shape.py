@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pydist.layout import Layout, Split
 from pydist.mesh import SPATIAL_AXES
-from pydist.ops.redistribute import parameter_for, redistribute
+from pydist.ops.dims import canonical, canonical_all
+from pydist.ops.redistribute import parameter_for, redistribute, shard_of_plain
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
@@ -78,7 +79,7 @@ def reshape(input: ShardedTensor, *shape: Any, **kw: Any) -> ShardedTensor:
 @implements(torch.flatten, torch.Tensor.flatten)
 def flatten(input: ShardedTensor, start_dim: int = 0, end_dim: int = -1) -> ShardedTensor:
     """Merges the dims from `start_dim` to `end_dim`."""
-    start, end = start_dim % input.dim(), end_dim % input.dim()
+    start, end = canonical(start_dim, input.dim()), canonical(end_dim, input.dim())
     merged = math.prod(input.shape[start : end + 1])
     return _reshape(input, (*input.shape[:start], merged, *input.shape[end + 1 :]))
 
@@ -86,7 +87,7 @@ def flatten(input: ShardedTensor, start_dim: int = 0, end_dim: int = -1) -> Shar
 @implements(torch.unsqueeze, torch.Tensor.unsqueeze)
 def unsqueeze(input: ShardedTensor, dim: int) -> ShardedTensor:
     """Inserts a dim of extent 1."""
-    at = dim % (input.dim() + 1)
+    at = canonical(dim, input.dim() + 1)
     splits = list(input._layout.splits)
     splits.insert(at, None)
     shape = list(input.shape)
@@ -99,7 +100,7 @@ def unsqueeze(input: ShardedTensor, dim: int) -> ShardedTensor:
 def squeeze(input: ShardedTensor, dim: int | Sequence[int] | None = None) -> ShardedTensor:
     """Removes dims of (global) extent 1."""
     asked = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
-    gone = {d % input.dim() for d in asked if input.shape[d] == 1}
+    gone = {d for d in canonical_all(asked, input.dim()) if input.shape[d] == 1}
     shape = [n for d, n in enumerate(input.shape) if d not in gone]
     return _reshape(input, shape)
 
@@ -108,7 +109,7 @@ def squeeze(input: ShardedTensor, dim: int | Sequence[int] | None = None) -> Sha
 def permute(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
     """Reorders the dims; the splits go with them."""
     order = kw.get("dims", dims[0] if len(dims) == 1 else dims)
-    order = tuple(d % input.dim() for d in order)
+    order = canonical_all(order, input.dim())
     old = input._layout
     layout = Layout(old.mesh, [old.shape[d] for d in order], [old.splits[d] for d in order])
     return wrap(local_of(input).permute(order), layout, input)
@@ -118,7 +119,8 @@ def permute(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
 def transpose(input: ShardedTensor, dim0: int, dim1: int) -> ShardedTensor:
     """Exchanges two dims."""
     order = list(range(input.dim()))
-    order[dim0], order[dim1] = order[dim1], order[dim0]
+    one, other = canonical(dim0, input.dim()), canonical(dim1, input.dim())
+    order[one], order[other] = order[other], order[one]
     return permute(input, order)
 
 
@@ -126,11 +128,18 @@ def transpose(input: ShardedTensor, dim0: int, dim1: int) -> ShardedTensor:
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
     """Joins tensors along a dim that is whole; the others follow the first sharded one."""
     like = next(t for t in tensors if isinstance(t, ShardedTensor))
-    d = dim % like.dim()
+    d = canonical(dim, like.dim())
     if like._layout.splits[d] is not None:
         raise refusal(torch.cat, tuple(tensors), {}, f"dim {d} is split")
     parts = []
     for tensor in tensors:
+        pairs = zip(like.shape, tensor.shape, strict=False)
+        others = [(n, m) for i, (n, m) in enumerate(pairs) if i != d]
+        if tensor.dim() != like.dim() or any(n != m for n, m in others):
+            raise RuntimeError(
+                f"Sizes of tensors must match except in dimension {d}: got "
+                f"{tuple(tensor.shape)} beside {tuple(like.shape)}"
+            )
         layout = like._layout.replace(
             shape=[tensor.shape[i] if i == d else n for i, n in enumerate(like.shape)]
         )
@@ -141,8 +150,6 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
 
 
 def _in_layout(tensor: Tensor, layout: Layout) -> Tensor:
-    from pydist.ops.redistribute import shard_of_plain
-
     if isinstance(tensor, ShardedTensor):
         return local_of(redistribute(tensor, layout))
     return shard_of_plain(tensor, layout)
@@ -192,7 +199,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Sharded
 def _softmax(func: Any, input: ShardedTensor, dim: int | None = None, **kw: Any) -> ShardedTensor:
     if dim is None:
         raise refusal(func, (input,), {}, "give the dim")
-    if input._layout.splits[dim % input.dim()] is not None:
+    if input._layout.splits[canonical(dim, input.dim())] is not None:
         raise refusal(func, (input,), {}, f"dim {dim} is split")
     return wrap(func(local_of(input), dim, dtype=kw.get("dtype")), input._layout, input)
 

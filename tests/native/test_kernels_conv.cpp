@@ -53,16 +53,16 @@ struct ConvCase {
     const int thin = static_cast<int>(random.between(0, 2));
     for (int dim = 0; dim < 3; ++dim) {
       kernel[dim] = random.between(1, 4);
-      in[dim] = dim == thin ? random.between(0, 3) : random.between(1, 9);
-      out[dim] = random.between(1, 9);
+      in[dim] = dim == thin ? random.between(0, 2) : random.between(1, 7);
+      out[dim] = random.between(1, 7);
       stride[dim] = random.between(1, 3);
       padding[dim] = random.between(0, 2);
       dilation[dim] = random.between(1, 2);
       in_lo[dim] = random.between(-4, 6);
       out_lo[dim] = in_lo[dim] / stride[dim] + random.between(-1, 2);
     }
-    const index_t batch = random.between(1, 3), groups = random.between(1, 3);
-    const index_t ci = random.between(1, 5), co = random.between(1, 40);
+    const index_t batch = random.between(1, 2), groups = random.between(1, 2);
+    const index_t ci = random.between(1, 4), co = random.chance(0.2) ? 34 : random.between(1, 9);
     return {Array(random, {batch, groups * ci, in[0], in[1], in[2]}),
             Array(random, {groups * co, ci, kernel[0], kernel[1], kernel[2]}),
             Array(random, {batch, groups * co, out[0], out[1], out[2]}),
@@ -75,8 +75,10 @@ struct ConvCase {
     const auto& [in_lo, out_lo, stride, padding, dilation, groups] = attributes;
     const index_t co_of_group = weight.view.shape[0] / groups;
     for_each_index(Box(Coords(5), out.view.shape), [&](const Coords& o) {
-      for_each_index(Box(Coords(5), weight.view.shape), [&](const Coords& w) {
-        if (w[0] != o[1]) return;
+      Coords first(5), last = weight.view.shape;
+      first[0] = o[1];
+      last[0] = o[1] + 1;
+      for_each_index(Box(first, last), [&](const Coords& w) {
         Coords i{o[0], w[0] / co_of_group * weight.view.shape[1] + w[1], 0, 0, 0};
         for (int dim = 0; dim < 3; ++dim) {
           i[2 + dim] = (out_lo[dim] + o[2 + dim]) * stride[dim] - padding[dim] +
@@ -137,13 +139,13 @@ TEST_P(BoundaryConv, ForwardIsTheDefinition) { check_case<ConvOp::kForward>(GetP
 TEST_P(BoundaryConv, DgradIsTheDefinition) { check_case<ConvOp::kDgrad>(GetParam()); }
 TEST_P(BoundaryConv, WgradIsTheDefinition) { check_case<ConvOp::kWgrad>(GetParam()); }
 
-INSTANTIATE_TEST_SUITE_P(Random, BoundaryConv, ::testing::Range(0u, 40u));
+INSTANTIATE_TEST_SUITE_P(Random, BoundaryConv, ::testing::Range(0u, 24u));
 
 // One thin slab beside a larger output, as in training: several tiles, vectors and chunks.
 ConvCase large_case() {
   Random random(1);
-  return {Array(random, {2, 9, 1, 30, 40}), Array(random, {18, 9, 3, 3, 3}),
-          Array(random, {2, 18, 2, 30, 40}),
+  return {Array(random, {2, 9, 1, 24, 30}), Array(random, {18, 9, 3, 3, 3}),
+          Array(random, {2, 18, 2, 24, 30}),
           {{-1, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, 1}};
 }
 

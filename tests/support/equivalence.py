@@ -24,7 +24,7 @@ from pydist import (
     parallelize,
     run_local,
 )
-from pydist.comm.reducer import _MeanWorld
+from pydist.comm.adjoints import mean_ranks
 from pydist.mesh import SPATIAL_AXES
 
 FP64_BOUND = 1e-12
@@ -222,7 +222,7 @@ def _true(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
     if not isinstance(x, ShardedTensor):
         return list(grads)
     return [
-        g if isinstance(g, ShardedTensor) else _MeanWorld.apply(g, x.mesh.sample) for g in grads
+        g if isinstance(g, ShardedTensor) else mean_ranks(g, x.mesh.sample) for g in grads
     ]
 
 

@@ -1,0 +1,102 @@
+"""The mesh: ranks and groups are where they are said to be, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+import torch
+
+from pydist import Mesh, run_local
+from pydist.errors import UsageError, exit_code_of
+from pydist.mesh import AXES
+
+
+def on_world(size, body):
+    return run_local(body, size)
+
+
+def test_ranks_count_row_by_row_width_fastest():
+    meshes = on_world(12, lambda t: (t.rank, Mesh(t, 2, (3, 1, 2)).coords))
+    expected = itertools.product(range(2), range(3), range(1), range(2))
+    for (rank, coords), place in zip(meshes, expected, strict=True):
+        assert coords == dict(zip(AXES, place, strict=True)), rank
+
+
+def test_what_the_mesh_says_of_itself():
+    def body(world):
+        mesh = Mesh(world, 2, (3, 1, 2))
+        assert mesh.shape == (2, 3, 1, 2)
+        assert mesh.spatial == (3, 1, 2)
+        assert (mesh.size, mesh.data_size, mesh.sample_size) == (12, 2, 6)
+        assert (mesh.rank, mesh.data_index, mesh.sample_index) == (
+            world.rank, world.rank // 6, world.rank % 6,
+        )  # fmt: skip
+        assert mesh.sample.size == 6
+        assert mesh.sample.rank == mesh.sample_index
+        assert mesh.data.size == 2
+        assert mesh.data.rank == mesh.data_index
+        assert [mesh.axis_size(a) for a in AXES] == [2, 3, 1, 2]
+        assert mesh.coords_of(mesh.sample_index) == {a: mesh.coords[a] for a in AXES[1:]}
+        assert "data 2 × depth 3 × height 1 × width 2" in repr(mesh)
+
+    on_world(12, body)
+
+
+@pytest.mark.parametrize(
+    "axes", [c for n in range(5) for c in itertools.combinations(AXES, n)], ids="-".join
+)
+def test_a_group_holds_the_ranks_that_differ_along_its_axes(axes):
+    def body(world):
+        mesh = Mesh(world, 2, (2, 1, 2))
+        members = mesh.group(axes).all_gather(torch.tensor([mesh.rank])).flatten().tolist()
+        return mesh.coords, members
+
+    everyone = on_world(8, body)
+    for coords, members in everyone:
+        assert members == [
+            rank
+            for rank, (other, _) in enumerate(everyone)
+            if all(other[a] == coords[a] for a in AXES if a not in axes)
+        ]
+
+
+def test_axes_of_a_group_may_come_in_any_order():
+    def body(world):
+        mesh = Mesh(world, 1, (2, 1, 2))
+        assert mesh.group(("width", "depth")) is mesh.group(("depth", "width")) is mesh.sample
+
+    on_world(4, body)
+
+
+def test_data_fills_the_world_by_default():
+    assert on_world(6, lambda t: Mesh(t, spatial=(1, 3, 1)).shape)[0] == (2, 1, 3, 1)
+
+
+DO_NOT_FIT = {
+    "too few ranks": (2, None, (2, 2, 1), ["2×2×1 needs 4 ranks a sample", "2 ranks were started"]),
+    "no multiple": (6, None, (2, 2, 1), ["2×2×1 needs 4", "6 ranks were started", "1 or 2 or 3 or 6"]),
+    "data given, too few": (4, 3, (2, 1, 1), ["data=3", "6 ranks in all", "4 were started", "start 6"]),
+    "data given, too many": (8, 2, (2, 1, 1), ["data=2", "4 ranks in all", "8 were started"]),
+    "zero": (2, None, (0, 1, 1), [r"spatial=\(0, 1, 1\)", ">= 1"]),
+    "two counts": (2, None, (2, 1), [r"spatial=\(2, 1\)", "three counts"]),
+    "negative data": (2, -1, (2, 1, 1), ["data=-1"]),
+    "data zero": (2, 0, (2, 1, 1), ["data=0"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "data", "spatial", "named"), DO_NOT_FIT.values(), ids=DO_NOT_FIT
+)
+def test_a_mesh_that_does_not_fit_the_world_names_both(ranks, data, spatial, named):
+    def body(world):
+        with pytest.raises(UsageError) as caught:
+            Mesh(world, data, spatial)
+        return caught.value
+
+    for error in on_world(ranks, body):
+        assert exit_code_of(error) == 2
+        assert "\n" not in str(error)
+        for text in named:
+            assert re.search(text, str(error)), error
