@@ -29,6 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
+from children import child_environment
 
 from pydist.launch import available
 
@@ -134,12 +135,14 @@ def _run_job(
         "-o",
         "faulthandler_timeout=60",
     ]
-    command += [f"--rootdir={item.config.rootpath}", *nodeids]
+    root = item.config.rootpath
+    command += [f"--rootdir={root}", "-c", str(item.config.inipath)]
+    command += [str(root / nodeid) for nodeid in nodeids]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
-            env={**os.environ, _REPORT: str(report)},
-            cwd=item.config.rootpath,
+            env=child_environment(**{_REPORT: str(report)}),
+            cwd=directory,
             stdout=output,
             stderr=subprocess.STDOUT,
         )

@@ -47,8 +47,8 @@ def check(make: Callable[[Mesh], Map], spatial=GRID, data: int = 1) -> None:
         (again,) = torch.autograd.grad(back, y, v)
         torch.testing.assert_close(again, fx.detach(), rtol=1e-13, atol=1e-13)
         return (
-            float((fx * y).sum()) / f.copies_out,
-            float((x * back).sum()) / f.copies_in,
+            float((fx * y).detach().sum()) / f.copies_out,
+            float((x * back).detach().sum()) / f.copies_in,
         )
 
     parts = on_ranks(spatial, body, data)

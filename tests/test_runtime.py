@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from children import child_environment
 
-import pydist
 from pydist.errors import NotSupported, UsageError
 from pydist.launch import available
 from pydist.runtime import connect
@@ -22,7 +22,8 @@ def run(source: str, *launcher: str, **variables: str) -> subprocess.CompletedPr
         text=True,
         timeout=100,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(pydist.__path__[0]).parent), **variables},
+        env=child_environment(**variables),
+        cwd=Path(__file__).parent,
     )
 
 

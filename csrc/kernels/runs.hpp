@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "core/view.hpp"
@@ -13,13 +14,13 @@
 namespace pydist::kernels {
 
 // One box as rows of runs. Plain data: it travels to a device by value. Offsets and strides are in
-// bytes. Row r = ((outer index in C order) * segments) + segment.
+// bytes. Row r = segment number * outer_rows + outer index, whose last dim varies fastest.
 struct RunBox {
   index_t first_row;
   index_t view_offset, buffer_offset;
-  index_t extent;    // units along the run dim
-  index_t segment;   // units of one run, the last of a row of segments may be shorter
-  index_t segments;  // ceil(extent / segment)
+  index_t extent;      // units along the run dim
+  index_t segment;     // units of one run; the last segment may be shorter
+  index_t outer_rows;  // product of the outer extents
   index_t view_stride, buffer_stride;  // along the run dim
   std::int32_t unit;                   // bytes that are moved as one
   std::int32_t outer_dims;
@@ -53,9 +54,10 @@ PYDIST_HD Run find_run(const RunBox* boxes, int count, index_t r) {
   index_t rest = r - box.first_row;
   Run run{box.view_offset, box.buffer_offset, box.extent, box.view_stride, box.buffer_stride,
           box.unit};
-  if (box.segments > 1) {
-    const index_t start = rest % box.segments * box.segment;
-    rest /= box.segments;
+  if (box.extent > box.segment) {
+    const index_t number = rest / box.outer_rows;
+    const index_t start = number * box.segment;
+    rest -= number * box.outer_rows;
     run.view += start * box.view_stride;
     run.buffer += start * box.buffer_stride;
     run.length = box.extent - start < box.segment ? box.extent - start : box.segment;
@@ -113,15 +115,17 @@ class RunTable {
     }
     if (options_.fuse) fuse(dims, box);
     take_run_dim(dims, box);
-    index_t rows = box.segments;
+    // What lies close together in the view is walked close together.
+    std::ranges::stable_sort(dims, std::greater{}, &Dim::view_stride);
+    box.outer_rows = 1;
     for (const Dim& dim : dims) {
       box.outer_extent[box.outer_dims] = dim.extent;
       box.outer_view_stride[box.outer_dims] = dim.view_stride;
       box.outer_buffer_stride[box.outer_dims] = dim.buffer_stride;
       ++box.outer_dims;
-      rows *= dim.extent;
+      box.outer_rows *= dim.extent;
     }
-    rows_ += rows;
+    rows_ += box.outer_rows * ceil_div(box.extent, box.segment);
     bytes_ += part.box.volume() * size_;
     boxes_.push_back(box);
   }
@@ -169,24 +173,29 @@ class RunTable {
     if (inner.extent == 1 && dims.size() > 1) dims.pop_back();
   }
 
-  // Runs go along the innermost dim if it is contiguous and long enough to pay for the arithmetic
-  // of a row, else along the dim with the most units.
+  // Runs go along the innermost dim if it is long enough to pay for the arithmetic of a row, else
+  // along the longest. Strided ones are kept short: an element's neighbours in its cache line belong
+  // to other runs, which come next.
   void take_run_dim(std::vector<Dim>& dims, RunBox& box) const {
     auto run = dims.end() - 1;
-    if (run->view_stride != box.unit || run->extent * box.unit < kLongRunBytes) {
-      run = std::max_element(dims.begin(), dims.end(),
-                             [](const Dim& a, const Dim& b) { return a.extent < b.extent; });
+    const bool contiguous = run->view_stride == box.unit;
+    if (contiguous ? run->extent * box.unit < kLongRunBytes : run->extent < kLongRunUnits) {
+      const auto longest = std::ranges::max_element(dims, {}, &Dim::extent);
+      if (longest->extent > run->extent) run = longest;
     }
     box.extent = run->extent;
     box.view_stride = run->view_stride;
     box.buffer_stride = run->buffer_stride;
     // A whole number of 16-byte words, so that every segment is aligned as the first one.
-    box.segment = std::max<index_t>(options_.segment_bytes / box.unit, 1);
-    box.segments = ceil_div(box.extent, box.segment);
+    box.segment = run->view_stride == box.unit && run->buffer_stride == box.unit
+                      ? std::max<index_t>(options_.segment_bytes / box.unit, 1)
+                      : kStridedSegment;
     dims.erase(run);
   }
 
-  static constexpr index_t kLongRunBytes = 64;
+  static constexpr index_t kLongRunBytes = 64;     // contiguous
+  static constexpr index_t kLongRunUnits = 32;     // strided
+  static constexpr index_t kStridedSegment = 256;  // units
 
   const TensorView& view_;
   const TensorView& buffer_;

@@ -144,7 +144,7 @@ def _threads(count: int) -> Iterator[None]:
         native.set_num_threads(before[1])
 
 
-def _train_alone(split: Config, folder: Path, console: Console) -> Mapping[int, float]:
+def _train_alone(split: Config, folder: Path, console: Console) -> dict[int, float]:
     """The loss by step of the same run on one rank, in this process."""
     from pydist.setup import init
     from pydist.train.log import losses

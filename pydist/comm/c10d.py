@@ -13,6 +13,7 @@ from torch import Tensor
 from pydist.comm.handles import Channel, Work
 from pydist.comm.host import HostTransport
 from pydist.comm.transport import ReduceOp
+from pydist.errors import UsageError
 
 _INTERNAL_TAG = 1 << 15  # above all tags that users may give
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -68,6 +69,8 @@ class C10dTransport(HostTransport):
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
         if source == self.rank:
+            if not self._own[tag]:
+                raise UsageError(f"rank {source} waits for a message with tag {tag} from itself")
             tensor.view(-1).copy_(self._own[tag].popleft().view(-1))
         elif tensor.numel():
             self._irecv(tensor, source, tag).wait()

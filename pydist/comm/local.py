@@ -166,7 +166,7 @@ class LocalChannel(Channel):
         tag: int,
     ) -> None:
         self._buffers = (*sends, *recvs)  # keeps the memory that the native channel points to
-        channel = native.LocalChannel(
+        self._native = native.LocalChannel(
             hub,
             group,
             rank,
@@ -174,14 +174,14 @@ class LocalChannel(Channel):
             [(peer, each.data_ptr(), each.nbytes) for peer, each in recvs],
             tag,
         )
-        self.start = channel.start  # type: ignore[method-assign]
-        self.wait = channel.wait  # type: ignore[method-assign]
 
     def start(self) -> None:
-        """See `Channel.start`; bound to the native call on construction."""
+        """See `Channel.start`."""
+        self._native.start()
 
     def wait(self) -> None:
-        """See `Channel.wait`; bound to the native call on construction."""
+        """See `Channel.wait`."""
+        self._native.wait()
 
 
 def _name(tensor: Tensor) -> str:

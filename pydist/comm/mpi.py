@@ -17,6 +17,7 @@ from torch import Tensor
 from pydist.comm.handles import Channel, Work
 from pydist.comm.host import HostTransport
 from pydist.comm.transport import ReduceOp
+from pydist.errors import UsageError
 
 MAX_BYTES = 1 << 30
 """Longer messages are cut: counts are C ints in MPI libraries older than MPI-4."""
@@ -75,8 +76,15 @@ class MpiTransport(HostTransport):
         self._pending.append((requests, copy))
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
+        status = MPI.Status()
         for part in _parts(tensor):
-            self._messages.Recv(part, source, tag)
+            self._messages.Recv(part, source, tag, status)
+            got, expected = status.Get_count(MPI.BYTE), part[0].nbytes
+            if got != expected:  # MPI itself refuses longer messages only
+                raise UsageError(
+                    f"rank {self.rank} expects {expected} bytes from rank {source}, tag {tag}, and"
+                    f" got {got}"
+                )
 
     def _barrier(self) -> None:
         self._comm.Barrier()

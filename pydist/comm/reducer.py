@@ -112,21 +112,14 @@ class Reducer:
 
     def expect_end_of_backward(self) -> None:
         """Asks the engine, once, to call when the running backward is over."""
-        if self._queued or not self.enabled or not self._order or self._in_autograd_grad():
+        if self._queued or not self.enabled:
             return
-        self._queued = True
-        Variable._execution_engine.queue_callback(self._finish)
+        if any(_fate(node) == "accumulated" for node in self._nodes):
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._finish)
 
-    def _in_autograd_grad(self) -> bool:
-        # Inside autograd.grad no gradient is accumulated; there the engine can't be asked.
-        try:
-            torch._C._will_engine_execute_node(self._nodes[0])
-        except RuntimeError:
-            return True
-        return False
-
-    def _before_accumulation(self, grad: Tensor) -> Tensor | None:
-        if torch.is_grad_enabled() or self._in_autograd_grad():
+    def _before_accumulation(self, grad: Tensor, parameter: nn.Parameter) -> Tensor | None:
+        if torch.is_grad_enabled() or _fate(self._nodes[self._index[id(parameter)]]) == "returned":
             return mean_ranks(grad, self._mesh.world)
         return None
 
@@ -186,12 +179,26 @@ def _make_buckets(parameters: list[nn.Parameter]) -> list[_Bucket]:
     return [_Bucket(b) for b in buckets]
 
 
+def _fate(node: Any) -> str:
+    """What the running backward does with a parameter's gradient, by its AccumulateGrad node.
+
+    Returns:
+        "accumulated" into `.grad`, "returned" by `autograd.grad`, or "none" where the parameter
+        takes no part.
+    """
+    try:
+        return "accumulated" if torch._C._will_engine_execute_node(node) else "none"
+    except RuntimeError:
+        # The engine refuses the question for what it captures.
+        return "returned"
+
+
 def _register_hooks(parameter: nn.Parameter, reducer: weakref.ref[Reducer]) -> list[Any]:
     """Hooks that hold the reducer weakly: a parameter may outlive the model."""
 
     def before(grad: Tensor) -> Tensor | None:
         alive = reducer()
-        return None if alive is None else alive._before_accumulation(grad)
+        return None if alive is None else alive._before_accumulation(grad, parameter)
 
     def after(p: Tensor) -> None:
         alive = reducer()

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         # Ranks write to pipes: whole lines, as they come, or those of several ranks would mix.
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)
     code = 0
     try:
         with failures.guarded():

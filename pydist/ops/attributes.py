@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from pydist.tensor import (
 
 # The wrapper carries the global shape, the dtype and the rest itself.
 _OF_THE_WRAPPER = """
-shape ndim dtype device is_leaf requires_grad is_cuda is_cpu is_sparse is_quantized is_meta
+shape ndim dtype device requires_grad is_cuda is_cpu is_sparse is_quantized is_meta
 is_mps is_mkldnn is_nested is_complex names is_xpu
 """.split()
 _METHODS_OF_THE_WRAPPER = """
@@ -72,6 +73,12 @@ def grad_fn_of(x: ShardedTensor) -> Any:
     return x._local.grad_fn
 
 
+@implements(_descriptor("is_leaf").__get__)
+def is_leaf(x: ShardedTensor) -> bool:
+    """Whether the shard has no history."""
+    return bool(x._local.is_leaf)
+
+
 @implements(_descriptor("data").__get__)
 def data_of(x: ShardedTensor) -> ShardedTensor:
     """The tensor without its graph."""
@@ -118,10 +125,19 @@ def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> 
     return x._local.register_hook(on_shard)
 
 
-@implements(torch.Tensor.item, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__bool__)
-def item(x: ShardedTensor) -> Any:
-    """The value of a tensor with one element."""
-    return x.full_tensor().item()
+def _value(as_type: Callable[[Any], Any], x: ShardedTensor) -> Any:
+    return as_type(x.full_tensor())
+
+
+for _as_type, _conversion in (
+    (torch.Tensor.item, torch.Tensor.item),
+    (float, torch.Tensor.__float__),
+    (int, torch.Tensor.__int__),
+    (bool, torch.Tensor.__bool__),
+    (complex, torch.Tensor.__complex__),
+    (operator.index, torch.Tensor.__index__),
+):
+    HANDLERS[_conversion] = partial(_value, _as_type)
 
 
 @implements(torch.Tensor.tolist)

@@ -73,6 +73,8 @@ def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None:
     if isinstance(tensor, ShardedTensor):
         whole = redistribute(tensor, tensor._layout.whole())
         tensor = local_of(whole)
+    else:
+        _prove_equal(tensor, layout)
     return enter(tensor, layout.mesh.sample_size / layout.replicas)
 
 
@@ -96,12 +98,11 @@ def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ..
     if isinstance(x, ShardedTensor):
         local = local_of(redistribute(x, target))
         return enter(local, target.replicas / layout.replicas)
-    if x.dim() == 0 or not target.split_dims:
-        return enter(x, layout.mesh.sample_size / layout.replicas)
-    box = target.box
     _prove_equal(x, target)
-    part = x[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
-    return enter(part, layout.mesh.sample_size / layout.replicas)
+    if target.split_dims:
+        box = target.box
+        x = x[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+    return enter(x, layout.mesh.sample_size / layout.replicas)
 
 
 def refuse_shard_shaped(x: Tensor, layout: Layout) -> None:

@@ -163,15 +163,22 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
 
 @implements(torch.Tensor.__getitem__)
 def getitem(x: ShardedTensor, index: Any) -> ShardedTensor:
-    """Integers and slices along whole dims; split dims only as a whole (`:`)."""
+    """Integers and slices along whole dims, `None`; split dims only as a whole (`:`)."""
     given = list(index) if isinstance(index, tuple) else [index]
-    if Ellipsis in [g for g in given if not isinstance(g, Tensor)]:
-        at = given.index(Ellipsis)
-        given[at : at + 1] = [slice(None)] * (x.dim() - len(given) + 1)
-    given += [slice(None)] * (x.dim() - len(given))
+    used = sum(part is not None for part in given)
+    if any(part is Ellipsis for part in given):
+        at = next(i for i, part in enumerate(given) if part is Ellipsis)
+        given[at : at + 1] = [slice(None)] * (x.dim() - used + 1)
+    else:
+        given += [slice(None)] * (x.dim() - used)
     shape: list[int] = []
     splits: list[Split | None] = []
-    for dim, part in enumerate(given):
+    dim = 0
+    for part in given:
+        if part is None:
+            shape.append(1)
+            splits.append(None)
+            continue
         if not isinstance(part, (int, slice)):
             raise refusal(torch.Tensor.__getitem__, (x,), {}, f"an index {type(part).__name__}")
         split = x._layout.splits[dim]
@@ -180,6 +187,7 @@ def getitem(x: ShardedTensor, index: Any) -> ShardedTensor:
         if isinstance(part, slice):
             shape.append(len(range(*part.indices(x.shape[dim]))))
             splits.append(split)
+        dim += 1
     return wrap(local_of(x)[tuple(given)], Layout(x.mesh, shape, splits), x)
 
 

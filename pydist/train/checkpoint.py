@@ -162,7 +162,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError("manifest.json is missing" if path.is_dir() else "no such folder")
     with file.open("rb") as stream:
         raw = stream.read(_MANIFEST_LIMIT)
-    manifest = json.loads(raw)
+    manifest: dict[str, Any] = json.loads(raw)
     if manifest.get("format") != FORMAT:
         raise ValueError(f"manifest.json is not that of a {FORMAT}")
     if manifest["version"] != VERSION:
@@ -175,7 +175,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     for name in manifest["files"]:
         if not _FILE.fullmatch(name):
             raise ValueError(f"manifest.json names a file {name!r}")
-    return manifest  # type: ignore[no-any-return]
+    return manifest
 
 
 def _verify(file: Path, expected: Mapping[str, Any]) -> None:

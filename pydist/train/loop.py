@@ -133,7 +133,7 @@ class Trainer:
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad()
-        rate = state.scheduler.get_last_lr()[0]
+        rate = float(state.scheduler.get_last_lr()[0])
         state.scheduler.step()
 
         self.loss, stop = self._reduce(loss.item() * batch.count, batch.global_size)

@@ -98,7 +98,7 @@ def blocks_of(extents: Sequence[int], spatial: Sequence[int]) -> list[Box]:
 
 def _draw_curves(axes: Axes, curves: Mapping[str, Mapping[int, float]]) -> None:
     # The runs lie on top of each other if all is well: the first is a broad band below the rest.
-    styles = [
+    styles: list[dict[str, Any]] = [
         {"linewidth": 6, "alpha": 0.3, "color": "tab:blue"},
         {"linewidth": 1.4, "color": "black", "linestyle": (0, (4, 3))},
         {"linewidth": 1.0, "color": "tab:red", "linestyle": ":"},

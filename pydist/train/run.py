@@ -74,11 +74,14 @@ def train(config: Config, mesh: Mesh, listeners: Sequence[Listener] = ()) -> Res
         with together(mesh.world):
             data, validation_data = _datasets(config)
             loader = Loader(data, mesh, config.train.batch, prefetch=config.data.prefetch)
+        validation_loader = None
+        if validation_data is not None:
+            validation_loader = Loader(validation_data, mesh, config.train.batch, training=False)
         state = _state(config, mesh, data, loader)
         _resume(config, state, log)
         trainer = Trainer(
             state,
-            validation_data and Loader(validation_data, mesh, config.train.batch, training=False),
+            validation_loader,
             log,
             config.train,
             config.checkpoint,

@@ -97,10 +97,11 @@ def seed_everything(seed: int) -> None:
 
 
 def _random_state() -> dict[str, Any]:
-    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    numpy: Any = np.random.get_state()
+    kind, keys, *rest = numpy
     return {
         "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), position, has_gauss, gauss),
+        "numpy": (kind, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
     }
 

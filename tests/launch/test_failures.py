@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from children import child_environment
 
-import pydist
 from pydist.launch.noise import StderrFilter
 
 PRELUDE = """
@@ -29,7 +28,8 @@ def run(source: str, claim: bool = True) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(pydist.__path__[0]).parent)},
+        env=child_environment(),
+        cwd=Path(__file__).parent,
     )
 
 

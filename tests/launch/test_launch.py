@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from children import child_environment
 
-import pydist
 from pydist.errors import UsageError
 from pydist.launch import available, backends, choose, launch
 
@@ -44,7 +44,8 @@ def run(
         text=True,
         timeout=60,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(pydist.__path__[0]).parent)},
+        cwd=folder,
+        env=child_environment(),
     )
 
 
@@ -123,7 +124,7 @@ def test_a_module_can_be_run(folder: Path) -> None:
         timeout=60,
         check=False,
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(pydist.__path__[0]).parent)},
+        env=child_environment(),
     )
     assert result.stdout.splitlines() == ["module ['x']"] * 2
 

@@ -45,6 +45,7 @@ CALLS = {
     "getitem slice": lambda x: x[:, 1:3] * 2,
     "getitem ellipsis": lambda x: x[..., :, :],
     "getitem negative": lambda x: x[:, -1:],
+    "getitem None": lambda x: x[:, None] * x[:, :, None, ...].sum(),
     "getitem step": lambda x: x[:, ::2],
     "numel, size, len": lambda x: x * x.size(0) + x.numel() + len(x) + x.shape[2] + x.dim(),
 }

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from children import child_environment
 
-import pydist
 from pydist.launch import available
 
 SCRIPT = Path(__file__).parents[1] / "support" / "faulty.py"
@@ -58,7 +58,8 @@ def pydist_run(name: str, argv: list[str]) -> tuple[list[str], dict[str, str]]:
 def start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
-        env={**os.environ, "PYTHONPATH": str(Path(pydist.__path__[0]).parent), **variables},
+        env=child_environment(**variables),
+        cwd=SCRIPT.parent,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

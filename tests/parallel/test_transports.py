@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from transport_contract import CHECKS, Check
 
 from pydist.comm import Transport
+from pydist.errors import UsageError
 from pydist.runtime import connect
 
 pytestmark = pytest.mark.ranks(3, mpi=("openmpi", "mpich", "gloo"))
@@ -36,6 +38,17 @@ def test_contract_in_short_messages(check: Check, world: Transport) -> None:
     if "same_bits" in check.__name__ or "buffered" in check.__name__:
         pytest.skip("a hundred thousand messages")
     check(world)
+
+
+def test_a_message_of_another_length_is_named(world: Transport) -> None:
+    if world.name != "mpi":
+        pytest.skip("gloo ends the process")
+    if world.rank == 0:
+        world.send(torch.zeros(2), 1, tag=5)
+    if world.rank == 1:
+        with pytest.raises(UsageError, match="expects 12 bytes from rank 0, tag 5, and got 8"):
+            world.recv(torch.zeros(3), 0, tag=5)
+    world.barrier()
 
 
 def test_torch_distributed_is_ready(world: Transport) -> None:

@@ -1,0 +1,91 @@
+"""What the terminal shows of a run, and how it gets there."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pydist.cli.events import followed
+from pydist.cli.progress import ProgressView, describe_parts, mean_parts
+from pydist.train import log
+
+START = {
+    "event": "start", "steps": 4, "epochs": 2, "step": 0, "parameters": 9437636, "samples": 6,
+    "mesh": "4 ranks: data 2 × depth 2", "config": {"train": {"batch": 3}},
+}  # fmt: skip
+
+
+def step(number: int) -> dict:
+    return {
+        "event": "step", "step": number, "epoch": (number - 1) // 2, "loss": 1 / number,
+        "lr": 1e-3, "seconds": 0.1, "samples_per_second": 30.0,
+        "parts": {"compute": 0.07, "halo": 0.02, "data": 0.01},
+    }  # fmt: skip
+
+
+def shown(terminal: bool) -> str:
+    out = io.StringIO()
+    view = ProgressView(Console(file=out, force_terminal=terminal, width=120), verbose=True)
+    view(START)
+    for number in range(1, 5):
+        view(step(number))
+    view({"event": "validation", "mae": 0.25, "loss": 0.1, "step": 4, "epoch": 1, "samples": 3})
+    view(step(4))
+    view({"event": "end", "status": "done", "step": 4, "seconds": 1.0, "reason": ""})
+    view.close()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_speed_loss_and_parts_are_shown(terminal):
+    text = shown(terminal)
+    assert "9,437,636 parameters, 6 samples, 4 ranks: data 2 × depth 2" in text
+    assert "epoch 2/2" in text
+    assert "loss 0.2500  validation mae 0.250  30.0 samples/s" in text
+    assert "step 100 ms: compute 70 % · halo 20 % · waiting for data 10 %" in text
+    assert ("━" in text) == terminal
+    assert "batch=3" in text
+
+
+def test_a_part_that_only_some_steps_have_counts_as_zero_in_the_others():
+    mean = mean_parts([{"compute": 1.0}, {"compute": 2.0, "halo": 1.0}])
+    assert mean == {"compute": 1.5, "halo": 0.5}
+    assert describe_parts(mean, 2.0) == "step 2000 ms: compute 75 % · halo 25 %"
+
+
+@pytest.mark.parametrize("count", [100, 5000])
+def test_events_go_through_the_pipe_whole_and_in_order(count):
+    heard = []
+    with followed(heard.append):
+        send = log.to_pipe(Path(os.environ[log.PIPE_VARIABLE]))
+        for number in range(1, count + 1):
+            send(step(number))
+    numbers = [event["step"] for event in heard]
+    assert heard == [step(number) for number in numbers]
+    assert numbers == sorted(set(numbers))
+    # A burst that fills the pipe may lose events, for the run must not wait for the screen.
+    assert len(numbers) == count if count <= 100 else len(numbers) > 100
+    assert log.PIPE_VARIABLE not in os.environ
+
+
+def test_a_run_whose_launcher_is_gone_goes_on(tmp_path):
+    log.to_pipe(tmp_path / "nothing")(step(1))
+    with followed(lambda _: None):
+        send = log.to_pipe(Path(os.environ[log.PIPE_VARIABLE]))
+    send(step(1))
+
+
+def test_half_a_line_of_a_killed_run_does_not_spoil_the_log(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log.EventLog(path).emit("step", step=1, loss=0.5)
+    with path.open("a") as file:
+        file.write('{"event": "step", "st')
+    log.EventLog(path).emit("step", step=2, loss=0.25)
+    log.EventLog(path).emit("step", step=2, loss=0.125)
+    assert log.losses(path) == {1: 0.5, 2: 0.125}
+    assert json.loads(path.read_text().splitlines()[-1])["event"] == "step"

@@ -1,0 +1,48 @@
+"""Small networks with everything in them that CosmoFlow has."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from equivalence import Task, randn
+from torch import nn
+
+BATCH = 4
+SHAPE = (BATCH, 2, 12, 10, 9)
+
+
+def initialised(model: nn.Module, seed: int = 0) -> nn.Module:
+    """The model in fp64, its parameters drawn anew.
+
+    Not from the global generator: rank-threads that make their models at the same time share it.
+    """
+    model = model.double()
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            scale = p[0].numel() ** -0.5 if p.dim() > 1 else 0.1
+            p.copy_(randn(*p.shape, seed=1000 * seed + i) * scale + (p.dim() == 1))
+    return model
+
+
+def small(norm: bool = False, dropout: float = 0.0, seed: int = 0) -> nn.Module:
+    """Two convolutions, two pools and two linear layers, in fp64."""
+    model = nn.Sequential(
+        nn.Conv3d(2, 4, 3, padding=1, bias=not norm),
+        nn.BatchNorm3d(4) if norm else nn.Identity(),
+        nn.LeakyReLU(),
+        nn.AvgPool3d(3, 2, 1),
+        nn.Conv3d(4, 5, 3, padding=1, stride=2),
+        nn.LeakyReLU(),
+        nn.AvgPool3d(3, 2, 1),
+        nn.Flatten(),
+        nn.Dropout(dropout),
+        nn.Linear(40, 6),
+        nn.LeakyReLU(),
+        nn.Linear(6, 3),
+    )
+    return initialised(model, seed)
+
+
+def small_task(norm: bool = False) -> Task:
+    """The small network with a batch of four."""
+    return Task(small(norm), randn(*SHAPE, seed=1), randn(BATCH, 3, seed=2), F.mse_loss)

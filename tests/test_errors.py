@@ -1,0 +1,160 @@
+"""Errors: one line, the right kind, the documented exit code; and no rank waits for a failed one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import on_ranks, randn
+from networks import BATCH, SHAPE, small
+
+from pydist import Mesh, distribute_tensor, errors, parallelize, run_local
+from pydist.errors import NotSupported, PydistError, RankFailed, UsageError, exit_code_of
+
+CODES = {
+    errors.UsageError: (2, ValueError),
+    errors.NotSupported: (2, NotImplementedError),
+    errors.DataError: (65, ValueError),
+    errors.DoesNotFit: (66, MemoryError),
+    errors.RankFailed: (71, RuntimeError),
+    errors.RankLost: (72, RuntimeError),
+    errors.CheckpointError: (73, RuntimeError),
+    errors.DiskError: (74, OSError),
+    errors.Stopped: (75, PydistError),
+}
+
+
+@pytest.mark.parametrize(("kind", "code", "base"), [(k, *v) for k, v in CODES.items()])
+def test_every_error_has_its_exit_code_and_its_builtin_base(kind, code, base):
+    error = kind("what was given; what is possible")
+    assert isinstance(error, PydistError)
+    assert isinstance(error, base)
+    assert exit_code_of(error) == code
+    assert str(error) == "what was given; what is possible"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (SystemExit(5), 5), (SystemExit(None), 0), (SystemExit("text"), 1), (KeyboardInterrupt(), 130),
+        (MemoryError(), 66), (ZeroDivisionError(), 71), (RuntimeError("any"), 71),
+    ],
+)  # fmt: skip
+def test_exit_codes_of_other_errors(error, code):
+    assert exit_code_of(error) == code
+
+
+def test_a_refusal_stays_visible_inside_operators():
+    """A TypeError would become "unsupported operand"."""
+    assert issubclass(NotSupported, RuntimeError)
+
+    def body(mesh):
+        x = distribute_tensor(randn(*SHAPE), mesh)
+        with pytest.raises(NotSupported, match="matmul"):
+            x @ x
+
+    on_ranks((1, 1, 1), body)
+
+
+class Fault(Exception):
+    """What goes wrong in a test."""
+
+
+def in_forward(model, x, rank):
+    def fail(*_):
+        raise Fault
+
+    if rank == 1:
+        model[3].register_forward_hook(fail)
+    model(x).square().mean().backward()
+
+
+def in_backward(model, x, rank):
+    def fail(_):
+        if rank == 1:
+            raise Fault
+
+    y = model(x)
+    y.register_hook(fail)
+    y.square().mean().backward()
+
+
+def between_buckets(model, x, rank):
+    if rank == 1:
+
+        def fail(_):
+            raise Fault
+
+        model[4].weight.register_post_accumulate_grad_hook(fail)
+    model(x).square().mean().backward()
+
+
+def before_a_loss(model, x, rank):
+    y = model(x)
+    if rank == 1:
+        raise Fault
+    F.mse_loss(y, randn(BATCH, 3)).backward()
+
+
+@pytest.mark.parametrize("where", [in_forward, in_backward, between_buckets, before_a_loss])
+@pytest.mark.timeout(30)
+def test_a_fault_on_one_rank_ends_all_and_is_the_one_that_is_raised(where):
+    ended = []
+
+    def body(world):
+        mesh = Mesh(world, 1, (4, 1, 1))
+        try:
+            where(parallelize(small(), mesh), randn(*SHAPE), mesh.rank)
+        except BaseException as error:
+            ended.append((mesh.rank, type(error)))
+            raise
+
+    with pytest.raises(Fault):
+        run_local(body, 4)
+    assert (1, Fault) in ended
+    assert all(kind is RankFailed for rank, kind in ended if rank != 1)
+    assert len(ended) >= 2
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_that_is_refused_alone_ends_the_others():
+    def body(mesh):
+        x = distribute_tensor(randn(*SHAPE), mesh)
+        if mesh.rank == 1:
+            x.cumsum(2)
+        F.conv3d(x, randn(2, 2, 3, 3, 3), padding=1)
+
+    with pytest.raises(NotSupported, match="cumsum"):
+        on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.timeout(30)
+def test_ranks_that_call_different_things_are_told_so():
+    def body(mesh):
+        x = distribute_tensor(randn(*SHAPE), mesh)
+        if mesh.rank == 0:
+            x.sum()
+        else:
+            x.full_tensor()
+
+    with pytest.raises((RankFailed, errors.RankLost), match=r"rank \d"):
+        on_ranks((2, 1, 1), body)
+
+
+ONE_LINE = {
+    "shape": (lambda x, m: distribute_tensor(torch.zeros(2, 2), m), UsageError),
+    "layout": (lambda x, m: distribute_tensor(torch.zeros(2, 2), m, {7: "depth"}), UsageError),
+    "unknown call": (lambda x, m: torch.cumsum(x, 2), NotSupported),
+    "plain differs": (lambda x, m: x + randn(*SHAPE, seed=m.rank), UsageError),
+    "window": (lambda x, m: F.conv3d(x, randn(1, 2, 99, 1, 1)), UsageError),
+}
+
+
+@pytest.mark.parametrize(("call", "kind"), ONE_LINE.values(), ids=ONE_LINE)
+def test_messages_are_one_line(call, kind):
+    def body(mesh):
+        with pytest.raises(kind) as caught:
+            call(distribute_tensor(randn(*SHAPE), mesh), mesh)
+        assert "\n" not in str(caught.value)
+
+    on_ranks((2, 1, 1), body)

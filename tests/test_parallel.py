@@ -1,0 +1,369 @@
+"""parallelize: the same network, the same numbers, the same habits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import (
+    Task,
+    assert_equal,
+    check_network,
+    group_slice,
+    on_ranks,
+    randn,
+    whole_answer,
+)
+from networks import BATCH, SHAPE, small, small_task
+from torch import nn
+
+from pydist import ShardedTensor, distribute_tensor, parallelize
+from pydist.errors import NotSupported, UsageError
+
+GRIDS = [(1, (2, 1, 1)), (1, (3, 1, 1)), (1, (2, 2, 2)), (1, (1, 3, 2)), (2, (2, 1, 1)), (4, (1, 1, 1)),
+         (2, (1, 2, 2)), (1, (8, 1, 1))]  # fmt: skip
+
+
+# -- the same numbers -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "batch norm"])
+def task_and_answer(request):
+    task = small_task(norm=request.param)
+    return task, whole_answer(task)
+
+
+@pytest.mark.parametrize("keep_thin_blocks", [False, True], ids=["moved", "thin"])
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
+def test_one_step(task_and_answer, data, spatial, keep_thin_blocks):
+    task, answer = task_and_answer
+    check_network(task, spatial, data, answer=answer, keep_thin_blocks=keep_thin_blocks)
+
+
+def train(model, steps, batch, make=torch.optim.Adam, lr=1e-2):
+    """Losses of some steps on the rows `batch` of each step's data."""
+    optimizer = make(model.parameters(), lr=lr)
+    losses = []
+    for step in range(steps):
+        x, target = randn(*SHAPE, seed=10 + step)[batch], randn(BATCH, 3, seed=50 + step)[batch]
+        dtype = next(model.parameters()).dtype
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x.to(dtype)), target.to(dtype))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize(("data", "spatial"), [(1, (2, 2, 2)), (2, (2, 1, 1)), (1, (3, 1, 1))])
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch norm"])
+def test_twenty_adam_steps(norm, data, spatial):
+    whole = small(norm)
+    train(whole, 20, slice(None))
+
+    def body(mesh):
+        model = parallelize(small(norm), mesh)
+        train(model, 20, group_slice(mesh, BATCH))
+        return dict(model.named_parameters())
+
+    expected = dict(whole.named_parameters())
+    for found in on_ranks(spatial, body, data):
+        for name, p in expected.items():
+            torch.testing.assert_close(found[name], p, rtol=1e-9, atol=1e-9)
+
+
+def test_float32_is_no_further_from_float64_than_one_device():
+    def gradients(model, x, target):
+        F.mse_loss(model(x), target).backward()
+        return {n: p.grad.double() for n, p in model.named_parameters()}
+
+    x, target = randn(*SHAPE, seed=1), randn(BATCH, 3, seed=2)
+    exact = gradients(small(), x, target)
+    own = gradients(small().float(), x.float(), target.float())
+    found = on_ranks(
+        (2, 2, 1), lambda mesh: gradients(parallelize(small().float(), mesh), x.float(), target.float())
+    )
+    for name, reference in exact.items():
+        scale = reference.abs().max()
+        error = (found[0][name] - reference).abs().max() / scale
+        allowed = 4 * max(float((own[name] - reference).abs().max() / scale), 1e-7)
+        assert error <= allowed, name
+
+
+def test_the_same_layout_repeats_to_the_bit():
+    def body(mesh):
+        model = parallelize(small(norm=True, dropout=0.3).float(), mesh)
+        losses = train(model, 5, group_slice(mesh, BATCH))
+        return [losses, *(p.detach() for p in model.parameters()), *model.buffers()]
+
+    first, again = (on_ranks((2, 2, 1), body, data=2) for _ in range(2))
+    for mine, same in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, same, strict=True))
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_dropout_does_not_know_the_split(data):
+    def losses(data, spatial):
+        def body(mesh):
+            model = parallelize(small(dropout=0.5), mesh)
+            loss = train(model, 4, group_slice(mesh, BATCH))
+            mesh.world.all_reduce(loss)
+            return loss / mesh.size
+
+        return on_ranks(spatial, body, data)[0]
+
+    torch.testing.assert_close(losses(data, (2, 1, 1)), losses(1, (1, 1, 1)), rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("statistics", ["group", "rank"])
+def test_other_statistics_train_and_replicas_stay_equal(statistics):
+    def body(mesh):
+        model = parallelize(small(norm=True), mesh, batch_norm=statistics)
+        losses = train(model, 3, group_slice(mesh, BATCH))
+        assert losses.isfinite().all()
+        return [*model.parameters(), *model.buffers()]
+
+    first, *others = on_ranks((2, 1, 1), body, data=2)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+# -- replicas -------------------------------------------------------------------------------
+
+
+def test_replicas_start_and_stay_equal_however_they_are_seeded():
+    def body(mesh):
+        model = parallelize(small(norm=True, seed=mesh.rank), mesh)
+        start = [t.clone() for t in model.state_dict().values()]
+        train(model, 3, group_slice(mesh, BATCH))
+        return start, list(model.state_dict().values())
+
+    results = on_ranks((2, 1, 1), body, data=2)
+    expected = list(small(norm=True, seed=0).state_dict().values())
+    for start, end in results:
+        assert all(torch.equal(a, b) for a, b in zip(start, expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(end, results[0][1], strict=True))
+
+
+def test_parameters_of_odd_strides_are_broadcast():
+    def body(mesh):
+        model = nn.Linear(3, 4).double()
+        model.weight = nn.Parameter(randn(3, 4, seed=mesh.rank).t())
+        parallelize(model, mesh)
+        return model.weight.detach()
+
+    for weight in on_ranks((2, 1, 1), body):
+        assert torch.equal(weight, randn(3, 4).t())
+
+
+# -- habits of nn.Module --------------------------------------------------------------------
+
+
+def test_class_keys_and_object_stay():
+    def body(mesh):
+        model = small(norm=True)
+        before = (type(model), list(model.state_dict()), [id(p) for p in model.parameters()])
+        same = parallelize(model, mesh)
+        assert same is model
+        assert before == (
+            type(model), list(model.state_dict()), [id(p) for p in model.parameters()],
+        )  # fmt: skip
+        assert repr(model) == repr(small(norm=True))
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_plain_checkpoints_load_and_are_written(tmp_path):
+    plain = small(norm=True, seed=5)
+    torch.save(plain.state_dict(), tmp_path / "plain.pt")
+
+    def body(mesh):
+        model = parallelize(small(norm=True), mesh)
+        model.load_state_dict(torch.load(tmp_path / "plain.pt"))
+        train(model, 1, slice(None))
+        if mesh.rank == 0:
+            torch.save(model.state_dict(), tmp_path / "trained.pt")
+
+    on_ranks((2, 1, 1), body)
+    train(plain, 1, slice(None))
+    back = small(norm=True)
+    back.load_state_dict(torch.load(tmp_path / "trained.pt"))
+    for a, b in zip(back.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_the_optimizer_may_be_made_before_or_after(before):
+    def body(mesh):
+        model = small(seed=mesh.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if before else None
+        parallelize(model, mesh)
+        optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+        F.mse_loss(model(randn(*SHAPE)), randn(BATCH, 3)).backward()
+        optimizer.step()
+        return list(model.parameters())
+
+    plain = small()
+    F.mse_loss(plain(randn(*SHAPE)), randn(BATCH, 3)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for found in on_ranks((2, 1, 1), body):
+        for a, b in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+INPUTS = {
+    "plain": lambda x, mesh: x,
+    "sharded": lambda x, mesh: distribute_tensor(x, mesh),
+    "sharded over the depth alone": lambda x, mesh: distribute_tensor(x, mesh, {2: "depth"}),
+}
+
+
+@pytest.mark.parametrize("wrap", INPUTS.values(), ids=INPUTS)
+def test_inputs_may_be_plain_or_sharded(wrap):
+    expected = small()(randn(*SHAPE)).detach()
+
+    def body(mesh):
+        y = parallelize(small(), mesh)(wrap(randn(*SHAPE), mesh))
+        assert isinstance(y, ShardedTensor)
+        return y.full_tensor().detach()
+
+    for y in on_ranks((2, 2, 1), body):
+        torch.testing.assert_close(y, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_keyword_inputs_and_others_than_volumes():
+    class TwoInputs(nn.Module):
+        def forward(self, x, *, mask, scale):
+            return (x * mask * scale[:, None, None, None, None]).sum()
+
+    def body(mesh):
+        model = parallelize(TwoInputs(), mesh)
+        return model(randn(*SHAPE), mask=randn(*SHAPE, seed=1), scale=randn(BATCH, seed=2))
+
+    expected = TwoInputs()(randn(*SHAPE), mask=randn(*SHAPE, seed=1), scale=randn(BATCH, seed=2))
+    for y in on_ranks((2, 1, 1), body):
+        torch.testing.assert_close(y, expected, rtol=1e-11, atol=0)
+
+
+def test_evaluation_mode_with_groups_of_unequal_size():
+    expected = small(norm=True).eval()(randn(*SHAPE)).detach()
+    parts = [slice(0, 1), slice(1, 4)]
+
+    def body(mesh):
+        model = parallelize(small(norm=True), mesh).eval()
+        with torch.no_grad():
+            return mesh.data_index, model(randn(*SHAPE)[parts[mesh.data_index]]).full_tensor()
+
+    for group, y in on_ranks((2, 1, 1), body, data=2):
+        torch.testing.assert_close(y, expected[parts[group]], rtol=1e-11, atol=1e-12)
+
+
+def test_a_copy_runs_and_trains_on_its_own():
+    """An average of weights, a target network."""
+
+    def body(mesh):
+        model = parallelize(small(), mesh)
+        train(model, 1, slice(None))
+        twin = copy.deepcopy(model)
+        x = randn(*SHAPE)
+        assert torch.equal(twin(x).full_tensor(), model(x).full_tensor())
+        before = [p.clone() for p in model.parameters()]
+        train(twin, 2, slice(None))
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        return list(twin.parameters())
+
+    plain = small()
+    train(plain, 1, slice(None))
+    train(plain, 2, slice(None))
+    for found in on_ranks((2, 1, 1), body):
+        for a, b in zip(found, plain.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_several_models_on_one_mesh():
+    """One trains through the other, and each by itself."""
+
+    def losses(first, second, x):
+        (F.mse_loss(first(x), randn(BATCH, 3)) * 2).backward()
+        (F.mse_loss(second(x), randn(BATCH, 3)) + first(x).square().mean()).backward()
+        return [p.grad for m in (first, second) for p in m.parameters()]
+
+    expected = losses(small(), small(seed=1), randn(*SHAPE))
+
+    def body(mesh):
+        first, second = (parallelize(small(seed=s), mesh) for s in (0, 1))
+        mine = group_slice(mesh, BATCH)
+        (F.mse_loss(first(randn(*SHAPE)[mine]), randn(BATCH, 3)[mine]) * 2).backward()
+        second_loss = F.mse_loss(second(randn(*SHAPE)[mine]), randn(BATCH, 3)[mine])
+        (second_loss + first(randn(*SHAPE)[mine]).square().mean()).backward()
+        return [p.grad for m in (first, second) for p in m.parameters()]
+
+    for found in on_ranks((2, 1, 1), body, data=2):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_a_weight_used_on_shards_and_plain():
+    """Its gradient is a mixture of partial sums and of equal values."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(randn(3, 2, 3, 3, 3))
+            self.scale = nn.Parameter(randn(3, 1, 1, 1, seed=1))
+
+        def forward(self, x):
+            y = F.conv3d(x, self.weight, padding=1) * self.scale
+            plain = self.weight.square().sum() + (self.scale * y.mean((2, 3, 4), keepdim=True)).sum()
+            gathered = (y.full_tensor() if isinstance(y, ShardedTensor) else y).sin().sum()
+            return y.square().mean() + plain * self.scale.sum() + gathered
+
+    task = Task(Mixed(), randn(*SHAPE), torch.zeros(()), lambda y, _: y)
+
+    def gradients(model, x):
+        model(x).backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    expected = gradients(copy.deepcopy(task.model), task.x)
+    found = on_ranks((2, 2, 2), lambda mesh: gradients(parallelize(Mixed(), mesh), task.x))
+    for each in found:
+        assert_equal(each, expected)
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+
+def test_twice_is_refused():
+    def body(mesh):
+        model = parallelize(small(), mesh)
+        with pytest.raises(UsageError, match="parallelized already"):
+            parallelize(model, mesh)
+
+    on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_compile_is_refused_with_a_reason():
+    def body(mesh):
+        model = parallelize(small(), mesh)
+        with pytest.raises(NotSupported, match=r"torch\.compile"):
+            torch.compile(model, backend="eager")(randn(*SHAPE))
+
+    on_ranks((1, 1, 1), body)
+
+
+def test_a_batch_that_differs_between_the_ranks_of_a_group_is_refused():
+    def body(mesh):
+        with pytest.raises(UsageError, match="differs between the ranks"):
+            parallelize(small(), mesh)(randn(*SHAPE, seed=mesh.sample_index))
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_groups_may_hold_different_batches():
+    def body(mesh):
+        parallelize(small(), mesh)(randn(*SHAPE, seed=mesh.data_index)).sum().backward()
+
+    on_ranks((2, 1, 1), body, data=2)
