@@ -42,12 +42,15 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
         The same object.
 
     Raises:
-        UsageError: `batch_norm` is none of these, or the model is parallelized already.
+        UsageError: `batch_norm` is none of these, or the model or a part of it is parallelized
+            already.
     """
     if batch_norm not in STATISTICS:
         raise UsageError(f"batch_norm={batch_norm!r}; possible are {', '.join(STATISTICS)}")
-    if "_pydist_path" in model.__dict__:
-        raise UsageError(f"this {type(model).__name__} is parallelized already")
+    for path, module in model.named_modules():
+        if "_pydist_path" in module.__dict__:
+            part = f"its part {path!r}" if path else f"this {type(model).__name__}"
+            raise UsageError(f"{part} is parallelized already; parallelize the whole, once")
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
     entry = _Entry(mesh, batch_norm)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pydist.comm.adjoints import mean_ranks
+from pydist.comm.adjoints import mean_ranks, with_true_gradient
 from pydist.errors import NotSupported, UsageError
 from pydist.layout import Layout, layout_for_sample
 
@@ -206,8 +206,7 @@ def distribute_tensor(
 ) -> ShardedTensor:
     """Cuts a tensor that all ranks of the sample group hold equally.
 
-    Differentiable: the gradient that reaches `tensor` follows the convention for plain values (its
-    mean over the sample group is the true one).
+    Differentiable: the gradient that reaches `tensor` is the true one, equal on all ranks.
 
     Args:
         tensor: the whole tensor, equal on all ranks of the group; the first few calls prove it.
@@ -222,6 +221,7 @@ def distribute_tensor(
     from pydist.ops.redistribute import shard_of_plain
 
     layout = layout_for_sample(mesh, tensor.shape, dims)
+    tensor = with_true_gradient(tensor, mesh.sample)
     return ShardedTensor.from_local(shard_of_plain(tensor, layout), layout, first_sample)
 
 

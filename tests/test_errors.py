@@ -1,4 +1,4 @@
-"""Errors: one line, the right kind, the documented exit code; and no rank waits for a failed one."""
+"""Errors: one line, the right kind, the right exit code; and no rank waits for a failed one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_every_error_has_its_exit_code_and_its_builtin_base(kind, code, base):
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (SystemExit(5), 5), (SystemExit(None), 0), (SystemExit("text"), 1), (KeyboardInterrupt(), 130),
+        (SystemExit(5), 5), (SystemExit(None), 0), (SystemExit("text"), 1),
+        (KeyboardInterrupt(), 130),
         (MemoryError(), 66), (ZeroDivisionError(), 71), (RuntimeError("any"), 71),
     ],
 )  # fmt: skip

@@ -31,9 +31,15 @@ def test_samples_are_covered_once(shape):
 
 @given(data=st.data())
 def test_unused_axes_hold_copies(data):
-    joint = data.draw(st.sampled_from([(), ("depth",), ("width", "depth"), ("depth", "height", "width")]))
+    joint = data.draw(
+        st.sampled_from([(), ("depth",), ("width", "depth"), ("depth", "height", "width")])
+    )
     parts = 2 ** len(joint)
-    points = [0, *sorted(data.draw(st.lists(st.integers(0, 6), min_size=parts - 1, max_size=parts - 1))), 6]
+    points = [
+        0,
+        *sorted(data.draw(st.lists(st.integers(0, 6), min_size=parts - 1, max_size=parts - 1))),
+        6,
+    ]
 
     def body(mesh):
         return Layout(mesh, (6, 2), [Split(joint, Partition(points)) if joint else None, None])

@@ -76,8 +76,8 @@ def test_data_fills_the_world_by_default():
 
 DO_NOT_FIT = {
     "too few ranks": (2, None, (2, 2, 1), ["2×2×1 needs 4 ranks a sample", "2 ranks were started"]),
-    "no multiple": (6, None, (2, 2, 1), ["2×2×1 needs 4", "6 ranks were started", "1 or 2 or 3 or 6"]),
-    "data given, too few": (4, 3, (2, 1, 1), ["data=3", "6 ranks in all", "4 were started", "start 6"]),
+    "no multiple": (6, None, (2, 2, 1), ["2×2×1 needs 4", "6 ranks", "1 or 2 or 3 or 6"]),
+    "data given, too few": (4, 3, (2, 1, 1), ["data=3", "6 ranks in all", "4 were", "start 6"]),
     "data given, too many": (8, 2, (2, 1, 1), ["data=2", "4 ranks in all", "8 were started"]),
     "zero": (2, None, (0, 1, 1), [r"spatial=\(0, 1, 1\)", ">= 1"]),
     "two counts": (2, None, (2, 1), [r"spatial=\(2, 1\)", "three counts"]),
@@ -86,9 +86,7 @@ DO_NOT_FIT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("ranks", "data", "spatial", "named"), DO_NOT_FIT.values(), ids=DO_NOT_FIT
-)
+@pytest.mark.parametrize(("ranks", "data", "spatial", "named"), DO_NOT_FIT.values(), ids=DO_NOT_FIT)
 def test_a_mesh_that_does_not_fit_the_world_names_both(ranks, data, spatial, named):
     def body(world):
         with pytest.raises(UsageError) as caught:

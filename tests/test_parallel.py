@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence import (
-    Task,
-    assert_equal,
     check_network,
     group_slice,
     on_ranks,
@@ -22,8 +20,16 @@ from torch import nn
 from pydist import ShardedTensor, distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
 
-GRIDS = [(1, (2, 1, 1)), (1, (3, 1, 1)), (1, (2, 2, 2)), (1, (1, 3, 2)), (2, (2, 1, 1)), (4, (1, 1, 1)),
-         (2, (1, 2, 2)), (1, (8, 1, 1))]  # fmt: skip
+GRIDS = [
+    (1, (2, 1, 1)),
+    (1, (3, 1, 1)),
+    (1, (2, 2, 2)),
+    (1, (1, 3, 2)),
+    (1, (8, 1, 1)),
+    (2, (2, 1, 1)),
+    (2, (1, 2, 2)),
+    (4, (1, 1, 1)),
+]
 
 
 # -- the same numbers -----------------------------------------------------------------------
@@ -83,7 +89,8 @@ def test_float32_is_no_further_from_float64_than_one_device():
     exact = gradients(small(), x, target)
     own = gradients(small().float(), x.float(), target.float())
     found = on_ranks(
-        (2, 2, 1), lambda mesh: gradients(parallelize(small().float(), mesh), x.float(), target.float())
+        (2, 2, 1),
+        lambda mesh: gradients(parallelize(small().float(), mesh), x.float(), target.float()),
     )
     for name, reference in exact.items():
         scale = reference.abs().max()
@@ -215,7 +222,7 @@ def test_the_optimizer_may_be_made_before_or_after(before):
 
 INPUTS = {
     "plain": lambda x, mesh: x,
-    "sharded": lambda x, mesh: distribute_tensor(x, mesh),
+    "sharded": distribute_tensor,
     "sharded over the depth alone": lambda x, mesh: distribute_tensor(x, mesh, {2: "depth"}),
 }
 
@@ -282,54 +289,19 @@ def test_a_copy_runs_and_trains_on_its_own():
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-def test_several_models_on_one_mesh():
-    """One trains through the other, and each by itself."""
-
-    def losses(first, second, x):
-        (F.mse_loss(first(x), randn(BATCH, 3)) * 2).backward()
-        (F.mse_loss(second(x), randn(BATCH, 3)) + first(x).square().mean()).backward()
-        return [p.grad for m in (first, second) for p in m.parameters()]
-
-    expected = losses(small(), small(seed=1), randn(*SHAPE))
+def test_a_group_without_samples_in_a_last_validation_batch():
+    expected = small(norm=True).eval()(randn(*SHAPE)).detach()
+    parts = [slice(0, 4), slice(4, 4)]
 
     def body(mesh):
-        first, second = (parallelize(small(seed=s), mesh) for s in (0, 1))
-        mine = group_slice(mesh, BATCH)
-        (F.mse_loss(first(randn(*SHAPE)[mine]), randn(BATCH, 3)[mine]) * 2).backward()
-        second_loss = F.mse_loss(second(randn(*SHAPE)[mine]), randn(BATCH, 3)[mine])
-        (second_loss + first(randn(*SHAPE)[mine]).square().mean()).backward()
-        return [p.grad for m in (first, second) for p in m.parameters()]
+        model = parallelize(small(norm=True), mesh).eval()
+        with torch.no_grad():
+            return parts[mesh.data_index], model(
+                randn(*SHAPE)[parts[mesh.data_index]]
+            ).full_tensor()
 
-    for found in on_ranks((2, 1, 1), body, data=2):
-        for a, b in zip(found, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
-
-
-def test_a_weight_used_on_shards_and_plain():
-    """Its gradient is a mixture of partial sums and of equal values."""
-
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(randn(3, 2, 3, 3, 3))
-            self.scale = nn.Parameter(randn(3, 1, 1, 1, seed=1))
-
-        def forward(self, x):
-            y = F.conv3d(x, self.weight, padding=1) * self.scale
-            plain = self.weight.square().sum() + (self.scale * y.mean((2, 3, 4), keepdim=True)).sum()
-            gathered = (y.full_tensor() if isinstance(y, ShardedTensor) else y).sin().sum()
-            return y.square().mean() + plain * self.scale.sum() + gathered
-
-    task = Task(Mixed(), randn(*SHAPE), torch.zeros(()), lambda y, _: y)
-
-    def gradients(model, x):
-        model(x).backward()
-        return {n: p.grad for n, p in model.named_parameters()}
-
-    expected = gradients(copy.deepcopy(task.model), task.x)
-    found = on_ranks((2, 2, 2), lambda mesh: gradients(parallelize(Mixed(), mesh), task.x))
-    for each in found:
-        assert_equal(each, expected)
+    for mine, y in on_ranks((2, 1, 1), body, data=2):
+        torch.testing.assert_close(y, expected[mine], rtol=1e-11, atol=1e-12)
 
 
 # -- refusals -------------------------------------------------------------------------------
@@ -338,6 +310,16 @@ def test_a_weight_used_on_shards_and_plain():
 def test_twice_is_refused():
     def body(mesh):
         model = parallelize(small(), mesh)
+        with pytest.raises(UsageError, match="parallelized already"):
+            parallelize(model, mesh)
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_network_with_a_part_that_is_parallelized_is_refused():
+    def body(mesh):
+        model = small()
+        parallelize(model[0], mesh)
         with pytest.raises(UsageError, match="parallelized already"):
             parallelize(model, mesh)
 

@@ -17,39 +17,12 @@ from pydist import ShardedTensor, parallelize
 GRIDS = [(1, (2, 1, 1)), (2, (2, 1, 1)), (2, (1, 2, 2)), (1, (8, 1, 1))]
 
 
-def rows(mesh=None):
-    return slice(None) if mesh is None else group_slice(mesh, BATCH)
-
-
-def loss_of(model, mesh=None, seed=0):
-    """The loss on this rank's samples of a batch."""
-    x, target = randn(*SHAPE, seed=seed), randn(BATCH, 3, seed=seed + 100)
-    return F.mse_loss(model(x[rows(mesh)]), target[rows(mesh)])
-
-
-def check(make, use, data=1, spatial=(2, 1, 1), *, rtol=1e-10):
-    """use(model, mesh or None) -> tensors, on one device with the whole batch and on a mesh."""
-    expected = use(make(), None)
-    for found in on_ranks(spatial, lambda mesh: use(parallelize(make(), mesh), mesh), data):
-        assert len(found) == len(expected)
-        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-            assert (a is None) == (b is None), i
-            if b is not None:
-                torch.testing.assert_close(
-                    a.detach(), b.detach(), rtol=rtol, atol=1e-12, msg=lambda m, i=i: f"{i}: {m}"
-                )
-
-
-def gradients(model):
-    return [p.grad for p in model.parameters()]
-
-
 @pytest.mark.parametrize(("data", "spatial"), GRIDS)
 def test_two_backwards_accumulate(data, spatial):
     def use(model, mesh):
         for seed in (0, 1):
             loss_of(model, mesh, seed).backward()
-        return gradients(model)
+        return gradients_of(model)
 
     check(small, use, data, spatial)
 
@@ -63,7 +36,7 @@ def test_no_sync_then_a_backward_that_reduces(data, spatial):
             with model.no_sync():
                 loss_of(model, mesh, 0).backward()
         loss_of(model, mesh, 1).backward()
-        return gradients(model)
+        return gradients_of(model)
 
     check(small, use, data, spatial)
 
@@ -88,7 +61,7 @@ def test_retained_graph_twice():
         loss = loss_of(model, mesh)
         loss.backward(retain_graph=True)
         loss.backward()
-        return gradients(model)
+        return gradients_of(model)
 
     check(small, use, data=2)
 
@@ -99,7 +72,7 @@ def test_zeroed_in_place_and_set_to_none():
             loss_of(model, mesh, 1).backward()
             model.zero_grad(set_to_none=set_to_none)
         loss_of(model, mesh).backward()
-        return gradients(model)
+        return gradients_of(model)
 
     check(small, use, data=2)
 
@@ -108,7 +81,7 @@ def test_unmodified_clip_grad_norm():
     def use(model, mesh):
         loss_of(model, mesh).backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        return [norm, *gradients(model)]
+        return [norm, *gradients_of(model)]
 
     check(small, use, data=2)
 
@@ -122,7 +95,7 @@ def test_frozen_parameters_have_no_gradient():
 
     def use(model, mesh):
         loss_of(model, mesh).backward()
-        return gradients(model)
+        return gradients_of(model)
 
     check(make, use, data=2)
 
@@ -134,7 +107,7 @@ def test_parameters_unfrozen_later_are_reduced():
         model[0].requires_grad_(True)
         model.zero_grad()
         loss_of(model, mesh).backward()
-        return gradients(model)
+        return gradients_of(model)
 
     check(small, use, data=2)
 
@@ -156,7 +129,7 @@ class Branches(nn.Module):
 def test_unused_parameters_stay_none_everywhere():
     def use(model, mesh):
         loss_of(lambda x: model(x, use=False), mesh).backward()
-        return gradients(model)
+        return gradients_of(model)
 
     check(Branches, use, data=2)
 
@@ -166,12 +139,12 @@ def test_a_parameter_used_by_one_group_alone():
     model = Branches()
     halves = [slice(0, 2), slice(2, 4)]
     (sum(_group_loss(model, halves[i], use=i == 0) for i in (0, 1)) / 2).backward()
-    expected = gradients(model)
+    expected = gradients_of(model)
 
     def body(mesh):
         model = parallelize(Branches(), mesh)
         _group_loss(model, halves[mesh.data_index], use=mesh.data_index == 0).backward()
-        return gradients(model)
+        return gradients_of(model)
 
     for found in on_ranks((2, 1, 1), body, data=2):
         assert found[1] is None
@@ -202,7 +175,7 @@ def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatc
     def body(mesh):
         model = parallelize(initialised(Normed()), mesh)
         model(randn(*SHAPE, seed=mesh.data_index), mesh.data_index == 0).backward()
-        return gradients(model)
+        return gradients_of(model)
 
     first, *others = on_ranks((2, 1, 1), body, data=2)
     for other in others:
@@ -214,7 +187,7 @@ def test_an_input_of_a_shape_that_leaves_ranks_empty_at_depth():
 
     def use(model, mesh):
         model(randn(1, 2, 2, 3, 3)).square().sum().backward()
-        return gradients(model)
+        return gradients_of(model)
 
     def make():
         return initialised(
@@ -226,114 +199,10 @@ def test_an_input_of_a_shape_that_leaves_ranks_empty_at_depth():
     check(make, use, spatial=(8, 1, 1))
 
 
-def test_a_penalty_written_by_hand():
-    def use(model, mesh):
-        loss = loss_of(model, mesh) + 0.1 * sum(p.square().sum() for p in model.parameters())
-        loss.backward()
-        return gradients(model)
-
-    check(small, use, data=2, spatial=(2, 2, 1))
-
-
-def test_a_penalty_alone():
-    """No exchange at all in this backward."""
-
-    def use(model, mesh):
-        sum(p.square().sum() for p in model.parameters()).backward()
-        return gradients(model)
-
-    check(small, use, data=2)
-
-
-def input_of(mesh):
-    if mesh is None:
-        return randn(*SHAPE).requires_grad_()
-    x = pydist.distribute_tensor(randn(*SHAPE)[rows(mesh)], mesh).detach()
-    return x.requires_grad_()
-
-
-@pytest.mark.parametrize(("data", "spatial"), [(1, (2, 2, 1)), (1, (8, 1, 1)), (2, (2, 1, 1))])
-def test_gradient_penalty_on_the_input(data, spatial):
-    """Wasserstein GANs: the norm of the input's gradient is part of the loss."""
-
-    def use(model, mesh):
-        x = input_of(mesh)
-        (gx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        norms = gx.square().sum((1, 2, 3, 4)).sqrt()
-        (norms - 1).square().mean().backward()
-        return gradients(model)
-
-    check(small, use, data, spatial)
-
-
-@pytest.mark.parametrize(("data", "spatial"), [(1, (2, 2, 1)), (1, (8, 1, 1)), (2, (2, 1, 1))])
-def test_gradient_penalty_on_the_parameters(data, spatial):
-    def use(model, mesh):
-        grads = torch.autograd.grad(
-            loss_of(model, mesh), list(model.parameters()), create_graph=True
-        )
-        sum(g.square().sum() for g in grads).backward()
-        return [*grads, *gradients(model)]
-
-    check(small, use, data, spatial)
-
-
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_backward_with_create_graph_leaves_differentiable_gradients():
-    def use(model, mesh):
-        loss_of(model, mesh).backward(create_graph=True)
-        grads = gradients(model)
-        second = torch.autograd.grad(
-            sum(g.square().sum() for g in grads), list(model.parameters())
-        )
-        model.zero_grad()
-        return [*grads, *second]
-
-    check(small, use, data=2)
-
-
-@pytest.mark.parametrize(("data", "spatial"), GRIDS)
-def test_autograd_grad_on_parameters_gives_the_mean(data, spatial):
-    def use(model, mesh):
-        found = torch.autograd.grad(loss_of(model, mesh), list(model.parameters()))
-        assert all(g is None for g in gradients(model))
-        return found
-
-    check(small, use, data, spatial)
-
-
-CHOSEN = {
-    "first": ["0.weight"],
-    "middle": ["4.bias", "4.weight"],
-    "last": ["11.bias"],
-    "none": [],
-}
-
-
-@pytest.mark.parametrize("names", CHOSEN.values(), ids=CHOSEN)
-def test_autograd_grad_on_some_parameters_and_the_input(names):
-    def use(model, mesh):
-        x = input_of(mesh)
-        chosen = [model.get_parameter(name) for name in names]
-        gx, *rest = torch.autograd.grad(model(x).square().mean(), [x, *chosen])
-        return [gx.full_tensor() if isinstance(gx, ShardedTensor) else gx, *rest]
-
-    check(small, use)
-
-
-def test_autograd_grad_on_the_input_reduces_no_parameters():
-    def body(mesh):
-        model, x = parallelize(small(), mesh), input_of(mesh)
-        torch.autograd.grad(model(x).sum(), x)
-        assert "gradients" not in mesh.timers.snapshot()
-
-    on_ranks((2, 1, 1), body)
-
-
 def test_backward_to_chosen_inputs():
     def use(model, mesh):
         loss_of(model, mesh).backward(inputs=[model[0].weight, model[9].bias])
-        return gradients(model)
+        return gradients_of(model)
 
     check(small, use, data=2)
 
@@ -348,7 +217,7 @@ def test_parameters_shared_by_two_layers():
 
     def use(model, mesh):
         loss_of(model, mesh).backward()
-        return gradients(model)
+        return gradients_of(model)
 
     check(make, use, data=2)
 
@@ -379,7 +248,7 @@ def test_buckets_of_any_size(limit, monkeypatch):
         for seed in (0, 1):
             model.zero_grad()
             loss_of(model, mesh, seed).backward()
-        return gradients(model)
+        return gradients_of(model)
 
     check(small, use, data=2, spatial=(2, 2, 1))
 
@@ -388,7 +257,7 @@ def test_gradients_are_final_and_equal_when_backward_returns():
     def body(mesh):
         model = parallelize(small(norm=True), mesh)
         loss_of(model, mesh).backward()
-        return [g.clone() for g in gradients(model)]
+        return [g.clone() for g in gradients_of(model)]
 
     first, *others = on_ranks((2, 2, 1), body, data=2)
     for other in others:
@@ -399,7 +268,7 @@ def test_a_backward_that_raised_does_not_spoil_the_next():
     def body(mesh):
         model = parallelize(small(), mesh)
         loss_of(model, mesh).backward()
-        expected = [g.clone() for g in gradients(model)]
+        expected = [g.clone() for g in gradients_of(model)]
 
         class Interrupted(Exception):
             pass
@@ -415,7 +284,7 @@ def test_a_backward_that_raised_does_not_spoil_the_next():
         handle.remove()
         model.zero_grad()
         loss_of(model, mesh).backward()
-        for a, b in zip(gradients(model), expected, strict=True):
+        for a, b in zip(gradients_of(model), expected, strict=True):
             assert torch.equal(a, b)
 
     on_ranks((2, 1, 1), body)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import layout_at, on_ranks, randn, shard
+from equivalence import layout_at, on_ranks, on_shards, randn, shard
 from networks import initialised
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -20,15 +19,6 @@ from pydist.errors import NotSupported, UsageError
 
 SHAPE = (2, 3, 5, 4, 3)
 GRID = (2, 1, 1)
-
-
-def on_two(body, spatial=GRID, **options):
-    """Runs body(x, mesh) with x the same split tensor, a leaf, on every rank."""
-
-    def rank(mesh):
-        return body(shard(randn(*SHAPE), layout_for_sample(mesh, SHAPE)), mesh)
-
-    return on_ranks(spatial, rank, **options)
 
 
 # -- what it shows --------------------------------------------------------------------------
@@ -55,7 +45,7 @@ def test_it_is_a_tensor_of_the_global_shape():
         assert "ShardedTensor(shape=(2, 3, 5, 4, 3)" in repr(x)
         assert "depth" in f"{x}"
 
-    on_two(body)
+    on_shards(body)
 
 
 def test_values_of_one_element():
@@ -70,7 +60,7 @@ def test_values_of_one_element():
         assert f"{one:.3f}" == f"{float(randn(*SHAPE).sum()):.3f}"
         assert x.detach().tolist() == randn(*SHAPE).tolist()
 
-    on_two(body)
+    on_shards(body)
 
 
 def test_distribute_and_back():
@@ -83,13 +73,12 @@ def test_distribute_and_back():
 
 
 def test_gradient_of_a_distributed_plain_tensor():
-    """Anything whose mean over the sample group is the true one."""
+    """On every rank the whole of it, as the tensor itself."""
 
     def body(mesh):
         whole = randn(*SHAPE).requires_grad_()
         (distribute_tensor(whole, mesh) ** 2).sum().backward()
-        mesh.sample.all_reduce(whole.grad)
-        torch.testing.assert_close(whole.grad / mesh.sample_size, 2 * randn(*SHAPE), rtol=1e-12, atol=0)
+        torch.testing.assert_close(whole.grad, 2 * randn(*SHAPE), rtol=1e-12, atol=0)
 
     on_ranks((2, 2, 1), body)
 
@@ -99,7 +88,7 @@ def test_a_plain_loss_after_full_tensor():
         x.full_tensor().square().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), 2 * randn(*SHAPE), rtol=1e-12, atol=0)
 
-    on_two(body, (2, 2, 1))
+    on_shards(body, (2, 2, 1))
 
 
 def test_a_loss_made_of_shards_and_of_the_full_tensor():
@@ -108,12 +97,14 @@ def test_a_loss_made_of_shards_and_of_the_full_tensor():
         expected = 4 * randn(*SHAPE) + randn(*SHAPE).exp()
         torch.testing.assert_close(x.grad.full_tensor(), expected, rtol=1e-12, atol=1e-12)
 
-    on_two(body, (2, 2, 1))
+    on_shards(body, (2, 2, 1))
 
 
 def test_from_local_refuses_a_shard_of_another_shape():
     def body(mesh):
-        with pytest.raises(UsageError, match=r"\(2, 3, 5, 4, 3\) was given, but rank 0 holds \(2, 3, 3"):
+        with pytest.raises(
+            UsageError, match=r"\(2, 3, 5, 4, 3\) was given, but rank 0 holds \(2, 3, 3"
+        ):
             ShardedTensor.from_local(randn(*SHAPE), layout_for_sample(mesh, SHAPE))
 
     on_ranks(GRID, lambda mesh: body(mesh) if mesh.rank == 0 else None)
@@ -124,7 +115,7 @@ def test_redistribute_to_another_shape_is_refused():
         with pytest.raises(UsageError, match="another shape or mesh"):
             x.redistribute(Layout(mesh, (4,), [None]))
 
-    on_two(body)
+    on_shards(body)
 
 
 def test_deepcopy_is_independent():
@@ -134,7 +125,7 @@ def test_deepcopy_is_independent():
         assert torch.equal(x.full_tensor(), randn(*SHAPE))
         assert y.requires_grad
 
-    on_two(body)
+    on_shards(body)
 
 
 # -- autograd -------------------------------------------------------------------------------
@@ -158,7 +149,7 @@ def test_detach_clone_requires_grad():
         assert not (y * 2).requires_grad
         assert not x.data.requires_grad
 
-    on_two(body)
+    on_shards(body)
 
 
 def test_no_grad_and_inference_mode():
@@ -171,7 +162,7 @@ def test_no_grad_and_inference_mode():
             assert y.is_inference()
             y.full_tensor()
 
-    on_two(body)
+    on_shards(body)
 
 
 def test_gradients_accumulate_over_two_backwards():
@@ -180,7 +171,7 @@ def test_gradients_accumulate_over_two_backwards():
             x.square().sum().backward()
         torch.testing.assert_close(x.grad.full_tensor(), 4 * randn(*SHAPE), rtol=1e-12, atol=0)
 
-    on_two(body)
+    on_shards(body)
 
 
 def test_retain_graph_and_retain_grad():
@@ -193,7 +184,7 @@ def test_retain_graph_and_retain_grad():
         torch.testing.assert_close(y.grad.full_tensor(), 12 * randn(*SHAPE), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(x.grad.full_tensor(), 36 * randn(*SHAPE), rtol=1e-12, atol=1e-12)
 
-    on_two(body)
+    on_shards(body)
 
 
 def test_backward_with_a_given_gradient():
@@ -202,7 +193,7 @@ def test_backward_with_a_given_gradient():
         expected = 2 * randn(*SHAPE) * randn(*SHAPE, seed=1)
         torch.testing.assert_close(x.grad.full_tensor(), expected, rtol=1e-12, atol=1e-12)
 
-    on_two(body)
+    on_shards(body)
 
 
 def test_backward_of_a_non_scalar_needs_a_gradient():
@@ -210,7 +201,7 @@ def test_backward_of_a_non_scalar_needs_a_gradient():
         with pytest.raises(RuntimeError, match="not a scalar"):
             (x * 2).backward()
 
-    on_two(body)
+    on_shards(body)
 
 
 def test_autograd_grad_of_sharded_and_plain_inputs():
@@ -226,7 +217,7 @@ def test_autograd_grad_of_sharded_and_plain_inputs():
         torch.testing.assert_close(gx.full_tensor(), expected, rtol=1e-12, atol=1e-12)
         assert gw.shape == weight.shape
 
-    on_two(body)
+    on_shards(body)
 
 
 def test_tensor_hooks_see_and_change_the_sharded_gradient():
@@ -239,7 +230,7 @@ def test_tensor_hooks_see_and_change_the_sharded_gradient():
         torch.testing.assert_close(seen[0].full_tensor(), 2 * randn(*SHAPE), rtol=1e-12, atol=0)
         torch.testing.assert_close(x.grad.full_tensor(), 20 * randn(*SHAPE), rtol=1e-12, atol=0)
 
-    on_two(body)
+    on_shards(body)
 
 
 def test_a_removed_hook_is_silent():
@@ -248,7 +239,7 @@ def test_a_removed_hook_is_silent():
         handle.remove()
         x.sum().backward()
 
-    on_two(body)
+    on_shards(body)
 
 
 @pytest.mark.parametrize("spatial", [(2, 1, 1), (2, 2, 2)])
@@ -302,7 +293,7 @@ def test_module_hooks_are_shown_sharded_tensors(hook, spatial):
     def body(x, mesh):
         return run(parallelize(copy.deepcopy(model), mesh), x)
 
-    for found in on_two(body, spatial):
+    for found in on_shards(body, spatial):
         assert len(found) == len(expected) > 0
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b.detach(), rtol=1e-10, atol=1e-12)
@@ -325,7 +316,7 @@ def test_module_backward_hooks_may_change_the_gradient(hook):
         grad = gradient(parallelize(copy.deepcopy(model), mesh), x).full_tensor()
         torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
 
-    on_two(body)
+    on_shards(body)
 
 
 @pytest.mark.parametrize("spatial", [(2, 1, 1), (8, 1, 1), (2, 2, 2)])
@@ -347,170 +338,8 @@ def test_checkpointing_with_empty_shards(spatial):
         grad = gradient(x, weight.clone().requires_grad_(), True).full_tensor()
         torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
 
-    on_two(body, spatial)
-    on_two(body, spatial, keep_thin_blocks=True)
-
-
-# -- tripwires ------------------------------------------------------------------------------
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
-class ToPlain(torch.autograd.Function):
-    """Takes a sharded tensor, returns a plain one: the gradient would end in the wrapper."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.like = x
-        return x.to_local().sum()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.like.detach() * 0 + grad
-
-
-class Rewrapped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
-def test_a_custom_function_from_sharded_to_sharded_is_refused_by_name():
-    def body(x, mesh):
-        with pytest.raises(NotSupported, match="RewrappedBackward"):
-            (Rewrapped.apply(x) * 3).sum().backward()
-
-    on_two(body)
-
-
-def test_a_custom_function_from_sharded_to_plain_raises_in_backward():
-    """Its gradient must not vanish into the wrapper."""
-
-    def body(x, mesh):
-        with pytest.raises((NotSupported, RuntimeError), match="sharded"):
-            ToPlain.apply(x).backward()
-        assert x.grad is None
-
-    on_ranks(GRID, lambda mesh: body(shard(randn(*SHAPE), layout_for_sample(mesh, SHAPE)), mesh))
-
-
-def test_a_custom_function_on_the_shard_is_the_way_on():
-    def body(x, mesh):
-        y = ShardedTensor.from_local(Doubled.apply(x.to_local()), x.layout)
-        y.square().sum().backward()
-        torch.testing.assert_close(x.grad.full_tensor(), 4 * randn(*SHAPE), rtol=1e-12, atol=0)
-
-    on_two(body)
-
-
-REFUSED = {
-    "func.grad": lambda x: torch.func.grad(lambda v: v.sum())(x),
-    "func.vmap": lambda x: torch.func.vmap(lambda v: v * 2)(x),
-    "torch.tensor": torch.tensor,
-    "torch.as_tensor": lambda x: torch.as_tensor(x, dtype=torch.float32),
-    "numpy": lambda x: x.detach().numpy(),
-    "data_ptr": lambda x: x.data_ptr(),
-    "storage": lambda x: x.untyped_storage(),
-    "stride": lambda x: x.stride(),
-    "cumsum": lambda x: x.cumsum(2),
-    "sort": lambda x: torch.sort(x, 2),
-    "roll": lambda x: torch.roll(x, 1, 2),
-    "fft": lambda x: torch.fft.fftn(x),
-    "einsum": lambda x: torch.einsum("ncdhw->nc", x),
-    "matmul": lambda x: x @ x.transpose(-1, -2),
-    "scatter": lambda x: x.scatter(2, torch.zeros(SHAPE, dtype=torch.long), 1.0),
-    "interpolate": lambda x: F.interpolate(x, scale_factor=2),
-    "grid_sample": lambda x: F.grid_sample(x, torch.zeros(2, 2, 2, 2, 3).double()),
-    "unfold": lambda x: x.unfold(2, 2, 1),
-    "circular pad": lambda x: F.pad(x, (1, 1), mode="circular"),
-    "conv_transpose": lambda x: F.conv_transpose3d(x, randn(3, 3, 2, 2, 2)),
-    "topk": lambda x: x.topk(2, 2),
-    "svd": lambda x: torch.linalg.svd(x),
-    "set data": lambda x: setattr(x, "data", torch.zeros(SHAPE)),
-    "resize_": lambda x: x.detach().resize_(3),
-}
-
-
-@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
-@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
-def test_what_has_no_exact_form_is_refused(call):
-    def body(x, mesh):
-        with pytest.raises(RuntimeError) as caught:
-            call(x)
-        assert isinstance(caught.value, NotSupported), repr(caught.value)
-
-    on_two(body)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
-def test_forward_mode_is_refused():
-    """On one rank: its levels are one stack a process."""
-
-    def body(x, mesh):
-        with pytest.raises(NotSupported):
-            torch.func.jvp(lambda v: v * 2, (x,), (x,))
-
-    on_two(body, (1, 1, 1))
-
-
-def test_a_refusal_names_the_call_the_module_the_shapes_and_a_way_on():
-    class Odd(nn.Module):
-        def forward(self, x):
-            return torch.cumsum(x, 2)
-
-    def body(mesh):
-        model = parallelize(nn.Sequential(nn.ReLU(), nn.Sequential(Odd())), mesh)
-        with pytest.raises(NotSupported) as caught:
-            model(randn(*SHAPE))
-        message = str(caught.value)
-        assert "\n" not in message
-        for part in ("torch.cumsum", "in module 1.0", "[2, 3, 5, 4, 3]", "full_tensor()", "implements"):
-            assert part in message
-
-    on_ranks(GRID, body)
-
-
-def test_pickling_is_refused():
-    def body(x, mesh):
-        with pytest.raises(NotSupported, match="pickled"):
-            pickle.dumps(x)
-
-    on_two(body)
-
-
-DIFFERING = {
-    "sliced": lambda x, r: x * randn(*SHAPE, seed=r),
-    "per channel": lambda x, r: x * randn(3, 1, 1, 1, seed=r),
-    "a scalar tensor": lambda x, r: x * randn(seed=r),
-    "a target": lambda x, r: F.mse_loss(x, randn(*SHAPE, seed=r)),
-    "labels": lambda x, r: F.cross_entropy(x, randn(2, 5, 4, 3, seed=r).sign().long() + 1),
-    "a weight": lambda x, r: F.conv3d(x, randn(2, 3, 3, 3, 3, seed=r), padding=1),
-    "a linear weight": lambda x, r: F.linear(x.flatten(1), randn(2, 180, seed=r)),
-    "batch norm's scale": lambda x, r: F.batch_norm(x, None, None, randn(3, seed=r), training=True),
-    "joined": lambda x, r: torch.cat([x, randn(*SHAPE, seed=r)], 1),
-    "distributed": lambda x, r: distribute_tensor(randn(*SHAPE, seed=r), x.mesh),
-}
-
-
-@pytest.mark.parametrize("call", DIFFERING.values(), ids=DIFFERING)
-def test_plain_operands_that_differ_between_the_ranks_are_refused(call):
-    def body(x, mesh):
-        with pytest.raises(UsageError, match="differs between the ranks"):
-            call(x, mesh.rank)
-
-    on_two(body)
+    on_shards(body, spatial)
+    on_shards(body, spatial, keep_thin_blocks=True)
 
 
 def test_handlers_are_there_for_every_rank_thread():
@@ -541,7 +370,7 @@ def test_one_rank_runs_everything_without_exchanges():
         assert mesh.timers.snapshot().get("halo", 0) == 0
         assert torch.equal(x.grad.to_local(), x.grad.full_tensor())
 
-    on_two(body, (1, 1, 1))
+    on_shards(body, (1, 1, 1))
 
 
 def test_layout_at_given_points_round_trips():

@@ -149,6 +149,24 @@ def mean_ranks(x: Tensor, group: Transport) -> Tensor:
     return _MeanRanks.apply(x, group) if group.size > 1 else x
 
 
+class _TrueGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Transport) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return mean_ranks(grad, ctx.group), None
+
+
+def with_true_gradient(x: Tensor, group: Transport) -> Tensor:
+    """The same value; its gradient becomes the mean over the ranks of the group."""
+    if group.size == 1 or not x.requires_grad:
+        return x
+    return _TrueGradient.apply(x, group)
+
+
 class _Gather(Function):
     @staticmethod
     def forward(

@@ -96,7 +96,7 @@ class Reducer:
         # The nodes are kept: a parameter's AccumulateGrad dies with its last user.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._order]
         me = weakref.ref(self)
-        self._hooks = [h for p in self._order for h in _register_hooks(p, me)]
+        self._hooks = [h for i, p in enumerate(self._order) for h in _register_hooks(p, i, me)]
         mesh.reducers[:] = [*(r for r in mesh.reducers if r() is not None), me]
 
     def release(self) -> None:
@@ -118,8 +118,8 @@ class Reducer:
             self._queued = True
             Variable._execution_engine.queue_callback(self._finish)
 
-    def _before_accumulation(self, grad: Tensor, parameter: nn.Parameter) -> Tensor | None:
-        if torch.is_grad_enabled() or _fate(self._nodes[self._index[id(parameter)]]) == "returned":
+    def _before_accumulation(self, grad: Tensor, index: int) -> Tensor | None:
+        if torch.is_grad_enabled() or _fate(self._nodes[index]) == "returned":
             return mean_ranks(grad, self._mesh.world)
         return None
 
@@ -193,12 +193,14 @@ def _fate(node: Any) -> str:
         return "returned"
 
 
-def _register_hooks(parameter: nn.Parameter, reducer: weakref.ref[Reducer]) -> list[Any]:
-    """Hooks that hold the reducer weakly: a parameter may outlive the model."""
+def _register_hooks(
+    parameter: nn.Parameter, index: int, reducer: weakref.ref[Reducer]
+) -> list[Any]:
+    """Hooks that hold neither the reducer nor the parameter: that would keep both alive."""
 
     def before(grad: Tensor) -> Tensor | None:
         alive = reducer()
-        return None if alive is None else alive._before_accumulation(grad, parameter)
+        return None if alive is None else alive._before_accumulation(grad, index)
 
     def after(p: Tensor) -> None:
         alive = reducer()

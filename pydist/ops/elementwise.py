@@ -27,7 +27,7 @@ abs absolute neg negative positive sign sgn square sqrt rsqrt reciprocal exp exp
 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh sigmoid logit erf erfc
 erfinv floor ceil round trunc frac isnan isinf isfinite isposinf isneginf nan_to_num relu
 logical_not bitwise_not clamp clamp_min clamp_max clip deg2rad rad2deg i0 lgamma digamma sinc
-threshold hardshrink celu selu rrelu bernoulli
+threshold hardshrink celu selu rrelu bernoulli zeros_like ones_like full_like
 """.split()
 _METHODS_ONLY = """
 clone detach contiguous float double half bfloat16 int long short bool byte char to type

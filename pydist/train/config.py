@@ -134,7 +134,7 @@ class OutputConfig(_Table):
     folder: Path = Path("runs/cosmoflow")
     """Folder of config.toml, log.jsonl, result.png and ckpt/."""
     plot: Flag = True
-    """Draw result.png at the end (needs matplotlib)."""
+    """Draw result.png at the end, if matplotlib is installed."""
 
 
 @dataclass(frozen=True)

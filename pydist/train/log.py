@@ -46,10 +46,13 @@ class EventLog:
     def __init__(self, path: Path | None, listeners: Sequence[Listener] = ()) -> None:
         self.path = path
         self.listeners = list(listeners)
+        self.step = 0
+        """The step of the last event that named one."""
 
     def emit(self, event: str, **fields: object) -> None:
         """Writes one event."""
         record: Event = {"event": event, "time": time.time(), **fields}
+        self.step = record.get("step", self.step)
         if self.path is not None:
             self._append(json.dumps(record, default=str) + "\n")
         for listener in self.listeners:

@@ -119,6 +119,7 @@ def _draw_predictions(axes: Axes, table: Path) -> None:
         header, *rows = csv.reader(file)
     values = np.array(rows, dtype=float).reshape(len(rows), 2, -1)
     axes.axline((0, 0), slope=1, color="gray", linewidth=1)
+    axes.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal")
     for i in range(values.shape[2]):
         name = header[i].removeprefix("true ")
         axes.scatter(values[:, 0, i], values[:, 1, i], s=18, alpha=0.7, label=name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,34 +71,44 @@ def train(config: Config, mesh: Mesh, listeners: Sequence[Listener] = ()) -> Res
             _prepare(folder, config)
     log = EventLog(folder / LOG_FILE, listeners) if mesh.rank == 0 else EventLog(None)
     began = time.perf_counter()
-    state = None
+    status, reason = "failed", ""
     try:
+        result = _run(config, mesh, log)
+        status = "done"
+        return result
+    except BaseException as error:
+        status = "stopped" if isinstance(error, Stopped) else "failed"
+        reason = str(error)
+        raise
+    finally:
+        seconds = time.perf_counter() - began
+        log.emit("end", status=status, step=log.step, seconds=seconds, reason=reason)
+
+
+def _run(config: Config, mesh: Mesh, log: EventLog) -> Result:
+    """The run, between the log's beginning and end."""
+    with ExitStack() as stack:
         with together(mesh.world):
             data, validation_data = _datasets(config)
             loader = Loader(data, mesh, config.train.batch, prefetch=config.data.prefetch)
-        validation_loader = None
-        if validation_data is not None:
-            validation_loader = Loader(validation_data, mesh, config.train.batch, training=False)
+            stack.enter_context(loader)
+            validation_loader = None
+            if validation_data is not None:
+                validation_loader = Loader(
+                    validation_data, mesh, config.train.batch, training=False
+                )
+                stack.enter_context(validation_loader)
         state = _state(config, mesh, data, loader)
         _resume(config, state, log)
+        checkpoints = config.output.folder / CHECKPOINTS
         trainer = Trainer(
-            state,
-            validation_loader,
-            log,
-            config.train,
-            config.checkpoint,
-            folder / CHECKPOINTS,
+            state, validation_loader, log, config.train, config.checkpoint, checkpoints
         )
         _announce(log, config, trainer)
         validation = trainer.fit()
-        with together(mesh.world):
-            if mesh.rank == 0:
-                _write_results(config, data, mesh, validation)
-    except BaseException as error:
-        status = "stopped" if isinstance(error, Stopped) else "failed"
-        _end(log, status, state, began, reason=str(error))
-        raise
-    _end(log, "done", state, began)
+    with together(mesh.world):
+        if mesh.rank == 0:
+            _write_results(config, data, mesh, validation, log)
     return Result(state.step, trainer.loss, validation)
 
 
@@ -209,14 +221,12 @@ def _describe(mesh: Mesh) -> str:
     return f"{mesh.size} ranks: {' × '.join(split)}" if split else "1 rank"
 
 
-def _end(log: EventLog, status: str, state: State | None, began: float, reason: str = "") -> None:
-    step = state.step if state is not None else 0
-    seconds = time.perf_counter() - began
-    log.emit("end", status=status, step=step, seconds=seconds, reason=reason)
-
-
 def _write_results(
-    config: Config, dataset: ShardDataset, mesh: Mesh, validation: Validation | None
+    config: Config,
+    dataset: ShardDataset,
+    mesh: Mesh,
+    validation: Validation | None,
+    log: EventLog,
 ) -> None:
     folder = config.output.folder
     if validation is not None:
@@ -226,7 +236,9 @@ def _write_results(
             validation.predicted.numpy(),
             validation.true.numpy(),
         )
-    if config.output.plot:
+    if config.output.plot and importlib.util.find_spec("matplotlib") is None:
+        log.emit("notice", text=report.MISSING_PLOT_LIBRARY)
+    elif config.output.plot:
         report.draw_run(
             folder, {_describe(mesh): losses(folder / LOG_FILE)}, config.data.path, mesh.spatial
         )

@@ -1,4 +1,4 @@
-"""`pydist train` as it is used: as its own launcher, under other launchers, interrupted, failing."""
+"""`pydist train` as it is used: as a launcher, under other launchers, interrupted, failing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,12 @@ def train(*arguments: str, launcher: list[str] | None = None, code: int = 0, **e
     """Runs `pydist train`; returns what it printed."""
     command = [*(launcher or [sys.executable, "-m"]), "pydist", "train", "run.toml", *arguments]
     ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **extra}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **extra},
     )
     assert ended.returncode == code, ended.stdout + ended.stderr
     return ended.stdout + ended.stderr

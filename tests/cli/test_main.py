@@ -1,4 +1,4 @@
-"""The command line answers at once, says what is wrong in one line, and ends with the right code."""
+"""The command line answers at once, says in one line what is wrong, and ends with its code."""
 
 from __future__ import annotations
 

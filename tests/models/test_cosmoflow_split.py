@@ -1,4 +1,4 @@
-"""CosmoFlow on split samples is CosmoFlow: output, loss, input gradient, every parameter's gradient.
+"""CosmoFlow on split samples is CosmoFlow: output, loss, the gradients of input and parameters.
 
 The networks are whole, with all their nine million parameters; from 32³ on their last layers have
 fewer voxels than ranks.

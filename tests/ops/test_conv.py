@@ -107,7 +107,9 @@ def test_what_needs_no_gradient_gets_none(frozen):
 
     def split(mesh):
         own = {name: t.clone() for name, t in whole.items()}
-        own["input"] = shard(whole["input"], layout_at(mesh, (1, 2, 6, 4, 4), [[0, 2, 6]] + [None] * 2))
+        own["input"] = shard(
+            whole["input"], layout_at(mesh, (1, 2, 6, 4, 4), [[0, 2, 6]] + [None] * 2)
+        )
         found = gradients(own)
         if frozen != "input":
             found["input"] = found["input"].full_tensor()

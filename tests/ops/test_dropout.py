@@ -15,7 +15,14 @@ from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
 
 SHAPE = (4, 3, 6, 4, 4)
-GRIDS = [(1, (1, 1, 1)), (1, (2, 1, 1)), (1, (2, 2, 2)), (2, (2, 1, 1)), (4, (1, 1, 1)), (2, (1, 3, 1))]
+GRIDS = [
+    (1, (1, 1, 1)),
+    (1, (2, 1, 1)),
+    (1, (2, 2, 2)),
+    (2, (2, 1, 1)),
+    (4, (1, 1, 1)),
+    (2, (1, 3, 1)),
+]
 
 
 class Net(nn.Module):

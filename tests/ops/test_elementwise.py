@@ -61,7 +61,7 @@ def test_unary(function, x):
 def test_predicates(name):
     x = randn(*SHAPE)
     x[0, 0, 0], x[1, 2, 4] = torch.inf, torch.nan
-    check_function(lambda x: getattr(torch, name)(x), x, (), POINTS)
+    check_function(getattr(torch, name), x, (), POINTS)
 
 
 WITH_OPTIONS = {
@@ -86,6 +86,9 @@ WITH_OPTIONS = {
     "where of a method": lambda x: (x * x).where(x > 0.2, -x),
     "lerp": lambda x: torch.lerp(x, x * x, 0.3),
     "addcmul": lambda x: torch.addcmul(x, x, x * x, value=0.5),
+    "zeros_like": lambda x: torch.zeros_like(x) + x,
+    "ones_like": lambda x: torch.ones_like(x) * x,
+    "full_like": lambda x: torch.full_like(x, 3.0) * x,
     "addcdiv": lambda x: x.addcdiv(x, x * x + 1, value=2.0),
 }
 
@@ -157,9 +160,7 @@ def test_broadcasting_between_two_sharded_tensors_to_second_order(data):
         [0, *sorted(data.draw(st.lists(st.integers(0, n), min_size=s - 1, max_size=s - 1))), n]
         for n, s in zip((1, 4, 3), spatial, strict=True)
     ]
-    check_function(
-        lambda x, y: x * y + y, x, (), points, beside=[Cut(y, other)], second_order=True
-    )
+    check_function(lambda x, y: x * y + y, x, (), points, beside=[Cut(y, other)], second_order=True)
 
 
 IN_PLACE = {
@@ -222,9 +223,7 @@ def test_integers_and_masks_keep_their_dtype():
 
 @pytest.mark.parametrize("weight", [1, 3], ids=["one weight", "a weight a channel"])
 def test_prelu(weight):
-    check_function(
-        F.prelu, randn(*SHAPE), [randn(weight, seed=1).abs()], POINTS, second_order=True
-    )
+    check_function(F.prelu, randn(*SHAPE), [randn(weight, seed=1).abs()], POINTS, second_order=True)
 
 
 def test_one_tensor_twice():

@@ -198,7 +198,9 @@ def test_one_value_a_channel_is_refused_as_torch_does(statistics):
 
 def test_unknown_statistics_are_refused():
     def body(mesh):
-        with pytest.raises(UsageError, match=r"batch_norm='local'; possible are global, group, rank"):
+        with pytest.raises(
+            UsageError, match=r"batch_norm='local'; possible are global, group, rank"
+        ):
             parallelize(network(), mesh, batch_norm="local")
 
     on_ranks((1, 1, 1), body)

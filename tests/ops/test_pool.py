@@ -78,9 +78,7 @@ POINTS = {
 @pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
 @pytest.mark.parametrize("pool", BY_NAME.values(), ids=BY_NAME)
 def test_by_name_to_second_order(pool, points):
-    check_function(
-        lambda x: pool(x * x), randn(2, 2, 8, 8, 8), (), points, second_order=True
-    )
+    check_function(lambda x: pool(x * x), randn(2, 2, 8, 8, 8), (), points, second_order=True)
 
 
 def test_of_equal_values_the_first_gets_the_gradient():

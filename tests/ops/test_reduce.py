@@ -66,7 +66,7 @@ CALLS = {
     "sum to another dtype": lambda x: x.float().sum(2, dtype=torch.float64),
     "mean(dim, keepdim) positional": lambda x: torch.mean(x, (2, 3), True),
     "max()": lambda x: x.max(),
-    "min()": lambda x: torch.min(x),
+    "min()": torch.min,
     "max of two": lambda x: torch.max(x, x.square()),
     "max over a whole dim": lambda x: x.max(1).values,
     "min over a whole dim": lambda x: x.min(dim=1, keepdim=True)[0],
@@ -79,8 +79,8 @@ CALLS = {
     "any over dims": lambda x: (x > 1).any((2, 3)),
     "all": lambda x: (x > -9).all(),
     "all over a dim": lambda x: torch.all(x > -1, 2),
-    "frobenius norm": lambda x: torch.norm(x),
-    "std of all": lambda x: torch.std(x),
+    "frobenius norm": torch.norm,
+    "std of all": torch.std,
     "var(unbiased)": lambda x: x.var(False),
     "a scalar in further computing": lambda x: (x - x.mean()) / x.std() * x.amax(),
 }
@@ -100,7 +100,9 @@ def test_equal_extremes_share_the_gradient(reduce):
 
 def test_norm_of_zeros_has_gradient_zero():
     x = torch.zeros(SHAPE).double()
-    check_function(lambda x: torch.linalg.vector_norm(x, dim=(2, 3, 4)), x, (), POINTS["uneven 2x2x2"])
+    check_function(
+        lambda x: torch.linalg.vector_norm(x, dim=(2, 3, 4)), x, (), POINTS["uneven 2x2x2"]
+    )
 
 
 @pytest.mark.parametrize("reduce", [torch.amax, torch.amin], ids=["amax", "amin"])
@@ -113,7 +115,9 @@ def test_nan_is_the_extreme(reduce):
 def test_partial_reductions_in_a_product_of_several_layouts():
     """Statistics by slice and by column meet the tensor and each other again."""
     check_function(
-        lambda x, y: x * y.mean((3, 4), keepdim=True) + x.amax(2, keepdim=True) * y.sum((0, 3)).mean(),
+        lambda x, y: (
+            x * y.mean((3, 4), keepdim=True) + x.amax(2, keepdim=True) * y.sum((0, 3)).mean()
+        ),
         randn(*SHAPE),
         (),
         POINTS["uneven 2x2x2"],

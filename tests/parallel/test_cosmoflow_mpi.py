@@ -12,14 +12,14 @@ from equivalence import (
     Task,
     assert_equal,
     group_slice,
-    jittered,
     randn,
+    shard,
     train_split,
     whole_answer,
 )
 from networks import BATCH, SHAPE, small_task
 
-from pydist import Mesh, parallelize
+from pydist import Mesh, layout_for_sample, parallelize
 from pydist.models import CosmoFlow
 
 pytestmark = pytest.mark.ranks(4, mpi=("openmpi", "mpich"), seconds=240)
@@ -78,10 +78,11 @@ def test_gradient_penalty(world):
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
     model = small_task().model
-    x = randn(1, *SHAPE[1:]).requires_grad_()
-    expected = gradients(copy.deepcopy(model), x)
+    whole = randn(*SHAPE)
+    expected = gradients(copy.deepcopy(model), whole.clone().requires_grad_())
     mesh = Mesh(world, 1, (2, 2, 1))
-    found = gradients(parallelize(model, mesh), jittered(x))
+    x = shard(whole, layout_for_sample(mesh, SHAPE))
+    found = gradients(parallelize(model, mesh), x)
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12)

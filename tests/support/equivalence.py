@@ -138,6 +138,20 @@ def on_ranks(
     )
 
 
+def on_shards(
+    body: Callable[[ShardedTensor, Mesh], Any],
+    spatial: Sequence[int] = (2, 1, 1),
+    shape: Sequence[int] = (2, 3, 5, 4, 3),
+    **options: Any,
+) -> list[Any]:
+    """Runs `body(x, mesh)` with x = randn(*shape), evenly cut, a leaf, on every rank."""
+    return on_ranks(
+        spatial,
+        lambda mesh: body(shard(randn(*shape), layout_for_sample(mesh, shape)), mesh),
+        **options,
+    )
+
+
 # -- functions ------------------------------------------------------------------------------
 
 
@@ -219,9 +233,7 @@ def _differentiate(
     if second_order:
         penalty = sum((g * g).sum() for g in _true(grads, leaves[0]))
         if penalty.requires_grad:  # not where the function is linear in everything
-            second = torch.autograd.grad(
-                penalty, leaves, allow_unused=True, materialize_grads=True
-            )
+            second = torch.autograd.grad(penalty, leaves, allow_unused=True, materialize_grads=True)
             results |= {f"d{name}": g for name, g in zip(names, second, strict=True)}
     return results
 
@@ -230,9 +242,7 @@ def _true(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
     """Gradients as users of a parallelized model see them: a parameter's is the mean."""
     if not isinstance(x, ShardedTensor):
         return list(grads)
-    return [
-        g if isinstance(g, ShardedTensor) else mean_ranks(g, x.mesh.sample) for g in grads
-    ]
+    return [g if isinstance(g, ShardedTensor) else mean_ranks(g, x.mesh.sample) for g in grads]
 
 
 # -- networks -------------------------------------------------------------------------------

@@ -1,0 +1,160 @@
+"""Networks beyond a chain of layers: several at once, shared weights, skips, other precisions."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import Task, assert_equal, check_network, group_slice, on_ranks, randn
+from networks import BATCH, SHAPE, initialised, small
+from torch import nn
+
+from pydist import ShardedTensor, parallelize
+
+
+def test_several_models_on_one_mesh():
+    """One trains through the other, and each by itself."""
+
+    def losses(first, second, x):
+        (F.mse_loss(first(x), randn(BATCH, 3)) * 2).backward()
+        (F.mse_loss(second(x), randn(BATCH, 3)) + first(x).square().mean()).backward()
+        return [p.grad for m in (first, second) for p in m.parameters()]
+
+    expected = losses(small(), small(seed=1), randn(*SHAPE))
+
+    def body(mesh):
+        first, second = (parallelize(small(seed=s), mesh) for s in (0, 1))
+        mine = group_slice(mesh, BATCH)
+        (F.mse_loss(first(randn(*SHAPE)[mine]), randn(BATCH, 3)[mine]) * 2).backward()
+        second_loss = F.mse_loss(second(randn(*SHAPE)[mine]), randn(BATCH, 3)[mine])
+        (second_loss + first(randn(*SHAPE)[mine]).square().mean()).backward()
+        return [p.grad for m in (first, second) for p in m.parameters()]
+
+    for found in on_ranks((2, 1, 1), body, data=2):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_a_weight_used_on_shards_and_plain():
+    """Its gradient is a mixture of partial sums and of equal values."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(randn(3, 2, 3, 3, 3))
+            self.scale = nn.Parameter(randn(3, 1, 1, 1, seed=1))
+
+        def forward(self, x):
+            y = F.conv3d(x, self.weight, padding=1) * self.scale
+            plain = (
+                self.weight.square().sum() + (self.scale * y.mean((2, 3, 4), keepdim=True)).sum()
+            )
+            gathered = (y.full_tensor() if isinstance(y, ShardedTensor) else y).sin().sum()
+            return y.square().mean() + plain * self.scale.sum() + gathered
+
+    task = Task(Mixed(), randn(*SHAPE), torch.zeros(()), lambda y, _: y)
+
+    def gradients(model, x):
+        model(x).backward()
+        return {n: p.grad for n, p in model.named_parameters()}
+
+    expected = gradients(copy.deepcopy(task.model), task.x)
+    found = on_ranks((2, 2, 2), lambda mesh: gradients(parallelize(Mixed(), mesh), task.x))
+    for each in found:
+        assert_equal(each, expected)
+
+
+def adversaries(generator, critic, mesh=None):
+    """Some steps of a generative adversarial network; the critic is frozen every other time."""
+    optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (generator, critic)]
+    for step in range(3):
+        noise, real = (randn(*SHAPE, seed=s + step) for s in (200, 300))
+        if mesh is not None:
+            noise, real = (t[group_slice(mesh, BATCH)] for t in (noise, real))
+        critic.requires_grad_(True)
+        optimizers[1].zero_grad()
+        with torch.no_grad():
+            fake = generator(noise)
+        (critic(real).square().mean() + (critic(fake) - 1).square().mean()).backward()
+        optimizers[1].step()
+        critic.requires_grad_(False)
+        optimizers[0].zero_grad()
+        critic(generator(noise)).square().mean().backward()
+        optimizers[0].step()
+    return [*generator.parameters(), *critic.parameters()]
+
+
+@pytest.mark.parametrize(("data", "spatial"), [(1, (2, 2, 1)), (2, (1, 1, 2))])
+def test_two_networks_that_train_against_each_other(data, spatial):
+    def make():
+        volumes = nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv3d(2, 2, 1))
+        return initialised(volumes, seed=3), small()
+
+    expected = adversaries(*make())
+    for found in on_ranks(
+        spatial, lambda mesh: adversaries(*(parallelize(m, mesh) for m in make()), mesh), data
+    ):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+
+
+class Residual(nn.Module):
+    """Skips, in-place sums, sizes asked of the tensor, constants made like it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv3d(2, 2, 3, padding=1) for _ in range(3)])
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        total = 0.0
+        for conv in self.convs:
+            y = conv(x)
+            y += x
+            y = F.relu(y, inplace=True)
+            total = total + y * self.gain
+            x = torch.where(y > 0, y, 0.1 * x)
+        n, c = x.shape[:2]
+        pooled = total.view(n, c, -1).mean(-1) + total.amax((2, 3, 4)) / x[0, 0].numel()
+        return torch.cat([pooled, pooled.sum(1, keepdim=True)], 1)
+
+
+@pytest.mark.parametrize("spatial", [(2, 1, 1), (2, 2, 2), (8, 1, 1)])
+def test_a_residual_network(spatial):
+    check_network(
+        Task(initialised(Residual()), randn(*SHAPE), randn(BATCH, 3, seed=1), F.mse_loss), spatial
+    )
+
+
+def test_parametrized_weights():
+    """Weight norm computes the weights from other parameters, plain on every rank."""
+    model = nn.Sequential(
+        nn.utils.parametrizations.weight_norm(nn.Conv3d(2, 3, 3, padding=1)),
+        nn.LeakyReLU(inplace=True),
+        nn.utils.parametrizations.weight_norm(nn.Conv3d(3, 2, 3, stride=2)),
+        nn.Flatten(),
+        nn.Linear(2 * 5 * 4 * 4, 3),
+    )
+    task = Task(initialised(model), randn(*SHAPE), randn(BATCH, 3, seed=1), F.mse_loss)
+    check_network(task, (2, 2, 1))
+
+
+@pytest.mark.parametrize("spatial", [(2, 1, 1), (2, 2, 2), (8, 1, 1)])
+def test_autocast_computes_in_bfloat16_as_on_one_device(spatial):
+    def run(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(randn(*SHAPE).float())
+        F.mse_loss(y.float(), randn(BATCH, 3).float()).backward()
+        found = {n: p.grad.double() for n, p in model.named_parameters()}
+        return y.dtype, found
+
+    exact = small()
+    F.mse_loss(exact(randn(*SHAPE)), randn(BATCH, 3)).backward()
+    own_dtype, own = run(small().float())
+    for dtype, found in on_ranks(spatial, lambda mesh: run(parallelize(small().float(), mesh))):
+        assert dtype == own_dtype == torch.bfloat16
+        for name, p in exact.named_parameters():
+            rms = [float((g[name] - p.grad).square().mean().sqrt()) for g in (found, own)]
+            assert rms[0] <= 3 * rms[1] + 1e-3 * float(p.grad.abs().max()), name

@@ -1,0 +1,183 @@
+"""What has no exact form on shards is refused by name, and gradients never vanish."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import on_ranks, on_shards, randn, shard
+from torch import nn
+
+from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
+from pydist.errors import NotSupported, UsageError
+
+SHAPE = (2, 3, 5, 4, 3)
+GRID = (2, 1, 1)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class ToPlain(torch.autograd.Function):
+    """Takes a sharded tensor, returns a plain one: the gradient would end in the wrapper."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.like = x
+        return x.to_local().sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.like.detach() * 0 + grad
+
+
+class Rewrapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_a_custom_function_from_sharded_to_sharded_is_refused_by_name():
+    def body(x, mesh):
+        with pytest.raises(NotSupported, match="RewrappedBackward"):
+            (Rewrapped.apply(x) * 3).sum().backward()
+
+    on_shards(body)
+
+
+def test_a_custom_function_from_sharded_to_plain_raises_in_backward():
+    """Its gradient must not vanish into the wrapper."""
+
+    def body(x, mesh):
+        with pytest.raises((NotSupported, RuntimeError), match="sharded"):
+            ToPlain.apply(x).backward()
+        assert x.grad is None
+
+    on_ranks(GRID, lambda mesh: body(shard(randn(*SHAPE), layout_for_sample(mesh, SHAPE)), mesh))
+
+
+def test_a_custom_function_on_the_shard_is_the_way_on():
+    def body(x, mesh):
+        y = ShardedTensor.from_local(Doubled.apply(x.to_local()), x.layout)
+        y.square().sum().backward()
+        torch.testing.assert_close(x.grad.full_tensor(), 4 * randn(*SHAPE), rtol=1e-12, atol=0)
+
+    on_shards(body)
+
+
+REFUSED = {
+    "func.grad": torch.func.grad(lambda v: v.sum()),
+    "func.vmap": torch.func.vmap(lambda v: v * 2),
+    "torch.tensor": torch.tensor,
+    "torch.as_tensor": lambda x: torch.as_tensor(x, dtype=torch.float32),
+    "numpy": lambda x: x.detach().numpy(),
+    "data_ptr": lambda x: x.data_ptr(),
+    "storage": lambda x: x.untyped_storage(),
+    "stride": lambda x: x.stride(),
+    "cumsum": lambda x: x.cumsum(2),
+    "sort": lambda x: torch.sort(x, 2),
+    "roll": lambda x: torch.roll(x, 1, 2),
+    "fft": torch.fft.fftn,
+    "einsum": lambda x: torch.einsum("ncdhw->nc", x),
+    "matmul": lambda x: x @ x.transpose(-1, -2),
+    "scatter": lambda x: x.scatter(2, torch.zeros(SHAPE, dtype=torch.long), 1.0),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2),
+    "grid_sample": lambda x: F.grid_sample(x, torch.zeros(2, 2, 2, 2, 3).double()),
+    "unfold": lambda x: x.unfold(2, 2, 1),
+    "circular pad": lambda x: F.pad(x, (1, 1), mode="circular"),
+    "conv_transpose": lambda x: F.conv_transpose3d(x, randn(3, 3, 2, 2, 2)),
+    "topk": lambda x: x.topk(2, 2),
+    "svd": torch.linalg.svd,
+    "set data": lambda x: setattr(x, "data", torch.zeros(SHAPE)),
+    "resize_": lambda x: x.detach().resize_(3),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_what_has_no_exact_form_is_refused(call):
+    def body(x, mesh):
+        with pytest.raises(RuntimeError) as caught:
+            call(x)
+        assert isinstance(caught.value, NotSupported), repr(caught.value)
+
+    on_shards(body)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_forward_mode_is_refused():
+    """On one rank: its levels are one stack a process."""
+
+    def body(x, mesh):
+        with pytest.raises(NotSupported):
+            torch.func.jvp(lambda v: v * 2, (x,), (x,))
+
+    on_shards(body, (1, 1, 1))
+
+
+def test_a_refusal_names_the_call_the_module_the_shapes_and_a_way_on():
+    class Odd(nn.Module):
+        def forward(self, x):
+            return torch.cumsum(x, 2)
+
+    def body(mesh):
+        model = parallelize(nn.Sequential(nn.ReLU(), nn.Sequential(Odd())), mesh)
+        with pytest.raises(NotSupported) as caught:
+            model(randn(*SHAPE))
+        message = str(caught.value)
+        assert "\n" not in message
+        for part in (
+            "torch.cumsum",
+            "in module 1.0",
+            "[2, 3, 5, 4, 3]",
+            "full_tensor()",
+            "implements",
+        ):
+            assert part in message
+
+    on_ranks(GRID, body)
+
+
+def test_pickling_is_refused():
+    def body(x, mesh):
+        with pytest.raises(NotSupported, match="pickled"):
+            pickle.dumps(x)
+
+    on_shards(body)
+
+
+DIFFERING = {
+    "sliced": lambda x, r: x * randn(*SHAPE, seed=r),
+    "per channel": lambda x, r: x * randn(3, 1, 1, 1, seed=r),
+    "a scalar tensor": lambda x, r: x * randn(seed=r),
+    "a target": lambda x, r: F.mse_loss(x, randn(*SHAPE, seed=r)),
+    "labels": lambda x, r: F.cross_entropy(x, randn(2, 5, 4, 3, seed=r).sign().long() + 1),
+    "a weight": lambda x, r: F.conv3d(x, randn(2, 3, 3, 3, 3, seed=r), padding=1),
+    "a linear weight": lambda x, r: F.linear(x.flatten(1), randn(2, 180, seed=r)),
+    "batch norm's scale": lambda x, r: F.batch_norm(x, None, None, randn(3, seed=r), training=True),
+    "joined": lambda x, r: torch.cat([x, randn(*SHAPE, seed=r)], 1),
+    "distributed": lambda x, r: distribute_tensor(randn(*SHAPE, seed=r), x.mesh),
+}
+
+
+@pytest.mark.parametrize("call", DIFFERING.values(), ids=DIFFERING)
+def test_plain_operands_that_differ_between_the_ranks_are_refused(call):
+    def body(x, mesh):
+        with pytest.raises(UsageError, match="differs between the ranks"):
+            call(x, mesh.rank)
+
+    on_shards(body)

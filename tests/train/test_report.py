@@ -1,0 +1,58 @@
+"""Tables and pictures of a run."""
+
+from __future__ import annotations
+
+import csv
+import math
+
+import numpy as np
+import pytest
+
+from pydist.errors import DiskError, UsageError
+from pydist.train import report
+
+NAMES = ("Omega_m", "sigma_8", "N_spec", "H_0")
+
+
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 3, 5)])
+def test_blocks_cover_the_universe_without_overlap(spatial):
+    covered = np.zeros((8, 7, 6), dtype=int)
+    blocks = report.blocks_of(covered.shape, spatial)
+    assert len(blocks) == math.prod(spatial)
+    for block in blocks:
+        covered[tuple(slice(lo, hi) for lo, hi in zip(block.lo, block.hi, strict=True))] += 1
+    assert (covered == 1).all()
+
+
+def test_predictions_are_a_table_with_a_row_a_sample(tmp_path):
+    predicted, true = np.random.default_rng(0).normal(size=(2, 3, 4))
+    path = tmp_path / "predictions.csv"
+    report.write_predictions(path, NAMES, predicted, true)
+    with path.open() as file:
+        header, *rows = csv.reader(file)
+    assert header[0] == "true Omega_m"
+    assert header[7] == "predicted H_0"
+    values = np.array(rows, dtype=float)
+    assert (values[:, :4] == true).all()
+    assert (values[:, 4:] == predicted).all()
+    with pytest.raises(DiskError, match="No such file"):
+        report.write_predictions(tmp_path / "no" / "where.csv", NAMES, predicted, true)
+
+
+@pytest.mark.parametrize("validated", [True, False])
+def test_the_picture_is_drawn_with_and_without_a_validation_set(tmp_path, universes, validated):
+    if validated:
+        rows = np.zeros((3, 4))
+        report.write_predictions(tmp_path / report.PREDICTIONS_FILE, NAMES, rows, rows)
+    curves = {"4 ranks": {1: 0.5, 2: 0.25}, "1 rank": {1: 0.5, 2: 0.25}}
+    picture = report.draw_run(tmp_path, curves, universes, (2, 1, 1))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+
+
+def test_a_missing_plot_library_is_named_with_the_remedy(tmp_path, universes, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(UsageError, match=r"pip install 'pydist\[plot\]'"):
+        report.draw_run(tmp_path, {}, universes, (1, 1, 1))
