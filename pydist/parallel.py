@@ -81,7 +81,10 @@ class _Entry:
         _refuse_compiler()
         if module.training and torch.is_grad_enabled():
             self.mesh.forwards += 1
-            if [(id(p), p.requires_grad) for p in module.parameters()] != self._known:
+            found = list(module.parameters())
+            # torch.func.functional_call swaps computed tensors in, which are not ours to keep.
+            ours = all(p.is_leaf for p in found)
+            if ours and [(id(p), p.requires_grad) for p in found] != self._known:
                 self.adopt(module)
             assert self._reducer is not None
             self._reducer.forget_unfinished()

@@ -7,8 +7,19 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import Task, assert_equal, check_network, group_slice, on_ranks, randn
+from equivalence import (
+    Task,
+    assert_equal,
+    check_function,
+    check_network,
+    group_slice,
+    on_ranks,
+    randn,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 from networks import BATCH, SHAPE, initialised, small
+from strategies import cuts
 from torch import nn
 
 from pydist import ShardedTensor, parallelize
@@ -125,6 +136,59 @@ class Residual(nn.Module):
 def test_a_residual_network(spatial):
     check_network(
         Task(initialised(Residual()), randn(*SHAPE), randn(BATCH, 3, seed=1), F.mse_loss), spatial
+    )
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> list[tuple[str, dict[str, int]]]:
+    """Layers that do not care for the extents they meet, in any order."""
+    layers = []
+    for _ in range(draw(st.integers(1, 5))):
+        kind = draw(st.sampled_from(["conv", "avg", "max", "norm", "skip", "act", "cat"]))
+        k = draw(st.integers(1, 3))
+        stride = draw(st.integers(1, 2))
+        dilation = draw(st.integers(1, 2)) if kind == "conv" else 1
+        layers.append((kind, {"k": k, "stride": stride, "dilation": dilation}))
+    return layers
+
+
+def run_chain(layers, x, weight, scale):
+    """Applies a chain; windows larger than what is left of the input are passed over."""
+    for kind, o in layers:
+        reach = (o["k"] - 1) * o["dilation"] + 1
+        if kind in ("conv", "avg", "max") and min(x.shape[2:]) < reach:
+            continue
+        if kind == "norm" and x[0, 0].numel() < 16:
+            continue  # over few values it amplifies noise beyond any bound
+        if kind == "conv":
+            w = weight[:, : x.shape[1], : o["k"], : o["k"], : o["k"]]
+            x = F.conv3d(x, w, scale, o["stride"], reach // 2, o["dilation"])
+        elif kind == "avg":
+            x = F.avg_pool3d(x, o["k"], o["stride"], o["k"] // 2, count_include_pad=False)
+        elif kind == "max":
+            x = F.max_pool3d(x, o["k"], o["stride"], o["k"] // 2)
+        elif kind == "norm":
+            x = F.batch_norm(torch.cat([x, x * x]), None, None, training=True)
+        elif kind == "skip":
+            x = x + x.mean((2, 3, 4), keepdim=True) * scale[0]
+        elif kind == "cat":
+            x = torch.cat([x, x.square()], 1)[:, :2]
+        else:
+            x = torch.tanh(x) * 2
+    return x
+
+
+@given(data=st.data(), layers=chains(), thin=st.booleans())
+def test_any_chain_of_layers_under_any_split(data, layers, thin):
+    """First and second order: placements, corrections and gathered halos feed one another."""
+    extents = tuple(data.draw(st.integers(2, 7), "extent") for _ in range(3))
+    check_function(
+        lambda x, w, s: run_chain(layers, x, w, s),
+        randn(1, 2, *extents),
+        [randn(2, 2, 3, 3, 3, seed=1) / 5, randn(2, seed=2)],
+        data.draw(cuts(extents)),
+        second_order=True,
+        keep_thin_blocks=thin,
     )
 
 

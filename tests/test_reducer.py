@@ -7,12 +7,12 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import group_slice, on_ranks, randn
-from networks import BATCH, SHAPE, initialised, small
+from equivalence import on_ranks, randn
+from networks import BATCH, SHAPE, check_use, gradients_of, initialised, loss_of, small
 from torch import nn
 
 import pydist.comm.reducer
-from pydist import ShardedTensor, parallelize
+from pydist import parallelize
 
 GRIDS = [(1, (2, 1, 1)), (2, (2, 1, 1)), (2, (1, 2, 2)), (1, (8, 1, 1))]
 
@@ -24,7 +24,7 @@ def test_two_backwards_accumulate(data, spatial):
             loss_of(model, mesh, seed).backward()
         return gradients_of(model)
 
-    check(small, use, data, spatial)
+    check_use(small, use, data, spatial)
 
 
 @pytest.mark.parametrize(("data", "spatial"), GRIDS)
@@ -38,7 +38,7 @@ def test_no_sync_then_a_backward_that_reduces(data, spatial):
         loss_of(model, mesh, 1).backward()
         return gradients_of(model)
 
-    check(small, use, data, spatial)
+    check_use(small, use, data, spatial)
 
 
 def test_no_sync_sends_nothing_and_restores():
@@ -63,7 +63,7 @@ def test_retained_graph_twice():
         loss.backward()
         return gradients_of(model)
 
-    check(small, use, data=2)
+    check_use(small, use, data=2)
 
 
 def test_zeroed_in_place_and_set_to_none():
@@ -74,7 +74,7 @@ def test_zeroed_in_place_and_set_to_none():
         loss_of(model, mesh).backward()
         return gradients_of(model)
 
-    check(small, use, data=2)
+    check_use(small, use, data=2)
 
 
 def test_unmodified_clip_grad_norm():
@@ -83,7 +83,7 @@ def test_unmodified_clip_grad_norm():
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         return [norm, *gradients_of(model)]
 
-    check(small, use, data=2)
+    check_use(small, use, data=2)
 
 
 def test_frozen_parameters_have_no_gradient():
@@ -97,7 +97,7 @@ def test_frozen_parameters_have_no_gradient():
         loss_of(model, mesh).backward()
         return gradients_of(model)
 
-    check(make, use, data=2)
+    check_use(make, use, data=2)
 
 
 def test_parameters_unfrozen_later_are_reduced():
@@ -109,7 +109,7 @@ def test_parameters_unfrozen_later_are_reduced():
         loss_of(model, mesh).backward()
         return gradients_of(model)
 
-    check(small, use, data=2)
+    check_use(small, use, data=2)
 
 
 class Branches(nn.Module):
@@ -131,7 +131,7 @@ def test_unused_parameters_stay_none_everywhere():
         loss_of(lambda x: model(x, use=False), mesh).backward()
         return gradients_of(model)
 
-    check(Branches, use, data=2)
+    check_use(Branches, use, data=2)
 
 
 def test_a_parameter_used_by_one_group_alone():
@@ -196,7 +196,7 @@ def test_an_input_of_a_shape_that_leaves_ranks_empty_at_depth():
             )
         )
 
-    check(make, use, spatial=(8, 1, 1))
+    check_use(make, use, spatial=(8, 1, 1))
 
 
 def test_backward_to_chosen_inputs():
@@ -204,7 +204,7 @@ def test_backward_to_chosen_inputs():
         loss_of(model, mesh).backward(inputs=[model[0].weight, model[9].bias])
         return gradients_of(model)
 
-    check(small, use, data=2)
+    check_use(small, use, data=2)
 
 
 def test_parameters_shared_by_two_layers():
@@ -219,7 +219,7 @@ def test_parameters_shared_by_two_layers():
         loss_of(model, mesh).backward()
         return gradients_of(model)
 
-    check(make, use, data=2)
+    check_use(make, use, data=2)
 
 
 def test_parameters_of_two_dtypes():
@@ -237,7 +237,7 @@ def test_parameters_of_two_dtypes():
         loss_of(model, mesh).backward()
         return [p.grad.double() for p in model.parameters()]
 
-    check(Two, use, rtol=1e-5)
+    check_use(Two, use, rtol=1e-5)
 
 
 @pytest.mark.parametrize("limit", [1, 500, 1 << 30])
@@ -250,7 +250,7 @@ def test_buckets_of_any_size(limit, monkeypatch):
             loss_of(model, mesh, seed).backward()
         return gradients_of(model)
 
-    check(small, use, data=2, spatial=(2, 2, 1))
+    check_use(small, use, data=2, spatial=(2, 2, 1))
 
 
 def test_gradients_are_final_and_equal_when_backward_returns():

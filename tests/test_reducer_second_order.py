@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from networks import SHAPE, small
+from equivalence import group_slice, on_ranks, randn
+from networks import BATCH, SHAPE, check_use, gradients_of, loss_of, small
+
+from pydist import ShardedTensor, distribute_tensor, parallelize
 
 
 def test_a_penalty_written_by_hand():
@@ -13,7 +16,7 @@ def test_a_penalty_written_by_hand():
         loss.backward()
         return gradients_of(model)
 
-    check(small, use, data=2, spatial=(2, 2, 1))
+    check_use(small, use, data=2, spatial=(2, 2, 1))
 
 
 def test_a_penalty_alone():
@@ -23,17 +26,20 @@ def test_a_penalty_alone():
         sum(p.square().sum() for p in model.parameters()).backward()
         return gradients_of(model)
 
-    check(small, use, data=2)
+    check_use(small, use, data=2)
+
+
+GRIDS = [(1, (2, 2, 1)), (1, (8, 1, 1)), (2, (2, 1, 1))]
 
 
 def input_of(mesh):
     if mesh is None:
         return randn(*SHAPE).requires_grad_()
-    x = pydist.distribute_tensor(randn(*SHAPE)[rows(mesh)], mesh).detach()
+    x = distribute_tensor(randn(*SHAPE)[group_slice(mesh, BATCH)], mesh).detach()
     return x.requires_grad_()
 
 
-@pytest.mark.parametrize(("data", "spatial"), [(1, (2, 2, 1)), (1, (8, 1, 1)), (2, (2, 1, 1))])
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
 def test_gradient_penalty_on_the_input(data, spatial):
     """Wasserstein GANs: the norm of the input's gradient is part of the loss."""
 
@@ -44,7 +50,7 @@ def test_gradient_penalty_on_the_input(data, spatial):
         (norms - 1).square().mean().backward()
         return gradients_of(model)
 
-    check(small, use, data, spatial)
+    check_use(small, use, data, spatial)
 
 
 def test_gradient_penalty_on_a_plain_input():
@@ -54,10 +60,10 @@ def test_gradient_penalty_on_a_plain_input():
         gx.square().sum().backward()
         return [gx, *gradients_of(model)]
 
-    check(small, use, spatial=(2, 2, 1))
+    check_use(small, use, spatial=(2, 2, 1))
 
 
-@pytest.mark.parametrize(("data", "spatial"), [(1, (2, 2, 1)), (1, (8, 1, 1)), (2, (2, 1, 1))])
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
 def test_gradient_penalty_on_the_parameters(data, spatial):
     def use(model, mesh):
         grads = torch.autograd.grad(
@@ -66,11 +72,38 @@ def test_gradient_penalty_on_the_parameters(data, spatial):
         sum(g.square().sum() for g in grads).backward()
         return [*grads, *gradients_of(model)]
 
-    check(small, use, data, spatial)
+    check_use(small, use, data, spatial)
+
+
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
+def test_a_gradient_that_meets_shards_again(data, spatial):
+    """What flows back into it then differs between the ranks."""
+
+    def use(model, mesh):
+        x = input_of(mesh)
+        (g,) = torch.autograd.grad(loss_of(model, mesh), model[0].weight, create_graph=True)
+        (x * g.sum((1, 2, 3, 4))[:2, None, None, None]).square().mean().backward()
+        return gradients_of(model)
+
+    check_use(small, use, data, spatial)
+
+
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
+def test_a_gradient_that_is_used_with_shards_again(data, spatial):
+    """As in meta-learning: a step is taken inside the loss, and the new weights see the batch."""
+
+    def use(model, mesh):
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        grads = torch.autograd.grad(loss_of(model, mesh), parameters, create_graph=True)
+        stepped = {n: p - 0.1 * g for n, p, g in zip(names, parameters, grads, strict=True)}
+        loss_of(lambda x: torch.func.functional_call(model, stepped, (x,)), mesh, 1).backward()
+        return gradients_of(model)
+
+    check_use(small, use, data, spatial)
 
 
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
-def test_backward_with_create_graph_leaves_differentiable_gradients_of():
+def test_backward_with_create_graph_leaves_differentiable_gradients():
     def use(model, mesh):
         loss_of(model, mesh).backward(create_graph=True)
         grads = gradients_of(model)
@@ -78,7 +111,7 @@ def test_backward_with_create_graph_leaves_differentiable_gradients_of():
         model.zero_grad()
         return [*grads, *second]
 
-    check(small, use, data=2)
+    check_use(small, use, data=2)
 
 
 @pytest.mark.parametrize(("data", "spatial"), GRIDS)
@@ -88,7 +121,7 @@ def test_autograd_grad_on_parameters_gives_the_mean(data, spatial):
         assert all(g is None for g in gradients_of(model))
         return found
 
-    check(small, use, data, spatial)
+    check_use(small, use, data, spatial)
 
 
 CHOSEN = {
@@ -107,7 +140,7 @@ def test_autograd_grad_on_some_parameters_and_the_input(names):
         gx, *rest = torch.autograd.grad(model(x).square().mean(), [x, *chosen])
         return [gx.full_tensor() if isinstance(gx, ShardedTensor) else gx, *rest]
 
-    check(small, use)
+    check_use(small, use)
 
 
 def test_autograd_grad_on_the_input_reduces_no_parameters():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import Layout, ShardedTensor, distribute_tensor, layout_for_sample, parallelize
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import UsageError
 
 SHAPE = (2, 3, 5, 4, 3)
 GRID = (2, 1, 1)
@@ -264,6 +265,25 @@ def test_gradients_of_replicated_leaves_are_the_true_ones(spatial):
     on_ranks(spatial, body)
 
 
+@pytest.mark.parametrize("spatial", [(2, 1, 1), (2, 2, 2)])
+def test_hooks_on_replicated_results_see_the_true_gradient(spatial):
+    def body(mesh):
+        x = distribute_tensor(randn(*SHAPE), mesh, dims={2: "depth"}).detach().requires_grad_()
+        other = shard(randn(*SHAPE, seed=1), layout_for_sample(mesh, SHAPE))
+        hooked = x * 3
+        shown = []
+        hooked.register_hook(shown.append)
+        retained = x * 3
+        retained.retain_grad()
+        sum((y * other).square().sum() for y in (hooked, retained)).backward()
+        expected = 6 * randn(*SHAPE) * randn(*SHAPE, seed=1) ** 2
+        for grad in (shown[0], retained.grad):
+            local = shard(expected, grad.layout).to_local().detach()
+            torch.testing.assert_close(grad.to_local(), local, rtol=1e-12, atol=1e-12)
+
+    on_ranks(spatial, body)
+
+
 class Hooked(nn.Module):
     def __init__(self):
         super().__init__()
@@ -358,7 +378,13 @@ def rank(world):
 
 print(run_local(rank, 8)[0])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,  # not the checkout's folder, where sources hide the package
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert "[1, 1, 6, 1, 1]" in done.stdout, done.stderr
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -158,6 +159,11 @@ def test_the_environment_chooses_the_way_in(value, expected):
         env["PYDIST_EXCHANGE_TABLE"] = value
     code = "from pydist import _native; print(_native.use_exchange_table(True))"
     run = subprocess.run(
-        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,  # not the checkout's folder, where sources hide the package
+        env=env,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert run.stdout.strip() == str(expected)

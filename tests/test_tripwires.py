@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 
 import pytest
@@ -10,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from equivalence import on_ranks, on_shards, randn, shard
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
+from pydist import Mesh, ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.errors import NotSupported, UsageError
 
 SHAPE = (2, 3, 5, 4, 3)
@@ -33,12 +33,12 @@ class ToPlain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        ctx.like = x
+        ctx.shape = x.shape
         return x.to_local().sum()
 
     @staticmethod
     def backward(ctx, grad):
-        return ctx.like.detach() * 0 + grad
+        return grad.expand(ctx.shape)
 
 
 class Rewrapped(torch.autograd.Function):
@@ -179,5 +179,26 @@ def test_plain_operands_that_differ_between_the_ranks_are_refused(call):
     def body(x, mesh):
         with pytest.raises(UsageError, match="differs between the ranks"):
             call(x, mesh.rank)
+
+    on_shards(body)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpointing_is_refused():
+    """It hides the graph in a function of its own."""
+
+    def body(x, mesh):
+        y = checkpoint(lambda v: v * 2, x, use_reentrant=True)
+        with pytest.raises(NotSupported, match="CheckpointFunctionBackward"):
+            y.sum().backward()
+
+    on_shards(body)
+
+
+def test_tensors_of_two_meshes_do_not_mix():
+    def body(x, mesh):
+        other = Mesh(mesh.world, 1, (1, 2, 1))
+        with pytest.raises((UsageError, NotSupported), match="mesh"):
+            x + shard(randn(*SHAPE), layout_for_sample(other, SHAPE))
 
     on_shards(body)

@@ -21,6 +21,7 @@ from rich.console import Console
 from pydist.cli.options import parse
 from pydist.cli.progress import ProgressView
 from pydist.cli.train import launch_training
+from pydist.errors import DiskError
 from pydist.train.config import (
     CheckpointConfig,
     Config,
@@ -46,7 +47,7 @@ class _Arguments:
 
     folder: Path = Path("runs/demo")
     """Where data, log, checkpoint and picture go; what an earlier demo left there is replaced."""
-    universes: int = 240
+    universes: int = 160
     """Synthetic universes of 32³ voxels to make; a fifth of them is for validation."""
     mpi: str = "auto"
     """Which MPI starts the ranks: openmpi, mpich, gloo (none), or auto."""
@@ -60,11 +61,8 @@ def demo(arguments: Sequence[str]) -> int:
     began = time.perf_counter()
     console = Console(highlight=False)
     split = _config(options.folder)
-    _clear(options.folder)
+    config_file = _prepare(split)
     _make_data(split, options.universes, console)
-
-    config_file = options.folder / "demo.toml"
-    config_file.write_text(dumps(split), encoding="utf-8")
     code = launch_training(config_file, [], RANKS, options.mpi, ProgressView(console))
     if code:
         return code
@@ -81,20 +79,31 @@ def _config(folder: Path) -> Config:
         mesh=MeshConfig(data=2, spatial=(2, 1, 1)),
         # A tenth of the paper's decay; and at its rate Adam, which divides by what rounding
         # decides where gradients vanish, would soon drive any two runs apart.
-        optimizer=OptimizerConfig(lr=3e-4, decay_epochs=10.0),
+        optimizer=OptimizerConfig(lr=1e-4, decay_epochs=10.0),
         train=TrainConfig(epochs=EPOCHS, batch=8),
         checkpoint=CheckpointConfig(resume="never"),
         output=OutputConfig(folder=folder, plot=False),
     )
 
 
-def _clear(folder: Path) -> None:
-    """Removes what an earlier demo wrote, but for the data: those are kept if they still fit."""
+def _prepare(config: Config) -> Path:
+    """Removes what an earlier demo wrote, but for the data, which are kept if they still fit.
+
+    Returns:
+        The configuration, as a file for the ranks to read.
+    """
+    folder = config.output.folder
     for name in ("ckpt", "one-rank", "one-rank-other-threads"):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("log.jsonl", "result.png", "predictions.csv"):
-        (folder / name).unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for name in ("log.jsonl", "result.png", "predictions.csv"):
+            (folder / name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "demo.toml"
+        file.write_text(dumps(config), encoding="utf-8")
+    except OSError as error:
+        raise DiskError(f"can't write into {folder}: {error.strerror}") from error
+    return file
 
 
 def _make_data(config: Config, universes: int, console: Console) -> None:
@@ -118,7 +127,9 @@ def _compare(split: Config, console: Console) -> None:
     """Repeats the run on one rank, twice, and says and draws how far the curves are apart."""
     from pydist.train import report
     from pydist.train.log import losses
+    from pydist.train.memory import keep_freed_memory
 
+    keep_freed_memory()
     folder = split.output.folder
     curves = {f"{RANKS} ranks (data 2 × depth 2)": losses(folder / "log.jsonl")}
     for name, threads in (("one-rank", 1), ("one-rank-other-threads", 2)):
@@ -134,7 +145,8 @@ def _compare(split: Config, console: Console) -> None:
         soft_wrap=True,
     )
     picture = report.draw_run(folder, curves, split.data.path, split.mesh.spatial)
-    console.print(f"result     {picture}, {folder / 'log.jsonl'}, {folder / 'ckpt' / 'last'}")
+    files = f"{picture}, {folder / 'log.jsonl'}, {folder / 'ckpt' / 'last'}"
+    console.print(f"result     {files}", soft_wrap=True)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -18,10 +17,9 @@ _PART_NAMES = {
     "compute": "compute",
     "halo": "halo",
     "gradients": "gradients",
-    "statistics": "statistics",
-    "redistribute": "redistribution",
     "data": "waiting for data",
 }
+_OTHER = "other"  # what is exchanged for statistics and for redistribution: little as a rule
 _RECENT_STEPS = 50
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -100,7 +98,8 @@ class ProgressView:
                 description=f"{self.label:<10} epoch {self._epoch(event)}",
                 figures=self._figures(),
             )
-            self._live.update(Group(self._bar, Text(f"{'':<10} {self._where()}")))
+            where = Text(f"{'':<10} {self._where()}", no_wrap=True, overflow="ellipsis")
+            self._live.update(Group(self._bar, where))
         elif time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._line(event)
 
@@ -147,8 +146,9 @@ def mean_parts(parts: list[Mapping[str, float]]) -> dict[str, float]:
 
 def describe_parts(parts: Mapping[str, float], seconds: float) -> str:
     """The parts of a step as one line: "step 94 ms: compute 71 % · halo 9 % · ..."."""
-    shares: dict[str, Any] = {
-        _PART_NAMES.get(name, name): 100 * spent / seconds for name, spent in parts.items()
-    }
+    shares = {_PART_NAMES[name]: 0.0 for name in _PART_NAMES if name in parts}
+    for name, spent in parts.items():
+        shown = _PART_NAMES.get(name, _OTHER)
+        shares[shown] = shares.get(shown, 0.0) + 100 * spent / seconds
     listed = " · ".join(f"{name} {share:.0f} %" for name, share in shares.items())
     return f"step {1e3 * seconds:.0f} ms: {listed}"

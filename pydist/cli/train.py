@@ -62,8 +62,10 @@ def _train_here(config: Config) -> int:
     from pydist.cli.progress import ProgressView
     from pydist.setup import init
     from pydist.train.log import PIPE_VARIABLE, to_pipe
+    from pydist.train.memory import keep_freed_memory
     from pydist.train.run import train as run
 
+    keep_freed_memory()
     mesh = init(
         config.mesh.data, config.mesh.spatial, config.mesh.transport, seed=config.train.seed
     )

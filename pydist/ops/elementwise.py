@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pydist.errors import UsageError
 from pydist.layout import Layout, Split
 from pydist.ops.redistribute import operand_for, parameter_for, refuse_shard_shaped
 from pydist.tensor import (
@@ -64,6 +65,11 @@ def broadcast_layout(operands: Iterable[Tensor]) -> Layout:
         (o for o in operands if isinstance(o, ShardedTensor)),
         key=lambda o: -len(o._layout.split_dims),
     )
+    if any(o._layout.mesh is not sharded[0]._layout.mesh for o in sharded):
+        raise UsageError(
+            f"operands of two meshes, {' and '.join(repr(o._layout.mesh) for o in sharded)}: "
+            "tensors of one mesh can be combined"
+        )
     splits: list[Split | None] = [None] * len(shape)
     used: set[str] = set()
     for operand in sharded:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from pydist import errors
-from pydist.errors import PydistError
+from pydist.errors import PydistError, UsageError
 
 if TYPE_CHECKING:
     from pydist.comm.transport import Transport
@@ -42,6 +42,26 @@ def together(world: Transport) -> Iterator[None]:
             raise mine
         name, message = failure
         raise getattr(errors, name, PydistError)(message)
+
+
+def require_same(world: Transport, facts: Mapping[str, str]) -> None:
+    """Refuses to go on where ranks differ in what has to be equal. Collective.
+
+    Args:
+        world: the ranks to compare.
+        facts: by name, under the same names on every rank.
+
+    Raises:
+        UsageError: on all ranks, naming the first difference, the ranks and both values.
+    """
+    everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(facts).encode())]
+    for name in facts:
+        for rank, theirs in enumerate(everyones):
+            if theirs[name] != everyones[0][name]:
+                raise UsageError(
+                    f"{name} differs between the ranks: {everyones[0][name]} on rank 0, "
+                    f"{theirs[name]} on rank {rank}"
+                )
 
 
 def any_rank(world: Transport, flag: bool) -> bool:

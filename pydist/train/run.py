@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import math
 import time
@@ -16,6 +17,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pydist import __version__
 from pydist.data import ShardDataset
 from pydist.data.loader import Loader
 from pydist.errors import CheckpointError, DiskError, Stopped, UsageError
@@ -23,7 +25,7 @@ from pydist.models import CosmoFlow
 from pydist.optim import linear_decay
 from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
-from pydist.train.agree import together
+from pydist.train.agree import require_same, together
 from pydist.train.log import EventLog, Listener, losses
 from pydist.train.loop import Trainer, Validation
 from pydist.train.state import State, seed_everything
@@ -66,6 +68,10 @@ def train(config: Config, mesh: Mesh, listeners: Sequence[Listener] = ()) -> Res
         PydistError: see the parts; every rank raises.
     """
     folder = config.output.folder
+    settings = hashlib.sha256(config_io.dumps(config).encode()).hexdigest()
+    versions = f"{__version__} with torch {torch.__version__}"
+    facts = {"the configuration (its SHA-256)": settings, "the version of pydist": versions}
+    require_same(mesh.world, facts)
     with together(mesh.world):
         if mesh.rank == 0:
             _prepare(folder, config)
@@ -98,6 +104,7 @@ def _run(config: Config, mesh: Mesh, log: EventLog) -> Result:
                     validation_data, mesh, config.train.batch, training=False
                 )
                 stack.enter_context(validation_loader)
+        require_same(mesh.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
         state = _state(config, mesh, data, loader)
         _resume(config, state, log)
         checkpoints = config.output.folder / CHECKPOINTS
@@ -196,8 +203,6 @@ def _resume(config: Config, state: State, log: EventLog) -> None:
 
 
 def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
-    from pydist import __version__
-
     mesh, state = trainer.mesh, trainer.state
     log.emit(
         "start",

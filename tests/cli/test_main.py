@@ -28,7 +28,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["--version"], ["run", "--help"], ["train", "--help"]]
 )
-def test_help_does_not_wait_for_torch(arguments):
+def test_help_does_not_wait_for_torch(tmp_path, arguments):
     program = (
         "import sys\nfrom pydist.cli.main import main\n"
         f"try:\n    main({arguments})\nexcept SystemExit:\n    pass\n"
@@ -36,7 +36,12 @@ def test_help_does_not_wait_for_torch(arguments):
         "assert not heavy, heavy"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", program],
+        cwd=tmp_path,  # where no folder pydist hides the installed package
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout
@@ -72,6 +77,7 @@ def test_version_is_that_of_the_package(capsys):
         (["train", "ok.toml"], 65, "no such folder"),
         (["run", "-n", "2"], 2, "no script was given"),
         (["run", "-n", "2", "nowhere.py"], 2, "no script 'nowhere.py'"),
+        (["demo", "--folder", "ok.toml/x"], 74, "can't write into ok.toml/x: Not a directory"),
         (["data", "universes"], 2, "Where to write the data set"),
         (["data", "universes", "x", "--width", "1"], 2, "width=1: at least 2 voxels"),
     ],

@@ -58,6 +58,12 @@ def test_a_part_that_only_some_steps_have_counts_as_zero_in_the_others():
     assert describe_parts(mean, 2.0) == "step 2000 ms: compute 75 % · halo 25 %"
 
 
+def test_small_exchanges_are_shown_together_and_last():
+    parts = {"redistribute": 0.02, "compute": 0.9, "statistics": 0.03, "data": 0.05}
+    shown = "step 1000 ms: compute 90 % · waiting for data 5 % · other 5 %"
+    assert describe_parts(parts, 1.0) == shown
+
+
 @pytest.mark.parametrize("count", [100, 5000])
 def test_events_go_through_the_pipe_whole_and_in_order(count):
     heard = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,7 +54,9 @@ def cases(draw):
     }
     thin = draw(st.integers(0, 2))
     in_shape, out_shape = (
-        tuple(draw(st.integers(0, 3)) if dim == thin else draw(st.integers(1, 9)) for dim in [0, 1, 2])
+        tuple(
+            draw(st.integers(0, 3)) if dim == thin else draw(st.integers(1, 9)) for dim in [0, 1, 2]
+        )
         for _ in range(2)
     )
     lo = st.integers(-4, 6)
@@ -274,6 +277,7 @@ def test_all_instruction_sets_agree():
     for isa in ["base", "x86-64-v3", "x86-64-v4"]:
         done = subprocess.run(
             [sys.executable, "-c", ISA_SCRIPT],
+            cwd=Path(__file__).parent,  # not the checkout's folder, where sources hide the package
             env={"PYDIST_ISA": isa, "PYTHONPATH": ":".join(filter(None, sys.path))},
             check=True,
             capture_output=True,

@@ -62,6 +62,11 @@ LINED_UP = {
     "dilation 2": ({"padding": 2, "dilation": 2}, 3, [[0, 4, 8], None, [0, 3, 8]]),
     "three dims": ({"padding": 1}, 3, [[0, 4, 8], [0, 3, 8], [0, 5, 8]]),
     "offset and stride do not line up": ({"padding": 1, "stride": 2}, 3, [[0, 3, 8], None, None]),
+    "an offset that does not line up and shapes that do": (
+        {"padding": 1, "stride": 2},
+        5,
+        [[0, 3, 8], None, None],
+    ),
     "not padded": ({}, 3, [[0, 4, 8], None, None]),
     "even kernel": ({"padding": 1}, 2, [[0, 4, 8], None, None]),
     "one voxel a rank": ({"padding": 1}, 3, [list(range(9)), None, None]),

@@ -200,3 +200,29 @@ def test_what_is_wrong_in_torch_is_wrong_here(call, kind):
             call(x)
 
     on_ranks((1, 1, 2), body)
+
+
+# -- a split batch --------------------------------------------------------------------------
+
+OVER_THE_BATCH = {
+    "conv": lambda x, w: F.conv1d(x, w, padding=1),
+    "strided conv": lambda x, w: F.conv1d(x, w, stride=2),
+    "average": lambda x, w: F.avg_pool1d(x, 3, 2, 1) * w.sum(),
+    "maximum": lambda x, w: F.max_pool1d(x, 2) * w.sum(),
+    "norm": lambda x, w: F.batch_norm(x, None, None, w[:2, 0, 0], training=True),
+    "softmax": lambda x, w: F.softmax(x * w.sum(), 1),
+    "loss": lambda x, w: F.cross_entropy(x * w.sum(), randint(2, 4, 8)),
+    "reductions": lambda x, w: x.mean((0, 2)) * x.amax(0).sum(-1) * w.sum(),
+    "flatten": lambda x, w: x.flatten(1) * w.sum(),
+    "merged with the channels": lambda x, w: x.flatten(0, 1) * w.sum(),
+}
+
+
+@pytest.mark.parametrize(
+    "points",
+    [[[0, 1, 4], None, None], [[0, 3, 4, 4], None, [0, 3, 8]], [[0, 0, 4], None, [0, 1, 8]]],
+)
+@pytest.mark.parametrize("call", OVER_THE_BATCH.values(), ids=OVER_THE_BATCH)
+def test_of_a_split_batch(call, points):
+    """As features are laid out when every rank takes some samples."""
+    check_function(call, randn(4, 2, 8), [randn(3, 2, 3, seed=1)], points, second_order=True)

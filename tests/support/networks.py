@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
-from equivalence import Task, randn
-from torch import nn
+from equivalence import Task, group_slice, on_ranks, randn
+from torch import Tensor, nn
+
+from pydist import Mesh, parallelize
 
 BATCH = 4
 SHAPE = (BATCH, 2, 12, 10, 9)
@@ -46,3 +50,35 @@ def small(norm: bool = False, dropout: float = 0.0, seed: int = 0) -> nn.Module:
 def small_task(norm: bool = False) -> Task:
     """The small network with a batch of four."""
     return Task(small(norm), randn(*SHAPE, seed=1), randn(BATCH, 3, seed=2), F.mse_loss)
+
+
+def loss_of(model: Callable[[Tensor], Tensor], mesh: Mesh | None, seed: int = 0) -> Tensor:
+    """The loss on this rank's samples of a batch of four; on all without a mesh."""
+    rows = slice(None) if mesh is None else group_slice(mesh, BATCH)
+    x, target = randn(*SHAPE, seed=seed), randn(BATCH, 3, seed=seed + 100)
+    return F.mse_loss(model(x[rows]), target[rows])
+
+
+def gradients_of(model: nn.Module) -> list[Tensor | None]:
+    """As the optimizer finds them."""
+    return [p.grad for p in model.parameters()]
+
+
+def check_use(
+    make: Callable[[], nn.Module],
+    use: Callable[[nn.Module, Mesh | None], Sequence[Tensor | None]],
+    data: int = 1,
+    spatial: tuple[int, int, int] = (2, 1, 1),
+    *,
+    rtol: float = 1e-10,
+) -> None:
+    """What `use(model, mesh or None)` returns, on one device and on a mesh."""
+    expected = use(make(), None)
+    for found in on_ranks(spatial, lambda mesh: use(parallelize(make(), mesh), mesh), data):
+        assert len(found) == len(expected)
+        for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert (a is None) == (b is None), i
+            if b is not None:
+                torch.testing.assert_close(
+                    a.detach(), b.detach(), rtol=rtol, atol=1e-12, msg=lambda m, i=i: f"{i}: {m}"
+                )

@@ -105,6 +105,11 @@ def test_a_python_that_will_not_do_is_named(checkout, python):
     assert said == f"bootstrap: PYTHON={python} is not a Python >= 3.10\n"
 
 
+def test_a_missing_compiler_is_named(checkout):
+    said, _ = bootstrap(checkout, CXX="/nowhere/c++", code=2)
+    assert "no C++ compiler found (/nowhere/c++)" in said
+
+
 def test_it_finds_a_python_by_itself(checkout, tmp_path):
     """Not the old one that comes first under the usual name."""
     places = tmp_path / "bin"

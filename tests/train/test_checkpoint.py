@@ -150,7 +150,9 @@ checkpoint.write(Path(sys.argv[1]), 2, {"model": {"w": torch.ones(1000)}})
 
 def test_a_killed_write_is_ignored_and_reported(tmp_path):
     checkpoint.write(tmp_path, 1, parts(1.0))
-    ended = subprocess.run([sys.executable, "-c", KILLED, tmp_path, "3"], check=False, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, tmp_path, "3"], check=False, timeout=60, cwd=tmp_path
+    )
     assert ended.returncode == 9
     assert [p.name for p in checkpoint.complete(tmp_path)] == ["step-000001"]
     assert len(checkpoint.leftovers(tmp_path)) == 1
@@ -173,7 +175,11 @@ except DiskError as error:
 def test_a_file_system_that_takes_no_more_ends_with_74_and_the_path(tmp_path):
     checkpoint.write(tmp_path, 1, parts(1.0))
     ended = subprocess.run(
-        [sys.executable, "-c", FULL, tmp_path], check=False, timeout=60, capture_output=True
+        [sys.executable, "-c", FULL, tmp_path],
+        check=False,
+        timeout=60,
+        capture_output=True,
+        cwd=tmp_path,
     )
     assert ended.returncode == 74, ended.stderr
     assert str(tmp_path / "step-000002") in ended.stdout.decode()

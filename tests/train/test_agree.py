@@ -1,0 +1,64 @@
+"""What one rank finds out, all act on."""
+
+from __future__ import annotations
+
+import pytest
+from training import change, job
+
+from pydist.comm import run_local
+from pydist.errors import CheckpointError, DataError, UsageError
+from pydist.train.agree import any_rank, require_same, together
+
+
+def meet(world, errors: dict[int, Exception]) -> None:
+    """Raises the rank's error, if it has one, within `together`."""
+    with together(world):
+        if world.rank in errors:
+            raise errors[world.rank]
+
+
+def test_an_error_of_one_rank_is_raised_by_all_with_its_class_and_words():
+    def body(world):
+        with pytest.raises(DataError, match="the file is gone") as caught:
+            meet(world, {2: DataError("the file is gone")})
+        return caught.value.exit_code
+
+    assert run_local(body, 3) == [65, 65, 65]
+
+
+def test_of_several_errors_the_lowest_ranks_is_raised():
+    def body(world):
+        with pytest.raises(CheckpointError, match="from rank 1"):
+            meet(world, {1: CheckpointError("from rank 1"), 2: DataError("from rank 2")})
+
+    run_local(body, 3)
+
+
+def test_without_an_error_the_block_is_passed():
+    run_local(lambda world: meet(world, {}), 3)
+
+
+@pytest.mark.parametrize("asking", [None, 0, 2])
+def test_any_rank(asking):
+    assert (
+        run_local(lambda world: any_rank(world, world.rank == asking), 3)
+        == [asking is not None] * 3
+    )
+
+
+def test_ranks_that_differ_are_named_with_both_values():
+    def body(world):
+        with pytest.raises(UsageError, match=r"seed differs .* 1 on rank 0, 7 on rank 2"):
+            require_same(world, {"mesh": "a", "seed": "7" if world.rank == 2 else "1"})
+        require_same(world, {"mesh": "a"})
+
+    run_local(body, 3)
+
+
+def test_ranks_with_different_settings_do_not_start(config):
+    def body(world):
+        mine = change(config, optimizer={"lr": 1e-3 * (1 + world.rank)})
+        with pytest.raises(UsageError, match=r"the configuration .* differs between the ranks"):
+            job(world, mine, 2)
+
+    run_local(body, 2)
