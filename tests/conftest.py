@@ -78,7 +78,7 @@ _jobs: dict[Path, list[_Job]] = {}
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     mark = item.get_closest_marker("ranks")
     if mark is None or _REPORT in os.environ:
         return None
@@ -105,6 +105,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
                 when=when,
             )
         )
+    # As after a test that ran here: what earlier ones kept for this folder is not for the next.
+    item.session._setupstate.teardown_exact(nextitem)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 

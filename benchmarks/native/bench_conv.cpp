@@ -67,7 +67,7 @@ using Kernel = void (*)(const kernels::ConvProblem&);
 
 // <y, A x> by way of one array of the triple, before and after the call: all three kernels are
 // derivatives of the same trilinear form, so for fixed operands the growths must agree.
-double form(Fixture fixture, Kernel kernel, Array Fixture::*target) {
+double form(Fixture fixture, Kernel kernel, Array Fixture::* target) {
   fixture.problem.in.data = fixture.in.memory.data();
   fixture.problem.weight.data = fixture.weight.memory.data();
   fixture.problem.out.data = fixture.out.memory.data();

@@ -13,8 +13,8 @@ template <class T>
 void bench_uniform(benchmark::State& state) {
   constexpr index_t kCount = 1 << 20;
   std::vector<T> values(kCount);
-  const TensorView out{values.data(), sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64,
-                       {kCount}, {1}, {}};
+  const TensorView out{
+      values.data(), sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64, {kCount}, {1}, {}};
   cpu::keyed_uniform(out, 5, {3}, {kCount + 3});
   for (std::size_t i = 0; i < values.size(); ++i) {
     if (values[i] != kernels::uniform<T>(5, i + 3)) return state.SkipWithError("uniform is wrong");

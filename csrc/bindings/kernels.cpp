@@ -41,8 +41,8 @@ void on_device(const Borrowed& tensor, const OnCpu& on_cpu, [[maybe_unused]] OnC
   on_cuda(queue);
 #else
   throw UsageError("a tensor is on " + to_string(tensor->device) +
-                          ", and this build of pydist has no CUDA kernels: install it where nvcc is "
-                          "found, or with PYDIST_CUDA=ON");
+                   ", and this build of pydist has no CUDA kernels: install it where nvcc is "
+                   "found, or with PYDIST_CUDA=ON");
 #endif
 }
 
@@ -53,7 +53,8 @@ void on_device(const Borrowed& tensor, const OnCpu& on_cpu, [[maybe_unused]] OnC
 #define PYDIST_ON_CUDA(call) nullptr
 #endif
 
-// A view and the buffer of its regions: one dtype, one device, all boxes inside, buffer long enough.
+// A view and the buffer of its regions: one dtype, one device, all boxes inside, buffer long
+// enough.
 void check_pair(const char* name, const TensorView& view, const Regions& regions,
                 const TensorView& buffer) {
   require_same_dtype("buffer", buffer, name, view);
@@ -134,8 +135,9 @@ void check_attributes(const kernels::ConvAttributes& attributes) {
   for (const Coords* coords : {&attributes.in_lo, &attributes.out_lo, &attributes.stride,
                                &attributes.padding, &attributes.dilation}) {
     PYDIST_EXPECT(coords->ndim() == kernels::kSpatialDims,
-                  to_string(*coords) + ": positions, stride, padding and dilation have one entry "
-                                       "for each of the 3 spatial dims");
+                  to_string(*coords) +
+                      ": positions, stride, padding and dilation have one entry "
+                      "for each of the 3 spatial dims");
   }
   for (int dim = 0; dim < kernels::kSpatialDims; ++dim) {
     PYDIST_EXPECT(attributes.stride[dim] >= 1 && attributes.dilation[dim] >= 1,
@@ -191,9 +193,9 @@ void conv_dgrad(py::handle grad_slab, py::handle weight, py::handle grad_in, con
       PYDIST_ON_CUDA(boundary_conv_dgrad(problem, queue)));
 }
 
-void conv_wgrad(py::handle slab, py::handle grad_out, py::handle grad_weight,
-                const Coords& slab_lo, const Coords& out_lo, const Coords& stride,
-                const Coords& padding, const Coords& dilation, index_t groups) {
+void conv_wgrad(py::handle slab, py::handle grad_out, py::handle grad_weight, const Coords& slab_lo,
+                const Coords& out_lo, const Coords& stride, const Coords& padding,
+                const Coords& dilation, index_t groups) {
   const Borrowed in = borrow(slab, "slab"), y = borrow(grad_out, "grad_out");
   const Borrowed w = borrow(grad_weight, "grad_weight", Access::kWrite);
   const auto problem = check_conv({"slab", in}, {"grad_weight", w}, {"grad_out", y},
@@ -205,21 +207,23 @@ void conv_wgrad(py::handle slab, py::handle grad_out, py::handle grad_weight,
 }
 
 void bind_conv(py::module_& module) {
-  module.def("boundary_conv_forward", &conv_forward, "slab"_a, "weight"_a, "out"_a, "slab_lo"_a,
-             "out_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a,
-             "out += what the inputs in `slab` contribute to a 3-D convolution.\n\n"
-             "out[o] += sum_k weight[k] * in[o * stride - padding + k * dilation], over the inputs\n"
-             "and outputs that lie in the given arrays.\n\n"
-             "Args:\n"
-             "    slab: inputs [N, Ci, *s]; element 0 has the global coordinates `slab_lo`.\n"
-             "    weight: [Co, Ci / groups, *kernel].\n"
-             "    out: [N, Co, *o]; element 0 has the global output coordinates `out_lo`.");
-  module.def("boundary_conv_dgrad", &conv_dgrad, "grad_slab"_a, "weight"_a, "grad_in"_a,
-             "slab_lo"_a, "in_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a,
-             "grad_in += what a slab of the output's gradient contributes to the input's.\n\n"
-             "The adjoint of boundary_conv_forward with respect to its inputs: `grad_slab`\n"
-             "[N, Co, *s] begins at the output coordinates `slab_lo`, `grad_in` [N, Ci, *i] at the\n"
-             "input coordinates `in_lo`.");
+  module.def(
+      "boundary_conv_forward", &conv_forward, "slab"_a, "weight"_a, "out"_a, "slab_lo"_a,
+      "out_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a,
+      "out += what the inputs in `slab` contribute to a 3-D convolution.\n\n"
+      "out[o] += sum_k weight[k] * in[o * stride - padding + k * dilation], over the inputs\n"
+      "and outputs that lie in the given arrays.\n\n"
+      "Args:\n"
+      "    slab: inputs [N, Ci, *s]; element 0 has the global coordinates `slab_lo`.\n"
+      "    weight: [Co, Ci / groups, *kernel].\n"
+      "    out: [N, Co, *o]; element 0 has the global output coordinates `out_lo`.");
+  module.def(
+      "boundary_conv_dgrad", &conv_dgrad, "grad_slab"_a, "weight"_a, "grad_in"_a, "slab_lo"_a,
+      "in_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a,
+      "grad_in += what a slab of the output's gradient contributes to the input's.\n\n"
+      "The adjoint of boundary_conv_forward with respect to its inputs: `grad_slab`\n"
+      "[N, Co, *s] begins at the output coordinates `slab_lo`, `grad_in` [N, Ci, *i] at the\n"
+      "input coordinates `in_lo`.");
   module.def("boundary_conv_wgrad", &conv_wgrad, "slab"_a, "grad_out"_a, "grad_weight"_a,
              "slab_lo"_a, "out_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a,
              "grad_weight += what the inputs in `slab` contribute to the weight's gradient.\n\n"
@@ -265,12 +269,14 @@ void keyed_uniform(py::handle tensor, std::uint64_t key, const Coords& lo, const
 void bind_kernels(py::module_& module) {
   bind_pack(module);
   bind_conv(module);
-  module.def("keyed_uniform", &keyed_uniform, "out"_a, "key"_a, "lo"_a, "shape"_a,
-             "out[i] = U[0, 1), a function of `key` and of the global index lo + i alone.\n\n"
-             "Philox4x32-10 with the 64-bit `key`; its counter is the index of lo + i in C order of\n"
-             "the global `shape`, so that the numbers do not depend on how an array is cut.");
-  module.def("cpu_isa", [] { return cpu::isa().name; },
-             "The instruction set that the CPU kernels use; PYDIST_ISA lowers it.");
+  module.def(
+      "keyed_uniform", &keyed_uniform, "out"_a, "key"_a, "lo"_a, "shape"_a,
+      "out[i] = U[0, 1), a function of `key` and of the global index lo + i alone.\n\n"
+      "Philox4x32-10 with the 64-bit `key`; its counter is the index of lo + i in C order of\n"
+      "the global `shape`, so that the numbers do not depend on how an array is cut.");
+  module.def(
+      "cpu_isa", [] { return cpu::isa().name; },
+      "The instruction set that the CPU kernels use; PYDIST_ISA lowers it.");
   bind_cuda(module);
   module.def("set_num_threads", &launch::set_num_threads, "threads"_a,
              "Threads that one kernel may use, in the whole process; results never depend on it.");

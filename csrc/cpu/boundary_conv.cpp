@@ -17,7 +17,7 @@ namespace {
 using kernels::ConvArray;
 using kernels::ConvProblem;
 
-constexpr index_t kMaxRows = 8;       // of a tile
+constexpr index_t kMaxRows = 8;        // of a tile
 constexpr index_t kMaxPositions = 48;  // of a tile: three AVX-512 vectors of floats
 constexpr index_t kTilesPerTask = 16;
 constexpr index_t kWorkspaceBytes = 8 << 20;  // samples are taken together up to this size
@@ -98,7 +98,8 @@ class Convolver {
     }
   }
 
-  // Positions [begin, end) of up to kMaxRows destination channels in plane `plane` = (sample, group).
+  // Positions [begin, end) of up to kMaxRows destination channels in plane `plane` = (sample,
+  // group).
   void run_task(const PlaneJob& job, index_t first, index_t plane, index_t begin, index_t end,
                 index_t row) const {
     const index_t group = plane % problem_.groups;

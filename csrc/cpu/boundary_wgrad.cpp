@@ -22,13 +22,13 @@ namespace {
 
 using kernels::ConvProblem;
 
-constexpr index_t kDotChunk = 4096;    // positions: tiles of 16 + 3 rows stay in the L2 cache
-constexpr index_t kDotOutputs = 16;    // output channels of a task
-constexpr index_t kOuterChunk = 512;   // positions, each with up to three vectors of channels
-constexpr index_t kOuterInputs = 8;    // input channels of a task
-constexpr index_t kMaxTile = 24;       // sums of one call of dot
-constexpr index_t kSmallPlane = 512;   // positions below which sums across lanes dominate
-constexpr index_t kSlack = 64;         // elements that tiles may read past the end
+constexpr index_t kDotChunk = 4096;   // positions: tiles of 16 + 3 rows stay in the L2 cache
+constexpr index_t kDotOutputs = 16;   // output channels of a task
+constexpr index_t kOuterChunk = 512;  // positions, each with up to three vectors of channels
+constexpr index_t kOuterInputs = 8;   // input channels of a task
+constexpr index_t kMaxTile = 24;      // sums of one call of dot
+constexpr index_t kSmallPlane = 512;  // positions below which sums across lanes dominate
+constexpr index_t kSlack = 64;        // elements that tiles may read past the end
 constexpr index_t kWorkspaceBytes = 8 << 20;
 constexpr index_t kFlopsPerThread = 4'000'000;
 
@@ -176,8 +176,8 @@ class WeightGradient {
     std::fill_n(sums, count, T{});
     for (index_t sample = 0; sample < samples_; ++sample) {
       const T* const source =
-          source_ + (sample * ins_ + task.group * problem_.in_channels + task.in) *
-                        lowering_.channel;
+          source_ +
+          (sample * ins_ + task.group * problem_.in_channels + task.in) * lowering_.channel;
       const T* const planes = gradient_ + sample * outs_ * plane_end_;
       const index_t co = task.group * problem_.out_channels + task.out;
       for (std::size_t j = 0; j < lowering_.jobs.size(); ++j) {
@@ -268,10 +268,9 @@ class WeightGradient {
     const index_t* const strides = problem_.weight.strides;
     for (index_t co = 0; co < width; ++co) {
       for (index_t ci = 0; ci < task.in_end - task.in; ++ci) {
-        Storage* const kernel =
-            static_cast<Storage*>(problem_.weight.data) +
-            (task.group * problem_.out_channels + task.out + co) * strides[0] +
-            (task.in + ci) * strides[1];
+        Storage* const kernel = static_cast<Storage*>(problem_.weight.data) +
+                                (task.group * problem_.out_channels + task.out + co) * strides[0] +
+                                (task.in + ci) * strides[1];
         const T* const sum = sums + ci * kernel_ * width + co;
         for (std::size_t t = 0; t < taps_.size(); ++t) {
           Storage& weight = kernel[places_[t]];
@@ -284,8 +283,8 @@ class WeightGradient {
   const ConvProblem& problem_;
   const ConvLowering lowering_;
   const ConvIsa<T>& isa_;
-  const index_t ins_, outs_;  // channels of all groups
-  index_t kernel_ = 1;        // kernel indices of one channel pair
+  const index_t ins_, outs_;     // channels of all groups
+  index_t kernel_ = 1;           // kernel indices of one channel pair
   std::vector<index_t> taps_;    // those of them that the slab meets
   std::vector<index_t> places_;  // their places in a kernel of the given weight
   bool outer_ = false;

@@ -11,7 +11,8 @@ namespace {
 using kernels::ConvDim;
 using kernels::ConvProblem;
 
-// Destinations are outputs. Kernel index k reaches the outputs o with 0 <= o * stride + k * dilation
+// Destinations are outputs. Kernel index k reaches the outputs o with 0 <= o * stride + k *
+// dilation
 // + base < in_extent.
 Line lower_forward(const ConvDim& dim) {
   struct Reach {
@@ -88,7 +89,8 @@ Line lower_dgrad(const ConvDim& dim) {
   return line;
 }
 
-// Few sources, so they are walked, whatever the destination's extent. Sums go by rising kernel index.
+// Few sources, so they are walked, whatever the destination's extent. Sums go by rising kernel
+// index.
 std::vector<ThinLink> link_thin(const ConvDim& dim, ConvRole role) {
   struct Triple {
     index_t destination, kernel, source;
@@ -134,8 +136,7 @@ PlaneJob plane_job(const ConvLowering& lowering, const ThinLink& link, const Lin
   for (const auto& [kernel, source] : link.pairs) {
     for (const LineTap& row : rows.taps) {
       for (const LineTap& column : columns.taps) {
-        const index_t plane =
-            (source * row_phases + row.phase) * column_phases + column.phase;
+        const index_t plane = (source * row_phases + row.phase) * column_phases + column.phase;
         job.source_offset.push_back(plane * lowering.plane + row.offset * lowering.pitch +
                                     column.offset);
         job.weight_offset.push_back(kernel * weight[lowering.thin] +
@@ -169,16 +170,16 @@ ConvLowering lower(const ConvProblem& problem, ConvRole role) {
   lowering.thin_extent = source_extent(lowering.thin);
   lowering.pitch = lowering.columns.extent;
   lowering.plane = lowering.rows.extent * lowering.pitch;
-  lowering.channel = lowering.thin_extent *
-                     static_cast<index_t>(lowering.rows.phase_first.size() *
-                                          lowering.columns.phase_first.size()) *
-                     lowering.plane;
+  lowering.channel =
+      lowering.thin_extent *
+      static_cast<index_t>(lowering.rows.phase_first.size() * lowering.columns.phase_first.size()) *
+      lowering.plane;
   const index_t* const strides = (forward ? problem.out : problem.in).strides + 2;
   for (const ThinLink& link : lowering.links) {
     for (const LineClass& rows : lowering.rows.classes) {
       for (const LineClass& columns : lowering.columns.classes) {
-        lowering.jobs.push_back(plane_job(lowering, link, rows, columns, strides,
-                                          problem.weight.strides + 2));
+        lowering.jobs.push_back(
+            plane_job(lowering, link, rows, columns, strides, problem.weight.strides + 2));
       }
     }
   }

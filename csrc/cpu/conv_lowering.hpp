@@ -2,10 +2,10 @@
 //
 // A slab is thin in one dim and wide in the other two. The wide ones become a plane: the source
 // array is copied, padded with zeros, into a workspace in which one step in any kernel direction is
-// a constant offset. Rows of the plane follow each other with a fixed pitch, so a whole plane is one
-// long row of positions q; those in the padding of a row are computed and thrown away. The thin dim
-// is walked explicitly. Forward and dgrad are both "destination[m, q] += sum_taps weight[m, tap] *
-// source[offset(tap) + q]":
+// a constant offset. Rows of the plane follow each other with a fixed pitch, so a whole plane is
+// one long row of positions q; those in the padding of a row are computed and thrown away. The thin
+// dim is walked explicitly. Forward and dgrad are both "destination[m, q] += sum_taps weight[m,
+// tap] * source[offset(tap) + q]":
 //   forward: the source is cut into stride x stride phases, so that taps stay contiguous;
 //   dgrad: the destination is cut into classes of equal index modulo stride, with few taps each.
 #pragma once
@@ -48,7 +48,7 @@ struct ThinLink {
 
 // One plane of destinations; taps are parallel arrays of offsets in elements.
 struct PlaneJob {
-  index_t destination;        // offset of its first element in the destination array
+  index_t destination;         // offset of its first element in the destination array
   index_t row_stride, stride;  // between its rows and within one, in the destination array
   index_t rows, columns;
   std::vector<index_t> source_offset;  // in the workspace, within a channel
@@ -65,10 +65,10 @@ struct ConvLowering {
   Line rows, columns;
   std::vector<ThinLink> links;
   std::vector<PlaneJob> jobs;
-  index_t thin_extent;   // of the source
-  index_t pitch;         // from one row of a plane to the next
-  index_t plane;         // elements of one phase plane
-  index_t channel;       // elements of one channel: thin_extent * phases * plane
+  index_t thin_extent;  // of the source
+  index_t pitch;        // from one row of a plane to the next
+  index_t plane;        // elements of one phase plane
+  index_t channel;      // elements of one channel: thin_extent * phases * plane
 
   bool empty() const { return jobs.empty(); }
 };

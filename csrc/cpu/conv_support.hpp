@@ -53,8 +53,8 @@ void visit_weight(const kernels::ConvProblem& problem, const index_t* strides, F
       for (index_t z = 0; z < problem.dims[0].kernel; ++z) {
         for (index_t y = 0; y < problem.dims[1].kernel; ++y) {
           for (index_t x = 0; x < problem.dims[2].kernel; ++x) {
-            f(i++, co * strides[0] + ci * strides[1] + z * strides[2] + y * strides[3] +
-                       x * strides[4]);
+            f(i++,
+              co * strides[0] + ci * strides[1] + z * strides[2] + y * strides[3] + x * strides[4]);
           }
         }
       }

@@ -20,13 +20,11 @@ HostTable host_table(const RunTable& runs) {
 template <Direction kDirection>
 void copy(const TensorView& view, const Regions& regions, Regions::Group group,
           const TensorView& buffer) {
-  const RunTable runs(view, buffer, regions, group,
-                      RunOptions{.segment_bytes = kernels::kCpuSegmentBytes,
-                                 .fuse = true,
-                                 .buffer = buffer.data});
-  const kernels::CopyRuns<kDirection, HostTable> body{static_cast<char*>(view.data),
-                                                      static_cast<char*>(buffer.data),
-                                                      host_table(runs)};
+  const RunTable runs(
+      view, buffer, regions, group,
+      RunOptions{.segment_bytes = kernels::kCpuSegmentBytes, .fuse = true, .buffer = buffer.data});
+  const kernels::CopyRuns<kDirection, HostTable> body{
+      static_cast<char*>(view.data), static_cast<char*>(buffer.data), host_table(runs)};
   launch::run_on_cpu(body, 2 * runs.bytes());
 }
 
@@ -47,9 +45,8 @@ void unpack_add(const TensorView& buffer, const Regions& regions, const TensorVi
   for (const Regions::Group group : regions.disjoint_groups()) {
     const RunTable runs(dst, buffer, regions, group, options);
     kernels::dispatch(dst.dtype, [&]<class T>(std::type_identity<T>) {
-      const kernels::AddRuns<T, HostTable> body{static_cast<char*>(dst.data),
-                                                static_cast<const char*>(buffer.data),
-                                                host_table(runs)};
+      const kernels::AddRuns<T, HostTable> body{
+          static_cast<char*>(dst.data), static_cast<const char*>(buffer.data), host_table(runs)};
       launch::run_on_cpu(body, 3 * runs.bytes());
     });
   }

@@ -14,7 +14,8 @@ using kernels::RunOptions;
 using kernels::RunTable;
 using kernels::ValueTable;
 
-// Boxes travel in the kernel's parameters: up to 4 KB of them cost nothing, up to 32 KB are possible.
+// Boxes travel in the kernel's parameters: up to 4 KB of them cost nothing, up to 32 KB are
+// possible.
 constexpr int kFewBoxes = 16;
 constexpr int kManyBoxes = 128;
 
@@ -50,10 +51,9 @@ void launch_tables(const RunTable& runs, const Launch& launch) {
 template <Direction kDirection>
 void copy(const TensorView& view, const Regions& regions, Regions::Group group,
           const TensorView& buffer, const Queue& queue) {
-  const RunTable runs(view, buffer, regions, group,
-                      RunOptions{.segment_bytes = kernels::kCudaSegmentBytes,
-                                 .fuse = true,
-                                 .buffer = buffer.data});
+  const RunTable runs(
+      view, buffer, regions, group,
+      RunOptions{.segment_bytes = kernels::kCudaSegmentBytes, .fuse = true, .buffer = buffer.data});
   launch_tables(runs, [&]<class Table>(const Table& table, index_t words) {
     const kernels::CopyRuns<kDirection, Table> body{static_cast<char*>(view.data),
                                                     static_cast<char*>(buffer.data), table};

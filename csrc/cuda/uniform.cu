@@ -12,10 +12,10 @@ void fill(const TensorView& out, const kernels::KeyedBox& box, const Queue& queu
   if (elements == 0) return;
   const DeviceGuard guard(queue.device);
   const index_t run = box.extent[box.ndim - 1];
-  check(launch::run_on_cuda(
-            kernels::KeyedUniform<T>{static_cast<T*>(out.data), box, elements / run}, run,
-            stream_of(queue)),
-        "launch of keyed_uniform");
+  check(
+      launch::run_on_cuda(kernels::KeyedUniform<T>{static_cast<T*>(out.data), box, elements / run},
+                          run, stream_of(queue)),
+      "launch of keyed_uniform");
 }
 
 }  // namespace

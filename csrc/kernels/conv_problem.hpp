@@ -15,15 +15,15 @@ struct ConvDim {
   index_t in_extent, out_extent;
 };
 
-// An array [batch, channels, 3 spatial dims] (or a weight [out, in / groups, 3 kernel dims]); strides
-// in elements.
+// An array [batch, channels, 3 spatial dims] (or a weight [out, in / groups, 3 kernel dims]);
+// strides in elements.
 struct ConvArray {
   void* data;
   index_t strides[2 + kSpatialDims];
 };
 
-// out[n, g, co, o] += sum_{ci, k} weight[g, co, ci, k] * in[n, g, ci, o * stride + k * dilation + base]
-// and its two adjoints. Which of the arrays is written depends on the operation.
+// out[n, g, co, o] += sum_{ci, k} weight[g, co, ci, k] * in[n, g, ci, o * stride + k * dilation +
+// base] and its two adjoints. Which of the arrays is written depends on the operation.
 struct ConvProblem {
   DType dtype;
   index_t batch, groups;
@@ -55,8 +55,8 @@ inline ConvProblem conv_problem(const TensorView& in, const TensorView& weight,
   problem.in_channels = weight.shape[1];
   problem.out_channels = weight.shape[0] / attributes.groups;
   for (int dim = 0; dim < kSpatialDims; ++dim) {
-    problem.dims[dim] = {attributes.out_lo[dim] * attributes.stride[dim] -
-                             attributes.padding[dim] - attributes.in_lo[dim],
+    problem.dims[dim] = {attributes.out_lo[dim] * attributes.stride[dim] - attributes.padding[dim] -
+                             attributes.in_lo[dim],
                          attributes.stride[dim],
                          attributes.dilation[dim],
                          weight.shape[2 + dim],

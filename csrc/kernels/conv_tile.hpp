@@ -34,8 +34,7 @@ inline DimReach reach_of(const ConvDim& dim) {
   for (index_t k = 0; k < dim.kernel; ++k) {
     const index_t shift = k * dim.dilation + dim.base;
     const index_t first = std::max<index_t>(0, ceil_div(-shift, dim.stride));
-    const index_t last =
-        std::min(dim.out_extent, ceil_div(dim.in_extent - shift, dim.stride)) - 1;
+    const index_t last = std::min(dim.out_extent, ceil_div(dim.in_extent - shift, dim.stride)) - 1;
     if (first > last) continue;
     include(0, first, last);
     include(1, first * dim.stride + shift, last * dim.stride + shift);
@@ -58,7 +57,8 @@ inline DimReach reach_of(const ConvDim& dim) {
 // Index formula: in index = out index * stride + kernel index * dilation + base in each dim; what
 //   lies outside the arrays counts as 0. Indices run over the boxes that the slab reaches only.
 // Threads: a block of 256 makes a tile of 32 x 64; each step loads 16 k of both sides into shared
-//   memory (neighbouring threads, neighbouring n), then each thread adds to 2 x 4 sums in registers.
+//   memory (neighbouring threads, neighbouring n), then each thread adds to 2 x 4 sums in
+//   registers.
 // Traffic: (1/32 + 1/64) elements read a multiply-add, one read and one written an output.
 // Proof: tests/native/test_kernels_conv.cpp emulates it against a plain loop, in three thread
 //   orders, under the sanitizers; tests/gpu/test_kernels_gpu.py on a device.
@@ -136,7 +136,8 @@ struct ConvTileBody {
                       Shared& shared) const {
     const auto first = static_cast<std::int32_t>(step) * kDepth;
     for (int d = thread / kColumns; d < kDepth; d += kThreads / kColumns) {
-      shared.right[d][thread % kColumns] = right(group(block), depth_point(first + d), state.column);
+      shared.right[d][thread % kColumns] =
+          right(group(block), depth_point(first + d), state.column);
     }
     // Along k first: the weights of a row are contiguous in k.
     for (int i = thread; i < kRows * kDepth; i += kThreads) {
@@ -158,8 +159,7 @@ struct ConvTileBody {
 
   PYDIST_HD void end(index_t block, int thread, const Thread& state) const {
     for (int j = 0; j < kThreadColumns; ++j) {
-      const Point column =
-          column_point(first_column(block) + thread % kLanesN + j * kLanesN);
+      const Point column = column_point(first_column(block) + thread % kLanesN + j * kLanesN);
       for (int i = 0; i < kThreadRows; ++i) {
         const std::int32_t m = first_row(block) + thread / kLanesN + i * kLanesM;
         if (m >= m_extent || column.lead < 0) continue;
@@ -181,7 +181,7 @@ struct ConvTileBody {
   }
 
   // Index `i` over (lead, the reached indices of three dims); outside the extent, a lead below 0.
-  template <Reach DimReach::*kReach>
+  template <Reach DimReach::* kReach>
   PYDIST_HD Point take_apart(std::int32_t i, std::int32_t extent) const {
     Point point{-1, {0, 0, 0}};
     if (i >= extent) return point;

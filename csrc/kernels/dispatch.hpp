@@ -14,16 +14,26 @@ namespace pydist::kernels {
 template <class F>
 void dispatch(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kBool: return f(std::type_identity<bool>{});
-    case DType::kUInt8: return f(std::type_identity<std::uint8_t>{});
-    case DType::kInt8: return f(std::type_identity<std::int8_t>{});
-    case DType::kInt16: return f(std::type_identity<std::int16_t>{});
-    case DType::kInt32: return f(std::type_identity<std::int32_t>{});
-    case DType::kInt64: return f(std::type_identity<std::int64_t>{});
-    case DType::kFloat16: return f(std::type_identity<Float16>{});
-    case DType::kBFloat16: return f(std::type_identity<BFloat16>{});
-    case DType::kFloat32: return f(std::type_identity<float>{});
-    case DType::kFloat64: return f(std::type_identity<double>{});
+    case DType::kBool:
+      return f(std::type_identity<bool>{});
+    case DType::kUInt8:
+      return f(std::type_identity<std::uint8_t>{});
+    case DType::kInt8:
+      return f(std::type_identity<std::int8_t>{});
+    case DType::kInt16:
+      return f(std::type_identity<std::int16_t>{});
+    case DType::kInt32:
+      return f(std::type_identity<std::int32_t>{});
+    case DType::kInt64:
+      return f(std::type_identity<std::int64_t>{});
+    case DType::kFloat16:
+      return f(std::type_identity<Float16>{});
+    case DType::kBFloat16:
+      return f(std::type_identity<BFloat16>{});
+    case DType::kFloat32:
+      return f(std::type_identity<float>{});
+    case DType::kFloat64:
+      return f(std::type_identity<double>{});
   }
   throw InternalError("dtype " + std::to_string(static_cast<int>(dtype)));
 }
@@ -32,11 +42,16 @@ void dispatch(DType dtype, F&& f) {
 template <class F>
 void dispatch_floating(DType dtype, F&& f) {
   switch (dtype) {
-    case DType::kFloat16: return f(std::type_identity<Float16>{});
-    case DType::kBFloat16: return f(std::type_identity<BFloat16>{});
-    case DType::kFloat32: return f(std::type_identity<float>{});
-    case DType::kFloat64: return f(std::type_identity<double>{});
-    default: throw InternalError("no floating-point dtype: " + std::string(name_of(dtype)));
+    case DType::kFloat16:
+      return f(std::type_identity<Float16>{});
+    case DType::kBFloat16:
+      return f(std::type_identity<BFloat16>{});
+    case DType::kFloat32:
+      return f(std::type_identity<float>{});
+    case DType::kFloat64:
+      return f(std::type_identity<double>{});
+    default:
+      throw InternalError("no floating-point dtype: " + std::string(name_of(dtype)));
   }
 }
 

@@ -60,8 +60,8 @@ struct Float16 {
     const float subnormal =
         std::bit_cast<float>(magnitude + 0x38800000u) - std::bit_cast<float>(0x38800000u);
     const std::uint32_t rebias = exponent == 0x0f800000u ? 0x70000000u : 0x38000000u;
-    const std::uint32_t word = exponent == 0 ? std::bit_cast<std::uint32_t>(subnormal)
-                                             : magnitude + rebias;
+    const std::uint32_t word =
+        exponent == 0 ? std::bit_cast<std::uint32_t>(subnormal) : magnitude + rebias;
     return std::bit_cast<float>(word | sign);
 #endif
   }

@@ -76,11 +76,16 @@ struct CopyRuns {
     const index_t from_stride =
         kDirection == Direction::kPack ? run.view_stride : run.buffer_stride;
     switch (run.unit) {
-      case 1: return strided<1>(to, to_stride, from, from_stride, run.length, loop);
-      case 2: return strided<2>(to, to_stride, from, from_stride, run.length, loop);
-      case 4: return strided<4>(to, to_stride, from, from_stride, run.length, loop);
-      case 8: return strided<8>(to, to_stride, from, from_stride, run.length, loop);
-      default: return strided<16>(to, to_stride, from, from_stride, run.length, loop);
+      case 1:
+        return strided<1>(to, to_stride, from, from_stride, run.length, loop);
+      case 2:
+        return strided<2>(to, to_stride, from, from_stride, run.length, loop);
+      case 4:
+        return strided<4>(to, to_stride, from, from_stride, run.length, loop);
+      case 8:
+        return strided<8>(to, to_stride, from, from_stride, run.length, loop);
+      default:
+        return strided<16>(to, to_stride, from, from_stride, run.length, loop);
     }
   }
 

@@ -31,10 +31,9 @@ PYDIST_HD Philox4 philox4x32_10(Philox4 counter, std::uint32_t key0, std::uint32
 // value is exact and 1 never occurs.
 template <class T>
 PYDIST_HD T uniform(std::uint64_t key, std::uint64_t counter) {
-  const Philox4 random = philox4x32_10({static_cast<std::uint32_t>(counter),
-                                        static_cast<std::uint32_t>(counter >> 32), 0, 0},
-                                       static_cast<std::uint32_t>(key),
-                                       static_cast<std::uint32_t>(key >> 32));
+  const Philox4 random = philox4x32_10(
+      {static_cast<std::uint32_t>(counter), static_cast<std::uint32_t>(counter >> 32), 0, 0},
+      static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32));
   if constexpr (sizeof(T) == 4) {
     return static_cast<T>(static_cast<std::int32_t>(random.word0 >> 8)) * T{0x1p-24};
   } else {

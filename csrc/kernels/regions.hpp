@@ -50,9 +50,8 @@ class Regions {
                       std::to_string(parts_.front().box.ndim()) + " dims");
     const Box whole(Coords(shape.ndim()), shape);
     for (const Part& part : parts_) {
-      PYDIST_EXPECT(whole.contains(part.box),
-                    to_string(part.box) + " does not lie in " + name + " of shape " +
-                        to_string(shape));
+      PYDIST_EXPECT(whole.contains(part.box), to_string(part.box) + " does not lie in " + name +
+                                                  " of shape " + to_string(shape));
     }
   }
 

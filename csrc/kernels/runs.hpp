@@ -18,9 +18,9 @@ namespace pydist::kernels {
 struct RunBox {
   index_t first_row;
   index_t view_offset, buffer_offset;
-  index_t extent;      // units along the run dim
-  index_t segment;     // units of one run; the last segment may be shorter
-  index_t outer_rows;  // product of the outer extents
+  index_t extent;                      // units along the run dim
+  index_t segment;                     // units of one run; the last segment may be shorter
+  index_t outer_rows;                  // product of the outer extents
   index_t view_stride, buffer_stride;  // along the run dim
   std::int32_t unit;                   // bytes that are moved as one
   std::int32_t outer_dims;
@@ -52,8 +52,8 @@ PYDIST_HD Run find_run(const RunBox* boxes, int count, index_t r) {
   }
   const RunBox& box = boxes[lo];
   index_t rest = r - box.first_row;
-  Run run{box.view_offset, box.buffer_offset, box.extent, box.view_stride, box.buffer_stride,
-          box.unit};
+  Run run{box.view_offset, box.buffer_offset, box.extent,
+          box.view_stride, box.buffer_stride, box.unit};
   if (box.extent > box.segment) {
     const index_t number = rest / box.outer_rows;
     const index_t start = number * box.segment;
@@ -174,8 +174,8 @@ class RunTable {
   }
 
   // Runs go along the innermost dim if it is long enough to pay for the arithmetic of a row, else
-  // along the longest. Strided ones are kept short: an element's neighbours in its cache line belong
-  // to other runs, which come next.
+  // along the longest. Strided ones are kept short: an element's neighbours in its cache line
+  // belong to other runs, which come next.
   void take_run_dim(std::vector<Dim>& dims, RunBox& box) const {
     auto run = dims.end() - 1;
     const bool contiguous = run->view_stride == box.unit;

@@ -8,13 +8,14 @@
 
 namespace pydist::kernels {
 
-// A box of a C-order array of `shape`: local index i stands for the global index lo + i. Plain data.
+// A box of a C-order array of `shape`: local index i stands for the global index lo + i. Plain
+// data.
 struct KeyedBox {
   int ndim;
-  index_t extent[kMaxDims];         // of the box
-  index_t stride[kMaxDims];         // of the memory, in elements
-  std::uint64_t global[kMaxDims];   // of the counter
-  std::uint64_t first;              // counter of the box's first element
+  index_t extent[kMaxDims];        // of the box
+  index_t stride[kMaxDims];        // of the memory, in elements
+  std::uint64_t global[kMaxDims];  // of the counter
+  std::uint64_t first;             // counter of the box's first element
   std::uint64_t key;
 };
 

@@ -1,4 +1,5 @@
-// The CUDA launcher: the only place with <<<>>>. Launches go to the stream given and return at once.
+// The CUDA launcher: the only place with <<<>>>. Launches go to the stream given and return at
+// once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,8 +9,8 @@
 namespace pydist::launch {
 
 template <RunBody Body>
-__global__ void __launch_bounds__(kRunThreads) run_kernel(const __grid_constant__ Body body,
-                                                          const RunGrid grid) {
+__global__ void __launch_bounds__(kRunThreads)
+    run_kernel(const __grid_constant__ Body body, const RunGrid grid) {
   run_thread(body, grid, static_cast<index_t>(blockIdx.x) * kRunThreads + threadIdx.x);
 }
 

@@ -1,4 +1,5 @@
-// How bodies are cut into threads on a device. cuda.cuh runs this on a GPU, emulate.hpp on the host.
+// How bodies are cut into threads on a device. cuda.cuh runs this on a GPU, emulate.hpp on the
+// host.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +12,7 @@
 namespace pydist::launch {
 
 inline constexpr int kWarp = 32;
-inline constexpr int kRunThreads = 256;   // of a block
+inline constexpr int kRunThreads = 256;     // of a block
 inline constexpr int kMaxRunBlocks = 4096;  // threads walk on from there: enough to fill any device
 
 // The threads of one launch: groups of `lanes` neighbours take one run at a time.
@@ -51,8 +52,8 @@ PYDIST_HD void run_thread(const Body& body, const RunGrid& grid, index_t thread)
 }
 
 // Work in blocks of threads that share memory. Every block makes steps(block) steps of two phases,
-// load and compute, with a barrier behind each; the barrier belongs to the launcher, so the body has
-// none to forget. `Thread` is what a thread keeps in registers from begin to end.
+// load and compute, with a barrier behind each; the barrier belongs to the launcher, so the body
+// has none to forget. `Thread` is what a thread keeps in registers from begin to end.
 template <class Body>
 concept TileBody = requires(const Body body, index_t block, index_t step, int thread,
                             typename Body::Shared& shared, typename Body::Thread& state) {

@@ -1,8 +1,8 @@
 // The emulating launcher: the decomposition of cuda.cuh, thread by thread on the host.
 //
 // With AddressSanitizer it finds missing bounds guards; because threads run one after the other in
-// several orders, and shared memory is poisoned before each step, it finds data that is used without
-// a barrier in between. It does not find races within one phase.
+// several orders, and shared memory is poisoned before each step, it finds data that is used
+// without a barrier in between. It does not find races within one phase.
 #pragma once
 
 #include <cstring>

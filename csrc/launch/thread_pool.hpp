@@ -30,8 +30,7 @@ void parallel_for(index_t count, index_t grain, const Body& body) {
     return;
   }
   run_tasks(
-      count, threads,
-      [](void* context, index_t i) { (*static_cast<const Body*>(context))(i); },
+      count, threads, [](void* context, index_t i) { (*static_cast<const Body*>(context))(i); },
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 

@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from meter import Meter
+from reading import first_block
 
 from pydist.data import ShardDataset, UniverseOptions, generate_universes
 from pydist.errors import UsageError
@@ -221,10 +222,6 @@ def test_no_open_file_crosses_a_fork(universes: Path) -> None:
     assert torch.equal(dataset.read_block(0), expected)
     assert len(meter.files) == 1
     dataset.close()
-
-
-def first_block(dataset: ShardDataset) -> list[float]:
-    return dataset.read_block(0).flatten().tolist()
 
 
 def test_goes_to_another_process_by_pickle(universes: Path) -> None:

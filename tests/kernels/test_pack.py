@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from pydist import _native as native
 
-
 NUMPY_DTYPES = [
     torch.bool,
     torch.uint8,
@@ -63,8 +62,7 @@ def strided_views(draw, dtypes=DTYPES):
     boxes = []
     for _ in range(draw(st.integers(0, 4))):
         ends = [
-            sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))
-            for n in view_of(whole).shape
+            sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in view_of(whole).shape
         ]
         boxes.append(tuple(zip(*ends, strict=True)))
     return whole, view_of, boxes
@@ -146,7 +144,9 @@ FACES = {
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("misaligned", [0, 1, 2])
-def test_faces_that_fill_several_runs_and_threads(packing, face, memory_format, misaligned, threads):
+def test_faces_that_fill_several_runs_and_threads(
+    packing, face, memory_format, misaligned, threads
+):
     x = torch.arange(4 * 36 * 40 * 48, dtype=torch.float32).reshape(1, 4, 36, 40, 48)
     x = x.contiguous(memory_format=memory_format)
     boxes = [FACES[face], FACES["crop"]]

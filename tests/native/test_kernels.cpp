@@ -165,8 +165,8 @@ TYPED_TEST(Packing, EmulatedWarpsAddEveryElementOnce) {
 TEST(RunTable, MakesFacesOfAnArrayIntoLongRuns) {
   std::vector<float> memory(16 * 128 * 128 * 128 / 64);  // only addresses matter
   const Coords shape{1, 16, 128, 128, 128};
-  const TensorView view{memory.data(), DType::kFloat32, shape,
-                        Coords{16 << 21, 1 << 21, 1 << 14, 128, 1}, {}};
+  const TensorView view{
+      memory.data(), DType::kFloat32, shape, Coords{16 << 21, 1 << 21, 1 << 14, 128, 1}, {}};
   const auto runs_of = [&](const Box& box) {
     const Regions regions({box});
     return kernels::RunTable(view, view, regions, {0, 1},
@@ -175,7 +175,8 @@ TEST(RunTable, MakesFacesOfAnArrayIntoLongRuns) {
   // D: a plane a channel. H: a row each. W: all in one strided run; two elements wide, in words.
   EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 0}, {1, 16, 1, 128, 128})).rows(), 16);
   EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 0}, {1, 16, 128, 1, 128})).rows(), 16 * 128);
-  EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 127}, {1, 16, 128, 128, 128})).boxes().front().extent, 16 << 14);
+  EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 127}, {1, 16, 128, 128, 128})).boxes().front().extent,
+            16 << 14);
   const kernels::RunTable wide = runs_of(Box({0, 0, 0, 0, 126}, {1, 16, 128, 128, 128}));
   EXPECT_EQ(wide.boxes().front().extent, 16 << 14);
   EXPECT_EQ(wide.boxes().front().unit, 8);
@@ -183,7 +184,8 @@ TEST(RunTable, MakesFacesOfAnArrayIntoLongRuns) {
 }
 
 TEST(Regions, StartANewGroupWhereBoxesOverlap) {
-  const Regions regions({Box({0}, {4}), Box({4}, {8}), Box({3}, {5}), Box({8}, {9}), Box({0}, {9})});
+  const Regions regions(
+      {Box({0}, {4}), Box({4}, {8}), Box({3}, {5}), Box({8}, {9}), Box({0}, {9})});
   ASSERT_EQ(regions.disjoint_groups().size(), 3u);
   EXPECT_EQ(regions.disjoint_groups()[0].end, 2u);
   EXPECT_EQ(regions.disjoint_groups()[1].end, 4u);

@@ -95,7 +95,9 @@ template <ConvOp kOp>
 Array expected(const ConvCase& given) {
   ConvCase sums = given;  // targets are read and written here, operands in `given`
   ConvCase operands = given;
-  Array& target = kOp == ConvOp::kForward ? sums.out : kOp == ConvOp::kDgrad ? sums.in : sums.weight;
+  Array& target = kOp == ConvOp::kForward ? sums.out
+                  : kOp == ConvOp::kDgrad ? sums.in
+                                          : sums.weight;
   const Array& source = kOp == ConvOp::kForward ? operands.out
                         : kOp == ConvOp::kDgrad ? operands.in
                                                 : operands.weight;
@@ -144,7 +146,8 @@ INSTANTIATE_TEST_SUITE_P(Random, BoundaryConv, ::testing::Range(0u, 24u));
 // One thin slab beside a larger output, as in training: several tiles, vectors and chunks.
 ConvCase large_case() {
   Random random(1);
-  return {Array(random, {1, 9, 1, 24, 30}), Array(random, {10, 9, 3, 3, 3}),
+  return {Array(random, {1, 9, 1, 24, 30}),
+          Array(random, {10, 9, 3, 3, 3}),
           Array(random, {1, 10, 2, 24, 30}),
           {{-1, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, 1}};
 }
@@ -162,7 +165,8 @@ TEST(BoundaryConvOnCpu, LargePlanesAreTheDefinition) {
 
 TEST(ConvTile, HasNothingToDoWhereTheSlabReachesNothing) {
   Random random(2);
-  const ConvCase far{Array(random, {1, 2, 1, 4, 4}), Array(random, {2, 2, 3, 3, 3}),
+  const ConvCase far{Array(random, {1, 2, 1, 4, 4}),
+                     Array(random, {2, 2, 3, 3, 3}),
                      Array(random, {1, 2, 4, 4, 4}),
                      {{50, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, 1}};
   using Forward = kernels::ConvTileBody<ConvOp::kForward, double>;

@@ -119,6 +119,9 @@ TEST_F(ThreadPool, ServesSeveralCallersAtOnce) {
 }
 
 TEST_F(ThreadPool, WorksInAForkedChild) {
+#ifdef __SANITIZE_THREAD__
+  GTEST_SKIP() << "the thread sanitizer can't follow a fork";
+#endif
   std::atomic<index_t> sum{0};
   parallel_for(100, 1, [&](index_t i) { sum += i; });
   const pid_t child = fork();

@@ -1,0 +1,30 @@
+"""Tests that need a CUDA device: skipped, with the reason, where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pydist import _native as native
+
+
+def _reason() -> str | None:
+    if not native.has_cuda:
+        return "pydist was built without CUDA kernels"
+    if native.cuda_device_count() == 0:
+        return "no CUDA device"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} has no CUDA"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = _reason()
+    here = Path(__file__).parent
+    for item in items:
+        if here in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
