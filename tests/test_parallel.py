@@ -137,6 +137,16 @@ def test_other_statistics_train_and_replicas_stay_equal(statistics):
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+def test_one_rank_exchanges_nothing():
+    def body(mesh):
+        parallelize(small(norm=True), mesh)(randn(*SHAPE)).square().mean().backward()
+        return mesh.timers.snapshot()
+
+    (seconds,) = on_ranks((1, 1, 1), body)
+    assert "halo" not in seconds
+    assert "redistribute" not in seconds
+
+
 # -- replicas -------------------------------------------------------------------------------
 
 
