@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import socket
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from pydist.errors import UsageError
 
@@ -92,6 +96,8 @@ class Mesh:
         """The gradient reducers of the models on this mesh, in the order they were made."""
         self.coords = dict(zip(AXES, _unravel(self.rank, self.shape), strict=True))
         self._groups = self._make_groups()
+        self.ranks_per_core = _ranks_per_core(world)
+        """More than 1 where ranks share cores: there, work that all of them repeat costs more."""
 
     def __repr__(self) -> str:
         grid = " × ".join(f"{a} {n}" for a, n in zip(AXES, self.shape, strict=True))
@@ -188,6 +194,15 @@ def _fit(world: int, data: int | None, spatial: tuple[int, ...]) -> tuple[int, i
             f"start {max(data, 1) * group}, or choose data × depth × height × width = {world}"
         )
     return data, spatial[0], spatial[1], spatial[2]
+
+
+def _ranks_per_core(world: Transport) -> float:
+    """Ranks for each core of the fullest machine, the same number on all ranks."""
+    hosts = world.all_gather_bytes(socket.gethostname().encode())
+    mine = hosts.count(hosts[world.rank]) / (os.cpu_count() or 1)
+    most = torch.tensor([mine], dtype=torch.float64)
+    world.all_reduce(most, "max")
+    return float(most)
 
 
 def _divisors(n: int) -> list[int]:

@@ -62,11 +62,24 @@ def test_between_the_two_neighbours_share(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(placement, "MESSAGE_S", 1.0)
 
     def rank(mesh: Mesh) -> None:
+        mesh.ranks_per_core = 1.0
         layout = in_depth(mesh, [0, 1, 2, 3, 4, 5, 6, 7, 8])
         wide = Work(Window((5, 5, 5), (1, 1, 1), (1, 1, 1), ((2, 2),) * 3), 4, 1.7e7)
         assert points_of(choose_layout(layout, wide)) == [0, 4, 4, 4, 4, 8, 8, 8, 8]
 
     on_ranks((8, 1, 1), rank)
+
+
+def test_what_all_ranks_repeat_costs_more_where_they_share_cores():
+    def rank(mesh: Mesh) -> None:
+        layout = in_depth(mesh, [0, 0, 2, 4, 8])
+        mesh.ranks_per_core = 1.0
+        assert points_of(choose_layout(layout, work(2e3))) is None
+        mesh.plans.clear()
+        mesh.ranks_per_core = 8.0
+        assert choose_layout(layout, work(2e3)) is layout
+
+    on_ranks((4, 1, 1), rank)
 
 
 def test_thin_blocks_can_be_kept():

@@ -93,11 +93,14 @@ def _joined(split: Split | None, together: int) -> Split:
 
 def _seconds(current: Layout, option: Layout, work: Work) -> float:
     plan = WindowPlan(option, work.window, work.out_channels)
-    outputs = max(box.volume for box in plan.out.boxes)
     # Forward, dgrad and wgrad cost about the same; on few voxels each is bound by the weights.
-    compute = 3 * max(
-        outputs * work.flops_per_output * FLOP_S, work.weights * ELEMENT_BYTES * BYTE_S
-    )
+    by_rank = [
+        3 * max(box.volume * work.flops_per_output * FLOP_S, work.weights * ELEMENT_BYTES * BYTE_S)
+        for box in plan.out.boxes
+        if not box.empty
+    ]
+    mesh = current.mesh
+    compute = max(*by_rank, sum(by_rank) * mesh.ranks_per_core / mesh.sample_size)
     halo = 2 * _exchange_seconds(option.boxes, plan.needed)
     move = 0.0 if option is current else 2 * _exchange_seconds(current.boxes, option.boxes)
     return LAYERS * (compute + halo) + move
