@@ -115,7 +115,11 @@ def retain_grad(x: ShardedTensor) -> None:
 
 @implements(torch.Tensor.register_hook)
 def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """Calls `hook` with the (sharded) gradient during backward."""
+    """Calls `hook` with the (sharded) gradient during backward.
+
+    Register it on all ranks of the sample group, whatever it does on each: where ranks hold equal
+    copies of the tensor, their gradients are averaged before it is shown.
+    """
 
     def on_shard(grad: Tensor) -> Tensor | None:
         grad = true_gradient(grad, x._layout)
