@@ -65,14 +65,19 @@ class Layout:
     @cached_property
     def replicas(self) -> int:
         """How many ranks of the sample group hold equal copies of an element."""
-        used = math.prod(self.mesh.axis_size(a) for s in self.splits if s for a in s.axes)
+        used = math.prod(self.mesh.axis_size(a) for a in self.used_axes)
         return self.mesh.sample_size // used
+
+    @cached_property
+    def used_axes(self) -> tuple[str, ...]:
+        """The spatial axes along which the tensor is cut."""
+        used = {a for s in self.splits if s for a in s.axes}
+        return tuple(a for a in SPATIAL_AXES if a in used)
 
     @cached_property
     def unused_axes(self) -> tuple[str, ...]:
         """The spatial axes along which ranks hold equal copies."""
-        used = {a for s in self.splits if s for a in s.axes}
-        return tuple(a for a in SPATIAL_AXES if a not in used)
+        return tuple(a for a in SPATIAL_AXES if a not in self.used_axes)
 
     @cached_property
     def boxes(self) -> list[Box]:

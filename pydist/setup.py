@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pydist import memory
 from pydist._loader import native
 from pydist.mesh import Mesh
 from pydist.runtime import connect
@@ -16,17 +17,23 @@ def init(
     spatial: Sequence[int] = (1, 1, 1),
     transport: str = "auto",
     seed: int = 0,
+    keep_freed_memory: bool = True,
 ) -> Mesh:
     """Joins the job that this process is part of and lays a mesh over its ranks.
 
     Works under `mpirun`, `torchrun`, `pydist run`, and alone (one rank). From here on an exception
     on one rank ends all of them.
 
+    Tells the C library's allocator to keep what a step frees for the next one, which takes page
+    faults out of the step and leaves its peak resident; see `pydist.memory`.
+
     Args:
         data: number of sample groups (data parallelism); by default what the ranks allow.
         spatial: how often depth, height and width of every sample are split.
         transport: "auto", "mpi" or "c10d".
         seed: start of all random numbers that pydist draws (dropout, shuffling).
+        keep_freed_memory: False leaves the allocator alone, as PYDIST_KEEP_FREED_MEMORY=0 in the
+            environment does.
 
     Returns:
         The mesh, with this rank's place in it.
@@ -34,6 +41,8 @@ def init(
     Raises:
         UsageError: the mesh does not fit the number of ranks that were started.
     """
+    if keep_freed_memory:
+        memory.keep_freed_memory()
     world = connect(transport)
     native.set_num_threads(torch.get_num_threads())
     return Mesh(world, data, spatial, seed)

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from pydist.comm.adjoints import mean_ranks, with_true_gradient
+from pydist.comm.adjoints import with_true_gradient
 from pydist.errors import NotSupported, UsageError
 from pydist.layout import Layout, layout_for_sample
+from pydist.mesh import SPATIAL_AXES
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -102,8 +103,6 @@ class ShardedTensor(torch.Tensor):
                 f"a shard of shape {tuple(local.shape)} was given, but rank "
                 f"{layout.mesh.rank} holds {layout.local_shape} of {layout.shape}"
             )
-        if local.requires_grad and local.is_leaf and layout.replicas > 1:
-            local.register_hook(lambda grad: true_gradient(grad, layout))
         if first_sample is None:
             first_sample = layout.mesh.data_index * (layout.shape[0] if layout.shape else 1)
         return cls(local, layout, Origin(layout.mesh.forwards, first_sample, statistics))
@@ -125,11 +124,14 @@ class ShardedTensor(torch.Tensor):
     def full_tensor(self) -> Tensor:
         """The whole tensor, plain, equal on all ranks of the sample group.
 
-        Its gradient follows the convention for replicated values: the mean over the group counts.
+        The gradient that goes back into this tensor is the mean over the group.
         """
         from pydist.ops.redistribute import redistribute
 
-        return redistribute(self, self._layout.whole())._local
+        whole = redistribute(self, self._layout.whole())._local
+        if whole is self._local:
+            whole = with_true_gradient(whole, self.mesh, SPATIAL_AXES)
+        return whole
 
     def redistribute(self, layout: Layout) -> ShardedTensor:
         """The same tensor in another layout of the same shape and mesh."""
@@ -189,15 +191,6 @@ def local_of(x: ShardedTensor) -> Tensor:
     return x._local
 
 
-def true_gradient(grad: Tensor, layout: Layout) -> Tensor:
-    """A shard's gradient as users are shown it.
-
-    Where ranks hold equal copies each has a part of the gradient: the mean over them is the true
-    one.
-    """
-    return mean_ranks(grad, layout.mesh.group(layout.unused_axes))
-
-
 def distribute_tensor(
     tensor: Tensor,
     mesh: Mesh,
@@ -221,7 +214,6 @@ def distribute_tensor(
     from pydist.ops.redistribute import shard_of_plain
 
     layout = layout_for_sample(mesh, tensor.shape, dims)
-    tensor = with_true_gradient(tensor, mesh.sample)
     return ShardedTensor.from_local(shard_of_plain(tensor, layout), layout, first_sample)
 
 

@@ -1,6 +1,6 @@
 """Every exchange has its adjoint: <F x, y> = <x, F* y>, and the backward of F* is F.
 
-By the convention a replicated value's gradient counts by its mean over the replicas, so the inner
+On its way back a replicated value's gradient counts by its mean over the replicas, so the inner
 product of a value and a gradient in a layout is the sum over the ranks, divided by its replicas.
 The gradients y differ between the replicas here: they are partial sums in real life.
 """
@@ -16,10 +16,11 @@ import torch
 from equivalence import on_ranks, randn, shard
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pydist import Layout, Mesh, Partition, ShardedTensor, Split
-from pydist.comm.adjoints import enter, gather_box, sum_ranks
+from pydist.comm.adjoints import enter, gather_box, mean_ranks, sum_ranks, with_true_gradient
 from pydist.comm.exchanger import Exchanger
 from pydist.mesh import SPATIAL_AXES
 from pydist.partition import Box
@@ -178,6 +179,77 @@ def test_entering_multiplies_the_gradient(factor):
         return Map(lambda x: enter(x, factor), randn(3, seed=mesh.rank), factor, 1)
 
     check(make, (2, 1, 1))
+
+
+# -- gradients of values held alike ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("axes", [("depth",), ("depth", "width"), ("data", *SPATIAL_AXES)])
+def test_the_true_gradient_is_the_mean(axes):
+    def body(mesh):
+        x = randn(3).requires_grad_()
+        (grad,) = torch.autograd.grad(
+            with_true_gradient(x, mesh, axes), x, randn(3, seed=mesh.rank)
+        )
+        peers = mesh.group(axes).all_gather(torch.tensor([mesh.rank])).flatten().tolist()
+        expected = torch.stack([randn(3, seed=r) for r in peers]).mean(0)
+        torch.testing.assert_close(grad, expected, rtol=1e-13, atol=1e-13)
+
+    on_ranks((2, 1, 2), body, data=2)
+
+
+def test_the_mean_is_its_own_adjoint():
+    def make(mesh):
+        return Map(lambda x: mean_ranks(x, mesh, ("depth",)), randn(3, seed=mesh.rank), 1, 1)
+
+    check(make, (2, 2, 1))
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_parameters_wait_for_the_reducer(at_end):
+    """Each rank finds a part of a parameter's gradient; of other plain tensors, all of it."""
+
+    def body(mesh):
+        weight = randn(3, 1, seed=1).requires_grad_()
+        weight = nn.Parameter(weight.detach()) if at_end else weight
+        x = shard(
+            randn(3, 4), Layout(mesh, (3, 4), [None, Split(("depth",), Partition([0, 1, 4]))])
+        )
+        (grad,) = torch.autograd.grad((x * weight).square().sum(), weight)
+        expected = 2 * randn(3, 1, seed=1) * randn(3, 4).square().sum(1, keepdim=True)
+        found = mesh.sample.all_gather(grad)
+        torch.testing.assert_close(found.mean(0), expected, rtol=1e-13, atol=1e-13)
+        assert torch.equal(found[0], found[1]) != at_end
+
+    on_ranks((2, 1, 1), body)
+
+
+EXCHANGES = {
+    "sum_ranks": lambda x, mesh: sum_ranks(x, mesh, ("depth",)),
+    "gather_box": lambda x, mesh: ShardedTensor.from_local(
+        x, Layout(mesh, (8,), [Split(("depth",), Partition([0, 4, 8]))])
+    ).full_tensor(),
+    "mean_ranks": lambda x, mesh: mean_ranks(x, mesh, ("depth",)),
+    "with_true_gradient": lambda x, mesh: with_true_gradient(x, mesh, ("depth",)),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_checkpointing_recomputes_before_an_exchange_goes_back(name):
+    """Even where nothing else was saved that would bring it about."""
+
+    def body(mesh):
+        runs = []
+
+        def region(x):
+            runs.append(0)
+            return EXCHANGES[name](x, mesh)
+
+        x = randn(4).requires_grad_()
+        checkpoint(region, x, use_reentrant=False).sum().backward()
+        assert len(runs) == 2
+
+    on_ranks((2, 1, 1), body)
 
 
 # -- around autograd ------------------------------------------------------------------------

@@ -127,9 +127,7 @@ def _compare(split: Config, console: Console) -> None:
     """Repeats the run on one rank, twice, and says and draws how far the curves are apart."""
     from pydist.train import report
     from pydist.train.log import losses
-    from pydist.train.memory import keep_freed_memory
 
-    keep_freed_memory()
     folder = split.output.folder
     curves = {f"{RANKS} ranks (data 2 × depth 2)": losses(folder / "log.jsonl")}
     for name, threads in (("one-rank", 1), ("one-rank-other-threads", 2)):

@@ -1,19 +1,28 @@
 """Exchanges as autograd functions, in closed pairs of a map and its adjoint.
 
-The convention, for everything in pydist: a shard's gradient is the true one; a replicated (or
-plain) value's gradient is anything whose *mean over the sample group* is the true one. With it the
-adjoints are
+The convention, for everything that users see: a gradient is the true one on every rank, whether the
+tensor is cut, held alike by several ranks, or plain. Only a parameter's gradient is anything whose
+*mean over all ranks* is the true one, as under DDP; the reducer forms that mean.
 
-====================  =====================================================
-forward               backward
-====================  =====================================================
-identity (`enter`)    × a factor (replicas before / replicas after)
-sum over ranks        mean over the sample group, sum over data groups
-gather boxes          add back along the messages, × rep(A) / rep(B)
-====================  =====================================================
+In between, on the way from a result back to an operand that several ranks hold alike, each of them
+has a part: there too the mean over these ranks is the true one. The adjoints are
 
-and the backward of each right-hand side is the left-hand side *without* factors. So what users see
-is true to second order, and parameters are reduced by the mean over all ranks, as under DDP.
+======================  =====================================================
+forward                 backward
+======================  =====================================================
+identity (`enter`)      × a factor (replicas before / replicas after)
+identity                mean over the ranks that hold the value
+(`with_true_gradient`)
+sum over ranks          mean over the sample group, sum over data groups
+gather boxes            add back along the messages, × rep(A) / rep(B)
+======================  =====================================================
+
+and the backward of each right-hand side is the left-hand side *without* factors, but for the mean,
+which is its own. So what users see is true to second order.
+
+The mean is taken where a tensor that ranks hold alike enters a call that uses its axes, on all of
+them at the same place of backward. So nothing that shows a gradient (a hook, `retain_grad`,
+`autograd.grad`) communicates, and it may be there on one rank alone.
 """
 
 from __future__ import annotations
@@ -130,41 +139,52 @@ def sum_ranks(x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "statist
 
 class _MeanRanks(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Transport) -> Tensor:
-        ctx.group = group
-        total = _copy(x)
-        group.all_reduce(total)
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str) -> Tensor:
+        ctx.args = mesh, axes, part
+        ctx.save_for_backward(exchange_marker())
+        group = mesh.group(axes)
+        with mesh.timers.measure(part):
+            total = _copy(x)
+            group.all_reduce(total)
         return total.div_(group.size)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _MeanRanks.apply(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        begin_backward(ctx.args[0])
+        return _MeanRanks.apply(grad, *ctx.args), None, None, None
 
 
-def mean_ranks(x: Tensor, group: Transport) -> Tensor:
-    """The mean of a replicated value over the ranks that hold it; its own adjoint.
+def mean_ranks(x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "redistribute") -> Tensor:
+    """The mean over the ranks along `axes`; its own adjoint.
 
     It turns a gradient whose mean is the true one into the true one.
     """
-    return _MeanRanks.apply(x, group) if group.size > 1 else x
+    return _MeanRanks.apply(x, mesh, axes, part) if mesh.group(axes).size > 1 else x
 
 
 class _TrueGradient(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Transport) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        ctx.args = mesh, axes
+        ctx.save_for_backward(exchange_marker())
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return mean_ranks(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        begin_backward(ctx.args[0])
+        return mean_ranks(grad, *ctx.args), None, None
 
 
-def with_true_gradient(x: Tensor, group: Transport) -> Tensor:
-    """The same value; its gradient becomes the mean over the ranks of the group."""
-    if group.size == 1 or not x.requires_grad:
+def with_true_gradient(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    """A value that the ranks along `axes` hold alike, where it enters what differs between them.
+
+    Its gradient becomes the mean over these ranks: one all-reduce of its size in backward.
+    """
+    if not x.requires_grad or mesh.group(axes).size == 1:
         return x
-    return _TrueGradient.apply(x, group)
+    return _TrueGradient.apply(x, mesh, axes)
 
 
 class _Gather(Function):

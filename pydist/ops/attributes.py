@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from pydist.errors import NotSupported
+from pydist.layout import Layout
+from pydist.ops.redistribute import redistribute, refuse_shard_shaped, shard_of_plain
 from pydist.tensor import (
     HANDLERS,
     ShardedTensor,
@@ -18,7 +20,6 @@ from pydist.tensor import (
     implements,
     local_of,
     refusal,
-    true_gradient,
     wrap,
 )
 
@@ -64,7 +65,7 @@ def grad_of(x: ShardedTensor) -> ShardedTensor | None:
 @implements(_descriptor("grad").__set__, _descriptor("grad").__delete__)
 def set_grad(x: ShardedTensor, grad: ShardedTensor | None = None) -> None:
     """Sets or forgets the gradient."""
-    x._local.grad = None if grad is None else local_of(grad.redistribute(x._layout))
+    x._local.grad = None if grad is None else _shard_of(grad, x._layout)
 
 
 @implements(_descriptor("grad_fn").__get__)
@@ -88,11 +89,7 @@ def data_of(x: ShardedTensor) -> ShardedTensor:
 @implements(torch.Tensor.requires_grad_)
 def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
     """Asks for the gradient of a leaf."""
-    local, layout = local_of(x), x._layout
-    if requires_grad and not local.requires_grad and layout.replicas > 1:
-        local.requires_grad_()
-        local.register_hook(lambda grad: true_gradient(grad, layout))
-    local.requires_grad_(requires_grad)
+    local_of(x).requires_grad_(requires_grad)
     if not requires_grad:
         _ask_wrapper(torch.Tensor.requires_grad_, x, False)
     return adopt_local(x, x._local)
@@ -107,24 +104,20 @@ def set_requires_grad(x: ShardedTensor, value: bool) -> None:
 @implements(torch.Tensor.retain_grad)
 def retain_grad(x: ShardedTensor) -> None:
     """Keeps the gradient of a tensor that is not a leaf."""
-    local, layout = local_of(x), x._layout
-    if layout.replicas > 1 and not local.is_leaf:
-        local.register_hook(lambda grad: true_gradient(grad, layout))
-    local.retain_grad()
+    local_of(x).retain_grad()
 
 
 @implements(torch.Tensor.register_hook)
 def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Calls `hook` with the (sharded) gradient during backward.
 
-    Register it on all ranks of the sample group, whatever it does on each: where ranks hold equal
-    copies of the tensor, their gradients are averaged before it is shown.
+    A hook that only looks may be registered on some ranks alone. One that changes the gradient, or
+    gathers it, belongs on all ranks.
     """
 
     def on_shard(grad: Tensor) -> Tensor | None:
-        grad = true_gradient(grad, x._layout)
         result = hook(wrap(grad, x._layout, x))
-        return local_of(result) if isinstance(result, ShardedTensor) else grad
+        return _shard_of(result, x._layout) if isinstance(result, Tensor) else None
 
     return x._local.register_hook(on_shard)
 
@@ -156,10 +149,33 @@ def format_tensor(x: ShardedTensor, spec: str) -> str:
     return format(x.full_tensor().item(), spec) if x.numel() == 1 and spec else repr(x)
 
 
-def _locals(tensors: Any, like: Sequence[Any] | None = None) -> Any:
-    if tensors is None or not isinstance(tensors, (tuple, list)):
-        tensors = (tensors,)
-    return tuple(local_of(t) if isinstance(t, ShardedTensor) else t for t in tensors)
+def _locals(tensors: Any) -> Any:
+    return tuple(local_of(t) if isinstance(t, ShardedTensor) else t for t in _as_sequence(tensors))
+
+
+def _seeds(given: Any, outputs: Any) -> Any:
+    """The shards of given gradients, laid out as the outputs are."""
+    if given is None:
+        return None
+    given, outputs = _as_sequence(given), _as_sequence(outputs)
+    if len(given) != len(outputs):
+        return given  # torch names the mistake
+    return tuple(
+        _shard_of(g, y._layout) if isinstance(g, Tensor) and isinstance(y, ShardedTensor) else g
+        for g, y in zip(given, outputs, strict=True)
+    )
+
+
+def _as_sequence(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _shard_of(tensor: Tensor, layout: Layout) -> Tensor:
+    """This rank's part, in `layout`, of a tensor that is sharded in any way or plain."""
+    if isinstance(tensor, ShardedTensor):
+        return local_of(redistribute(tensor, layout))
+    refuse_shard_shaped(tensor, layout)
+    return shard_of_plain(tensor, layout)
 
 
 @implements(torch.Tensor.backward, torch.autograd.backward)
@@ -175,7 +191,7 @@ def backward(
     """Backward from sharded tensors; a scalar one is seeded with 1 on every rank."""
     given = gradient if gradient is not None else grad_tensors
     outputs = _locals(tensors)
-    seeds = None if given is None else _locals(given)
+    seeds = _seeds(given, tensors)
     if seeds is None and any(o.numel() != 1 for o in outputs):
         raise refusal(
             torch.Tensor.backward, (tensors,), {}, "it is not a scalar: give the gradient"
@@ -200,19 +216,17 @@ def grad(
     """Gradients with respect to sharded or plain tensors, each laid out as its input is."""
     if is_grads_batched:
         raise NotSupported("torch.autograd.grad(is_grads_batched=True) on sharded tensors")
-    asked = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+    asked = _as_sequence(inputs)
     grads = torch.autograd.grad(
         _locals(outputs),
         _locals(inputs),
-        None if grad_outputs is None else _locals(grad_outputs),
+        _seeds(grad_outputs, outputs),
         retain_graph=retain_graph,
         create_graph=create_graph,
         allow_unused=allow_unused,
         materialize_grads=materialize_grads,
     )
     return tuple(
-        wrap(true_gradient(g, x._layout), x._layout, x)
-        if isinstance(x, ShardedTensor) and g is not None
-        else g
+        wrap(g, x._layout, x) if isinstance(x, ShardedTensor) and g is not None else g
         for x, g in zip(asked, grads, strict=True)
     )

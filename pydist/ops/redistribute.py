@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pydist._loader import native
-from pydist.comm.adjoints import enter, gather_box
+from pydist.comm.adjoints import enter, gather_box, with_true_gradient
 from pydist.comm.exchanger import Exchanger
 from pydist.errors import UsageError
 from pydist.layout import Layout
@@ -23,7 +23,8 @@ _CHECKS = 3
 def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
     """The same global tensor in another layout.
 
-    Its adjoint adds every gradient back along the messages, times rep(A) / rep(B).
+    Its adjoint adds every gradient back along the messages, times rep(A) / rep(B). Messages leave
+    from one of several equal blocks, so its holders then form their mean.
 
     Raises:
         UsageError: the layout has another shape or another mesh.
@@ -43,6 +44,7 @@ def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
         exchanger = Exchanger(mesh.sample, source.boxes, [[b] for b in layout.boxes])
         mesh.plans[key] = exchanger
     weight = source.replicas / layout.replicas
+    local = with_true_gradient(local, mesh, source.unused_axes)
     moved = gather_box(local, exchanger, mesh, weight=weight, part="redistribute")
     return wrap(moved, layout, x)
 
@@ -50,10 +52,13 @@ def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
 def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
     """This rank's part of a plain tensor that has the global shape of `layout`.
 
+    The gradient that reaches `tensor` is the true one, parameter or not.
+
     Raises:
         UsageError: the ranks of the sample group hold different tensors.
     """
     _prove_equal(tensor, layout)
+    tensor = with_true_gradient(tensor, layout.mesh, layout.used_axes)
     box = layout.box
     if tuple(box.shape) == tuple(tensor.shape):
         part = tensor
@@ -71,10 +76,9 @@ def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None:
     if tensor is None:
         return None
     if isinstance(tensor, ShardedTensor):
-        whole = redistribute(tensor, tensor._layout.whole())
-        tensor = local_of(whole)
-    else:
-        _prove_equal(tensor, layout)
+        return _sharded_operand(tensor, tensor._layout.whole(), layout)
+    _prove_equal(tensor, layout)
+    tensor = _plain_operand(tensor, layout)
     return enter(tensor, layout.mesh.sample_size / layout.replicas)
 
 
@@ -96,18 +100,35 @@ def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ..
     ]
     target = Layout(layout.mesh, tuple(x.shape), splits)
     if isinstance(x, ShardedTensor):
-        local = local_of(redistribute(x, target))
-        return enter(local, target.replicas / layout.replicas)
+        return _sharded_operand(x, target, layout)
     _prove_equal(x, target)
+    x = _plain_operand(x, layout)
     if target.split_dims:
         box = target.box
         x = x[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
     return enter(x, layout.mesh.sample_size / layout.replicas)
 
 
+def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor:
+    """The shard of `x` in the layout `target`, for a result in `layout`, which uses more axes."""
+    local = local_of(redistribute(x, target))
+    if local is x._local:
+        more = tuple(a for a in layout.used_axes if a not in target.used_axes)
+        local = with_true_gradient(local, layout.mesh, more)
+    return enter(local, target.replicas / layout.replicas)
+
+
+def _plain_operand(x: Tensor, layout: Layout) -> Tensor:
+    """A plain operand of a result in `layout`; a parameter waits for the reducer's mean."""
+    if isinstance(x, nn.Parameter):
+        return x
+    return with_true_gradient(x, layout.mesh, layout.used_axes)
+
+
 def refuse_shard_shaped(x: Tensor, layout: Layout) -> None:
     """Names the likeliest mistake when a plain operand does not broadcast to the global shape."""
-    if tuple(x.shape) == layout.local_shape != layout.shape:
+    pairs = zip(x.shape, layout.shape, strict=False)
+    if tuple(x.shape) == layout.local_shape and any(n not in (1, m) for n, m in pairs):
         raise UsageError(
             f"a plain tensor of shape {tuple(x.shape)} meets a sharded one of global shape "
             f"{layout.shape}: it has the shape of this rank's shard; wrap it with "

@@ -170,7 +170,7 @@ def check_function(
     Args:
         function: called as function(x, *beside, *parameters).
         x: becomes a sharded tensor, cut at `points`.
-        parameters: stay plain, equal on all ranks.
+        parameters: stay plain, equal on all ranks; their gradients count by the mean.
         points: split points of the last dims of `x`, over depth, height, width.
         beside: more tensors that become sharded, cut at points of their own.
         second_order: also the gradient of the squared norm of all first gradients.
@@ -190,10 +190,11 @@ def check_function(
     def split(mesh: Mesh) -> dict[str, Tensor]:
         leaves = [
             *(shard(t, layout_at(mesh, t.shape, p)) for t, p in zip(tensors, layouts, strict=True)),
-            *(p.detach().clone().requires_grad_(p.is_floating_point()) for p in parameters),
+            *(nn.Parameter(p.detach().clone(), p.is_floating_point()) for p in parameters),
         ]
         results = _differentiate(function, leaves, second_order)
-        return {name: _as_whole(name, t, mesh) for name, t in results.items()}
+        means = {str(i) for i, leaf in enumerate(leaves) if isinstance(leaf, nn.Parameter)}
+        return {name: _as_whole(t, mesh, name.lstrip("d") in means) for name, t in results.items()}
 
     expected = whole(lambda t: t)
     bounds = bounds_of(expected, whole(jittered))
@@ -201,19 +202,10 @@ def check_function(
         assert_equal(found, expected, bounds)
 
 
-def _as_whole(name: str, t: Tensor, mesh: Mesh) -> Tensor:
-    """A sharded result gathered; a gradient's mean over its replicas, as the convention says."""
-    if name == "y":
-        return t.full_tensor().detach() if isinstance(t, ShardedTensor) else t.detach()
-    used: set[str] = set()
-    if isinstance(t, ShardedTensor):
-        used = {axis for split in t.layout.splits if split for axis in split.axes}
-    group = mesh.group([axis for axis in SPATIAL_AXES if axis not in used])
-    mean = (t.to_local() if isinstance(t, ShardedTensor) else t).detach() + 0.0
-    mean = mean.contiguous()
-    group.all_reduce(mean)
-    mean /= group.size
-    return ShardedTensor.from_local(mean, t.layout).full_tensor() if used else mean
+def _as_whole(t: Tensor, mesh: Mesh, mean: bool) -> Tensor:
+    """A result as this rank sees it: its own copy where several ranks hold one."""
+    whole = t.full_tensor() if isinstance(t, ShardedTensor) else t
+    return (mean_ranks(whole, mesh, SPATIAL_AXES) if mean else whole).detach()
 
 
 def _differentiate(
@@ -231,18 +223,22 @@ def _differentiate(
     )
     results |= dict(zip(names, grads, strict=True))
     if second_order:
-        penalty = sum((g * g).sum() for g in _true(grads, leaves[0]))
+        penalty = sum((g * g).sum() for g in _true(grads, leaves))
         if penalty.requires_grad:  # not where the function is linear in everything
             second = torch.autograd.grad(penalty, leaves, allow_unused=True, materialize_grads=True)
             results |= {f"d{name}": g for name, g in zip(names, second, strict=True)}
     return results
 
 
-def _true(grads: Sequence[Tensor], x: Tensor) -> list[Tensor]:
+def _true(grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     """Gradients as users of a parallelized model see them: a parameter's is the mean."""
+    x = leaves[0]
     if not isinstance(x, ShardedTensor):
         return list(grads)
-    return [g if isinstance(g, ShardedTensor) else mean_ranks(g, x.mesh.sample) for g in grads]
+    return [
+        mean_ranks(g, x.mesh, SPATIAL_AXES) if isinstance(leaf, nn.Parameter) else g
+        for g, leaf in zip(grads, leaves, strict=True)
+    ]
 
 
 # -- networks -------------------------------------------------------------------------------

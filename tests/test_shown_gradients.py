@@ -1,0 +1,313 @@
+"""Gradients that users look at on one rank alone: none hangs, and each is the true one there.
+
+Ranks that hold a tensor alike each find a part of its gradient where it meets what differs between
+them. What shows a gradient must not put the parts together itself: the other ranks may not look.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import on_ranks, on_shards, randn, shard
+from networks import SHAPE as NETWORK_SHAPE
+from networks import small
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pydist import Mesh, ShardedTensor, distribute_tensor, layout_for_sample, parallelize
+
+SHAPE = (2, 3, 5, 4, 3)
+GRIDS = [(2, 1, 1), (3, 1, 1), (2, 2, 1), (8, 1, 1)]
+"""Even, uneven (5 = 2 + 2 + 1), over two dims, and with empty shards."""
+
+Watch = Callable[[str, Tensor], Tensor]
+
+
+def full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, ShardedTensor) else x * 1
+
+
+def in_cut(x: Tensor, dims: dict[int, str]) -> Tensor:
+    """The tensor cut along some of the mesh's axes only."""
+    if not isinstance(x, ShardedTensor):
+        return x * 1
+    return x.redistribute(layout_for_sample(x.mesh, x.shape, dims))
+
+
+def weight(*shape: int) -> Tensor:
+    return randn(*shape, seed=9) / 4
+
+
+# -- what is watched ------------------------------------------------------------------------
+
+
+def results_of_reductions(x: Tensor, watch: Watch) -> Tensor:
+    """Used by shards, by another copy, and by plain numbers."""
+    some = watch("some", x.mean((2, 4), keepdim=True))
+    every = watch("every", x.square().mean())
+    channels = watch("channels", x.sum((0, 2, 3, 4)))
+    inner = watch("inner", channels.tanh())
+    shifted = watch("shifted", (x - some) * every)
+    return (
+        (shifted * inner.view(1, 3, 1, 1, 1)).square().mean()
+        + some.square().sum()
+        + every.sin()
+        + full(channels).square().sum()
+    )
+
+
+def gathered(x: Tensor, watch: Watch) -> Tensor:
+    whole = watch("whole", full(x))
+    copies = watch("copies", in_cut(x, {}))
+    again = watch("again", full(copies))
+    mixed = watch("mixed", x * whole + copies)
+    return (mixed * copies).square().sum() + again.exp().sum() + whole.square().sum()
+
+
+def a_plain_loss(x: Tensor, watch: Watch) -> Tensor:
+    loss = watch("loss", x.exp().mean())
+    return watch("penalised", loss.square() + 1) * watch("other", x.amax())
+
+
+def plain_operands(x: Tensor, watch: Watch) -> Tensor:
+    """A leaf that is no parameter, and what is computed of one."""
+    leaf = watch("leaf", weight(3, 1, 1, 1).requires_grad_())
+    scale = watch("scale", leaf.square() + 1)
+    slope = watch("slope", scale.flatten() / 8)
+    joined = torch.cat([x * scale, watch("constant", randn(*SHAPE).requires_grad_() * 1)])
+    return F.prelu(joined - leaf, slope).square().mean()
+
+
+def computed_weights(x: Tensor, watch: Watch) -> Tensor:
+    """As weight norm has them."""
+    raw = weight(4, 3, 3, 3, 3).requires_grad_()
+    kernel = watch("kernel", raw / raw.norm())
+    bias = watch("bias", raw.sum((1, 2, 3, 4)))
+    y = watch("y", F.conv3d(x, kernel, bias, padding=1))
+    matrix = watch("matrix", weight(3, 240).requires_grad_() * 2)
+    return F.linear(F.leaky_relu(y).flatten(1), matrix).square().mean()
+
+
+def windows_on_copies(x: Tensor, watch: Watch) -> Tensor:
+    """Each block lies on two ranks of four; messages leave from one of them."""
+    x = watch("by height", in_cut(x, {3: "height"}))
+    y = watch("conv", F.conv3d(x, weight(2, 3, 3, 3, 3), padding=1))
+    z = watch("even kernel", F.conv3d(y.tanh(), weight(2, 2, 3, 2, 3), padding=1))
+    pooled = watch("pool", F.avg_pool3d(z, 3, 1, 1))
+    normed = watch("norm", F.batch_norm(pooled, None, None, weight(2), training=True))
+    return F.max_pool3d(normed, 3, 1, 1).square().mean()
+
+
+def between_copies(x: Tensor, watch: Watch) -> Tensor:
+    """From copies along one axis to copies along another, and to all."""
+    by_depth = watch("by depth", in_cut(x, {2: "depth"}))
+    by_height = watch("by height", in_cut(by_depth, {3: "height"}) * 1)
+    return (by_height * in_cut(by_depth.exp(), {})).square().mean()
+
+
+def under_checkpoint(x: Tensor, watch: Watch) -> Tensor:
+    """Where a rank without elements saves nothing that would make it compute again."""
+
+    def block(v: Tensor) -> Tensor:
+        v = F.leaky_relu(v - v.mean((2, 3, 4), keepdim=True) * v.sum())
+        return F.avg_pool3d(v, 3, 1, 1)
+
+    y = watch("y", checkpoint(block, x * 1, use_reentrant=False))
+    return watch("loss", checkpoint(block, y, use_reentrant=False).square().mean())
+
+
+FUNCTIONS = [
+    results_of_reductions,
+    gathered,
+    a_plain_loss,
+    plain_operands,
+    computed_weights,
+    windows_on_copies,
+    between_copies,
+    under_checkpoint,
+]
+
+
+# -- where it is watched --------------------------------------------------------------------
+
+
+def by_hooks(seen: dict[str, Tensor]) -> Watch:
+    def watch(name: str, x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: seen.update({name: grad.detach()}))
+        return x
+
+    return watch
+
+
+def by_retaining(seen: dict[str, Tensor]) -> Watch:
+    """`seen` gets the tensors themselves, for their `.grad`."""
+
+    def watch(name: str, x: Tensor) -> Tensor:
+        seen[name] = x
+        x.retain_grad()
+        return x
+
+    return watch
+
+
+def no_watch(_: str, x: Tensor) -> Tensor:
+    return x
+
+
+def assert_shown(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, grad in found.items():
+        here, reference = grad, expected[name]
+        assert grad.shape == reference.shape, name
+        if isinstance(grad, ShardedTensor):
+            here = grad.to_local()
+            reference = shard(reference, grad.layout).to_local().detach()
+        torch.testing.assert_close(
+            here, reference, rtol=1e-10, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def expected_of(function: Callable[[Tensor, Watch], Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    seen: dict[str, Tensor] = {}
+    x = randn(*SHAPE).requires_grad_()
+    function(x, by_hooks(seen)).backward()
+    assert x.grad is not None
+    return seen, x.grad
+
+
+@pytest.mark.parametrize("spatial", GRIDS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_hooks_on_one_rank(function, spatial):
+    expected, grad = expected_of(function)
+    last = spatial[0] * spatial[1] * spatial[2] - 1
+    for only in {0, last // 2, last}:
+
+        def body(x: ShardedTensor, mesh: Mesh, only: int = only) -> None:
+            seen: dict[str, Tensor] = {}
+            function(x, by_hooks(seen) if mesh.rank == only else no_watch).backward()
+            assert_shown(seen, expected if mesh.rank == only else {})
+            assert_shown({"x": x.grad}, {"x": grad})
+
+        on_shards(body, spatial)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_retained_gradients_on_one_rank(function):
+    expected, _ = expected_of(function)
+
+    def body(x: ShardedTensor, mesh: Mesh) -> None:
+        seen: dict[str, Tensor] = {}
+        function(x, by_retaining(seen) if mesh.rank == 1 else no_watch).backward()
+        assert_shown({name: t.grad for name, t in seen.items()}, expected if seen else {})
+        assert bool(seen) == (mesh.rank == 1)
+
+    on_shards(body, (2, 2, 1))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients_asked_for_are_true_on_every_rank(function):
+    expected, _ = expected_of(function)
+
+    def body(x: ShardedTensor, mesh: Mesh) -> None:
+        asked: dict[str, Tensor] = {}
+
+        def watch(name: str, tensor: Tensor) -> Tensor:
+            asked[name] = tensor
+            return tensor
+
+        grads = torch.autograd.grad(function(x, watch), list(asked.values()))
+        assert_shown(dict(zip(asked, grads, strict=True)), expected)
+
+    on_shards(body, (2, 2, 1))
+
+
+@pytest.mark.parametrize("spatial", GRIDS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_hooks_on_one_rank_in_second_order(function, spatial):
+    """The gradient's own gradient passes the same tensors again."""
+
+    def penalty(x: Tensor, watch: Watch) -> Tensor:
+        (grad,) = torch.autograd.grad(function(x, watch), x, create_graph=True)
+        return watch("penalty", watch("gradient", grad).square().sum())
+
+    expected, grad = expected_of(penalty)
+
+    def body(x: ShardedTensor, mesh: Mesh) -> None:
+        seen: dict[str, Tensor] = {}
+        penalty(x, by_hooks(seen) if mesh.rank == 0 else no_watch).backward()
+        assert_shown(seen, expected if mesh.rank == 0 else {})
+        assert_shown({"x": x.grad}, {"x": grad})
+
+    on_shards(body, spatial)
+
+
+# -- networks -------------------------------------------------------------------------------
+
+
+def network_run(model: nn.Module, x: Any, watched: bool) -> tuple[dict[str, Tensor], nn.Module]:
+    """One step with tensor hooks on output and loss, and backward hooks on every module."""
+    seen: dict[str, Tensor] = {}
+    watch = by_hooks(seen) if watched else no_watch
+    for path, module in model.named_children() if watched else ():
+
+        def keep(_: Any, grads: Any, outputs: Any, path: str = path) -> None:
+            seen.update({f"into {path}": grads[0], f"out of {path}": outputs[0]})
+
+        module.register_full_backward_hook(keep)
+    y = watch("y", model(x))
+    watch("loss", F.mse_loss(y, randn(*y.shape, seed=2))).backward()
+    return seen, model
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("spatial", GRIDS)
+def test_a_network_watched_on_one_rank(spatial, batch):
+    """With one sample its output lies whole on every rank, with four each has its own."""
+    whole = randn(batch, *NETWORK_SHAPE[1:])
+    model = small(norm=True)
+    expected, reference = network_run(copy.deepcopy(model), whole.clone().requires_grad_(), True)
+    last = spatial[0] * spatial[1] * spatial[2] - 1
+
+    def body(mesh: Mesh) -> None:
+        x = shard(whole, layout_for_sample(mesh, whole.shape))
+        own = parallelize(copy.deepcopy(model), mesh)
+        seen, own = network_run(own, x, mesh.rank == last)
+        assert_shown(seen, expected if mesh.rank == last else {})
+        for p, q in zip(own.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+    on_ranks(spatial, body)
+
+
+# -- given gradients ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", ["as it is", "cut otherwise", "plain"])
+def test_a_given_gradient_in_any_layout(given):
+    """Of a cube cut along two of its edges, all blocks have one shape."""
+    shape = (1, 1, 4, 4, 4)
+    seed = randn(*shape, seed=1)
+
+    def body(x: ShardedTensor, mesh: Mesh) -> None:
+        grad = {
+            "as it is": distribute_tensor(seed, mesh),
+            "cut otherwise": distribute_tensor(seed, mesh, {3: "depth"}),
+            "plain": seed,
+        }[given]
+        y = x * x
+        y.register_hook(lambda g: None if given == "as it is" else grad)
+        y.backward(grad, retain_graph=True)
+        (asked,) = torch.autograd.grad(y, x, grad)
+        x.grad.mul_(1)
+        expected = {"x": 2 * randn(*shape) * seed}
+        assert_shown({"x": x.grad}, expected)
+        assert_shown({"x": asked}, expected)
+        x.grad = grad
+        assert_shown({"x": x.grad}, {"x": seed})
+
+    on_shards(body, (2, 1, 1), shape)
