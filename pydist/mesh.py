@@ -6,16 +6,15 @@ import itertools
 import math
 import os
 import socket
-import time
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pydist.errors import UsageError
+from pydist.timers import Timers
 
 if TYPE_CHECKING:
     from pydist.comm.reducer import Reducer
@@ -23,30 +22,6 @@ if TYPE_CHECKING:
 
 SPATIAL_AXES = ("depth", "height", "width")
 AXES = ("data", *SPATIAL_AXES)
-
-
-class Timers:
-    """Seconds spent in the named parts of a step, summed since the last `reset`."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-
-    @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Adds the time of the `with` block to `part`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[part] += time.perf_counter() - start
-
-    def snapshot(self) -> dict[str, float]:
-        """Seconds by part: "halo", "statistics", "gradients", "redistribute"."""
-        return dict(self._seconds)
-
-    def reset(self) -> None:
-        """Starts all sums at zero again."""
-        self._seconds.clear()
 
 
 class Mesh:

@@ -1,1 +1,1 @@
-"""The command line: `pydist data`, `pydist train`, `pydist run`, `pydist demo`."""
+"""The command line: `pydist data`, `train`, `profile`, `run` and `demo`."""

@@ -25,6 +25,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "data universes": Command("pydist.cli.data", "universes", "make synthetic universes"),
     "train": Command("pydist.cli.train", "train", "train CosmoFlow as a TOML file says"),
+    "profile": Command("pydist.cli.profile", "profile", "show where a training step goes"),
     "run": Command("pydist.cli.run", "run", "start a Python script on several ranks"),
     "demo": Command("pydist.cli.demo", "demo", "train on 4 ranks, compare with 1, draw the result"),
 }

@@ -15,6 +15,9 @@ from pydist.train.log import Event
 
 _PART_NAMES = {
     "compute": "compute",
+    "boundary": "compute",
+    "optimizer": "compute",
+    "pack": "halo",
     "halo": "halo",
     "gradients": "gradients",
     "data": "waiting for data",

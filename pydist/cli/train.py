@@ -26,10 +26,10 @@ def train(arguments: Sequence[str]) -> int:
     if options.ranks is not None:
         from pydist.cli.progress import ProgressView
 
-        _config(options.config, overrides)  # errors show here, before any rank starts
+        load_config(options.config, overrides, PROG)  # errors show here, before any rank starts
         view = ProgressView(verbose=True)
         return launch_training(options.config, overrides, options.ranks, options.mpi, view)
-    return _train_here(_config(options.config, overrides))
+    return _train_here(load_config(options.config, overrides, PROG))
 
 
 def launch_training(
@@ -62,10 +62,8 @@ def _train_here(config: Config) -> int:
     from pydist.cli.progress import ProgressView
     from pydist.setup import init
     from pydist.train.log import PIPE_VARIABLE, to_pipe
-    from pydist.train.memory import keep_freed_memory
     from pydist.train.run import train as run
 
-    keep_freed_memory()
     mesh = init(
         config.mesh.data, config.mesh.spatial, config.mesh.transport, seed=config.train.seed
     )
@@ -95,10 +93,20 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, overrides
 
 
-def _config(path: Path | None, overrides: Sequence[str]) -> Config:
+def load_config(path: Path | None, overrides: Sequence[str], prog: str) -> Config:
+    """The configuration of a file with options such as ``--train.steps 20`` applied to it.
+
+    Args:
+        path: the file; None if only help is asked for.
+        overrides: the options. ``--help`` prints them all and exits.
+        prog: the command's name in help.
+
+    Raises:
+        UsageError: an unknown key or option, or a wrong value.
+    """
     from pydist.cli.options import override
     from pydist.train import config_io
     from pydist.train.config import Config
 
     config = Config() if path is None else config_io.load(path)
-    return override(config, overrides, PROG) if overrides else config
+    return override(config, overrides, prog) if overrides else config

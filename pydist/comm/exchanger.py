@@ -6,6 +6,7 @@ import itertools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from pydist._loader import native
 from pydist.partition import Box, plan_exchange
+from pydist.timers import Timers
 
 if TYPE_CHECKING:
     from pydist.comm.handles import Channel
@@ -64,10 +66,21 @@ class Pending:
 
     def __init__(self, exchanger: Exchanger, key: tuple[torch.dtype, bool], work: _Workspace):
         self._exchanger, self._key, self.work = exchanger, key, work
+        self._posted = 0.0
+        self._layer = ""
+
+    def post(self) -> None:
+        """Sends the send buffer off; does not wait."""
+        self._layer = self._exchanger.timers.layer
+        self._posted = perf_counter()
+        self.work.channel.start()
 
     def wait(self) -> Tensor:
         """Waits for all messages; the receive buffer is valid until `release`."""
         self.work.channel.wait()
+        if not self._exchanger.is_local:
+            timers = self._exchanger.timers
+            timers.record("halo in flight", self._layer, self._posted, perf_counter())
         return self.work.recv
 
     def release(self) -> None:
@@ -87,12 +100,24 @@ class Exchanger:
         transport: the group's transport; rank r of it owns `owned[r]`.
         owned: the box of each rank; equal boxes are replicas, others are disjoint.
         needed: the boxes that each rank asks for, in global indices.
+        timers: the mesh's, if what is exchanged is a halo: posting is measured as "pack", and the
+            time until all of it has arrived recorded as "halo in flight".
+        channels_last: elements travel with the channels varying fastest, as they lie in tensors of
+            that format, instead of in C order; the same on all ranks.
     """
 
     def __init__(
-        self, transport: Transport, owned: Sequence[Box], needed: Sequence[Sequence[Box]]
+        self,
+        transport: Transport,
+        owned: Sequence[Box],
+        needed: Sequence[Sequence[Box]],
+        timers: Timers | None = None,
+        channels_last: bool = False,
     ) -> None:
         self.transport = transport
+        dims = range(len(owned[0].lo))
+        self._order = (0, *dims[2:], 1) if channels_last else tuple(dims)
+        self.timers = timers or Timers()  # those of nobody
         self.plan = plan = plan_exchange(owned, needed, transport.rank)
         self.slots = list(needed[transport.rank])
         self.owned = owned[transport.rank]
@@ -100,9 +125,9 @@ class Exchanger:
         self._recvs = [(m.peer, m.elements) for m in plan.recvs]
         here = tuple(-c for c in self.owned.lo)
         self._outgoing = [
-            native.Regions([t.source.shift(here) for t in m.transfers]) for m in plan.sends
+            self._regions([t.source.shift(here) for t in m.transfers]) for m in plan.sends
         ]
-        self._all_outgoing = native.Regions(
+        self._all_outgoing = self._regions(
             [t.source.shift(here) for m in plan.sends for t in m.transfers]
         )
         self._incoming = self._incoming_parts()
@@ -121,18 +146,20 @@ class Exchanger:
 
     def start(self, local: Tensor) -> Pending:
         """Packs what others need of `local` and sends it off; does not wait."""
-        pending = self._acquire(local.dtype, homeward=False)
-        if self._sends:
-            local = in_memory(local)
-            native.pack(local, self._all_outgoing, pending.work.send)
-        pending.work.channel.start()
+        with self.timers.measure("pack"):
+            pending = self._acquire(local.dtype, homeward=False)
+            if self._sends:
+                local = self._in_order(local)
+                native.pack(local, self._all_outgoing, pending.work.send)
+            pending.post()
         return pending
 
     def finish(self, pending: Pending, slots: Sequence[Tensor]) -> None:
         """Waits for an exchange and writes what came into this rank's slots."""
         recv = pending.wait()
         for part in self._incoming:
-            native.unpack(recv[part.start : part.stop], part.regions, slots[part.slot])
+            slot = slots[part.slot].permute(self._order)
+            native.unpack(recv[part.start : part.stop], part.regions, slot)
         pending.release()
 
     def gather(self, local: Tensor, slots: Sequence[Tensor]) -> None:
@@ -144,21 +171,45 @@ class Exchanger:
 
     def add_back(self, slots: Sequence[Tensor], local: Tensor) -> None:
         """Adds every slot's values to the elements that they were gathered from."""
-        pending = self._acquire(local.dtype, homeward=True)
         slots = [in_memory(slot) for slot in slots]
-        for part in self._incoming:
-            buffer = pending.work.send[part.start : part.stop]
-            native.pack(slots[part.slot], part.regions, buffer)
-        pending.work.channel.start()
+        with self.timers.measure("pack"):
+            pending = self._acquire(local.dtype, homeward=True)
+            for part in self._incoming:
+                buffer = pending.work.send[part.start : part.stop]
+                native.pack(self._in_order(slots[part.slot]), part.regions, buffer)
+            pending.post()
         for slot, target, source in self._copies:
             local[_index(source)] += slots[slot][_index(target)]
         recv, start = pending.wait(), 0
         # Message by message: two of them may add to one element, and the order is part of the
         # promise of bit-identical runs.
         for regions in self._outgoing:
-            native.unpack_add(recv[start : start + regions.elements], regions, local)
+            message = recv[start : start + regions.elements]
+            native.unpack_add(message, regions, local.permute(self._order))
             start += regions.elements
         pending.release()
+
+    def empty_slots(self, like: Tensor) -> list[Tensor]:
+        """Tensors for this rank's slots, of the dtype and on the device of `like`.
+
+        Their elements lie in the order in which they travel.
+        """
+        slots = []
+        for box in self.slots:
+            shape = box.shape
+            slot = like.new_empty([shape[d] for d in self._order])
+            slots.append(slot.permute([self._order.index(d) for d in range(len(shape))]))
+        return slots
+
+    def _regions(self, boxes: Sequence[Box]) -> native.Regions:
+        """Boxes in the order of dims in which they travel."""
+        order = self._order
+        return native.Regions(
+            [Box([b.lo[d] for d in order], [b.hi[d] for d in order]) for b in boxes]
+        )
+
+    def _in_order(self, tensor: Tensor) -> Tensor:
+        return in_memory(tensor).permute(self._order)
 
     def _origin(self, slot: int) -> tuple[int, ...]:
         return tuple(-c for c in self.slots[slot].lo)
@@ -168,7 +219,7 @@ class Exchanger:
         for message in self.plan.recvs:
             for slot, transfers in itertools.groupby(message.transfers, lambda t: t.slot):
                 origin = self._origin(slot)
-                regions = native.Regions([t.target.shift(origin) for t in transfers])
+                regions = self._regions([t.target.shift(origin) for t in transfers])
                 parts.append(_Part(slot, start, start + regions.elements, regions))
                 start += regions.elements
         return parts

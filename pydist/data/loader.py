@@ -234,7 +234,8 @@ class Loader:
         self._fill(position)
         started = time.perf_counter()
         try:
-            return self._ahead[0][1].result()
+            with self.mesh.timers.measure("data"):
+                return self._ahead[0][1].result()
         finally:
             self.waited_s += time.perf_counter() - started
             self._ahead.popleft()

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pydist.mesh import Timers
+    from pydist.timers import Timers
 
 
 class StepClock:
     """Splits the time between `start` and `stop` into the parts of a step.
 
     Args:
-        timers: what the mesh measures: "halo", "gradients", "statistics", "redistribute".
+        timers: what the mesh measures; see `Timers` for the parts.
         waited: seconds spent waiting for data so far.
     """
 
@@ -36,6 +36,7 @@ class StepClock:
         """
         seconds = time.perf_counter() - self._began
         spent = {name: now - self._before.get(name, 0.0) for name, now in self._read().items()}
+        spent.pop("compute", None)  # layers measure some of it themselves; here it is the rest
         return seconds, {"compute": max(seconds - sum(spent.values()), 0.0), **spent}
 
     def _read(self) -> dict[str, float]:

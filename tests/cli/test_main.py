@@ -26,7 +26,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["run", "--help"], ["train", "--help"]]
+    "arguments", [["--help"], ["--version"], *([c, "--help"] for c in ("run", "train", "profile"))]
 )
 def test_help_does_not_wait_for_torch(tmp_path, arguments):
     program = (

@@ -1,0 +1,114 @@
+"""`pydist profile`: where a training step goes, by layer and part."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydist.cli.train import load_config
+from pydist.errors import PydistError, Stopped, UsageError
+
+if TYPE_CHECKING:
+    from pydist.mesh import Mesh
+    from pydist.profile import Profiler
+    from pydist.train.config import Config
+
+PROG = "pydist profile CONFIG [-n RANKS] [--mpi NAME] [--steps N] [--warmup N] [--trace FILE]"
+
+
+def profile(arguments: Sequence[str]) -> int:
+    """Runs `pydist profile`; see `pydist profile --help`."""
+    options, overrides = _parse(arguments)
+    config = load_config(options.config, overrides, PROG)
+    if options.ranks is None:
+        return _profile_here(config, options)
+    from pydist.launch import launch
+
+    own = ["--steps", str(options.steps), "--warmup", str(options.warmup)]
+    if options.trace is not None:
+        own += ["--trace", str(options.trace)]
+    argv = ["-m", "pydist", "profile", str(options.config), *own, *overrides]
+    return launch(options.ranks, argv, options.mpi)
+
+
+def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Profiler:
+    """Trains CosmoFlow for some steps, and writes nothing. Collective.
+
+    Args:
+        config: as for `pydist train`; how long it trains, what it saves and whether it validates
+            does not matter.
+        mesh: the mesh.
+        steps: how many are measured.
+        warmup: how many come before.
+
+    Raises:
+        PydistError: a signal ended it; see `pydist.train.run.train` for the rest.
+    """
+    from pydist.data import Loader
+    from pydist.profile import Profiler
+    from pydist.train.agree import together
+    from pydist.train.log import EventLog
+    from pydist.train.loop import Trainer
+    from pydist.train.run import make_state, open_datasets
+
+    class Unsaved(Trainer):
+        def _save(self) -> None:
+            """A profile leaves no checkpoint."""
+
+    total = warmup + steps
+    length = replace(config.train, epochs=total, steps=total, validate_every=0)
+    with together(mesh.world):
+        data, _ = open_datasets(config)
+        loader = Loader(data, mesh, config.train.batch, prefetch=config.data.prefetch)
+    with loader:
+        state = make_state(config, mesh, data, loader)
+        with Profiler(mesh, state.model, warmup) as profiler:
+            log = EventLog(None, [lambda event: profiler.step()])
+            trainer = Unsaved(state, None, log, length, config.checkpoint, config.output.folder)
+            try:
+                trainer.fit()
+            except Stopped:
+                raise PydistError("stopped by a signal before the profile was complete") from None
+    return profiler
+
+
+def _profile_here(config: Config, options: argparse.Namespace) -> int:
+    """Profiles in this process, which is one rank of a job, or the only one."""
+    from pydist.setup import init
+    from pydist.train.agree import together
+
+    mesh = init(
+        config.mesh.data, config.mesh.spatial, config.mesh.transport, seed=config.train.seed
+    )
+    profiler = profile_training(config, mesh, options.steps, options.warmup)
+    if mesh.rank == 0:
+        print(profiler.table())
+    if options.trace is not None:
+        with together(mesh.world):
+            profiler.write_trace(options.trace)
+        if mesh.rank == 0:
+            print(f"trace      {options.trace}, for chrome://tracing or ui.perfetto.dev")
+    mesh.world.barrier()
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="pydist profile", add_help=False, allow_abbrev=False)
+    parser.add_argument("config", nargs="?", type=Path)
+    parser.add_argument("-n", dest="ranks", type=int)
+    parser.add_argument("--mpi", default="auto")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--trace", type=Path)
+    options, overrides = parser.parse_known_args(arguments)
+    if options.config is None and not {"-h", "--help"} & set(overrides):
+        raise UsageError(f"no configuration file was given; usage: {PROG} [--train.batch 8 ...]")
+    if options.steps < 1 or options.warmup < 0:
+        raise UsageError(
+            f"--steps {options.steps} --warmup {options.warmup}: at least 1 step and 0 for "
+            "warm-up are possible"
+        )
+    return options, overrides

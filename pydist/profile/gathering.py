@@ -1,0 +1,102 @@
+"""The spans of all ranks on rank 0, by one clock."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pydist.profile.recorder import Span
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pydist.comm.transport import Transport
+
+_ROUNDS = 9
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class RankSpans:
+    """What one rank did in the steps that were measured."""
+
+    rank: int
+    layers: list[str]
+    """In the order of their first call."""
+    bounds: list[float]
+    """Where steps begin and end: one more than there are steps."""
+    spans: list[Span]
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return len(self.bounds) - 1
+
+
+def gather_spans(
+    world: Transport, layers: Sequence[str], bounds: Sequence[float], spans: Sequence[Span]
+) -> list[RankSpans]:
+    """Brings what every rank recorded to rank 0, in time of rank 0. Collective.
+
+    Returns:
+        On rank 0 one entry a rank, in rank order; elsewhere none.
+    """
+    offset = clock_offset(world)
+    # A span that began in a step and was not over at its end belongs to none.
+    inside = [s for s in spans if bounds and bounds[0] <= s.start and s.stop <= bounds[-1]]
+    mine = {"layers": list(layers), "bounds": list(bounds), "spans": inside, "offset": offset}
+    return [_decode(rank, text) for rank, text in enumerate(_gather(world, json.dumps(mine)))]
+
+
+def _decode(rank: int, text: str) -> RankSpans:
+    found = json.loads(text)
+    offset = found["offset"]
+    return RankSpans(
+        rank,
+        found["layers"],
+        [bound + offset for bound in found["bounds"]],
+        [Span(*fields).shifted(offset) for fields in found["spans"]],
+    )
+
+
+def clock_offset(world: Transport) -> float:
+    """Seconds to add to this rank's `time.perf_counter` to get that of rank 0. Collective.
+
+    Ranks of one machine share a clock. Between machines all ranks read theirs when they leave a
+    barrier, several times over; the median difference is off by about the time that leaving takes.
+    """
+    differences = []
+    for _ in range(_ROUNDS):
+        world.barrier()
+        now = torch.tensor([time.perf_counter()], dtype=torch.float64)
+        everyones = world.all_gather(now)
+        differences.append(float(everyones[0] - now))
+    machines = world.all_gather_bytes(_machine())
+    same = machines[0] and machines[0] == machines[world.rank]
+    return 0.0 if same else statistics.median(differences)
+
+
+def _machine() -> bytes:
+    """What ranks have in common whose `time.perf_counter` is one clock; empty if unknown."""
+    try:
+        return _BOOT.read_bytes()
+    except OSError:
+        return b""
+
+
+def _gather(world: Transport, text: str) -> list[str]:
+    """The texts of all ranks on rank 0; nothing elsewhere."""
+    data = text.encode()
+    lengths = world.all_gather(torch.tensor([len(data)])).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    rows = world.gather(padded) or []
+    return [
+        row[:length].numpy().tobytes().decode() for row, length in zip(rows, lengths, strict=False)
+    ]

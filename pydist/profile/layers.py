@@ -1,0 +1,121 @@
+"""Says which layer is at work, in forward and in backward, and measures its computation.
+
+Forward: hooks around every module's call. Backward: when a module has been called, the nodes that
+its call added to the graph, those between its outputs and its inputs, are marked as its own and
+get hooks that measure them. Both sit on this rank's shards and exchange nothing, so ranks can't
+part over them; full backward hooks of modules would put nodes of their own into the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pydist.tensor import ShardedTensor
+from pydist.timers import Timers
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+_MARK = "pydist.profile"
+"""Key in the metadata of a node that has been given to a layer."""
+_LEAF = "torch::autograd::AccumulateGrad"
+
+
+class LayerHooks:
+    """Hooks on all modules of a model, until `remove`.
+
+    Args:
+        model: the model, parallelized or not.
+        timers: told of the layer, and given its "compute" spans.
+    """
+
+    def __init__(self, model: nn.Module, timers: Timers) -> None:
+        self.paths: list[str] = []
+        """Of the layers, in the order of their first call."""
+        self._timers = timers
+        # What the calls under way have to undo: the layer around them, and their measurement.
+        self._open: list[tuple[str, AbstractContextManager[None]]] = []
+        self._names = {
+            module: module.__dict__.get("_pydist_path", path or type(model).__name__)
+            for path, module in model.named_modules()
+        }
+        self._handles = [
+            handle
+            for module in self._names
+            for handle in (
+                module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self._leave, always_call=True),
+            )
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks off the modules. Nodes of a graph keep theirs until it is freed."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        timers, path = self._timers, self._names[module]
+        # What was done to the inputs since the last call of a module was done around this one.
+        self._claim((args, kwargs), timers.layer)
+        if path not in self.paths:
+            self.paths.append(path)
+        measured = timers.measure("compute", path)
+        self._open.append((timers.layer, measured))
+        timers.layer = path
+        measured.__enter__()
+
+    def _leave(self, module: nn.Module, _: Any, outputs: Any) -> None:
+        outer, measured = self._open.pop()
+        measured.__exit__(None, None, None)
+        self._claim(outputs, self._names[module])
+        self._timers.layer = outer
+
+    def _claim(self, values: Any, layer: str) -> None:
+        """Gives a layer the nodes behind some tensors that no layer has yet."""
+        with self._timers.measure("profiler", layer):
+            self._claim_nodes(values, layer)
+
+    def _claim_nodes(self, values: Any, layer: str) -> None:
+        unseen = [x.grad_fn for x in _shards(values) if x.grad_fn is not None]
+        while unseen:
+            node = unseen.pop()
+            notes: Any = node.metadata  # torch's types call the property a method
+            if _MARK in notes or node.name() == _LEAF:
+                continue
+            notes[_MARK] = layer
+            if layer:
+                _measure_node(node, layer, self._timers)
+            unseen += [n for n, _ in node.next_functions if n is not None]
+
+
+def _shards(values: Any) -> Iterator[Tensor]:
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, ShardedTensor):
+            yield leaf._local
+        elif isinstance(leaf, Tensor):
+            yield leaf
+
+
+def _measure_node(node: torch.autograd.graph.Node, layer: str, timers: Timers) -> None:
+    """Measures what a node does in backward as the computation of its layer."""
+    # Nodes run one after the other, but one may recompute a checkpointed part, and in there
+    # run a backward of its own.
+    open_: list[tuple[str, AbstractContextManager[None]]] = []
+
+    def before(_: Any) -> None:
+        measured = timers.measure("compute", layer)
+        open_.append((timers.layer, measured))
+        timers.layer = layer
+        measured.__enter__()
+
+    def after(*_: Any) -> None:
+        timers.layer, measured = open_.pop()
+        measured.__exit__(None, None, None)
+
+    node.register_prehook(before)
+    node.register_hook(after)

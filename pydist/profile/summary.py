@@ -1,0 +1,108 @@
+"""What spans come to: mean seconds by layer and part."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydist.profile.gathering import RankSpans
+from pydist.profile.recorder import Span
+from pydist.profile.trace import IN_FLIGHT
+
+COLUMNS = (
+    "forward", "backward", "posted", "exposed", "boundary", "statistics", "gradients", "optimizer",
+    "data", "other",
+)  # fmt: skip
+"""Computation in forward and in backward; the halo, posted and waited for; the other parts; and
+the rest: redistribution, the profiler, what nothing measures (the loop, the loss, the engine)."""
+_COLUMN_OF_PART = {"pack": "posted", "halo": "exposed"}
+
+Seconds = Mapping[str, float]
+"""By column."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Where a step goes. All times are seconds a step, means over the steps that were measured.
+
+    Attributes:
+        steps: how many were measured.
+        ranks: number of ranks.
+        step: of a whole step, mean over ranks. The columns of `total` add up to it.
+        layers: by path, in the order of their first call, mean over ranks; "" is outside of all.
+        total: over all layers, mean over ranks.
+        least: of `total`, column by column, that of the rank with the least.
+        most: that of the rank with the most.
+        in_flight: time in which halos were on their way, mean over ranks.
+        hidden: part of it in which the rank did not wait; None if no halo was.
+    """
+
+    steps: int
+    ranks: int
+    step: float
+    layers: dict[str, Seconds]
+    total: Seconds
+    least: Seconds
+    most: Seconds
+    in_flight: float
+    hidden: float | None
+
+
+def summarize(ranks: Sequence[RankSpans]) -> Summary:
+    """Sums up what all ranks did."""
+    each = [_of_rank(rank) for rank in ranks]
+    totals = [{c: sum(row[c] for row in rows.values()) for c in COLUMNS} for rows in each]
+    flights = [f for rank in ranks for f in rank.spans if f.part == IN_FLIGHT]
+    flown = sum(f.stop - f.start for f in flights)
+    waited = sum(_waited(rank) for rank in ranks)
+    paths = dict.fromkeys(path for rank in ranks for path in [*rank.layers, ""])
+    paths[""] = paths.pop("")  # comes last
+    rank_steps = sum(rank.steps for rank in ranks)
+    return Summary(
+        steps=ranks[0].steps,
+        ranks=len(ranks),
+        step=sum(rank.bounds[-1] - rank.bounds[0] for rank in ranks) / rank_steps,
+        layers={
+            path: {c: sum(rows[path][c] for rows in each) / len(ranks) for c in COLUMNS}
+            for path in paths
+        },
+        total={c: sum(t[c] for t in totals) / len(ranks) for c in COLUMNS},
+        least={c: min(t[c] for t in totals) for c in COLUMNS},
+        most={c: max(t[c] for t in totals) for c in COLUMNS},
+        in_flight=flown / rank_steps,
+        hidden=1 - waited / flown if flown else None,
+    )
+
+
+def _of_rank(rank: RankSpans) -> defaultdict[str, defaultdict[str, float]]:
+    """Seconds a step of one rank, by layer and column."""
+    rows: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    rest = rank.bounds[-1] - rank.bounds[0]
+    for span in rank.spans:
+        rows[span.layer][_column(span)] += span.own / rank.steps
+        rest -= span.own
+    rows[""]["other"] += rest / rank.steps
+    return rows
+
+
+def _column(span: Span) -> str:
+    if span.part == "compute":
+        return "backward" if span.backward else "forward"
+    column = _COLUMN_OF_PART.get(span.part, span.part)
+    return column if column in COLUMNS else "other"
+
+
+def _waited(rank: RankSpans) -> float:
+    """Seconds in which a rank waited for halos that were on their way."""
+    waits = sorted((s.start, s.stop) for s in rank.spans if s.part == "halo")
+    waited = 0.0
+    for flight in (s for s in rank.spans if s.part == IN_FLIGHT):
+        # Waits follow each other, so none that begins before the one found here reaches further.
+        first = max(0, bisect_right(waits, (flight.start, 0.0)) - 1)
+        for start, stop in waits[first:]:
+            if start >= flight.stop:
+                break
+            waited += max(0.0, min(stop, flight.stop) - max(start, flight.start))
+    return waited

@@ -1,0 +1,115 @@
+"""Where a rank's time goes: seconds by part of a step, and spans for whoever records them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from time import perf_counter
+from typing import Protocol
+
+
+class Recorder(Protocol):
+    """Takes the spans of one rank, in the order in which they end."""
+
+    def add(self, part: str, layer: str, start: float, stop: float, own: float) -> None:
+        """A span has ended.
+
+        Args:
+            part: what was done; see `Timers`.
+            layer: path of the module it was done for, "" if none.
+            start: `time.perf_counter` when it began.
+            stop: when it ended.
+            own: seconds of it that no nested span took; 0 for a span that runs beside others.
+        """
+        ...
+
+
+class Timers:
+    """Seconds that a rank has spent in the parts of a step, summed since the last `reset`.
+
+    Spans nest, and a part's seconds leave out what nested spans took. So the parts add up to no
+    more than the step, and the exchange inside of a layer counts as exchange, not as computation.
+
+    ==============  ============================================================================
+    part            what it is
+    ==============  ============================================================================
+    compute         a layer's own work, the main convolution among it
+    pack            a halo is packed and posted
+    halo            waiting for a halo: what computation did not hide
+    halo in flight  from posting to arrival, beside the others: recorded, not summed
+    boundary        what the halo contributes to the planes at a shard's faces
+    statistics      sums over ranks for a norm or a reduction
+    gradients       reducing the gradients of parameters
+    optimizer       the optimizer's step
+    data            waiting for the next batch
+    redistribute    moving a tensor into another layout
+    profiler        what a profiler does for itself between the others
+    ==============  ============================================================================
+
+    A rank measures in its own thread, or in the one that runs its backward while the first waits:
+    an object serves one at a time. What other threads do is handed to `record`.
+    """
+
+    def __init__(self) -> None:
+        self.layer = ""
+        """Path of the module that is being called; "" unless a profiler keeps it up to date."""
+        self.recorder: Recorder | None = None
+        """Takes every span while it is set."""
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._nested = 0.0
+        """Seconds that the spans inside of the innermost open one have taken."""
+
+    def measure(self, part: str, layer: str = "") -> Span:
+        """A context manager that adds its block's time, less that of nested spans, to `part`.
+
+        Args:
+            part: what is done; see above.
+            layer: path of the module it is done for; by default `self.layer`.
+        """
+        return Span(self, part, layer)
+
+    def record(self, part: str, layer: str, start: float, stop: float) -> None:
+        """Records a span that was measured elsewhere and runs beside the others.
+
+        It is not added to the sums, as it overlaps what they count.
+
+        Args:
+            part: what was done.
+            layer: path of the module it was done for, "" if none.
+            start: `time.perf_counter` when it began.
+            stop: when it ended.
+        """
+        if self.recorder is not None:
+            self.recorder.add(part, layer, start, stop, 0.0)
+
+    def snapshot(self) -> dict[str, float]:
+        """Seconds by part."""
+        return dict(self._seconds)
+
+    def reset(self) -> None:
+        """Starts all sums at zero again."""
+        self._seconds.clear()
+
+
+class Span:
+    """One measurement under way, made by `Timers.measure`; a class, as it opens faster."""
+
+    __slots__ = ("_layer", "_outer", "_part", "_start", "_timers")
+
+    def __init__(self, timers: Timers, part: str, layer: str) -> None:
+        self._timers, self._part, self._layer = timers, part, layer
+
+    def __enter__(self) -> None:
+        timers = self._timers
+        self._layer = self._layer or timers.layer
+        self._outer, timers._nested = timers._nested, 0.0
+        self._start = perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        stop = perf_counter()
+        timers = self._timers
+        whole = stop - self._start
+        own = whole - timers._nested
+        timers._nested = self._outer + whole
+        timers._seconds[self._part] += own
+        if timers.recorder is not None:
+            timers.recorder.add(self._part, self._layer, self._start, stop, own)

@@ -1,0 +1,110 @@
+"""`pydist profile` as it is used: alone, as a launcher, and wrongly."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pydist.cli import main as cli
+from pydist.data import UniverseOptions, generate_universes
+
+CONFIG = """
+[model]
+variant = "mlperf"
+width = 32
+[data]
+path = "data"
+[train]
+epochs = 1
+batch = 2
+[output]
+folder = "run"
+"""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "data"
+    generate_universes(folder, UniverseOptions(count=6, width=32, box_width=32, validation=0.3))
+    return folder
+
+
+@pytest.fixture
+def place(data, tmp_path, monkeypatch) -> Path:
+    """A folder with a configuration and data; the current one."""
+    (tmp_path / "data").symlink_to(data)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def profile(*arguments: str, code: int = 0) -> str:
+    """Runs `pydist profile run.toml`; returns what it printed."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "pydist", "profile", "run.toml", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=dict(os.environ),
+    )
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout + ended.stderr
+
+
+def files(place: Path) -> set[str]:
+    return {path.name for path in place.iterdir()}
+
+
+def test_as_launcher_it_prints_one_table_and_writes_the_trace_alone(place):
+    before = files(place)
+    # More steps than the epochs of the configuration have, and than one epoch.
+    shown = profile(
+        "-n", "2", "--steps", "4", "--warmup", "1", "--trace", "trace.json",
+        "--mesh.spatial", "2", "1", "1",
+    )  # fmt: skip
+    assert shown.count("mean of 4 steps on 2 ranks (depth 2, ") == 1
+    for word in ("features.conv1", "outside layers", "optimiz.", "hidden behind other work"):
+        assert word in shown
+    assert files(place) == before | {"trace.json"}
+    events = json.loads((place / "trace.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1}
+    assert {"pack", "halo", "compute", "gradients", "optimizer", "data"} <= {
+        e["cat"] for e in events if "cat" in e
+    }
+
+
+def test_alone_it_profiles_in_this_process_and_writes_nothing(place):
+    before = files(place)
+    shown = profile("--steps", "1", "--warmup", "0")
+    assert "mean of 1 step on 1 rank;" in shown
+    assert "no halo was exchanged" in shown
+    assert files(place) == before
+
+
+def test_a_trace_that_cannot_be_written_ends_all_ranks_with_the_code_of_the_disk(place):
+    shown = profile("-n", "2", "--steps", "1", "--warmup", "0", "--trace", "no/trace.json", code=74)
+    assert "error: can't write no/trace.json: No such file or directory" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no configuration file was given; usage: pydist profile CONFIG"),
+        (["run.toml", "--steps", "0"], "at least 1 step"),
+        (["run.toml", "--warmup", "-1"], "at least 1 step and 0 for warm-up"),
+        (["run.toml", "--train.batches", "3"], "--train.batch"),
+        (["missing.toml"], "missing.toml"),
+    ],
+)
+def test_wrong_arguments_are_one_line(place, capsys, arguments, message):
+    assert cli.main(["profile", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
