@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from pydist.comm.reducer import Reducer
+from pydist.comm.transport import Transport
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.ops.norm import STATISTICS
 from pydist.tensor import Origin, ShardedTensor, distribute_tensor
 
 _COMPILER = "torch/_dynamo/eval_frame.py"
+
+_ENTRY = "_pydist_entry"
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -29,7 +32,8 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
     start from the parameters and buffers of rank 0. Inputs may be sharded (as a `Loader` gives
     them) or plain 5-D tensors, equal on all ranks of a sample group, which are cut on entry. After
     `backward()` every gradient is the mean over the sample groups, as under DDP. The optimizer may
-    be made before or after. `model.no_sync()` postpones the reduction to accumulate gradients.
+    be made before or after; `pydist.optim.sharded` lets the ranks share its step.
+    `model.no_sync()` postpones the reduction to accumulate gradients.
 
     Args:
         model: any `nn.Module`; its calls on sharded tensors must have handlers.
@@ -53,14 +57,29 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
             raise UsageError(f"{part} is parallelized already; parallelize the whole, once")
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
-    entry = _Entry(mesh, batch_norm)
+    entry = Entry(mesh, batch_norm)
     entry.adopt(model)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     model.__dict__["no_sync"] = entry.no_sync
+    model.__dict__[_ENTRY] = entry
     return model
 
 
-class _Entry:
+def entry_of(model: nn.Module) -> Entry:
+    """What `parallelize` has added to a model.
+
+    Raises:
+        UsageError: nothing.
+    """
+    entry = model.__dict__.get(_ENTRY)
+    if not isinstance(entry, Entry):
+        raise UsageError(
+            f"this {type(model).__name__} is not parallelized: call pydist.parallelize first"
+        )
+    return entry
+
+
+class Entry:
     """The hook at the model's entry: counts the forward passes, and wraps the inputs."""
 
     def __init__(self, mesh: Mesh, statistics: str) -> None:
@@ -68,16 +87,30 @@ class _Entry:
         self._synchronises = True
         self._reducer: Reducer | None = None
         self._known: list[tuple[int, bool]] = []
+        self._scattered: list[nn.Parameter] = []
+        self._gradients: Transport | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Entry:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         # A copy of the model (an average of its weights, say) runs on the same mesh; it gets a
         # reducer of its own if it is ever trained.
-        copy = memo[id(self)] = _Entry(self.mesh, self.statistics)
+        copy = memo[id(self)] = Entry(self.mesh, self.statistics)
         return copy
+
+    @property
+    def reducer(self) -> Reducer:
+        """What reduces the gradients; another one when parameters were unfrozen or exchanged."""
+        assert self._reducer is not None
+        return self._reducer
+
+    def scatter(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        """From now on each rank gets its own part of the gradients of these parameters."""
+        self._scattered += parameters
+        self.adopt(module)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward pre-hook: arguments as the model takes them."""
         _refuse_compiler()
         if module.training and torch.is_grad_enabled():
             self.mesh.forwards += 1
@@ -99,8 +132,15 @@ class _Entry:
         _broadcast((t for t in _state(module) if id(t) not in known), self.mesh)
         self._known = [(id(p), p.requires_grad) for p in module.parameters()]
         if self._reducer is not None:
+            self._reducer.gather_gradients()  # in the next one parts may lie elsewhere
             self._reducer.release()
-        self._reducer = Reducer(module.parameters(), self.mesh)
+        scattered = {id(p) for p in self._scattered}
+        if self._gradients is None:
+            world = self.mesh.world
+            self._gradients = world.split(0, world.rank) if world.size > 1 else world
+        self._reducer = Reducer(
+            module.parameters(), self.mesh, self._gradients, lambda p: id(p) in scattered
+        )
         self._reducer.enabled = self._synchronises
 
     @contextmanager

@@ -11,7 +11,7 @@ from equivalence import on_ranks, randn
 from networks import BATCH, SHAPE, check_use, gradients_of, initialised, loss_of, small
 from torch import nn
 
-import pydist.comm.reducer
+import pydist.comm.buckets
 from pydist import parallelize
 
 GRIDS = [(1, (2, 1, 1)), (2, (2, 1, 1)), (2, (1, 2, 2)), (1, (8, 1, 1))]
@@ -159,7 +159,7 @@ def _group_loss(model, rows, use):
 
 def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatch):
     """Its bucket starts at the end there, in the middle elsewhere: statistics must not mix in."""
-    monkeypatch.setattr(pydist.comm.reducer, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(pydist.comm.buckets, "BUCKET_BYTES", 1)
 
     class Normed(nn.Module):
         def __init__(self):
@@ -171,6 +171,30 @@ def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatc
         def forward(self, x, use):
             y = self.norm(self.conv(x))
             return (y * self.sometimes if use else y).tanh().square().sum()
+
+    def body(mesh):
+        model = parallelize(initialised(Normed()), mesh)
+        model(randn(*SHAPE, seed=mesh.data_index), mesh.data_index == 0).backward()
+        return gradients_of(model)
+
+    first, *others = on_ranks((2, 1, 1), body, data=2)
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_a_last_layer_used_by_one_group_alone_beside_global_batch_norm():
+    """Its bucket starts before the norm's exchange there, and behind it elsewhere."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv3d(2, 2, 1)
+            self.norm = nn.BatchNorm3d(2)
+            self.last = nn.Linear(2 * 12 * 10 * 9, 20)  # large enough to travel alone
+
+        def forward(self, x, use):
+            y = self.norm(self.conv(x)).tanh().flatten(1)
+            return (self.last(y) if use else y).square().sum()
 
     def body(mesh):
         model = parallelize(initialised(Normed()), mesh)
@@ -240,9 +264,11 @@ def test_parameters_of_two_dtypes():
     check_use(Two, use, rtol=1e-5)
 
 
+@pytest.mark.parametrize("alone", [1, 2000, 1 << 30])
 @pytest.mark.parametrize("limit", [1, 500, 1 << 30])
-def test_buckets_of_any_size(limit, monkeypatch):
-    monkeypatch.setattr(pydist.comm.reducer, "BUCKET_BYTES", limit)
+def test_buckets_of_any_size(limit, alone, monkeypatch):
+    monkeypatch.setattr(pydist.comm.buckets, "BUCKET_BYTES", limit)
+    monkeypatch.setattr(pydist.comm.buckets, "ALONE_BYTES", alone)
 
     def use(model, mesh):
         for seed in (0, 1):
@@ -313,3 +339,47 @@ def test_hooks_of_the_user_see_partial_or_final_gradients_only():
         return calls
 
     assert on_ranks((2, 1, 1), body) == [[torch.Size([4, 2, 3, 3, 3])]] * 2
+
+
+def test_messages_advance_after_each_gradient():
+    """Transports that move bytes in calls only are called during backward."""
+
+    def body(mesh):
+        model = parallelize(small(), mesh)
+        transport = model.__dict__["_pydist_entry"].reducer._transport
+        calls = []
+        transport.progress = lambda: calls.append(model[0].weight.grad is None)
+        loss_of(model, mesh).backward()
+        return calls
+
+    # Eight parameters; that of the first layer is the last to get its gradient.
+    calls = on_ranks((2, 1, 1), body)[0]
+    assert len(calls) == 8
+    assert any(calls)
+
+
+def test_a_large_gradient_travels_out_of_its_own_memory():
+    def body(mesh):
+        model = parallelize(nn.Linear(300, 300, bias=False), mesh)
+        places = []
+        # Registered after the reducer's hooks: the sum is under way.
+        model.weight.register_post_accumulate_grad_hook(lambda p: places.append(p.grad.data_ptr()))
+        model(torch.full((2, 300), 1.0 + mesh.rank)).sum().backward()
+        assert places == [model.weight.grad.data_ptr()]
+        assert (model.weight.grad == 3.0).all()
+
+    on_ranks((1, 1, 1), body, data=2)
+
+
+def test_gradients_that_share_memory_are_copied():
+    """Backward hands both parameters views of one tensor: summed in place it would be twice."""
+
+    def body(mesh):
+        a, b = (nn.Parameter(torch.zeros(300, 300)) for _ in range(2))
+        model = nn.ParameterList([a, b])
+        parallelize(model, mesh)
+        (a.view(-1) + b.view(-1)).mul(1.0 + mesh.rank).sum().backward()
+        assert a.grad.untyped_storage().data_ptr() == b.grad.untyped_storage().data_ptr()
+        return float(a.grad.max()), float(b.grad.min())
+
+    assert on_ranks((2, 1, 1), body) == [(1.5, 1.5)] * 2

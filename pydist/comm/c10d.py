@@ -92,13 +92,12 @@ class C10dTransport(HostTransport):
         if tensor.numel():
             dist.broadcast(_bytes(tensor), group=self._group, group_src=self._order[root])
 
-    def _exchange(
+    def _exchange_async(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
-    ) -> None:
+    ) -> Work:
         works = [self._irecv(each, peer, _INTERNAL_TAG) for peer, each in recvs if each.numel()]
         works += [self._isend(each, peer, _INTERNAL_TAG) for peer, each in sends if each.numel()]
-        for work in works:
-            work.wait()
+        return _C10dWork(works, [each for _, each in (*sends, *recvs)])
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         dist.all_reduce(tensor, _OPS[op], group=self._group)
@@ -106,7 +105,7 @@ class C10dTransport(HostTransport):
     def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
         work = dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True)
         assert work is not None
-        return _C10dWork(work, tensor)
+        return _C10dWork([work], [tensor])
 
     def abort(self, reason: str, exit_code: int) -> None:
         """End this process; the launcher, and the broken connections, end the others."""
@@ -121,13 +120,13 @@ class C10dTransport(HostTransport):
 
 
 class _C10dWork(Work):
-    def __init__(self, work: dist.Work, tensor: Tensor) -> None:
-        self._pending: tuple[dist.Work, Tensor] | None = (work, tensor)
+    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+        self._works, self._tensors = works, tensors
 
     def wait(self) -> None:
-        if self._pending is not None:
-            self._pending[0].wait()
-            self._pending = None
+        for work in self._works:
+            work.wait()
+        self._works, self._tensors = [], []
 
 
 class C10dChannel(Channel):

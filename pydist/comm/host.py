@@ -23,10 +23,10 @@ class HostTransport(Transport):
     """A transport over a library that exchanges bytes and reduces plain numbers."""
 
     @abstractmethod
-    def _exchange(
+    def _exchange_async(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
-    ) -> None:
-        """Send and receive all of these (peer, tensor) messages; apart from `send` and `recv`.
+    ) -> Work:
+        """Start sending and receiving these (peer, tensor) messages; apart from `send` and `recv`.
 
         No peer is this rank. Messages between the same ranks match in order.
         """
@@ -41,27 +41,23 @@ class HostTransport(Transport):
 
     def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
         if self.rank != root:
-            self._exchange([(root, tensor)], [])
+            self._exchange_async([(root, tensor)], []).wait()
             return None
         out = [torch.empty_like(tensor) for _ in range(self.size)]
         out[root].copy_(tensor)
-        self._exchange([], self._others(out))
+        self._exchange_async([], self._others(out)).wait()
         return out
 
     def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
         if tensors is None:
-            self._exchange([], [(root, out)])
+            self._exchange_async([], [(root, out)]).wait()
         else:
             out.copy_(tensors[root].view(out.shape))
-            self._exchange(self._others(tensors), [])
+            self._exchange_async(self._others(tensors), []).wait()
 
-    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        out[self.rank].copy_(tensor)
-        self._exchange(self._others([tensor] * self.size), self._others(list(out)))
-
-    def _all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
         # Both sides know the byte counts, so that empty messages need not travel.
-        self._exchange(
+        return self._exchange_async(
             [(peer, each) for peer, each in self._others(inputs) if each.numel()],
             [(peer, each) for peer, each in self._others(outputs) if each.numel()],
         )
@@ -78,7 +74,7 @@ class HostTransport(Transport):
             self._extremum(tensor, op)
         elif tensor.dtype in WIDER:
             wide = tensor.to(WIDER[tensor.dtype])
-            self._reduce(wide, _plain(tensor, op))
+            self._reduce(wide, plain(tensor, op))
             tensor.copy_(wide)
         else:
             self._reduce(tensor, op)
@@ -91,7 +87,7 @@ class HostTransport(Transport):
             return Work()
         if tensor.dtype in WIDER:
             wide = tensor.to(WIDER[tensor.dtype])
-            return _Narrowed(self._reduce_async(wide, _plain(tensor, op)), wide, tensor)
+            return Narrowed(self._reduce_async(wide, plain(tensor, op)), wide, tensor)
         return self._reduce_async(tensor, op)
 
     def _extremum(self, tensor: Tensor, op: ReduceOp) -> None:
@@ -103,13 +99,14 @@ class HostTransport(Transport):
             piece.copy_(rows.amax(0) if op == "max" else rows.amin(0))
 
 
-class _Narrowed(Work):
+class Narrowed(Work):
     """A reduction in a wider dtype, rounded into place when it is complete."""
 
     def __init__(self, work: Work, wide: Tensor, tensor: Tensor) -> None:
         self._pending: tuple[Work, Tensor, Tensor] | None = (work, wide, tensor)
 
     def wait(self) -> None:
+        """See `Work.wait`."""
         if self._pending is None:
             return
         work, wide, tensor = self._pending
@@ -118,6 +115,6 @@ class _Narrowed(Work):
         tensor.copy_(wide)
 
 
-def _plain(tensor: Tensor, op: ReduceOp) -> ReduceOp:
+def plain(tensor: Tensor, op: ReduceOp) -> ReduceOp:
     """The reduction in the wider dtype: "any" of bool is the maximum of 0 and 1."""
     return "max" if tensor.dtype == torch.bool and op == "sum" else op

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pydist._loader import native
 from pydist.comm.handles import Channel, Work
+from pydist.comm.latency import Latency
 from pydist.comm.transport import ReduceOp, Transport
 from pydist.errors import RankFailed, RankLost
 
@@ -38,6 +39,7 @@ class LocalTransport(Transport):
         *,
         group: int = _WORLD,
         size: int | None = None,
+        latency: Latency | None = None,
     ) -> None:
         """Join a hub.
 
@@ -46,19 +48,28 @@ class LocalTransport(Transport):
             rank: index of this rank in the group.
             group: the hub's number for the group.
             size: ranks in the group; those of the hub if None.
+            latency: delays what is sent; the same object on all ranks of the hub.
         """
         self._hub = hub or native.LocalHub(1)
         self._group = group
         self.rank = rank
         self.size = size or self._hub.size
+        self._latency = latency
         self._splits = 0
+        self._collectives = 0
         # Buffers of collectives under way: another rank's thread may be writing into them.
         self._lent: dict[int, object] = {}
 
     def _subgroup(self, members: Sequence[int]) -> LocalTransport:
         self._splits += 1
         group = self._hub.subgroup(self._group, self._splits, list(members))
-        return LocalTransport(self._hub, members.index(self.rank), group=group, size=len(members))
+        return LocalTransport(
+            self._hub,
+            members.index(self.rank),
+            group=group,
+            size=len(members),
+            latency=self._latency,
+        )
 
     def _channel(
         self,
@@ -66,13 +77,17 @@ class LocalTransport(Transport):
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,
     ) -> LocalChannel:
-        return LocalChannel(self._hub, self._group, self.rank, sends, recvs, tag)
+        return LocalChannel(self._hub, self._group, self.rank, sends, recvs, tag, self._latency)
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        if self._latency is not None:
+            self._latency.send(self._group, self.rank, dest, tag)
         self._hub.send(self._group, self.rank, dest, tag, tensor.data_ptr(), tensor.nbytes)
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
         self._hub.receive(self._group, self.rank, source, tag, tensor.data_ptr(), tensor.nbytes)
+        if self._latency is not None:
+            self._latency.receive(self._group, self.rank, tag, [source])
 
     def _barrier(self) -> None:
         nothing: list[Tensor | None] = [None] * self.size
@@ -103,31 +118,42 @@ class LocalTransport(Transport):
         outputs[root] = out
         self._exchange(tensors or [None] * self.size, outputs)
 
-    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        self._exchange([tensor] * self.size, list(out))
-
-    def _all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LocalWork:
         to, of = list[Tensor | None](inputs), list[Tensor | None](outputs)
         to[self.rank] = of[self.rank] = None
-        self._exchange(to, of)
+        return self._exchange_async(to, of)
 
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         self._all_reduce_async(tensor, op).wait()
 
     def _all_reduce_async(self, tensor: Tensor, op: ReduceOp) -> LocalWork:
+        number = self._join()
         ticket = self._hub.start_all_reduce(
             self._group, self.rank, tensor.data_ptr(), tensor.numel(), _name(tensor), op
         )
-        return LocalWork(self, ticket, tensor)
+        return LocalWork(self, ticket, number, tensor)
 
     def _exchange(self, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
+        self._exchange_async(inputs, outputs).wait()
+
+    def _exchange_async(
+        self, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]
+    ) -> LocalWork:
+        number = self._join()
         ticket = self._hub.start_exchange(
             self._group,
             self.rank,
             [_buffer(each) for each in inputs],
             [_buffer(each) for each in outputs],
         )
-        LocalWork(self, ticket, (inputs, outputs)).wait()
+        return LocalWork(self, ticket, number, (inputs, outputs))
+
+    def _join(self) -> int:
+        """The number of the collective that this rank is about to start, alike on all ranks."""
+        self._collectives += 1
+        if self._latency is not None:
+            self._latency.join(self._group, self._collectives)
+        return self._collectives
 
     def abort(self, reason: str, exit_code: int) -> None:
         """Make every blocked or later call of the other ranks raise `RankFailed`, and return."""
@@ -138,9 +164,12 @@ class LocalTransport(Transport):
 class LocalWork(Work):
     """A collective of the hub that is under way."""
 
-    def __init__(self, transport: LocalTransport, ticket: int, buffers: object) -> None:
+    def __init__(
+        self, transport: LocalTransport, ticket: int, number: int, buffers: object
+    ) -> None:
         self._transport = transport
         self._ticket: int | None = ticket
+        self._number = number
         transport._lent[ticket] = buffers
 
     def wait(self) -> None:
@@ -151,6 +180,8 @@ class LocalWork(Work):
         transport = self._transport
         transport._hub.finish(transport._group, transport.rank, ticket)
         del transport._lent[ticket]
+        if transport._latency is not None:
+            transport._latency.finish(transport._group, self._number, transport.size)
 
 
 class LocalChannel(Channel):
@@ -164,8 +195,13 @@ class LocalChannel(Channel):
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,
+        latency: Latency | None = None,
     ) -> None:
         self._buffers = (*sends, *recvs)  # keeps the memory that the native channel points to
+        self._latency = latency
+        self._group, self._rank, self._tag = group, rank, tag
+        self._dests = [peer for peer, _ in sends]
+        self._sources = [peer for peer, _ in recvs]
         self._native = native.LocalChannel(
             hub,
             group,
@@ -177,11 +213,16 @@ class LocalChannel(Channel):
 
     def start(self) -> None:
         """See `Channel.start`."""
+        if self._latency is not None:
+            for dest in self._dests:
+                self._latency.send(self._group, self._rank, dest, self._tag)
         self._native.start()
 
     def wait(self) -> None:
         """See `Channel.wait`."""
         self._native.wait()
+        if self._latency is not None:
+            self._latency.receive(self._group, self._rank, self._tag, self._sources)
 
 
 def _name(tensor: Tensor) -> str:
@@ -193,7 +234,12 @@ def _buffer(tensor: Tensor | None) -> tuple[int, int]:
 
 
 def run_local(
-    fn: Callable[..., R], size: int, *args: object, timeout: float = 60, **kwargs: object
+    fn: Callable[..., R],
+    size: int,
+    *args: object,
+    timeout: float = 60,
+    latency: float = 0.0,
+    **kwargs: object,
 ) -> list[R]:
     """Run a function on `size` ranks, each a thread of this process.
 
@@ -205,6 +251,7 @@ def run_local(
         size: number of ranks.
         *args: passed on, the same objects to all ranks.
         timeout: seconds after which blocked ranks are released and `RankLost` is raised.
+        latency: seconds from sending to arrival, made by sleeping, to see what overlap hides.
         **kwargs: passed on.
 
     Returns:
@@ -216,6 +263,7 @@ def run_local(
         RankLost: a rank was still busy after `timeout`.
     """
     hub = native.LocalHub(size)
+    delay = Latency(latency) if latency > 0 else None
     context = _Context()
     results: dict[int, R] = {}
     failures: list[tuple[int, BaseException]] = []
@@ -223,7 +271,7 @@ def run_local(
     def body(rank: int) -> None:
         try:
             with context.entered():
-                results[rank] = fn(LocalTransport(hub, rank), *args, **kwargs)
+                results[rank] = fn(LocalTransport(hub, rank, latency=delay), *args, **kwargs)
         except BaseException as error:
             failures.append((rank, error))
             # While the exception is held its frames keep the buffers that others may be reading.

@@ -1,7 +1,8 @@
 """Ranks that are MPI processes: mpi4py, persistent requests, host memory.
 
 No library is linked: mpi4py finds the MPI of the launcher. MPI moves nothing between calls, so a
-message that is under way advances while some rank is inside a call of this transport.
+message that is under way advances while some rank is inside a call of this transport: `progress`
+is there to be called between long computations, or by a thread (`pydist.comm.progress`).
 """
 
 from __future__ import annotations
@@ -9,18 +10,22 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from pydist.comm.handles import Channel, Work
-from pydist.comm.host import HostTransport
-from pydist.comm.transport import ReduceOp
+from pydist.comm.host import HostTransport, Narrowed, plain
+from pydist.comm.progress import ProgressEngine
+from pydist.comm.transport import WIDER, ReduceOp
 from pydist.errors import UsageError
 
 MAX_BYTES = 1 << 30
 """Longer messages are cut: counts are C ints in MPI libraries older than MPI-4."""
+
+_NEVER_SENT = 1  # a tag that this file uses for no message of a transport's own communicator
 
 _MPI_TYPES = {
     torch.float32: MPI.FLOAT,
@@ -41,22 +46,28 @@ class MpiTransport(HostTransport):
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Comm | None = None) -> None:
+    def __init__(self, comm: MPI.Comm | None = None, engine: ProgressEngine | None = None) -> None:
         """Duplicate a communicator. Collective.
 
         Args:
             comm: the ranks of the group; all of the job if None.
+            engine: what drives the messages of this process; made if None.
         """
         self._comm = (comm or MPI.COMM_WORLD).Dup()
         self._messages = self._comm.Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        self._owns_engine = engine is None
+        if engine is None:
+            threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+            engine = ProgressEngine.from_environment(partial(_poll, self._comm), threads)
+        self._engine = engine
         # Buffered sends that MPI has not finished: the requests, and the copy that they send.
         self._pending: deque[tuple[list[MPI.Request], Tensor]] = deque()
 
     def _subgroup(self, members: Sequence[int]) -> MpiTransport:
         part = self._comm.Split(members[0], members.index(self.rank))
         try:
-            return MpiTransport(part)
+            return MpiTransport(part, self._engine)
         finally:
             part.Free()
 
@@ -66,7 +77,7 @@ class MpiTransport(HostTransport):
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,
     ) -> MpiChannel:
-        return MpiChannel(self._messages, sends, recvs, tag)
+        return MpiChannel(self._messages, self._engine, sends, recvs, tag)
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
         while self._pending and MPI.Request.Testall(self._pending[0][0]):
@@ -93,12 +104,12 @@ class MpiTransport(HostTransport):
         for part in _parts(tensor):
             self._comm.Bcast(part, root)
 
-    def _exchange(
+    def _exchange_async(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
-    ) -> None:
+    ) -> Work:
         requests = [self._comm.Irecv(part, peer) for peer, each in recvs for part in _parts(each)]
         requests += [self._comm.Isend(part, peer) for peer, each in sends for part in _parts(each)]
-        MPI.Request.Waitall(requests)
+        return MpiWork(requests, self._engine, sends, recvs)
 
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
         if out.nbytes > MAX_BYTES:
@@ -106,15 +117,40 @@ class MpiTransport(HostTransport):
         else:
             self._comm.Allgather(_buffer(tensor), _buffer(out))
 
+    def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
+        if out.nbytes > MAX_BYTES:
+            return super()._all_gather_async(tensor, parts, out)
+        memory, kind = _buffer(out)
+        counts = [part.nbytes for part in parts]
+        request = self._comm.Iallgatherv(MPI.IN_PLACE, [memory, counts, kind])
+        return MpiWork([request], self._engine, counts, out)
+
+    def _reduce_scatter_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
+        if tensor.nbytes > MAX_BYTES:
+            return super()._reduce_scatter_async(tensor, parts, out)
+        counts = [part.numel() for part in parts]
+        wide = WIDER.get(tensor.dtype, tensor.dtype)
+        source = tensor.to(wide)
+        target = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+        request = self._comm.Ireduce_scatter(
+            _numbers(source), _numbers(target), counts, _MPI_OPS[plain(tensor, "sum")]
+        )
+        work = MpiWork([request], self._engine, source, target, counts)
+        return work if target is out else Narrowed(work, target, out)
+
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         for part in _elements(tensor):
             self._comm.Allreduce(MPI.IN_PLACE, part, _MPI_OPS[op])
 
     def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
-        return MpiWork(
-            [self._comm.Iallreduce(MPI.IN_PLACE, part, _MPI_OPS[op]) for part in _elements(tensor)],
-            tensor,
-        )
+        requests = [
+            self._comm.Iallreduce(MPI.IN_PLACE, part, _MPI_OPS[op]) for part in _elements(tensor)
+        ]
+        return MpiWork(requests, self._engine, tensor)
+
+    def progress(self) -> None:
+        """See `Transport.progress`; serves all transports of this process."""
+        self._engine.progress()
 
     def abort(self, reason: str, exit_code: int) -> None:
         """End all processes of the job with `exit_code`."""
@@ -123,6 +159,8 @@ class MpiTransport(HostTransport):
 
     def close(self) -> None:
         """See `Transport.close`: waits for buffered sends, then frees the communicators."""
+        if self._owns_engine:
+            self._engine.close()
         for requests, _ in self._pending:
             MPI.Request.Waitall(requests)
         self._pending.clear()
@@ -132,16 +170,22 @@ class MpiTransport(HostTransport):
 
 
 class MpiWork(Work):
-    """Requests under way and the tensor that they fill."""
+    """Requests under way and what must live as long as they do."""
 
-    def __init__(self, requests: list[MPI.Request], tensor: Tensor) -> None:
-        self._requests = requests
-        self._tensor = tensor
+    def __init__(
+        self, requests: list[MPI.Request], engine: ProgressEngine, *buffers: object
+    ) -> None:
+        self._pending: tuple[list[MPI.Request], object] | None = (requests, buffers)
+        self._engine = engine
+        engine.started()
 
     def wait(self) -> None:
         """See `Work.wait`."""
-        MPI.Request.Waitall(self._requests)
-        self._requests = []
+        if self._pending is None:
+            return
+        MPI.Request.Waitall(self._pending[0])
+        self._pending = None
+        self._engine.ended()
 
 
 class MpiChannel(Channel):
@@ -150,11 +194,14 @@ class MpiChannel(Channel):
     def __init__(
         self,
         comm: MPI.Comm,
+        engine: ProgressEngine,
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,
     ) -> None:
         self._buffers = (*sends, *recvs)  # keeps the memory that the requests point to
+        self._engine = engine
+        self._under_way = False
         self._requests: list[MPI.Prequest] = [
             comm.Recv_init(part, peer, tag) for peer, each in recvs for part in _parts(each)
         ]
@@ -165,10 +212,16 @@ class MpiChannel(Channel):
     def start(self) -> None:
         """See `Channel.start`."""
         MPI.Prequest.Startall(self._requests)
+        if self._requests and not self._under_way:
+            self._under_way = True
+            self._engine.started()
 
     def wait(self) -> None:
         """See `Channel.wait`."""
         MPI.Request.Waitall(self._requests)
+        if self._under_way:
+            self._under_way = False
+            self._engine.ended()
 
     def close(self) -> None:
         """See `Channel.close`."""
@@ -197,7 +250,18 @@ def _parts(tensor: Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:
             return
 
 
+def _numbers(tensor: Tensor) -> tuple[MPI.buffer, MPI.Datatype]:
+    """The elements of a tensor that MPI can count and add."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), _MPI_TYPES[tensor.dtype]
+
+
 def _elements(tensor: Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:
     """The elements of a tensor in pieces that MPI can count."""
     for piece in tensor.view(-1).split(MAX_BYTES // tensor.element_size()):
-        yield MPI.buffer.fromaddress(piece.data_ptr(), piece.nbytes), _MPI_TYPES[tensor.dtype]
+        yield _numbers(piece)
+
+
+def _poll(comm: MPI.Comm) -> None:
+    # Any call drives all messages of the process. This one looks for a message that never comes, so
+    # that it changes nothing and may run beside other calls; on MPI_COMM_SELF, MPICH drives none.
+    comm.Iprobe(MPI.ANY_SOURCE, _NEVER_SENT)

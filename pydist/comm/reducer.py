@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,62 +11,13 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from pydist.comm.adjoints import mean_ranks
+from pydist.comm.buckets import Part, ScatteredBucket, make_buckets
+from pydist.comm.scattered import Family, ScatteredGradient
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
-    from pydist.comm.handles import Work
     from pydist.comm.transport import Transport
     from pydist.mesh import Mesh
-
-# Large enough that latency is nothing beside the transfer, small enough that the first bucket
-# leaves while most of backward is still to run.
-BUCKET_BYTES = 8 << 20
-
-
-class _Bucket:
-    """Some parameters whose gradients travel in one all-reduce."""
-
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.missing = len(parameters)
-        self.flat: Tensor | None = None
-        self.work: Work | None = None
-
-    def start(self, transport: Transport) -> None:
-        """Copies the gradients together and starts their sum; a missing one counts as zero."""
-        first = self.parameters[0]
-        if self.flat is None or self.flat.dtype != first.dtype:
-            elements = sum(p.numel() for p in self.parameters)
-            self.flat = torch.empty(elements, dtype=first.dtype, device=first.device)
-        for parameter, piece in self._pieces():
-            if parameter.grad is None:
-                piece.zero_()
-            else:
-                piece.copy_(parameter.grad.detach())
-        self.work = transport.all_reduce_async(self.flat)
-
-    def finish(self, ranks: int, has_gradient: Callable[[nn.Parameter], bool]) -> None:
-        """Waits, and writes the mean into the gradients."""
-        assert self.work is not None
-        self.work.wait()
-        self.work = None
-        assert self.flat is not None
-        self.flat /= ranks
-        for parameter, piece in self._pieces():
-            if parameter.grad is None:
-                if has_gradient(parameter):
-                    parameter.grad = piece.clone()
-            elif not parameter.grad.requires_grad:
-                # One with a graph (create_graph) was reduced on its way, differentiably.
-                parameter.grad.copy_(piece)
-
-    def _pieces(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        assert self.flat is not None
-        start = 0
-        for parameter in self.parameters:
-            stop = start + parameter.numel()
-            yield parameter, self.flat[start:stop].view(parameter.shape)
-            start = stop
 
 
 class Reducer:
@@ -75,21 +26,46 @@ class Reducer:
     What each rank accumulates has the true gradient as its mean over all ranks (see
     `pydist.comm.adjoints`), whatever mixture of sharded and plain uses a parameter has. Buckets
     fill in the reverse order of the parameters and start, in one fixed order, as soon as they are
-    full; the rest starts at the end of backward. Gradients are final when `backward()` returns. A
-    gradient that is `None` on all ranks stays `None`.
+    full; the rest starts at the end of backward. Gradients are final when `backward()` returns; in
+    between they are not to be touched, as large ones are summed where they lie. A gradient that is
+    `None` on all ranks stays `None`.
 
     A mean is idempotent: parameters that were reduced before (a second backward without
     `zero_grad`) come out right.
+
+    Parameters whose optimizer step is shared by the ranks (`pydist.optim.sharded`) are scattered:
+    each rank gets the mean of its own part, and `.grad` becomes a `ScatteredGradient`. What the
+    rank itself has accumulated stays in it, for a second backward.
+
+    Args:
+        parameters: of the model; those that require a gradient are taken up.
+        mesh: the ranks.
+        transport: over all ranks of the mesh, used by nothing else: a rank without work starts its
+            buckets later than the others, behind exchanges that they start after theirs.
+        is_scattered: which ones are.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        mesh: Mesh,
+        transport: Transport,
+        is_scattered: Callable[[nn.Parameter], bool] = lambda _: False,
+    ) -> None:
         self._mesh = mesh
+        self._transport = transport
         self.enabled = True
         """Whether gradients are reduced at the end of a backward."""
         self._queued = False
         self._next = 0
-        used = [p for p in parameters if p.requires_grad]
-        self._buckets = _make_buckets(used)
+        # One rank has the mean already.
+        used = [p for p in parameters if p.requires_grad and mesh.size > 1]
+        self._buckets = make_buckets(used, transport, is_scattered)
+        self._scattered = [b for b in self._buckets if isinstance(b, ScatteredBucket)]
+        self.parts: dict[int, Part] = {
+            id(p): part for b in self._scattered for p, part in b.parts()
+        }
+        """By the id of a scattered parameter: which part of it is whose."""
         self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters}
         self._order = [p for b in self._buckets for p in b.parameters]
         self._index = {id(p): i for i, p in enumerate(self._order)}
@@ -108,6 +84,8 @@ class Reducer:
     def forget_unfinished(self) -> None:
         """Starts afresh after a backward that raised."""
         if self._queued:
+            for bucket in self._buckets:
+                bucket.abandon()
             self._reset()
 
     def expect_end_of_backward(self) -> None:
@@ -118,12 +96,39 @@ class Reducer:
             self._queued = True
             Variable._execution_engine.queue_callback(self._finish)
 
+    @torch.no_grad()
+    def gather_gradients(self) -> None:
+        """Makes ordinary gradients, final and equal, of scattered ones. Collective."""
+        with self._mesh.timers.measure("gradients"):
+            for bucket in self._scattered:
+                bucket.gather_gradients()
+
+    @torch.no_grad()
+    def gather_values(self) -> None:
+        """Collects scattered parameters, of which each rank has changed its part. Collective."""
+        with self._mesh.timers.measure("gradients"):
+            for bucket in self._scattered:
+                bucket.start_gathering_values()
+            for bucket in self._scattered:
+                bucket.finish_gathering_values()
+        # Written behind torch's back: whoever kept a value for backward must notice.
+        changed = [p for bucket in self._scattered for p in bucket.parameters]
+        torch.autograd.graph.increment_version(changed)
+
     def _before_accumulation(self, grad: Tensor, index: int) -> Tensor | None:
-        if torch.is_grad_enabled() or _fate(self._nodes[index]) == "returned":
-            return mean_ranks(grad, self._mesh.world)
+        returned = _fate(self._nodes[index]) == "returned"
+        parameter = self._order[index]
+        if not returned and isinstance(parameter.grad, ScatteredGradient):
+            if torch.is_grad_enabled():
+                self.gather_gradients()  # what is added to it is the mean as well
+            else:
+                parameter.grad = parameter.grad.local()
+        if returned or torch.is_grad_enabled():
+            return mean_ranks(grad, self._mesh, self._mesh.axes, "gradients")
         return None
 
     def _after_accumulation(self, parameter: nn.Parameter) -> None:
+        self._transport.progress()
         if not self.enabled:
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
@@ -135,8 +140,8 @@ class Reducer:
             self._start_next()
 
     def _start_next(self) -> None:
-        with torch.no_grad():
-            self._buckets[self._next].start(self._mesh.world)
+        with torch.no_grad(), self._mesh.timers.measure("gradients"):
+            self._buckets[self._next].start(self._transport)
         self._next += 1
 
     @torch.no_grad()
@@ -146,9 +151,11 @@ class Reducer:
                 while self._next < len(self._buckets):
                     self._start_next()
                 held = torch.tensor([p.grad is not None for p in self._order], dtype=torch.int32)
-                self._mesh.world.all_reduce(held, "max")
+                agreed = self._transport.all_reduce_async(held, "max")
+                family = Family(self._transport)
+                agreed.wait()
                 for bucket in self._buckets:
-                    bucket.finish(self._mesh.size, lambda p: bool(held[self._index[id(p)]]))
+                    bucket.finish(family, lambda p: bool(held[self._index[id(p)]]))
         finally:
             self._reset()
 
@@ -157,26 +164,6 @@ class Reducer:
         self._next = 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
-
-
-def _make_buckets(parameters: list[nn.Parameter]) -> list[_Bucket]:
-    buckets: list[list[nn.Parameter]] = []
-    size = 0
-    for parameter in reversed(parameters):
-        nbytes = parameter.numel() * parameter.element_size()
-        last = buckets[-1][-1] if buckets else None
-        fits = (
-            last is not None
-            and (last.dtype, last.device) == (parameter.dtype, parameter.device)
-            and size + nbytes <= BUCKET_BYTES
-        )
-        if fits:
-            buckets[-1].append(parameter)
-            size += nbytes
-        else:
-            buckets.append([parameter])
-            size = nbytes
-    return [_Bucket(b) for b in buckets]
 
 
 def _fate(node: Any) -> str:

@@ -226,8 +226,36 @@ class Transport(ABC):
             self._all_gather(tensor.detach(), out)
         return out
 
-    @abstractmethod
-    def _all_gather(self, tensor: Tensor, out: Tensor) -> None: ...
+    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        flat = out.view(-1)
+        parts = list(flat.split(tensor.numel())) if tensor.numel() else [flat] * self.size
+        parts[self.rank].copy_(tensor.view(-1))
+        self._all_gather_async(parts[self.rank], parts, flat).wait()
+
+    def all_gather_async(
+        self, tensor: Tensor, out: Tensor, counts: Sequence[int] | None = None
+    ) -> Work:
+        """Start collecting one slice a rank, in rank order.
+
+        Args:
+            tensor: this rank's slice; it may be its place in `out` itself.
+            out: takes the slices, one behind the other, whatever its shape.
+            counts: elements of each rank's slice, >= 0; equal ones if None.
+
+        Returns:
+            `out` is complete when its `wait` has returned. All ranks start their collectives in
+            one order; they may wait in any.
+        """
+        flat, parts = self._slices("all_gather_async", out, tensor, counts)
+        mine, own = tensor.detach().view(-1), parts[self.rank]
+        if mine.data_ptr() != own.data_ptr():
+            own.copy_(mine)
+        return self._all_gather_async(own, parts, flat) if self.size > 1 else Work()
+
+    def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
+        """As `all_gather_async`: `out` consists of `parts`, `tensor` is this rank's."""
+        del out
+        return self._all_to_all_async([tensor] * self.size, parts)
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Every rank sends one tensor to every rank; sizes may differ and may be zero.
@@ -244,13 +272,13 @@ class Transport(ABC):
         self._check_like("all_to_all", inputs[self.rank], outputs[self.rank])
         outputs[self.rank].detach().copy_(inputs[self.rank].detach().view(outputs[self.rank].shape))
         if self.size > 1:
-            self._all_to_all(
+            self._all_to_all_async(
                 [each.detach() for each in inputs], [each.detach() for each in outputs]
-            )
+            ).wait()
 
     @abstractmethod
-    def _all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """As `all_to_all`; what this rank sends to itself is already in place."""
+    def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
+        """Start `all_to_all`; what this rank sends to itself is already in place."""
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, and hand one slice of the sum to each.
@@ -267,15 +295,37 @@ class Transport(ABC):
                 f"reduce_scatter: shape {tuple(tensor.shape)} must begin with the number of ranks,"
                 f" {self.size}"
             )
+        out = torch.empty_like(tensor[0], requires_grad=False)
+        self.reduce_scatter_async(tensor, out).wait()
+        return out
+
+    def reduce_scatter_async(
+        self, tensor: Tensor, out: Tensor, counts: Sequence[int] | None = None
+    ) -> Work:
+        """Start summing over ranks; each gets one slice of the sum.
+
+        Args:
+            tensor: one slice for each rank, one behind the other, whatever its shape.
+            out: takes the sum over ranks of their slices for this rank. float16 and bfloat16 are
+                summed in float32, narrow integers in wider ones.
+            counts: elements of each rank's slice, >= 0; equal ones if None.
+
+        Returns:
+            `out` is complete, and `tensor` free, when its `wait` has returned. All ranks start
+            their collectives in one order; they may wait in any.
+        """
+        flat, parts = self._slices("reduce_scatter_async", tensor, out, counts)
         if self.size == 1:
-            return tensor.detach()[0].clone()
-        slices = torch.empty_like(tensor)
-        self.all_to_all(list(tensor), list(slices))
-        wide = WIDER.get(tensor.dtype, tensor.dtype)
-        total = slices[0].to(wide)
-        for each in slices[1:]:  # in rank order, whoever is asked
-            total += each.to(wide)
-        return total.to(tensor.dtype)
+            out.detach().view(-1).copy_(flat)
+            return Work()
+        return self._reduce_scatter_async(flat, parts, out.detach().view(-1))
+
+    def _reduce_scatter_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
+        """As `reduce_scatter_async`: `tensor` consists of `parts`."""
+        del tensor
+        received = [torch.empty_like(out) for _ in parts]
+        received[self.rank] = parts[self.rank]
+        return _SliceSum(self._all_to_all_async(parts, received), received, out)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce over ranks, in place, with the same bits on every rank.
@@ -333,6 +383,13 @@ class Transport(ABC):
         rows = self.all_gather(padded)
         return [_as_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
 
+    def progress(self) -> None:  # noqa: B027  most transports move bytes on their own
+        """Let what is under way advance. Not collective, and cheap.
+
+        For libraries that move bytes only while they are called (MPI): called between long
+        computations, it hides there what would else be waited for.
+        """
+
     @abstractmethod
     def abort(self, reason: str, exit_code: int) -> None:
         """End the whole job, now.
@@ -371,6 +428,23 @@ class Transport(ABC):
                 f" {wanted.dtype} of shape {tuple(wanted.shape)}"
             )
 
+    def _slices(
+        self, call: str, whole: Tensor, part: Tensor, counts: Sequence[int] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`whole` as one row, and the slice of each rank in it; `part` fits that of this one."""
+        self._check(call, whole)
+        self._check(call, part)
+        if counts is None:
+            counts = [part.numel()] * self.size
+        fits = len(counts) == self.size and part.numel() == counts[self.rank]
+        if not fits or whole.numel() != sum(counts) or whole.dtype != part.dtype:
+            raise UsageError(
+                f"{call}: {whole.numel()} elements of {whole.dtype} in all and {part.numel()} of "
+                f"{part.dtype} here do not fit counts {list(counts)} for {self.size} ranks"
+            )
+        flat = whole.detach().view(-1)
+        return flat, list(flat.split(list(counts)))
+
     def _check_reduce(self, tensor: Tensor, op: str) -> None:
         self._check("all_reduce", tensor)
         if op not in _REDUCE_OPS:
@@ -385,6 +459,27 @@ class Transport(ABC):
         # The MPI standard promises tags up to 32767 and no more.
         if not 0 <= tag < 1 << 15:
             raise UsageError(f"tag {tag} is outside [0, {1 << 15})")
+
+
+class _SliceSum(Work):
+    """Slices of all ranks on their way here, to be summed in rank order, whoever is asked."""
+
+    def __init__(self, work: Work, slices: Sequence[Tensor], out: Tensor) -> None:
+        self._pending: tuple[Work, Sequence[Tensor], Tensor] | None = (work, slices, out)
+
+    def wait(self) -> None:
+        if self._pending is None:
+            return
+        work, slices, out = self._pending
+        self._pending = None
+        work.wait()
+        wide = WIDER.get(out.dtype, out.dtype)
+        total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+        total.copy_(slices[0])
+        for each in slices[1:]:
+            total += each.to(wide)
+        if total is not out:
+            out.copy_(total)
 
 
 def _as_tensor(data: bytes) -> Tensor:

@@ -91,6 +91,9 @@ class OptimizerConfig(_Table):
     """Epochs after warm-up over which the learning rate falls linearly to `end_lr`."""
     end_lr: NotNegative = 1e-7
     """Learning rate after decay."""
+    sharded: Literal["auto", "always", "never"] = "auto"
+    """Whether the ranks share the optimizer's step, each doing its own part of the parameters, with
+    the same result; "auto" from a million parameters on. See `pydist.optim.sharded`."""
 
 
 @dataclass(frozen=True)

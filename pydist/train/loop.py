@@ -130,7 +130,8 @@ class Trainer:
         if self.config.clip_norm is not None:
             state.scaler.unscale_(state.optimizer)
             torch.nn.utils.clip_grad_norm_(state.model.parameters(), self.config.clip_norm)
-        state.scaler.step(state.optimizer)
+        with self.mesh.timers.measure("optimizer"):
+            state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad()
         rate = float(state.scheduler.get_last_lr()[0])

@@ -22,7 +22,7 @@ from pydist.data import ShardDataset
 from pydist.data.loader import Loader
 from pydist.errors import CheckpointError, DiskError, Stopped, UsageError
 from pydist.models import CosmoFlow
-from pydist.optim import linear_decay
+from pydist.optim import linear_decay, sharded
 from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
 from pydist.train.agree import require_same, together
@@ -95,7 +95,7 @@ def _run(config: Config, mesh: Mesh, log: EventLog) -> Result:
     """The run, between the log's beginning and end."""
     with ExitStack() as stack:
         with together(mesh.world):
-            data, validation_data = _datasets(config)
+            data, validation_data = open_datasets(config)
             loader = Loader(data, mesh, config.train.batch, prefetch=config.data.prefetch)
             stack.enter_context(loader)
             validation_loader = None
@@ -105,7 +105,7 @@ def _run(config: Config, mesh: Mesh, log: EventLog) -> Result:
                 )
                 stack.enter_context(validation_loader)
         require_same(mesh.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
-        state = _state(config, mesh, data, loader)
+        state = make_state(config, mesh, data, loader)
         _resume(config, state, log)
         checkpoints = config.output.folder / CHECKPOINTS
         trainer = Trainer(
@@ -128,7 +128,7 @@ def _prepare(folder: Path, config: Config) -> None:
         raise DiskError(f"can't write into {folder}: {error.strerror}") from error
 
 
-def _datasets(config: Config) -> tuple[ShardDataset, ShardDataset | None]:
+def open_datasets(config: Config) -> tuple[ShardDataset, ShardDataset | None]:
     """The training set, and the validation set if there is one."""
     train = ShardDataset(config.data.path, "train", normalize=config.data.normalize)
     expected = (config.model.width,) * 3
@@ -142,7 +142,8 @@ def _datasets(config: Config) -> tuple[ShardDataset, ShardDataset | None]:
     return train, ShardDataset(config.data.path, "val", normalize=config.data.normalize)
 
 
-def _state(config: Config, mesh: Mesh, data: ShardDataset, loader: Loader) -> State:
+def make_state(config: Config, mesh: Mesh, data: ShardDataset, loader: Loader) -> State:
+    """Model, optimizer and schedule at the start of a run. Collective."""
     seed_everything(config.train.seed)
     mesh.world.barrier()  # rank-threads share one random state: none may seed it again from here
     # Rank 0 draws the weights, for all: the others would only draw them again.
@@ -165,10 +166,15 @@ def _state(config: Config, mesh: Mesh, data: ShardDataset, loader: Loader) -> St
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:
-    parameters = model.parameters()
+    parameters, decay = model.parameters(), config.weight_decay
+    optimizer: Optimizer
     if config.name == "sgd":
-        return SGD(parameters, config.lr, config.momentum, weight_decay=config.weight_decay)
-    return Adam(parameters, config.lr, config.betas, config.eps, weight_decay=config.weight_decay)
+        optimizer = SGD(parameters, config.lr, config.momentum, weight_decay=decay, fused=True)
+    else:
+        optimizer = Adam(
+            parameters, config.lr, config.betas, config.eps, weight_decay=decay, fused=True
+        )
+    return sharded(optimizer, model, config.sharded)
 
 
 def _schedule(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LRScheduler:

@@ -1,8 +1,9 @@
 """The state of a run, and its way into a checkpoint and back, on all ranks together.
 
-Nothing in it depends on the layout: parameters and optimizer state are equal on all ranks, the
-order of the samples follows from seed and epoch, and random numbers are keyed by position, so that
-a run goes on with another number of ranks, and to the bit with the same.
+Nothing in it depends on the layout: parameters are equal on all ranks, the optimizer's state is
+put together from the ranks' parts where they share its step, the order of the samples follows from
+seed and epoch, and random numbers are keyed by position, so that a run goes on with another number
+of ranks, and to the bit with the same.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class State:
         Raises:
             DiskError: see `pydist.train.checkpoint.write`.
         """
-        # On all ranks: buffers that differ between them are averaged when they are asked for.
+        # On all ranks: buffers that differ between them are averaged when they are asked for, and
+        # the optimizer's state may lie in parts.
         parts = self._parts()
         with together(self.mesh.world):
             if self.mesh.rank == 0:

@@ -19,6 +19,69 @@ def test_contract(check: Check, size: int) -> None:
     run_local(check, size)
 
 
+def _channel(t: Transport) -> None:
+    peer = 1 - t.rank
+    channel = t.channel([(peer, torch.ones(3))], [(peer, torch.zeros(3))], tag=7)
+    channel.start()
+    channel.wait()
+
+
+def _send_around(t: Transport) -> None:
+    t.send(torch.ones(1), 1 - t.rank)
+    t.recv(torch.zeros(1), 1 - t.rank)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract_with_latency(check: Check) -> None:
+    run_local(check, 3, latency=1e-4)
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        pytest.param(lambda t: t.all_reduce(torch.zeros(1)), id="all_reduce"),
+        pytest.param(lambda t: t.barrier(), id="barrier"),
+        pytest.param(_channel, id="channel"),
+        pytest.param(_send_around, id="send"),
+        pytest.param(lambda t: t.split(0, t.rank).barrier(), id="subgroup"),
+    ],
+)
+def test_nothing_arrives_before_the_latency_is_over(exchange) -> None:
+    def body(t: Transport) -> tuple[float, float]:
+        began = time.perf_counter()
+        exchange(t)
+        return began, time.perf_counter()
+
+    times = run_local(body, 2, latency=0.05)
+    (began, over), (other_began, other_over) = times
+    assert over - other_began >= 0.05
+    assert other_over - began >= 0.05
+
+
+def test_latency_elapses_while_a_rank_works(monkeypatch) -> None:
+    """It counts from the sending: a rank that was busy for longer does not wait at all."""
+    slept: dict[int, list[float]] = {}
+    sleep = time.sleep
+
+    def noted_sleep(seconds: float) -> None:
+        slept.setdefault(threading.get_ident(), []).append(seconds)
+        sleep(seconds)
+
+    def body(t: Transport) -> list[float]:
+        channel = t.channel([(1 - t.rank, torch.ones(1))], [(1 - t.rank, torch.zeros(1))], tag=0)
+        work = t.all_reduce_async(torch.ones(1))
+        channel.start()
+        t.barrier()  # all have sent, and a latency ago
+        mine = slept[threading.get_ident()]
+        mine.clear()
+        channel.wait()
+        work.wait()
+        return mine
+
+    monkeypatch.setattr(time, "sleep", noted_sleep)
+    assert run_local(body, 2, latency=0.02) == [[0.0, 0.0]] * 2
+
+
 def test_results_come_in_rank_order_and_arguments_are_passed_on() -> None:
     def body(t: Transport, factor: int, *, offset: int) -> int:
         time.sleep(0.01 * (t.size - t.rank))

@@ -191,6 +191,87 @@ def reduce_scatter_sums_slices(t: Transport) -> None:
         equal(result, torch.stack(slices).to(torch.float64).sum(0).to(dtype))
 
 
+def uneven(t: Transport) -> list[int]:
+    """Slices of different lengths, one of them empty."""
+    return [(3 * rank + 2) % 5 if rank != 1 else 0 for rank in range(t.size)]
+
+
+@check
+def started_reduce_scatters_of_uneven_slices(t: Transport) -> None:
+    counts = uneven(t)
+    for dtype in (*FLOATS, *INTS, torch.bool):
+        source = numbers(t.rank, dtype, sum(counts))
+        kept = source.clone()
+        out = torch.empty(counts[t.rank], dtype=dtype)
+        work = t.reduce_scatter_async(source, out, counts)
+        work.wait()
+        work.wait()
+        rows = torch.stack([numbers(rank, dtype, sum(counts)) for rank in range(t.size)])
+        equal(out, rows.to(torch.float64).sum(0).to(dtype).split(counts)[t.rank])
+        equal(source, kept)
+
+
+@check
+def started_all_gathers_of_uneven_slices(t: Transport) -> None:
+    counts = uneven(t)
+    for dtype in DTYPES:
+        expected = torch.cat([numbers(rank, dtype, count) for rank, count in enumerate(counts)])
+        mine = numbers(t.rank, dtype, counts[t.rank])
+        apart = torch.zeros(sum(counts), dtype=dtype)
+        t.all_gather_async(mine, apart, counts).wait()
+        equal(apart, expected)
+        in_place = torch.zeros(sum(counts), dtype=dtype)
+        slot = in_place.split(counts)[t.rank]
+        slot.copy_(mine)
+        t.all_gather_async(slot, in_place, counts).wait()
+        equal(in_place, expected)
+    equal_slices = torch.empty(t.size, 2)
+    t.all_gather_async(torch.full((2,), float(t.rank)), equal_slices).wait()
+    assert equal_slices.tolist() == [[float(rank)] * 2 for rank in range(t.size)]
+
+
+@check
+def all_kinds_of_collectives_may_be_under_way_together(t: Transport) -> None:
+    """Started in one order, waited for in another, with `progress` in between."""
+    works, results = [], []
+    for i in range(3):
+        numbers_of = [numbers(rank + i, torch.float32, t.size, 5000) for rank in range(t.size)]
+        total = torch.stack(numbers_of).sum(0)
+        reduced = numbers_of[t.rank].clone()
+        works.append(t.all_reduce_async(reduced))
+        results.append((reduced, total))
+        mine = torch.empty(5000)
+        works.append(t.reduce_scatter_async(numbers_of[t.rank], mine))
+        results.append((mine, total[t.rank]))
+        gathered = torch.empty(t.size, 5000)
+        works.append(t.all_gather_async(total[t.rank].clone(), gathered))
+        results.append((gathered, total))
+    t.progress()
+    order = list(range(len(works)))
+    for index in order if t.rank % 2 else reversed(order):
+        works[index].wait()
+        t.progress()
+    for found, expected in results:
+        equal(found, expected)
+    t.progress()
+
+
+@check
+def slices_that_are_put_together_have_the_bits_of_the_sum_that_all_get(t: Transport) -> None:
+    """Two ranks alone promise it: more may be added in another order."""
+    generator = torch.Generator().manual_seed(t.rank)
+    pair = t.split(t.rank // 2, t.rank)
+    for dtype in FLOATS:
+        mine = torch.randn(pair.size * 1003, generator=generator).to(dtype)
+        own = torch.empty(1003, dtype=dtype)
+        pair.reduce_scatter_async(mine, own).wait()
+        together = pair.all_gather(own).flatten()
+        pair.all_reduce(mine)
+        equal(together, mine)
+    pair.close()
+    t.barrier()
+
+
 @check
 def all_reduce_every_dtype_and_op(t: Transport) -> None:
     for dtype in (*FLOATS, *INTS):
@@ -346,6 +427,11 @@ def wrong_arguments_are_named(t: Transport) -> None:
         ("complex64 can't be sent", lambda: t.all_gather(torch.zeros(1, dtype=torch.complex64))),
         ("must begin with the number of ranks", lambda: t.reduce_scatter(torch.zeros(t.size + 1))),
         ("inputs for", lambda: t.all_to_all([], [])),
+        ("do not fit counts", lambda: t.all_gather_async(torch.zeros(2), torch.zeros(t.size))),
+        (
+            "do not fit counts",
+            lambda: t.reduce_scatter_async(torch.zeros(3), torch.zeros(1), [1] * (t.size + 1)),
+        ),
         (
             "is not contiguous",
             lambda: t.channel([(0, torch.zeros(2, 2).t())], [], tag=0),

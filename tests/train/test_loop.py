@@ -94,6 +94,27 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
     assert_same_bits(last_state(config), last_state(through))
 
 
+def test_a_shared_optimizer_step_is_the_unshared_one(config, tmp_path):
+    """With clipping; any number of ranks can go on from its checkpoint."""
+    config = change(config, train={"clip_norm": 0.5}, checkpoint={"every": 1})
+    shared = change(config, optimizer={"sharded": "always"}, output={"folder": tmp_path / "shared"})
+    run_local(job, 4, config, 2, (2, 1, 1))
+    run_local(job, 4, change(shared, train={"steps": 2}), 2, (2, 1, 1))
+    run_local(job, 4, shared, 2, (2, 1, 1))
+    assert curve(shared) == pytest.approx(curve(config), rel=1e-6)
+    run_local(job, 2, change(shared, train={"epochs": 3, "steps": 5}), 1, (1, 2, 1))
+    alone(change(shared, optimizer={"sharded": "never"}, train={"epochs": 3}))
+    assert len(curve(shared)) == 6
+
+
+def test_a_shared_optimizer_step_without_clipping_keeps_every_bit(config, tmp_path):
+    shared = change(config, optimizer={"sharded": "always"}, output={"folder": tmp_path / "shared"})
+    run_local(job, 2, config, 1, (2, 1, 1))
+    run_local(job, 2, shared, 1, (2, 1, 1))
+    assert curve(shared) == curve(config)
+    assert_same_bits(last_state(shared), last_state(config))
+
+
 def test_a_checkpoint_goes_on_with_another_number_of_ranks(config, tmp_path):
     config = change(config, checkpoint={"every": 1})
     through = change(config, output={"folder": tmp_path / "through"})

@@ -1,0 +1,111 @@
+"""What keeps messages moving while a rank computes, for libraries that move them in calls only.
+
+Two ways, chosen by the environment variable `PYDIST_PROGRESS`:
+
+- "calls" (the default): `Transport.progress()` is called between the library calls of a step, in
+  backward after each parameter's gradient; where nothing is under way it costs next to nothing;
+- "thread": a thread polls every `INTERVAL_S` while something is under way. It needs no calls, and
+  takes its time from the computation where there are no more cores than ranks;
+- "off": neither; what is under way advances inside of waits.
+
+`benchmarks/python/progress.py` measures them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+from pydist.errors import UsageError
+
+VARIABLE = "PYDIST_PROGRESS"
+WAYS = ("calls", "thread", "off")
+
+INTERVAL_S = 0.0005
+"""Pause of the thread between two polls. A poll moves some 100 kB or a whole message."""
+
+
+class ProgressEngine:
+    """Counts what is under way in this process, and polls the library meanwhile.
+
+    Args:
+        poll: lets the library advance everything that it has under way; cheap.
+        way: one of `WAYS`.
+    """
+
+    def __init__(self, poll: Callable[[], None], way: str = "calls") -> None:
+        self._poll = poll
+        self._polls_in_calls = way == "calls"
+        self._under_way = 0
+        self._thread = _Thread(poll) if way == "thread" else None
+
+    @classmethod
+    def from_environment(cls, poll: Callable[[], None], threads: bool) -> ProgressEngine:
+        """The engine that `PYDIST_PROGRESS` asks for.
+
+        Args:
+            poll: see the class.
+            threads: whether the library may be called by several threads.
+
+        Raises:
+            UsageError: there is no such way, or the library can't do it.
+        """
+        way = os.environ.get(VARIABLE, WAYS[0])
+        if way not in WAYS:
+            raise UsageError(f"{VARIABLE}={way} is none of {', '.join(WAYS)}")
+        if way == "thread" and not threads:
+            raise UsageError(
+                f"{VARIABLE}=thread needs an MPI that may be called by several threads"
+                " (MPI_THREAD_MULTIPLE); use calls"
+            )
+        return cls(poll, way)
+
+    def started(self) -> None:
+        """Something is under way from now on."""
+        self._under_way += 1
+        if self._thread is not None and self._under_way == 1:
+            self._thread.busy.set()
+
+    def ended(self) -> None:
+        """One of what was under way has been waited for."""
+        self._under_way -= 1
+        if self._thread is not None and not self._under_way:
+            self._thread.busy.clear()
+
+    def progress(self) -> None:
+        """Polls if something is under way."""
+        if self._under_way and self._polls_in_calls:
+            self._poll()
+
+    def close(self) -> None:
+        """Ends the thread, if there is one. Idempotent."""
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None
+
+
+class _Thread:
+    """Polls while `busy` is set."""
+
+    def __init__(self, poll: Callable[[], None]) -> None:
+        self.busy = threading.Event()
+        self._over = threading.Event()
+        self._thread = threading.Thread(
+            target=_run, args=(poll, self.busy, self._over), name="pydist progress", daemon=True
+        )
+        # A transport that nobody closed must not keep polling a library that has ended.
+        self.close = weakref.finalize(self, _end, self._thread, self.busy, self._over)
+        self._thread.start()
+
+
+def _run(poll: Callable[[], None], busy: threading.Event, over: threading.Event) -> None:
+    while busy.wait() and not over.wait(INTERVAL_S):
+        poll()
+
+
+def _end(thread: threading.Thread, busy: threading.Event, over: threading.Event) -> None:
+    over.set()
+    busy.set()
+    thread.join()

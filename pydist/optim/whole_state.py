@@ -1,0 +1,96 @@
+"""The state of an optimizer, put together from the parts that the ranks have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pydist.comm.buckets import Part, shaped_like
+from pydist.errors import NotSupported
+
+if TYPE_CHECKING:
+    from pydist.comm.transport import Transport
+
+State: TypeAlias = "dict[str, Any]"
+"""Of one parameter: moments and the like, by name."""
+
+
+def gather_state(
+    world: Transport,
+    parameters: Sequence[Tensor],
+    owned: Mapping[Tensor, Tensor],
+    parts: Mapping[int, Part],
+    state: Mapping[Tensor, State],
+) -> dict[Tensor, State]:
+    """The state by parameter, whole on every rank. Collective.
+
+    Args:
+        world: connects the ranks that have the parts.
+        parameters: the same ones on all ranks, in one order.
+        owned: this rank's part of a parameter, if it has one; the parameter itself if it is whole.
+        parts: of scattered parameters, by id: which part is whose.
+        state: by what is in `owned`. What has the shape of the part is a part itself; the rest (a
+            count of steps) is equal on all ranks.
+
+    Returns:
+        States of parameters that have one.
+    """
+    mine = [
+        _describe(state.get(owned[p], {}), owned[p]) if p in owned and id(p) in parts else None
+        for p in parameters
+    ]
+    everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
+    whole: dict[Tensor, State] = {}
+    for index, parameter in enumerate(parameters):
+        part = parts.get(id(parameter))
+        if part is None:
+            found = dict(state.get(parameter, {}))
+        else:
+            told: dict[str, Any] = next((each[index] for each in everyones if each[index]), {})
+            own = state[owned[parameter]] if parameter in owned and told else {}
+            found = {
+                name: _gather(world, parameter, part, own.get(name), dtype)
+                if kind == "part"
+                else _decode(kind, dtype, value)
+                for name, (kind, dtype, value) in told.items()
+            }
+        if found:
+            whole[parameter] = found
+    return whole
+
+
+def _describe(state: State, part: Tensor) -> dict[str, tuple[str, str, Any]]:
+    """What a rank's state of one parameter consists of, and the values that are no parts."""
+    described = {}
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            described[name] = ("value", "", value)
+            continue
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.shape == part.shape:
+            described[name] = ("part", dtype, None)
+        elif value.dim() == 0:
+            described[name] = ("scalar", dtype, value.item())
+        else:
+            raise NotSupported(
+                f"the optimizer's state {name!r} of shape {tuple(value.shape)}, for a part of "
+                f"shape {tuple(part.shape)}: it can't be put together"
+            )
+    return described
+
+
+def _decode(kind: str, dtype: str, value: Any) -> Any:
+    return torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "scalar" else value
+
+
+def _gather(
+    world: Transport, parameter: Tensor, part: Part, own: Tensor | None, dtype: str
+) -> Tensor:
+    row = torch.empty(parameter.numel(), dtype=getattr(torch, dtype))
+    mine = row[:0] if own is None else own
+    world.all_gather_async(mine, row, part.counts).wait()
+    return shaped_like(row, parameter)

@@ -1,0 +1,314 @@
+"""The shared optimizer as an object: schedulers, groups, state dicts, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from equivalence import on_ranks, randn
+from networks import loss_of, small
+from shared_steps import OPTIMIZERS, adam, check, train
+from torch import nn
+from torch.optim import SGD, Adam, lr_scheduler
+
+from pydist import parallelize
+from pydist.errors import NotSupported, UsageError
+from pydist.optim import ShardedOptimizer, gather_gradients, sharded
+from pydist.optim.sharded import WORTHWHILE
+
+pytestmark = pytest.mark.usefixtures("sizes")
+
+
+def test_schedulers_made_before_and_after():
+    def loop(model, optimizer, mesh, step):
+        if step == 0:
+            inner = getattr(optimizer, "_inner", optimizer)
+            optimizer.schedules = [
+                lr_scheduler.LinearLR(inner, 0.1, total_iters=3),
+                lr_scheduler.StepLR(optimizer, 2),
+            ]
+        loss_of(model, mesh, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for schedule in optimizer.schedules:
+            schedule.step()
+
+    check(loop=loop)
+
+
+def test_closures():
+    def loop(model, optimizer, mesh, step):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, mesh, step)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).requires_grad
+
+    check(loop=loop)
+
+
+def test_groups_with_settings_of_their_own_and_one_added_later():
+    def make(parameters):
+        first, *rest = parameters
+        return Adam([{"params": [first], "lr": 1e-3}, {"params": rest[:-1], "weight_decay": 0.1}])
+
+    def loop(model, optimizer, mesh, step):
+        if step == 2:
+            optimizer.add_param_group({"params": [model[11].bias], "lr": 0.1})
+        optimizer.param_groups[0]["lr"] *= 0.5
+        loss_of(model, mesh, step).backward()
+        optimizer.step()
+        model.zero_grad()
+
+    check(make, loop)
+
+
+def test_a_group_added_between_backward_and_step():
+    """Parts change hands while gradients are out."""
+
+    def make(parameters):
+        return Adam(list(parameters)[:5], 1e-2)
+
+    def loop(model, optimizer, mesh, step):
+        loss_of(model, mesh, step).backward()
+        if step == 1:
+            optimizer.add_param_group({"params": list(model.parameters())[5:]})
+        optimizer.step()
+        model.zero_grad()
+
+    check(make, loop)
+
+
+def test_hooks_see_the_whole():
+    def loop(model, optimizer, mesh, step):
+        if step == 0:
+            optimizer.register_step_pre_hook(
+                lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 0.01) and None
+            )
+        loss_of(model, mesh, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    check(loop=loop, make=lambda p: SGD(p, 0.5))
+
+
+def test_parameters_frozen_and_unfrozen():
+    """Parts change hands, and their state goes with them."""
+
+    def loop(model, optimizer, mesh, step):
+        model[0].requires_grad_(step not in (1, 2))
+        loss_of(model, mesh, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    check(loop=loop)
+
+
+def test_parameters_outside_of_the_model_and_odd_ones():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk = small()
+            self.scalar = nn.Parameter(randn(1, seed=1)[0])
+            self.gaps = nn.Parameter(randn(3, 8, seed=2)[:, ::2])
+            self.turned = nn.Parameter(randn(3, 4, 5, seed=3).transpose(0, 2))
+            self.empty = nn.Parameter(torch.empty(0, 3, dtype=torch.float64))
+            self.narrow = nn.Parameter(randn(7, seed=4).float())
+
+        def forward(self, x):
+            y = self.trunk(x) * self.scalar + self.gaps.sum(1) + self.narrow.double().sum()
+            return y + (self.turned * randn(5, 4, 3)).sum((0, 1)) + self.empty.sum()
+
+    def make(parameters):
+        return Adam([*parameters, torch.ones((), dtype=torch.float64, requires_grad=True)], 1e-2)
+
+    def loop(model, optimizer, mesh, step):
+        outside = optimizer.param_groups[0]["params"][-1]
+        (loss_of(model, mesh, step) * outside).backward()
+        assert outside.grad is not None
+        outside.grad.fill_(0.1)  # as it is not the model's, nobody reduces it
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 3:
+            optimizer.load_state_dict(optimizer.state_dict())
+
+    check(make, loop, Odd)
+
+
+def test_weights_in_channels_last_and_a_model_that_moves():
+    def network():
+        model = small()
+        for layer in (model[0], model[4]):
+            layer.weight.data = layer.weight.data.to(memory_format=torch.channels_last_3d)
+        return model
+
+    def loop(model, optimizer, mesh, step):
+        if step == 2:
+            for p in model.parameters():
+                p.data = p.data.clone()
+        loss_of(model, mesh, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    check(loop=loop, network=network)
+
+
+def test_values_kept_for_backward_are_protected():
+    def body(mesh):
+        model, optimizer = train(mesh, "always", steps=1)
+        kept = sum(p.square().sum() for p in model.parameters())
+        loss_of(model, mesh).backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
+
+    on_ranks((2, 1, 1), body)
+
+
+# -- state dicts ----------------------------------------------------------------------------
+
+
+def assert_same_state(found, expected):
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for index, state in expected["state"].items():
+        assert found["state"][index].keys() == state.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(
+                found["state"][index][name], value, rtol=1e-12, atol=1e-13, msg=f"{index}.{name}"
+            )
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_state_dicts_are_those_of_the_plain_optimizer(make):
+    def body(mesh):
+        _, optimizer = train(mesh, "always", make, steps=3)
+        _, plain = train(mesh, "never", make, steps=3)
+        assert_same_state(optimizer.state_dict(), plain.state_dict())
+
+    on_ranks((2, 1, 1), body, data=2)
+
+
+@pytest.mark.parametrize("name", ["adam", "adagrad", "momentum"])
+def test_training_goes_on_with_another_number_of_ranks(name):
+    make = OPTIMIZERS[name]
+
+    def through(mesh):
+        return [p.detach() for p in train(mesh, "always", make, steps=4)[0].parameters()]
+
+    def begin(mesh):
+        model, optimizer = train(mesh, "always", make, steps=2)
+        return copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+
+    saved = on_ranks((2, 1, 1), begin, data=2)[3]
+
+    def go_on(mesh, use):
+        model = parallelize(small(), mesh)
+        model.load_state_dict(saved[0])
+        optimizer = sharded(make(model.parameters()), model, use)
+        optimizer.load_state_dict(copy.deepcopy(saved[1]))  # torch keeps its counts of steps
+        for step in (2, 3):
+            loss_of(model, mesh, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    expected = on_ranks((2, 1, 1), through, data=2)[0]
+    for grid, use in (((2, 1, 1), "always"), ((1, 2, 2), "always"), ((1, 1, 1), "never")):
+        for found in on_ranks(grid, lambda mesh, use=use: go_on(mesh, use)):
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_an_optimizer_that_has_stepped_already_is_taken_over():
+    def body(mesh):
+        model, plain = train(mesh, "never", steps=2)
+        expected = copy.deepcopy(plain.state_dict())
+        optimizer = sharded(plain, model, "always")
+        assert_same_state(optimizer.state_dict(), expected)
+
+    on_ranks((2, 1, 1), body)
+
+
+# -- which optimizers, and when -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (torch.optim.LBFGS, "LBFGS can't be shared by the ranks: it may look at more than one"),
+        (type("Mine", (Adam,), {}), "Mine can't be shared"),
+        (lambda p: Adam(p, differentiable=True), "differentiable=True"),
+    ],
+)
+def test_optimizers_that_need_wholes_are_refused(make, message):
+    def body(mesh):
+        model = parallelize(small(), mesh)
+        optimizer = make(model.parameters())
+        with pytest.raises(UsageError, match=message):
+            sharded(optimizer, model, "always")
+        assert sharded(optimizer, model) is optimizer
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_copies_are_refused():
+    def body(mesh):
+        _, optimizer = train(mesh, "always", steps=1)
+        with pytest.raises(NotSupported, match=r"use state_dict\(\)"):
+            copy.deepcopy(optimizer)
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_hooks_that_would_see_parts_are_refused():
+    def body(mesh):
+        model = parallelize(small(), mesh)
+        optimizer = adam(model.parameters())
+        optimizer.register_step_post_hook(lambda *_: None)
+        with pytest.raises(UsageError, match=r"register them on what pydist.optim.sharded returns"):
+            sharded(optimizer, model, "always")
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_plain_model_and_a_wrong_word_are_named():
+    model = small()
+    with pytest.raises(UsageError, match="Sequential is not parallelized: call pydist"):
+        sharded(adam(model.parameters()), model)
+
+    def body(mesh):
+        model = parallelize(small(), mesh)
+        with pytest.raises(UsageError, match="use='yes'; possible are auto, always, never"):
+            sharded(adam(model.parameters()), model, "yes")
+
+    on_ranks((1, 1, 1), body)
+
+
+def test_auto_shares_large_networks_among_ranks():
+    def body(mesh):
+        width = int(WORTHWHILE**0.5)
+        large = parallelize(nn.Linear(width, width), mesh)
+        less = parallelize(nn.Linear(width, width // 2), mesh)
+        return [
+            isinstance(sharded(adam(model.parameters()), model), ShardedOptimizer)
+            for model in (large, less)
+        ]
+
+    assert on_ranks((2, 1, 1), body) == [[True, False]] * 2
+    assert on_ranks((1, 1, 1), body) == [[False, False]]
+
+
+def test_one_rank_needs_no_gathering():
+    def body(mesh):
+        model, optimizer = train(mesh, "always", steps=1)
+        assert type(optimizer) is Adam
+        loss_of(model, mesh).backward()
+        expected = model[0].weight.grad.clone()
+        gather_gradients(model)
+        assert torch.equal(model[0].weight.grad, expected)
+
+    on_ranks((1, 1, 1), body)

@@ -1,0 +1,82 @@
+"""What moves messages of MPI between its blocking calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pydist.comm import Transport
+from pydist.comm.progress import VARIABLE
+
+pytestmark = pytest.mark.ranks(2, mpi=("openmpi", "mpich"))
+
+ELEMENTS = 1 << 20
+PATIENCE_S = 20
+
+
+def passes(
+    transport: Transport, meanwhile: Callable[[], None], condition: Callable[[], bool]
+) -> bool:
+    """Whether a condition becomes true on all ranks while they call `meanwhile` alone."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (here := condition()) and time.monotonic() < deadline:
+        meanwhile()
+    return bool(transport.all_gather(torch.tensor(here)).all())
+
+
+def arrives(transport: Transport, meanwhile: Callable[[], None]) -> bool:
+    """Whether 4 MB get here before this rank waits for them."""
+    peer = 1 - transport.rank
+    sent, received = torch.full((ELEMENTS,), 7.0), torch.zeros(ELEMENTS)
+    channel = transport.channel([(peer, sent)], [(peer, received)], tag=3)
+    channel.start()
+    found = passes(transport, meanwhile, lambda: torch.equal(received, sent))
+    channel.wait()
+    channel.close()
+    return found
+
+
+def sums_up(transport: Transport, meanwhile: Callable[[], None]) -> bool:
+    """Whether an all-reduce of 4 MB is done before this rank waits for it."""
+    tensor, total = torch.full((ELEMENTS,), 1.0 + transport.rank), torch.full((ELEMENTS,), 3.0)
+    work = transport.all_reduce_async(tensor)
+    found = passes(transport, meanwhile, lambda: torch.equal(tensor, total))
+    work.wait()
+    return found
+
+
+@pytest.mark.parametrize("task", [arrives, sums_up])
+def test_calls_of_progress_move_what_is_under_way(world, task):
+    assert task(world, world.progress)
+
+
+@pytest.mark.parametrize("task", [arrives, sums_up])
+def test_a_thread_moves_what_is_under_way(world, task, monkeypatch):
+    from mpi4py import MPI
+
+    from pydist.comm.mpi import MpiTransport
+
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        pytest.skip("this MPI may be called by one thread only")
+    monkeypatch.setenv(VARIABLE, "thread")
+    transport = MpiTransport()
+    assert task(transport, lambda: time.sleep(0.001))
+    assert (transport.rank, transport.size) == (world.rank, world.size)
+    transport.close()
+
+
+def test_polling_disturbs_no_message(world):
+    """Also one to this rank itself, on the communicator of its own."""
+    world.send(torch.tensor([5.0]), world.rank, tag=1)
+    received = torch.zeros(1)
+    channel = world.channel([(1 - world.rank, received + 2)], [(1 - world.rank, received)], tag=2)
+    channel.start()
+    for _ in range(100):
+        world.progress()
+    channel.wait()
+    assert received.item() == 2
+    world.recv(received, world.rank, tag=1)
+    assert received.item() == 5
