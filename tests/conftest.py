@@ -62,6 +62,15 @@ def world() -> Transport:
     return connect()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Convolutions go by the rule: what a loaded machine measures is not the same twice. And what
+    # the tests of measuring remember is not for the user's cache. Processes that tests start
+    # inherit both.
+    if _REPORT not in os.environ:
+        os.environ["PYDIST_TUNE"] = "0"
+        os.environ["PYDIST_CACHE"] = str(_directory(config) / "cache")
+
+
 # -- outside the job ------------------------------------------------------------------------
 
 

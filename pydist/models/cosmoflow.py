@@ -128,7 +128,7 @@ def _paper_features(width: int, channels: int, batch_norm: bool) -> tuple[nn.Seq
         if batch_norm:
             # The authors' running statistics decay by 0.999 a step, which torch calls 0.001.
             layers[f"bn{i}"] = nn.BatchNorm3d(out, eps=1e-5, momentum=0.001)
-        layers[f"act{i}"] = nn.LeakyReLU(0.01)
+        layers[f"act{i}"] = nn.LeakyReLU(0.01, inplace=True)
         if width >= pooled_from:
             layers[f"pool{i}"] = nn.AvgPool3d(3, stride=2, padding=1)
         channels = out
@@ -141,7 +141,7 @@ def _paper_head(features: int, outputs: int, dropout: float) -> nn.Sequential:
         layers[f"drop{i}"] = nn.Dropout(dropout)
         layers[f"fc{i}"] = nn.Linear(features, out)
         if i <= len(_PAPER_HIDDEN):
-            layers[f"act{i}"] = nn.LeakyReLU(0.01)
+            layers[f"act{i}"] = nn.LeakyReLU(0.01, inplace=True)
         features = out
     return nn.Sequential(layers)
 
@@ -151,7 +151,7 @@ def _mlperf_features(width: int, channels: int) -> tuple[nn.Sequential, int]:
     for i in range(1, width.bit_length() - 2):
         out = min(32 * 2 ** (i - 1), 512)
         layers[f"conv{i}"] = nn.Conv3d(channels, out, 3, padding=1)
-        layers[f"act{i}"] = nn.LeakyReLU(0.3)
+        layers[f"act{i}"] = nn.LeakyReLU(0.3, inplace=True)
         layers[f"pool{i}"] = nn.MaxPool3d(2)
         channels = out
     return nn.Sequential(layers), channels * 4**3
@@ -161,7 +161,7 @@ def _mlperf_head(features: int, outputs: int, dropout: float) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, out in enumerate(_MLPERF_HIDDEN, start=1):
         layers[f"fc{i}"] = nn.Linear(features, out)
-        layers[f"act{i}"] = nn.LeakyReLU(0.3)
+        layers[f"act{i}"] = nn.LeakyReLU(0.3, inplace=True)
         layers[f"drop{i}"] = nn.Dropout(dropout)
         features = out
     layers[f"fc{len(_MLPERF_HIDDEN) + 1}"] = nn.Linear(features, outputs)

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.ops.correction import corrected_conv, plan_correction
+from pydist.backend.conv import ConvProblem
+from pydist.layout import Layout
+from pydist.ops.correction import CorrectionPlan, corrected_conv, lines_up
+from pydist.ops.local_conv import ConvChooser, local_conv
 from pydist.ops.placement import choose_layout, conv_work
 from pydist.ops.redistribute import parameter_for, redistribute
 from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
@@ -45,22 +48,85 @@ def conv(
     kernel = tuple(weight.shape[2:])
     window = Window(kernel, stride, dilation, _padding(padding, kernel, dilation, dims))
     input = redistribute(input, choose_layout(layout, conv_work(window, weight.shape)))
-    plan = plan_window(input._layout, window, weight.shape[0])
-    weight = parameter_for(weight, plan.out)
-    bias = parameter_for(bias, plan.out)
-    if plan.is_whole:
-        local = local_of(input)
-        call = partial(function, stride=stride, padding=padding, dilation=dilation, groups=groups)
-        return wrap(call(local, weight, bias), plan.out, input)
-    correction = plan_correction(window, plan, groups)
-    if correction is not None:
-        local = corrected_conv(local_of(input), weight, bias, correction)
-        return wrap(local, plan.out, input)
+    out = plan_window(input._layout, window, weight.shape[0]).out
+    weight, bias = parameter_for(weight, out), parameter_for(bias, out)
+    local = local_of(input)
+    device = local.device.type
+    if torch.is_autocast_enabled(device):
+        # Autocast's rule for convolutions, applied here: halos have to travel in the same type.
+        dtype = torch.get_autocast_dtype(device)
+        local, weight, bias = (_autocast(t, dtype) for t in (local, weight, bias))
+    plan = _plan(input._layout, window, tuple(weight.shape), groups, local)
+    with torch.autocast(device, enabled=False):
+        return wrap(plan.run(wrap(local, input._layout, input), weight, bias), plan.out, input)
 
-    def without_padding(padded: Tensor) -> Tensor:
-        return function(padded, weight, bias, stride, 0, dilation, groups)
 
-    return wrap(plan.apply(without_padding, input), plan.out, input)
+class _ConvPlan:
+    """How one convolution is computed: whole, by correction, or from a gathered input."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        window: Window,
+        weight: tuple[int, ...],
+        groups: int,
+        local: Tensor,
+    ) -> None:
+        self._mesh = layout.mesh
+        self._window, self._groups = window, groups
+        self._plan = plan_window(layout, window, weight[0])
+        self.out = self._plan.out
+        self._aligned = lines_up(window, self._plan)
+        self._symmetric = all(before == after for before, after in window.padding)
+        pads = tuple(before for before, _ in window.padding)
+        in_place = self._aligned or (self._plan.is_whole and self._symmetric)
+        shapes = [box.shape for box in layout.boxes] if in_place else self._plan.gathered_shapes
+        stride, dilation = window.stride, window.dilation
+        used = pads if in_place else (0,) * len(pads)
+        if len(pads) == 1:
+            # `local_conv` adds a dim: oneDNN has none, and torch's own way there may be wrong.
+            shapes = [(*shape[:2], 1, *shape[2:]) for shape in shapes]
+            weight = (*weight[:2], 1, *weight[2:])
+            stride, used, dilation = (1, *stride), (0, *used), (1, *dilation)
+        problems = [
+            ConvProblem(
+                tuple(shape), weight, stride, used, dilation, groups, local.dtype,
+                local.device.type,
+            )
+            for shape in shapes
+        ]  # fmt: skip
+        self._in_place = in_place
+        self._chooser = ConvChooser(problems, self._mesh)
+        self._correction = None
+        if self._aligned and not self._plan.is_whole:
+            self._correction = CorrectionPlan(window, self._plan, groups, self._chooser)
+
+    def run(self, input: ShardedTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's part of the result."""
+        if self._correction is not None:
+            return corrected_conv(local_of(input), weight, bias, self._correction)
+        compute = partial(
+            local_conv, weight=weight, bias=bias, chooser=self._chooser, mesh=self._mesh
+        )
+        if self._in_place:
+            return compute(local_of(input))
+        return self._plan.apply(compute, input)
+
+
+def _plan(
+    layout: Layout, window: Window, weight: tuple[int, ...], groups: int, local: Tensor
+) -> _ConvPlan:
+    key = ("conv", layout, window, weight, groups, local.dtype, local.device)
+    plans = layout.mesh.plans
+    if key not in plans:
+        plans[key] = _ConvPlan(layout, window, weight, groups, local)
+    return plans[key]
+
+
+def _autocast(tensor: Tensor | None, dtype: torch.dtype) -> Any:
+    if tensor is None or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
 
 
 def _padding(

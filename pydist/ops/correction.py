@@ -9,6 +9,7 @@ main dgrad and wgrad run. No padded copy of the activation is made, no plane is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,39 +17,53 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist._loader import native
-from pydist.comm.adjoints import begin_backward, gather_box
-from pydist.comm.exchanger import Exchanger
+from pydist.backend.choice import ConvKernels
+from pydist.comm.adjoints import begin_backward, gather_box, with_true_gradient
+from pydist.comm.exchanger import Exchanger, Pending
 from pydist.layout import Layout
+from pydist.ops.local_conv import ConvChooser, bias_gradient, differentiable, unpadded_conv
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box, subtract
 
 
 class CorrectionPlan:
-    """The two exchanges of a convolution by correction: slabs of x, and slabs of dL/dy.
+    """What a convolution by correction needs to know: its boxes, its exchanges, its kernels.
 
-    Attributes:
-        halo: slabs of the input that this rank's outputs need.
-        grad_halo: slabs of dL/dy to which this rank's inputs contributed.
+    Args:
+        window: kernel, stride, dilation and padding.
+        plan: who computes which outputs.
+        groups: of channels.
+        chooser: of the main convolution, on this rank's shard.
     """
 
-    def __init__(self, window: Window, plan: WindowPlan, groups: int) -> None:
-        self.window, self.plan, self.groups = window, plan, groups
+    def __init__(self, window: Window, plan: WindowPlan, groups: int, chooser: ConvChooser) -> None:
+        self.window, self.plan, self.groups, self.chooser = window, plan, groups, chooser
         self.mesh = plan.layout.mesh
         self.padding = tuple(before for before, _ in window.padding)
         domain, out_domain = _domain(plan.layout), _domain(plan.out)
-        own, out = plan.layout.boxes, plan.out.boxes
-        needs = [
+        self._own, self._out = plan.layout.boxes, plan.out.boxes
+        self._needs = [
             subtract(need.intersect(domain), mine)
-            for need, mine in zip(plan.needed, own, strict=True)
+            for need, mine in zip(plan.needed, self._own, strict=True)
         ]
-        feeds = [
-            subtract(self._feeds(mine, computed).intersect(out_domain), computed)
-            for mine, computed in zip(own, out, strict=True)
+        self._feeds = [
+            subtract(self._fed_by(mine, computed).intersect(out_domain), computed)
+            for mine, computed in zip(self._own, self._out, strict=True)
         ]
-        self.halo = Exchanger(self.mesh.sample, own, needs)
-        self.grad_halo = Exchanger(self.mesh.sample, out, feeds)
 
-    def _feeds(self, own: Box, computed: Box) -> Box:
+    def exchanges(self, kernels: ConvKernels) -> Exchanges:
+        """The exchanges in the memory format of the kernels."""
+        return self._channels_last if kernels.channels_last else self._plain
+
+    @cached_property
+    def _channels_last(self) -> Exchanges:
+        return Exchanges(self, channels_last=True)
+
+    @cached_property
+    def _plain(self) -> Exchanges:
+        return Exchanges(self, channels_last=False)
+
+    def _fed_by(self, own: Box, computed: Box) -> Box:
         lo, hi = list(computed.lo), list(computed.hi)
         for dim in range(2, len(lo)):
             lo[dim], hi[dim] = self.window.footprint(dim - 2).feeds(own.lo[dim], own.hi[dim])
@@ -60,21 +75,29 @@ class CorrectionPlan:
         return self.window.stride, self.padding, self.window.dilation, self.groups
 
 
-def plan_correction(window: Window, plan: WindowPlan, groups: int) -> CorrectionPlan | None:
-    """The correction's plan, or `None` where blocks and windows do not line up on every rank."""
-    mesh = plan.layout.mesh
-    key = ("correction", plan.layout, window, plan.out.shape[1], groups)
-    if key not in mesh.plans:
-        fits = len(window.kernel) == 3 and all(
-            _lines_up(window, own, out)
-            for own, out in zip(plan.layout.boxes, plan.out.boxes, strict=True)
-        )
-        mesh.plans[key] = CorrectionPlan(window, plan, groups) if fits else None
-    return mesh.plans[key]
+class Exchanges:
+    """The two exchanges of a convolution by correction, in one memory format.
+
+    Attributes:
+        halo: slabs of the input that this rank's outputs need.
+        grad_halo: slabs of dL/dy to which this rank's inputs contributed.
+    """
+
+    def __init__(self, plan: CorrectionPlan, channels_last: bool) -> None:
+        group, timers = plan.mesh.sample, plan.mesh.timers
+        self.halo = Exchanger(group, plan._own, plan._needs, timers, channels_last)
+        self.grad_halo = Exchanger(group, plan._out, plan._feeds, timers, channels_last)
+
+
+def lines_up(window: Window, plan: WindowPlan) -> bool:
+    """Whether a convolution of its shard gives every rank its outputs, each at its place."""
+    return len(window.kernel) == 3 and all(
+        _lines_up(window, own, out)
+        for own, out in zip(plan.layout.boxes, plan.out.boxes, strict=True)
+    )
 
 
 def _lines_up(window: Window, own: Box, out: Box) -> bool:
-    """Whether a plain convolution of the shard gives this rank's outputs, each at its place."""
     if own.empty or out.empty:
         return False
     for dim, (before, after) in enumerate(window.padding):
@@ -96,19 +119,24 @@ def _domain(layout: Layout) -> Box:
 class _CorrectedConv(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: CorrectionPlan,
+        kernels: ConvKernels,
     ) -> Tensor:
-        stride, padding, dilation, groups = plan.geometry
-        pending = plan.halo.start(x)
-        y = torch.convolution(
-            x, weight, bias, stride, padding, dilation, False, (0, 0, 0), groups
-        ).contiguous()
-        slabs = _finish(plan, plan.halo, pending, x)
+        halo, timers = plan.exchanges(kernels).halo, plan.mesh.timers
+        pending = halo.start(x)
+        with timers.measure("compute"):
+            y = kernels.run_forward(x, weight, bias)
+        slabs = _finish(plan, halo, pending, x)
         out_lo = plan.plan.out.box.lo[2:]
-        kernel = weight.detach().contiguous()
-        for slab, box in zip(slabs, plan.halo.slots, strict=True):
-            native.boundary_conv_forward(slab, kernel, y, box.lo[2:], out_lo, *plan.geometry)
-        ctx.plan, ctx.bias_sizes = plan, None if bias is None else list(bias.shape)
+        with timers.measure("boundary"):
+            kernel = weight.detach().contiguous()
+            for slab, box in zip(slabs, halo.slots, strict=True):
+                native.boundary_conv_forward(slab, kernel, y, box.lo[2:], out_lo, *plan.geometry)
+        ctx.plan, ctx.kernels, ctx.layer = plan, kernels, timers.layer
         ctx.slabs = slabs if ctx.needs_input_grad[1] else []
         ctx.save_for_backward(x, weight, bias)
         return y
@@ -119,34 +147,41 @@ class _CorrectedConv(Function):
         plan: CorrectionPlan = ctx.plan
         begin_backward(plan.mesh)
         if torch.is_grad_enabled():
-            return (*_backward_by_gathering(ctx, x, weight, bias, grad), None)
-        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        grad = grad.contiguous()
-        pending = plan.grad_halo.start(grad) if for_x else None
-        stride, padding, dilation, groups = plan.geometry
-        grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
-            grad, x, weight, ctx.bias_sizes, stride, padding, dilation, False, (0, 0, 0), groups,
-            [for_x, for_weight, for_bias],
-        )  # fmt: skip
-        out_lo = plan.plan.out.box.lo[2:]
+            return (*_backward_by_gathering(ctx, x, weight, bias, grad), None, None)
+        kernels: ConvKernels = ctx.kernels
+        exchanges, timers, layer = plan.exchanges(kernels), plan.mesh.timers, ctx.layer
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = None
+        grad = kernels.in_format(grad)
+        pending = exchanges.grad_halo.start(grad) if for_x else None
         if for_weight:
-            grad_weight = grad_weight.contiguous()
-            for slab, box in zip(ctx.slabs, plan.halo.slots, strict=True):
-                native.boundary_conv_wgrad(
-                    slab, grad, grad_weight, box.lo[2:], out_lo, *plan.geometry
-                )
+            # All of wgrad comes first: the halo has the longer to travel.
+            with timers.measure("compute", layer):
+                grad_weight = kernels.run_wgrad(x, grad, weight).contiguous()
+            plan.mesh.world.progress()
+            out_lo = plan.plan.out.box.lo[2:]
+            with timers.measure("boundary", layer):
+                for slab, box in zip(ctx.slabs, exchanges.halo.slots, strict=True):
+                    native.boundary_conv_wgrad(
+                        slab, grad, grad_weight, box.lo[2:], out_lo, *plan.geometry
+                    )
         if pending is not None:
-            grad_x = grad_x.contiguous()
-            slabs = _finish(plan, plan.grad_halo, pending, grad)
-            kernel, in_lo = weight.contiguous(), plan.plan.layout.box.lo[2:]
-            for slab, box in zip(slabs, plan.grad_halo.slots, strict=True):
-                native.boundary_conv_dgrad(slab, kernel, grad_x, box.lo[2:], in_lo, *plan.geometry)
-        return grad_x, grad_weight, grad_bias, None
+            with timers.measure("compute", layer):
+                grad_x = kernels.run_dgrad(x, grad, weight)
+            slabs = _finish(plan, exchanges.grad_halo, pending, grad, layer)
+            where = (plan.plan.layout.box.lo[2:], *plan.geometry)
+            with timers.measure("boundary", layer):
+                kernel = weight.contiguous()
+                for slab, box in zip(slabs, exchanges.grad_halo.slots, strict=True):
+                    native.boundary_conv_dgrad(slab, kernel, grad_x, box.lo[2:], *where)
+        return grad_x, grad_weight, bias_gradient(grad) if for_bias else None, None, None
 
 
-def _finish(plan: CorrectionPlan, exchanger: Exchanger, pending: Any, like: Tensor) -> list[Tensor]:
-    slabs = [like.new_empty(box.shape) for box in exchanger.slots]
-    with plan.mesh.timers.measure("halo"):
+def _finish(
+    plan: CorrectionPlan, exchanger: Exchanger, pending: Pending, like: Tensor, layer: str = ""
+) -> list[Tensor]:
+    slabs = exchanger.empty_slots(like)
+    with plan.mesh.timers.measure("halo", layer):
         exchanger.finish(pending, slabs)
     return slabs
 
@@ -157,12 +192,12 @@ def _backward_by_gathering(
     """Backward with a graph of its own: recomputes by the general path, and differentiates that."""
     plan: CorrectionPlan = ctx.plan
     stride, _, dilation, groups = plan.geometry
-    padded = gather_box(x, plan.plan.exchanger, plan.mesh)
-    y = torch.conv3d(padded, weight, bias, stride, 0, dilation, groups)
-    inputs = (x, weight, bias)
-    wanted = [t for t, needed in zip(inputs, ctx.needs_input_grad, strict=False) if needed]
-    grads = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))  # type: ignore[arg-type]
-    return [next(grads) if needed else None for needed in ctx.needs_input_grad[:3]]
+    # Views: of weight and x either may be computed from the other.
+    x, weight = x.view_as(x), weight.view_as(weight)
+    held = with_true_gradient(x, plan.mesh, plan.plan.layout.unused_axes)
+    padded = gather_box(held, plan.plan.exchanger, plan.mesh)
+    y = unpadded_conv(padded, weight, bias, stride, dilation, groups)
+    return differentiable(y, (x, weight, bias), ctx.needs_input_grad, grad)
 
 
 def corrected_conv(x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan) -> Tensor:
@@ -172,17 +207,12 @@ def corrected_conv(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Correct
         x: the shard [N, Ci, D, H, W].
         weight: [Co, Ci / groups, kD, kH, kW].
         bias: [Co] or `None`.
-        plan: from `plan_correction`.
+        plan: of this convolution; blocks and windows line up (`lines_up`).
 
     Returns:
         The shard [N, Co, D', H', W'] of the result.
     """
-    device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return _CorrectedConv.apply(x, weight, bias, plan)
-    # Autocast's rule for convolutions, applied here: the slabs have to travel in the same type.
-    dtype = torch.get_autocast_dtype(device)
-    x, weight = x.to(dtype), weight.to(dtype)
-    bias = None if bias is None else bias.to(dtype)
-    with torch.autocast(device, enabled=False):
-        return _CorrectedConv.apply(x, weight, bias, plan)
+    kernels = plan.chooser.kernels(x, weight)
+    # Here, and not in the function: what that saves has to be its input.
+    x = kernels.in_format(x)
+    return _CorrectedConv.apply(x, weight, bias, plan, kernels)

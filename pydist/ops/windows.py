@@ -9,7 +9,7 @@ from functools import cached_property
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.comm.adjoints import gather_box
+from pydist.comm.adjoints import gather_box, with_true_gradient
 from pydist.comm.exchanger import Exchanger
 from pydist.errors import UsageError
 from pydist.layout import Layout, Split
@@ -86,7 +86,19 @@ class WindowPlan:
     def exchanger(self) -> Exchanger:
         """Brings every rank the inputs that it needs."""
         mesh = self.layout.mesh
-        return Exchanger(mesh.sample, self.layout.boxes, [[b] for b in self.needed])
+        needed = [[box] for box in self.needed]
+        return Exchanger(mesh.sample, self.layout.boxes, needed, mesh.timers)
+
+    @cached_property
+    def gathered_shapes(self) -> list[tuple[int, ...]]:
+        """Shape of what each rank's function is called with in `apply`."""
+        shapes = []
+        for out, needed in zip(self.out.boxes, self.needed, strict=True):
+            n, c, *extents = needed.shape
+            if out.empty:
+                extents = [max(e, r) for e, r in zip(extents, self._reach, strict=True)]
+            shapes.append((n, c, *extents))
+        return shapes
 
     def _needs(self, out: Box, own: Box, footprints: Sequence[Footprint]) -> Box:
         lo, hi = list(own.lo), list(own.hi)
@@ -110,13 +122,14 @@ class WindowPlan:
         the same nodes in backward as the others, in second order too, else its hooks do not fire,
         its exchanges come in another order, and the job hangs.
         """
-        padded = gather_box(local_of(x), self.exchanger, self.layout.mesh, fill=fill)
+        local = with_true_gradient(local_of(x), self.layout.mesh, self.layout.unused_axes)
+        padded = gather_box(local, self.exchanger, self.layout.mesh, fill=fill)
         if not self.out.box.empty:
             return function(padded)
         missing = [r - n for r, n in zip(self._reach, padded.shape[2:], strict=True)]
         one = F.pad(padded, [p for m in reversed(missing) for p in (0, max(0, m))])
         kept = tuple(slice(n) for n in self.out.local_shape)
-        return function(one)[kept]
+        return function(one)[kept].reshape(self.out.local_shape)
 
 
 def plan_window(layout: Layout, window: Window, out_channels: int) -> WindowPlan:

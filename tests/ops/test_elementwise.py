@@ -291,3 +291,28 @@ def test_even_split_of_an_odd_extent_broadcasts_with_its_slices():
     check_function(
         lambda x, p: x * p, randn(1, 2, 7, 3), [randn(7, 1, seed=1)], [even_points(7, 4), None]
     )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.leaky_relu(x, 0.01),
+        lambda x: F.relu(x.clone(), inplace=True),
+        lambda x: x * 2 + x,
+        lambda x: x * torch.ones(1, 3, 1, 1, 1).double(),
+        lambda x: F.prelu(x, torch.ones(3).double()),
+        lambda x: F.dropout(x, 0.5, True),
+        lambda x: F.dropout3d(x, 0.5, True),
+        lambda x: F.mse_loss(x, x.detach() + 1, reduction="none"),
+    ],
+)
+def test_channels_last_stays_channels_last(call):
+    def body(mesh):
+        whole = randn(*SHAPE).to(memory_format=torch.channels_last_3d)
+        x = shard(whole, layout_at(mesh, SHAPE, [[0, 2, 5], None, None]))
+        y = call(x).to_local()
+        y.sum().backward()
+        return y, x.grad.to_local()
+
+    for tensors in on_ranks((2, 1, 1), body):
+        assert all(t.is_contiguous(memory_format=torch.channels_last_3d) for t in tensors)

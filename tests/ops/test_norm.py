@@ -19,8 +19,12 @@ from equivalence import (
     shard,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
-from pydist import distribute_tensor, parallelize
+from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
+from pydist.comm.local import LocalTransport
 from pydist.errors import NotSupported, UsageError
 
 POINTS = {
@@ -44,14 +48,28 @@ def task(model: nn.Module, batch: int = 4) -> Task:
     return Task(model, randn(batch, 3, 5, 4, 3) + 100, randn(batch, 3, 5, 4, 3, seed=3), F.mse_loss)
 
 
+FORMATS = [torch.contiguous_format, torch.channels_last_3d]
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
 @pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
-def test_functional_to_second_order(points):
+def test_functional_to_second_order(points, memory_format):
     check_function(
         lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
-        randn(2, 3, 5, 4, 3),
+        randn(2, 3, 5, 4, 3).to(memory_format=memory_format),
         [randn(3, seed=1), randn(3, seed=2)],
         points,
         second_order=True,
+    )
+
+
+def test_a_scale_that_layers_share_to_second_order():
+    def twice(x, w):
+        y = F.batch_norm(x, None, None, w, w, training=True)
+        return F.batch_norm(y * y, None, None, w, training=True)
+
+    check_function(
+        twice, randn(2, 3, 5, 4, 3), [randn(3, seed=1)], POINTS["2x1x1"], second_order=True
     )
 
 
@@ -182,6 +200,113 @@ def test_float32_stays_float32_and_as_exact_as_on_one_device():
 
     for y in on_ranks((2, 2, 1), body):
         assert (y.double() - exact).abs().max() <= 4 * own
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_values_have_statistics_in_float32(dtype):
+    x, g = (randn(2, 3, 8, 6, 6) + 8).to(dtype), randn(2, 3, 8, 6, 6, seed=1).to(dtype)
+    leaf = x.double().requires_grad_()
+    exact = F.batch_norm(leaf, None, None, training=True)
+    exact.backward(g.double())
+
+    def body(mesh):
+        split = distribute_tensor(x, mesh).detach()
+        local = split.to_local().requires_grad_()
+        split = ShardedTensor.from_local(local, split.layout)
+        y = F.batch_norm(split, None, None, training=True)
+        y.to_local().backward(distribute_tensor(g, mesh).to_local())
+        grad = ShardedTensor.from_local(local.grad, split.layout)
+        return y.full_tensor().detach(), grad.full_tensor()
+
+    eps = torch.finfo(dtype).eps
+    for y, grad in on_ranks((2, 2, 1), body):
+        assert y.dtype == grad.dtype == dtype
+        torch.testing.assert_close(y.double(), exact.detach(), rtol=eps, atol=eps)
+        torch.testing.assert_close(grad.double(), leaf.grad, rtol=eps, atol=eps)
+
+
+@pytest.mark.parametrize("over", ["global", "group", "rank"])
+def test_one_exchange_in_forward_and_one_in_backward(over, monkeypatch):
+    calls = []
+    for name in ("all_gather", "all_reduce", "channel"):
+        original = getattr(LocalTransport, name)
+
+        def counted(self, *args, original=original, name=name, **kwargs):
+            calls.append(name)
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(LocalTransport, name, counted)
+
+    def body(mesh):
+        x = shard(randn(2, 3, 5, 4, 3), layout_for_sample(mesh, (2, 3, 5, 4, 3)))
+        x = ShardedTensor.from_local(x.to_local(), x.layout, statistics=over)
+        running = torch.zeros(3).double(), torch.ones(3).double()
+        mesh.world.barrier()
+        if mesh.rank == 0:
+            calls.clear()
+        mesh.world.barrier()
+        y = F.batch_norm(x, *running, training=True)
+        mesh.world.barrier()
+        forward = list(calls)
+        mesh.world.barrier()
+        y.to_local().sum().backward()
+        mesh.world.barrier()
+        return forward, calls[len(forward) :]
+
+    for forward, backward in on_ranks((2, 1, 1), body, data=2):
+        assert forward == ["all_gather"] * 4
+        assert backward == ([] if over == "rank" else ["all_reduce"] * 4)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts results of at least so many bytes that are neither views nor in place."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least, self.count = least, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        }
+        for t in tree_leaves(result):
+            if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() not in given:
+                self.count += t.untyped_storage().nbytes() >= self.least
+        return result
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_allocates_its_two_results_in_their_memory_format(memory_format):
+    shape = (1, 4, 128, 64, 64)
+
+    def body(mesh):
+        layout = layout_for_sample(mesh, shape)
+        local = torch.randn(layout.local_shape).to(memory_format=memory_format).requires_grad_()
+        grad = torch.randn(layout.local_shape).to(memory_format=memory_format)
+        x = ShardedTensor.from_local(local, layout)
+        with Allocations(local.nbytes // 2) as allocations:
+            y = F.batch_norm(x, None, None, training=True).to_local()
+            (grad_x,) = torch.autograd.grad(y, local, grad)
+        assert y.is_contiguous(memory_format=memory_format)
+        assert grad_x.is_contiguous(memory_format=memory_format)
+        return allocations.count
+
+    assert on_ranks((2, 1, 1), body) == [2, 2]
+
+
+def test_checkpointed_with_empty_shards():
+    x, w = randn(2, 3, 5, 4, 3), randn(3, seed=1)
+
+    def norm(x, w):
+        return F.batch_norm(x * x, None, None, w, training=True)
+
+    check_function(
+        lambda x, w: checkpoint(norm, x, w, use_reentrant=False), x, [w],
+        POINTS["2x2x2, half of them empty"],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("statistics", ["global", "group"])

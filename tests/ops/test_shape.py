@@ -226,3 +226,12 @@ OVER_THE_BATCH = {
 def test_of_a_split_batch(call, points):
     """As features are laid out when every rank takes some samples."""
     check_function(call, randn(4, 2, 8), [randn(3, 2, 3, seed=1)], points, second_order=True)
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+def test_a_linear_layer_behind_channels_last_features(points):
+    check_function(
+        lambda x, w: F.linear(torch.flatten(x * x, 1), w),
+        randn(*SHAPE).to(memory_format=torch.channels_last_3d), [randn(4, 180, seed=1)], points,
+        second_order=True,
+    )  # fmt: skip

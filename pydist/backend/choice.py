@@ -1,0 +1,318 @@
+"""Which convolution kernels, and which memory format: chosen by measurement, and remembered.
+
+All ranks of a sample group choose together. The memory format is one for all of them, as halos
+travel in it; the kernels are the same wherever ranks hold equal blocks, whose copies must not
+differ in a bit. What was measured is kept in a file, so that the next run chooses alike and gives
+the same bits; where no file can be kept, nothing is measured and a fixed rule chooses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pydist.backend.conv import (
+    DGRAD,
+    FORWARD,
+    WGRAD,
+    ConvProblem,
+    candidates,
+    formats,
+    in_format,
+)
+
+if TYPE_CHECKING:
+    from pydist.comm.transport import Transport
+
+# Below this a convolution takes less than a few milliseconds, and the rule is as good.
+_MEASURED_FLOPS = 200_000_000
+_REPEATS = 2
+_ROLES = ("forward", "dgrad", "wgrad")
+# A kernel that is this much slower than the best is run once only.
+_HOPELESS = 2.0
+
+
+@dataclass(frozen=True)
+class ConvKernels:
+    """What computes one convolution on this rank.
+
+    Attributes:
+        problem: the convolution.
+        channels_last: the memory format of its input, its result and their gradients.
+        forward: name of the kernel, as `dgrad` and `wgrad`; see `pydist.backend.conv`.
+        dgrad: for dL/dx.
+        wgrad: for dL/dweight.
+        threads: how many threads compute; `None` for as many as torch is set to.
+    """
+
+    problem: ConvProblem
+    channels_last: bool
+    forward: str
+    dgrad: str
+    wgrad: str
+    threads: int | None = None
+
+    def in_format(self, x: Tensor) -> Tensor:
+        """The same tensor in the memory format chosen; a copy only if it has another one."""
+        return in_format(x, self.channels_last)
+
+    def run_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution of `x` with zero padding."""
+        weight = in_format(weight, channels_last=False)
+        return self._run(lambda: FORWARD[self.forward](self.problem, x, weight, bias))
+
+    def run_dgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+        """dL/dx from `grad` = dL/dy."""
+        weight = in_format(weight, channels_last=False)
+        return self._run(lambda: DGRAD[self.dgrad](self.problem, x, grad, weight))
+
+    def run_wgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+        """dL/dweight from `grad` = dL/dy."""
+        weight = in_format(weight, channels_last=False)
+        return self._run(lambda: WGRAD[self.wgrad](self.problem, x, grad, weight))
+
+    def _run(self, kernel: Callable[[], Tensor]) -> Tensor:
+        before = torch.get_num_threads()
+        if self.threads is None or self.threads == before:
+            return kernel()
+        torch.set_num_threads(self.threads)
+        try:
+            return kernel()
+        finally:
+            torch.set_num_threads(before)
+
+
+def by_rule(problems: Sequence[ConvProblem], rank: int) -> ConvKernels:
+    """The choice without measuring: the best guess of every list.
+
+    Args:
+        problems: of every rank of the group.
+        rank: this one's place in it.
+    """
+    mine = problems[rank]
+    largest = max(problems, key=lambda p: p.flops)
+    channels_last = next(f for f in formats(largest) if all(f in formats(p) for p in problems))
+    forward, dgrad, wgrad = (names[0] for names in candidates(mine, channels_last))
+    return ConvKernels(mine, channels_last, forward, dgrad, wgrad)
+
+
+def choose(
+    problems: Sequence[ConvProblem],
+    group: Transport,
+    x: Tensor,
+    weight: Tensor,
+    measure: bool = True,
+) -> ConvKernels | None:
+    """Measures the possible kernels on every rank and picks the fastest. Collective over `group`.
+
+    Args:
+        problems: of every rank of the group.
+        group: the ranks that hold one sample.
+        x: this rank's input; its values do not matter.
+        weight: the weights.
+        measure: whether to measure what is not remembered; the group's first rank says so for all.
+
+    Returns:
+        What this rank uses; its memory format is that of all. `None` if it is yet to be measured.
+    """
+    ruled = by_rule(problems, group.rank)
+    possible = math.prod(len(names) for names in candidates(ruled.problem, ruled.channels_last))
+    options = len(formats(ruled.problem)) * possible * len(_thread_counts())
+    worth_it = max(p.flops for p in problems) >= _MEASURED_FLOPS
+    same = all(set(formats(p)) == set(formats(ruled.problem)) for p in problems)
+    if not worth_it or not same or (options == 1 and group.size == 1):
+        return ruled
+    store = _Store(problems)
+    state = store.read() if group.rank == 0 else b""
+    if state == _UNKNOWN and measure:
+        state = _TO_MEASURE
+    state = group.broadcast_bytes(state)
+    if state in (_UNKNOWN, _NEVER):
+        return None if state == _UNKNOWN else ruled
+    if state == _TO_MEASURE:
+        mine = _measure(ruled.problem, x, weight)
+        everyone = group.all_gather_bytes(json.dumps(mine).encode())
+        choices = _pick(problems, [json.loads(each) for each in everyone])
+        written = store.write(json.dumps(choices).encode()) if group.rank == 0 else b""
+        state = group.broadcast_bytes(written)
+    return ConvKernels(ruled.problem, **json.loads(state)[problems.index(ruled.problem)])
+
+
+_UNKNOWN, _TO_MEASURE, _NEVER = b"unknown", b"to measure", b"never"
+"""What else than choices as JSON the first rank may tell the others."""
+
+_Times = list[dict[str, Any]]
+"""Seconds by setting: {"channels_last", "threads", "convert", "forward": {name: s}, ...}."""
+
+
+def _pick(problems: Sequence[ConvProblem], times: Sequence[_Times]) -> list[dict[str, Any]]:
+    """The choice of every rank; equal problems get equal choices."""
+    # The first rank of those with equal problems speaks for them.
+    speakers = [times[problems.index(p)] for p in problems]
+    best = [[_best(setting) for setting in each] for each in speakers]
+    seconds = {
+        cl: sum(min(s for s, c in each if c["channels_last"] == cl) for each in best)
+        for cl in {c["channels_last"] for _, c in best[0]}
+    }
+    channels_last = min(seconds, key=lambda cl: (seconds[cl], not cl))
+    picked = []
+    for each in best:
+        options = [(s, c) for s, c in each if c["channels_last"] == channels_last]
+        picked.append(min(options, key=lambda option: option[0])[1])
+    return picked
+
+
+def _best(setting: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Seconds of all roles with the fastest kernels of one setting, and their names."""
+    choice = {"channels_last": setting["channels_last"], "threads": setting["threads"]}
+    total = setting["convert"]
+    for role in _ROLES:
+        name = min(setting[role], key=setting[role].__getitem__)
+        choice[role] = name
+        total += setting[role][name]
+    return total, choice
+
+
+@torch.no_grad()
+def _measure(problem: ConvProblem, x: Tensor, weight: Tensor) -> _Times:
+    x, weight = x.detach(), in_format(weight.detach(), channels_last=False)
+    found = []
+    before = torch.get_num_threads()
+    try:
+        for channels_last in formats(problem):
+            begin = time.perf_counter()
+            source = in_format(x, channels_last)
+            convert = time.perf_counter() - begin if source is not x else 0.0
+            for threads in _thread_counts():
+                torch.set_num_threads(threads)
+                times = _measure_roles(problem, channels_last, source, weight)
+                setting = {"channels_last": channels_last, "threads": threads, "convert": convert}
+                found.append(setting | times)
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+def _measure_roles(
+    problem: ConvProblem, channels_last: bool, x: Tensor, weight: Tensor
+) -> dict[str, dict[str, float]]:
+    """Seconds of every kernel, by role and name."""
+    forward, dgrad, wgrad = candidates(problem, channels_last)
+    times: dict[str, dict[str, float]] = {"forward": {}, "dgrad": {}, "wgrad": {}}
+    for name in forward:
+        _time(times["forward"], name, partial(FORWARD[name], problem, x, weight, None))
+    grad = FORWARD[forward[0]](problem, x, weight, None)
+    for name in dgrad:
+        _time(times["dgrad"], name, partial(DGRAD[name], problem, x, grad, weight))
+    for name in wgrad:
+        _time(times["wgrad"], name, partial(WGRAD[name], problem, x, grad, weight))
+    return times
+
+
+def _time(seconds: dict[str, float], name: str, run: Callable[[], Tensor]) -> None:
+    best = math.inf
+    for _ in range(1 + _REPEATS):
+        begin = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - begin)
+        if seconds and best > _HOPELESS * min(seconds.values()):
+            break
+    seconds[name] = best
+
+
+def _thread_counts() -> list[int]:
+    threads = torch.get_num_threads()
+    return [threads] if threads == 1 else [threads, 1]
+
+
+class _Store:
+    """The file that remembers the choice for one list of problems.
+
+    `PYDIST_CACHE` names the folder, by default `pydist` in the user's cache folder. With
+    `PYDIST_TUNE=0` nothing is measured, read or written.
+    """
+
+    def __init__(self, problems: Sequence[ConvProblem]) -> None:
+        self._problems = problems
+        facts = {
+            "problems": [{k: str(v) for k, v in asdict(p).items()} for p in problems],
+            "torch": torch.__version__,
+            "cpu": [platform.processor(), torch.backends.cpu.get_cpu_capability()],
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+        }
+        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = Path(os.environ.get("PYDIST_CACHE") or base / "pydist")
+        self._path = folder / f"conv-{name}.json"
+
+    def read(self) -> bytes:
+        """The choices as JSON, or that they are unknown, or that they are not to be measured."""
+        if os.environ.get("PYDIST_TUNE") == "0":
+            return _NEVER
+        try:
+            content = self._path.read_bytes()
+            if self._is_usable(content):
+                return content
+        except OSError:
+            pass
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            return _UNKNOWN if os.access(self._path.parent, os.W_OK) else _NEVER
+        except OSError:
+            return _NEVER
+
+    def write(self, content: bytes) -> bytes:
+        """Keeps the choices unless another job was first; returns what is kept."""
+        fresh = self._path.with_suffix(f".{uuid.uuid4().hex}")
+        try:
+            fresh.write_bytes(content)
+            try:
+                os.link(fresh, self._path)
+            except FileExistsError:
+                kept = self._path.read_bytes()
+                if self._is_usable(kept):
+                    content = kept
+                else:
+                    fresh.replace(self._path)
+            finally:
+                fresh.unlink(missing_ok=True)
+        except OSError:
+            pass  # the choice holds for this run
+        return content
+
+    def _is_usable(self, content: bytes) -> bool:
+        """Whether it is whole, and names kernels that are still to choose from."""
+        try:
+            choices = json.loads(content)
+            formats_used = {choice["channels_last"] for choice in choices}
+            return (
+                len(choices) == len(self._problems)
+                and len(formats_used) == 1
+                and all(map(_fits, self._problems, choices))
+            )
+        except (ValueError, TypeError, KeyError):
+            return False
+
+
+def _fits(problem: ConvProblem, choice: dict[str, Any]) -> bool:
+    names = candidates(problem, choice["channels_last"])
+    return (
+        choice["channels_last"] in formats(problem)
+        and all(choice[role] in of for role, of in zip(_ROLES, names, strict=True))
+        and choice["threads"] in _thread_counts()
+        and len(choice) == len(_ROLES) + 2
+    )

@@ -1,0 +1,137 @@
+"""The convolution of what one rank holds, with nothing to exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pydist.backend.choice import ConvKernels, by_rule, choose
+from pydist.backend.conv import ConvProblem, padded
+from pydist.mesh import Mesh
+
+
+class ConvChooser:
+    """Finds the kernels of one convolution when it first runs, and keeps them.
+
+    Args:
+        problems: what each rank of the sample group computes.
+        mesh: the mesh.
+    """
+
+    def __init__(self, problems: Sequence[ConvProblem], mesh: Mesh) -> None:
+        self._problems, self._mesh = problems, mesh
+        self._ruled = by_rule(problems, mesh.sample.rank)
+        self._chosen: ConvKernels | None = None
+
+    def kernels(self, x: Tensor, weight: Tensor) -> ConvKernels:
+        """The kernels. Collective over the sample group, as the convolution itself is."""
+        if self._chosen is None:
+            # Evaluation takes what is remembered, and else has no choice worth measuring.
+            learns = torch.is_grad_enabled() and weight.requires_grad
+            self._chosen = choose(self._problems, self._mesh.sample, x, weight, learns)
+        return self._chosen or self._ruled
+
+
+class _LocalConv(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kernels: ConvKernels,
+        mesh: Mesh,
+    ) -> Tensor:
+        ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.timers.layer
+        ctx.save_for_backward(x, weight, bias)
+        with mesh.timers.measure("compute"):
+            return kernels.run_forward(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            # Views: a weight that layers share may be an ancestor of x as well.
+            x, weight = x.view_as(x), weight.view_as(weight)
+            bias = None if bias is None else bias.view_as(bias)
+            p = ctx.kernels.problem
+            y = unpadded_conv(padded(p, x), weight, bias, p.stride, p.dilation, p.groups)
+            grads = differentiable(y, (x, weight, bias), ctx.needs_input_grad, grad)
+        else:
+            with ctx.mesh.timers.measure("compute", ctx.layer):
+                grads = gradients(ctx.kernels, x, grad, weight, ctx.needs_input_grad)
+        return (*grads, None, None)
+
+
+def gradients(
+    kernels: ConvKernels, x: Tensor, grad: Tensor, weight: Tensor, needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """dL/dx, dL/dweight and dL/dbias of a convolution, each if it is needed."""
+    grad = kernels.in_format(grad)
+    return [
+        kernels.run_dgrad(x, grad, weight) if needed[0] else None,
+        kernels.run_wgrad(x, grad, weight) if needed[1] else None,
+        bias_gradient(grad) if needed[2] else None,
+    ]
+
+
+def bias_gradient(grad: Tensor) -> Tensor:
+    """The sum over all dims but the channels."""
+    return grad.sum([0, *range(2, grad.dim())])
+
+
+def differentiable(
+    y: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """Gradients with a graph of their own, of `y` computed anew from `inputs`."""
+    wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    return [next(found) if need else None for need in needed[: len(inputs)]]
+
+
+def unpadded_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """A convolution by torch, for gradients of gradients.
+
+    It is given no padding and no narrow type: oneDNN's gradients may be wrong with them.
+    """
+    if x.dtype.itemsize < 4:
+        wide_bias = None if bias is None else bias.float()
+        wide = unpadded_conv(x.float(), weight.float(), wide_bias, stride, dilation, groups)
+        return wide.to(x.dtype)
+    none = (0,) * len(stride)
+    return torch.convolution(x, weight, bias, stride, none, dilation, False, none, groups)
+
+
+def local_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chooser: ConvChooser, mesh: Mesh
+) -> Tensor:
+    """A convolution of whole inputs, with zero padding as the chooser's problem says.
+
+    Args:
+        x: [N, Ci, ...] with one to three spatial dims.
+        weight: [Co, Ci / groups, ...].
+        bias: [Co] or `None`.
+        chooser: of this convolution; with one spatial dim, of that with a dim of 1 before it.
+        mesh: the mesh.
+
+    Returns:
+        [N, Co, ...], channels-last where that was chosen.
+    """
+    if x.dim() == 3:
+        x, weight = x.unsqueeze(2), weight.unsqueeze(2)
+        return local_conv(x, weight, bias, chooser, mesh).squeeze(2)
+    kernels = chooser.kernels(x, weight)
+    # Here, and not in the function: what that saves has to be its input.
+    x = kernels.in_format(x)
+    return _LocalConv.apply(x, weight, bias, kernels, mesh)

@@ -1,0 +1,81 @@
+"""Two runs of one training, each in processes of its own, give the same bits.
+
+Kernels are chosen by measuring, and two measurements differ; the first run's choice is remembered.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from children import child_environment
+
+from pydist.launch import available
+
+SCRIPT = """
+import hashlib, json, sys
+import torch
+import torch.nn.functional as F
+from pydist import Mesh, distribute_tensor, parallelize
+from pydist.backend import choice
+from pydist.models import CosmoFlow
+from pydist.runtime import connect
+
+choice._MEASURED_FLOPS = 1_000_000
+measured = []
+measure = choice._measure
+choice._measure = lambda problem, *rest: measured.append(problem) or measure(problem, *rest)
+
+world = connect()
+mesh = Mesh(world, 1, (2, 1, 1), seed=3)
+torch.manual_seed(0)
+model = parallelize(CosmoFlow(32), mesh)
+optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+losses = []
+for step in range(3):
+    x = torch.randn(1, 4, 32, 32, 32, generator=torch.Generator().manual_seed(step))
+    x = distribute_tensor(x, mesh)
+    with torch.autocast("cpu", torch.bfloat16, enabled=step == 2):
+        loss = F.mse_loss(model(x).float(), torch.ones(1, 4))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(float(loss).hex())
+bits = hashlib.sha256()
+for p in model.parameters():
+    bits.update(p.detach().numpy().tobytes())
+found = {"losses": losses, "bits": bits.hexdigest(), "measured": len(measured)}
+with open(f"{sys.argv[1]}.{mesh.rank}", "w") as file:
+    json.dump(found, file)
+"""
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_fresh_processes_give_the_same_bits(tmp_path: Path, mpi: str) -> None:
+    if mpi not in [each.name for each in available()]:
+        pytest.skip(f"{mpi} is not installed")
+    script, cache = tmp_path / "train.py", tmp_path / "cache"
+    script.write_text(SCRIPT)
+
+    def train(name: str) -> list[dict[str, object]]:
+        subprocess.run(
+            [sys.executable, "-m", "pydist.launch", "2", mpi, str(script), str(tmp_path / name)],
+            timeout=120,
+            check=True,
+            cwd=tmp_path,
+            env=child_environment(PYDIST_CACHE=str(cache), PYDIST_TUNE="1"),
+        )
+        return [json.loads((tmp_path / f"{name}.{rank}").read_text()) for rank in range(2)]
+
+    first = train("first")
+    kept = {path: path.read_bytes() for path in cache.iterdir()}
+    assert all(each.pop("measured") for each in first)
+    assert len(kept) > 1
+    second = train("second")
+    assert [each.pop("measured") for each in second] == [0, 0]
+    assert second == first
+    assert first[0] == first[1]  # replicas of the parameters
+    assert {path: path.read_bytes() for path in cache.iterdir()} == kept
