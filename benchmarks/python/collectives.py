@@ -1,0 +1,253 @@
+"""All calls of a transport, over all transports, by size: one table.
+
+Each transport has ranks of its own: threads of one process for `local`, processes for `mpi` under
+Open MPI and MPICH and for `c10d` over gloo; those that are not installed are left out and named.
+They take turns, and every result is checked once. Seconds are those of one call, the slowest rank's
+mean over some calls in a row; bytes are those of one rank's contribution.
+
+    python benchmarks/python/collectives.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import common
+import jobs
+
+SIZES = (8, 1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
+CALLS = (
+    "barrier", "send, recv", "channel", "broadcast", "gather", "scatter", "all_gather",
+    "all_gather_async", "all_to_all", "reduce_scatter", "reduce_scatter_async", "all_reduce",
+    "all_reduce_async", "broadcast_bytes", "all_gather_bytes",
+)  # fmt: skip
+TITLES = {
+    "local": "local (threads)",
+    "openmpi": "mpi (Open MPI)",
+    "mpich": "mpi (MPICH)",
+    "gloo": "c10d (gloo)",
+}
+
+
+def main() -> None:
+    parser = common.parser(__doc__, rounds=5)
+    parser.add_argument("--ranks", type=int, default=2, help="ranks (2)")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(**json.loads(options.worker))
+        return
+    from pydist.launch import available
+
+    sizes, rounds = (SIZES[:2], 2) if options.quick else (SIZES, options.rounds)
+    at_hand = ["local", *(backend.name for backend in available())]
+    kinds = [kind for kind in TITLES if kind in at_hand]
+
+    def start(kind: str) -> Callable[[], jobs.Job]:
+        ranks = 1 if kind == "local" else options.ranks
+        text = json.dumps({"threads": options.ranks if kind == "local" else 0})
+        mpi = "gloo" if kind == "local" else kind
+        return lambda: jobs.Job(__file__, ranks, ["--worker", text], mpi)
+
+    cases = [(call, 0 if call == "barrier" else n) for call in CALLS for n in sizes]
+    cases = list(dict.fromkeys(cases))
+    with jobs.running(**{kind: start(kind) for kind in kinds}) as started:
+        libraries = {kind: started[kind].ask("library")[0] for kind in kinds}
+        seconds: dict[Any, list[float]] = {}
+        for case in cases:
+            for kind in kinds:
+                started[kind].ask("check", call=case[0], nbytes=case[1])
+
+            def step(kind: str, _: int, case: tuple[str, int] = case) -> float:
+                return max(started[kind].ask("run", call=case[0], nbytes=case[1]))
+
+            times = jobs.interleave(kinds, rounds, step)
+            seconds.update({(kind, *case): taken for kind, taken in times.items()})
+    rows = [
+        {"transport": TITLES[kind], "call": call, "bytes": nbytes, **common.summary(taken)}
+        for (kind, call, nbytes), taken in seconds.items()
+    ]
+    print(f"{options.ranks} ranks, µs a call, median of {rounds} rounds")
+    common.show(
+        ("call", "bytes", *(TITLES[kind] for kind in kinds)),
+        [
+            (*case, *(common.summary(seconds[(kind, *case)])["median"] * 1e6 for kind in kinds))
+            for case in cases
+        ],
+    )
+    missing = [title for kind, title in TITLES.items() if kind not in kinds]
+    for title in missing:
+        print(f"not run: {title} is not installed")
+    described = common.machine(libraries=libraries)
+    result = {"machine": described, "ranks": options.ranks, "rows": rows, "not_run": missing}
+    common.write(result, "collectives", options)
+
+
+# -- the ranks ------------------------------------------------------------------------------
+
+
+def work(threads: int) -> None:
+    """A rank of one of the jobs, or the process whose threads are ranks."""
+    import pydist
+    from pydist.comm import run_local
+
+    if not threads:
+        world = pydist.init().world
+
+        def answer(what: str, **details: Any) -> Any:
+            return jobs.library(world) if what == "library" else _do(world, what, **details)
+
+        jobs.serve(world.rank, answer)
+        return
+
+    def answer_in_threads(what: str, **details: Any) -> Any:
+        if what == "library":
+            return "local"
+        answers = run_local(lambda world: _do(world, what, **details), threads)
+        return max(answers) if what == "run" else None
+
+    jobs.serve(0, answer_in_threads)
+
+
+def _do(world: Any, what: str, call: str, nbytes: int) -> float | None:
+    """Checks a call, or times it."""
+    made = _Call(world, call, nbytes)
+    if what == "check":
+        made.check()
+        return None
+    run, repeats = made.run, max(2, min(50, (4 << 20) // max(1, nbytes)))
+    run()
+    world.barrier()
+    start = perf_counter()
+    for _ in range(repeats):
+        run()
+    return (perf_counter() - start) / repeats
+
+
+@dataclass
+class _Call:
+    """One call of a transport with its buffers: every rank gives `rank + 1`s."""
+
+    world: Any
+    call: str
+    nbytes: int
+    result: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        import torch
+
+        rank, size = self.world.rank, self.world.size
+        self.elements = max(1, self.nbytes // 4)
+        self.mine = torch.full([self.elements], rank + 1.0)
+        self.like = torch.empty_like(self.mine)
+        self.rows = torch.full([size, self.elements], rank + 1.0)
+        self.others = torch.empty_like(self.rows)
+        self.text = bytes([rank + 1]) * self.nbytes
+        self.next, self.before = (rank + 1) % size, (rank - 1) % size
+        self.run: Callable[[], None] = getattr(self, "_" + self.call.replace(", ", "_"))
+        self.channel = None
+        if self.call == "channel":
+            sends, recvs = [(self.next, self.mine)], [(self.before, self.like)]
+            self.channel = self.world.channel(sends, recvs, tag=7)
+
+    def check(self) -> None:
+        """Runs it and compares what this rank then has with what it should have."""
+        import torch
+
+        rank, size = self.world.rank, self.world.size
+        self.run()
+        total = size * (size + 1) / 2
+        every = torch.arange(1.0, size + 1)
+        wanted = {
+            "barrier": None,
+            "send, recv": self.before + 1.0,
+            "channel": self.before + 1.0,
+            "broadcast": 1.0,
+            "gather": every if rank == 0 else None,
+            "scatter": 1.0,
+            "all_gather": every,
+            "all_gather_async": every,
+            "all_to_all": every,
+            "reduce_scatter": total,
+            "reduce_scatter_async": total,
+            "all_reduce": total,
+            "all_reduce_async": total,
+            "broadcast_bytes": bytes([1]) * self.nbytes,
+            "all_gather_bytes": [bytes([r + 1]) * self.nbytes for r in range(size)],
+        }[self.call]
+        given = self.result
+        if isinstance(wanted, torch.Tensor):
+            rows = torch.stack(list(given)).view(size, -1)
+            right = torch.equal(rows, wanted[:, None].expand(size, self.elements))
+        elif isinstance(wanted, float):
+            right = bool((given == wanted).all())
+        else:
+            right = given == wanted
+        if not right:
+            raise SystemExit(f"{self.call} over {self.world.name} gave a wrong result")
+
+    def _barrier(self) -> None:
+        self.world.barrier()
+
+    def _send_recv(self) -> None:
+        self.world.send(self.mine, self.next)
+        self.world.recv(self.like, self.before)
+        self.result = self.like
+
+    def _channel(self) -> None:
+        self.channel.start()
+        self.channel.wait()
+        self.result = self.like
+
+    def _broadcast(self) -> None:
+        self.world.broadcast(self.mine)
+        self.result = self.mine
+
+    def _gather(self) -> None:
+        self.result = self.world.gather(self.mine)
+
+    def _scatter(self) -> None:
+        self.world.scatter(list(self.rows) if self.world.rank == 0 else None, self.like)
+        self.result = self.like
+
+    def _all_gather(self) -> None:
+        self.result = self.world.all_gather(self.mine)
+
+    def _all_gather_async(self) -> None:
+        self.world.all_gather_async(self.mine, self.others).wait()
+        self.result = self.others
+
+    def _all_to_all(self) -> None:
+        self.world.all_to_all(list(self.rows), list(self.others))
+        self.result = self.others
+
+    def _reduce_scatter(self) -> None:
+        self.result = self.world.reduce_scatter(self.rows)
+
+    def _reduce_scatter_async(self) -> None:
+        self.world.reduce_scatter_async(self.rows, self.like).wait()
+        self.result = self.like
+
+    def _all_reduce(self) -> None:
+        self.world.all_reduce(self.mine)
+        self.result = self.mine
+
+    def _all_reduce_async(self) -> None:
+        self.world.all_reduce_async(self.mine).wait()
+        self.result = self.mine
+
+    def _broadcast_bytes(self) -> None:
+        self.result = self.world.broadcast_bytes(self.text if self.world.rank == 0 else None)
+
+    def _all_gather_bytes(self) -> None:
+        self.result = self.world.all_gather_bytes(self.text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

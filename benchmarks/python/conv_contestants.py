@@ -1,0 +1,391 @@
+"""The ways to run a stack of four 3×3×3 convolutions with ReLU that `conv_stack.py` compares.
+
+Each takes this rank's part of the input, `[1, 4, D, H, W]`, contiguous as a loader gives it, and
+gives its part of the output; then it takes dL/dy and gives the gradients of all parameters, summed
+over the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from quiet import Quiet
+from torch import Tensor, nn
+from torch.autograd import Function
+
+import pydist
+from pydist.comm import Transport
+from pydist.layout import layout_for_sample
+from pydist.mesh import Mesh
+
+CHANNELS = (4, 16, 16, 16, 16)
+LAYERS = len(CHANNELS) - 1
+
+Exchange = Callable[[dict[int, Tensor], dict[int, Tensor]], None]
+"""Sends tensors to neighbours and fills those that come from them, by rank."""
+
+
+def network(inplace: bool = False) -> nn.Sequential:
+    """The stack, with the same weights for all."""
+    generator = torch.Generator().manual_seed(0)
+    layers: list[nn.Module] = []
+    for inside, outside in itertools.pairwise(CHANNELS):
+        conv = nn.Conv3d(inside, outside, 3, padding=1)
+        with torch.no_grad():
+            for each in (conv.weight, conv.bias):
+                bound = (27 * inside) ** -0.5
+                each.uniform_(-bound, bound, generator=generator)
+        layers += [conv, nn.ReLU(inplace=inplace)]
+    return nn.Sequential(*layers)
+
+
+class Contestant(ABC):
+    """One way to run the stack on this rank."""
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def backward(self, grad: Tensor) -> list[Tensor]: ...
+
+
+class Plain(Contestant):
+    """torch as it is, on the whole sample."""
+
+    def __init__(self, threads: int, inplace: bool = False) -> None:
+        self._threads, self._model = threads, network(inplace)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_num_threads(self._threads)
+        self._model.zero_grad()
+        self._y = self._model(x)
+        return self._y
+
+    def backward(self, grad: Tensor) -> list[Tensor]:
+        y, self._y = self._y, None
+        y.backward(grad)
+        return [p.grad for p in self._model.parameters()]
+
+
+class Layered(Contestant):
+    """Convolution by convolution, with a function of our choice for it."""
+
+    def __init__(
+        self,
+        convolve: Callable[[Tensor, Tensor, Tensor], Tensor],
+        reduce: Callable[[Tensor], None] | None = None,
+        inplace: bool = False,
+        threads: int = 1,
+        memory_format: torch.memory_format = torch.contiguous_format,
+    ) -> None:
+        self._convolve, self._reduce = convolve, reduce
+        self._relu = F.relu_ if inplace else F.relu
+        self._threads, self._format = threads, memory_format
+        self._parameters = list(network().parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_num_threads(self._threads)
+        for parameter in self._parameters:
+            parameter.grad = None
+        x = x.to(memory_format=self._format)
+        for weight, bias in zip(self._parameters[::2], self._parameters[1::2], strict=True):
+            x = self._relu(self._convolve(x, weight, bias))
+        self._y = x
+        return x
+
+    def backward(self, grad: Tensor) -> list[Tensor]:
+        y, self._y = self._y, None
+        y.backward(grad)
+        grads = [p.grad for p in self._parameters]
+        if self._reduce is None:
+            return grads
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        self._reduce(flat)
+        pieces = flat.split([g.numel() for g in grads])
+        return [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
+
+
+class Blocked(Contestant):
+    """Nothing exchanged, activations in oneDNN's own blocked layout from layer to layer."""
+
+    def __init__(self) -> None:
+        self._parameters = [p.detach() for p in network().parameters()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._activations = [x.to_mkldnn()]
+        for weight, bias in zip(self._parameters[::2], self._parameters[1::2], strict=True):
+            out = _onednn(self._activations[-1], weight, bias)
+            self._activations.append(torch.relu_(out))
+        return self._activations[-1].to_dense()
+
+    def backward(self, grad: Tensor) -> list[Tensor]:
+        grads: list[Tensor] = []
+        grad = grad.to_mkldnn()
+        for weight in reversed(self._parameters[::2]):
+            grad = torch.ops.aten.threshold_backward(grad, self._activations.pop(), 0)
+            wanted = len(self._activations) > 1
+            grad, *pair = _convolution_backward(
+                grad, self._activations[-1], weight, (1, 1, 1), [wanted, True, True]
+            )
+            grads[:0] = pair
+        return grads
+
+
+class Pydist(Contestant):
+    """pydist, as a user calls it on shards that a loader gave."""
+
+    def __init__(self, world: Transport, inplace: bool = False, quiet: bool = False) -> None:
+        transport = Quiet(world) if quiet else world
+        self._mesh = Mesh(transport, 1, (world.size, 1, 1))
+        self._model = pydist.parallelize(network(inplace), self._mesh)
+        if quiet:
+            transport.quiet = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._model.zero_grad()
+        shape = (*x.shape[:2], x.shape[2] * self._mesh.size, *x.shape[3:])
+        sharded = pydist.ShardedTensor.from_local(x, layout_for_sample(self._mesh, shape))
+        self._y = self._model(sharded).to_local()
+        return self._y
+
+    def backward(self, grad: Tensor) -> list[Tensor]:
+        y, self._y = self._y, None
+        y.backward(grad)
+        return [p.grad for p in self._model.parameters()]
+
+
+# -- what a user writes by hand -------------------------------------------------------------
+
+
+def by_hand(rank: int, size: int, exchange: Exchange, convolve: Any) -> Any:
+    """A convolution that receives the neighbours' planes and concatenates."""
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return convolve(_Halo.apply(x, rank, size, exchange), weight, bias, (0, 1, 1))
+
+    return run
+
+
+class _Halo(Function):
+    """Receives a plane of depth from each neighbour, zeros at the ends, and concatenates."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rank: int, size: int, exchange: Exchange) -> Tensor:
+        ctx.place = rank, size, exchange
+        first, last = x[:, :, :1], x[:, :, -1:]
+        before, after = torch.zeros_like(first), torch.zeros_like(last)
+        exchange(
+            _neighbours(rank, size, first.contiguous(), last.contiguous()),
+            _neighbours(rank, size, before, after),
+        )
+        return torch.cat([before, x, after], 2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        rank, size, exchange = ctx.place
+        before, own, after = grad[:, :, :1], grad[:, :, 1:-1], grad[:, :, -1:]
+        first, last = torch.zeros_like(before), torch.zeros_like(after)
+        exchange(
+            _neighbours(rank, size, before.contiguous(), after.contiguous()),
+            _neighbours(rank, size, first, last),
+        )
+        own[:, :, :1] += first
+        own[:, :, -1:] += last
+        return own, None, None, None
+
+
+def _neighbours(rank: int, size: int, lower: Tensor, upper: Tensor) -> dict[int, Tensor]:
+    found = {rank - 1: lower, rank + 1: upper}
+    return {peer: each for peer, each in found.items() if 0 <= peer < size}
+
+
+def exchange_gloo(sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
+    """`batch_isend_irecv` of torch.distributed."""
+    operations = [dist.P2POp(dist.irecv, each, peer) for peer, each in recvs.items()]
+    operations += [dist.P2POp(dist.isend, each, peer) for peer, each in sends.items()]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def exchange_mpi(sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
+    """Isend and Irecv of mpi4py."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    requests = [world.Irecv(each.numpy(), peer) for peer, each in recvs.items()]
+    requests += [world.Isend(each.numpy(), peer) for peer, each in sends.items()]
+    MPI.Request.Waitall(requests)
+
+
+def reduce_gloo(flat: Tensor) -> None:
+    dist.all_reduce(flat)
+
+
+def reduce_mpi(flat: Tensor) -> None:
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, flat.numpy())
+
+
+# -- convolutions on one rank ---------------------------------------------------------------
+
+
+def conv_torch(x: Tensor, weight: Tensor, bias: Tensor, padding: Any = 1) -> Tensor:
+    """torch's own choice of a kernel."""
+    return F.conv3d(x, weight, bias, padding=padding)
+
+
+def conv_onednn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: Sequence[int] = (1, 1, 1),
+    stride: Sequence[int] = (1, 1, 1),
+) -> Tensor:
+    """oneDNN forward and backward, also where torch would take its slow path."""
+    return _OneDnn.apply(x, weight, bias, padding, stride)
+
+
+class _OneDnn(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        padding: Sequence[int],
+        stride: Sequence[int],
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.padding, ctx.stride, ctx.biased = padding, stride, bias is not None
+        return _onednn(x, weight, bias, padding, stride)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], True, ctx.biased]
+        # A conversion loses channels-last, which torch hands to oneDNN by itself (large shards).
+        plain = x.is_contiguous()
+        dx, dw, db = _convolution_backward(
+            grad.to_mkldnn() if plain else grad,
+            x.to_mkldnn() if plain else x,
+            weight,
+            ctx.padding,
+            wanted,
+            ctx.stride,
+        )
+        return dx.to_dense() if plain and dx is not None else dx, dw, db, None, None
+
+
+def _onednn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: Sequence[int] = (1, 1, 1),
+    stride: Sequence[int] = (1, 1, 1),
+) -> Tensor:
+    return torch.mkldnn_convolution(x, weight, bias, padding, stride, (1, 1, 1), 1)
+
+
+def _convolution_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    padding: Sequence[int],
+    wanted: list[bool],
+    stride: Sequence[int] = (1, 1, 1),
+) -> Any:
+    biases, ones, zeros = [weight.shape[0]], (1, 1, 1), (0, 0, 0)
+    return torch.ops.aten.convolution_backward(
+        grad, x, weight, biases, stride, padding, ones, False, zeros, 1, wanted
+    )
+
+
+# -- packages -------------------------------------------------------------------------------
+
+
+class ShardTensorRival(Contestant):
+    """`ShardTensor` of NVIDIA's physicsnemo."""
+
+    def __init__(self) -> None:
+        from physicsnemo.domain_parallel import ShardTensor
+        from physicsnemo.domain_parallel.shard_utils import conv_patches
+        from torch.distributed.tensor import Shard
+
+        # Its convolution; by itself the package takes that up only where it finds a GPU.
+        assert conv_patches is not None
+        self._shards, self._kind = [Shard(2)], ShardTensor
+        self._mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        self._model = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._model.zero_grad()
+        # It can find the shapes by itself, but only with pinned memory, that is with a GPU.
+        shapes = {0: [tuple(x.shape)] * self._mesh.size()}
+        sharded = self._kind.from_local(x, self._mesh, self._shards, sharding_shapes=shapes)
+        self._y = self._model(sharded).to_local()
+        return self._y
+
+    def backward(self, grad: Tensor) -> list[Tensor]:
+        y, self._y = self._y, None
+        y.backward(grad)
+        # Each convolution reduces the gradients of its own weights.
+        return [p.grad for p in self._model.parameters()]
+
+
+class DistConvRival(Contestant):
+    """`DCTensor` of LBANN's DistConv, its gradients reduced by an all-reduce over gloo."""
+
+    def __init__(self) -> None:
+        from distconv import DCTensor, ParallelStrategy
+
+        self._strategy = ParallelStrategy(dist.get_world_size(), 2, device_type="cpu")
+        self._kind, self._model = DCTensor, network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._model.zero_grad()
+        self._y = self._model(self._kind.from_shard(x, self._strategy))
+        return self._y._tensor
+
+    def backward(self, grad: Tensor) -> list[Tensor]:
+        y, self._y = self._y, None
+        y.backward(self._kind.from_shard(grad, self._strategy))
+        grads = [p.grad for p in self._model.parameters()]
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        dist.all_reduce(flat)
+        pieces = flat.split([g.numel() for g in grads])
+        return [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
+
+
+def distdl_rival() -> Contestant:
+    """distdl: not on the package index, so that there was nothing to compare with."""
+    import distdl
+
+    raise NotImplementedError(f"no way to call distdl {distdl.__version__} is written yet")
+
+
+class DTensorRival(Contestant):
+    """torch's own DTensor."""
+
+    def __init__(self) -> None:
+        from torch.distributed.tensor import DTensor, Shard, distribute_module
+
+        self._mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        self._kind, self._shards = DTensor, [Shard(2)]
+        self._model = distribute_module(network(), self._mesh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._model.zero_grad()
+        self._y = self._model(self._kind.from_local(x, self._mesh, self._shards)).to_local()
+        return self._y
+
+    def backward(self, grad: Tensor) -> list[Tensor]:
+        y, self._y = self._y, None
+        y.backward(grad)
+        return [p.grad.full_tensor() for p in self._model.parameters()]

@@ -1,0 +1,134 @@
+"""A transport that can fall silent: the code path of a split run with nothing exchanged.
+
+What a benchmark compares with: the same shards, kernels and bookkeeping on all ranks at once. Once
+quiet, every rank hears only itself: results have the right shapes and wrong values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from pydist.comm import Transport
+from pydist.comm.handles import Channel, Work
+
+
+class Quiet:
+    """Stands in for a transport and hands every call on to it, until `quiet` is set.
+
+    Attributes:
+        quiet: whether nothing is sent any more, by the groups made of this one either; set it when
+            models and meshes are made.
+        kept: bytes that were given to be sent since then, and were not.
+    """
+
+    def __init__(self, transport: Transport, parent: Quiet | None = None) -> None:
+        self._transport = transport
+        self._first = parent._first if parent is not None else self
+        self._quiet = False
+        self.kept = 0
+
+    @property
+    def quiet(self) -> bool:
+        return self._first._quiet
+
+    @quiet.setter
+    def quiet(self, value: bool) -> None:
+        self._first._quiet = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def channel(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> Channel:
+        # Made by all ranks at the same point, but not collective: a quiet one takes no part.
+        for _, buffer in recvs:
+            buffer.zero_()  # what was in memory may be NaN or so small that it slows all down
+        return _QuietChannel(self, sends, recvs, tag)
+
+    def split(self, color: int, key: int) -> Quiet:
+        return Quiet(self._transport.split(color, key), self)
+
+    def barrier(self) -> None:
+        if not self.quiet:
+            self._transport.barrier()
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        if self._speaks(tensor):
+            self._transport.broadcast(tensor, root)
+
+    def all_reduce(self, tensor: Tensor, op: Any = "sum") -> None:
+        if self._speaks(tensor):
+            self._transport.all_reduce(tensor, op)
+
+    def all_reduce_async(self, tensor: Tensor, op: Any = "sum") -> Work:
+        return self._transport.all_reduce_async(tensor, op) if self._speaks(tensor) else Work()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        if self._speaks(tensor):
+            return self._transport.all_gather(tensor)
+        return tensor.detach().expand(self.size, *tensor.shape).contiguous()
+
+    def all_gather_async(self, tensor: Tensor, out: Tensor, counts: Any = None) -> Work:
+        if self._speaks(tensor):
+            return self._transport.all_gather_async(tensor, out, counts)
+        return Work()
+
+    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        if self._speaks(*inputs):
+            self._transport.all_to_all(inputs, outputs)
+        else:
+            for out in outputs:
+                out.detach().zero_()
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        if self._speaks(tensor):
+            return self._transport.reduce_scatter(tensor)
+        return tensor.detach()[self.rank].clone()
+
+    def reduce_scatter_async(self, tensor: Tensor, out: Tensor, counts: Any = None) -> Work:
+        if self._speaks(tensor):
+            return self._transport.reduce_scatter_async(tensor, out, counts)
+        start = sum(counts[: self.rank]) if counts is not None else self.rank * out.numel()
+        out.detach().view(-1).copy_(tensor.detach().view(-1)[start : start + out.numel()])
+        return Work()
+
+    def _speaks(self, *tensors: Tensor) -> bool:
+        if not self.quiet:
+            return True
+        self._first.kept += sum(each.nbytes for each in tensors)
+        return False
+
+
+class _QuietChannel(Channel):
+    def __init__(
+        self,
+        owner: Quiet,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> None:
+        self._owner, self._bytes = owner, sum(buffer.nbytes for _, buffer in sends)
+        self._channel = owner._transport.channel(sends, recvs, tag)
+        self._started = False
+
+    def start(self) -> None:
+        if self._owner.quiet:
+            self._owner._first.kept += self._bytes
+        else:
+            self._started = True
+            self._channel.start()
+
+    def wait(self) -> None:
+        if self._started:
+            self._started = False
+            self._channel.wait()
+
+    def close(self) -> None:
+        self._channel.close()

@@ -1,0 +1,28 @@
+"""The benchmark of what moves MPI's messages measures every way; times of a test mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from children import child_environment
+
+from pydist.launch import available
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "python" / "progress.py"
+
+pytestmark = pytest.mark.skipif(available()[0].name == "gloo", reason="there is no MPI")
+
+
+def test_every_way_is_measured(tmp_path):
+    written = tmp_path / "progress.json"
+    command = [sys.executable, str(SCRIPT), "--quick", "--json", str(written)]
+    command += ["--mpi", available()[0].name]
+    subprocess.run(command, cwd=tmp_path, env=child_environment(), check=True, timeout=120)
+    rows = json.loads(written.read_text())["rows"]
+    assert {row["way"] for row in rows} == {"off", "calls", "thread"}
+    assert {row["calls"] for row in rows} == {1, 4, 16, 64}
+    assert all(row["wait"]["min"] >= 0 and row["wait"]["rounds"] == 2 for row in rows)

@@ -1,0 +1,130 @@
+"""Each script of benchmarks/python runs at a tiny size, its contestants agree, its JSON is whole.
+
+The scripts themselves refuse contestants whose results differ. Times of a test run mean nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from children import child_environment
+
+from pydist.launch import available
+
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "python"
+
+pytestmark = pytest.mark.skipif(
+    available()[0].name == "gloo", reason="the benchmarks compare with MPI, and there is none"
+)
+
+
+def run(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """What a script writes."""
+    written = folder / "result.json"
+    command = [sys.executable, str(SCRIPTS / f"{name}.py"), "--quick", "--json", str(written)]
+    ended = subprocess.run(
+        [*command, *arguments],
+        cwd=folder,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    result = json.loads(written.read_text())
+    assert result["benchmark"]
+    assert result["machine"].keys() >= {
+        "cpu", "cores", "memory_gb", "system", "torch", "commit", "date", "load_before"
+    }  # fmt: skip
+    return result
+
+
+def check_times(row: dict[str, Any]) -> None:
+    first, third = row["quartiles"]
+    assert 0 < row["min"] <= first <= row["median"] <= third
+    assert row["rounds"] >= 2
+
+
+def test_conv_stack(tmp_path):
+    """Of each kind one: ours, by hand, a bound, and a package, which need not be installed."""
+    by_hand, package = "handwritten, gloo + malloc + oneDNN", "physicsnemo ShardTensor + malloc"
+    bounds = ["no exchange, pydist", "no exchange, oneDNN-blocked + malloc"]
+    result = run("conv_stack", tmp_path, "--only", by_hand, package, *bounds)
+    rows = {row["name"]: row for row in result["rows"]}
+    assert rows.keys() >= {"pydist", by_hand, *bounds}
+    for row in rows.values():
+        check_times(row)
+        assert row["error"] < 1e-4
+        assert row["over_pydist"] > 0
+    assert rows["pydist"]["over_pydist"] == 1
+    refused = {each["name"]: each["reason"] for each in result["not_run"]}
+    assert (package in rows) != bool(refused.get(package))
+
+
+def test_cosmoflow_step(tmp_path):
+    result = run("cosmoflow_step", tmp_path, "--ranks", "2")
+    rows = {row["name"]: row for row in result["rows"]}
+    split, local, silent = (
+        "pydist, 2 ranks, depth" + way
+        for way in ("", ", gradients not reduced", ", nothing exchanged")
+    )
+    for name in ("plain torch, 2 threads", split, local, silent):
+        check_times(rows[name])
+        # Those that exchange everything, and only those, are compared.
+        assert (rows[name]["error"] is None) == (name in (local, silent))
+    assert rows[split]["error"] < 1e-4
+    parameters = 9_437_636  # of the model, all of which have gradients
+    kept = result["bytes_kept"]
+    assert kept[silent] > kept[local] >= 4 * parameters
+    (cost,) = result["costs"]
+    assert cost["name"] == split
+    assert cost["ratio"] == cost["gradients"] / cost["all_reduce"]
+    assert cost["halo_and_statistics"] > 0
+
+
+def test_halo_exchange(tmp_path):
+    result = run("halo_exchange", tmp_path)
+    faces = {(row["face"], row["layout"], row["bytes"]) for row in result["rows"]}
+    assert faces == {
+        (face, layout, nbytes)
+        for face in ("depth", "height", "width")
+        for layout in ("plain", "channels-last")
+        for nbytes in (4096, 16384)
+    }
+    for row in result["rows"]:
+        for way in ("pydist", "persistent", "isend", "pack", "memcpy"):
+            check_times(row[way])
+        best = min(row["persistent"]["median"], row["isend"]["median"])
+        assert row["over_bare"] == row["pydist"]["median"] / best
+
+
+def test_collectives(tmp_path):
+    result = run("collectives", tmp_path)
+    calls = {(row["transport"], row["call"]) for row in result["rows"]}
+    transports = {transport for transport, _ in calls}
+    assert transports | set(result["not_run"]) == {
+        "local (threads)", "mpi (Open MPI)", "mpi (MPICH)", "c10d (gloo)"
+    }  # fmt: skip
+    assert len(calls) == 15 * len(transports)
+    for row in result["rows"]:
+        check_times(row)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_memory(tmp_path):
+    result = run("memory", tmp_path)
+    rows = {(row["name"], row["ranks"], row["malloc"]): row for row in result["rows"]}
+    one, two = rows["pydist", 1, False], rows["pydist", 2, False]
+    assert rows["plain torch", 1, False]["step_mb"] > 0
+    assert one["ratio"] == 1
+    # Whoever shares the optimizer's step holds half of its state; the rest must have shrunk too.
+    assert 0 < two["step_mb"] < one["step_mb"]
+    for row in rows.values():
+        assert row["peak_mb"] == pytest.approx(row["model_mb"] + row["step_mb"])
+        assert row["optimizer_mb"] <= row["step_mb"]
