@@ -7,7 +7,7 @@ help:
 	@echo "make test    the whole test suite"
 	@echo "make lint    the linters"
 	@echo "make format  mend what the linters can mend"
-	@echo "make bench   the compiled microbenchmarks"
+	@echo "make bench   the compiled microbenchmarks; tools/bench NAME runs one of benchmarks/python"
 	@echo "make clean   remove what was built (.venv stays)"
 
 demo:
