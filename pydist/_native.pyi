@@ -163,6 +163,28 @@ def boundary_conv_wgrad(
     dilation: Sequence[int],
     groups: int,
 ) -> None: ...
+def pool_sum_forward(
+    source: Lendable,
+    out: Lendable,
+    source_lo: Sequence[int],
+    out_lo: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    scales: Sequence[Lendable],
+    accumulate: bool,
+) -> None: ...
+def pool_sum_backward(
+    grad: Lendable,
+    source_grad: Lendable,
+    out_lo: Sequence[int],
+    source_lo: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    scales: Sequence[Lendable],
+    accumulate: bool,
+) -> None: ...
 def keyed_uniform(out: Lendable, key: int, lo: Sequence[int], shape: Sequence[int]) -> None: ...
 def cpu_isa() -> str: ...
 

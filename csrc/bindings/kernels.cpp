@@ -8,6 +8,7 @@
 
 #include "bindings/bindings.hpp"
 #include "bindings/coords_caster.hpp"
+#include "bindings/on_device.hpp"
 #include "bindings/tensor_border.hpp"
 #include "cpu/boundary_conv.hpp"
 #include "cpu/isa.hpp"
@@ -16,42 +17,12 @@
 #include "kernels/conv_problem.hpp"
 #include "kernels/regions.hpp"
 #include "launch/thread_pool.hpp"
-#ifdef PYDIST_HAS_CUDA
-#include "cuda/kernels.hpp"
-#endif
 
 namespace pydist::bindings {
 namespace {
 
 using namespace py::literals;
 using kernels::Regions;
-
-// Runs a kernel on the backend of the tensors' device: on_cpu(), or on_cuda(queue) with the stream
-// on which the caller's framework works. All checks are done; the GIL is released.
-template <class OnCpu, class OnCuda>
-void on_device(const Borrowed& tensor, const OnCpu& on_cpu, [[maybe_unused]] OnCuda on_cuda) {
-  if (tensor->device.type == DeviceType::kCpu) {
-    const py::gil_scoped_release unlocked;
-    on_cpu();
-    return;
-  }
-#ifdef PYDIST_HAS_CUDA
-  const cuda::Queue queue{tensor->device.index, tensor.stream()};
-  const py::gil_scoped_release unlocked;
-  on_cuda(queue);
-#else
-  throw UsageError("a tensor is on " + to_string(tensor->device) +
-                   ", and this build of pydist has no CUDA kernels: install it where nvcc is "
-                   "found, or with PYDIST_CUDA=ON");
-#endif
-}
-
-// The CUDA side of a kernel, absent where it is not built.
-#ifdef PYDIST_HAS_CUDA
-#define PYDIST_ON_CUDA(call) [&](const cuda::Queue& queue) { cuda::call; }
-#else
-#define PYDIST_ON_CUDA(call) nullptr
-#endif
 
 // A view and the buffer of its regions: one dtype, one device, all boxes inside, buffer long
 // enough.
@@ -65,15 +36,6 @@ void check_pair(const char* name, const TensorView& view, const Regions& regions
                 describe("buffer", buffer) + "; the regions have " +
                     std::to_string(regions.elements()) + " elements");
   regions.require_inside(view.shape, name);
-}
-
-// Refuses an expanded tensor: several of its elements are one, so writes would not be independent.
-void check_writable(const char* name, const TensorView& view) {
-  for (int dim = 0; dim < view.ndim(); ++dim) {
-    PYDIST_EXPECT(view.strides[dim] != 0 || view.shape[dim] <= 1,
-                  describe(name, view) + " has stride 0 in dim " + std::to_string(dim) +
-                      ": an expanded tensor can't be written to; clone it first");
-  }
 }
 
 void pack(py::handle src_tensor, const Regions& regions, py::handle buffer_tensor) {

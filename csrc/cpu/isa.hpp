@@ -5,6 +5,11 @@
 
 #include <cstdint>
 
+namespace pydist::kernels {
+struct Float16;
+struct BFloat16;
+}  // namespace pydist::kernels
+
 namespace pydist::cpu {
 
 // sums[m][x] = sum over channels c and taps t of
@@ -42,6 +47,58 @@ struct ConvIsa {
   void (*dot[4][6])(const DotTile<T>&);
 };
 
+// Positions [begin, end) that one sum takes.
+struct PoolSpan {
+  std::int64_t begin, end;
+};
+
+// `count` pieces of `length` elements; how far they are apart on either side.
+struct PoolRuns {
+  std::int64_t count, length, from, to;
+};
+
+// Sums of rows. For 0 <= y < targets, with the span s = spans[y * span_step]:
+//   to[y * target] (=|+=) sum over i in s of factors[y * target_factor + i * row_factor] *
+//   from[y * line + i * row], where each is a line that consists of `runs`.
+template <class From, class To, class T>
+struct PoolLines {
+  const From* from;
+  std::int64_t row, line;
+  const PoolSpan* spans;
+  std::int64_t span_step;
+  const T* factors;
+  std::int64_t row_factor, target_factor;
+  To* to;
+  std::int64_t targets, target;
+  PoolRuns runs;
+  bool accumulate;
+  bool stream;         // write past the caches, where that is possible; not with `accumulate`
+  std::int64_t ahead;  // elements by which rows but the first are fetched ahead; 0: not
+};
+
+// Lines between the arrays and the type that sums are formed in.
+template <class Storage, class T>
+struct PoolLineIsa {
+  void (*gather)(const PoolLines<Storage, T, T>&);
+  void (*scatter)(const PoolLines<T, Storage, T>&);
+};
+
+// Along the width, in the type that sums are formed in.
+template <class T>
+struct PoolWidthIsa {
+  // even[j] = from[2 * j], odd[j] = from[2 * j + 1], j < count; and back.
+  void (*split)(const T* from, std::int64_t count, T* even, T* odd);
+  void (*merge)(const T* even, const T* odd, std::int64_t count, T* to);
+  // sums[j] = sum_{k < taps} from[j + k] + sum_{k < more_taps} more[j + k], j < count.
+  void (*windows)(const T* from, std::int64_t taps, const T* more, std::int64_t more_taps,
+                  std::int64_t count, T* sums);
+  // sums[j][c] = sum of from[x][c] over the x in spans[j], c < channels, j < count.
+  void (*spans)(const T* from, const PoolSpan* spans, std::int64_t count, std::int64_t channels,
+                T* sums);
+  // values[j][c] *= factors[j], c < channels, j < count.
+  void (*scale)(T* values, const T* factors, std::int64_t count, std::int64_t channels);
+};
+
 struct Isa {
   const char* name;  // "base", "x86_64_v3" or "x86_64_v4"
   ConvIsa<float> conv_f32;
@@ -49,6 +106,12 @@ struct Isa {
   // out[j] = uniform(counter first + j), j < count; see kernels/philox.hpp.
   void (*uniform_f32)(float* out, std::int64_t count, std::uint64_t key, std::uint64_t first);
   void (*uniform_f64)(double* out, std::int64_t count, std::uint64_t key, std::uint64_t first);
+  PoolWidthIsa<float> pool_width_f32;
+  PoolWidthIsa<double> pool_width_f64;
+  PoolLineIsa<kernels::Float16, float> pool_lines_f16;
+  PoolLineIsa<kernels::BFloat16, float> pool_lines_bf16;
+  PoolLineIsa<float, float> pool_lines_f32;
+  PoolLineIsa<double, double> pool_lines_f64;
 };
 
 // The best one that this CPU has; PYDIST_ISA=base|x86-64-v3|x86-64-v4 in the environment lowers it.

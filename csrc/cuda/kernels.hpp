@@ -7,6 +7,7 @@
 #include "core/view.hpp"
 #include "cuda/device.hpp"
 #include "kernels/conv_problem.hpp"
+#include "kernels/pool.hpp"
 #include "kernels/regions.hpp"
 
 namespace pydist::cuda {
@@ -21,6 +22,9 @@ void unpack_add(const TensorView& buffer, const kernels::Regions& regions, const
 void boundary_conv_forward(const kernels::ConvProblem& problem, const Queue& queue);
 void boundary_conv_dgrad(const kernels::ConvProblem& problem, const Queue& queue);
 void boundary_conv_wgrad(const kernels::ConvProblem& problem, const Queue& queue);
+
+void pool_sum_forward(const kernels::PoolProblem& problem, const Queue& queue);
+void pool_sum_backward(const kernels::PoolProblem& problem, const Queue& queue);
 
 void keyed_uniform(const TensorView& out, std::uint64_t key, const Coords& lo, const Coords& shape,
                    const Queue& queue);

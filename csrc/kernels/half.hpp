@@ -1,7 +1,6 @@
 // float16 and bfloat16 as storage: arithmetic is done in float, as torch does it on a device.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 
 #include "launch/host_device.hpp"
@@ -12,18 +11,24 @@
 
 namespace pydist::kernels {
 
+// std::bit_cast that never leaves a function behind (see PYDIST_HD).
+template <class To, class From>
+PYDIST_HD To bits_as(From value) {
+  return __builtin_bit_cast(To, value);
+}
+
 // The upper half of a float. Rounds to nearest even; every NaN becomes the quiet one.
 struct BFloat16 {
   std::uint16_t bits;
 
   static PYDIST_HD BFloat16 from(float value) {
-    const auto word = std::bit_cast<std::uint32_t>(value);
+    const auto word = bits_as<std::uint32_t>(value);
     const std::uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
     const bool is_nan = (word & 0x7fffffffu) > 0x7f800000u;
     return {static_cast<std::uint16_t>(is_nan ? 0x7fc0u : rounded)};
   }
   PYDIST_HD float to_float() const {
-    return std::bit_cast<float>(static_cast<std::uint32_t>(bits) << 16);
+    return bits_as<float>(static_cast<std::uint32_t>(bits) << 16);
   }
 };
 
@@ -36,12 +41,12 @@ struct Float16 {
 #if defined(__CUDA_ARCH__)
     return {__half_as_ushort(__float2half_rn(value))};
 #else
-    const auto word = std::bit_cast<std::uint32_t>(value);
+    const auto word = bits_as<std::uint32_t>(value);
     const std::uint32_t sign = word & 0x80000000u;
     const std::uint32_t magnitude = word ^ sign;
     // Subnormal results: adding 0.5 leaves the rounded mantissa in the lowest bits.
     const std::uint32_t tiny =
-        std::bit_cast<std::uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000u;
+        bits_as<std::uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u;
     const std::uint32_t odd = (magnitude >> 13) & 1u;
     const std::uint32_t normal = (magnitude - 0x38000000u + 0xfffu + odd) >> 13;
     const std::uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
@@ -57,12 +62,11 @@ struct Float16 {
     const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16;
     const std::uint32_t magnitude = static_cast<std::uint32_t>(bits & 0x7fffu) << 13;
     const std::uint32_t exponent = magnitude & 0x0f800000u;
-    const float subnormal =
-        std::bit_cast<float>(magnitude + 0x38800000u) - std::bit_cast<float>(0x38800000u);
+    const float subnormal = bits_as<float>(magnitude + 0x38800000u) - bits_as<float>(0x38800000u);
     const std::uint32_t rebias = exponent == 0x0f800000u ? 0x70000000u : 0x38000000u;
     const std::uint32_t word =
-        exponent == 0 ? std::bit_cast<std::uint32_t>(subnormal) : magnitude + rebias;
-    return std::bit_cast<float>(word | sign);
+        exponent == 0 ? bits_as<std::uint32_t>(subnormal) : magnitude + rebias;
+    return bits_as<float>(word | sign);
 #endif
   }
 };

@@ -18,3 +18,10 @@
 #else
 #define PYDIST_INDEPENDENT
 #endif
+
+// Before a loop of few iterations: unrolled, it would take registers on a device and gain nothing.
+#if defined(__CUDA_ARCH__)
+#define PYDIST_ROLLED _Pragma("unroll 1")
+#else
+#define PYDIST_ROLLED
+#endif

@@ -11,13 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pydist.ops.average import AveragePlan, Averaging, average
 from pydist.ops.placement import choose_layout, pool_work
 from pydist.ops.redistribute import redistribute
 from pydist.ops.reduce import reduce_amax, reduce_mean
 from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
+from pydist.partition import Box, subtract
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
 
 _AVG = {1: torch.avg_pool1d, 2: torch._C._nn.avg_pool2d, 3: torch._C._nn.avg_pool3d}
+_NARROW = (torch.float16, torch.bfloat16)
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
@@ -33,27 +36,12 @@ def avg_pool(
 ) -> ShardedTensor:
     """Average pooling; padding counts as torch counts it."""
     input, window, plan = _plan(_AVG[dims], dims, input, kernel_size, stride, padding, 1, ceil_mode)
-    if plan.is_whole:
-        options: dict[str, Any] = {"ceil_mode": ceil_mode, "count_include_pad": count_include_pad}
-        if dims > 1:
-            options["divisor_override"] = divisor_override
-        local = _AVG[dims](
-            local_of(input), window.kernel, window.stride, as_tuple(padding, dims), **options
-        )
-        return wrap(local, plan.out, input)
-    mean = plan.apply(lambda padded: _AVG[dims](padded, window.kernel, window.stride), input)
-    size = math.prod(window.kernel)
-    if divisor_override is not None:
-        return wrap(mean * (size / divisor_override), plan.out, input)
-    counts = _counts(plan, window, as_tuple(padding, dims), count_include_pad)
-    if all(bool((c == k).all()) for c, k in zip(counts, window.kernel, strict=True)):
-        return wrap(mean, plan.out, input)
-    for dim, count in enumerate(counts):
-        shape = [1] * mean.dim()
-        shape[dim + 2] = -1
-        factor = window.kernel[dim] / count.to(mean.device, torch.float64)
-        mean = mean * factor.to(mean.dtype).view(shape)
-    return wrap(mean, plan.out, input)
+    local = local_of(input)
+    if dims == 3 and torch.is_autocast_enabled(local.device.type) and local.dtype in _NARROW:
+        local = local.float()  # autocast's rule for torch's own call
+    pads = as_tuple(padding, dims)
+    average_plan = _average_plan(plan, window, pads, count_include_pad, divisor_override)
+    return wrap(average(local, average_plan), plan.out, input)
 
 
 def max_pool(
@@ -80,10 +68,56 @@ def max_pool(
         )
         return wrap(local, plan.out, input)
 
+    if _stays_local(plan, window):
+        return wrap(_on_shard(function, local_of(input), plan, window), plan.out, input)
+
     def without_padding(padded: Tensor) -> Tensor:
         return function(padded, window.kernel, window.stride, 0, window.dilation)
 
     return wrap(plan.apply(without_padding, input, fill=-math.inf), plan.out, input)
+
+
+def _stays_local(plan: WindowPlan, window: Window) -> bool:
+    """Whether every rank owns all that its outputs need, as under 2/2 on even cuts."""
+    key = ("stays local", plan.layout, window)
+    plans = plan.layout.mesh.plans
+    if key not in plans:
+        domain = Box([0] * len(plan.layout.shape), plan.layout.shape)
+        plans[key] = all(
+            not subtract(need.intersect(domain), own)
+            for need, own in zip(plan.needed, plan.layout.boxes, strict=True)
+        )
+    return plans[key]
+
+
+def _on_shard(
+    function: Callable[..., Tensor], x: Tensor, plan: WindowPlan, window: Window
+) -> Tensor:
+    """Maximum pooling that needs no halo: torch's own call on the shard, mostly without a copy.
+
+    A rank without outputs computes one window and keeps none of it, as in `WindowPlan.apply`.
+    """
+    own, out = plan.layout.box, plan.out.box
+    beyond: list[int] = []
+    padding: list[int] = []
+    for dim in reversed(range(len(window.kernel))):
+        extent, count = own.shape[dim + 2], out.shape[dim + 2]
+        reach = window.dilation[dim] * (window.kernel[dim] - 1) + 1
+        if out.empty:
+            lo, hi, within = 0, max(0, reach - extent), 0
+        else:
+            before = _elements_before(window, dim, own, out)
+            lo, hi, within = _fit_windows(extent, reach, window.stride[dim], before, count)
+        if within > window.kernel[dim] // 2:  # torch's bound, whatever the dilation
+            lo, hi, within = within, (count - 1) * window.stride[dim] + reach - within - extent, 0
+        beyond += [lo, hi]
+        padding.insert(0, within)
+    if any(beyond):
+        x = F.pad(x, beyond, value=-math.inf)
+    pooled = function(x, window.kernel, window.stride, padding, window.dilation)
+    if not out.empty:
+        return pooled
+    return pooled[tuple(slice(n) for n in plan.out.local_shape)].reshape(plan.out.local_shape)
 
 
 def adaptive_pool(
@@ -134,21 +168,54 @@ def _plan(
     return x, window, plan_window(x._layout, window, x.shape[1])
 
 
-def _counts(
-    plan: WindowPlan, window: Window, padding: Sequence[int], include_padding: bool
-) -> list[Tensor]:
-    """By how many voxels torch divides, along each dim, for this rank's outputs."""
-    counts = []
-    for dim, (kernel, step, pad) in enumerate(
-        zip(window.kernel, window.stride, padding, strict=True)
-    ):
-        extent = plan.layout.shape[dim + 2]
-        start = torch.arange(plan.out.box.lo[dim + 2], plan.out.box.hi[dim + 2]) * step - pad
-        stop = (start + kernel).clamp(max=extent + pad)
-        if not include_padding:
-            start, stop = start.clamp(min=0), stop.clamp(max=extent)
-        counts.append(stop - start)
-    return counts
+def _average_plan(
+    plan: WindowPlan,
+    window: Window,
+    padding: Sequence[int],
+    include_padding: bool,
+    divisor: int | None,
+) -> AveragePlan:
+    key = ("average", plan.layout, window, tuple(padding), include_padding, divisor)
+    plans = plan.layout.mesh.plans
+    if key not in plans:
+        scales = []
+        for dim, (kernel, step, pad) in enumerate(
+            zip(window.kernel, window.stride, padding, strict=True)
+        ):
+            extent = plan.layout.shape[dim + 2]
+            start = torch.arange(plan.out.shape[dim + 2]) * step - pad
+            stop = (start + kernel).clamp(max=extent + pad)
+            if not include_padding:
+                start, stop = start.clamp(min=0), stop.clamp(max=extent)
+            scales.append((stop - start).double().reciprocal())
+        if divisor is not None:
+            scales = [torch.ones_like(scale) for scale in scales]
+            scales[0] /= divisor
+        plans[key] = AveragePlan(Averaging(window, scales), plan)
+    return plans[key]
+
+
+def _elements_before(window: Window, dim: int, inputs: Box, outputs: Box) -> int:
+    """How many elements of the first output's window lie before the inputs."""
+    before, _ = window.padding[dim]
+    return inputs.lo[dim + 2] + before - outputs.lo[dim + 2] * window.stride[dim]
+
+
+def _fit_windows(
+    extent: int, reach: int, stride: int, before: int, count: int
+) -> tuple[int, int, int]:
+    """How to get `count` windows, the first of them with `before` elements before the extent.
+
+    Returns:
+        Elements to add before and after (negative: to leave out), and torch's padding on top.
+    """
+    after = (count - 1) * stride + reach - before - extent
+    if 0 <= before <= reach // 2:
+        if 0 <= before - after < stride:
+            return 0, 0, before
+        if after < 0 and before < stride:
+            return 0, after, before
+    return before, after, 0
 
 
 def _register() -> None:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, layout_at, on_ranks, randn, shard
+from equivalence import check_function, even_points, layout_at, on_ranks, randn, shard
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import WindowCase, windows
+from torch import Tensor
 
 from pydist.errors import NotSupported
 
 AVG = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+
+
+def in_format(x: Tensor, channels_last: bool) -> Tensor:
+    """The tensor with its channels varying fastest, or plain."""
+    return x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -28,7 +34,7 @@ def test_average(dims, data):
         options["divisor_override"] = data.draw(st.sampled_from([None, 1, 7]), "divisor_override")
     check_function(
         lambda x: AVG[dims](x, case.kernel, case.stride, case.padding, **options),
-        randn(2, 1, *case.extents),
+        in_format(randn(2, 2, *case.extents), data.draw(st.booleans(), "channels last")),
         (),
         case.points,
         keep_thin_blocks=data.draw(st.booleans(), "thin"),
@@ -40,7 +46,7 @@ def test_average(dims, data):
 def test_maximum(dims, data):
     case: WindowCase = data.draw(windows(dims=dims, pooling=True))
     ceil_mode = data.draw(st.booleans(), "ceil_mode")
-    x = randn(2, 1, *case.extents)
+    x = in_format(randn(2, 2, *case.extents), data.draw(st.booleans(), "channels last"))
     if data.draw(st.booleans(), "all negative"):
         x = -1 - x.abs()  # the padding must not win
     check_function(
@@ -79,6 +85,81 @@ POINTS = {
 @pytest.mark.parametrize("pool", BY_NAME.values(), ids=BY_NAME)
 def test_by_name_to_second_order(pool, points):
     check_function(lambda x: pool(x * x), randn(2, 2, 8, 8, 8), (), points, second_order=True)
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+def test_channels_last_to_second_order(points):
+    check_function(
+        lambda x: F.avg_pool3d(x * x, 3, 2, 1),
+        in_format(randn(2, 3, 8, 8, 8), True), (), points, second_order=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("pool", [BY_NAME["average 3/2/1, CosmoFlow's"], BY_NAME["maximum 2"]])
+def test_channels_last_stays_channels_last(pool):
+    whole = in_format(randn(2, 3, 8, 8, 8), True)
+
+    def body(mesh):
+        x = shard(whole, layout_at(mesh, whole.shape, [[0, 4, 8], None, None]))
+        y = pool(x)
+        y.sum().backward()
+        return y.to_local(), x.grad.to_local()
+
+    for tensors in on_ranks((2, 1, 1), body):
+        assert all(t.is_contiguous(memory_format=torch.channels_last_3d) for t in tensors)
+
+
+def spans_of(pool, points, backward=True):
+    """The parts of every rank's step in the order in which they ended, and what it saved."""
+
+    class Spans(list):
+        def add(self, part, layer, start, stop, own):
+            self.append(part)
+
+    def body(mesh):
+        x = shard(randn(1, 2, 8, 8, 8), layout_at(mesh, (1, 2, 8, 8, 8), points))
+        pool(x)  # makes the plan
+        spans, saved = Spans(), []
+        mesh.timers.recorder = spans
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = pool(x)
+        if backward:
+            y.to_local().sum().backward()
+        return spans, sum(t.numel() for t in saved)
+
+    return on_ranks((2, 1, 1), body)
+
+
+def test_average_computes_while_its_halo_travels_and_saves_nothing():
+    (_, saved), (spans, _) = spans_of(
+        BY_NAME["average 3/2/1, CosmoFlow's"], [[0, 4, 8], None, None], backward=False
+    )
+    assert spans == ["pack", "compute", "halo in flight", "halo", "boundary"]
+    assert saved == 0
+
+
+@pytest.mark.parametrize("name", ["maximum 2", "average 2, stride as the kernel"])
+def test_windows_within_the_blocks_exchange_nothing(name):
+    for spans, _ in spans_of(BY_NAME[name], [[0, 4, 8], None, None]):
+        assert not {"pack", "halo", "halo in flight", "boundary"} & set(spans)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_values_are_averaged_almost_as_if_rounded_once(dtype):
+    x = randn(1, 4, 8, 8, 8) + 1
+    exact = F.avg_pool3d(x.to(dtype).double(), 3, 2, 1)
+    once = (exact.to(dtype).double() - exact).square().mean().sqrt()
+
+    def body(mesh):
+        split = shard(x.to(dtype), layout_at(mesh, x.shape, [even_points(8, 2), None, None]))
+        y = F.avg_pool3d(split, 3, 2, 1).full_tensor().detach()
+        with torch.autocast("cpu", torch.bfloat16):
+            assert F.avg_pool3d(split, 3, 2, 1).dtype == torch.float32  # autocast's rule
+        return y
+
+    for y in on_ranks((2, 1, 1), body):
+        assert y.dtype == dtype
+        assert (y.double() - exact).square().mean().sqrt() <= 1.5 * once
 
 
 def test_of_equal_values_the_first_gets_the_gradient():

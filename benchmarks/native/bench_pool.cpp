@@ -1,0 +1,108 @@
+// Average pooling 3/2/1, forward and backward, on activations of CosmoFlow's first layers.
+#include <benchmark/benchmark.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "cpu/pool.hpp"
+
+namespace pydist {
+namespace {
+
+struct Shape {
+  const char* name;
+  Coords in;
+};
+
+const Shape kShapes[] = {{"16x64x128x128", {1, 16, 64, 128, 128}},
+                         {"16x32x64x64", {1, 16, 32, 64, 64}}};
+
+struct Array {
+  std::vector<float> memory;
+  TensorView view;
+
+  Array(const Coords& shape, bool channels_last)
+      : memory(static_cast<std::size_t>(volume_of(shape))) {
+    for (std::size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i % 17) - 8;
+    Coords strides(5);
+    index_t stride = 1;
+    for (const int dim : {1, 4, 3, 2, 0}) {
+      if (dim == 1 && !channels_last) continue;
+      strides[dim] = stride;
+      stride *= shape[dim];
+      if (dim == 2 && !channels_last) {
+        strides[1] = stride;
+        stride *= shape[1];
+      }
+    }
+    view = {memory.data(), DType::kFloat32, shape, strides, {}};
+  }
+};
+
+struct Fixture {
+  Array in, out;
+  std::vector<double> mean, one;
+  kernels::PoolProblem problem;
+
+  Fixture(const Coords& shape, bool channels_last)
+      : in(shape, channels_last),
+        out({shape[0], shape[1], shape[2] / 2, shape[3] / 2, shape[4] / 2}, channels_last),
+        mean(static_cast<std::size_t>(shape[2]), 1.0 / 27),
+        one(static_cast<std::size_t>(shape[3] + shape[4]), 1.0) {
+    problem = kernels::pool_problem(in.view, out.view,
+                                    {{0, 0, 0}, {0, 0, 0}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}},
+                                    {mean.data(), one.data(), one.data()}, false);
+  }
+  Fixture(const Fixture&) = delete;
+};
+
+double dot(const std::vector<float>& a, const std::vector<float>& b) {
+  double sum = 0;
+  for (std::size_t i = 0; i < a.size(); ++i) sum += static_cast<double>(a[i]) * b[i];
+  return sum;
+}
+
+// <y, A x> = <A* y, x>
+bool adjoint(Fixture& fixture) {
+  const std::vector<float> x = fixture.in.memory, y = fixture.out.memory;
+  cpu::pool_sum_forward(fixture.problem);
+  const double forward = dot(fixture.out.memory, y);
+  fixture.out.memory.assign(y.begin(), y.end());
+  cpu::pool_sum_backward(fixture.problem);
+  const double backward = dot(fixture.in.memory, x);
+  return forward != 0 && std::abs(forward - backward) < 1e-4 * std::sqrt(dot(x, x));
+}
+
+void bench(benchmark::State& state, const Shape& shape, bool channels_last, bool forward) {
+  Fixture fixture(shape.in, channels_last);
+  if (!adjoint(fixture)) return state.SkipWithError("forward and backward disagree");
+  for (auto _ : state) {
+    if (forward) {
+      cpu::pool_sum_forward(fixture.problem);
+    } else {
+      cpu::pool_sum_backward(fixture.problem);
+    }
+    benchmark::ClobberMemory();
+  }
+  // Bytes read and written: twice what memcpy's figure counts.
+  state.SetBytesProcessed(state.iterations() *
+                          (fixture.in.view.bytes() + fixture.out.view.bytes()));
+}
+
+const bool kRegistered = [] {
+  for (const Shape& shape : kShapes) {
+    for (const bool channels_last : {false, true}) {
+      const std::string name =
+          std::string("/") + shape.name + (channels_last ? "/channels_last" : "");
+      benchmark::RegisterBenchmark(("pool_sum_forward" + name).c_str(), bench, shape, channels_last,
+                                   true);
+      benchmark::RegisterBenchmark(("pool_sum_backward" + name).c_str(), bench, shape,
+                                   channels_last, false);
+    }
+  }
+  return true;
+}();
+
+}  // namespace
+}  // namespace pydist
