@@ -18,13 +18,21 @@ struct Shape {
 const Shape kShapes[] = {{"16x64x128x128", {1, 16, 64, 128, 128}},
                          {"16x32x64x64", {1, 16, 32, 64, 64}}};
 
+// As torch aligns tensors.
+struct alignas(64) CacheLine {
+  float values[16];
+};
+
 struct Array {
-  std::vector<float> memory;
+  std::vector<CacheLine> memory;
   TensorView view;
 
   Array(const Coords& shape, bool channels_last)
-      : memory(static_cast<std::size_t>(volume_of(shape))) {
-    for (std::size_t i = 0; i < memory.size(); ++i) memory[i] = static_cast<float>(i % 17) - 8;
+      : memory(static_cast<std::size_t>(volume_of(shape) / 16)) {
+    int i = 0;
+    for (CacheLine& line : memory) {
+      for (float& value : line.values) value = static_cast<float>(i++ % 17) - 8;
+    }
     Coords strides(5);
     index_t stride = 1;
     for (const int dim : {1, 4, 3, 2, 0}) {
@@ -57,15 +65,17 @@ struct Fixture {
   Fixture(const Fixture&) = delete;
 };
 
-double dot(const std::vector<float>& a, const std::vector<float>& b) {
+double dot(const std::vector<CacheLine>& a, const std::vector<CacheLine>& b) {
   double sum = 0;
-  for (std::size_t i = 0; i < a.size(); ++i) sum += static_cast<double>(a[i]) * b[i];
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    for (int j = 0; j < 16; ++j) sum += static_cast<double>(a[i].values[j]) * b[i].values[j];
+  }
   return sum;
 }
 
 // <y, A x> = <A* y, x>
 bool adjoint(Fixture& fixture) {
-  const std::vector<float> x = fixture.in.memory, y = fixture.out.memory;
+  const std::vector<CacheLine> x = fixture.in.memory, y = fixture.out.memory;
   cpu::pool_sum_forward(fixture.problem);
   const double forward = dot(fixture.out.memory, y);
   fixture.out.memory.assign(y.begin(), y.end());

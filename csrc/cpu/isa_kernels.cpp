@@ -98,11 +98,39 @@ void fill_uniform(T* out, std::int64_t count, std::uint64_t key, std::uint64_t f
   }
 }
 
+// Whether the instruction set converts that many fp16 at once: loops over them stay scalar.
+template <class Storage, int kLanes>
+constexpr bool has_half_vector() {
+#if defined(__AVX512F__)
+  return std::is_same_v<Storage, kernels::Float16> && (kLanes == 16 || kLanes == 8);
+#elif defined(__F16C__)
+  return std::is_same_v<Storage, kernels::Float16> && kLanes == 8;
+#else
+  return false;
+#endif
+}
+
+#if defined(__AVX512F__)
+// Conversions without a mask make g++ 12 warn inside its own header.
+constexpr __mmask16 kAllLanes = 0xffff;
+#endif
+
+// kLanes elements, in the type that sums are formed in.
 template <int kLanes, class T, class Storage>
 PYDIST_HD typename VectorOf<T, kLanes>::type widen(const Storage* address) {
   using Vector = typename VectorOf<T, kLanes>::type;
   if constexpr (std::is_same_v<T, Storage>) {
     return *reinterpret_cast<const Vector*>(address);
+#if defined(__AVX512F__)
+  } else if constexpr (has_half_vector<Storage, kLanes>() && kLanes == 16) {
+    const auto halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address));
+    return reinterpret_cast<Vector>(_mm512_maskz_cvtph_ps(kAllLanes, halves));
+#endif
+#if defined(__F16C__)
+  } else if constexpr (has_half_vector<Storage, kLanes>()) {
+    const auto halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(address));
+    return reinterpret_cast<Vector>(_mm256_cvtph_ps(halves));
+#endif
   } else {
     Vector values;
     for (int lane = 0; lane < kLanes; ++lane) values[lane] = kernels::load_as(address[lane]);
@@ -114,6 +142,17 @@ template <int kLanes, class T, class Storage>
 PYDIST_HD void narrow(typename VectorOf<T, kLanes>::type values, Storage* address) {
   if constexpr (std::is_same_v<T, Storage>) {
     *reinterpret_cast<typename VectorOf<T, kLanes>::type*>(address) = values;
+#if defined(__AVX512F__)
+  } else if constexpr (has_half_vector<Storage, kLanes>() && kLanes == 16) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(address),
+                        _mm512_maskz_cvtps_ph(kAllLanes, reinterpret_cast<__m512>(values),
+                                              _MM_FROUND_TO_NEAREST_INT));
+#endif
+#if defined(__F16C__)
+  } else if constexpr (has_half_vector<Storage, kLanes>()) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(address),
+                     _mm256_cvtps_ph(reinterpret_cast<__m256>(values), _MM_FROUND_TO_NEAREST_INT));
+#endif
   } else {
     for (int lane = 0; lane < kLanes; ++lane) {
       address[lane] = kernels::store_as<Storage>(T{values[lane]});

@@ -51,7 +51,8 @@ struct BasicPoolDim {
   // The sources that target `index` sums.
   template <PoolOp kOp>
   PYDIST_HD Span sources_of(Index index) const {
-    return kOp == PoolOp::kForward ? inputs_of(index) : outputs_of(index);
+    if constexpr (kOp == PoolOp::kForward) return inputs_of(index);
+    if constexpr (kOp == PoolOp::kBackward) return outputs_of(index);
   }
   // From the first to the last target that sums any source.
   template <PoolOp kOp>
@@ -142,7 +143,8 @@ struct PoolBody {
 
   using ShortSpan = BasicSpan<std::int32_t>;
   struct Run {
-    index_t source, target;   // offsets of the first source and, at the width's index 0, target
+    const Storage* source;    // the first one along depth and height, at the width's index 0
+    Storage* target;          // of the first lane
     std::int32_t width;       // of the first target
     ShortSpan depth, height;  // of the sources
     T scale;                  // forward, of the targets along depth and height
@@ -191,10 +193,12 @@ struct PoolBody {
     run.width = along_channels ? last : first[4];
     run.depth = dims[0].template sources_of<kOp>(z);
     run.height = dims[1].template sources_of<kOp>(y);
-    run.source = sample * source.strides[0] + channel * source.strides[1] +
-                 run.depth.begin * source.strides[2] + run.height.begin * source.strides[3];
-    run.target = sample * target.strides[0] + channel * target.strides[1] + z * target.strides[2] +
-                 y * target.strides[3];
+    run.source = static_cast<const Storage*>(source.data) + sample * source.strides[0] +
+                 channel * source.strides[1] + run.depth.begin * source.strides[2] +
+                 run.height.begin * source.strides[3];
+    run.target = static_cast<Storage*>(target.data) + sample * target.strides[0] +
+                 channel * target.strides[1] + z * target.strides[2] + y * target.strides[3] +
+                 run.width * target.strides[4];
     if constexpr (kOp == PoolOp::kForward) {
       run.scale = static_cast<T>(dims[0].scale[z] * dims[1].scale[y]);
     }
@@ -205,10 +209,9 @@ struct PoolBody {
   PYDIST_HD void each(const Run& run, const Loop& loop) const {
     loop(run_length(), [this, run](index_t j) {
       const index_t channel = along_channels ? j : 0;
-      const std::int32_t width = run.width + (along_channels ? 0 : static_cast<std::int32_t>(j));
-      const T sum = sum_of(run, channel, width);
-      Storage& element = static_cast<Storage*>(
-          target.data)[run.target + channel * target.strides[1] + width * target.strides[4]];
+      const std::int32_t width = run.width + static_cast<std::int32_t>(j - channel);
+      const T sum = sum_of(run, run.source + channel * source.strides[1], width);
+      Storage& element = run.target[j * target.strides[lane_dim()]];
       element = store_as<Storage>(accumulate ? load_as(element) + sum : sum);
     });
   }
@@ -221,12 +224,13 @@ struct PoolBody {
     return static_cast<std::int32_t>(value);
   }
 
-  PYDIST_HD T sum_of(const Run& run, index_t channel, std::int32_t x) const {
+  PYDIST_HD T sum_of(const Run& run, const Storage* data, std::int32_t x) const {
     const ShortSpan width = dims[2].template sources_of<kOp>(x);
-    const Storage* const data = static_cast<const Storage*>(source.data) + run.source +
-                                channel * source.strides[1] + width.begin * source.strides[4];
+    data += width.begin * source.strides[4];
     T sum{};
+    PYDIST_ROLLED
     for (std::int32_t i = 0; i < run.depth.size(); ++i) {
+      PYDIST_ROLLED
       for (std::int32_t j = 0; j < run.height.size(); ++j) {
         const Storage* const line = data + i * source.strides[2] + j * source.strides[3];
         T part{};

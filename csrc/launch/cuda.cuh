@@ -8,8 +8,12 @@
 
 namespace pydist::launch {
 
+// Blocks that share a multiprocessor: 64 registers a thread. Left to itself, the compiler spills
+// some of them for the sake of more blocks.
+inline constexpr int kRunBlocks = 4;
+
 template <RunBody Body>
-__global__ void __launch_bounds__(kRunThreads)
+__global__ void __launch_bounds__(kRunThreads, kRunBlocks)
     run_kernel(const __grid_constant__ Body body, const RunGrid grid) {
   run_thread(body, grid, static_cast<index_t>(blockIdx.x) * kRunThreads + threadIdx.x);
 }

@@ -44,10 +44,9 @@ struct LaneLoop {
 // All that one thread does.
 template <RunBody Body>
 PYDIST_HD void run_thread(const Body& body, const RunGrid& grid, index_t thread) {
-  // There are at most kMaxRunBlocks * kRunThreads threads: 32 bits divide faster.
-  const int index = static_cast<int>(thread), lane = index % grid.lanes;
-  const index_t groups = static_cast<int>(grid.threads()) / grid.lanes;
-  for (index_t r = index / grid.lanes; r < body.rows(); r += groups) {
+  const int lane = static_cast<int>(thread % grid.lanes);
+  const index_t groups = grid.threads() / grid.lanes;
+  for (index_t r = thread / grid.lanes; r < body.rows(); r += groups) {
     body.each(body.row(r), LaneLoop{lane, grid.lanes});
   }
 }

@@ -191,6 +191,11 @@ def _average_plan(
         if divisor is not None:
             scales = [torch.ones_like(scale) for scale in scales]
             scales[0] /= divisor
+        for scale in scales[1:]:
+            # What is the same for all outputs goes into one factor: ones cost the kernel nothing.
+            if scale.numel() and bool((scale == scale[0]).all()):
+                scales[0] = scales[0] * scale[0]
+                scale.fill_(1)
         plans[key] = AveragePlan(Averaging(window, scales), plan)
     return plans[key]
 

@@ -128,6 +128,27 @@ def test_boundary_convolution_equals_the_cpu(dtype, thin, stride, dilation, grou
         assert torch.equal(again, on_gpu), "not deterministic"
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_pool_sums_equal_the_cpu(dtype, layout, accumulate):
+    torch.manual_seed(0)
+    x = torch.randn(2, 20, 13, 18, 41).to(dtype).contiguous(memory_format=layout)
+    y = torch.randn(2, 20, 7, 9, 21).to(dtype).contiguous(memory_format=layout)
+    scales = [torch.rand(n, dtype=torch.float64) for n in y.shape[2:]]
+    attributes = ((1, 0, -1), (0, 1, 0), (3, 4, 3), (2, 2, 2), (1, 1, 2))
+    swapped = (attributes[1], attributes[0], *attributes[2:])
+    for kernel, source, target, tail in [
+        (native.pool_sum_forward, x, y, attributes),
+        (native.pool_sum_backward, y, x, swapped),
+    ]:
+        on_cpu, on_gpu = target.clone(), target.cuda()
+        kernel(source, on_cpu, *tail, scales, accumulate)
+        kernel(source.cuda(), on_gpu, *tail, [s.cuda() for s in scales], accumulate)
+        error = float((on_gpu.cpu().double() - on_cpu.double()).abs().max())
+        assert error <= TOLERANCE[dtype] * float(on_cpu.abs().max()), kernel
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_keyed_uniform_is_bit_identical_to_the_cpu(dtype):
     on_cpu = torch.empty(3, 50, 70, dtype=dtype)
