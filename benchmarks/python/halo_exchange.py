@@ -116,12 +116,18 @@ class _Contestants:
         shape[dim] = thick = THICKNESS[face]
         owned = [Box([0] * 5, shape), Box([0] * 5, shape).shift(_along(dim, thick))]
         last, first = _plane(shape, dim, thick - 1), _plane(shape, dim, thick)
-        self._exchanger = Exchanger(world, owned, [[first], [last]])
+        channels_last = layout == "channels-last"
+        self._exchanger = Exchanger(world, owned, [[first], [last]], channels_last=channels_last)
         edge_here = thick - 1 if world.rank == 0 else 0
-        self._regions = native.Regions([_plane(shape, dim, edge_here)])
+        here = _plane(shape, dim, edge_here)
+        # The order in which the exchanger lets elements travel.
+        self._order = (0, 2, 3, 4, 1) if channels_last else (0, 1, 2, 3, 4)
+        self._regions = native.Regions(
+            [Box([here.lo[d] for d in self._order], [here.hi[d] for d in self._order])]
+        )
         self._native = native
 
-        order = torch.channels_last_3d if layout == "channels-last" else torch.contiguous_format
+        order = torch.channels_last_3d if channels_last else torch.contiguous_format
         generator = torch.Generator().manual_seed(0)
         both = [torch.rand(shape, generator=generator).to(memory_format=order) for _ in range(2)]
         self._local = both[world.rank]
@@ -176,7 +182,7 @@ class _Contestants:
         self._mpi.Request.Waitall(requests)
 
     def pack(self) -> None:
-        self._native.pack(self._local, self._regions, self._packed)
+        self._native.pack(self._local.permute(self._order), self._regions, self._packed)
 
     def memcpy(self) -> None:
         self._copy(self._packed)
