@@ -120,6 +120,7 @@ def _do(world: Any, what: str, call: str, nbytes: int) -> float | None:
     made = _Call(world, call, nbytes)
     if what == "check":
         made.check()
+        made.close()
         return None
     run, repeats = made.run, max(2, min(50, (4 << 20) // max(1, nbytes)))
     run()
@@ -127,7 +128,9 @@ def _do(world: Any, what: str, call: str, nbytes: int) -> float | None:
     start = perf_counter()
     for _ in range(repeats):
         run()
-    return (perf_counter() - start) / repeats
+    seconds = (perf_counter() - start) / repeats
+    made.close()
+    return seconds
 
 
 @dataclass
@@ -150,11 +153,16 @@ class _Call:
         self.others = torch.empty_like(self.rows)
         self.text = bytes([rank + 1]) * self.nbytes
         self.next, self.before = (rank + 1) % size, (rank - 1) % size
-        self.run: Callable[[], None] = getattr(self, "_" + self.call.replace(", ", "_"))
         self.channel = None
         if self.call == "channel":
             sends, recvs = [(self.next, self.mine)], [(self.before, self.like)]
             self.channel = self.world.channel(sends, recvs, tag=7)
+
+    @property
+    def run(self) -> Callable[[], None]:
+        """Makes the call once."""
+        # Looked up, not kept: a bound method of its own would make a cycle, and keep the buffers.
+        return getattr(self, "_" + self.call.replace(", ", "_"))
 
     def check(self) -> None:
         """Runs it and compares what this rank then has with what it should have."""
@@ -191,6 +199,11 @@ class _Call:
             right = given == wanted
         if not right:
             raise SystemExit(f"{self.call} over {self.world.name} gave a wrong result")
+
+    def close(self) -> None:
+        """Releases the channel, if there is one."""
+        if self.channel is not None:
+            self.channel.close()
 
     def _barrier(self) -> None:
         self.world.barrier()
