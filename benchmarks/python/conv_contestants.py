@@ -363,13 +363,6 @@ class DistConvRival(Contestant):
         return [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
 
 
-def distdl_rival() -> Contestant:
-    """distdl: not on the package index, so that there was nothing to compare with."""
-    import distdl
-
-    raise NotImplementedError(f"no way to call distdl {distdl.__version__} is written yet")
-
-
 class DTensorRival(Contestant):
     """torch's own DTensor."""
 

@@ -10,6 +10,7 @@ with torch in double precision; ways that exchange nothing where that makes no d
     python benchmarks/python/conv_stack.py --width 64
 
 Packages that are compared if they are importable: physicsnemo (ShardTensor), distconv (LBANN).
+distdl is not among them: it is not on the package index.
 """
 
 from __future__ import annotations
@@ -56,7 +57,6 @@ ENTRIES = (
     Entry("split-malloc", "shardtensor", "physicsnemo ShardTensor + malloc"),
     Entry("split", "distconv", "LBANN DistConv"),
     Entry("split-malloc", "distconv", "LBANN DistConv + malloc"),
-    Entry("split", "distdl", "distdl"),
     Entry("split", "dtensor", "torch DTensor"),
     Entry("split", "bound", "no exchange, torch's conv3d", False),
     Entry("split", "bound, onednn", "no exchange, oneDNN", False),
@@ -217,7 +217,7 @@ class _Ranks:
                     made.forward(self._input(0))
                     made.backward(grad)
         except Exception as error:
-            if way not in ("shardtensor", "distconv", "distdl", "dtensor"):
+            if way not in ("shardtensor", "distconv", "dtensor"):
                 raise
             lines = str(error).strip().splitlines() or [type(error).__name__]
             return {"reason": f"{type(error).__name__}: {lines[0][:200]}"}
@@ -267,7 +267,6 @@ class _Ranks:
             "mpi, onednn": lambda: c.Layered(mpi(c.conv_onednn), c.reduce_mpi, True),
             "shardtensor": c.ShardTensorRival,
             "distconv": c.DistConvRival,
-            "distdl": c.distdl_rival,
             "dtensor": c.DTensorRival,
             "bound": lambda: c.Layered(c.conv_torch),
             "bound, onednn": lambda: c.Layered(c.conv_onednn),

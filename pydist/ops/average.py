@@ -18,8 +18,8 @@ from torch.autograd import Function
 from pydist._loader import native
 from pydist.comm.adjoints import begin_backward, exchange_marker
 from pydist.comm.exchanger import Exchanger, Pending, in_memory
-from pydist.ops.windows import Window, WindowPlan
-from pydist.partition import Box, subtract
+from pydist.ops.windows import Exchanges, Window, WindowPlan
+from pydist.partition import Box
 
 
 @dataclass(frozen=True)
@@ -92,32 +92,21 @@ class AveragePlan:
 
     def __init__(self, averaging: Averaging, plan: WindowPlan) -> None:
         self.averaging, self.plan = averaging, plan
-        window = averaging.window
         self.mesh = plan.layout.mesh
         self.own, self.out = plan.layout.box, plan.out.box
-        own, out = plan.layout.boxes, plan.out.boxes
-        domain, out_domain = _domain(plan.layout.shape), _domain(plan.out.shape)
-        needs = [
-            subtract(need.intersect(domain), mine)
-            for need, mine in zip(plan.needed, own, strict=True)
-        ]
-        feeds = [
-            [] if mine.empty else subtract(reached_by(mine, window).intersect(out_domain), computed)
-            for mine, computed in zip(own, out, strict=True)
-        ]
-        self._needs, self._feeds = needs, feeds
-        self._exchanges: tuple[Exchanger, Exchanger] | None = None
+        self._exchanges: Exchanges | None = None
 
     def pool(self, x: Tensor) -> Tensor:
         """The shard [N, C, ...] of the result, from the shard of the input."""
         timers = self.mesh.timers
-        halo, _ = self.exchanges(x)
+        exchanges = self.exchanges(x)
+        halo = exchanges.halo
         pending = _start(halo, x)
         with timers.measure("compute"):
             y = self.averaging.means(x, self.own, self.out)
         if pending is None:
             return y
-        slabs = self._finish(halo, pending, x)
+        slabs = exchanges.receive(halo, pending, x)
         with timers.measure("boundary"):
             for slab, box in zip(slabs, halo.slots, strict=True):
                 self.averaging.means(slab, box, self.out, into=y)
@@ -126,42 +115,30 @@ class AveragePlan:
     def spread(self, grad: Tensor, layer: str) -> Tensor:
         """The shard of dL/dx, from the shard of dL/dy; `layer` is for the timers."""
         timers = self.mesh.timers
-        _, grad_halo = self.exchanges(grad)
+        exchanges = self.exchanges(grad)
+        grad_halo = exchanges.grad_halo
         pending = _start(grad_halo, grad)
         with timers.measure("compute", layer):
             grad_x = self.averaging.spread(grad, self.out, self.own)
         if pending is None:
             return grad_x
-        slabs = self._finish(grad_halo, pending, grad, layer)
+        slabs = exchanges.receive(grad_halo, pending, grad, layer)
         with timers.measure("boundary", layer):
             for slab, box in zip(slabs, grad_halo.slots, strict=True):
                 self.averaging.spread(slab, box, self.own, into=grad_x)
         return grad_x
 
-    def exchanges(self, x: Tensor) -> tuple[Exchanger, Exchanger]:
+    def exchanges(self, x: Tensor) -> Exchanges:
         """Brings slabs of the input, and slabs of dL/dy to which this rank's inputs contributed.
 
         Collective the first time: the ranks agree on the order in which elements travel, that of
         their memory if it is channels-last on all of them. Other tensors are packed as well.
         """
         if self._exchanges is None:
-            sample, timers = self.mesh.sample, self.mesh.timers
             votes = torch.tensor([float(not x.numel() or _is_channels_last(x))])
-            sample.all_reduce(votes, "min")
-            order = bool(votes)
-            self._exchanges = (
-                Exchanger(sample, self.plan.layout.boxes, self._needs, timers, order),
-                Exchanger(sample, self.plan.out.boxes, self._feeds, timers, order),
-            )
+            self.mesh.sample.all_reduce(votes, "min")
+            self._exchanges = self.plan.exchanges(bool(votes))
         return self._exchanges
-
-    def _finish(
-        self, exchanger: Exchanger, pending: Pending, like: Tensor, layer: str = ""
-    ) -> list[Tensor]:
-        slabs = exchanger.empty_slots(like)
-        with self.mesh.timers.measure("halo", layer):
-            exchanger.finish(pending, slabs)
-        return slabs
 
 
 def average(x: Tensor, plan: AveragePlan) -> Tensor:
@@ -209,24 +186,12 @@ def _empty(box: Box, like: Tensor) -> Tensor:
     return like.new_empty(n, *spatial, channels).movedim(-1, 1)
 
 
-def reached_by(inputs: Box, window: Window) -> Box:
-    """The outputs whose windows meet a box of inputs."""
-    lo, hi = list(inputs.lo), list(inputs.hi)
-    for dim in range(2, len(lo)):
-        lo[dim], hi[dim] = window.footprint(dim - 2).feeds(lo[dim], hi[dim])
-    return Box(lo, hi)
-
-
 def _is_channels_last(x: Tensor) -> bool:
     return not x.is_contiguous() and x.permute(0, *range(2, x.dim()), 1).is_contiguous()
 
 
 def _start(exchanger: Exchanger, x: Tensor) -> Pending | None:
     return None if exchanger.is_local else exchanger.start(x)
-
-
-def _domain(shape: Sequence[int]) -> Box:
-    return Box([0] * len(shape), shape)
 
 
 def _in_3d(x: Tensor) -> Tensor:

@@ -73,13 +73,12 @@ class _ConvPlan:
         local: Tensor,
     ) -> None:
         self._mesh = layout.mesh
-        self._window, self._groups = window, groups
         self._plan = plan_window(layout, window, weight[0])
         self.out = self._plan.out
-        self._aligned = lines_up(window, self._plan)
-        self._symmetric = all(before == after for before, after in window.padding)
+        aligned = lines_up(self._plan)
+        symmetric = all(before == after for before, after in window.padding)
         pads = tuple(before for before, _ in window.padding)
-        in_place = self._aligned or (self._plan.is_whole and self._symmetric)
+        in_place = aligned or (self._plan.is_whole and symmetric)
         shapes = [box.shape for box in layout.boxes] if in_place else self._plan.gathered_shapes
         stride, dilation = window.stride, window.dilation
         used = pads if in_place else (0,) * len(pads)
@@ -98,8 +97,8 @@ class _ConvPlan:
         self._in_place = in_place
         self._chooser = ConvChooser(problems, self._mesh)
         self._correction = None
-        if self._aligned and not self._plan.is_whole:
-            self._correction = CorrectionPlan(window, self._plan, groups, self._chooser)
+        if aligned and not self._plan.is_whole:
+            self._correction = CorrectionPlan(self._plan, groups, self._chooser)
 
     def run(self, input: ShardedTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's part of the result."""

@@ -9,7 +9,6 @@ main dgrad and wgrad run. No padded copy of the activation is made, no plane is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,80 +18,36 @@ from torch.autograd import Function
 from pydist._loader import native
 from pydist.backend.choice import ConvKernels
 from pydist.comm.adjoints import begin_backward, gather_box, with_true_gradient
-from pydist.comm.exchanger import Exchanger, Pending
-from pydist.layout import Layout
 from pydist.ops.local_conv import ConvChooser, bias_gradient, differentiable, unpadded_conv
 from pydist.ops.windows import Window, WindowPlan
-from pydist.partition import Box, subtract
+from pydist.partition import Box
 
 
 class CorrectionPlan:
-    """What a convolution by correction needs to know: its boxes, its exchanges, its kernels.
+    """What a convolution by correction needs to know: who computes what, and how.
 
     Args:
-        window: kernel, stride, dilation and padding.
         plan: who computes which outputs.
         groups: of channels.
         chooser: of the main convolution, on this rank's shard.
     """
 
-    def __init__(self, window: Window, plan: WindowPlan, groups: int, chooser: ConvChooser) -> None:
-        self.window, self.plan, self.groups, self.chooser = window, plan, groups, chooser
+    def __init__(self, plan: WindowPlan, groups: int, chooser: ConvChooser) -> None:
+        self.plan, self.groups, self.chooser = plan, groups, chooser
         self.mesh = plan.layout.mesh
-        self.padding = tuple(before for before, _ in window.padding)
-        domain, out_domain = _domain(plan.layout), _domain(plan.out)
-        self._own, self._out = plan.layout.boxes, plan.out.boxes
-        self._needs = [
-            subtract(need.intersect(domain), mine)
-            for need, mine in zip(plan.needed, self._own, strict=True)
-        ]
-        self._feeds = [
-            subtract(self._fed_by(mine, computed).intersect(out_domain), computed)
-            for mine, computed in zip(self._own, self._out, strict=True)
-        ]
-
-    def exchanges(self, kernels: ConvKernels) -> Exchanges:
-        """The exchanges in the memory format of the kernels."""
-        return self._channels_last if kernels.channels_last else self._plain
-
-    @cached_property
-    def _channels_last(self) -> Exchanges:
-        return Exchanges(self, channels_last=True)
-
-    @cached_property
-    def _plain(self) -> Exchanges:
-        return Exchanges(self, channels_last=False)
-
-    def _fed_by(self, own: Box, computed: Box) -> Box:
-        lo, hi = list(computed.lo), list(computed.hi)
-        for dim in range(2, len(lo)):
-            lo[dim], hi[dim] = self.window.footprint(dim - 2).feeds(own.lo[dim], own.hi[dim])
-        return Box(lo, hi)
+        self.padding = tuple(before for before, _ in plan.window.padding)
 
     @property
     def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
         """Stride, padding, dilation and groups, as the native kernels take them."""
-        return self.window.stride, self.padding, self.window.dilation, self.groups
+        window = self.plan.window
+        return window.stride, self.padding, window.dilation, self.groups
 
 
-class Exchanges:
-    """The two exchanges of a convolution by correction, in one memory format.
-
-    Attributes:
-        halo: slabs of the input that this rank's outputs need.
-        grad_halo: slabs of dL/dy to which this rank's inputs contributed.
-    """
-
-    def __init__(self, plan: CorrectionPlan, channels_last: bool) -> None:
-        group, timers = plan.mesh.sample, plan.mesh.timers
-        self.halo = Exchanger(group, plan._own, plan._needs, timers, channels_last)
-        self.grad_halo = Exchanger(group, plan._out, plan._feeds, timers, channels_last)
-
-
-def lines_up(window: Window, plan: WindowPlan) -> bool:
+def lines_up(plan: WindowPlan) -> bool:
     """Whether a convolution of its shard gives every rank its outputs, each at its place."""
-    return len(window.kernel) == 3 and all(
-        _lines_up(window, own, out)
+    return len(plan.window.kernel) == 3 and all(
+        _lines_up(plan.window, own, out)
         for own, out in zip(plan.layout.boxes, plan.out.boxes, strict=True)
     )
 
@@ -112,10 +67,6 @@ def _lines_up(window: Window, own: Box, out: Box) -> bool:
     return True
 
 
-def _domain(layout: Layout) -> Box:
-    return Box([0] * len(layout.shape), layout.shape)
-
-
 class _CorrectedConv(Function):
     @staticmethod
     def forward(
@@ -126,11 +77,12 @@ class _CorrectedConv(Function):
         plan: CorrectionPlan,
         kernels: ConvKernels,
     ) -> Tensor:
-        halo, timers = plan.exchanges(kernels).halo, plan.mesh.timers
+        exchanges, timers = plan.plan.exchanges(kernels.channels_last), plan.mesh.timers
+        halo = exchanges.halo
         pending = halo.start(x)
         with timers.measure("compute"):
             y = kernels.run_forward(x, weight, bias)
-        slabs = _finish(plan, halo, pending, x)
+        slabs = exchanges.receive(halo, pending, x)
         out_lo = plan.plan.out.box.lo[2:]
         with timers.measure("boundary"):
             kernel = weight.detach().contiguous()
@@ -149,7 +101,8 @@ class _CorrectedConv(Function):
         if torch.is_grad_enabled():
             return (*_backward_by_gathering(ctx, x, weight, bias, grad), None, None)
         kernels: ConvKernels = ctx.kernels
-        exchanges, timers, layer = plan.exchanges(kernels), plan.mesh.timers, ctx.layer
+        exchanges = plan.plan.exchanges(kernels.channels_last)
+        timers, layer = plan.mesh.timers, ctx.layer
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = None
         grad = kernels.in_format(grad)
@@ -168,22 +121,13 @@ class _CorrectedConv(Function):
         if pending is not None:
             with timers.measure("compute", layer):
                 grad_x = kernels.run_dgrad(x, grad, weight)
-            slabs = _finish(plan, exchanges.grad_halo, pending, grad, layer)
+            slabs = exchanges.receive(exchanges.grad_halo, pending, grad, layer)
             where = (plan.plan.layout.box.lo[2:], *plan.geometry)
             with timers.measure("boundary", layer):
                 kernel = weight.contiguous()
                 for slab, box in zip(slabs, exchanges.grad_halo.slots, strict=True):
                     native.boundary_conv_dgrad(slab, kernel, grad_x, box.lo[2:], *where)
         return grad_x, grad_weight, bias_gradient(grad) if for_bias else None, None, None
-
-
-def _finish(
-    plan: CorrectionPlan, exchanger: Exchanger, pending: Pending, like: Tensor, layer: str = ""
-) -> list[Tensor]:
-    slabs = exchanger.empty_slots(like)
-    with plan.mesh.timers.measure("halo", layer):
-        exchanger.finish(pending, slabs)
-    return slabs
 
 
 def _backward_by_gathering(

@@ -16,7 +16,7 @@ from pydist.ops.placement import choose_layout, pool_work
 from pydist.ops.redistribute import redistribute
 from pydist.ops.reduce import reduce_amax, reduce_mean
 from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
-from pydist.partition import Box, subtract
+from pydist.partition import Box
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
 
 _AVG = {1: torch.avg_pool1d, 2: torch._C._nn.avg_pool2d, 3: torch._C._nn.avg_pool3d}
@@ -68,26 +68,13 @@ def max_pool(
         )
         return wrap(local, plan.out, input)
 
-    if _stays_local(plan, window):
+    if not any(plan.halos):  # as under 2/2 on even cuts
         return wrap(_on_shard(function, local_of(input), plan, window), plan.out, input)
 
     def without_padding(padded: Tensor) -> Tensor:
         return function(padded, window.kernel, window.stride, 0, window.dilation)
 
     return wrap(plan.apply(without_padding, input, fill=-math.inf), plan.out, input)
-
-
-def _stays_local(plan: WindowPlan, window: Window) -> bool:
-    """Whether every rank owns all that its outputs need, as under 2/2 on even cuts."""
-    key = ("stays local", plan.layout, window)
-    plans = plan.layout.mesh.plans
-    if key not in plans:
-        domain = Box([0] * len(plan.layout.shape), plan.layout.shape)
-        plans[key] = all(
-            not subtract(need.intersect(domain), own)
-            for need, own in zip(plan.needed, plan.layout.boxes, strict=True)
-        )
-    return plans[key]
 
 
 def _on_shard(

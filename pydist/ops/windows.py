@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.comm.adjoints import gather_box, with_true_gradient
-from pydist.comm.exchanger import Exchanger
+from pydist.comm.exchanger import Exchanger, Pending
 from pydist.errors import UsageError
 from pydist.layout import Layout, Split
-from pydist.partition import Box, Footprint
+from pydist.partition import Box, Footprint, subtract
 from pydist.tensor import ShardedTensor, local_of
 
 
@@ -58,7 +58,7 @@ class WindowPlan:
     """
 
     def __init__(self, layout: Layout, window: Window, out_channels: int) -> None:
-        self.layout = layout
+        self.layout, self.window = layout, window
         spatial = range(2, len(layout.shape))
         footprints = [window.footprint(d - 2) for d in spatial]
         extents = [
@@ -88,6 +88,42 @@ class WindowPlan:
         mesh = self.layout.mesh
         needed = [[box] for box in self.needed]
         return Exchanger(mesh.sample, self.layout.boxes, needed, mesh.timers)
+
+    @cached_property
+    def halos(self) -> list[list[Box]]:
+        """Slabs of the input, in the domain, that each rank's outputs need and it does not own."""
+        domain = Box([0] * len(self.layout.shape), self.layout.shape)
+        return [
+            subtract(need.intersect(domain), own)
+            for need, own in zip(self.needed, self.layout.boxes, strict=True)
+        ]
+
+    @cached_property
+    def grad_halos(self) -> list[list[Box]]:
+        """Slabs of other ranks' outputs to which each rank's inputs contribute."""
+        domain = Box([0] * len(self.out.shape), self.out.shape)
+        return [
+            [] if own.empty else subtract(self._fed_by(own, out).intersect(domain), out)
+            for own, out in zip(self.layout.boxes, self.out.boxes, strict=True)
+        ]
+
+    def exchanges(self, channels_last: bool) -> Exchanges:
+        """The exchanges of those slabs; elements travel in the order of that memory format."""
+        return self._channels_last if channels_last else self._plain
+
+    @cached_property
+    def _channels_last(self) -> Exchanges:
+        return Exchanges(self, channels_last=True)
+
+    @cached_property
+    def _plain(self) -> Exchanges:
+        return Exchanges(self, channels_last=False)
+
+    def _fed_by(self, own: Box, out: Box) -> Box:
+        lo, hi = list(out.lo), list(out.hi)
+        for dim in range(2, len(lo)):
+            lo[dim], hi[dim] = self.window.footprint(dim - 2).feeds(own.lo[dim], own.hi[dim])
+        return Box(lo, hi)
 
     @cached_property
     def gathered_shapes(self) -> list[tuple[int, ...]]:
@@ -130,6 +166,31 @@ class WindowPlan:
         one = F.pad(padded, [p for m in reversed(missing) for p in (0, max(0, m))])
         kept = tuple(slice(n) for n in self.out.local_shape)
         return function(one)[kept].reshape(self.out.local_shape)
+
+
+class Exchanges:
+    """What a linear window operation exchanges forward and backward, beside its own shard.
+
+    Attributes:
+        halo: slabs of the input.
+        grad_halo: slabs of dL/dy.
+    """
+
+    def __init__(self, plan: WindowPlan, channels_last: bool) -> None:
+        mesh = plan.layout.mesh
+        self._timers = mesh.timers
+        own, out = plan.layout.boxes, plan.out.boxes
+        self.halo = Exchanger(mesh.sample, own, plan.halos, mesh.timers, channels_last)
+        self.grad_halo = Exchanger(mesh.sample, out, plan.grad_halos, mesh.timers, channels_last)
+
+    def receive(
+        self, exchanger: Exchanger, pending: Pending, like: Tensor, layer: str = ""
+    ) -> list[Tensor]:
+        """Waits for the slabs of one of the two; `layer` is for the timers."""
+        slabs = exchanger.empty_slots(like)
+        with self._timers.measure("halo", layer):
+            exchanger.finish(pending, slabs)
+        return slabs
 
 
 def plan_window(layout: Layout, window: Window, out_channels: int) -> WindowPlan:
