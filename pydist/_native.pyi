@@ -60,6 +60,8 @@ class Footprint:
         padding_lo: int = 0,
         padding_hi: int = 0,
     ) -> None: ...
+    @staticmethod
+    def adaptive(inputs: int, outputs: int) -> Footprint: ...
     @property
     def kernel(self) -> int: ...
     @property
@@ -70,6 +72,8 @@ class Footprint:
     def padding_lo(self) -> int: ...
     @property
     def padding_hi(self) -> int: ...
+    @property
+    def outputs(self) -> int: ...
     def output_extent(self, extent: int) -> int: ...
     def needs(self, lo: int, hi: int) -> tuple[int, int]: ...
     def feeds(self, lo: int, hi: int) -> tuple[int, int]: ...
@@ -121,7 +125,7 @@ def crc32c(data: Lendable, crc: int = 0) -> int: ...
 
 @final
 class Regions:
-    def __init__(self, boxes: Sequence[Box]) -> None: ...
+    def __init__(self, boxes: Sequence[Box], order: Sequence[int] | None = None) -> None: ...
     @property
     def elements(self) -> int: ...
     @property
@@ -140,6 +144,7 @@ def boundary_conv_forward(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    negative_slope: float = ...,
 ) -> None: ...
 def boundary_conv_dgrad(
     grad_slab: Lendable,
@@ -168,9 +173,7 @@ def pool_sum_forward(
     out: Lendable,
     source_lo: Sequence[int],
     out_lo: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
+    footprints: Sequence[Footprint],
     scales: Sequence[Lendable],
     accumulate: bool,
 ) -> None: ...
@@ -179,10 +182,34 @@ def pool_sum_backward(
     source_grad: Lendable,
     out_lo: Sequence[int],
     source_lo: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
+    footprints: Sequence[Footprint],
     scales: Sequence[Lendable],
+    accumulate: bool,
+) -> None: ...
+def pool_max_forward(
+    source: Lendable,
+    out: Lendable,
+    taps: Lendable,
+    source_lo: Sequence[int],
+    out_lo: Sequence[int],
+    footprints: Sequence[Footprint],
+    accumulate: bool,
+) -> None: ...
+def pool_max_backward(
+    grad: Lendable,
+    taps: Lendable,
+    source_grad: Lendable,
+    out_lo: Sequence[int],
+    source_lo: Sequence[int],
+    footprints: Sequence[Footprint],
+) -> None: ...
+def pool_max_pick(
+    source: Lendable,
+    taps: Lendable,
+    out: Lendable,
+    source_lo: Sequence[int],
+    out_lo: Sequence[int],
+    footprints: Sequence[Footprint],
     accumulate: bool,
 ) -> None: ...
 def keyed_uniform(out: Lendable, key: int, lo: Sequence[int], shape: Sequence[int]) -> None: ...

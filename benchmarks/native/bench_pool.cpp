@@ -48,6 +48,11 @@ struct Array {
   }
 };
 
+kernels::PoolAttributes windows() {
+  const Footprint footprint(3, 2, 1, 1, 1);
+  return {{0, 0, 0}, {0, 0, 0}, {footprint, footprint, footprint}};
+}
+
 struct Fixture {
   Array in, out;
   std::vector<double> mean, one;
@@ -58,8 +63,7 @@ struct Fixture {
         out({shape[0], shape[1], shape[2] / 2, shape[3] / 2, shape[4] / 2}, channels_last),
         mean(static_cast<std::size_t>(shape[2]), 1.0 / 27),
         one(static_cast<std::size_t>(shape[3] + shape[4]), 1.0) {
-    problem = kernels::pool_problem(in.view, out.view,
-                                    {{0, 0, 0}, {0, 0, 0}, {3, 3, 3}, {2, 2, 2}, {1, 1, 1}},
+    problem = kernels::pool_problem(in.view, out.view, windows(),
                                     {mean.data(), one.data(), one.data()}, false);
   }
   Fixture(const Fixture&) = delete;

@@ -84,8 +84,15 @@ void bind_partition(py::module_& module) {
 }
 
 py::tuple footprint_state(const Footprint& footprint) {
+  if (footprint.is_adaptive()) return py::make_tuple(footprint.inputs(), footprint.outputs());
   return py::make_tuple(footprint.kernel(), footprint.stride(), footprint.dilation(),
                         footprint.padding_lo(), footprint.padding_hi());
+}
+
+Footprint footprint_of(const py::tuple& state) {
+  const auto value = [&](std::size_t i) { return state[i].cast<index_t>(); };
+  if (state.size() == 2) return Footprint::adaptive(value(0), value(1));
+  return Footprint(value(0), value(1), value(2), value(3), value(4));
 }
 
 void bind_footprint(py::module_& module) {
@@ -94,11 +101,15 @@ void bind_footprint(py::module_& module) {
       "Along one dim, output o reads o * stride - padding_lo + k * dilation, 0 <= k < kernel.");
   type.def(py::init<index_t, index_t, index_t, index_t, index_t>(), "kernel"_a, "stride"_a = 1,
            "dilation"_a = 1, "padding_lo"_a = 0, "padding_hi"_a = 0)
+      .def_static("adaptive", &Footprint::adaptive, "inputs"_a, "outputs"_a,
+                  "Windows that cut a dim into `outputs` almost equal pieces: output o reads\n"
+                  "[floor(o * inputs / outputs), ceil((o + 1) * inputs / outputs)).")
       .def_property_readonly("kernel", &Footprint::kernel)
       .def_property_readonly("stride", &Footprint::stride)
       .def_property_readonly("dilation", &Footprint::dilation)
       .def_property_readonly("padding_lo", &Footprint::padding_lo)
       .def_property_readonly("padding_hi", &Footprint::padding_hi)
+      .def_property_readonly("outputs", &Footprint::outputs, "Of adaptive windows, else 0.")
       .def("output_extent", &Footprint::output_extent, "extent"_a)
       .def("needs", &Footprint::needs, "lo"_a, "hi"_a,
            "Input interval that the outputs [lo, hi) read; not clipped to the domain.")
@@ -109,13 +120,10 @@ void bind_footprint(py::module_& module) {
       .def("__hash__", [](const Footprint& f) { return py::hash(footprint_state(f)); })
       .def("__repr__",
            [](const Footprint& f) {
-             return "Footprint" + py::str(footprint_state(f)).cast<std::string>();
+             return (f.is_adaptive() ? "Footprint.adaptive" : "Footprint") +
+                    py::str(footprint_state(f)).cast<std::string>();
            })
-      .def(py::pickle(&footprint_state, [](const py::tuple& state) {
-        return Footprint(state[0].cast<index_t>(), state[1].cast<index_t>(),
-                         state[2].cast<index_t>(), state[3].cast<index_t>(),
-                         state[4].cast<index_t>());
-      }));
+      .def(py::pickle(&footprint_state, &footprint_of));
   bind_equality(type);
 }
 

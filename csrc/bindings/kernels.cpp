@@ -12,77 +12,14 @@
 #include "bindings/tensor_border.hpp"
 #include "cpu/boundary_conv.hpp"
 #include "cpu/isa.hpp"
-#include "cpu/pack.hpp"
 #include "cpu/uniform.hpp"
 #include "kernels/conv_problem.hpp"
-#include "kernels/regions.hpp"
 #include "launch/thread_pool.hpp"
 
 namespace pydist::bindings {
 namespace {
 
 using namespace py::literals;
-using kernels::Regions;
-
-// A view and the buffer of its regions: one dtype, one device, all boxes inside, buffer long
-// enough.
-void check_pair(const char* name, const TensorView& view, const Regions& regions,
-                const TensorView& buffer) {
-  require_same_dtype("buffer", buffer, name, view);
-  require_same_device("buffer", buffer, name, view);
-  require_ndim("buffer", buffer, 1);
-  require_contiguous("buffer", buffer);
-  PYDIST_EXPECT(buffer.shape[0] >= regions.elements(),
-                describe("buffer", buffer) + "; the regions have " +
-                    std::to_string(regions.elements()) + " elements");
-  regions.require_inside(view.shape, name);
-}
-
-void pack(py::handle src_tensor, const Regions& regions, py::handle buffer_tensor) {
-  const Borrowed src = borrow(src_tensor, "src");
-  const Borrowed buffer = borrow(buffer_tensor, "buffer", Access::kWrite);
-  check_pair("src", src.view(), regions, buffer.view());
-  on_device(
-      src, [&] { cpu::pack(src.view(), regions, buffer.view()); },
-      PYDIST_ON_CUDA(pack(src.view(), regions, buffer.view(), queue)));
-}
-
-void unpack(py::handle buffer_tensor, const Regions& regions, py::handle dst_tensor) {
-  const Borrowed buffer = borrow(buffer_tensor, "buffer");
-  const Borrowed dst = borrow(dst_tensor, "dst", Access::kWrite);
-  check_pair("dst", dst.view(), regions, buffer.view());
-  check_writable("dst", dst.view());
-  on_device(
-      dst, [&] { cpu::unpack(buffer.view(), regions, dst.view()); },
-      PYDIST_ON_CUDA(unpack(buffer.view(), regions, dst.view(), queue)));
-}
-
-void unpack_add(py::handle buffer_tensor, const Regions& regions, py::handle dst_tensor) {
-  const Borrowed buffer = borrow(buffer_tensor, "buffer");
-  const Borrowed dst = borrow(dst_tensor, "dst", Access::kWrite);
-  check_pair("dst", dst.view(), regions, buffer.view());
-  check_writable("dst", dst.view());
-  on_device(
-      dst, [&] { cpu::unpack_add(buffer.view(), regions, dst.view()); },
-      PYDIST_ON_CUDA(unpack_add(buffer.view(), regions, dst.view(), queue)));
-}
-
-void bind_pack(py::module_& module) {
-  py::class_<Regions>(module, "Regions", py::is_final(),
-                      "Boxes in local indices of a view, one behind the other in a buffer.\n\n"
-                      "Each box is contiguous in the buffer, in C order of its indices, whatever\n"
-                      "the strides of the view.")
-      .def(py::init<const std::vector<Box>&>(), "boxes"_a)
-      .def_property_readonly("elements", &Regions::elements, "Elements of all boxes.")
-      .def_property_readonly("count", &Regions::count, "Number of boxes.");
-  module.def("pack", &pack, "src"_a, "regions"_a, "buffer"_a,
-             "buffer[:regions.elements] = the boxes of `src`, which may have any strides.");
-  module.def("unpack", &unpack, "buffer"_a, "regions"_a, "dst"_a,
-             "The boxes of `dst` = buffer. Where boxes overlap, the last one stays.");
-  module.def("unpack_add", &unpack_add, "buffer"_a, "regions"_a, "dst"_a,
-             "The boxes of `dst` += buffer, in the boxes' order where they overlap.\n\n"
-             "fp16 and bf16 add in fp32, integers wrap, bool is a logical or.");
-}
 
 // One of the three arrays of a boundary convolution, by its Python name.
 struct ConvArgument {
@@ -110,7 +47,8 @@ void check_attributes(const kernels::ConvAttributes& attributes) {
 
 kernels::ConvProblem check_conv(const ConvArgument& in, const ConvArgument& weight,
                                 const ConvArgument& out,
-                                const kernels::ConvAttributes& attributes) {
+                                const kernels::ConvAttributes& attributes,
+                                double negative_slope = 1) {
   for (const ConvArgument* array : {&in, &weight, &out}) {
     require_ndim(array->name, array->view(), 5);
     require_same_dtype(array->name, array->view(), in.name, in.view());
@@ -126,16 +64,17 @@ kernels::ConvProblem check_conv(const ConvArgument& in, const ConvArgument& weig
                     ": their channels do not fit for groups=" + std::to_string(groups));
   PYDIST_EXPECT(x[0] == y[0], in.describe() + " and " + out.describe() +
                                   ": both need the same number of samples");
-  return kernels::conv_problem(in.view(), weight.view(), out.view(), attributes);
+  return kernels::conv_problem(in.view(), weight.view(), out.view(), attributes, negative_slope);
 }
 
 void conv_forward(py::handle slab, py::handle weight, py::handle out, const Coords& slab_lo,
                   const Coords& out_lo, const Coords& stride, const Coords& padding,
-                  const Coords& dilation, index_t groups) {
+                  const Coords& dilation, index_t groups, double negative_slope) {
   const Borrowed in = borrow(slab, "slab"), w = borrow(weight, "weight");
   const Borrowed y = borrow(out, "out", Access::kWrite);
-  const auto problem = check_conv({"slab", in}, {"weight", w}, {"out", y},
-                                  {slab_lo, out_lo, stride, padding, dilation, groups});
+  const auto problem =
+      check_conv({"slab", in}, {"weight", w}, {"out", y},
+                 {slab_lo, out_lo, stride, padding, dilation, groups}, negative_slope);
   check_writable("out", y.view());
   on_device(
       y, [&] { cpu::boundary_conv_forward(problem); },
@@ -171,14 +110,16 @@ void conv_wgrad(py::handle slab, py::handle grad_out, py::handle grad_weight, co
 void bind_conv(py::module_& module) {
   module.def(
       "boundary_conv_forward", &conv_forward, "slab"_a, "weight"_a, "out"_a, "slab_lo"_a,
-      "out_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a,
+      "out_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a, "negative_slope"_a = 1.0,
       "out += what the inputs in `slab` contribute to a 3-D convolution.\n\n"
       "out[o] += sum_k weight[k] * in[o * stride - padding + k * dilation], over the inputs\n"
       "and outputs that lie in the given arrays.\n\n"
       "Args:\n"
       "    slab: inputs [N, Ci, *s]; element 0 has the global coordinates `slab_lo`.\n"
       "    weight: [Co, Ci / groups, *kernel].\n"
-      "    out: [N, Co, *o]; element 0 has the global output coordinates `out_lo`.");
+      "    out: [N, Co, *o]; element 0 has the global output coordinates `out_lo`.\n"
+      "    negative_slope: of a leaky ReLU (0: ReLU) that the outputs which the slab reaches go\n"
+      "        through in the same pass; 1: none.");
   module.def(
       "boundary_conv_dgrad", &conv_dgrad, "grad_slab"_a, "weight"_a, "grad_in"_a, "slab_lo"_a,
       "in_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a,
@@ -229,7 +170,6 @@ void keyed_uniform(py::handle tensor, std::uint64_t key, const Coords& lo, const
 }  // namespace
 
 void bind_kernels(py::module_& module) {
-  bind_pack(module);
   bind_conv(module);
   module.def(
       "keyed_uniform", &keyed_uniform, "out"_a, "key"_a, "lo"_a, "shape"_a,

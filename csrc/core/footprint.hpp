@@ -14,6 +14,9 @@ namespace pydist {
 // Output o reads the inputs o * stride - padding_lo + k * dilation, 0 <= k < kernel.
 // Intervals are not clipped: what lies outside the domain is padding. Convolution arithmetic as in
 // Dumoulin & Visin (2016), arXiv:1603.07285. Negative padding crops.
+//
+// An adaptive one cuts a dim of `inputs` into `outputs` windows of almost equal length, which may
+// share inputs: output o reads [floor(o * inputs / outputs), ceil((o + 1) * inputs / outputs)).
 class Footprint {
  public:
   Footprint(index_t kernel, index_t stride = 1, index_t dilation = 1, index_t padding_lo = 0,
@@ -29,30 +32,66 @@ class Footprint {
     span_ = checked_add(checked_mul(kernel - 1, dilation), 1);
   }
 
+  static Footprint adaptive(index_t inputs, index_t outputs) {
+    PYDIST_EXPECT(inputs >= 1 && outputs >= 1, "adaptive windows from " + std::to_string(inputs) +
+                                                   " inputs to " + std::to_string(outputs) +
+                                                   " outputs: both must be at least 1");
+    checked_mul(inputs, checked_add(outputs, 1));
+    Footprint footprint(1, std::max<index_t>(inputs / outputs, 1));
+    footprint.inputs_ = inputs;
+    footprint.outputs_ = outputs;
+    for (index_t o = 0; o < outputs; ++o) {
+      footprint.kernel_ = std::max(footprint.kernel_, footprint.end(o) - footprint.first(o));
+    }
+    return footprint;
+  }
+
+  // Of adaptive windows: the longest one's length, and the steps between them, rounded down.
   index_t kernel() const { return kernel_; }
   index_t stride() const { return stride_; }
   index_t dilation() const { return dilation_; }
   index_t padding_lo() const { return padding_lo_; }
   index_t padding_hi() const { return padding_hi_; }
+  bool is_adaptive() const { return outputs_ > 0; }
+  index_t inputs() const { return inputs_; }    // 0 if not adaptive
+  index_t outputs() const { return outputs_; }  // 0 if not adaptive
+
+  // The first input that an output reads, and the one past its last.
+  index_t first(index_t o) const {
+    if (is_adaptive()) return floor_div(checked_mul(o, inputs_), outputs_);
+    return checked_sub(checked_mul(o, stride_), padding_lo_);
+  }
+  index_t end(index_t o) const {
+    if (is_adaptive()) return ceil_div(checked_mul(checked_add(o, 1), inputs_), outputs_);
+    return checked_add(first(o), span_);
+  }
 
   // Number of outputs of an input with `extent` indices; 0 if the kernel does not fit.
   index_t output_extent(index_t extent) const {
     PYDIST_EXPECT(extent >= 0, "negative extent " + std::to_string(extent));
+    if (is_adaptive()) {
+      PYDIST_EXPECT(extent == inputs_, "adaptive windows of " + std::to_string(inputs_) +
+                                           " inputs given an extent of " + std::to_string(extent));
+      return outputs_;
+    }
     const index_t padded = checked_add(checked_add(extent, padding_lo_), padding_hi_);
     return padded < span_ ? 0 : (padded - span_) / stride_ + 1;
   }
 
   // The inputs that the outputs [lo, hi) read, as the smallest interval.
   Interval needs(index_t lo, index_t hi) const {
-    const index_t first = checked_sub(checked_mul(lo, stride_), padding_lo_);
-    if (lo >= hi) return {first, first};
-    const index_t last = checked_sub(checked_mul(hi - 1, stride_), padding_lo_);
-    return {first, checked_add(last, span_)};
+    if (lo >= hi) return {first(lo), first(lo)};
+    return {first(lo), end(hi - 1)};
   }
 
   // The outputs whose needs meet the inputs [lo, hi): the adjoint of `needs`. A dilated kernel
   // counts as reading the whole interval that it spans.
   Interval feeds(index_t lo, index_t hi) const {
+    if (is_adaptive()) {
+      const index_t start = floor_div(checked_mul(lo, outputs_), inputs_);
+      if (lo >= hi) return {start, start};
+      return {start, ceil_div(checked_mul(hi, outputs_), inputs_)};
+    }
     const index_t first = floor_div(checked_sub(checked_add(lo, padding_lo_), span_), stride_) + 1;
     if (lo >= hi) return {first, first};
     return {first, std::max(first, ceil_div(checked_add(hi, padding_lo_), stride_))};
@@ -62,10 +101,9 @@ class Footprint {
   // domain), so that halos come from both sides alike and a strided layer stays in place.
   Partition output_partition(const Partition& input) const {
     const index_t outputs = output_extent(input.extent());
-    const index_t centre = (span_ - 1) / 2 - padding_lo_;
     std::vector<index_t> points;
     for (const index_t point : input.points()) {
-      index_t split = std::clamp<index_t>(ceil_div(point - centre, stride_), 0, outputs);
+      index_t split = std::clamp<index_t>(first_centred_at(point), 0, outputs);
       if (point == 0) split = 0;
       if (point == input.extent() && point > 0) split = outputs;
       points.push_back(split);
@@ -77,8 +115,18 @@ class Footprint {
   friend bool operator==(const Footprint&, const Footprint&) = default;
 
  private:
+  // The first output with its centre at `point` or after it.
+  index_t first_centred_at(index_t point) const {
+    if (!is_adaptive()) return ceil_div(point - (span_ - 1) / 2 + padding_lo_, stride_);
+    index_t o = floor_div(checked_mul(point, outputs_), inputs_);  // its window holds the point
+    while (o > 0 && (first(o - 1) + end(o - 1) - 1) / 2 >= point) --o;
+    while (o < outputs_ && (first(o) + end(o) - 1) / 2 < point) ++o;
+    return o;
+  }
+
   index_t kernel_, stride_, dilation_, padding_lo_, padding_hi_;
   index_t span_ = 1;
+  index_t inputs_ = 0, outputs_ = 0;
 };
 
 }  // namespace pydist

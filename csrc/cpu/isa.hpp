@@ -99,6 +99,34 @@ struct PoolWidthIsa {
   void (*scale)(T* values, const T* factors, std::int64_t count, std::int64_t channels);
 };
 
+// A tap of pooling windows, for the lanes [begin, end) of a line: lane 0 is at `from`.
+struct PoolTap {
+  std::int64_t begin, end, number, from;
+};
+
+// Maxima of a line: for each tap in turn, lane j looks at from[base + tap.from + j * step].
+template <class Storage, class T, class Number>
+struct PoolMaxLine {
+  const Storage* from;
+  std::int64_t base, step;
+  const PoolTap* taps;
+  std::int64_t count;
+  std::int64_t lanes;  // where all of them have all taps, and step is 1; else 0
+  T* best;             // by lane, as are
+  Number* numbers;     // the taps that they come from
+};
+
+template <class Storage, class T, class Number>
+using PoolMaxima = void (*)(const PoolMaxLine<Storage, T, Number>&);
+
+// Maxima over pooling windows; numbers of taps are as wide as the values.
+struct PoolMaxTable {
+  PoolMaxima<kernels::Float16, float, std::int32_t> f16;
+  PoolMaxima<kernels::BFloat16, float, std::int32_t> bf16;
+  PoolMaxima<float, float, std::int32_t> f32;
+  PoolMaxima<double, double, std::int64_t> f64;
+};
+
 struct Isa {
   const char* name;  // "base", "x86_64_v3" or "x86_64_v4"
   ConvIsa<float> conv_f32;
@@ -112,6 +140,7 @@ struct Isa {
   PoolLineIsa<kernels::BFloat16, float> pool_lines_bf16;
   PoolLineIsa<float, float> pool_lines_f32;
   PoolLineIsa<double, double> pool_lines_f64;
+  const PoolMaxTable* pool_max;
 };
 
 // The best one that this CPU has; PYDIST_ISA=base|x86-64-v3|x86-64-v4 in the environment lowers it.

@@ -408,6 +408,8 @@ constexpr PoolLineIsa<Storage, T> pool_line_isa() {
 
 }  // namespace
 
+extern const PoolMaxTable kPoolMax;  // isa_pool_max.cpp
+
 extern const Isa kIsa;
 const Isa kIsa = {PYDIST_STRING_OF(PYDIST_ISA_NAME),
                   conv_isa<float>(),
@@ -419,6 +421,7 @@ const Isa kIsa = {PYDIST_STRING_OF(PYDIST_ISA_NAME),
                   pool_line_isa<kernels::Float16, float>(),
                   pool_line_isa<kernels::BFloat16, float>(),
                   pool_line_isa<float, float>(),
-                  pool_line_isa<double, double>()};
+                  pool_line_isa<double, double>(),
+                  &kPoolMax};
 
 }  // namespace pydist::cpu::PYDIST_ISA_NAME

@@ -40,7 +40,7 @@ struct WidthPlan {
 
   WidthPlan(const kernels::PoolDim& dim, kernels::Span reached, index_t channels)
       : targets(reached),
-        padded(channels == 1 && dim.stride <= 2 && dim.kernel <= kMaxTaps),
+        padded(channels == 1 && !dim.is_adaptive() && dim.stride <= 2 && dim.kernel <= kMaxTaps),
         spans(spans_of<kOp>(dim, reached)) {
     sources = {spans.empty() ? 0 : spans.front().begin, spans.empty() ? 0 : spans.back().end};
     if (padded) {

@@ -8,6 +8,7 @@
 #include "cuda/device.hpp"
 #include "kernels/conv_problem.hpp"
 #include "kernels/pool.hpp"
+#include "kernels/pool_max.hpp"
 #include "kernels/regions.hpp"
 
 namespace pydist::cuda {
@@ -25,6 +26,10 @@ void boundary_conv_wgrad(const kernels::ConvProblem& problem, const Queue& queue
 
 void pool_sum_forward(const kernels::PoolProblem& problem, const Queue& queue);
 void pool_sum_backward(const kernels::PoolProblem& problem, const Queue& queue);
+
+void pool_max_forward(const kernels::MaxProblem& problem, const Queue& queue);
+void pool_max_backward(const kernels::MaxProblem& problem, const Queue& queue);
+void pool_max_pick(const kernels::MaxProblem& problem, const Queue& queue);
 
 void keyed_uniform(const TensorView& out, std::uint64_t key, const Coords& lo, const Coords& shape,
                    const Queue& queue);

@@ -52,7 +52,7 @@ template <Direction kDirection>
 void copy(const TensorView& view, const Regions& regions, Regions::Group group,
           const TensorView& buffer, const Queue& queue) {
   const RunTable runs(
-      view, buffer, regions, group,
+      view, regions, group,
       RunOptions{.segment_bytes = kernels::kCudaSegmentBytes, .fuse = true, .buffer = buffer.data});
   launch_tables(runs, [&]<class Table>(const Table& table, index_t words) {
     const kernels::CopyRuns<kDirection, Table> body{static_cast<char*>(view.data),
@@ -82,7 +82,7 @@ void unpack_add(const TensorView& buffer, const Regions& regions, const TensorVi
   const DeviceGuard guard(queue.device);
   const RunOptions options{.segment_bytes = kernels::kCudaSegmentBytes, .fuse = false};
   for (const Regions::Group group : regions.disjoint_groups()) {
-    const RunTable runs(dst, buffer, regions, group, options);
+    const RunTable runs(dst, regions, group, options);
     kernels::dispatch(dst.dtype, [&]<class T>(std::type_identity<T>) {
       launch_tables(runs, [&]<class Table>(const Table& table, index_t words) {
         const kernels::AddRuns<T, Table> body{static_cast<char*>(dst.data),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/view.hpp"
+#include "launch/host_device.hpp"
 
 namespace pydist::kernels {
 
@@ -30,7 +31,16 @@ struct ConvProblem {
   index_t in_channels, out_channels;  // of one group
   ConvDim dims[kSpatialDims];
   ConvArray in, weight, out;
+  // Forward only: what an output that was added to is multiplied by if it is negative. 1 leaves it
+  // linear, 0 makes it a ReLU, between lie the leaky ones.
+  double negative_slope = 1;
 };
+
+template <class T>
+PYDIST_HD T rectify(T value, T negative_slope) {
+  if (value > T{0} || value != value) return value;
+  return negative_slope == T{0} ? T{0} : value * negative_slope;  // 0 of -inf too
+}
 
 // Attributes of a convolution and the global position of its two arrays.
 struct ConvAttributes {
@@ -47,8 +57,10 @@ inline ConvArray conv_array(const TensorView& view) {
 
 // The views must have passed the border's checks.
 inline ConvProblem conv_problem(const TensorView& in, const TensorView& weight,
-                                const TensorView& out, const ConvAttributes& attributes) {
+                                const TensorView& out, const ConvAttributes& attributes,
+                                double negative_slope = 1) {
   ConvProblem problem{};
+  problem.negative_slope = negative_slope;
   problem.dtype = in.dtype;
   problem.batch = in.shape[0];
   problem.groups = attributes.groups;

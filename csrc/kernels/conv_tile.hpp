@@ -164,7 +164,11 @@ struct ConvTileBody {
         const std::int32_t m = first_row(block) + thread / kLanesN + i * kLanesM;
         if (m >= m_extent || column.lead < 0) continue;
         Storage& element = target(group(block), m, column);
-        element = store_as<Storage>(load_as(element) + state.sums[i][j]);
+        T sum = load_as(element) + state.sums[i][j];
+        if constexpr (kOp == ConvOp::kForward) {
+          sum = rectify(sum, static_cast<T>(problem.negative_slope));
+        }
+        element = store_as<Storage>(sum);
       }
     }
   }

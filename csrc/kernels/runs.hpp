@@ -84,14 +84,15 @@ inline constexpr index_t kCpuSegmentBytes = 64 * 1024;
 // Eight 16-byte accesses a lane: a D face of 128 x 128 floats gives 16 warps, not one.
 inline constexpr index_t kCudaSegmentBytes = 4 * 1024;
 
-// The runs of some boxes over one view and its buffer.
+// The runs of some boxes over one view and its buffer. Of the addresses only the alignment counts, so
+// that a table serves all views of the same dtype, strides and alignment.
 class RunTable {
  public:
-  RunTable(const TensorView& view, const TensorView& buffer, const Regions& regions,
-           Regions::Group group, const RunOptions& options)
-      : view_(view), buffer_(buffer), options_(options), size_(size_of(view.dtype)) {
+  RunTable(const TensorView& view, const Regions& regions, Regions::Group group,
+           const RunOptions& options)
+      : size_(size_of(view.dtype)) {
     for (std::size_t i = group.begin; i < group.end; ++i) {
-      if (!regions.parts()[i].box.empty()) add(regions.parts()[i]);
+      if (!regions.parts()[i].box.empty()) add(view, regions.parts()[i], options);
     }
   }
 
@@ -104,17 +105,17 @@ class RunTable {
     index_t extent, view_stride, buffer_stride;  // strides in bytes
   };
 
-  void add(const Regions::Part& part) {
+  void add(const TensorView& view, const Regions::Part& part, const RunOptions& options) {
     RunBox box{};
-    std::vector<Dim> dims = coalesce(part.box);
+    std::vector<Dim> dims = coalesce(view.strides, part.box);
     box.unit = static_cast<std::int32_t>(size_);
     box.first_row = rows_;
     box.buffer_offset = part.offset * size_;
     for (int dim = 0; dim < part.box.ndim(); ++dim) {
-      box.view_offset += part.box.lo()[dim] * view_.strides[dim] * size_;
+      box.view_offset += part.box.lo()[dim] * view.strides[dim] * size_;
     }
-    if (options_.fuse) fuse(dims, box);
-    take_run_dim(dims, box);
+    if (options.fuse) fuse(view.data, options.buffer, dims, box);
+    take_run_dim(options.segment_bytes, dims, box);
     // What lies close together in the view is walked close together.
     std::ranges::stable_sort(dims, std::greater{}, &Dim::view_stride);
     box.outer_rows = 1;
@@ -132,14 +133,14 @@ class RunTable {
 
   // The box's dims, outermost first, without extents of 1; neighbours that one stride walks alike
   // in the view are one dim (in the buffer they always are).
-  std::vector<Dim> coalesce(const Box& box) const {
+  std::vector<Dim> coalesce(const Coords& strides, const Box& box) const {
     std::vector<Dim> dims;
     index_t buffer_stride = box.volume() * size_;
     for (int dim = 0; dim < box.ndim(); ++dim) {
       const index_t extent = box.hi()[dim] - box.lo()[dim];
       if (extent == 1) continue;
       buffer_stride /= extent;
-      const index_t view_stride = view_.strides[dim] * size_;
+      const index_t view_stride = strides[dim] * size_;
       if (!dims.empty() && dims.back().view_stride == extent * view_stride) {
         dims.back() = {dims.back().extent * extent, view_stride, buffer_stride};
       } else {
@@ -152,13 +153,13 @@ class RunTable {
 
   // Short contiguous pieces (a W face two elements wide) move as units of up to 16 bytes, as far as
   // every address they start at is aligned. Frees the run for a longer dim.
-  void fuse(std::vector<Dim>& dims, RunBox& box) const {
+  void fuse(const void* view, const void* buffer, std::vector<Dim>& dims, RunBox& box) const {
     Dim& inner = dims.back();
     if (inner.view_stride != size_ || inner.extent * size_ >= kLongRunBytes) return;
     index_t unit = size_;
     const auto fits = [&](index_t bytes) {
-      std::uintptr_t all = reinterpret_cast<std::uintptr_t>(view_.data) |
-                           reinterpret_cast<std::uintptr_t>(options_.buffer);
+      std::uintptr_t all =
+          reinterpret_cast<std::uintptr_t>(view) | reinterpret_cast<std::uintptr_t>(buffer);
       all |= static_cast<std::uintptr_t>(box.view_offset | box.buffer_offset);
       all |= static_cast<std::uintptr_t>(inner.extent * size_);
       for (std::size_t i = 0; i + 1 < dims.size(); ++i) {
@@ -176,7 +177,7 @@ class RunTable {
   // Runs go along the innermost dim if it is long enough to pay for the arithmetic of a row, else
   // along the longest. Strided ones are kept short: an element's neighbours in its cache line
   // belong to other runs, which come next.
-  void take_run_dim(std::vector<Dim>& dims, RunBox& box) const {
+  void take_run_dim(index_t segment_bytes, std::vector<Dim>& dims, RunBox& box) const {
     auto run = dims.end() - 1;
     const bool contiguous = run->view_stride == box.unit;
     if (contiguous ? run->extent * box.unit < kLongRunBytes : run->extent < kLongRunUnits) {
@@ -188,7 +189,7 @@ class RunTable {
     box.buffer_stride = run->buffer_stride;
     // A whole number of 16-byte words, so that every segment is aligned as the first one.
     box.segment = run->view_stride == box.unit && run->buffer_stride == box.unit
-                      ? std::max<index_t>(options_.segment_bytes / box.unit, 1)
+                      ? std::max<index_t>(segment_bytes / box.unit, 1)
                       : kStridedSegment;
     dims.erase(run);
   }
@@ -197,10 +198,7 @@ class RunTable {
   static constexpr index_t kLongRunUnits = 32;     // strided
   static constexpr index_t kStridedSegment = 256;  // units
 
-  const TensorView& view_;
-  const TensorView& buffer_;
-  const RunOptions options_;
-  const index_t size_;
+  index_t size_;
   std::vector<RunBox> boxes_;
   index_t rows_ = 0;
   index_t bytes_ = 0;

@@ -21,6 +21,11 @@ from pydist._loader import native
 _OF_ONEDNN = (torch.float32, torch.bfloat16)
 # Below this N·C·D·H torch's fp32 convolution of one sample leaves oneDNN (aten's ConvParams).
 _TORCH_IS_SLOW_BELOW = 20_480
+# Input channels of a group below which oneDNN's channels-last wgrad adds all positions in one row,
+# and is ten times as far from fp64 as its plain one.
+_FEW_CHANNELS = 16
+# Output planes that the native wgrad takes at once: their copies stay in the cache.
+_PLANES_AT_ONCE = 8
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The channels-last format of a tensor, by its number of dims."""
@@ -115,6 +120,11 @@ class ConvProblem:
             and 2 * self.padding[0] == self.dilation[0] * (self.weight[2] - 1)
             and half >= self.padding[0]
         )
+
+    @cached_property
+    def has_few_channels(self) -> bool:
+        """Whether an output sees so few input channels that oneDNN's wgrad loses accuracy."""
+        return self.weight[1] < _FEW_CHANNELS
 
     @cached_property
     def reach(self) -> tuple[int, ...]:
@@ -259,6 +269,34 @@ def _wgrad_folded(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Te
     return total
 
 
+def _wgrad_native(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    """By pydist's own kernel, which adds up few positions at a time: the closest to fp64."""
+    if x.dim() == 4:
+        deep = replace(
+            p, input=_with_depth(p.input), weight=_with_depth(p.weight),
+            stride=(1, *p.stride), padding=(0, *p.padding), dilation=(1, *p.dilation),
+        )  # fmt: skip
+        operands = (t.unsqueeze(2) for t in (x, grad, weight))
+        return _wgrad_native(deep, *operands).squeeze(2)
+    total = torch.zeros_like(weight, memory_format=torch.contiguous_format)
+    geometry = p.stride, p.padding, p.dilation, p.groups
+    stride, before, planes = p.stride[0], p.padding[0], p.output[2]
+    for first in range(0, planes, _PLANES_AT_ONCE):
+        count = min(_PLANES_AT_ONCE, planes - first)
+        start = first * stride - before
+        lo, hi = max(start, 0), min(start + (count - 1) * stride + p.reach[0] + 1, p.input[2])
+        if lo < hi:
+            native.boundary_conv_wgrad(
+                x.narrow(2, lo, hi - lo), grad.narrow(2, first, count), total,
+                (lo, 0, 0), (first, 0, 0), *geometry,
+            )  # fmt: skip
+    return total
+
+
+def _with_depth(shape: Sequence[int]) -> tuple[int, ...]:
+    return (*shape[:2], 1, *shape[2:])
+
+
 def _two_halves(x: Tensor) -> Tensor:
     rows = x.permute(0, 2, 3, 4, 1)
     _, depth, *rest = rows.shape
@@ -281,6 +319,7 @@ WGRAD: dict[str, Gradient] = {
     "blocked": _wgrad_blocked,
     "padded": _wgrad_padded,
     "widened": _wgrad_widened,
+    "native": _wgrad_native,
 }
 """The kernels of each role by name, the likely best first where several are possible."""
 
@@ -310,8 +349,13 @@ def candidates(problem: ConvProblem, channels_last: bool) -> tuple[list[str], li
         # So does its fp32 wgrad, where strides are wide as well.
         return forward, dgrad, ["padded"]
     if not problem.torch_is_slow:
-        return forward, [*dgrad, "torch"], ["torch", "blocked"]
-    return forward, dgrad, ["folded", "blocked"] if problem.folds and channels_last else ["blocked"]
+        dgrad, wgrad = [*dgrad, "torch"], ["torch", "blocked"]
+    else:
+        wgrad = ["folded", "blocked"] if problem.folds and channels_last else ["blocked"]
+    if problem.dtype == torch.float32 and problem.has_few_channels:
+        # oneDNN's plain kernels are accurate, and slow from four channels on.
+        wgrad = ["native"] if channels_last else ["native", *wgrad]
+    return forward, dgrad, wgrad
 
 
 def in_format(x: Tensor, channels_last: bool) -> Tensor:

@@ -186,6 +186,31 @@ def test_what_onednn_does_not_take_goes_to_torch():
     assert set(CHANNELS_LAST) == {4, 5}
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4, 8, 12, 16])
+def test_wgrad_is_as_close_to_fp64_as_torchs(channels):
+    # Inputs of one sign, as counts are: the sums are long, and rounding adds up.
+    case = ((2, channels, 24, 32, 32), (16, channels, 3, 3, 3), (1,) * 3, (1,) * 3, (1,) * 3, 1)
+    p = ConvProblem(*case, torch.float32)
+    x, weight = normal(p.input, p.dtype, 0).abs().log1p(), normal(p.weight, p.dtype, 1)
+    grad = normal(p.output, p.dtype, 2) + 0.2
+    wanted = [False, True, False]
+
+    def by_torch(dtype: torch.dtype) -> Tensor:
+        operands = (t.to(dtype) for t in (grad, x, weight))
+        geometry = (p.stride, p.padding, p.dilation, False, (0, 0, 0), p.groups, wanted)
+        return torch.ops.aten.convolution_backward(*operands, None, *geometry)[1]
+
+    exact = by_torch(torch.float64)
+    bound = 4 * relative(by_torch(torch.float32), exact)
+    for channels_last in formats(p):
+        *rest, names = candidates(p, channels_last)
+        for name in names:
+            kernels = ConvKernels(p, channels_last, *(other[0] for other in rest), name)
+            own = (kernels.in_format(t) for t in (x, grad))
+            found = kernels.run_wgrad(*own, weight)
+            assert relative(found, exact) <= bound, (name, channels_last)
+
+
 def test_wgrad_of_thin_shards_is_never_left_to_torch_itself():
     thin = [NAMED[name] for name in ("3³", "1³", "3×1×1")]
     # One tap: however large it is, on one thread.

@@ -136,8 +136,9 @@ def test_pool_sums_equal_the_cpu(dtype, layout, accumulate):
     x = torch.randn(2, 20, 13, 18, 41).to(dtype).contiguous(memory_format=layout)
     y = torch.randn(2, 20, 7, 9, 21).to(dtype).contiguous(memory_format=layout)
     scales = [torch.rand(n, dtype=torch.float64) for n in y.shape[2:]]
-    attributes = ((1, 0, -1), (0, 1, 0), (3, 4, 3), (2, 2, 2), (1, 1, 2))
-    swapped = (attributes[1], attributes[0], *attributes[2:])
+    windows = [native.Footprint(k, 2, 1, p, p) for k, p in ((3, 1), (4, 1), (3, 2))]
+    attributes = ((1, 0, -1), (0, 1, 0), windows)
+    swapped = (attributes[1], attributes[0], windows)
     for kernel, source, target, tail in [
         (native.pool_sum_forward, x, y, attributes),
         (native.pool_sum_backward, y, x, swapped),
@@ -147,6 +148,39 @@ def test_pool_sums_equal_the_cpu(dtype, layout, accumulate):
         kernel(source.cuda(), on_gpu, *tail, [s.cuda() for s in scales], accumulate)
         error = float((on_gpu.cpu().double() - on_cpu.double()).abs().max())
         assert error <= TOLERANCE[dtype] * float(on_cpu.abs().max()), kernel
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize("tap_dtype", [torch.uint8, torch.int32])
+def test_maxima_equal_the_cpu(dtype, layout, tap_dtype):
+    torch.manual_seed(0)
+    x = torch.randn(2, 20, 13, 18, 41).round().to(dtype).contiguous(memory_format=layout)
+    x[0, 0, :, 3] = torch.nan
+    y = torch.randn(2, 20, 7, 9, 21).to(dtype).contiguous(memory_format=layout)
+    windows = [native.Footprint(k, 2, d, p, p) for k, d, p in ((3, 1, 1), (4, 1, 1), (3, 2, 1))]
+    if tap_dtype is torch.int32:
+        windows = [
+            native.Footprint.adaptive(n + 1, m + 1)
+            for n, m in zip(x.shape[2:], y.shape[2:], strict=True)
+        ]
+    source_lo, out_lo = (1, 0, 1), (0, 1, 0)
+
+    def results(device):
+        source, out, grad = x.to(device), torch.empty_like(y, device=device), y.to(device)
+        taps = torch.empty_like(out, dtype=tap_dtype)
+        spread, picked = torch.empty_like(source), torch.empty_like(out)
+        native.pool_max_forward(source, out, taps, source_lo, out_lo, windows, False)
+        native.pool_max_forward(source, out, taps, (0, 0, 0), out_lo, windows, True)
+        native.pool_max_backward(grad, taps, spread, out_lo, source_lo, windows)
+        native.pool_max_pick(source, taps, picked, source_lo, out_lo, windows, False)
+        return [t.cpu() for t in (out, taps, picked, spread)]
+
+    *chosen, spread = zip(results("cpu"), results("cuda"), strict=True)
+    for on_cpu, on_gpu in chosen:
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=0, atol=0, equal_nan=True)
+    error = float((spread[1].double() - spread[0].double()).abs().max())
+    assert error <= TOLERANCE[dtype] * float(spread[0].abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

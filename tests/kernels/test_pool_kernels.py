@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import avg_pool3d
+from torch.nn.functional import adaptive_avg_pool3d, avg_pool3d
 
 from pydist import _native as native
 
@@ -25,6 +25,12 @@ TOLERANCE = {
 ORIGIN = (0, 0, 0)
 
 
+def footprints(kernel, stride, padding):
+    return [
+        native.Footprint(k, s, 1, p, p) for k, s, p in zip(kernel, stride, padding, strict=True)
+    ]
+
+
 @dataclass(frozen=True)
 class Pooling:
     """Where the two arrays lie in global coordinates, and the windows."""
@@ -35,16 +41,18 @@ class Pooling:
     stride: tuple[int, int, int]
     padding: tuple[int, int, int]
 
+    @property
+    def footprints(self):
+        return footprints(self.kernel, self.stride, self.padding)
+
     def forward(self, source, out, scales, accumulate):
-        attributes = (self.kernel, self.stride, self.padding)
         native.pool_sum_forward(
-            source, out, self.source_lo, self.out_lo, *attributes, scales, accumulate
+            source, out, self.source_lo, self.out_lo, self.footprints, scales, accumulate
         )
 
     def backward(self, grad, source_grad, scales, accumulate):
-        attributes = (self.kernel, self.stride, self.padding)
         native.pool_sum_backward(
-            grad, source_grad, self.out_lo, self.source_lo, *attributes, scales, accumulate
+            grad, source_grad, self.out_lo, self.source_lo, self.footprints, scales, accumulate
         )
 
     def matrices(self, sources, outs, scales):
@@ -315,7 +323,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             y = torch.empty(1, 21, 3, 4, (36 // stride) + 1, dtype=dtype)
             y = y.contiguous(memory_format=layout)
             scales = [torch.full((n,), 0.3, dtype=torch.float64) for n in y.shape[2:]]
-            tail = ((0, 0, 0), (0, 0, 0), (3, 3, 3), (2, 2, stride), (1, 1, 1), scales, False)
+            windows = [native.Footprint(3, s, 1, 1, 1) for s in (2, 2, stride)]
+            tail = ((0, 0, 0), (0, 0, 0), windows, scales, False)
             native.pool_sum_forward(x, y, *tail)
             native.pool_sum_backward(y, x, *tail)
             sums += [y.double().abs().sum().item(), x.double().abs().sum().item()]
@@ -353,29 +362,56 @@ def refusal(*args):
 def test_refusals_name_what_was_given():
     x, y = torch.zeros(1, 4, 6, 6, 6), torch.zeros(1, 4, 3, 3, 3)
     scales = [torch.ones(3, dtype=torch.float64)] * 3
-    lo, two = (0, 0, 0), (2, 2, 2)
-    tail = (lo, lo, two, two, lo)
+    two = footprints((2, 2, 2), (2, 2, 2), ORIGIN)
+    tail = (ORIGIN, ORIGIN, two)
     assert "source is float32 (1, 4, 6, 6)" in refusal(x[:, :, 0], y, *tail, scales, False)
     assert "int32" in refusal(x.int(), y.int(), *tail, scales, False)
     assert "float64" in refusal(x, y.double(), *tail, scales, False)
     assert "channels" in refusal(x[:, :3], y, *tail, scales, False)
-    assert "(2, 2)" in refusal(x, y, lo, lo, (2, 2), two, lo, scales, False)
-    assert "stride (2, 0, 2)" in refusal(x, y, lo, lo, two, (2, 0, 2), lo, scales, False)
+    assert "2 footprints" in refusal(x, y, ORIGIN, ORIGIN, two[:2], scales, False)
+    dilated = [native.Footprint(2, 2, 3), *two[1:]]
+    assert "dilation 3" in refusal(x, y, ORIGIN, ORIGIN, dilated, scales, False)
+    assert "(0, 0)" in refusal(x, y, (0, 0), ORIGIN, two, scales, False)
     assert "2 arrays" in refusal(x, y, *tail, scales[:2], False)
     assert "scales[2] is float32" in refusal(x, y, *tail, [*scales[:2], torch.ones(3)], False)
     long = torch.ones(4, dtype=torch.float64)
     assert "scales[1] is float64 (4,)" in refusal(x, y, *tail, [scales[0], long, scales[2]], False)
     assert "stride 0" in refusal(x, y[:, :1].expand(1, 4, 3, 3, 3), *tail, scales, False)
-    assert "64 bits" in refusal(x, y, lo, (2**62, 0, 0), two, two, lo, scales, False)
+    assert "64 bits" in refusal(x, y, ORIGIN, (2**62, 0, 0), two, scales, False)
+    adaptive = [native.Footprint.adaptive(6, 3)] * 3
+    assert "domain" in refusal(x, y, (1, 0, 0), ORIGIN, adaptive, scales, False)
 
 
 def test_backward_checks_its_arguments_as_forward_does():
     x, y = torch.zeros(1, 4, 6, 6, 6), torch.zeros(1, 4, 3, 3, 3)
     scales = [torch.ones(3, dtype=torch.float64)] * 3
-    lo, two = (0, 0, 0), (2, 2, 2)
+    tail = (ORIGIN, ORIGIN, footprints((2, 2, 2), (2, 2, 2), ORIGIN), scales, True)
     with pytest.raises(ValueError, match=r"source_grad is float32 .* stride 0"):
-        native.pool_sum_backward(
-            y, x[:, :1].expand(1, 4, 6, 6, 6), lo, lo, two, two, lo, scales, True
-        )
+        native.pool_sum_backward(y, x[:, :1].expand(1, 4, 6, 6, 6), *tail)
     with pytest.raises(ValueError, match=r"scales\[0\] is float64 \(3,\) .* grad is float32"):
-        native.pool_sum_backward(y[:, :, :2], x, lo, lo, two, two, lo, scales, True)
+        native.pool_sum_backward(y[:, :, :2], x, *tail)
+
+
+@settings(deadline=None, max_examples=25)
+@given(triples(st.integers(1, 8)), triples(st.integers(1, 10)), st.booleans())
+def test_adaptive_windows_are_torchs(extents, outs, channels_last):
+    torch.manual_seed(0)
+    layout = torch.channels_last_3d if channels_last else torch.contiguous_format
+    x = torch.randn(2, 3, *extents, dtype=torch.float64).contiguous(memory_format=layout)
+    x.requires_grad_()
+    y = adaptive_avg_pool3d(x, outs)
+    grad = torch.randn_like(y)
+    (expected,) = torch.autograd.grad(y, x, grad)
+    windows = [native.Footprint.adaptive(n, m) for n, m in zip(extents, outs, strict=True)]
+    out, spread = torch.empty_like(y), torch.empty_like(x.detach())
+    scales = [
+        torch.tensor(
+            [1 / (f.needs(o, o + 1)[1] - f.needs(o, o + 1)[0]) for o in range(f.outputs)],
+            dtype=torch.float64,
+        )
+        for f in windows
+    ]
+    native.pool_sum_forward(x.detach(), out, ORIGIN, ORIGIN, windows, scales, False)
+    native.pool_sum_backward(grad, spread, ORIGIN, ORIGIN, windows, scales, False)
+    torch.testing.assert_close(out, y.detach(), rtol=0, atol=1e-13)
+    torch.testing.assert_close(spread, expected, rtol=0, atol=1e-13)

@@ -120,7 +120,7 @@ TYPED_TEST(Packing, EmulatedWarpsPackEveryElementOnce) {
       PackCase<TypeParam> test(seed);
       const Regions regions(test.boxes);
       const TensorView buffer = test.buffer_view();
-      const kernels::RunTable runs(test.view, buffer, regions, {0, test.boxes.size()},
+      const kernels::RunTable runs(test.view, regions, {0, test.boxes.size()},
                                    small_segments(true));
       const kernels::CopyRuns<Direction::kPack, kernels::ValueTable<kTable>> body{
           static_cast<char*>(test.view.data), static_cast<char*>(buffer.data), table_of(runs)};
@@ -141,7 +141,7 @@ TYPED_TEST(Packing, EmulatedWarpsAddEveryElementOnce) {
     std::fill(test.memory.begin(), test.memory.end(), TypeParam{});
     const TensorView buffer = test.buffer_view();
     for (const Regions::Group group : regions.disjoint_groups()) {
-      const kernels::RunTable runs(test.view, buffer, regions, group, small_segments(false));
+      const kernels::RunTable runs(test.view, regions, group, small_segments(false));
       const kernels::AddRuns<TypeParam, kernels::ValueTable<kTable>> body{
           static_cast<char*>(test.view.data), static_cast<const char*>(buffer.data),
           table_of(runs)};
@@ -169,7 +169,7 @@ TEST(RunTable, MakesFacesOfAnArrayIntoLongRuns) {
       memory.data(), DType::kFloat32, shape, Coords{16 << 21, 1 << 21, 1 << 14, 128, 1}, {}};
   const auto runs_of = [&](const Box& box) {
     const Regions regions({box});
-    return kernels::RunTable(view, view, regions, {0, 1},
+    return kernels::RunTable(view, regions, {0, 1},
                              {.segment_bytes = index_t{1} << 40, .fuse = true});
   };
   // D: a plane a channel. H: a row each. W: all in one strided run; two elements wide, in words.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -42,9 +43,10 @@ struct Array {
 struct ConvCase {
   Array in, weight, out;
   ConvAttributes attributes;
+  double negative_slope = 1;
 
   ConvProblem problem() const {
-    return kernels::conv_problem(in.view, weight.view, out.view, attributes);
+    return kernels::conv_problem(in.view, weight.view, out.view, attributes, negative_slope);
   }
 
   static ConvCase make(unsigned seed) {
@@ -101,11 +103,18 @@ Array expected(const ConvCase& given) {
   const Array& source = kOp == ConvOp::kForward ? operands.out
                         : kOp == ConvOp::kDgrad ? operands.in
                                                 : operands.weight;
+  std::set<std::size_t> reached;
   operands.triples([&](double& x, double& w, double& y) {
     const double* const element = kOp == ConvOp::kForward ? &y : kOp == ConvOp::kDgrad ? &x : &w;
     const double product = kOp == ConvOp::kForward ? w * x : kOp == ConvOp::kDgrad ? w * y : x * y;
-    target.memory[static_cast<std::size_t>(element - source.memory.data())] += product;
+    const auto place = static_cast<std::size_t>(element - source.memory.data());
+    target.memory[place] += product;
+    reached.insert(place);
   });
+  for (const std::size_t place : reached) {
+    double& value = target.memory[place];
+    if (value < 0 && kOp == ConvOp::kForward) value *= given.negative_slope;
+  }
   return target;
 }
 
@@ -118,8 +127,7 @@ const Array& target_of(const ConvCase& test) {
 
 // Values are multiples of 1/8 and sums short, so that even their order does not matter in fp64.
 template <ConvOp kOp>
-void check_case(unsigned seed) {
-  const ConvCase given = ConvCase::make(seed);
+void check_case(const ConvCase& given, unsigned seed) {
   const Array wanted = expected<kOp>(given);
   ConvCase on_cpu = given;
   const ConvProblem problem = on_cpu.problem();
@@ -137,9 +145,25 @@ void check_case(unsigned seed) {
 
 class BoundaryConv : public ::testing::TestWithParam<unsigned> {};
 
-TEST_P(BoundaryConv, ForwardIsTheDefinition) { check_case<ConvOp::kForward>(GetParam()); }
-TEST_P(BoundaryConv, DgradIsTheDefinition) { check_case<ConvOp::kDgrad>(GetParam()); }
-TEST_P(BoundaryConv, WgradIsTheDefinition) { check_case<ConvOp::kWgrad>(GetParam()); }
+TEST_P(BoundaryConv, ForwardIsTheDefinition) {
+  check_case<ConvOp::kForward>(ConvCase::make(GetParam()), GetParam());
+}
+TEST_P(BoundaryConv, DgradIsTheDefinition) {
+  check_case<ConvOp::kDgrad>(ConvCase::make(GetParam()), GetParam());
+}
+TEST_P(BoundaryConv, WgradIsTheDefinition) {
+  check_case<ConvOp::kWgrad>(ConvCase::make(GetParam()), GetParam());
+}
+
+// Neighbouring taps: the outputs that a slab reaches leave no holes.
+TEST_P(BoundaryConv, ForwardRectifiesWhatItReaches) {
+  for (const double slope : {0.0, 0.25}) {
+    ConvCase given = ConvCase::make(GetParam());
+    given.attributes.stride = given.attributes.dilation = {1, 1, 1};
+    given.negative_slope = slope;
+    check_case<ConvOp::kForward>(given, GetParam());
+  }
+}
 
 INSTANTIATE_TEST_SUITE_P(Random, BoundaryConv, ::testing::Range(0u, 24u));
 

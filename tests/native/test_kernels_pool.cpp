@@ -1,12 +1,12 @@
 // Sums over pooling windows: the CPU backend and the emulated CUDA threads against plain loops.
 #include <gtest/gtest.h>
 
-#include <string>
+#include <tuple>
 #include <vector>
 
 #include "cpu/pool.hpp"
 #include "launch/emulate.hpp"
-#include "random_cases.hpp"
+#include "pool_arrays.hpp"
 
 namespace pydist {
 namespace {
@@ -15,40 +15,9 @@ using kernels::PoolAttributes;
 using kernels::PoolOp;
 using kernels::PoolProblem;
 using testing::for_each_index;
-using testing::offset_of;
 using testing::Random;
-
-// An array in memory of exactly its size.
-struct Array {
-  std::vector<double> memory;
-  TensorView view;
-
-  Array(Random& random, const Coords& shape, const Coords& strides)
-      : memory(static_cast<std::size_t>(volume_of(shape))) {
-    for (double& value : memory) value = random.value();
-    view = {memory.data(), DType::kFloat64, shape, strides, {}};
-  }
-  Array(const Array& other) : memory(other.memory), view(other.view) { view.data = memory.data(); }
-  Array& operator=(const Array&) = delete;
-
-  double& at(const Coords& index) {
-    return memory[static_cast<std::size_t>(offset_of(index, view.strides))];
-  }
-};
-
-// C order, channels last, or any order.
-Coords some_strides(Random& random, const Coords& shape) {
-  const index_t kind = random.between(0, 2);
-  if (kind == 2) return random.strides_for(shape);
-  const Coords order = kind == 0 ? Coords{4, 3, 2, 1, 0} : Coords{1, 4, 3, 2, 0};
-  Coords strides(5);
-  index_t stride = 1;
-  for (const index_t dim : order) {
-    strides[static_cast<int>(dim)] = stride;
-    stride *= std::max<index_t>(shape[static_cast<int>(dim)], 1);
-  }
-  return strides;
-}
+using testing::some_strides;
+using Array = testing::Array<double>;
 
 struct PoolCase {
   Array in, out;
@@ -64,19 +33,27 @@ struct PoolCase {
 
   static PoolCase make(unsigned seed) {
     Random random(seed);
-    Coords kernel(3), in{2, 1, 0, 0, 0}, out{2, 1, 0, 0, 0}, in_lo(3), out_lo(3), stride(3),
-        padding(3);
+    Coords in{2, 1, 0, 0, 0}, out{2, 1, 0, 0, 0}, in_lo(3), out_lo(3);
+    std::vector<Footprint> footprints;
+    const bool adaptive = random.chance(0.2);
     in[1] = out[1] = random.chance(0.3) ? 1 : random.between(2, 21);
     std::vector<double> scales[3];
     for (int dim = 0; dim < 3; ++dim) {
       const bool wide = dim == 2 && random.chance(0.5);
-      kernel[dim] = random.between(1, 5);
       in[2 + dim] = wide ? 37 : random.between(0, 7);
       out[2 + dim] = wide ? 35 : random.between(0, 7);
-      stride[dim] = random.between(1, 3);
-      padding[dim] = random.between(0, 2);
-      in_lo[dim] = random.between(-4, 6);
-      out_lo[dim] = in_lo[dim] / stride[dim] + random.between(-1, 2);
+      if (adaptive) {
+        in_lo[dim] = random.between(0, 3);
+        out_lo[dim] = random.between(0, 3);
+        footprints.push_back(
+            Footprint::adaptive(in_lo[dim] + in[2 + dim] + random.between(1, 3),
+                                out_lo[dim] + out[2 + dim] + random.between(1, 3)));
+      } else {
+        const index_t stride = random.between(1, 3), padding = random.between(0, 2);
+        footprints.emplace_back(random.between(1, 5), stride, 1, padding, padding);
+        in_lo[dim] = random.between(-4, 6);
+        out_lo[dim] = in_lo[dim] / stride + random.between(-1, 2);
+      }
       for (index_t o = 0; o < out[2 + dim]; ++o) {
         scales[dim].push_back(dim == 2 && seed % 2 == 0 ? 1 : random.chance(0.5) ? 0.5 : 2);
       }
@@ -85,7 +62,7 @@ struct PoolCase {
     Array out_array(random, out, some_strides(random, out));
     return {in_array,
             out_array,
-            {in_lo, out_lo, kernel, stride, padding},
+            {in_lo, out_lo, footprints},
             {scales[0], scales[1], scales[2]},
             random.chance(0.5)};
   }
@@ -99,17 +76,23 @@ Array& target_of(PoolCase& test) {
 template <PoolOp kOp>
 std::vector<double> expected(const PoolCase& given) {
   PoolCase sums = given, operands = given;
-  const auto& [in_lo, out_lo, kernel, stride, padding] = given.attributes;
+  const auto& [in_lo, out_lo, footprints] = given.attributes;
   std::vector<double>& target = target_of<kOp>(sums).memory;
   if (!given.accumulate) target.assign(target.size(), 0);
   for_each_index(Box(Coords(5), given.out.view.shape), [&](const Coords& o) {
     const double scale = given.scales[0][static_cast<std::size_t>(o[2])] *
                          given.scales[1][static_cast<std::size_t>(o[3])] *
                          given.scales[2][static_cast<std::size_t>(o[4])];
-    for_each_index(Box(Coords(3), kernel), [&](const Coords& k) {
+    Coords first(3), end(3);
+    for (int dim = 0; dim < 3; ++dim) {
+      const Footprint& footprint = footprints[static_cast<std::size_t>(dim)];
+      std::tie(first[dim], end[dim]) =
+          footprint.needs(out_lo[dim] + o[2 + dim], out_lo[dim] + o[2 + dim] + 1);
+    }
+    for_each_index(Box(first, end), [&](const Coords& position) {
       Coords i = o;
       for (int dim = 0; dim < 3; ++dim) {
-        i[2 + dim] = (out_lo[dim] + o[2 + dim]) * stride[dim] - padding[dim] + k[dim] - in_lo[dim];
+        i[2 + dim] = position[dim] - in_lo[dim];
         if (i[2 + dim] < 0 || i[2 + dim] >= given.in.view.shape[2 + dim]) return;
       }
       if constexpr (kOp == PoolOp::kForward) {
@@ -151,6 +134,7 @@ INSTANTIATE_TEST_SUITE_P(Random, PoolSum, ::testing::Range(0u, 60u));
 TEST(PoolBody, HasNothingToAddWhereTheSourceReachesNothing) {
   PoolCase far = PoolCase::make(3);
   far.attributes.in_lo = {1000, 0, 0};
+  far.attributes.footprints.assign(3, Footprint(3, 2, 1, 1, 1));
   far.accumulate = true;
   using Forward = kernels::PoolBody<PoolOp::kForward, double>;
   using Backward = kernels::PoolBody<PoolOp::kBackward, double>;
@@ -161,7 +145,7 @@ TEST(PoolBody, HasNothingToAddWhereTheSourceReachesNothing) {
 TEST(PoolProblem, RefusesIndicesThatOverflow) {
   PoolCase test = PoolCase::make(4);
   test.attributes.out_lo = {index_t{1} << 62, 0, 0};
-  test.attributes.stride = {4, 1, 1};
+  test.attributes.footprints.assign(3, Footprint(3, 4, 1, 1, 1));
   EXPECT_THROW(test.problem(), UsageError);
 }
 
