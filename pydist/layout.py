@@ -99,6 +99,15 @@ class Layout:
         """The dims that are really cut: those that lie on more than one rank."""
         return tuple(d for d, s in enumerate(self.splits) if s and s.partition.parts > 1)
 
+    def part(self, dim: int, sample_index: int) -> int:
+        """Which part of a dim a rank of the sample group has; 0 where the dim is whole."""
+        split = self.splits[dim]
+        coords = self.mesh.coords_of(sample_index)
+        part = 0
+        for axis in split.axes if split else ():
+            part = part * self.mesh.axis_size(axis) + coords[axis]
+        return part
+
     def replace(
         self, shape: Sequence[int] | None = None, changes: Mapping[int, Split | None] | None = None
     ) -> Layout:
@@ -113,15 +122,10 @@ class Layout:
         return Layout(self.mesh, self.shape, (None,) * len(self.shape))
 
     def _box_at(self, sample_index: int) -> Box:
-        coords = self.mesh.coords_of(sample_index)
         lo, hi = [0] * len(self.shape), list(self.shape)
         for dim, split in enumerate(self.splits):
-            if split is None:
-                continue
-            part = 0
-            for axis in split.axes:
-                part = part * self.mesh.axis_size(axis) + coords[axis]
-            lo[dim], hi[dim] = split.partition.interval(part)
+            if split is not None:
+                lo[dim], hi[dim] = split.partition.interval(self.part(dim, sample_index))
         return Box(lo, hi)
 
     def _check(self) -> None:

@@ -15,10 +15,11 @@ from pydist.comm.reducer import Reducer
 from pydist.comm.transport import Transport
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
-from pydist.ops.norm import STATISTICS
+from pydist.ops.batch_norm import STATISTICS
 from pydist.tensor import Origin, ShardedTensor, distribute_tensor
 
-_COMPILER = "torch/_dynamo/eval_frame.py"
+# Not all frames of that file: torch.utils.checkpoint has one that switches the compiler off.
+_COMPILER = ("torch/_dynamo/eval_frame.py", "compile_wrapper")
 
 _ENTRY = "_pydist_entry"
 
@@ -178,7 +179,8 @@ def _refuse_compiler() -> None:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.endswith(_COMPILER):
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        if file.endswith(_COMPILER[0]) and function == _COMPILER[1]:
             raise NotSupported(
                 "torch.compile of a parallelized model: the compiler can't trace exchanges "
                 "between ranks; call the model without it"

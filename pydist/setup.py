@@ -32,8 +32,8 @@ def init(
         spatial: how often depth, height and width of every sample are split.
         transport: "auto", "mpi" or "c10d".
         seed: start of all random numbers that pydist draws (dropout, shuffling).
-        keep_freed_memory: False leaves the allocator alone, as PYDIST_KEEP_FREED_MEMORY=0 in the
-            environment does.
+        keep_freed_memory: False leaves the allocator's settings alone and keeps the peak low, as
+            PYDIST_KEEP_FREED_MEMORY=0 in the environment does.
 
     Returns:
         The mesh, with this rank's place in it.
@@ -41,8 +41,8 @@ def init(
     Raises:
         UsageError: the mesh does not fit the number of ranks that were started.
     """
-    if keep_freed_memory:
-        memory.keep_freed_memory()
+    if not (keep_freed_memory and memory.keep_freed_memory()):
+        memory.allow_relief()
     world = connect(transport)
     native.set_num_threads(torch.get_num_threads())
     return Mesh(world, data, spatial, seed)

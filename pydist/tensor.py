@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import importlib
-import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pydist.comm.adjoints import with_true_gradient
 from pydist.errors import NotSupported, UsageError
 from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import SPATIAL_AXES
+from pydist.refusals import misfit, module_path, refusal
+from pydist.wrappers import (
+    GET_DEVICE,
+    GET_DTYPE,
+    GET_REQUIRES_GRAD,
+    of_wrapper,
+    plain,
+    plain_operands,
+    refuse_foreign_graph,
+    set_tripwire,
+)
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
+    from pydist.ops.boundary import PendingBoundary
+
+__all__ = [
+    "HANDLERS", "Origin", "ShardedTensor", "adopt_local", "distribute_tensor", "implements",
+    "local_of", "module_path", "refusal", "wrap",
+]  # fmt: skip
 
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
 """What each torch call does on sharded tensors; filled by the modules of `pydist.ops`."""
@@ -59,23 +75,29 @@ class ShardedTensor(torch.Tensor):
     `distribute_tensor` or `ShardedTensor.from_local`.
     """
 
-    _local: Tensor
+    _shard: Tensor
     _layout: Layout
     _origin: Origin
+    _pending: PendingBoundary | None
+    """What is to be completed before the shard's boundary is right."""
+    _copied_from: weakref.ref[ShardedTensor] | None = None
+    """The tensor of which this would be a view in torch, but is a copy here."""
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, origin: Origin) -> ShardedTensor:
         """Wraps a shard; `from_local` is the checked way."""
+        requires_grad = local.requires_grad
         wrapper = torch.Tensor._make_wrapper_subclass(
             cls,
             layout.shape,
             dtype=local.dtype,
             device=local.device,
-            requires_grad=local.requires_grad,
+            requires_grad=requires_grad,
         )
-        wrapper._local, wrapper._layout, wrapper._origin = local, layout, origin
-        if local.requires_grad:
-            _set_tripwire(wrapper)
+        wrapper._shard, wrapper._layout, wrapper._origin = local, layout, origin
+        wrapper._pending = None
+        if requires_grad:
+            set_tripwire(wrapper)
         return wrapper
 
     @classmethod
@@ -98,6 +120,7 @@ class ShardedTensor(torch.Tensor):
         Raises:
             UsageError: the shard has another shape than the layout gives this rank.
         """
+        local = plain(local)
         if tuple(local.shape) != layout.local_shape:
             raise UsageError(
                 f"a shard of shape {tuple(local.shape)} was given, but rank "
@@ -116,6 +139,43 @@ class ShardedTensor(torch.Tensor):
     def mesh(self) -> Mesh:
         """The mesh that holds the tensor."""
         return self._layout.mesh
+
+    @property
+    def _local(self) -> Tensor:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.complete()
+        return self._shard
+
+    # Networks ask for these all the time: answered here, they need no dispatch.
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The global shape."""
+        return torch.Size(self._layout.shape)
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """The number of dims."""
+        return len(self._layout.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The type of the elements."""
+        return of_wrapper(GET_DTYPE, self)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Where this rank's shard lies."""
+        return of_wrapper(GET_DEVICE, self)
+
+    def dim(self) -> int:
+        """The number of dims."""
+        return len(self._layout.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The global shape, or its extent in one dim."""
+        return torch.Size(self._layout.shape) if dim is None else self._layout.shape[dim]
 
     def to_local(self) -> Tensor:
         """This rank's shard, a plain tensor in the same autograd graph."""
@@ -165,7 +225,18 @@ class ShardedTensor(torch.Tensor):
             handler = HANDLERS.get(func)
         if handler is None:
             raise refusal(func, args, kwargs or {})
-        return handler(*args, **kwargs) if kwargs else handler(*args)
+        if len(types) > 1:  # type: ignore[arg-type]
+            args, kwargs = (
+                plain_operands(args, ShardedTensor),
+                plain_operands(kwargs or {}, ShardedTensor),
+            )
+        try:
+            return handler(*args, **kwargs) if kwargs else handler(*args)
+        except TypeError as error:
+            why = misfit(handler, func, args, kwargs or {}, error)
+            if why is None:
+                raise
+            raise refusal(func, args, kwargs or {}, why) from error
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -187,7 +258,7 @@ def wrap(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
 
 def local_of(x: ShardedTensor) -> Tensor:
     """The shard of a handler's argument."""
-    _refuse_foreign_graph(x)
+    refuse_foreign_graph(x)
     return x._local
 
 
@@ -214,72 +285,23 @@ def distribute_tensor(
     from pydist.ops.redistribute import shard_of_plain
 
     layout = layout_for_sample(mesh, tensor.shape, dims)
-    return ShardedTensor.from_local(shard_of_plain(tensor, layout), layout, first_sample)
-
-
-def refusal(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str = ""
-) -> NotSupported:
-    """The error for a call that has no handler: its name, the module it was made in, a way on."""
-    name = getattr(func, "__qualname__", None) or str(func)
-    if name.startswith("getset_descriptor"):
-        name = f"Tensor.{getattr(getattr(func, '__self__', None), '__name__', 'attribute')}"
-    name = name.replace("TensorBase.", "Tensor.").replace("_VariableFunctionsClass.", "torch.")
-    shapes = [
-        list(a._layout.shape) if isinstance(a, ShardedTensor) else list(a.shape)
-        for a in args
-        if isinstance(a, Tensor)
-    ]
-    where = module_path()
-    return NotSupported(
-        f"{name} on a sharded tensor{f' in module {where}' if where else ''} "
-        f"(shapes {shapes}) has no handler{f': {why}' if why else ''}; "
-        "use x.full_tensor() to compute it on the whole tensor, or register a handler with "
-        "pydist.tensor.implements"
-    )
-
-
-def module_path() -> str:
-    """The path of the innermost parallelized module that is being called, "" outside of one."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            path = module.__dict__.get("_pydist_path")
-            if path is not None:
-                return path
-        frame = frame.f_back
-    return ""
-
-
-def _refuse_foreign_graph(x: ShardedTensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        node = x.grad_fn
-    if node is not None:
-        raise NotSupported(
-            f"{node.name()} was applied to a sharded tensor itself, so its backward would be "
-            "skipped: autograd.Function bypasses torch's overrides; apply it to x.to_local() and "
-            "wrap the result with ShardedTensor.from_local"
-        )
-
-
-def _tripwire(_: Tensor) -> Tensor:
-    raise NotSupported(
-        "a gradient arrived at a ShardedTensor itself instead of its shard: an autograd.Function "
-        "was applied to a sharded tensor; apply it to x.to_local()"
-    )
-
-
-def _set_tripwire(wrapper: ShardedTensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        wrapper.register_hook(_tripwire)
+    return ShardedTensor.from_local(shard_of_plain(plain(tensor), layout), layout, first_sample)
 
 
 def adopt_local(x: ShardedTensor, local: Tensor) -> ShardedTensor:
-    """Makes `local`, the result of a call in place, the shard of `x`."""
-    x._local = local
-    with torch._C.DisableTorchFunctionSubclass():
-        if local.requires_grad and not x.requires_grad:
-            x.requires_grad_()
-            x.register_hook(_tripwire)
+    """Makes `local`, the result of a call in place, the shard of `x`.
+
+    Raises:
+        NotSupported: `x` is a copy of what would be a view in torch, of a tensor still in use.
+    """
+    if x._copied_from is not None and x._copied_from() is not None:
+        raise NotSupported(
+            f"in place on a tensor of shape {list(x.shape)}: in torch it would be a view of "
+            "another tensor and change that as well, but its blocks were moved; use x.clone(), or "
+            "assign to the other tensor with x[...] = value"
+        )
+    x._shard = local
+    if local.requires_grad and not of_wrapper(GET_REQUIRES_GRAD, x):
+        of_wrapper(torch.Tensor.requires_grad_, x)
+        set_tripwire(x)
     return x

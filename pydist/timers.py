@@ -67,6 +67,21 @@ class Timers:
         """
         return Span(self, part, layer)
 
+    def add(self, part: str, start: float, stop: float) -> None:
+        """Adds a span that the caller has measured and that no other one lies in.
+
+        As `measure` for the layer at work, in half the time.
+
+        Args:
+            part: what was done; see above.
+            start: `time.perf_counter` when it began.
+            stop: when it ended.
+        """
+        self._seconds[part] += stop - start
+        self._nested += stop - start
+        if self.recorder is not None:
+            self.recorder.add(part, self.layer, start, stop, stop - start)
+
     def record(self, part: str, layer: str, start: float, stop: float) -> None:
         """Records a span that was measured elsewhere and runs beside the others.
 

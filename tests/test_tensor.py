@@ -50,6 +50,22 @@ def test_it_is_a_tensor_of_the_global_shape():
     on_shards(body)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_memory_format(channels_last):
+    """A network may ask for it; sharded tensors keep it."""
+
+    def body(x, mesh):
+        if channels_last:
+            x = x.to(memory_format=torch.channels_last_3d)
+        assert x.is_contiguous()
+        assert x.is_contiguous(memory_format=torch.channels_last_3d) is channels_last
+        y = x.contiguous(memory_format=torch.channels_last_3d)
+        assert y.to_local().is_contiguous(memory_format=torch.channels_last_3d)
+        assert torch.equal(y.full_tensor(), randn(*SHAPE))
+
+    on_shards(body)
+
+
 def test_values_of_one_element():
     def body(x, mesh):
         one = x.detach().sum((0, 1, 2, 3, 4), keepdim=True)

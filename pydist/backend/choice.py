@@ -32,6 +32,7 @@ from pydist.backend.conv import (
     candidates,
     formats,
     in_format,
+    transposed,
 )
 
 if TYPE_CHECKING:
@@ -78,6 +79,11 @@ class ConvKernels:
         """dL/dx from `grad` = dL/dy."""
         weight = in_format(weight, channels_last=False)
         return self._run(lambda: DGRAD[self.dgrad](self.problem, x, grad, weight))
+
+    def run_transposed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The transposed convolution of `x` of which the problem's is the adjoint."""
+        weight = in_format(weight, channels_last=False)
+        return self._run(lambda: transposed(self.problem, x, weight, bias))
 
     def run_wgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """dL/dweight from `grad` = dL/dy."""
@@ -288,6 +294,8 @@ class _Store:
                     content = kept
                 else:
                     fresh.replace(self._path)
+            except OSError:  # no hard links here: of jobs that measure at once the last one stays
+                fresh.replace(self._path)
             finally:
                 fresh.unlink(missing_ok=True)
         except OSError:

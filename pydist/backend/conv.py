@@ -132,6 +132,17 @@ class ConvProblem:
         return tuple(d * (k - 1) for d, k in zip(self.dilation, self.weight[2:], strict=True))
 
     @cached_property
+    def rest(self) -> list[int]:
+        """Inputs at the end that no window reaches: output padding, if transposed."""
+        return [
+            n - ((o - 1) * s - 2 * q + reach + 1)
+            for n, o, s, q, reach in zip(
+                self.input[2:], self.output[2:], self.stride, self.padding, self.reach,
+                strict=True,
+            )
+        ]  # fmt: skip
+
+    @cached_property
     def is_overpadded(self) -> bool:
         """Whether a window lies in the padding as a whole."""
         return any(p > r for p, r in zip(self.padding, self.reach, strict=True))
@@ -210,26 +221,46 @@ def _dgrad_by_torch(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> 
     return _backward_by_torch(p, x, grad, weight, (True, False))[0]
 
 
-def _dgrad_by_onednn(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """The transposed convolution of dL/dy, which is what dgrad is."""
-    rest = [
-        n - ((o - 1) * s - 2 * q + d * (k - 1) + 1)
-        for n, o, s, q, d, k in zip(
-            p.input[2:], grad.shape[2:], p.stride, p.padding, p.dilation, p.weight[2:],
-            strict=True,
+def transposed(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The transposed convolution of which `p` is the adjoint: `x` has the shape of p's output.
+
+    Args:
+        p: the convolution that leads back.
+        x: [N, Ci, ...] of shape `p.output`.
+        weight: [Ci, Co / groups, ...], as of `p`.
+        bias: [Co] or `None`.
+
+    Returns:
+        A tensor of shape `p.input`.
+    """
+    if not p.onednn:
+        return torch.convolution(
+            x, weight, bias, p.stride, p.padding, p.dilation, True, p.rest, p.groups
         )
-    ]  # fmt: skip
+    return (_transposed_padded if p.is_overpadded else _transposed_by_onednn)(p, x, weight, bias)
+
+
+def _transposed_by_onednn(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._convolution_transpose_pointwise(
-        grad, weight, None, p.padding, rest, p.stride, p.dilation, p.groups, "none", [], ""
+        x, weight, bias, p.padding, p.rest, p.stride, p.dilation, p.groups, "none", [], ""
     )
 
 
-def _dgrad_padded(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """That of a padded copy, cut to the input."""
-    whole = _dgrad_by_onednn(p.unpadded, x, grad, weight)
+def _transposed_padded(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """That of a padded copy, cut to what is wanted."""
+    whole = _transposed_by_onednn(p.unpadded, x, weight, bias)
     for dim, (start, length) in enumerate(zip(p.padding, p.input[2:], strict=True), start=2):
         whole = whole.narrow(dim, start, length)
     return whole
+
+
+def _dgrad_by_onednn(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    """The transposed convolution of dL/dy, which is what dgrad is."""
+    return _transposed_by_onednn(p, grad, weight, None)
+
+
+def _dgrad_padded(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    return _transposed_padded(p, grad, weight, None)
 
 
 def _wgrad_by_torch(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:

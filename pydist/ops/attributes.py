@@ -22,6 +22,7 @@ from pydist.tensor import (
     refusal,
     wrap,
 )
+from pydist.wrappers import of_wrapper
 
 # The wrapper carries the global shape, the dtype and the rest itself.
 _OF_THE_WRAPPER = """
@@ -30,13 +31,8 @@ is_mps is_mkldnn is_nested is_complex names is_xpu
 """.split()
 _METHODS_OF_THE_WRAPPER = """
 dim ndimension size numel nelement element_size is_floating_point is_complex is_signed
-get_device is_contiguous __len__ __hash__ is_inference is_conj is_neg
+get_device __len__ __hash__ is_inference is_conj is_neg
 """.split()
-
-
-def _ask_wrapper(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
 
 
 def _descriptor(name: str) -> Any:
@@ -47,12 +43,22 @@ def _descriptor(name: str) -> Any:
 for _name in _OF_THE_WRAPPER:
     if hasattr(torch.Tensor, _name):
         _get = _descriptor(_name).__get__
-        HANDLERS[_get] = partial(_ask_wrapper, _get)
+        HANDLERS[_get] = partial(of_wrapper, _get)
 for _name in _METHODS_OF_THE_WRAPPER:
     _method = getattr(torch.Tensor, _name)
-    HANDLERS[_method] = partial(_ask_wrapper, _method)
+    HANDLERS[_method] = partial(of_wrapper, _method)
 for _function in (torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor):
-    HANDLERS[_function] = partial(_ask_wrapper, _function)
+    HANDLERS[_function] = partial(of_wrapper, _function)
+
+
+@implements(torch.Tensor.is_contiguous)
+def is_contiguous(
+    x: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> bool:
+    """Whether it lies densely: in the channels-last formats, whether this rank's shard does."""
+    if memory_format == torch.contiguous_format:
+        return True  # no call on sharded tensors asks for more
+    return local_of(x).is_contiguous(memory_format=memory_format)
 
 
 @implements(_descriptor("grad").__get__)
@@ -91,7 +97,7 @@ def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTenso
     """Asks for the gradient of a leaf."""
     local_of(x).requires_grad_(requires_grad)
     if not requires_grad:
-        _ask_wrapper(torch.Tensor.requires_grad_, x, False)
+        of_wrapper(torch.Tensor.requires_grad_, x, False)
     return adopt_local(x, x._local)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch.autograd import Function
 
 from pydist._loader import native
 from pydist.comm.adjoints import begin_backward, exchange_marker
-from pydist.comm.exchanger import Exchanger, Pending, in_memory
-from pydist.ops.windows import Exchanges, Window, WindowPlan
-from pydist.partition import Box
+from pydist.comm.exchanger import in_memory
+from pydist.ops.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of, start
+from pydist.ops.windows import Window, WindowPlan
+from pydist.partition import Box, Footprint
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,11 @@ class Averaging:
         Returns:
             `into`, or a new tensor in the memory format of x.
         """
-        y = _empty(outputs, x) if into is None else into
+        y = empty(outputs, x) if into is None else into
         if y.numel() and x.numel():
             native.pool_sum_forward(
-                _in_3d(in_memory(x)), _in_3d(y), _lo(inputs), _lo(outputs), *self._geometry,
-                self._scales(outputs), into is not None,
+                in_3d(in_memory(x)), in_3d(y), lo_of(inputs), lo_of(outputs),
+                self._footprints, self._scales(outputs), into is not None,
             )  # fmt: skip
         elif into is None:
             y.zero_()
@@ -58,25 +60,19 @@ class Averaging:
 
     def spread(self, grad: Tensor, outputs: Box, inputs: Box, into: Tensor | None = None) -> Tensor:
         """The adjoint of `means`: dL/dx of a box of inputs, as far as it comes from `outputs`."""
-        grad_x = _empty(inputs, grad) if into is None else into
+        grad_x = empty(inputs, grad) if into is None else into
         if grad_x.numel() and grad.numel():
             native.pool_sum_backward(
-                _in_3d(in_memory(grad)), _in_3d(grad_x), _lo(outputs), _lo(inputs),
-                *self._geometry, self._scales(outputs), into is not None,
+                in_3d(in_memory(grad)), in_3d(grad_x), lo_of(outputs), lo_of(inputs),
+                self._footprints, self._scales(outputs), into is not None,
             )  # fmt: skip
         elif into is None:
             grad_x.zero_()
         return grad_x
 
-    @property
-    def _geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        more = 3 - len(self.window.kernel)
-        before = (lo for lo, _ in self.window.padding)
-        return (
-            (1,) * more + self.window.kernel,
-            (1,) * more + self.window.stride,
-            (0,) * more + tuple(before),
-        )
+    @cached_property
+    def _footprints(self) -> list[Footprint]:
+        return footprints_of(self.window)
 
     def _scales(self, outputs: Box) -> list[Tensor]:
         one = torch.ones(1, dtype=torch.float64)
@@ -87,21 +83,19 @@ class Averaging:
         return [one] * (3 - len(own)) + own
 
 
-class AveragePlan:
+class AveragePlan(PoolPlan):
     """Means over windows of a sharded tensor, and their adjoint, with one exchange each."""
 
     def __init__(self, averaging: Averaging, plan: WindowPlan) -> None:
-        self.averaging, self.plan = averaging, plan
-        self.mesh = plan.layout.mesh
-        self.own, self.out = plan.layout.box, plan.out.box
-        self._exchanges: Exchanges | None = None
+        super().__init__(plan)
+        self.averaging = averaging
 
     def pool(self, x: Tensor) -> Tensor:
         """The shard [N, C, ...] of the result, from the shard of the input."""
         timers = self.mesh.timers
         exchanges = self.exchanges(x)
         halo = exchanges.halo
-        pending = _start(halo, x)
+        pending = start(halo, x)
         with timers.measure("compute"):
             y = self.averaging.means(x, self.own, self.out)
         if pending is None:
@@ -117,7 +111,7 @@ class AveragePlan:
         timers = self.mesh.timers
         exchanges = self.exchanges(grad)
         grad_halo = exchanges.grad_halo
-        pending = _start(grad_halo, grad)
+        pending = start(grad_halo, grad)
         with timers.measure("compute", layer):
             grad_x = self.averaging.spread(grad, self.out, self.own)
         if pending is None:
@@ -127,18 +121,6 @@ class AveragePlan:
             for slab, box in zip(slabs, grad_halo.slots, strict=True):
                 self.averaging.spread(slab, box, self.own, into=grad_x)
         return grad_x
-
-    def exchanges(self, x: Tensor) -> Exchanges:
-        """Brings slabs of the input, and slabs of dL/dy to which this rank's inputs contributed.
-
-        Collective the first time: the ranks agree on the order in which elements travel, that of
-        their memory if it is channels-last on all of them. Other tensors are packed as well.
-        """
-        if self._exchanges is None:
-            votes = torch.tensor([float(not x.numel() or _is_channels_last(x))])
-            self.mesh.sample.all_reduce(votes, "min")
-            self._exchanges = self.plan.exchanges(bool(votes))
-        return self._exchanges
 
 
 def average(x: Tensor, plan: AveragePlan) -> Tensor:
@@ -176,30 +158,3 @@ class _Spread(Function):
         _ = ctx.saved_tensors
         begin_backward(ctx.plan.mesh)
         return _Average.apply(x, ctx.plan), None, None
-
-
-def _empty(box: Box, like: Tensor) -> Tensor:
-    """A tensor for a box, in the memory format of `like`."""
-    if not _is_channels_last(like):
-        return like.new_empty(box.shape)
-    n, channels, *spatial = box.shape
-    return like.new_empty(n, *spatial, channels).movedim(-1, 1)
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    return not x.is_contiguous() and x.permute(0, *range(2, x.dim()), 1).is_contiguous()
-
-
-def _start(exchanger: Exchanger, x: Tensor) -> Pending | None:
-    return None if exchanger.is_local else exchanger.start(x)
-
-
-def _in_3d(x: Tensor) -> Tensor:
-    """The same elements with three spatial dims, those that are missing in front."""
-    for _ in range(5 - x.dim()):
-        x = x.unsqueeze(2)
-    return x
-
-
-def _lo(box: Box) -> tuple[int, ...]:
-    return (0,) * (5 - len(box.lo)) + tuple(box.lo[2:])

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pydist.backend.conv import ConvProblem
 from pydist.layout import Layout
+from pydist.ops.boundary import PendingBoundary
 from pydist.ops.correction import CorrectionPlan, corrected_conv, lines_up
-from pydist.ops.local_conv import ConvChooser, local_conv
+from pydist.ops.local_conv import ConvChooser, in_autocast_type, local_conv
 from pydist.ops.placement import choose_layout, conv_work
 from pydist.ops.redistribute import parameter_for, redistribute
 from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
@@ -52,13 +53,14 @@ def conv(
     weight, bias = parameter_for(weight, out), parameter_for(bias, out)
     local = local_of(input)
     device = local.device.type
-    if torch.is_autocast_enabled(device):
-        # Autocast's rule for convolutions, applied here: halos have to travel in the same type.
-        dtype = torch.get_autocast_dtype(device)
-        local, weight, bias = (_autocast(t, dtype) for t in (local, weight, bias))
+    # Autocast's rule for convolutions, applied here: halos have to travel in the same type.
+    local, weight, bias = in_autocast_type(local, weight, bias)
     plan = _plan(input._layout, window, tuple(weight.shape), groups, local)
     with torch.autocast(device, enabled=False):
-        return wrap(plan.run(wrap(local, input._layout, input), weight, bias), plan.out, input)
+        shard, boundary = plan.run(wrap(local, input._layout, input), weight, bias)
+    result = wrap(shard, plan.out, input)
+    result._pending = boundary
+    return result
 
 
 class _ConvPlan:
@@ -100,16 +102,19 @@ class _ConvPlan:
         if aligned and not self._plan.is_whole:
             self._correction = CorrectionPlan(self._plan, groups, self._chooser)
 
-    def run(self, input: ShardedTensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """This rank's part of the result."""
+    def run(
+        self, input: ShardedTensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, PendingBoundary | None]:
+        """This rank's part of the result, and what its boundary waits for."""
         if self._correction is not None:
             return corrected_conv(local_of(input), weight, bias, self._correction)
         compute = partial(
             local_conv, weight=weight, bias=bias, chooser=self._chooser, mesh=self._mesh
         )
         if self._in_place:
-            return compute(local_of(input))
-        return self._plan.apply(compute, input)
+            return compute(local_of(input)), None
+        channels_last = self._chooser.kernels_ahead(weight).channels_last
+        return self._plan.apply(compute, input, channels_last=channels_last), None
 
 
 def _plan(
@@ -120,12 +125,6 @@ def _plan(
     if key not in plans:
         plans[key] = _ConvPlan(layout, window, weight, groups, local)
     return plans[key]
-
-
-def _autocast(tensor: Tensor | None, dtype: torch.dtype) -> Any:
-    if tensor is None or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(dtype)
 
 
 def _padding(

@@ -17,7 +17,8 @@ from torch.autograd import Function
 
 from pydist._loader import native
 from pydist.backend.choice import ConvKernels
-from pydist.comm.adjoints import begin_backward, gather_box, with_true_gradient
+from pydist.comm.adjoints import begin_backward
+from pydist.ops.boundary import BoundaryPieces, PendingBoundary
 from pydist.ops.local_conv import ConvChooser, bias_gradient, differentiable, unpadded_conv
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box
@@ -36,6 +37,8 @@ class CorrectionPlan:
         self.plan, self.groups, self.chooser = plan, groups, chooser
         self.mesh = plan.layout.mesh
         self.padding = tuple(before for before, _ in plan.window.padding)
+        rank = self.mesh.sample_index
+        self.boundary = BoundaryPieces(plan.window, plan.halos[rank], plan.out.box)
 
     @property
     def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
@@ -74,22 +77,17 @@ class _CorrectedConv(Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        plan: CorrectionPlan,
+        boundary: PendingBoundary,
         kernels: ConvKernels,
     ) -> Tensor:
-        exchanges, timers = plan.plan.exchanges(kernels.channels_last), plan.mesh.timers
-        halo = exchanges.halo
-        pending = halo.start(x)
+        plan = boundary.plan
+        timers = plan.mesh.timers
+        boundary.start(x, weight)
         with timers.measure("compute"):
             y = kernels.run_forward(x, weight, bias)
-        slabs = exchanges.receive(halo, pending, x)
-        out_lo = plan.plan.out.box.lo[2:]
-        with timers.measure("boundary"):
-            kernel = weight.detach().contiguous()
-            for slab, box in zip(slabs, halo.slots, strict=True):
-                native.boundary_conv_forward(slab, kernel, y, box.lo[2:], out_lo, *plan.geometry)
+        boundary.outputs = y
         ctx.plan, ctx.kernels, ctx.layer = plan, kernels, timers.layer
-        ctx.slabs = slabs if ctx.needs_input_grad[1] else []
+        ctx.boundary = boundary if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(x, weight, bias)
         return y
 
@@ -114,7 +112,7 @@ class _CorrectedConv(Function):
             plan.mesh.world.progress()
             out_lo = plan.plan.out.box.lo[2:]
             with timers.measure("boundary", layer):
-                for slab, box in zip(ctx.slabs, exchanges.halo.slots, strict=True):
+                for slab, box in zip(ctx.boundary.slabs, exchanges.halo.slots, strict=True):
                     native.boundary_conv_wgrad(
                         slab, grad, grad_weight, box.lo[2:], out_lo, *plan.geometry
                     )
@@ -138,13 +136,14 @@ def _backward_by_gathering(
     stride, _, dilation, groups = plan.geometry
     # Views: of weight and x either may be computed from the other.
     x, weight = x.view_as(x), weight.view_as(weight)
-    held = with_true_gradient(x, plan.mesh, plan.plan.layout.unused_axes)
-    padded = gather_box(held, plan.plan.exchanger, plan.mesh)
+    padded = plan.plan.gathers(x)
     y = unpadded_conv(padded, weight, bias, stride, dilation, groups)
     return differentiable(y, (x, weight, bias), ctx.needs_input_grad, grad)
 
 
-def corrected_conv(x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan) -> Tensor:
+def corrected_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan
+) -> tuple[Tensor, PendingBoundary | None]:
     """This rank's part of the convolution, from its shard and the slabs of its neighbours.
 
     Args:
@@ -154,9 +153,11 @@ def corrected_conv(x: Tensor, weight: Tensor, bias: Tensor | None, plan: Correct
         plan: of this convolution; blocks and windows line up (`lines_up`).
 
     Returns:
-        The shard [N, Co, D', H', W'] of the result.
+        The shard [N, Co, D', H', W'] of the result, and what is to be completed before its
+        boundary is right.
     """
     kernels = plan.chooser.kernels(x, weight)
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)
-    return _CorrectedConv.apply(x, weight, bias, plan, kernels)
+    boundary = PendingBoundary(plan, kernels.channels_last)
+    return _CorrectedConv.apply(x, weight, bias, boundary, kernels), boundary

@@ -1,8 +1,12 @@
-"""Dims as torch counts them."""
+"""Dims as torch counts and names them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar
+
+_H = TypeVar("_H", bound=Callable[..., Any])
 
 
 def canonical(dim: int, ndim: int) -> int:
@@ -31,3 +35,23 @@ def canonical_all(dims: Sequence[int], ndim: int) -> tuple[int, ...]:
     if len(set(found)) != len(found):
         raise RuntimeError(f"dim {next(d for d in found if found.count(d) > 1)} appears twice")
     return found
+
+
+def given_as(name: str, values: Sequence[Any], named: dict[str, Any]) -> Any:
+    """What torch takes as `f(1, 2)`, `f((1, 2))` or `f(name=(1, 2))`: a sequence, or one value."""
+    if name in named:
+        return named[name]
+    return values[0] if len(values) == 1 else values
+
+
+def numpy_names(handler: _H) -> _H:
+    """A handler that takes `axis` for `dim` and `keepdims` for `keepdim` as well, as torch does."""
+
+    @wraps(handler)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        for theirs, ours in (("axis", "dim"), ("keepdims", "keepdim")):
+            if theirs in kwargs:
+                kwargs[ours] = kwargs.pop(theirs)
+        return handler(*args, **kwargs)
+
+    return renamed  # type: ignore[return-value]

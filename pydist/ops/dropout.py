@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,26 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist._loader import native
 from pydist.errors import UsageError
-from pydist.mesh import Mesh
-from pydist.tensor import (
-    HANDLERS,
-    Origin,
-    ShardedTensor,
-    adopt_local,
-    local_of,
-    module_path,
-    refusal,
-    wrap,
-)
+from pydist.ops.keyed import keyed_uniform
+from pydist.tensor import HANDLERS, ShardedTensor, adopt_local, local_of, refusal, wrap
 
-# Forward passes whose dropout calls are remembered, for activation checkpointing's second run.
-_REMEMBERED = 64
+# What SELU tends to for large negative numbers, the value that alpha dropout sets.
+_SELU_LIMIT = -1.7580993408473766
 
 
 def dropout(
-    func: Any,
+    func: Callable[..., Any],
     per_channel: bool,
     input: ShardedTensor,
     p: float = 0.5,
@@ -41,51 +32,56 @@ def dropout(
     The random numbers are a function of the seed, the training step, the module, and the element's
     place in the global batch: every split and every rerun draws the same mask.
     """
-    if not 0 <= p <= 1:
-        raise UsageError(f"dropout probability {p}: 0 to 1 is possible")
-    local = local_of(input)
-    if not training or p == 0:
+    if not _drops(func, input, p, training):
         return input
-    key = _key(input.mesh, input._origin, func, input)
-    mask = _mask(input, local, key, p, per_channel)
+    local = local_of(input)
+    mask = _kept(func, input, p, per_channel)
+    if p < 1:
+        mask.div_(1 - p)
     if inplace:
         return adopt_local(input, local.mul_(mask))
     return wrap(local * mask, input._layout, input)
 
 
-def _mask(x: ShardedTensor, local: Tensor, key: int, p: float, per_channel: bool) -> Tensor:
-    box, first = x._layout.box, x._origin.first_sample
-    lo, shape = list(box.lo), list(x.shape)
-    lo[0] += first
-    shape[0] += first
-    extents = list(local.shape)
-    if per_channel:
-        lo, shape, extents = lo[:2], shape[:2], extents[:2]
-    uniform = torch.empty(extents, dtype=torch.float32)
-    native.keyed_uniform(uniform, key, lo, shape)
-    keep = (uniform >= p).to(local.dtype)
-    if p < 1:
-        keep.div_(1 - p)
-    return keep.view(*extents, *(1 for _ in range(local.dim() - len(extents))))
-
-
-def _key(mesh: Mesh, origin: Origin, func: Any, x: ShardedTensor) -> int:
-    """The key of one dropout call: seed, step, module, and the how-manieth call in that module."""
-    layer = module_path()
-    calls = mesh.draws.setdefault(origin.forward, {})
-    while len(mesh.draws) > _REMEMBERED:
-        mesh.draws.pop(next(iter(mesh.draws)))
-    if torch._C._current_graph_task_id() != -1:
-        # Inside backward: activation checkpointing runs the call again, and wants the same mask.
-        if calls.get(layer) != 1:
-            why = "called more than once in this module under activation checkpointing"
-            raise refusal(func, (x,), {}, why)
-        number = 0
+def alpha_dropout(
+    func: Callable[..., Any],
+    per_channel: bool,
+    input: ShardedTensor,
+    p: float = 0.5,
+    training: bool = False,
+    inplace: bool = False,
+) -> ShardedTensor:
+    """Sets elements (or channels) to SELU's limit, and keeps mean and variance as they are."""
+    if not _drops(func, input, p, training):
+        return input
+    local = local_of(input)
+    if p == 1:
+        factor, offset = torch.zeros_like(local), torch.zeros_like(local)
     else:
-        number = calls.get(layer, 0)
-        calls[layer] = number + 1
-    text = f"{mesh.seed}/{origin.forward}/{layer}/{number}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        scale = 1 / math.sqrt((_SELU_LIMIT**2 * p + 1) * (1 - p))
+        kept = _kept(func, input, p, per_channel)
+        factor = kept * scale
+        offset = (1 - kept - p) * (_SELU_LIMIT * scale)
+    if inplace:
+        return adopt_local(input, local.mul_(factor).add_(offset))
+    return wrap(local * factor + offset, input._layout, input)
+
+
+def _drops(func: Callable[..., Any], x: ShardedTensor, p: float, training: bool) -> bool:
+    if not 0 <= p <= 1:
+        raise UsageError(f"dropout probability {p}: 0 to 1 is possible")
+    if x.dim() == _UNBATCHED.get(func):
+        raise refusal(func, (x,), {}, "without a batch dim")
+    return training and p > 0
+
+
+def _kept(func: Callable[..., Any], x: ShardedTensor, p: float, per_channel: bool) -> Tensor:
+    uniform = keyed_uniform(func, x, 2 if per_channel else None)
+    return (uniform >= p).to(x.dtype)
+
+
+_UNBATCHED: dict[Callable[..., Any], int] = {F.dropout1d: 2, F.dropout3d: 4}
+"""Numbers of dims that these take for a sample without a batch."""
 
 
 def _register() -> None:
@@ -95,8 +91,16 @@ def _register() -> None:
         (F.dropout1d, True),
         (F.dropout2d, True),
         (F.dropout3d, True),
+        (torch.feature_dropout, True),
     ):
         HANDLERS[func] = partial(dropout, func, per_channel)
+    for func, per_channel in (
+        (F.alpha_dropout, False),
+        (torch.alpha_dropout, False),
+        (F.feature_alpha_dropout, True),
+        (torch.feature_alpha_dropout, True),
+    ):
+        HANDLERS[func] = partial(alpha_dropout, func, per_channel)
 
 
 _register()

@@ -35,6 +35,14 @@ class ConvChooser:
             self._chosen = choose(self._problems, self._mesh.sample, x, weight, learns)
         return self._chosen or self._ruled
 
+    def kernels_ahead(self, weight: Tensor) -> ConvKernels:
+        """The kernels, before there is an input: what is measured is measured on ones."""
+        if self._chosen is not None:
+            return self._chosen
+        problem = self._ruled.problem
+        ones = weight.new_ones((), dtype=problem.dtype).expand(problem.input)
+        return self.kernels(ones, weight.view(problem.weight))
+
 
 class _LocalConv(Function):
     @staticmethod
@@ -65,6 +73,15 @@ class _LocalConv(Function):
             with ctx.mesh.timers.measure("compute", ctx.layer):
                 grads = gradients(ctx.kernels, x, grad, weight, ctx.needs_input_grad)
         return (*grads, None, None)
+
+
+def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
+    """Operands of a convolution in the type that autocast gives them, where it is on."""
+    given = next((t for t in tensors if t is not None), None)
+    if given is None or not torch.is_autocast_enabled(given.device.type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(given.device.type)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
 
 
 def gradients(

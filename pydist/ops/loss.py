@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction as legacy
 
+from pydist.comm.transport import WIDER
 from pydist.layout import Layout
 from pydist.ops.elementwise import broadcast_layout
 from pydist.ops.redistribute import operand_for, refuse_shard_shaped
@@ -27,8 +29,11 @@ def _reduction(reduction: str, size_average: Any, reduce: Any) -> str:
 def _reduced(values: ShardedTensor, reduction: str, count: Any) -> Any:
     if reduction == "none":
         return values
-    total = reduce_sum(values)
-    return total if reduction == "sum" else total / count
+    if reduction == "sum":
+        return reduce_sum(values)
+    # In fp16 the sum of a whole volume would overflow before it is divided.
+    total = reduce_sum(values, dtype=WIDER.get(values.dtype))
+    return (total / count).to(values.dtype)
 
 
 def elementwise_loss(
@@ -53,7 +58,7 @@ def elementwise_loss(
     except RuntimeError:
         _name_shard_shaped(operands)
         raise
-    like = next(o for o in operands if isinstance(o, ShardedTensor))
+    like = next(o for o in (*operands, weight, pos_weight) if isinstance(o, ShardedTensor))
     local = [operand_for(o, layout, layout.shape) for o in operands]
     for name, extra in (("weight", weight), ("pos_weight", pos_weight)):
         if extra is not None:
@@ -61,7 +66,26 @@ def elementwise_loss(
     values = wrap(func(*local, reduction="none", **kwargs), layout, like)
     if reduction == "batchmean":
         return reduce_sum(values) / layout.shape[0]
+    if weight is not None and func in _WEIGHTED_MEAN:
+        if weight.shape != input.shape:
+            raise ValueError("Weights and input must have the same size.")
+        return _reduced(values, reduction, reduce_sum(wrap(kwargs["weight"], layout, like)))
     return _reduced(values, reduction, max(1, values.numel()))
+
+
+# The mean of these is over the weights; that of the others over the elements.
+_WEIGHTED_MEAN = (F.mse_loss, F.l1_loss)
+
+
+@implements(F.l1_loss)
+def l1_loss(input: Tensor, target: Tensor, **kwargs: Any) -> Any:
+    """L1 loss. torch hands its `weight` to no override: it is found in torch's own frame."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is not None and "weight" not in kwargs:
+        kwargs["weight"] = frame.f_locals.get("weight")
+    return elementwise_loss(F.l1_loss, input, target, **kwargs)
 
 
 def _name_shard_shaped(operands: list[Tensor]) -> None:
@@ -73,7 +97,6 @@ def _name_shard_shaped(operands: list[Tensor]) -> None:
 
 for _loss in (
     F.mse_loss,
-    F.l1_loss,
     F.smooth_l1_loss,
     F.huber_loss,
     F.binary_cross_entropy,
@@ -81,6 +104,7 @@ for _loss in (
     F.kl_div,
     F.soft_margin_loss,
     F.poisson_nll_loss,
+    F.hinge_embedding_loss,
 ):
     HANDLERS[_loss] = partial(elementwise_loss, _loss)
 
@@ -151,7 +175,7 @@ def _class_loss(
         return _reduced(values, reduction, max(1, values.numel()))
     kept = labels != options["ignore_index"]
     if weight is None:
-        counted = kept.to(local.dtype)
+        counted = kept.to(WIDER.get(local.dtype, local.dtype))
     else:
         counted = torch.where(kept, weight.detach()[torch.where(kept, labels, 0)], 0)
     return _reduced(values, reduction, reduce_sum(wrap(counted, by_voxel, x)))

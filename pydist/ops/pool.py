@@ -1,4 +1,4 @@
-"""Average and maximum pooling of sharded tensors, overlapping windows included."""
+"""Average, maximum and power-average pooling of sharded tensors, overlapping windows included."""
 
 from __future__ import annotations
 
@@ -9,19 +9,33 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from pydist.ops.average import AveragePlan, Averaging, average
+from pydist.ops.elementwise import elementwise
+from pydist.ops.maximum import MaxPlan, maximum
 from pydist.ops.placement import choose_layout, pool_work
+from pydist.ops.pool_plan import (
+    Pair,
+    batched,
+    refuse_integers,
+    unbatched,
+    widened,
+    with_indices,
+)
 from pydist.ops.redistribute import redistribute
-from pydist.ops.reduce import reduce_amax, reduce_mean
 from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
-from pydist.partition import Box
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
 
 _AVG = {1: torch.avg_pool1d, 2: torch._C._nn.avg_pool2d, 3: torch._C._nn.avg_pool3d}
-_NARROW = (torch.float16, torch.bfloat16)
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_LP = {1: F.lp_pool1d, 2: F.lp_pool2d, 3: F.lp_pool3d}
+# Maxima of integers are found in a type that holds all of them.
+_EXACT_IN = {
+    torch.uint8: torch.float32,
+    torch.int8: torch.float32,
+    torch.int16: torch.float32,
+    torch.int32: torch.float64,
+}
 
 
 def avg_pool(
@@ -35,13 +49,16 @@ def avg_pool(
     divisor_override: int | None = None,
 ) -> ShardedTensor:
     """Average pooling; padding counts as torch counts it."""
-    input, window, plan = _plan(_AVG[dims], dims, input, kernel_size, stride, padding, 1, ceil_mode)
-    local = local_of(input)
-    if dims == 3 and torch.is_autocast_enabled(local.device.type) and local.dtype in _NARROW:
-        local = local.float()  # autocast's rule for torch's own call
+    if input.dim() == dims + 1:
+        tail = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+        return unbatched(avg_pool(dims, batched(input), *tail))
+    function = _AVG[dims]
+    refuse_integers(function, input)
+    input = widened(dims, input)
+    input, window, plan = _plan(function, dims, input, kernel_size, stride, padding, 1, ceil_mode)
     pads = as_tuple(padding, dims)
     average_plan = _average_plan(plan, window, pads, count_include_pad, divisor_override)
-    return wrap(average(local, average_plan), plan.out, input)
+    return wrap(average(local_of(input), average_plan), plan.out, input)
 
 
 def max_pool(
@@ -53,81 +70,49 @@ def max_pool(
     dilation: int | Sequence[int] = 1,
     ceil_mode: bool = False,
     return_indices: bool = False,
-) -> ShardedTensor:
-    """Maximum pooling; of equal values the first in the window gets the gradient."""
-    function = _MAX[dims]
-    if return_indices:
-        raise refusal(function, (input,), {}, "return_indices")
-    input, window, plan = _plan(
-        function, dims, input, kernel_size, stride, padding, dilation, ceil_mode
-    )
-    if plan.is_whole:
-        padding = as_tuple(padding, dims)
-        local = function(
-            local_of(input), window.kernel, window.stride, padding, window.dilation, ceil_mode
-        )
-        return wrap(local, plan.out, input)
+) -> ShardedTensor | Pair:
+    """Maximum pooling; of equal values the first in the window gets the gradient.
 
-    if not any(plan.halos):  # as under 2/2 on even cuts
-        return wrap(_on_shard(function, local_of(input), plan, window), plan.out, input)
-
-    def without_padding(padded: Tensor) -> Tensor:
-        return function(padded, window.kernel, window.stride, 0, window.dilation)
-
-    return wrap(plan.apply(without_padding, input, fill=-math.inf), plan.out, input)
-
-
-def _on_shard(
-    function: Callable[..., Tensor], x: Tensor, plan: WindowPlan, window: Window
-) -> Tensor:
-    """Maximum pooling that needs no halo: torch's own call on the shard, mostly without a copy.
-
-    A rank without outputs computes one window and keeps none of it, as in `WindowPlan.apply`.
+    Indices are those that torch returns: places in the flattened spatial dims of the whole input.
     """
-    own, out = plan.layout.box, plan.out.box
-    beyond: list[int] = []
-    padding: list[int] = []
-    for dim in reversed(range(len(window.kernel))):
-        extent, count = own.shape[dim + 2], out.shape[dim + 2]
-        reach = window.dilation[dim] * (window.kernel[dim] - 1) + 1
-        if out.empty:
-            lo, hi, within = 0, max(0, reach - extent), 0
-        else:
-            before = _elements_before(window, dim, own, out)
-            lo, hi, within = _fit_windows(extent, reach, window.stride[dim], before, count)
-        if within > window.kernel[dim] // 2:  # torch's bound, whatever the dilation
-            lo, hi, within = within, (count - 1) * window.stride[dim] + reach - within - extent, 0
-        beyond += [lo, hi]
-        padding.insert(0, within)
-    if any(beyond):
-        x = F.pad(x, beyond, value=-math.inf)
-    pooled = function(x, window.kernel, window.stride, padding, window.dilation)
-    if not out.empty:
-        return pooled
-    return pooled[tuple(slice(n) for n in plan.out.local_shape)].reshape(plan.out.local_shape)
+    if input.dim() == dims + 1:
+        tail = (kernel_size, stride, padding, dilation, ceil_mode, return_indices)
+        return unbatched(max_pool(dims, batched(input), *tail))
+    function, given = _MAX[dims], input.dtype
+    if not given.is_floating_point:
+        if given not in _EXACT_IN or dims == 1:
+            raise refusal(function, (input,), {}, f"{given}: convert it to a type of float first")
+        input = elementwise(torch.Tensor.to, input, _EXACT_IN[given])
+    input, window, plan = _plan(
+        function, dims, widened(dims, input), kernel_size, stride, padding, dilation, ceil_mode
+    )
+    max_plan = _max_plan(function, input, plan, window)
+    y, taps = maximum(local_of(input), max_plan)
+    result = wrap(y if given.is_floating_point else y.to(given), plan.out, input)
+    if not return_indices:
+        return result
+    return result, wrap(max_plan.indices(taps), plan.out, input)
 
 
-def adaptive_pool(
+def lp_pool(
     dims: int,
-    function: Callable[..., Tensor],
     input: ShardedTensor,
-    output_size: int | Sequence[int | None],
-    return_indices: bool = False,
+    norm_type: float,
+    kernel_size: int | Sequence[int],
+    stride: int | Sequence[int] | None = None,
+    ceil_mode: bool = False,
 ) -> ShardedTensor:
-    """Adaptive pooling to one voxel, or where the output divides the input."""
-    sizes = (output_size,) * dims if isinstance(output_size, int) else tuple(output_size)
-    extents = tuple(input.shape[2:])
-    out = tuple(n if s is None else s for s, n in zip(sizes, extents, strict=True))
-    average = "avg" in function.__name__
-    if return_indices:
-        raise refusal(function, (input,), {}, "return_indices")
-    if all(s == 1 for s in out):
-        over = tuple(range(2, dims + 2))
-        return (reduce_mean if average else reduce_amax)(input, over, keepdim=True)
-    if any(n % s for n, s in zip(extents, out, strict=True)):
-        raise refusal(function, (input,), {}, f"{out} does not divide the extents {extents}")
-    kernel = tuple(n // s for n, s in zip(extents, out, strict=True))
-    return (avg_pool if average else max_pool)(dims, input, kernel)
+    """Power-average pooling, put together as torch does it."""
+    x: Any = input  # calls on it give sharded tensors
+    tail: Any = (kernel_size, stride, 0, 1, ceil_mode)
+    if norm_type == math.inf:
+        return max_pool(dims, x.abs(), *tail)  # type: ignore[return-value]
+    if norm_type == -math.inf:
+        return -max_pool(dims, -x.abs(), *tail)  # type: ignore[return-value,operator]
+    mean: Any = avg_pool(dims, x.pow(norm_type), kernel_size, stride, 0, ceil_mode)
+    volume = math.prod(as_tuple(kernel_size, dims))
+    powers = (mean.sign() * F.relu(mean.abs())).mul(volume)
+    return powers.pow(1 / norm_type)
 
 
 def _plan(
@@ -187,37 +172,33 @@ def _average_plan(
     return plans[key]
 
 
-def _elements_before(window: Window, dim: int, inputs: Box, outputs: Box) -> int:
-    """How many elements of the first output's window lie before the inputs."""
-    before, _ = window.padding[dim]
-    return inputs.lo[dim + 2] + before - outputs.lo[dim + 2] * window.stride[dim]
-
-
-def _fit_windows(
-    extent: int, reach: int, stride: int, before: int, count: int
-) -> tuple[int, int, int]:
-    """How to get `count` windows, the first of them with `before` elements before the extent.
-
-    Returns:
-        Elements to add before and after (negative: to leave out), and torch's padding on top.
-    """
-    after = (count - 1) * stride + reach - before - extent
-    if 0 <= before <= reach // 2:
-        if 0 <= before - after < stride:
-            return 0, 0, before
-        if after < 0 and before < stride:
-            return 0, after, before
-    return before, after, 0
+def _max_plan(
+    function: Callable[..., Any], x: ShardedTensor, plan: WindowPlan, window: Window
+) -> MaxPlan:
+    plans = x.mesh.plans
+    key = ("maximum", plan.layout, window)
+    if key not in plans:
+        for dim, (kernel, step, dilation, (pad, _)) in enumerate(
+            zip(window.kernel, window.stride, window.dilation, window.padding, strict=True), start=2
+        ):
+            first = torch.arange(plan.out.shape[dim]).view(-1, 1) * step - pad
+            taps = first + torch.arange(kernel) * dilation
+            if not bool(((taps >= 0) & (taps < x.shape[dim])).any(1).all()):
+                raise refusal(function, (x,), {}, f"some windows along dim {dim} hold no input")
+        plans[key] = MaxPlan(plan)
+    return plans[key]
 
 
 def _register() -> None:
     for dims in (1, 2, 3):
         HANDLERS[_AVG[dims]] = partial(avg_pool, dims)
-        HANDLERS[_MAX[dims]] = partial(max_pool, dims)
-        for name in (f"adaptive_avg_pool{dims}d", f"adaptive_max_pool{dims}d"):
-            function = getattr(F, name)
-            HANDLERS[function] = partial(adaptive_pool, dims, function)
-    HANDLERS[torch.adaptive_avg_pool1d] = partial(adaptive_pool, 1, F.adaptive_avg_pool1d)
+        HANDLERS[_LP[dims]] = partial(lp_pool, dims)
+        handler: Any = partial(max_pool, dims)
+        HANDLERS[_MAX[dims]] = HANDLERS[getattr(torch, f"max_pool{dims}d")] = handler
+        pair = partial(with_indices, handler, 6)
+        HANDLERS[getattr(F, f"max_pool{dims}d_with_indices")] = pair
+        if dims == 1:
+            HANDLERS[torch.max_pool1d_with_indices] = pair
 
 
 _register()

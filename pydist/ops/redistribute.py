@@ -12,6 +12,7 @@ from pydist.comm.adjoints import enter, gather_box, with_true_gradient
 from pydist.comm.exchanger import Exchanger
 from pydist.errors import UsageError
 from pydist.layout import Layout
+from pydist.ops.formats import all_channels_last
 from pydist.tensor import ShardedTensor, local_of, wrap
 
 # How often plain tensors of one shape and dtype are compared over the ranks before they are
@@ -41,7 +42,9 @@ def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
     key = ("redistribute", source, layout)
     exchanger = mesh.plans.get(key)
     if exchanger is None:
-        exchanger = Exchanger(mesh.sample, source.boxes, [[b] for b in layout.boxes])
+        needed = [[box] for box in layout.boxes]
+        channels_last = all_channels_last(local, mesh)
+        exchanger = Exchanger(mesh.sample, source.boxes, needed, channels_last=channels_last)
         mesh.plans[key] = exchanger
     weight = source.replicas / layout.replicas
     local = with_true_gradient(local, mesh, source.unused_axes)
@@ -57,7 +60,7 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
     Raises:
         UsageError: the ranks of the sample group hold different tensors.
     """
-    _prove_equal(tensor, layout)
+    prove_equal(tensor, layout)
     tensor = with_true_gradient(tensor, layout.mesh, layout.used_axes)
     box = layout.box
     if tuple(box.shape) == tuple(tensor.shape):
@@ -77,7 +80,7 @@ def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None:
         return None
     if isinstance(tensor, ShardedTensor):
         return _sharded_operand(tensor, tensor._layout.whole(), layout)
-    _prove_equal(tensor, layout)
+    prove_equal(tensor, layout)
     tensor = _plain_operand(tensor, layout)
     return enter(tensor, layout.mesh.sample_size / layout.replicas)
 
@@ -98,10 +101,20 @@ def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ..
         layout.splits[missing + d] if n == out_shape[missing + d] else None
         for d, n in enumerate(x.shape)
     ]
-    target = Layout(layout.mesh, tuple(x.shape), splits)
+    return operand_in(x, Layout(layout.mesh, tuple(x.shape), splits), layout)
+
+
+def operand_in(x: Tensor, target: Layout, layout: Layout) -> Tensor:
+    """The part of an operand that this rank's part of a result needs, cut as told.
+
+    Args:
+        x: a sharded or plain operand.
+        target: where the parts of `x` are needed; of its shape, on axes that `layout` uses.
+        layout: layout of the result; only its axes count.
+    """
     if isinstance(x, ShardedTensor):
         return _sharded_operand(x, target, layout)
-    _prove_equal(x, target)
+    prove_equal(x, target)
     x = _plain_operand(x, layout)
     if target.split_dims:
         box = target.box
@@ -136,12 +149,14 @@ def refuse_shard_shaped(x: Tensor, layout: Layout) -> None:
         )
 
 
-def _prove_equal(tensor: Tensor, layout: Layout) -> None:
+def prove_equal(tensor: Tensor, layout: Layout) -> None:
     """Compares checksums over the sample group, the first times a kind of tensor is met."""
     mesh = layout.mesh
     kind = (tuple(tensor.shape), tensor.dtype)
     if mesh.sample_size == 1 or mesh.checked[kind] >= _CHECKS:
         return
+    if torch._C._current_graph_task_id() != -1:
+        return  # computed again in backward: perhaps on some ranks only, and compared in forward
     mesh.checked[kind] += 1
     mine = native.crc32c(tensor.detach().contiguous())
     sums = mesh.sample.all_gather(torch.tensor([mine], dtype=torch.int64)).flatten().tolist()

@@ -1,18 +1,18 @@
-"""Reductions over any dims of sharded tensors: shards first, then the ranks that share the dims."""
+"""Sums, means and variances over any dims: shards first, then the ranks that share the dims."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pydist.comm.adjoints import sum_ranks
-from pydist.comm.transport import ReduceOp
+from pydist.comm.transport import WIDER
 from pydist.layout import Layout
-from pydist.ops.dims import canonical, canonical_all
+from pydist.ops.dims import canonical, canonical_all, numpy_names
 from pydist.ops.elementwise import elementwise
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
@@ -30,6 +30,22 @@ def reduced_dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
 def axes_of(layout: Layout, dims: Sequence[int]) -> tuple[str, ...]:
     """The mesh axes over which the given dims are cut."""
     return tuple(a for d in dims if (s := layout.splits[d]) is not None for a in s.axes)
+
+
+def is_local(x: ShardedTensor, dims: Sequence[int]) -> bool:
+    """Whether every rank can reduce `dims` on its own: torch's function on the shard is exact."""
+    return x.mesh.group(axes_of(x._layout, dims)).size == 1
+
+
+def in_full_precision(func: Callable[..., Tensor], x: ShardedTensor) -> torch.dtype | None:
+    """The dtype of `func`'s result where its parts must not be rounded to it, `None` elsewhere.
+
+    bf16 and fp16 are summed in fp32 by torch; so are the parts of the ranks. Which dtype the result
+    has, autocast decides.
+    """
+    if x.dtype not in WIDER:
+        return None
+    return func(torch.ones(2, dtype=x.dtype, device=x.device)).dtype
 
 
 def result_of(
@@ -56,112 +72,144 @@ def reduce_sum(
 ) -> Any:
     """Sum over dims."""
     dims = reduced_dims(x, dim)
-    local = local_of(x).sum(dims, keepdim, dtype=dtype)
-    total = sum_ranks(local, x.mesh, axes_of(x._layout, dims))
-    return result_of(total, x, dims, keepdim)
+    local = local_of(x)
+    if is_local(x, dims):
+        return result_of(local.sum(dims, keepdim, dtype=dtype), x, dims, keepdim)
+    rounded = dtype if dtype in WIDER else None if dtype else in_full_precision(torch.sum, x)
+    if rounded:
+        dtype = WIDER.get(rounded, rounded)
+    total = sum_ranks(local.sum(dims, keepdim, dtype=dtype), x.mesh, axes_of(x._layout, dims))
+    return result_of(total.to(rounded) if rounded else total, x, dims, keepdim)
 
 
 def reduce_mean(
     x: ShardedTensor, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Any:
     """Mean over dims, by the global count."""
-    count = math.prod(x.shape[d] for d in reduced_dims(x, dim))
-    return reduce_sum(x, dim, keepdim, dtype) / count
-
-
-def _extreme(x: ShardedTensor, dim: Dims, keepdim: bool, op: ReduceOp) -> Any:
-    """Maximum or minimum; equal values share the gradient, as under torch.amax."""
     dims = reduced_dims(x, dim)
-    axes = axes_of(x._layout, dims)
-    local = local_of(x)
-    if not axes:
-        reduced = (torch.amax if op == "max" else torch.amin)(local, dims, keepdim)
-        return result_of(reduced, x, dims, keepdim)
-    with torch.no_grad():
-        bound = -math.inf if op == "max" else math.inf
-        if local.numel():
-            value = (torch.amax if op == "max" else torch.amin)(local, dims, keepdim=True)
-        else:
-            shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
-            value = local.new_full(shape, bound)
-        value = value.contiguous()
-        x.mesh.group(axes).all_reduce(value, op)
-        hit = local == value
-    holders = sum_ranks(hit.sum(dims, keepdim=True).to(local.dtype), x.mesh, axes)
-    share = torch.where(hit, local, 0).sum(dims, keepdim) / holders.view(
-        holders.sum(dims, keepdim).shape
-    )
-    return result_of(sum_ranks(share, x.mesh, axes), x, dims, keepdim)
-
-
-def reduce_amax(x: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Any:
-    """Maximum over dims."""
-    return _extreme(x, dim, keepdim, "max")
-
-
-def reduce_amin(x: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Any:
-    """Minimum over dims."""
-    return _extreme(x, dim, keepdim, "min")
+    if is_local(x, dims) or not (dtype or x.dtype).is_floating_point:
+        mean = torch.mean(local_of(x), dims, keepdim, dtype=dtype)  # it refuses integers
+        return result_of(mean, x, dims, keepdim)
+    rounded = dtype if dtype in WIDER else None if dtype else in_full_precision(torch.mean, x)
+    wide = WIDER.get(rounded, rounded) if rounded else dtype
+    mean = reduce_sum(x, dims, keepdim, wide) / math.prod(x.shape[d] for d in dims)
+    return mean.to(rounded) if rounded else mean
 
 
 @implements(torch.sum, torch.Tensor.sum)
+@numpy_names
 def _sum(
     input: ShardedTensor,
     dim: Dims = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-    **as_in_numpy: Any,
 ) -> Any:
-    return reduce_sum(input, *_names(dim, keepdim, **as_in_numpy), dtype)
+    return reduce_sum(input, dim, keepdim, dtype)
 
 
 @implements(torch.mean, torch.Tensor.mean)
+@numpy_names
 def _mean(
     input: ShardedTensor,
     dim: Dims = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
-    **as_in_numpy: Any,
 ) -> Any:
-    return reduce_mean(input, *_names(dim, keepdim, **as_in_numpy), dtype)
+    return reduce_mean(input, dim, keepdim, dtype)
 
 
-def _names(
-    dim: Dims, keepdim: bool, axis: Dims = None, keepdims: bool | None = None
-) -> tuple[Dims, bool]:
-    """PyTorch takes NumPy's names for these two as well."""
-    return (axis if dim is None else dim), (keepdim if keepdims is None else keepdims)
+@implements(torch.nansum, torch.Tensor.nansum)
+@numpy_names
+def _nansum(
+    input: ShardedTensor,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    return reduce_sum(input.masked_fill(input.isnan(), 0), dim, keepdim, dtype)  # type: ignore[arg-type]
 
 
-@implements(torch.amax, torch.Tensor.amax)
-def _amax(input: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Any:
-    return reduce_amax(input, dim, keepdim)
+@implements(torch.nanmean, torch.Tensor.nanmean)
+@numpy_names
+def _nanmean(
+    input: ShardedTensor,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    number = reduce_sum(input.isnan().logical_not(), dim, keepdim)  # type: ignore[arg-type]
+    return _nansum(input, dim, keepdim, dtype=dtype) / number
 
 
-@implements(torch.amin, torch.Tensor.amin)
-def _amin(input: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Any:
-    return reduce_amin(input, dim, keepdim)
+@implements(torch.count_nonzero, torch.Tensor.count_nonzero)
+def _count_nonzero(input: ShardedTensor, dim: Dims = None) -> Any:
+    return reduce_sum(elementwise(torch.ne, input, 0), dim)
 
 
-@implements(torch.max, torch.Tensor.max)
-def _max(input: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    return _max_or_min(torch.max, input, args, kwargs)
+@implements(torch.any, torch.Tensor.any)
+@numpy_names
+def _any(input: ShardedTensor, dim: Dims = None, keepdim: bool = False) -> Any:
+    found = reduce_sum(elementwise(torch.ne, input, 0), dim, keepdim) > 0
+    return found.to(torch.uint8) if input.dtype == torch.uint8 else found
 
 
-@implements(torch.min, torch.Tensor.min)
-def _min(input: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    return _max_or_min(torch.min, input, args, kwargs)
+@implements(torch.all, torch.Tensor.all)
+@numpy_names
+def _all(input: ShardedTensor, dim: Dims = None, keepdim: bool = False) -> Any:
+    found = reduce_sum(elementwise(torch.eq, input, 0), dim, keepdim) == 0
+    return found.to(torch.uint8) if input.dtype == torch.uint8 else found
 
 
-def _max_or_min(func: Any, x: ShardedTensor, args: tuple[Any, ...], kwargs: Any) -> Any:
-    if any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
-        pairwise = torch.maximum if func is torch.max else torch.minimum
-        return elementwise(pairwise, x, *args, **kwargs)
-    if not args and not kwargs:
-        return (reduce_amax if func is torch.max else reduce_amin)(x)
-    return along_whole_dim(func, x, *args, **kwargs)
+def _moments(
+    func: Callable[..., Any],
+    input: ShardedTensor,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> tuple[Any, Any]:
+    """torch.var_mean and torch.std_mean, in two passes."""
+    if isinstance(dim, bool):
+        dim, unbiased = None, dim
+    dims = reduced_dims(input, dim)
+    correction = float(unbiased) if correction is None else correction
+    if is_local(input, dims) and local_of(input).numel():  # of nothing torch warns
+        both = func(local_of(input), dims, correction=correction, keepdim=keepdim)
+        return tuple(result_of(part, input, dims, keepdim) for part in both)  # type: ignore[return-value]
+    rounded = in_full_precision(torch.var, input)
+    wide = input.to(WIDER[input.dtype]) if rounded else input
+    mean = reduce_mean(wide, dims, keepdim=True)  # type: ignore[arg-type]
+    deviation = wide - mean
+    count = math.prod(input.shape[d] for d in dims)
+    var = reduce_sum(deviation * deviation, dims, keepdim) / max(0.0, count - correction)
+    if func is torch.std_mean:
+        # At 0 sqrt has no gradient; torch takes that of the deviation to be 0.
+        zero = var == 0
+        var = torch.where(zero, 0, torch.where(zero, 1, var).sqrt())
+    if not keepdim:
+        mean = reduce_mean(wide, dims)  # type: ignore[arg-type]
+    return (var.to(rounded), mean.to(rounded)) if rounded else (var, mean)
+
+
+def _moment_handlers(both: Callable[..., Any], first: Callable[..., Any]) -> None:
+    @implements(both)
+    @numpy_names
+    def pair(input: ShardedTensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        return _moments(both, input, *args, **kwargs)
+
+    @implements(first, getattr(torch.Tensor, first.__name__))
+    @numpy_names
+    def single(input: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+        return _moments(both, input, *args, **kwargs)[0]
+
+
+_moment_handlers(torch.var_mean, torch.var)
+_moment_handlers(torch.std_mean, torch.std)
 
 
 def along_whole_dim(
@@ -169,7 +217,7 @@ def along_whole_dim(
 ) -> Any:
     """Calls that reduce one dim and are exact on shards where that dim is whole."""
     d = canonical(dim, x.dim())
-    if x._layout.splits[d] is not None:
+    if not is_local(x, (d,)):
         raise refusal(func, (x,), {}, f"dim {d} is split")
     result = func(local_of(x), d, keepdim, **kwargs)
     if isinstance(result, Tensor):
@@ -179,71 +227,12 @@ def along_whole_dim(
 
 def _whole_dim_handler(func: Any) -> None:
     @implements(func, getattr(torch.Tensor, func.__name__))
+    @numpy_names
     def handler(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
         if dim is None:
-            raise refusal(func, (input,), {}, "give the dim")
+            raise refusal(func, (input,), {}, "only along one dim, that is whole")
         return along_whole_dim(func, input, dim, keepdim)
 
 
-for _func in (torch.argmax, torch.argmin, torch.logsumexp, torch.prod, torch.median):
+for _func in (torch.median, torch.nanmedian, torch.mode):
     _whole_dim_handler(_func)
-
-
-@implements(torch.any, torch.Tensor.any)
-def _any(input: ShardedTensor, dim: Dims = None, keepdim: bool = False) -> Any:
-    return reduce_sum(elementwise(torch.ne, input, 0), dim, keepdim) > 0
-
-
-@implements(torch.all, torch.Tensor.all)
-def _all(input: ShardedTensor, dim: Dims = None, keepdim: bool = False) -> Any:
-    return reduce_sum(elementwise(torch.eq, input, 0), dim, keepdim) == 0
-
-
-@implements(torch.var, torch.Tensor.var)
-def reduce_var(
-    input: ShardedTensor,
-    dim: Any = None,
-    unbiased: bool = True,
-    keepdim: bool = False,
-    *,
-    correction: float | None = None,
-) -> Any:
-    """Variance over dims, in two passes."""
-    if isinstance(dim, bool):
-        dim, unbiased = None, dim
-    dims = reduced_dims(input, dim)
-    count = math.prod(input.shape[d] for d in dims)
-    correction = float(unbiased) if correction is None else correction
-    deviation = input - reduce_mean(input, dims, keepdim=True)
-    return reduce_sum(deviation * deviation, dims, keepdim) / max(0.0, count - correction)
-
-
-@implements(torch.std, torch.Tensor.std)
-def reduce_std(input: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
-    """Standard deviation over dims."""
-    return reduce_var(input, *args, **kwargs).sqrt()
-
-
-@implements(torch.norm, torch.Tensor.norm, torch.linalg.vector_norm)
-def reduce_norm(
-    input: ShardedTensor,
-    p: Any = 2,
-    dim: Dims = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
-    **kwargs: Any,
-) -> Any:
-    """1-, 2- and maximum norm over dims."""
-    p = kwargs.get("ord", p)
-    if dtype is not None:
-        input = elementwise(torch.Tensor.to, input, dtype)
-    if p == math.inf:
-        return reduce_amax(elementwise(torch.abs, input), dim, keepdim)
-    if p == 1:
-        return reduce_sum(elementwise(torch.abs, input), dim, keepdim)
-    if p not in (2, "fro"):
-        raise refusal(torch.norm, (input,), {}, f"order {p}; 1, 2 and inf have one")
-    squares = reduce_sum(elementwise(torch.mul, input, input), dim, keepdim)
-    # sqrt has no gradient at 0, where the norm's is taken to be 0.
-    zero = squares == 0
-    return torch.where(zero, 0, torch.where(zero, 1, squares).sqrt())

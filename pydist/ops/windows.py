@@ -9,10 +9,10 @@ from functools import cached_property
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.comm.adjoints import gather_box, with_true_gradient
 from pydist.comm.exchanger import Exchanger, Pending
 from pydist.errors import UsageError
 from pydist.layout import Layout, Split
+from pydist.ops.gathering import BoxGatherer
 from pydist.partition import Box, Footprint, subtract
 from pydist.tensor import ShardedTensor, local_of
 
@@ -51,13 +51,21 @@ class WindowPlan:
     An output belongs to the owner of the input at its window's centre, so that a layer of "same"
     padding keeps the partition and one of stride s divides its points by s.
 
+    Args:
+        layout: of the input.
+        window: of every spatial dim.
+        out_channels: of the result.
+        out: layout of the result, where it is given instead.
+
     Attributes:
         out: layout of the result.
         needed: the box of inputs of each rank, padding included (it lies outside the domain).
         is_whole: whether no spatial dim is split, so that torch's own call is right.
     """
 
-    def __init__(self, layout: Layout, window: Window, out_channels: int) -> None:
+    def __init__(
+        self, layout: Layout, window: Window, out_channels: int, out: Layout | None = None
+    ) -> None:
         self.layout, self.window = layout, window
         spatial = range(2, len(layout.shape))
         footprints = [window.footprint(d - 2) for d in spatial]
@@ -74,7 +82,7 @@ class WindowPlan:
             split = layout.splits[d]
             if split is not None:
                 splits[d] = Split(split.axes, footprint.output_partition(split.partition))
-        self.out = Layout(layout.mesh, (layout.shape[0], out_channels, *extents), splits)
+        self.out = out or Layout(layout.mesh, (layout.shape[0], out_channels, *extents), splits)
         self._reach = [d * (k - 1) + 1 for k, d in zip(window.kernel, window.dilation, strict=True)]
         self.is_whole = not any(layout.splits[d] for d in spatial)
         self.needed = [
@@ -83,11 +91,9 @@ class WindowPlan:
         ]
 
     @cached_property
-    def exchanger(self) -> Exchanger:
+    def gathers(self) -> BoxGatherer:
         """Brings every rank the inputs that it needs."""
-        mesh = self.layout.mesh
-        needed = [[box] for box in self.needed]
-        return Exchanger(mesh.sample, self.layout.boxes, needed, mesh.timers)
+        return BoxGatherer(self.layout, self.needed)
 
     @cached_property
     def halos(self) -> list[list[Box]]:
@@ -145,7 +151,11 @@ class WindowPlan:
         return Box(lo, hi)
 
     def apply(
-        self, function: Callable[[Tensor], Tensor], x: ShardedTensor, fill: float = 0.0
+        self,
+        function: Callable[[Tensor], Tensor],
+        x: ShardedTensor,
+        fill: float = 0.0,
+        channels_last: bool = False,
     ) -> Tensor:
         """Gathers this rank's inputs, halo and padding included, and computes its outputs.
 
@@ -153,13 +163,13 @@ class WindowPlan:
             function: the window operation, without padding.
             x: the sharded input.
             fill: value of the padding.
+            channels_last: the memory format in which `function` takes them.
 
         A rank without outputs computes one window of nothing and keeps none of it: it has to run
         the same nodes in backward as the others, in second order too, else its hooks do not fire,
         its exchanges come in another order, and the job hangs.
         """
-        local = with_true_gradient(local_of(x), self.layout.mesh, self.layout.unused_axes)
-        padded = gather_box(local, self.exchanger, self.layout.mesh, fill=fill)
+        padded = self.gathers(local_of(x), channels_last, fill)
         if not self.out.box.empty:
             return function(padded)
         missing = [r - n for r, n in zip(self._reach, padded.shape[2:], strict=True)]

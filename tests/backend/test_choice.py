@@ -248,6 +248,17 @@ def test_a_damaged_file_is_measured_anew_and_mended(measured, forbidden, folder,
     assert on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN)) == first
 
 
+def test_a_folder_without_hard_links_remembers_as_well(measured, forbidden, folder, monkeypatch):
+    def link(*_):
+        raise PermissionError("this file system has no hard links")
+
+    monkeypatch.setattr(choice.os, "link", link)
+    first = on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))
+    assert [path.suffix for path in folder.iterdir()] == [".json"]
+    forbidden()
+    assert on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN)) == first
+
+
 # -- where nothing is measured --------------------------------------------------------------
 
 

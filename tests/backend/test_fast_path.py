@@ -105,6 +105,38 @@ def test_thin_shards(kernel, stride, padding, extents, dtype, parts):
     assert_fast(on_ranks((parts, 1, 1), body, keep_thin_blocks=True)[0])
 
 
+# Kernel and options: nothing exchanged, by correction, gathered, and in two dims and one.
+TRANSPOSED = {
+    "k2 s2": ((2, 2, 2), {"stride": 2}),
+    "k3 s2": ((3, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
+    "k4 s1": ((4, 4, 4), {"padding": 1}),
+    "two dims": ((3, 3), {"stride": 2, "padding": 1}),
+    "one dim": ((3,), {"stride": 2, "padding": 1}),
+}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kernel", "options"), TRANSPOSED.values(), ids=TRANSPOSED)
+def test_thin_shards_transposed(kernel, options, dtype, parts):
+    dims = len(kernel)
+    conv = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[dims]
+    whole = randn(1, 4, *[8] * dims).to(dtype)
+    weight = randn(4, 8, *kernel, seed=1).to(dtype)
+
+    def body(mesh: Mesh) -> set[str]:
+        points = [[0, 4, 8], *[None] * (dims - 1)]
+        x = shard(whole, layout_at(mesh, whole.shape, points if parts > 1 else [None]))
+
+        def step() -> None:
+            y = conv(x, weight.clone().requires_grad_(), **options)
+            (y * y).sum().backward()
+
+        return operators(step) if mesh.rank == 0 else step() or set()
+
+    assert_fast(on_ranks((parts, 1, 1), body)[0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1), (1, 2, 1)])
 def test_a_training_step_of_cosmoflow(spatial, dtype):

@@ -1,149 +1,19 @@
-"""Convolution of split samples in float32 and bfloat16, whose kernels and formats are chosen.
-
-The bound is that of docs/architecture.md, Numerics: no further from float64 than four times what
-one device is in the same type, and never tighter than a few roundings.
-"""
+"""Convolution of split samples in float32 and bfloat16, whose kernels and formats are chosen."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import error, layout_at, on_ranks, randn, shard, spatial_of
+from equivalence import error, layout_at, on_ranks, randn, shard
+from narrow import CL, CONV, check, conversions, format_of, step_in_channels_last
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from pydist import ShardedTensor
 from pydist.comm.adjoints import mean_ranks
 from pydist.mesh import SPATIAL_AXES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-
-FLOORS = {torch.float32: 1e-6, torch.bfloat16: 1.2e-2, torch.float64: 1e-12}
-CL = torch.channels_last_3d
-Step = Callable[..., dict[str, Tensor]]
-
-
-def conv_of(x: Tensor) -> Callable[..., Tensor]:
-    return {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}[x.dim()]
-
-
-def step(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    frozen: str = "",
-    autocast: bool = False,
-    saving: bool = False,
-    penalty: bool = False,
-    **options: Any,
-) -> dict[str, Tensor]:
-    """Two convolutions' result and gradients; of the gradient penalty where asked for."""
-    leaves = {"x": x, "weight": weight, "bias": bias}
-    for name, leaf in leaves.items():
-        if leaf is not None:
-            leaf.requires_grad_(name not in frozen.split())
-
-    def layers(x: Tensor) -> Tensor:
-        y = conv_of(x)(x, weight, bias, **options)
-        return y * y.sigmoid()
-
-    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-        y = checkpoint(layers, x, use_reentrant=False) if saving else layers(x)
-    found = {"y": y}
-    needed = {n: t for n, t in leaves.items() if t is not None and t.requires_grad}
-    loss = (y.double() * randn(*y.shape, seed=3)).sum()
-    grads = torch.autograd.grad(loss, list(needed.values()), create_graph=penalty)
-    found |= {f"d{name}": g for name, g in zip(needed, grads, strict=True)}
-    if penalty:
-        total = sum((g.double() ** 2).sum() for g in (_true(g, x) for g in grads))
-        second = torch.autograd.grad(total, list(needed.values()))
-        found |= {f"dd{name}": g for name, g in zip(needed, second, strict=True)}
-    return found
-
-
-def _true(grad: Tensor, x: Tensor) -> Tensor:
-    if isinstance(x, ShardedTensor) and not isinstance(grad, ShardedTensor):
-        return mean_ranks(grad, x.mesh, SPATIAL_AXES)
-    return grad
-
-
-def check(
-    shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    points: list[list[int] | None],
-    dtype: torch.dtype = torch.float32,
-    *,
-    bias: bool = True,
-    keep_thin_blocks: bool = True,
-    change: Callable[[Tensor], Tensor] = lambda t: t,
-    **options: Any,
-) -> list[str]:
-    """Split against whole; the formats of the results, rank by rank.
-
-    Args:
-        shape: of the input.
-        weight_shape: of the weight.
-        points: where the input is cut.
-        dtype: of all tensors.
-        bias: whether there is one.
-        keep_thin_blocks: as of the mesh.
-        change: what becomes of the input and the weight before the convolution.
-        **options: of `step`, and of the convolution.
-    """
-    x, weight = randn(*shape).to(dtype), randn(*weight_shape, seed=1).to(dtype)
-    own_bias = randn(weight_shape[0], seed=2).to(dtype) if bias else None
-
-    def leaves(to: torch.dtype) -> list[Tensor | None]:
-        return [None if t is None else t.to(to, copy=True) for t in (x, weight, own_bias)]
-
-    exact = step(*leaves(torch.float64), **options | {"autocast": False})
-    whole = step(*leaves(dtype), **options)
-    narrow = torch.bfloat16 if options.get("autocast") else dtype
-    bounds = {
-        name: max(FLOORS[narrow], 4 * error(whole[name].detach().double(), t.detach()))
-        for name, t in exact.items()
-    }
-
-    def split(mesh) -> tuple[dict[str, Tensor], str]:
-        layout = layout_at(mesh, shape, points)
-        _, own_weight, own_bias = leaves(dtype)
-        local = change(shard(x, layout).to_local().detach())
-        own = ShardedTensor.from_local(local, layout)
-        found = step(own, change(own_weight).detach(), own_bias, **options)
-        result = found["y"].to_local()
-        whole_of = {name: _whole(t, mesh, name, own) for name, t in found.items()}
-        return whole_of, _format(result)
-
-    ranks = on_ranks(spatial_of(points), split, keep_thin_blocks=keep_thin_blocks)
-    for found, _ in ranks:
-        assert found.keys() == exact.keys()
-        wrong = {
-            name: (e, bounds[name])
-            for name, t in found.items()
-            if not (e := error(t.double(), exact[name].detach())) <= bounds[name]
-        }
-        assert not wrong, f"error, bound: {wrong}"
-        assert all(t.dtype == whole[name].dtype for name, t in found.items())
-    return [form for _, form in ranks]
-
-
-def _whole(t: Tensor, mesh, name: str, x: ShardedTensor) -> Tensor:
-    t = t.full_tensor() if isinstance(t, ShardedTensor) else mean_ranks(t, mesh, SPATIAL_AXES)
-    return t.detach()
-
-
-def _format(t: Tensor) -> str:
-    last = {4: torch.channels_last, 5: CL}.get(t.dim())
-    if last is not None and t.is_contiguous(memory_format=last):
-        return "both" if t.is_contiguous() else "last"
-    return "plain" if t.is_contiguous() else "neither"
-
 
 GEOMETRIES = {
     "two ranks": ((1, 4, 12, 8, 8), (8, 4, 3, 3, 3), [[0, 6, 12], None, None], {"padding": 1}),
@@ -264,14 +134,24 @@ def test_a_layer_converts_no_channels_last_input():
         with torch.autograd.graph.saved_tensors_hooks(saved, lambda t: t):
             y = F.conv3d(x, weight, padding=1)
         (dx,) = torch.autograd.grad((y * y).sum(), [x])
-        return local.data_ptr(), _format(y.to_local()), _format(dx.to_local())
+        return local.data_ptr(), format_of(y.to_local()), format_of(dx.to_local())
 
     (place, *formats), _ = on_ranks((2, 1, 1), body)
     assert formats == ["last", "last"]
     assert place in {t.data_ptr() for t in seen}
 
 
-@pytest.mark.parametrize("factory", [torch.ones_like, torch._efficientzerotensor], ids=str)
+@pytest.mark.parametrize("name", ["two ranks", "gathered", "two dims"])
+def test_nothing_is_converted_between_channels_last_layers(name, monkeypatch):
+    """What is gathered is gathered in that format."""
+    copied = conversions(monkeypatch)
+    step_in_channels_last(GEOMETRIES[name], CONV)
+    assert copied == []
+
+
+@pytest.mark.parametrize(
+    "factory", [torch.ones_like, torch._efficientzerotensor], ids=["expanded", "zeros of autograd"]
+)
 def test_gradients_that_lie_nowhere(factory):
     """An expanded one (of a sum), and zeros that autograd knows of."""
 

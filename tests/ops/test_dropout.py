@@ -209,10 +209,89 @@ def test_other_probabilities_are_refused(p):
     on_ranks((1, 1, 1), body)
 
 
-@pytest.mark.parametrize("function", [F.alpha_dropout, F.feature_alpha_dropout])
-def test_other_kinds_are_refused(function):
-    def body(mesh):
-        with pytest.raises(NotSupported, match="alpha_dropout"):
-            function(distribute_tensor(randn(*SHAPE), mesh), training=True)
+@pytest.mark.parametrize(
+    ("function", "shape"), [(F.dropout1d, (3, 8)), (F.dropout3d, (3, 8, 4, 4))]
+)
+def test_samples_without_a_batch_are_refused(function, shape):
+    """Their channels are the first dim, where others have the batch."""
 
-    on_ranks((1, 1, 1), body)
+    def body(mesh):
+        x = distribute_tensor(torch.ones(shape), mesh, {1: "depth"})
+        with pytest.raises(NotSupported, match="batch"):
+            function(x, 0.5, True)
+
+    on_ranks((2, 1, 1), body)
+
+
+class Random(nn.Module):
+    """Everything else that draws."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x):
+        return self.draw(x)
+
+
+DRAWS = {
+    "alpha dropout": lambda x: F.alpha_dropout(x, 0.3, True),
+    "alpha dropout in place": lambda x: F.alpha_dropout(x * 1, 0.3, True, True),
+    "feature alpha dropout": lambda x: F.feature_alpha_dropout(x, 0.3, True),
+    "rand_like": torch.rand_like,
+    "randn_like": lambda x: torch.randn_like(x, dtype=torch.float32),
+    "bernoulli": lambda x: torch.bernoulli(torch.sigmoid(x)),
+    "bernoulli(p)": lambda x: x.bernoulli(0.25),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_all_draws_are_the_same_under_every_split(draw):
+    def results(data, spatial):
+        def body(mesh):
+            x = randn(*SHAPE)[group_slice(mesh, SHAPE[0])]
+            model = parallelize(Random(draw), mesh)
+            return mesh.data_index, torch.stack([model(x).full_tensor() for _ in range(2)])
+
+        by_group = dict(on_ranks(spatial, body, data))
+        return torch.cat([by_group[i] for i in sorted(by_group)], 1)
+
+    whole = results(1, (1, 1, 1))
+    assert not torch.equal(whole[0], whole[1])
+    for data, spatial in GRIDS[1:4]:
+        assert torch.equal(results(data, spatial), whole)
+
+
+def test_moments_of_the_draws():
+    """Alpha dropout keeps mean and variance; the others have those of their distribution."""
+
+    def body(mesh):
+        x = distribute_tensor(randn(2, 8, 16, 16, 16), mesh)
+        return [
+            (float(y.mean()), float(y.var()))
+            for y in (
+                F.alpha_dropout(x, 0.4, True),
+                torch.randn_like(x),
+                torch.rand_like(x),
+                x.bernoulli(0.25),
+            )
+        ]
+
+    expected = [(0, 1), (0, 1), (0.5, 1 / 12), (0.25, 0.1875)]
+    for found, moments in zip(on_ranks((2, 1, 1), body)[0], expected, strict=True):
+        assert found == pytest.approx(moments, abs=0.03)
+
+
+def test_rrelu_draws_slopes_between_its_bounds():
+    def body(mesh):
+        x = distribute_tensor(randn(*SHAPE), mesh).requires_grad_()
+        F.rrelu(x, 0.2, 0.4, True).sum().backward()
+        slopes, values = x.grad.full_tensor(), randn(*SHAPE)
+        assert (slopes[values > 0] == 1).all()
+        drawn = slopes[values <= 0]
+        assert drawn.min() >= 0.2
+        assert drawn.max() <= 0.4
+        assert drawn.std() > 0.03
+
+    on_ranks((2, 1, 1), body)

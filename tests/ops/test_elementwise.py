@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import cuts
 
-from pydist import ShardedTensor
 from pydist.errors import NotSupported, UsageError
 
 SHAPE = (2, 3, 5, 4, 3)
@@ -89,6 +88,17 @@ WITH_OPTIONS = {
     "zeros_like": lambda x: torch.zeros_like(x) + x,
     "ones_like": lambda x: torch.ones_like(x) * x,
     "full_like": lambda x: torch.full_like(x, 3.0) * x,
+    "rrelu in evaluation": lambda x: F.rrelu(x, 0.1, 0.5),
+    "zero_": lambda x: (x * 1).zero_() + x,
+    "fill_": lambda x: (x * 1).fill_(2.0) * x,
+    "to another tensor's dtype": lambda x: x.float().to(x) * x,
+    "a plain tensor to a sharded one's dtype": lambda x: torch.ones(()).to(x) * x,
+    "type_as a plain tensor": lambda x: x.type_as(torch.ones(2)).double(),
+    "new_zeros": lambda x: x.new_zeros(x.shape) + x,
+    "new_full of another shape": lambda x: x * x.new_full((3, 1, 1, 1), 2.0),
+    "new_tensor": lambda x: x * x.new_tensor([1.0, 2.0, 3.0]),
+    "special functions": lambda x: torch.special.expit(x) + torch.special.log_ndtr(x),
+    "bool methods": lambda x: (x > 0).double() * x,
     "addcdiv": lambda x: x.addcdiv(x, x * x + 1, value=2.0),
 }
 
@@ -205,7 +215,9 @@ COMPARISONS = {
     "logical_and": lambda a, b: torch.logical_and(a > 0, b > 0),
     "&": lambda a, b: (a > 0) & (b > 0), "|": lambda a, b: (a > 0) | (b > 0),
     "^": lambda a, b: (a > 0) ^ (b > 0), "~": lambda a, b: ~(a > b),
-    "isclose": torch.isclose,
+    "isclose": torch.isclose, "<<": lambda a, b: a.long() << b.long(),
+    "&=": lambda a, b: operator.iand((a > 0) & True, b > 0),
+    "gcd": lambda a, b: torch.gcd(a.long(), b.long()),
 }  # fmt: skip
 
 
@@ -226,6 +238,24 @@ def test_prelu(weight):
     check_function(F.prelu, randn(*SHAPE), [randn(weight, seed=1).abs()], POINTS, second_order=True)
 
 
+def test_prelu_with_split_channels():
+    check_function(
+        F.prelu, randn(2, 4, 3), [randn(4, seed=1).abs()], [[0, 3, 4], [0, 1, 3]], second_order=True
+    )
+
+
+def test_a_comparison_with_something_else_is_torchs():
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, [[0, 2, 5], None, None]))
+        assert (x == None) is False  # noqa: E711
+        assert (x != "a") is True
+        assert x.type() == "torch.DoubleTensor"
+        with pytest.raises(TypeError, match="unsupported operand"):
+            x - "a"
+
+    on_ranks((2, 1, 1), body)
+
+
 def test_one_tensor_twice():
     check_function(lambda x: x * x + torch.maximum(x, x), randn(*SHAPE), (), POINTS)
 
@@ -244,12 +274,6 @@ REFUSED = {
     "out= of one operand": (
         NotSupported, "out= would fill only", lambda x, m: torch.exp(x, out=x.clone())
     ),
-    "in place on a plain tensor": (
-        NotSupported, "in place on a plain tensor", lambda x, m: randn(*SHAPE).add_(x)
-    ),
-    "+= on a plain tensor": (
-        NotSupported, "in place on a plain tensor", lambda x, m: operator.iadd(randn(*SHAPE), x)
-    ),
     "plain of the shard's shape": (
         UsageError, "shape of this rank's shard", lambda x, m: x + randn(*x.to_local().shape)
     ),
@@ -260,27 +284,12 @@ REFUSED = {
     "plain that differs between ranks": (
         UsageError, "differs between the ranks", lambda x, m: x + randn(*SHAPE, seed=m.rank)
     ),
-    "random per element": (NotSupported, "rrelu", lambda x, m: F.rrelu(x, training=True)),
-    "bernoulli": (NotSupported, "bernoulli", lambda x, m: torch.bernoulli(x.sigmoid())),
-    "rand_like": (NotSupported, "rand_like", lambda x, m: torch.rand_like(x)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "message", "call"), REFUSED.values(), ids=REFUSED)
 def test_refusals(kind, message, call):
     refused(kind, message, call)
-
-
-def test_a_refused_in_place_call_leaves_the_plain_tensor_alone():
-    def body(mesh):
-        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, [[0, 2, 5], None, None]))
-        plain = torch.zeros(SHAPE).double()
-        with pytest.raises(NotSupported):
-            plain.add_(x)
-        assert not isinstance(plain, ShardedTensor)
-        assert not plain.any()
-
-    on_ranks((2, 1, 1), body)
 
 
 def test_shapes_that_do_not_broadcast_are_torchs_error():

@@ -40,6 +40,10 @@ ELEMENTWISE = {
         F.kl_div, lambda x: F.log_softmax(x, 1), TARGET.log_softmax(1), {"log_target": True}
     ),
     "soft margin": (F.soft_margin_loss, lambda x: x, TARGET.sign(), {}),
+    "mse, weighted": (F.mse_loss, lambda x: x, TARGET, {"weight": PROBABILITIES}),
+    "l1, weighted": (F.l1_loss, lambda x: x, TARGET, {"weight": PROBABILITIES}),
+    "huber, weighted": (F.huber_loss, lambda x: x, TARGET, {"weight": PROBABILITIES}),
+    "hinge embedding": (F.hinge_embedding_loss, lambda x: x, TARGET.sign(), {"margin": 0.5}),
     "poisson": (F.poisson_nll_loss, lambda x: x, PROBABILITIES, {"full": False}),
 }  # fmt: skip
 
@@ -189,6 +193,9 @@ REFUSED = {
         NotSupported, "cosine_embedding_loss",
         lambda x: F.cosine_embedding_loss(x, x, torch.ones(2)),
     ),
+    "weights of another size": (
+        ValueError, "same size", lambda x: F.mse_loss(x, TARGET, weight=torch.ones(3, 1, 1, 1))
+    ),
 }  # fmt: skip
 
 
@@ -201,6 +208,28 @@ def test_refusals(kind, message, call):
             call(x)
 
     on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_means_in_half_precision_are_rounded_once(dtype):
+    """The sum of all voxels would be infinite in fp16, and their number is no bf16 number."""
+    x = (randn(1, 2, 41, 10, 9) * 20).to(dtype)
+    labels = randint(2, 1, 41, 10, 9)
+    calls = [
+        lambda t: F.mse_loss(t, torch.zeros(x.shape, dtype=t.dtype)),
+        lambda t: F.cross_entropy(t, labels),
+        lambda t: F.cross_entropy(t, labels, ignore_index=0),
+    ]
+
+    def body(mesh):
+        sharded = shard(x, layout_at(mesh, x.shape, [[0, 20, 41], None, None]))
+        return [call(sharded).detach() for call in calls]
+
+    for found in on_ranks((2, 1, 1), body):
+        for a, call in zip(found, calls, strict=True):
+            assert a.dtype == dtype
+            close = 2 * torch.finfo(dtype).eps
+            torch.testing.assert_close(a.double(), call(x.double()), rtol=close, atol=0)
 
 
 def test_on_one_rank():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import on_ranks, randn, shard
+import torch.nn.functional as F
+from equivalence import check_function, on_ranks, randn, shard
+from torch.utils.checkpoint import checkpoint
 
-from pydist import Layout, Partition, Split
+from pydist import Layout, Partition, ShardedTensor, Split
 from pydist.errors import UsageError
 
 
@@ -36,3 +38,42 @@ def test_a_plain_operand_in_the_shape_of_the_shard_is_named():
                 call(x.detach(), randn(3, 2))
 
     on_ranks((2, 1, 1), body)
+
+
+def test_channels_last_shards_stay_so():
+    """Forward and backward, and one that was plain stays plain."""
+    shape, dims = (2, 3, 6, 4, 2), (0, 2, 3, 4, 1)
+
+    def body(mesh):
+        split = Layout(
+            mesh, shape, [*[None] * 2, Split(("depth",), Partition([0, 2, 6])), None, None]
+        )
+        other = split.replace(changes={2: Split(("depth",), Partition([0, 5, 6]))})
+        local = shard(randn(*shape), split).to_local().detach()
+        local = local.contiguous(memory_format=torch.channels_last_3d)
+        x = ShardedTensor.from_local(local.requires_grad_(), split)
+        y = x.redistribute(other)
+        assert y.to_local().permute(dims).is_contiguous()
+        y.backward(shard(randn(*shape, seed=1), other).detach())
+        assert torch.equal(x.grad.full_tensor(), randn(*shape, seed=1))
+        assert x.grad.to_local().permute(dims).is_contiguous()
+        assert torch.equal(y.full_tensor(), randn(*shape))
+        plain = shard(randn(*shape), other).redistribute(split)
+        assert plain.to_local().is_contiguous()
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_plain_operand_in_a_segment_that_only_some_ranks_compute_again():
+    """Rank 1 holds all that it needs, saves nothing and has nothing to compute again."""
+
+    def segment(x):
+        x = x + torch.ones(1, 1, 3, 4, dtype=x.dtype)
+        return F.interpolate(x, size=(2, 3), mode="bilinear", align_corners=True)
+
+    check_function(
+        lambda x: checkpoint(segment, x, use_reentrant=False),
+        randn(2, 2, 3, 4),
+        (),
+        [[0, 0, 3], None],
+    )

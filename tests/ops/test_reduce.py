@@ -6,7 +6,11 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import cuts
 
 from pydist.errors import NotSupported
 
@@ -25,6 +29,11 @@ DIMS = {
     "negative": (-1, 0),
 }
 
+
+def _with_nan(x):
+    return x.masked_fill(x > 1, torch.nan)
+
+
 BY_DIMS = {
     "sum": lambda x, dim, keep: x.sum(dim, keep),
     "torch.sum": lambda x, dim, keep: torch.sum(x, dim=dim, keepdim=keep),
@@ -37,6 +46,16 @@ BY_DIMS = {
     "2-norm": lambda x, dim, keep: x.norm(2, dim, keep),
     "1-norm": lambda x, dim, keep: torch.norm(x, 1, dim, keep),
     "linalg norm": lambda x, dim, keep: torch.linalg.vector_norm(x, dim=dim, keepdim=keep),
+    "3-norm": lambda x, dim, keep: torch.linalg.vector_norm(x, 3, dim, keep),
+    "1.5-norm": lambda x, dim, keep: x.norm(1.5, dim, keep),
+    "least": lambda x, dim, keep: torch.linalg.vector_norm(x, -math.inf, dim, keep),
+    "logsumexp": lambda x, dim, keep: torch.logsumexp(
+        x, tuple(range(5)) if dim is None else dim, keep
+    ),
+    "var_mean": lambda x, dim, keep: torch.mul(*torch.var_mean(x, dim, keepdim=keep)),
+    "std_mean": lambda x, dim, keep: torch.add(*torch.std_mean(x, dim, keepdim=keep)),
+    "nansum": lambda x, dim, keep: torch.nansum(_with_nan(x), dim, keep),
+    "nanmean": lambda x, dim, keep: _with_nan(x).nanmean(dim, keep),
     "maximum norm": lambda x, dim, keep: torch.linalg.vector_norm(x, math.inf, dim, keep),
 }
 
@@ -45,7 +64,7 @@ BY_DIMS = {
 @pytest.mark.parametrize("reduce", BY_DIMS.values(), ids=BY_DIMS)
 def test_over_dims(reduce, points):
     for dim in DIMS.values():
-        for keep in (False, True):
+        for keep in (False, True) if points is POINTS["2x1x1"] else (False,):
             check_function(lambda x, d=dim, k=keep: reduce(x, d, k), randn(*SHAPE), (), points)
 
 
@@ -82,6 +101,31 @@ CALLS = {
     "frobenius norm": torch.norm,
     "std of all": torch.std,
     "var(unbiased)": lambda x: x.var(False),
+    "count_nonzero": lambda x: torch.count_nonzero(x > 1, 2),
+    "count_nonzero of all": lambda x: torch.count_nonzero(x.trunc()),
+    "zero norm": lambda x: torch.linalg.vector_norm(x.trunc(), 0, (2, 3)).detach(),
+    "linalg.norm of all": torch.linalg.norm,
+    "linalg.norm along a dim": lambda x: torch.linalg.norm(x, 1, dim=2),
+    "keepdims": lambda x: torch.sum(x, axis=2, keepdims=True),
+    "max along a split dim": lambda x: x.max(2).values,
+    "min along a split dim": lambda x: torch.min(x, dim=-1, keepdim=True).values,
+    "indices along a split dim": lambda x: torch.max(x, 2).indices,
+    "indices of minima": lambda x: x.min(3, True)[1],
+    "argmax along a split dim": lambda x: x.argmax(2),
+    "argmin along a split dim": lambda x: torch.argmin(x, dim=3, keepdim=True),
+    "argmax of all": torch.argmax,
+    "argmin of all": lambda x: x.argmin(),
+    "argmax of all, keepdim": lambda x: torch.argmax(x, keepdim=True),
+    "aminmax": lambda x: torch.sub(*torch.aminmax(x)),
+    "aminmax along a dim": lambda x: torch.sub(*x.aminmax(dim=2, keepdim=True)),
+    "prod": lambda x: (1 + x / 50).prod(),
+    "prod along a split dim": lambda x: torch.prod(1 + x / 5, 2, keepdim=True),
+    "cosine along a split dim": lambda x: F.cosine_similarity(x, x * x + 1, 2),
+    "cosine along the channels": lambda x: F.cosine_similarity(x, x.detach() + 1),
+    "normalize": lambda x: F.normalize(x, dim=2),
+    "normalize over several dims": lambda x: F.normalize(x, 1.0, (1, 2, 3)),
+    "pairwise distance": lambda x: F.pairwise_distance(x, x * x),
+    "dist": lambda x: torch.dist(x, x * x, 3),
     "a scalar in further computing": lambda x: (x - x.mean()) / x.std() * x.amax(),
 }
 
@@ -92,10 +136,70 @@ def test_ways_to_call(call, points):
     check_function(call, randn(*SHAPE), (), points)
 
 
-@pytest.mark.parametrize("reduce", [torch.amax, torch.amin], ids=["amax", "amin"])
-def test_equal_extremes_share_the_gradient(reduce):
-    x = randint(3, *SHAPE).double()
-    check_function(lambda x: reduce(x, (2, 4)), x, (), POINTS["uneven 2x2x2"])
+TIES = {
+    "amax": lambda x: torch.amax(x, (2, 4)),
+    "amin": lambda x: torch.amin(x, (2, 4)),
+    "max": torch.max,
+    "min": torch.min,
+    "max along a dim": lambda x: x.max(2).values,
+    "min along a dim": lambda x: x.min(3, keepdim=True).values,
+    "aminmax": lambda x: torch.sub(*torch.aminmax(x, dim=2)),
+    "maximum norm": lambda x: torch.linalg.vector_norm(x - 1, math.inf, (2, 3)),
+    "product with zeros": lambda x: x.prod(2),
+    "argmax": lambda x: x.argmax(2),
+    "argmin": lambda x: x.argmin(4, keepdim=True),
+    "argmax of all": torch.argmax,
+    "argmin of all": torch.argmin,
+    "indices of maxima": lambda x: x.max(3).indices,
+}
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+@pytest.mark.parametrize("reduce", TIES.values(), ids=TIES)
+def test_equal_elements_are_treated_as_torch_does(reduce, points):
+    check_function(reduce, randint(3, *SHAPE).double(), (), points)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("op", ["amax", "amin", "max", "min"])
+def test_an_extreme_has_the_bits_of_an_element(op, seed):
+    """Also where several ranks hold it, and it is infinite or no number."""
+    whole = (randint(4, *SHAPE, seed=seed) * 0.1).double()
+    whole[0, 0, 1:3], whole[0, 1, 3], whole[1, 1, 2] = torch.inf, -torch.inf, torch.nan
+
+    def body(mesh):
+        x = shard(whole, layout_at(mesh, SHAPE, POINTS["uneven 2x2x2"]))
+        found, expected = getattr(x, op)(2), getattr(whole, op)(2)
+        for a, b in zip(*((t,) if op[0] == "a" else t for t in (found, expected)), strict=True):
+            torch.testing.assert_close(a.full_tensor().detach(), b, rtol=0, atol=0, equal_nan=True)
+
+    on_ranks((2, 2, 2), body)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.float32], ids=str)
+def test_extremes_of_any_dtype(dtype):
+    whole = randint(2, *SHAPE).to(dtype)
+    check_function(lambda x: x.amax((2, 3)), whole, (), POINTS["with empty"])
+    check_function(torch.min, whole, (), POINTS["with empty"])
+    if dtype != torch.bool:  # torch has none
+        check_function(lambda x: x.argmax(2), whole, (), POINTS["with empty"])
+    check_function(lambda x: x.any(2), whole, (), POINTS["with empty"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_rounded_once(dtype):
+    """The parts of the ranks are summed in fp32: a mean of large values is finite."""
+    whole = (randn(2, 3, 40, 4, 3).abs() * 2000).to(dtype)
+
+    def body(mesh):
+        x = shard(whole, layout_at(mesh, whole.shape, [[0, 9, 9, 40], None, None]))
+        for reduce in (torch.mean, torch.std, lambda t: torch.var(t / 2000), lambda t: t.norm(3)):
+            found, expected = reduce(x), reduce(whole.double())
+            assert found.dtype == dtype
+            close = torch.finfo(dtype).eps
+            torch.testing.assert_close(found.double(), expected, rtol=close, atol=0)
+
+    on_ranks((3, 1, 1), body)
 
 
 def test_norm_of_zeros_has_gradient_zero():
@@ -126,6 +230,32 @@ def test_partial_reductions_in_a_product_of_several_layouts():
     )
 
 
+ANY = {
+    "sum": lambda x, dim, keep: x.sum(dim, keep),
+    "mean": lambda x, dim, keep: x.mean(dim, keepdim=keep),
+    "var": lambda x, dim, keep: x.var(dim, correction=0, keepdim=keep),
+    "amax": lambda x, dim, keep: x.amax(dim, keep),
+    "3-norm": lambda x, dim, keep: torch.linalg.vector_norm(x, 3, dim, keep),
+    "logsumexp": lambda x, dim, keep: x.logsumexp(dim, keep),
+    "max": lambda x, dim, keep: x.max(dim[0], keep).values,
+    "argmin": lambda x, dim, keep: x.argmin(dim[0], keep),
+    "prod": lambda x, dim, keep: x.prod(dim[0], keep),
+    "argmax of all": lambda x, dim, keep: x.argmax(keepdim=keep),
+}
+
+
+@settings(max_examples=30)
+@given(data=st.data(), keep=st.booleans(), ties=st.booleans())
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_anything_over_any_dims_of_any_split(count, data, keep, ties):
+    extents = tuple(data.draw(st.lists(st.integers(1, 5), min_size=count, max_size=count)))
+    shape = (2, *extents)
+    dim = data.draw(st.lists(st.integers(0, count), min_size=1, max_size=count + 1, unique=True))
+    reduce = ANY[data.draw(st.sampled_from(sorted(ANY)))]
+    x = randint(3, *shape).double() if ties else randn(*shape)
+    check_function(lambda t: reduce(t, tuple(dim), keep), x, (), data.draw(cuts(extents)))
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.int32], ids=str)
 def test_integers_and_masks_are_summed_as_torch_does(dtype):
     whole = randint(2, *SHAPE).to(dtype)
@@ -139,11 +269,12 @@ def test_integers_and_masks_are_summed_as_torch_does(dtype):
 
 
 REFUSED = {
-    "argmax over a split dim": (lambda x: x.argmax(2), "dim 2 is split"),
-    "max over a split dim": (lambda x: x.max(2), "dim 2 is split"),
-    "argmax of all": (lambda x: x.argmax(), "give the dim"),
-    "median of all": (lambda x: x.median(), "give the dim"),
-    "3-norm": (lambda x: x.norm(3), "order 3"),
+    "median along a split dim": (lambda x: x.median(2), "dim 2 is split"),
+    "median of all": (lambda x: x.median(), "only along one dim"),
+    "a matrix norm": (lambda x: torch.linalg.norm(x, 2, (2, 3)), "a matrix norm"),
+    "the nuclear norm": (lambda x: torch.norm(x, "nuc", (2, 3)), "nuclear"),
+    "a negative order": (lambda x: torch.linalg.vector_norm(x, -1, 2), "order -1"),
+    "out=": (lambda x: torch.sum(x, 2, out=x.detach()), "unexpected keyword argument 'out'"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Statistics of channels: of blocks, of parts and of the whole; against two passes in fp64."""
+"""Statistics of rows: of blocks, of parts and of the whole; against two passes in fp64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pydist.ops import statistics
-from pydist.ops.statistics import combined, gradient_sums, merged, moments
+from pydist.ops.statistics import (
+    Moments,
+    combine,
+    dense,
+    gradient_sums,
+    merged,
+    moments,
+    strided_like,
+)
 
 FORMATS = {
     "plain": lambda x: x,
@@ -23,7 +31,7 @@ shapes = st.lists(st.integers(1, 6), min_size=2, max_size=5).map(tuple)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Blocks of 16 elements, so that small tensors have many."""
-    monkeypatch.setattr(statistics, "_BLOCK", 16)
+    monkeypatch.setattr(statistics, "BLOCK", 16)
 
 
 def two_passes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,10 +39,14 @@ def two_passes(x: Tensor) -> tuple[Tensor, Tensor]:
     return rows.mean(1), (rows - rows.mean(1, keepdim=True)).square().sum(1)
 
 
+def stacked(parts: list[Moments]) -> Moments:
+    return Moments(*(torch.stack(each) for each in zip(*parts, strict=True)))
+
+
 @pytest.mark.parametrize("change", FORMATS.values(), ids=FORMATS)
 @given(shape=shapes)
 def test_moments(change, shape):
-    x = change(randn(*shape) + 1000)
+    x = dense(change(randn(*shape) + 1000))
     found, (mean, m2) = moments(x), two_passes(x)
     assert found.n == x.numel() // x.shape[1]
     torch.testing.assert_close(found.mean, mean, rtol=1e-14, atol=0)
@@ -45,7 +57,7 @@ def test_moments(change, shape):
 def test_parts_merge_to_the_whole(extents):
     """Parts of unequal size, empty ones among them."""
     x = randn(sum(extents), 3, 4) + 1000
-    found = merged(torch.stack([moments(part).packed() for part in x.split(extents)]))
+    found = merged(stacked([moments(part) for part in x.split(extents)]))
     mean, m2 = two_passes(x)
     assert found.n == x.numel() // 3
     torch.testing.assert_close(found.mean, mean, rtol=1e-14, atol=0)
@@ -53,7 +65,7 @@ def test_parts_merge_to_the_whole(extents):
 
 
 def test_nothing_merges_to_nothing():
-    found = merged(torch.stack([moments(torch.empty(2, 3, 0)).packed()] * 2))
+    found = merged(stacked([moments(torch.empty(2, 3, 0))] * 2))
     assert found.n == 0
     assert not found.mean.any()
     assert not found.m2.any()
@@ -72,19 +84,25 @@ def test_a_million_float32_values_keep_their_digits(memory_format, monkeypatch):
 @pytest.mark.parametrize("change", FORMATS.values(), ids=FORMATS)
 @given(shape=shapes)
 def test_sums_and_combination_of_gradient_and_input(change, shape):
-    x, grad = change(randn(*shape)), randn(*shape, seed=1)
+    x = dense(change(randn(*shape)))
+    grad = strided_like(randn(*shape, seed=1), x)
     mean, a, b, c = (randn(shape[1], seed=seed) for seed in (2, 3, 4, 5))
     per_channel = [v.view(1, -1, *(1 for _ in shape[2:])) for v in (mean, a, b, c)]
     over = [d for d in range(len(shape)) if d != 1]
     expected = torch.stack([grad.sum(over), (grad * (x - per_channel[0])).sum(over)])
     torch.testing.assert_close(gradient_sums(grad, x, mean), expected, rtol=1e-12, atol=1e-12)
     expected = per_channel[1] * grad + per_channel[2] * x + per_channel[3]
-    torch.testing.assert_close(combined(grad, x, a, b, c), expected, rtol=1e-12, atol=1e-12)
+    found = torch.empty_like(x)
+    combine(found, grad, x, a, b, c)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_narrow_values_are_combined_in_float32_and_rounded_once():
-    x, grad = (randn(2, 3, 40, seed=seed).bfloat16() for seed in (0, 1))
-    a, b, c = (randn(3, seed=seed).float() for seed in (3, 4, 5))
-    a3, b3, c3 = (v.view(1, 3, 1) for v in (a, b, c))
+@pytest.mark.parametrize("shape", [(2, 3, 40), (1, 30, 4), (1, 3, 40)])
+def test_narrow_values_are_combined_in_float32_and_rounded_once(shape):
+    x, grad = (randn(*shape, seed=seed).bfloat16() for seed in (0, 1))
+    a, b, c = (randn(shape[1], seed=seed).float() for seed in (3, 4, 5))
+    a3, b3, c3 = (v.view(1, -1, 1) for v in (a, b, c))
     expected = (c3 + b3 * x.float()) + a3 * grad.float()
-    torch.testing.assert_close(combined(grad, x, a, b, c), expected.bfloat16(), rtol=0, atol=0)
+    found = torch.empty_like(x)
+    combine(found, grad, x, a, b, c)
+    torch.testing.assert_close(found, expected.bfloat16(), rtol=0, atol=0)

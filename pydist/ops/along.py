@@ -1,0 +1,102 @@
+"""Calls along one dim: softmax over split dims as well, scans and sorts over whole ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.ops.dims import canonical, numpy_names
+from pydist.ops.empty import with_elements, without_added
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+
+def _softmax(x: ShardedTensor, dim: int | None, dtype: torch.dtype | None, log: bool) -> Any:
+    func = torch.log_softmax if log else torch.softmax
+    if dim is None:
+        raise refusal(func, (x,), {}, "give the dim")
+    d = canonical(dim, x.dim())
+    if x._layout.splits[d] is None:
+        return wrap(func(local_of(x), d, dtype=dtype), x._layout, x)
+    device = x.device.type
+    if dtype is None and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        dtype = torch.float32  # autocast's rule
+    result = dtype or x.dtype
+    if not result.is_floating_point:
+        raise RuntimeError(f"{func.__name__} of {result}: give a floating-point dtype")
+    inside = torch.float32 if result in (torch.bfloat16, torch.float16) else result
+    wide = x.to(inside)
+    shifted = wide - wide.detach().amax(d, keepdim=True)
+    weights = shifted.exp()
+    total = weights.sum(d, keepdim=True)
+    return (shifted - total.log() if log else weights / total).to(result)
+
+
+@implements(F.softmax, torch.softmax, torch.Tensor.softmax)
+@numpy_names
+def softmax(
+    input: ShardedTensor, dim: int | None = None, *given: Any, dtype: Any = None, **_: Any
+) -> Any:
+    """Softmax over a dim; over a split one the ranks exchange its maximum and its sum."""
+    return _softmax(input, dim, _dtype(given, dtype), log=False)
+
+
+@implements(F.log_softmax, torch.log_softmax, torch.Tensor.log_softmax)
+@numpy_names
+def log_softmax(
+    input: ShardedTensor, dim: int | None = None, *given: Any, dtype: Any = None, **_: Any
+) -> Any:
+    """Logarithm of the softmax."""
+    return _softmax(input, dim, _dtype(given, dtype), log=True)
+
+
+@implements(F.softmin)
+@numpy_names
+def softmin(
+    input: ShardedTensor, dim: int | None = None, *given: Any, dtype: Any = None, **_: Any
+) -> Any:
+    """Softmax of the negated values."""
+    return _softmax(-input, dim, _dtype(given, dtype), log=False)  # type: ignore[arg-type]
+
+
+def _dtype(given: tuple[Any, ...], dtype: torch.dtype | None) -> torch.dtype | None:
+    """A dtype given by position: behind F's `_stacklevel`, or right after the dim."""
+    return next((g for g in given if isinstance(g, torch.dtype)), dtype)
+
+
+def _keeps_the_shape(name: str, positional: tuple[str, ...] = ("dim",)) -> None:
+    """A call along one dim that has results of its input's extents in the others."""
+    func = getattr(torch, name)
+
+    @implements(func, getattr(torch.Tensor, name))
+    @numpy_names
+    def handler(input: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(positional, args, strict=False)) | kwargs
+        d = canonical(named.get("dim", -1), input.dim())
+        layout = input._layout
+        if layout.splits[d] is not None:
+            raise refusal(func, (input,), {}, f"dim {d} is split")
+        if any(isinstance(value, Tensor) for value in named.values()):
+            raise refusal(func, (input,), {}, "only numbers beside the tensor are possible")
+        local = local_of(input)
+        if input.numel():  # else all ranks are alike
+            local = with_elements(local)
+        return _wrapped(func(local, **named), input, d)
+
+
+def _wrapped(result: Any, x: ShardedTensor, d: int) -> Any:
+    if isinstance(result, Tensor):
+        shape = [result.shape[i] if i == d else n for i, n in enumerate(x.shape)]
+        layout = x._layout.replace(shape=shape)
+        return wrap(without_added(result, layout.local_shape), layout, x)
+    return type(result)([_wrapped(part, x, d) for part in result])
+
+
+for _name in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"):
+    _keeps_the_shape(_name)
+for _name in ("sort", "argsort"):
+    _keeps_the_shape(_name, ("dim", "descending"))
+_keeps_the_shape("topk", ("k", "dim", "largest", "sorted"))
+_keeps_the_shape("diff", ("n", "dim"))

@@ -1,0 +1,22 @@
+"""Norms of each voxel by itself: local response norm, over neighbouring channels."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+
+from pydist.ops.empty import with_elements, without_added
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+
+@implements(F.local_response_norm)
+def local_response_norm(
+    input: ShardedTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> ShardedTensor:
+    """Local response norm: by the squares of `size` neighbouring channels."""
+    layout = input._layout
+    if len(layout.shape) > 1 and layout.splits[1] is not None:
+        raise refusal(F.local_response_norm, (input,), {}, "the channels are split")
+    # It views [N, C, D, H, W] with the last dims as one, which other formats do not allow.
+    local = with_elements(local_of(input).contiguous())
+    normed = F.local_response_norm(local, size, alpha, beta, k)
+    return wrap(without_added(normed, layout.local_shape), layout, input)

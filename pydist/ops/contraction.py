@@ -1,0 +1,112 @@
+"""Sums of products over labelled dims: partial sums where a dim that is summed over is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist.comm.adjoints import sum_ranks
+from pydist.layout import Layout, Split
+from pydist.ops.redistribute import operand_in
+from pydist.tensor import ShardedTensor, refusal, wrap
+
+Labels = Sequence[str]
+"""A name for each dim of a tensor; dims of one name are of one extent, or of extent 1."""
+
+ATTENTION = "attention over split tokens is not supported: gather with full_tensor()"
+
+
+def contract(
+    func: Callable[..., Any],
+    operands: Sequence[Tensor],
+    labels: Sequence[Labels],
+    out: Labels,
+    local: Callable[..., Tensor],
+) -> Any:
+    """The products of all operands, summed over the labels that `out` does not name.
+
+    A label is split as the operand has it that holds most; the others are cut, or moved, to fit.
+    Ranks that split a summed label add their partial sums.
+
+    Args:
+        func: torch's call, for a refusal.
+        operands: sharded and plain tensors, at least one of them sharded.
+        labels: of each operand.
+        out: of the result.
+        local: computes it from tensors of the operands' dims.
+
+    Raises:
+        NotSupported: two labels of the result are split over the same ranks.
+    """
+    extents = _extents(func, operands, labels)
+    splits = _splits(func, operands, labels, out, extents)
+    like = next(o for o in operands if isinstance(o, ShardedTensor))
+    mesh = like.mesh
+    product = Layout(mesh, list(extents.values()), [splits.get(label) for label in extents])
+    parts = []
+    for operand, names in zip(operands, labels, strict=True):
+        shape = tuple(operand.shape)
+        pairs = zip(names, shape, strict=True)
+        cut = [splits.get(i) if n == extents[i] else None for i, n in pairs]
+        parts.append(operand_in(operand, Layout(mesh, shape, cut), product))
+    result = local(*parts)
+    axes = tuple(a for i, s in splits.items() if i not in out for a in s.axes)
+    if axes:
+        # Partial sums in half precision are rounded once, as one sum is.
+        exact = result.float() if result.dtype in (torch.bfloat16, torch.float16) else result
+        result = sum_ranks(exact, mesh, axes).to(result.dtype)
+    if not out:
+        return result  # a scalar is plain, as a loss has to be
+    layout = Layout(mesh, [extents[i] for i in out], [splits.get(i) for i in out])
+    return wrap(result, layout, like)
+
+
+def _extents(
+    func: Callable[..., Any], operands: Sequence[Tensor], labels: Sequence[Labels]
+) -> dict[str, int]:
+    extents: dict[str, int] = {}
+    for operand, names in zip(operands, labels, strict=True):
+        for label, n in zip(names, operand.shape, strict=True):
+            known = extents.setdefault(label, n)
+            if known == 1:
+                extents[label] = n
+            elif n not in (1, known):
+                shapes = " and ".join(str(tuple(o.shape)) for o in operands)
+                raise RuntimeError(f"{func.__name__}: the shapes {shapes} do not fit together")
+    return extents
+
+
+def _splits(
+    func: Callable[..., Any],
+    operands: Sequence[Tensor],
+    labels: Sequence[Labels],
+    out: Labels,
+    extents: dict[str, int],
+) -> dict[str, Split]:
+    """How every label is split; each mesh axis serves one of them."""
+    pairs = zip(operands, labels, strict=True)
+    sharded = [(o, names) for o, names in pairs if isinstance(o, ShardedTensor)]
+    sharded.sort(key=lambda pair: (-len(pair[0]._layout.split_dims), -pair[0].numel()))
+    chosen: dict[str, Split] = {}
+    taken: dict[str, tuple[str, Labels]] = {}
+    for operand, names in sharded:
+        for label, split in zip(names, operand._layout.splits, strict=True):
+            extent = extents[label]
+            if split is None or label in chosen or extent != split.partition.extent:
+                continue
+            if extent == 1 or any(names.count(label) > 1 for names in labels):
+                continue  # one element, or a diagonal: gathered
+            clash = [taken[a] for a in split.axes if a in taken]
+            if not clash:
+                chosen[label] = split
+                taken |= dict.fromkeys(split.axes, (label, names))
+            elif label in out and any(
+                other in out and other not in names and label not in theirs
+                for other, theirs in clash
+            ):
+                # Dims of two tensors that only the result has together, as queries and keys.
+                raise refusal(func, tuple(operands), {}, ATTENTION)
+    return chosen

@@ -1,0 +1,62 @@
+"""Random numbers that are a function of the seed, the training step, the module and the place."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist._loader import native
+from pydist.tensor import ShardedTensor, local_of, module_path, refusal
+
+# Forward passes whose draws are remembered, for activation checkpointing's second run.
+_REMEMBERED = 64
+
+
+def keyed_uniform(func: Callable[..., Any], x: ShardedTensor, dims: int | None = None) -> Tensor:
+    """Uniform numbers of [0, 1), fp32, for the places of this rank's shard of `x`.
+
+    Every split and every rerun draws the same for an element of the global batch; every call draws
+    anew.
+
+    Args:
+        func: the call that asks, for the refusal.
+        x: the tensor; its device is the result's.
+        dims: one number for each place in the first so many dims; `None` for all.
+    """
+    box, layout = x._layout.box, x._layout
+    lo, shape, extents = list(box.lo), list(layout.shape), list(local_of(x).shape)
+    if shape:
+        lo[0] += x._origin.first_sample
+        shape[0] += x._origin.first_sample
+    count = len(shape) if dims is None else dims
+    uniform = torch.empty(extents[:count], dtype=torch.float32)
+    native.keyed_uniform(uniform, _next_key(func, x), lo[:count], shape[:count])
+    return _expandable(uniform.to(x.device), extents)
+
+
+def _expandable(numbers: Tensor, extents: Sequence[int]) -> Tensor:
+    return numbers.view(*numbers.shape, *(1 for _ in range(len(extents) - numbers.dim())))
+
+
+def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int:
+    """The key of one draw: seed, step, module, and the how-manieth draw in that module."""
+    mesh, origin = x.mesh, x._origin
+    layer = module_path()
+    calls = mesh.draws.setdefault(origin.forward, {})
+    while len(mesh.draws) > _REMEMBERED:
+        mesh.draws.pop(next(iter(mesh.draws)))
+    if torch._C._current_graph_task_id() != -1:
+        # Inside backward: activation checkpointing runs the call again, and wants the same numbers.
+        if calls.get(layer) != 1:
+            why = "called more than once in this module under activation checkpointing"
+            raise refusal(func, (x,), {}, why)
+        number = 0
+    else:
+        number = calls.get(layer, 0)
+        calls[layer] = number + 1
+    text = f"{mesh.seed}/{origin.forward}/{layer}/{number}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

@@ -1,0 +1,76 @@
+"""Pixel and channel shuffles: channels that become voxels, on shards as they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from pydist.layout import Layout, Split
+from pydist.ops.redistribute import redistribute
+from pydist.partition import Partition
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+
+@implements(torch.pixel_shuffle)
+def pixel_shuffle(input: ShardedTensor, upscale_factor: int) -> ShardedTensor:
+    """[*, C r², H, W] to [*, C, H r, W r]; every point of H and W is multiplied by r.
+
+    Raises:
+        RuntimeError: as torch on the whole tensor.
+    """
+    return _rearranged(torch.pixel_shuffle, input, upscale_factor)
+
+
+@implements(torch.pixel_unshuffle)
+def pixel_unshuffle(input: ShardedTensor, downscale_factor: int) -> ShardedTensor:
+    """[*, C, H r, W r] to [*, C r², H, W]; cuts within a block of r move to its start.
+
+    Raises:
+        RuntimeError: as torch on the whole tensor.
+    """
+    return _rearranged(torch.pixel_unshuffle, input, downscale_factor)
+
+
+def _rearranged(function: Callable[..., Any], x: ShardedTensor, factor: int) -> ShardedTensor:
+    shape = function(torch.empty(x.shape, device="meta"), factor).shape
+    if x._layout.splits[-3] is not None:
+        raise refusal(function, (x,), {}, "the channels are split")
+    up = function is torch.pixel_shuffle
+    if not up:
+        x = redistribute(x, _in_blocks(x._layout, factor))
+    changes = {}
+    for dim in (x.dim() - 2, x.dim() - 1):
+        split = x._layout.splits[dim]
+        if split is not None:
+            points = [p * factor if up else p // factor for p in split.partition.points]
+            changes[dim] = Split(split.axes, Partition(points))
+    layout = x._layout.replace(shape, changes)
+    local = local_of(x)
+    # torch gives empty tensors, and empty gradients, back with the shape that they had.
+    local = function(local, factor) if local.numel() else local.reshape(layout.local_shape)
+    return wrap(local, layout, x)
+
+
+def _in_blocks(layout: Layout, factor: int) -> Layout:
+    """The layout with every point of the last two dims at a multiple of the factor."""
+    changes = {}
+    for dim in (len(layout.shape) - 2, len(layout.shape) - 1):
+        split = layout.splits[dim]
+        if split is not None:
+            points = [p - p % factor for p in split.partition.points]
+            changes[dim] = Split(split.axes, Partition(points))
+    return layout.replace(changes=changes)
+
+
+@implements(torch.channel_shuffle)
+def channel_shuffle(input: ShardedTensor, groups: int) -> ShardedTensor:
+    """Deals the channels (dim 1) out over groups.
+
+    Raises:
+        RuntimeError: as torch on the whole tensor.
+    """
+    if input._layout.splits[1] is not None:
+        raise refusal(torch.channel_shuffle, (input,), {}, "the channels are split")
+    return wrap(torch.channel_shuffle(local_of(input), groups), input._layout, input)

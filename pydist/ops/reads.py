@@ -1,0 +1,133 @@
+"""Calls whose outputs read inputs at other places: who reads what, and how it gets there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pydist.layout import Layout, Split
+from pydist.ops.formats import all_channels_last, is_channels_last
+from pydist.ops.gathering import BoxGatherer
+from pydist.partition import Box, Partition
+from pydist.tensor import ShardedTensor, local_of
+
+
+class Span(NamedTuple):
+    """The first and the last input that each output of a dim reads, in global indices.
+
+    Both are int64, of the extent of the result; outputs of rising index may read falling inputs.
+    """
+
+    first: Tensor
+    last: Tensor
+
+
+class Reads:
+    """The inputs that each rank's outputs read, and the exchange that brings them.
+
+    Args:
+        layout: of the input.
+        out: of the result, with as many dims.
+        spans: what is read along the dims in which an output reads another place than its own.
+
+    Attributes:
+        boxes: what each rank's outputs read, in global indices of the input.
+        box: this rank's of them, which `gather` returns.
+    """
+
+    def __init__(self, layout: Layout, out: Layout, spans: Mapping[int, Span]) -> None:
+        self.layout, self.out = layout, out
+        self.boxes = [
+            _needs(own, result, spans) for own, result in zip(layout.boxes, out.boxes, strict=True)
+        ]
+        self._stays = all(
+            need.empty or own.contains(need)
+            for own, need in zip(layout.boxes, self.boxes, strict=True)
+        )
+        self.box = self.boxes[layout.mesh.sample_index]
+        self._gatherer = BoxGatherer(layout, self.boxes)
+        self._channels_last: bool | None = None
+
+    def gather(self, x: ShardedTensor) -> Tensor:
+        """The inputs in `box`; exchanges nothing if no rank reads what it does not own."""
+        local = local_of(x)
+        if not self._stays:
+            return self._gatherer(local, self._is_channels_last(local))
+        own = self.layout.box
+        for dim, (lo, extent) in enumerate(zip(self.box.lo, self.box.shape, strict=True)):
+            if extent != own.shape[dim]:
+                local = local.narrow(dim, max(0, lo - own.lo[dim]) if extent else 0, extent)
+        return local
+
+    def _is_channels_last(self, local: Tensor) -> bool:
+        """Whether inputs travel in that order: the ranks agree the first time, and stay with it."""
+        if self._channels_last is None:
+            self._channels_last = all_channels_last(local, self.layout.mesh)
+        return self._channels_last
+
+    def local(self, dim: int, indices: Tensor) -> Tensor:
+        """Of what all outputs of a dim read: what this rank's do, as indices into `box`.
+
+        Args:
+            dim: the dim.
+            indices: int64 [..., extent of the result], global indices of the input.
+        """
+        return indices[..., self.out.box.lo[dim] : self.out.box.hi[dim]] - self.box.lo[dim]
+
+    def copies_all(self, dim: int, indices: Tensor) -> bool:
+        """Whether these indices, made by `local`, are those of `box`, one after the other."""
+        return indices.equal(torch.arange(self.box.shape[dim]))
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Where plans are made: what a call in inference mode has planned serves training too."""
+    with torch.inference_mode(False):
+        yield
+
+
+def _needs(own: Box, out: Box, spans: Mapping[int, Span]) -> Box:
+    lo, hi = list(own.lo), list(own.hi)
+    for dim, span in spans.items():
+        start, stop = out.lo[dim], out.hi[dim]
+        if start == stop:
+            hi[dim] = lo[dim]
+            continue
+        lo[dim] = int(span.first[start:stop].min())
+        hi[dim] = int(span.last[start:stop].max()) + 1
+    return Box(lo, hi)
+
+
+def moved_points(
+    layout: Layout, shape: Sequence[int], moved: Mapping[int, Sequence[int]]
+) -> Layout:
+    """A layout of another shape whose split dims are cut at other points.
+
+    Args:
+        layout: the layout to start from.
+        shape: the new global shape.
+        moved: inner and outer points by dim; those of dims that are whole are left out.
+    """
+    splits: dict[int, Split | None] = {}
+    for dim, points in moved.items():
+        split = layout.splits[dim]
+        if split is not None:
+            inner = [min(max(0, p), shape[dim]) for p in points[1:-1]]
+            splits[dim] = Split(split.axes, Partition([0, *inner, shape[dim]]))
+    return layout.replace(shape, splits)
+
+
+def select(x: Tensor, dim: int, indices: Tensor) -> Tensor:
+    """`x.index_select(dim, indices)`, which keeps channels-last memory."""
+    if not is_channels_last(x):
+        return x.index_select(dim, indices)
+    return x.movedim(1, -1).index_select(_behind(dim, x.dim()), indices).movedim(-1, 1)
+
+
+def _behind(dim: int, dims: int) -> int:
+    """Where a dim lies once the channels have gone to the end."""
+    return dims - 1 if dim == 1 else dim - (dim > 1)

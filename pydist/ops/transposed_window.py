@@ -1,0 +1,154 @@
+"""The geometry of transposed convolution: who computes which outputs from what.
+
+Input i contributes to the outputs i * stride - padding + k * dilation, 0 <= k < kernel. So the
+adjoint is the convolution of the same window, and what a rank needs, forward and backward, is what
+that convolution exchanges backward and forward (`WindowPlan`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from pydist.errors import UsageError
+from pydist.layout import Layout, Split
+from pydist.ops.windows import Window, WindowPlan
+from pydist.partition import Box, Partition
+
+
+class Piece(NamedTuple):
+    """A library call on an interval of inputs, along one dim, and where wanted outputs lie in it.
+
+    The call has at most `stride` - 1 of output padding.
+    """
+
+    padding: int
+    """Outputs that the call leaves out before and after."""
+    extent: int
+    """Outputs of the call."""
+    front: int
+    """Its outputs before those that are wanted."""
+
+
+@dataclass(frozen=True)
+class TransposedWindow:
+    """Attributes of a transposed convolution, one number a spatial dim each."""
+
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @cached_property
+    def spans(self) -> tuple[int, ...]:
+        """How many outputs lie between the first and the last that an input reaches, with both."""
+        return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
+
+    @cached_property
+    def adjoint(self) -> Window:
+        """The convolution that leads back; its last padding is narrower by the output padding."""
+        pads = zip(self.padding, self.output_padding, strict=True)
+        padding = tuple((p, p - extra) for p, extra in pads)
+        return Window(self.kernel, self.stride, self.dilation, padding)
+
+    def layout(self, source: Layout, channels: int) -> Layout:
+        """Where the outputs lie.
+
+        A part's outputs begin at its first input × stride, as far as that needs the fewest inputs
+        of both neighbours: none if the kernel is no larger than the stride. A convolution with the
+        same window leads back to the inputs' partition, so that a decoder meets its encoder's skip.
+
+        Raises:
+            UsageError: nothing is left of the outputs.
+        """
+        extents = [
+            (n - 1) * s - 2 * p + span + extra
+            for n, s, p, span, extra in zip(
+                source.shape[2:], self.stride, self.padding, self.spans, self.output_padding,
+                strict=True,
+            )
+        ]  # fmt: skip
+        if min(extents) < 1:
+            raise UsageError(
+                f"transposed convolution of extents {source.shape[2:]} with kernel {self.kernel}, "
+                f"stride {self.stride} and padding {self.padding} gives extents {tuple(extents)}"
+            )
+        splits = list(source.splits)
+        for dim, extent in enumerate(extents, start=2):
+            split = source.splits[dim]
+            if split is not None:
+                points = self._points(dim - 2, split.partition, extent)
+                splits[dim] = Split(split.axes, Partition(points))
+        return Layout(source.mesh, (source.shape[0], channels, *extents), splits)
+
+    def _points(self, dim: int, inputs: Partition, extent: int) -> list[int]:
+        stride, padding = self.stride[dim], self.padding[dim]
+        overlap = -(-max(0, self.spans[dim] - stride) // 2)
+        found = []
+        for point in inputs.points:
+            inner = min(max(0, point * stride - padding + overlap), extent)
+            found.append(0 if point == 0 else extent if point == inputs.extent else inner)
+        return found
+
+    def plan_adjoint(self, source: Layout, out: Layout) -> WindowPlan:
+        """The plan of the convolution that leads back, between the same two layouts."""
+        return WindowPlan(out, self.adjoint, source.shape[1], source)
+
+    def needs(self, out: Box, own: Box, extents: Sequence[int]) -> Box:
+        """The inputs that a library call needs for the outputs `out`; beyond the domain are zeros.
+
+        Args:
+            out: the outputs; without any nothing is needed.
+            own: the inputs of the rank that computes them.
+            extents: of the inputs.
+        """
+        lo, hi = list(own.lo), list(own.hi)
+        for dim, extent in enumerate(extents):
+            first, last = self._needs(dim, out.lo[dim + 2], out.hi[dim + 2], extent)
+            lo[dim + 2], hi[dim + 2] = first, first if out.empty else last
+        return Box(lo, hi)
+
+    def _needs(self, dim: int, out_lo: int, out_hi: int, extent: int) -> tuple[int, int]:
+        stride, span = self.stride[dim], self.spans[dim]
+        out_lo, out_hi = out_lo + self.padding[dim], out_hi + self.padding[dim]
+        # Where kernels leave gaps an input before the gap is needed for the call to begin there,
+        # and one so late that less than a stride is missing at the end.
+        lo = max(0, (out_lo - span) // stride + 1)
+        lo = min(lo, out_lo // stride, extent - 1)
+        hi = min(-(-out_hi // stride), extent)
+        return lo, max(hi, -(-(out_hi + 1 - span) // stride), lo + 1)
+
+    def pieces(self, source: Box, out: Box) -> list[Piece]:
+        """The library call on the inputs `source`, which hold those needed for `out`."""
+        return [
+            self._piece(dim, source.lo[dim + 2], source.hi[dim + 2], *ends)
+            for dim, ends in enumerate(zip(out.lo[2:], out.hi[2:], strict=True))
+        ]
+
+    def _piece(self, dim: int, lo: int, hi: int, out_lo: int, out_hi: int) -> Piece:
+        before, after = self._surplus(dim, lo, hi, out_lo, out_hi)
+        if 0 <= before - after < self.stride[dim]:
+            return Piece(before, out_hi - out_lo, 0)
+        padding = min(before, max(0, after))
+        front = before - padding
+        return Piece(padding, front + out_hi - out_lo + max(0, after - padding), front)
+
+    def _surplus(self, dim: int, lo: int, hi: int, out_lo: int, out_hi: int) -> tuple[int, int]:
+        """How many outputs an interval of inputs reaches before and after those wanted."""
+        stride, padding = self.stride[dim], self.padding[dim]
+        before = out_lo + padding - lo * stride
+        return before, (hi - 1) * stride + self.spans[dim] - padding - out_hi
+
+    def lines_up(self, own: Box, out: Box) -> bool:
+        """Whether one call on the shard gives each of the outputs its place."""
+        if own.empty or out.empty:
+            return False
+        for dim, stride in enumerate(self.stride):
+            ends = own.lo[dim + 2], own.hi[dim + 2], out.lo[dim + 2], out.hi[dim + 2]
+            before, after = self._surplus(dim, *ends)
+            if before < 0 or not 0 <= before - after < stride:
+                return False
+        return True

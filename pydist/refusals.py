@@ -1,0 +1,137 @@
+"""What a refused call says: its name, where it was made, and a way on."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pydist.errors import NotSupported
+
+# Frames of these are never where a user would look: the call came through them.
+_INSIDE = tuple(str(Path(file).parent) + "/" for file in (__file__, torch.__file__))
+
+_WAY_ON = """
+compute it on the whole tensor, with x.full_tensor() in place of x, or register a handler:
+    @pydist.tensor.implements({name})
+    def handler(x, *args, **kwargs):
+        return {name}(x.full_tensor(), *args, **kwargs)"""
+
+
+def refusal(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str = ""
+) -> NotSupported:
+    """The error for a call without an exact form: name, module, source line, a way on.
+
+    Args:
+        func: what torch handed on.
+        args: of the call; the shapes of its tensors are named.
+        kwargs: likewise.
+        why: the reason, where there is a handler; empty where there is none.
+    """
+    name = name_of(func)
+    module = module_path()
+    source = source_line()
+    shapes = [list(t.shape) for t in _tensors((*args, *kwargs.values()))]
+    return NotSupported(
+        f"{name} on a sharded tensor"
+        f"{f' in module {module}' if module else ''}{f' at {source}' if source else ''} "
+        f"(shapes {shapes}) {f'has no exact form here: {why}' if why else 'has no handler'}; "
+        + _way_on(name)
+    )
+
+
+def _way_on(name: str) -> str:
+    if name == "aten::detach":
+        return (
+            "take the inner one of nested checkpoints away, or whatever copies the wrapper itself"
+        )
+    if "::" in name or name == "torch._make_dual":
+        return (
+            "torch.func, torch.vmap, forward-mode differentiation and torch.tensor(x) go around "
+            "torch's overrides; compute them on x.full_tensor()"
+        )
+    return _WAY_ON.strip().format(name=name)
+
+
+def misfit(
+    handler: Callable[..., Any],
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    error: TypeError,
+) -> str | None:
+    """Why a `TypeError` of a handler is a refusal: arguments it does not know, or an operator.
+
+    Python turns a `TypeError` inside of an operator into "unsupported operand", without a reason.
+    """
+    try:
+        inspect.signature(handler).bind(*args, **kwargs)
+    except TypeError as misfit:
+        return f"its handler: {misfit}"
+    is_operator = func.__name__.startswith("__") or hasattr(func, "__wrapped__")
+    return str(error) if is_operator else None
+
+
+def name_of(func: Callable[..., Any]) -> str:
+    """The name under which users call a function that torch handed on."""
+    name = getattr(func, "__qualname__", None) or str(func)
+    owner = getattr(func, "__self__", None)
+    if name.startswith(("getset_descriptor", "method-wrapper")):
+        return f"torch.Tensor.{getattr(owner, '__name__', 'attribute')}.{func.__name__}"
+    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return func.name() if isinstance(func, torch._ops.OpOverload) else func._qualified_op_name
+    name = name.removeprefix("_VariableFunctionsClass.").replace("TensorBase.", "Tensor.")
+    name = name.removeprefix("_wrap_type_error_to_not_implemented.<locals>.")
+    if "<locals>" in name:
+        name = func.__name__
+    home = getattr(func, "__module__", None) or "torch"
+    if home in ("torch._tensor", "torch._C", "torch.functional", "torch._VF"):
+        home = "torch"
+    if home == "torch._C._nn":
+        home = "torch.nn.functional"
+    if home.startswith("torch._C._"):
+        area = home.removeprefix("torch._C._")
+        return f"torch.{area}.{name.removeprefix(f'{area}_')}"
+    return f"{home}.{name}"
+
+
+def module_path() -> str:
+    """The path of the innermost parallelized module that is being called, "" outside of one."""
+    for frame in _frames():
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            path = module.__dict__.get("_pydist_path")
+            if path is not None:
+                return str(path)
+    return ""
+
+
+def source_line() -> str:
+    """The innermost line outside torch and pydist, as file:line; "" where there is none."""
+    for frame in _frames():
+        file = frame.f_code.co_filename
+        if not file.startswith((*_INSIDE, "<")):
+            return f"{file}:{frame.f_lineno}"
+    return ""
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)

@@ -1,0 +1,94 @@
+"""What lies beneath the wrapper of a shard: torch's own calls on it, and guards of its gradient.
+
+A wrapper has the global shape and no storage, and is no node of the graph, which lives on shards.
+What would make it one is refused here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist.errors import NotSupported
+
+_T: Any = Tensor  # the type stubs know values where the class has descriptors
+GET_DTYPE = _T.dtype.__get__
+GET_DEVICE = _T.device.__get__
+GET_REQUIRES_GRAD = _T.requires_grad.__get__
+_GET_GRAD_FN = _T.grad_fn.__get__
+_SET_HOOKS = _T._backward_hooks.__set__
+
+
+def of_wrapper(func: Callable[..., Any], *args: Any) -> Any:
+    """A torch call on the wrapper itself, which knows the global shape, the dtype and the like."""
+    return torch._C._disabled_torch_function_impl(func, (), args)  # type: ignore[call-arg]
+
+
+def refuse_foreign_graph(x: Tensor) -> None:
+    """Stops where a wrapper has become a node of the graph.
+
+    Raises:
+        NotSupported: an `autograd.Function` was applied to it.
+    """
+    node = of_wrapper(_GET_GRAD_FN, x)
+    if node is not None:
+        if node.name() == "CheckpointFunctionBackward":
+            raise NotSupported(
+                "CheckpointFunctionBackward: reentrant checkpointing hides the graph of shards; "
+                "call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        raise NotSupported(
+            f"{node.name()} was applied to a sharded tensor itself, so its backward would be "
+            "skipped: autograd.Function bypasses torch's overrides; apply it to x.to_local() and "
+            "wrap the result with ShardedTensor.from_local"
+        )
+
+
+def _tripwire(_: Tensor) -> Tensor:
+    raise NotSupported(
+        "a gradient arrived at a ShardedTensor itself instead of its shard: an autograd.Function "
+        "was applied to a sharded tensor; apply it to x.to_local()"
+    )
+
+
+# One for all wrappers: registering a hook on each takes longer than making the wrapper.
+_TRIPWIRES = OrderedDict({0: _tripwire})
+
+
+def set_tripwire(wrapper: Tensor) -> None:
+    """Lets a gradient that arrives at the wrapper raise."""
+    of_wrapper(_SET_HOOKS, wrapper, _TRIPWIRES)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor itself of a subclass that only adds to torch.Tensor, as MONAI's MetaTensor does.
+
+    Raises:
+        NotSupported: the subclass has no storage of its own.
+    """
+    kind = type(tensor)
+    if kind is Tensor:
+        return tensor
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise NotSupported(
+            f"a {kind.__module__}.{kind.__name__} where a plain tensor is cut over the ranks: "
+            "give its values as a plain tensor"
+        )
+    if kind.__torch_function__ is torch._C._disabled_torch_function_impl:
+        return tensor  # a parameter or a buffer
+    return tensor.as_subclass(Tensor)
+
+
+def plain_operands(value: Any, kept: type) -> Any:
+    """Arguments of a call, with subclasses other than `kept` as the plain tensors that they are."""
+    if isinstance(value, Tensor):
+        return value if type(value) is kept else plain(value)
+    if isinstance(value, dict):
+        return {name: plain_operands(each, kept) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(plain_operands(each, kept) for each in value)
+    return value

@@ -1,0 +1,91 @@
+"""Metrics of torchmetrics, updated with sharded predictions or with their full tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence import layout_at, on_ranks, randint, randn, shard
+from vision import declare_missing_operators
+
+from pydist import ShardedTensor
+from pydist.errors import NotSupported
+
+declare_missing_operators()  # torchmetrics imports torchvision where there is one
+pytest.importorskip("torchmetrics")
+
+from torchmetrics import (  # noqa: E402
+    MeanMetric,
+    classification,
+    image,
+    regression,
+    segmentation,
+)
+
+SHAPE = (2, 3, 6, 5, 4)
+POINTS = [[0, 2, 6], [0, 1, 5], [0, 0, 4]]
+X, Y = randn(*SHAPE), randn(*SHAPE, seed=3)
+LABELS = randint(3, 2, 6, 5, 4, seed=2)
+
+
+def _classes(x):
+    return x.softmax(1), LABELS
+
+
+def _binary(x):
+    return x[:, 0].sigmoid(), (LABELS > 0).long()
+
+
+def _labels(x):
+    return x.argmax(1), LABELS
+
+
+def _values(x):
+    return x, Y
+
+
+METRICS = {
+    "accuracy": (lambda: classification.MulticlassAccuracy(3), _classes),
+    "F1": (lambda: classification.MulticlassF1Score(3, average="micro"), _classes),
+    "Jaccard": (lambda: classification.MulticlassJaccardIndex(3), _classes),
+    "confusion": (lambda: classification.MulticlassConfusionMatrix(3), _classes),
+    "binned AUROC": (lambda: classification.MulticlassAUROC(3, thresholds=5), _classes),
+    "binary F1": (classification.BinaryF1Score, _binary),
+    "mse": (regression.MeanSquaredError, _values),
+    "mae": (regression.MeanAbsoluteError, _values),
+    "R2": (regression.R2Score, lambda x: (x.flatten(), Y.flatten())),
+    "mean": (MeanMetric, lambda x: (x,)),
+    "Dice": (lambda: segmentation.DiceScore(3, input_format="index"), _labels),
+    "mean IoU": (lambda: segmentation.MeanIoU(3, input_format="index"), _labels),
+    "PSNR": (lambda: image.PeakSignalNoiseRatio(data_range=2.0), _values),
+}
+WAYS = {"sharded": lambda x: x, "full_tensor": lambda x: x.full_tensor()}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize(("make", "inputs"), METRICS.values(), ids=METRICS)
+def test_after_two_updates(make, inputs, way):
+    def value(x):
+        metric = make()
+        for sign in (1, -1):
+            metric.update(*inputs(sign * x))
+        found = metric.compute()
+        return found.full_tensor() if isinstance(found, ShardedTensor) else found
+
+    def body(mesh):
+        return value(way(shard(X, layout_at(mesh, SHAPE, POINTS)).detach()))
+
+    for found in on_ranks((2, 2, 2), body):
+        torch.testing.assert_close(found, value(X), rtol=1e-5, atol=1e-7)
+
+
+def test_curves_of_single_values_need_the_full_tensor():
+    """They sort all values."""
+
+    def body(mesh):
+        x = shard(X, layout_at(mesh, SHAPE, POINTS)).detach()
+        metric = classification.BinaryAveragePrecision()
+        metric.update(*_binary(x))
+        with pytest.raises(NotSupported, match="full_tensor"):
+            metric.compute()
+
+    on_ranks((2, 2, 2), body)

@@ -1,0 +1,75 @@
+"""Calls along one dim."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import check_function, layout_at, on_ranks, randn, shard
+
+from pydist.errors import NotSupported
+
+SHAPE = (2, 3, 5, 4, 3)
+POINTS = {
+    "2x1x1": [[0, 2, 5], None, None],
+    "2x2x2, half of them empty": [[0, 2, 5], [0, 1, 4], [0, 0, 3]],
+    "1x3x2": [None, [0, 1, 3, 4], [0, 2, 3]],
+}
+CALLS = {
+    "F.softmax": lambda x: F.softmax(x, 1),
+    "by keyword": lambda x: F.softmax(x, dim=1),
+    "method": lambda x: x.softmax(dim=1),
+    "torch.softmax": lambda x: torch.softmax(x, -4),
+    "log_softmax": lambda x: F.log_softmax(x, dim=1),
+    "of a dtype": lambda x: torch.log_softmax(x.float().double(), 1, dtype=torch.float64),
+    "softmax over split dims": lambda x: F.softmax(x, 2) * x.softmax(-1),
+    "log_softmax over split dims": lambda x: F.log_softmax(x * 100, 2) * x.log_softmax(axis=3),
+    "softmin": lambda x: F.softmin(x, 2),
+    "cumsum": lambda x: x.cumsum(1) * torch.cumsum(x, dim=0),
+    "cumprod": lambda x: x.cumprod(dim=1),
+    "cummax": lambda x: torch.cummax(x, 1).values,
+    "logcumsumexp": lambda x: x.logcumsumexp(1),
+    "sort": lambda x: torch.sort(x, 1, descending=True)[0] * x.sort(dim=0).values,
+    "argsort": lambda x: x.argsort(1) * x,
+    "topk": lambda x: x.topk(2, 1).values * torch.topk(x, 1, dim=0, largest=False)[0].sum(),
+    "cumsum of nothing": lambda x: x[:, :0].cumsum(1).sum() + x,
+    "diff": lambda x: x.diff(dim=1) * torch.diff(x, 2, 1).sum(),
+}
+
+
+@pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_to_second_order(call, points):
+    check_function(call, randn(*SHAPE), (), points, second_order=True)
+
+
+def test_softmax_of_half_precision_over_a_split_dim():
+    x = randn(2, 40).bfloat16()
+    whole = x.softmax(1)
+
+    def body(mesh):
+        y = shard(x, layout_at(mesh, (2, 40), [[0, 7, 40]])).softmax(1)
+        assert y.dtype == whole.dtype
+        assert (y.full_tensor() - whole).abs().max() <= whole.max() * 2**-8
+        with torch.autocast("cpu", torch.bfloat16):
+            assert y.softmax(1).dtype == whole.float().dtype
+
+    on_ranks((2, 1, 1), body)
+
+
+REFUSED = {
+    "without dim": (F.softmax, "give the dim"),
+    "cumsum over a split dim": (lambda x: x.cumsum(2), "dim 2 is split"),
+    "sort over a split dim": (lambda x: x.sort(2), "dim 2 is split"),
+    "topk over the last dim": (lambda x: x.transpose(2, 4).topk(1), "dim 4 is split"),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED)
+def test_refusals(call, message):
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS["2x1x1"]))
+        with pytest.raises(NotSupported, match=message):
+            call(x)
+
+    on_ranks((2, 1, 1), body)

@@ -1,0 +1,140 @@
+"""In place on a plain tensor with sharded arguments: the object becomes a sharded one."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+
+import pytest
+import torch
+from equivalence import check_function, layout_at, on_ranks, randint, randn, shard
+from torch import nn
+
+from pydist import ShardedTensor
+from pydist.errors import NotSupported
+
+SHAPE = (2, 3, 5, 4, 3)
+POINTS = [[0, 2, 5], [0, 1, 4], [0, 0, 3]]
+
+
+def _sum(plain, x):
+    plain.add_(x)
+    plain.mul_(2)
+    return plain + x
+
+
+CALLS = {
+    "add_": lambda x: torch.zeros(SHAPE).double().add_(x),
+    "+=": lambda x: operator.iadd(torch.ones(SHAPE).double(), x),
+    "twice": lambda x: _sum(torch.ones(SHAPE).double(), x),
+    "copy_": lambda x: torch.empty(SHAPE).double().copy_(x * x),
+    "mul_ by a slice": lambda x: torch.ones(SHAPE).double().mul_(x.mean((2, 3), keepdim=True)),
+    "masked_fill_": lambda x: torch.ones(SHAPE).double().masked_fill_(x > 0, 3.0) * x,
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_as_on_the_whole(call):
+    check_function(call, randn(*SHAPE), (), POINTS)
+
+
+def test_of_a_plain_tensor_with_a_gradient():
+    check_function(lambda x, p: (p * 2).add_(x * x) * p, randn(*SHAPE), [randn(*SHAPE)], POINTS)
+
+
+def test_the_object_is_the_same_for_all_who_hold_it():
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS))
+        total = torch.zeros(SHAPE).double()
+        held = [total]
+        identity = id(total)
+        total += x
+        assert isinstance(held[0], ShardedTensor)
+        assert id(total) == identity
+        assert torch.equal(held[0].full_tensor(), randn(*SHAPE))
+        total.sum().backward()
+        assert torch.equal(x.grad.full_tensor(), torch.ones(SHAPE).double())
+
+    on_ranks((2, 2, 2), body)
+
+
+def _viewed():
+    plain = torch.zeros(SHAPE).double()
+    return plain, plain[0]
+
+
+def _weakly():
+    plain = torch.zeros(SHAPE).double()
+    return plain, weakref.ref(plain)
+
+
+REFUSED = {
+    "a view": (lambda: (torch.zeros(SHAPE).double()[:], None), "a view of another"),
+    "with views": (_viewed, "there are views"),
+    "with weak references": (_weakly, "weak references"),
+    "a parameter": (lambda: (nn.Parameter(torch.zeros(SHAPE).double()), None), "a Parameter"),
+    "a leaf": (lambda: (torch.zeros(SHAPE).double().requires_grad_(), None), "a leaf"),
+}
+
+
+@pytest.mark.parametrize(("make", "why"), REFUSED.values(), ids=REFUSED)
+def test_refused_where_others_see_the_memory(make, why):
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS))
+        plain, other = make()
+        with pytest.raises(NotSupported, match=why):
+            plain.add_(x)
+        assert not isinstance(plain, ShardedTensor)
+        assert not plain.any()
+        del other
+
+    on_ranks((2, 2, 2), body)
+
+
+def test_a_shape_that_would_grow_is_torchs_error():
+    def body(mesh):
+        x = shard(randn(*SHAPE), layout_at(mesh, SHAPE, POINTS))
+        with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+            torch.zeros(3).double().add_(x)
+
+    on_ranks((2, 2, 2), body)
+
+
+def _one_hot(labels):
+    plain = torch.zeros((2, 4, 5, 4, 3))
+    return plain.scatter_(dim=1, index=labels.long(), value=1)
+
+
+LABELS = randint(4, 2, 1, 5, 4, 3)
+SCATTERS = {
+    "one-hot as MONAI makes it": _one_hot,
+    "scatter": lambda x: torch.zeros(2, 4, 5, 4, 3).scatter(1, x, 2.0),
+    "into a sharded one": lambda x: x.scatter(1, x * 0, x + 1),
+    "add": lambda x: torch.zeros(2, 4, 5, 4, 3).scatter_add(1, x, x * 0.5),
+    "F.one_hot": lambda x: nn.functional.one_hot(x, 5),
+    "F.one_hot by itself": nn.functional.one_hot,
+    "bincount": lambda x: torch.bincount(x.flatten(), minlength=3),
+    "bincount of weights": lambda x: torch.bincount(x[0, 0, :, 0, 0], torch.arange(5.0)),
+    "isin": lambda x: torch.isin(x, torch.tensor([1, 3])),
+}
+
+
+@pytest.mark.parametrize("call", SCATTERS.values(), ids=SCATTERS)
+def test_labels(call):
+    check_function(call, LABELS, (), POINTS)
+
+
+def test_the_gradient_of_a_scatter():
+    check_function(
+        lambda x, p: (p * 1).scatter_(1, (x > 0).long()[:, :1], x[:, 1:2] * x[:, :1]),
+        randn(*SHAPE), [randn(*SHAPE, seed=1)], POINTS, second_order=True,
+    )  # fmt: skip
+
+
+def test_scatter_along_a_split_dim_is_refused():
+    def body(mesh):
+        x = shard(LABELS, layout_at(mesh, LABELS.shape, POINTS))
+        with pytest.raises(NotSupported, match="dim 2 is split"):
+            torch.zeros(2, 1, 5, 4, 3).scatter_(2, x, 1.0)
+
+    on_ranks((2, 2, 2), body)
