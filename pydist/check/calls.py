@@ -1,0 +1,150 @@
+"""The calls that a network makes on sharded tensors, and what each of them exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_any, tree_map
+
+from pydist.comm.exchanger import Exchanger
+from pydist.errors import NotSupported
+from pydist.layout import Layout, layout_for_sample
+from pydist.mesh import SPATIAL_AXES, Mesh
+from pydist.ops.redistribute import shard_of_plain
+from pydist.refusals import module_path, name_of
+from pydist.tensor import ShardedTensor
+
+# Asked for, not computed.
+_QUESTIONS = frozenset(
+    "is_floating_point is_complex numel nelement is_contiguous stride storage_offset element_size "
+    "is_pinned is_cuda has_names get_device type_as".split()
+)
+
+
+@dataclass
+class Call:
+    """One call on sharded tensors.
+
+    Attributes:
+        name: of the function, as users write it.
+        module: path of the module that made it.
+        halo: the widest slabs received before and after the own block, by dim of the input.
+        moved: elements that this rank received, halo or otherwise.
+        is_global: whether numbers were reduced over ranks.
+        refusal: why it has no exact form; then it was computed on whole tensors.
+    """
+
+    name: str
+    module: str
+    halo: dict[int, tuple[int, int]]
+    moved: int = 0
+    is_global: bool = False
+    refusal: str = ""
+
+
+class CallRecorder(TorchFunctionMode):
+    """Records the calls on sharded tensors of this thread; refused ones are computed whole.
+
+    Args:
+        mesh: whose exchanges are attributed to them.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self._mesh = mesh
+        self._now: Call | None = None
+
+    def __enter__(self) -> CallRecorder:
+        for transport in self._transports():
+            transport.watcher = self._note
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for transport in self._transports():
+            transport.watcher = None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not tree_any(_is_sharded, (args, kwargs)) or _is_question(func):
+            return func(*args, **kwargs)
+        self._now = Call(name_of(func), module_path(), {})
+        self.calls.append(self._now)
+        try:
+            return func(*args, **kwargs)
+        except NotSupported as error:
+            self._now.refusal = str(error)
+        finally:
+            self._now = None
+        return self._on_whole(func, args, kwargs)
+
+    def _on_whole(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The call on whole tensors; a result that looks like a sample is cut again."""
+        like = next(x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_sharded(x))
+        args, kwargs = tree_map(_whole, args), tree_map(_whole, kwargs)
+        result = func(*args, **kwargs)
+
+        def cut(x: Any) -> Any:
+            looks_like = isinstance(x, Tensor) and x.dim() == like.dim() >= 3
+            if not looks_like or not x.is_floating_point():
+                return x
+            layout = sample_layout(self._mesh, x.shape)
+            return ShardedTensor(shard_of_plain(x, layout), layout, like._origin)
+
+        return tree_map(cut, result)
+
+    def _transports(self) -> list[Any]:
+        return list({id(t): t for t in self._mesh._groups.values()}.values())
+
+    def _note(self, moved: Exchanger | Tensor) -> None:
+        call = self._now
+        if call is None:
+            return
+        if isinstance(moved, Tensor):
+            # Ranks also agree on plans, by integers.
+            call.is_global |= moved.is_floating_point()
+            return
+        call.moved += sum(message.elements for message in moved.plan.recvs)
+        own = moved.owned
+        if own.empty:
+            return
+        for transfer in (t for message in moved.plan.recvs for t in message.transfers):
+            box = transfer.target
+            for dim, (lo, hi) in enumerate(zip(box.lo, box.hi, strict=True)):
+                before, after = own.lo[dim] - lo, hi - own.hi[dim]
+                if before > 0 or after > 0:
+                    known = call.halo.get(dim, (0, 0))
+                    call.halo[dim] = max(known[0], before), max(known[1], after)
+
+
+def sample_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
+    """[N, C, ...] with its spatial dims over depth, height and width, as many as there are."""
+    return layout_for_sample(mesh, shape, dict(enumerate(SPATIAL_AXES[: len(shape) - 2], 2)))
+
+
+def _is_sharded(x: Any) -> bool:
+    return isinstance(x, ShardedTensor)
+
+
+def _whole(x: Any) -> Any:
+    return x.full_tensor() if isinstance(x, ShardedTensor) else x
+
+
+def _is_question(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return name in ("__get__", "__set__") or name in _QUESTIONS

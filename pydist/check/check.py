@@ -1,0 +1,136 @@
+"""`check`: a network split over ranks-as-threads against the same network whole."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from pydist.check.compare import Differences, SplitRun, WholeRun
+from pydist.check.report import Report
+from pydist.comm import run_local
+from pydist.comm.transport import Transport
+from pydist.errors import UsageError
+from pydist.mesh import Mesh
+
+_FLOORS = {torch.float64: 1e-12, torch.float32: 1e-6}
+"""Never asked for less than that."""
+_NOISE = 4.0
+"""How many times as far as one device is from float64 (or from itself, with noise in the last bit)
+a split run may be."""
+
+_Dropout = nn.modules.dropout._DropoutNd
+
+
+def check(
+    factory: Callable[[], nn.Module],
+    sample: Sequence[int],
+    spatial: Sequence[int] = (2, 1, 1),
+    *,
+    batch: int = 2,
+    dtype: torch.dtype = torch.float64,
+    train: bool = True,
+    tolerance: float | None = None,
+    seed: int = 0,
+    timeout: float = 3600.0,
+) -> Report:
+    """Runs forward and backward of a network split and whole, and compares every layer.
+
+    Ranks are threads of this process: nothing has to be launched. Every activation is kept once in
+    float64, so the sample should be as small as the network allows.
+
+    Args:
+        factory: makes the network.
+        sample: shape of one sample: channels, then one to three spatial dims.
+        spatial: how often depth, height and width are split (the sample's spatial dims in order).
+        batch: samples.
+        dtype: torch.float64, or torch.float32: then the split run may be four times as far from
+            float64 as the whole one.
+        train: in training mode, with dropout off; else in evaluation mode.
+        tolerance: largest difference, relative to the largest value of the tensor; by default
+            float64: max(1e-12, 4 × what noise in the last bit does), float32 as above.
+        seed: of the sample.
+        timeout: seconds after which ranks that wait for each other are given up.
+
+    Returns:
+        What was called and how far the layers are apart; `report.ok` is the verdict.
+
+    Raises:
+        UsageError: sample, split or dtype make no sense.
+        PydistError: a rank failed.
+    """
+    _check_arguments(sample, spatial, batch, dtype)
+    model = copy.deepcopy(factory()).to(dtype).train(train)
+    off = [path for path, m in model.named_modules() if isinstance(m, _Dropout) and m.p > 0]
+    for path in off:
+        model.get_submodule(path).eval()
+    x = torch.randn(batch, *sample, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    spatial = (*spatial, *([1] * (3 - len(spatial))))
+    whole = WholeRun(model, x)
+    scale = whole.differences(*(_jittered(model, x) if dtype == torch.float64 else (model, x)))
+
+    def rank(transport: Transport) -> SplitRun:
+        return whole.split_differences(model, x, Mesh(transport, 1, tuple(spatial)))
+
+    runs = run_local(rank, math.prod(spatial), timeout=timeout)
+    found, calls = Differences(), [run.calls for run in runs]
+    for run in runs:
+        found.join(run.differences)
+    kinds = {path: type(m).__name__ for path, m in model.named_modules()}
+    return Report(
+        sample=tuple(sample), spatial=tuple(spatial), batch=batch, dtype=dtype,
+        found=found, bounds=_bounds(found, scale, dtype, tolerance),
+        calls=calls, kinds=kinds, dropout_off=off if train else [],
+    )  # fmt: skip
+
+
+def _check_arguments(
+    sample: Sequence[int], spatial: Sequence[int], batch: int, dtype: torch.dtype
+) -> None:
+    if not 2 <= len(sample) <= 4 or any(n < 1 for n in (*sample, batch)):
+        raise UsageError(
+            f"sample={tuple(sample)}, batch={batch}: expected channels and one to three extents, "
+            "all at least 1"
+        )
+    if not 1 <= len(spatial) < len(sample) or any(n < 1 for n in spatial):
+        raise UsageError(
+            f"spatial={tuple(spatial)}: expected at most {len(sample) - 1} counts of at least 1, "
+            "one for each spatial dim of the sample"
+        )
+    if dtype not in _FLOORS:
+        raise UsageError(f"dtype {dtype}: possible are torch.float64 and torch.float32")
+
+
+def _jittered(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    """Network and sample with noise of one unit in the last place."""
+    noisy = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(7)
+
+    def jitter(t: Tensor) -> Tensor:
+        sign = torch.randint(0, 2, t.shape, generator=generator) * 2 - 1
+        return t * (1 + torch.finfo(t.dtype).eps * sign.to(t.dtype))
+
+    with torch.no_grad():
+        for p in noisy.parameters():
+            p.copy_(jitter(p))
+        return noisy, jitter(x)
+
+
+def _bounds(
+    found: Differences, scale: Differences, dtype: torch.dtype, tolerance: float | None
+) -> Differences:
+    floor = _FLOORS[dtype]
+
+    def bound(names: dict[str, float], noise: dict[str, float]) -> dict[str, float]:
+        if tolerance is not None:
+            return dict.fromkeys(names, tolerance)
+        return {name: max(floor, _NOISE * noise.get(name, 0.0)) for name in names}
+
+    return Differences(
+        bound(found.outputs, scale.outputs),
+        bound(found.gradients, scale.gradients),
+        bound(found.buffers, scale.buffers),
+    )

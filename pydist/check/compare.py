@@ -1,0 +1,193 @@
+"""Runs a network whole and split, and takes the difference of every layer and gradient."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pydist.check.calls import Call, CallRecorder, sample_layout
+from pydist.mesh import Mesh
+from pydist.ops.redistribute import shard_of_plain
+from pydist.parallel import parallelize
+from pydist.tensor import ShardedTensor
+
+INPUT = "input"
+"""The name under which the gradient with respect to the sample is listed."""
+
+
+@dataclass
+class Differences:
+    """Largest differences, relative to the largest value of the tensor that is compared with.
+
+    Attributes:
+        outputs: by module path, over all calls of the module and all tensors that it returns.
+        gradients: by parameter name, and of the input.
+        buffers: by name.
+    """
+
+    outputs: dict[str, float] = field(default_factory=dict)
+    gradients: dict[str, float] = field(default_factory=dict)
+    buffers: dict[str, float] = field(default_factory=dict)
+
+    def join(self, other: Differences) -> None:
+        """Keeps the larger of each."""
+        for mine, theirs in self._pairs(other):
+            for name, value in theirs.items():
+                mine[name] = _larger(mine.get(name, 0.0), value)
+
+    def _pairs(self, other: Differences) -> list[tuple[dict[str, float], dict[str, float]]]:
+        return [
+            (self.outputs, other.outputs),
+            (self.gradients, other.gradients),
+            (self.buffers, other.buffers),
+        ]
+
+
+class WholeRun:
+    """Forward and backward on one device in float64; keeps what others are compared with.
+
+    Args:
+        model: the network; it is copied.
+        x: the samples [N, C, ...].
+    """
+
+    def __init__(self, model: nn.Module, x: Tensor) -> None:
+        self.x = x.detach().double()
+        self._outputs: dict[tuple[str, int, int], Tensor] = {}
+        self._grads: dict[str, Tensor] = {}
+        net = copy.deepcopy(model).double()
+
+        def keep(path: str, call: int, number: int, value: Tensor) -> None:
+            # A copy: what comes next may work in place.
+            self._outputs[path, call, number] = value.detach().clone()
+
+        leaf = self.x.clone().requires_grad_()
+        with _watching(net, keep):
+            loss_of(net(leaf)).backward()
+        self._grads = _gradients(net, leaf)
+        self._buffers = _buffers(net)
+
+    def differences(self, model: nn.Module, x: Tensor) -> Differences:
+        """Of another run on one device."""
+        net, found = copy.deepcopy(model), Differences()
+        leaf = x.detach().clone().requires_grad_()
+        with _watching(net, partial(self._compare, found)):
+            loss_of(net(leaf)).backward()
+        self._finish(found, _gradients(net, leaf), net)
+        return found
+
+    def split_differences(self, model: nn.Module, x: Tensor, mesh: Mesh) -> SplitRun:
+        """Of a run on a mesh; collective. What this rank finds of its own blocks."""
+        net, found = parallelize(copy.deepcopy(model), mesh), Differences()
+        layout = sample_layout(mesh, x.shape)
+        local = shard_of_plain(x.detach(), layout).clone().requires_grad_()
+        leaf = ShardedTensor.from_local(local, layout)
+        with CallRecorder(mesh) as recorder, _watching(net, partial(self._compare, found)):
+            loss = loss_of(net(leaf))
+        loss.backward()
+        self._finish(found, _gradients(net, leaf), net)
+        return SplitRun(found, recorder.calls)
+
+    def _compare(
+        self, found: Differences, path: str, call: int, number: int, value: Tensor
+    ) -> None:
+        expected = self._outputs.get((path, call, number))
+        worst = found.outputs.get(path, 0.0)
+        here = math.nan if expected is None else difference(value, expected)
+        found.outputs[path] = _larger(worst, here)
+
+    def _finish(self, found: Differences, grads: dict[str, Tensor], net: nn.Module) -> None:
+        for name, expected in self._grads.items():
+            found.gradients[name] = difference(grads[name], expected)
+        for name, value in _buffers(net).items():
+            found.buffers[name] = difference(value, self._buffers[name])
+
+
+@dataclass
+class SplitRun:
+    """What one rank found.
+
+    Attributes:
+        differences: of its blocks.
+        calls: on sharded tensors, in order.
+    """
+
+    differences: Differences
+    calls: list[Call]
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """max|Δ| / max|expected|, of this rank's block where `found` is sharded; NaN for other shapes.
+
+    Args:
+        found: plain, or sharded.
+        expected: whole, in float64.
+    """
+    if tuple(found.shape) != tuple(expected.shape):
+        return math.nan
+    scale = float(expected.abs().max()) if expected.numel() else 0.0
+    if isinstance(found, ShardedTensor):
+        box = found.layout.box
+        expected = expected[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+        found = found.to_local()
+    if not expected.numel():
+        return 0.0
+    worst = float((found.detach().double() - expected).abs().max())
+    return worst / (scale or 1.0)
+
+
+def loss_of(outputs: Any) -> Tensor:
+    """A number on which every element of every floating-point output weighs differently."""
+    total: Any = 0.0
+    for number, y in enumerate(_floating(outputs)):
+        generator = torch.Generator().manual_seed(number)
+        weights = torch.randn(tuple(y.shape), generator=generator, dtype=torch.float64)
+        total = total + (y * weights.to(y.dtype)).sum()
+    return total
+
+
+def _floating(values: Any) -> list[Tensor]:
+    return [v for v in tree_leaves(values) if isinstance(v, Tensor) and v.is_floating_point()]
+
+
+@contextmanager
+def _watching(net: nn.Module, tell: Callable[[str, int, int, Tensor], None]) -> Iterator[None]:
+    """Tells of every result of every layer: path, number of the call, number of the tensor."""
+    calls: dict[str, int] = {}
+
+    def after(path: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        call = calls[path] = calls.get(path, -1) + 1
+        with torch.no_grad():
+            for number, value in enumerate(_floating(outputs)):
+                tell(path, call, number, value)
+
+    layers = [(p, m) for p, m in net.named_modules() if not p or not any(m.children())]
+    handles = [m.register_forward_hook(partial(after, p)) for p, m in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _gradients(net: nn.Module, leaf: Tensor) -> dict[str, Tensor]:
+    grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+    return grads | ({INPUT: leaf.grad} if leaf.grad is not None else {})
+
+
+def _buffers(net: nn.Module) -> dict[str, Tensor]:
+    return {n: b.detach() for n, b in net.named_buffers() if b.is_floating_point()}
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger one; NaN if either is."""
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

@@ -1,0 +1,67 @@
+"""A network's factory, named as FILE.py:NAME or MODULE:NAME."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from torch import nn
+
+from pydist.errors import UsageError
+
+
+def load_factory(name: str) -> Callable[[], nn.Module]:
+    """Finds what makes the network.
+
+    Args:
+        name: FILE.py:NAME or MODULE:NAME; NAME is a function without arguments, a class that needs
+            none, or a module that is there already.
+
+    Raises:
+        UsageError: there is no such file, module or name, or it can't be called.
+    """
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where or not attribute:
+        raise UsageError(f"{name!r}: expected FILE.py:FACTORY or MODULE:FACTORY")
+    module = _load(where)
+    found = getattr(module, attribute, None)
+    if found is None:
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise UsageError(f"{where} has no {attribute!r}; it has: {', '.join(names) or 'nothing'}")
+    if isinstance(found, nn.Module):
+        return lambda: found
+    if not callable(found):
+        raise UsageError(f"{name} is no function: {found!r}")
+    return lambda: _made(found, name)
+
+
+def _made(factory: Callable[[], object], name: str) -> nn.Module:
+    model = factory()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"{name} makes a {type(model).__name__}; expected a torch.nn.Module")
+    return model
+
+
+def _load(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        try:
+            return importlib.import_module(where)
+        except ModuleNotFoundError as error:
+            raise UsageError(f"no module {error.name!r}") from None
+    path = Path(where).resolve()
+    if not path.is_file():
+        raise UsageError(f"{where}: no such file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # its neighbours, as when it is run
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
+    return module

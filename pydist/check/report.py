@@ -1,0 +1,196 @@
+"""What a check found, and how it is printed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from pydist.check.calls import Call
+from pydist.check.compare import INPUT, Differences
+
+_NOISE = 1e-3
+"""A tensor that noise in the last bit moves by more is nothing but noise."""
+_AXES = {1: "C", 2: "D", 3: "H", 4: "W"}
+
+
+@dataclass
+class Report:
+    """What `check` found.
+
+    Attributes:
+        sample: shape of one sample.
+        spatial: the split.
+        batch: samples.
+        dtype: of the split run.
+        found: largest differences over all ranks.
+        bounds: how large each may be.
+        calls: of every rank, in order.
+        kinds: class of each module, by path.
+        dropout_off: modules that were switched off for the comparison.
+    """
+
+    sample: tuple[int, ...]
+    spatial: tuple[int, ...]
+    batch: int
+    dtype: torch.dtype
+    found: Differences
+    bounds: Differences
+    calls: list[list[Call]]
+    kinds: dict[str, str]
+    dropout_off: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was refused and nothing differs by more than its bound."""
+        return not self.refusals and not self.failures
+
+    @property
+    def refusals(self) -> list[str]:
+        """What has no exact form, each once."""
+        return list(dict.fromkeys(c.refusal for c in self.calls[0] if c.refusal))
+
+    @property
+    def failures(self) -> list[str]:
+        """Names of the tensors that differ by more than their bound."""
+        found, bounds = self.found, self.bounds
+        return [
+            f"{kind} {name or '(network)'}"
+            for kind, values, limits in (
+                ("output of", found.outputs, bounds.outputs),
+                ("gradient of", found.gradients, bounds.gradients),
+                ("buffer", found.buffers, bounds.buffers),
+            )
+            for name, value in values.items()
+            if not value <= limits[name]
+        ]
+
+    @property
+    def largest(self) -> float:
+        """The largest difference of all tensors that are more than noise."""
+        found, bounds = self.found, self.bounds
+        every = [
+            value
+            for values, limits in (
+                (found.outputs, bounds.outputs),
+                (found.gradients, bounds.gradients),
+                (found.buffers, bounds.buffers),
+            )
+            for name, value in values.items()
+            if limits[name] <= _NOISE
+        ]
+        return math.nan if any(map(math.isnan, every)) else max(every, default=0.0)
+
+
+@dataclass
+class _Kind:
+    """Calls of one function, together."""
+
+    count: int = 0
+    refused: int = 0
+    halo: dict[int, tuple[int, int]] = field(default_factory=dict)
+    moved: int = 0
+    is_global: bool = False
+
+
+def format_report(report: Report) -> str:
+    """The tables: calls, layers, verdict."""
+    grid = "×".join(map(str, report.spatial))
+    shape = ", ".join(map(str, report.sample))
+    kind = str(report.dtype).removeprefix("torch.")
+    lines = [
+        f"{report.batch} × [{shape}] split {grid} over {len(report.calls)} ranks, {kind}", "",
+        *_calls(report), "", *_layers(report), "",
+    ]  # fmt: skip
+    if any(_is_noise(bound) for bound in report.bounds.gradients.values()):
+        lines.append("noise: zero but for rounding, on one device as well (a bias before a norm)")
+    if report.dropout_off:
+        lines.append(f"dropout was off in {len(report.dropout_off)} modules")
+    lines += [f"refused: {refusal}" for refusal in report.refusals]
+    if report.failures:
+        lines.append(f"above the bound: {', '.join(report.failures)}")
+    verdict = "NOT the same" if report.failures else "split equals whole"
+    if report.refusals:
+        verdict += ", but for what was refused and computed on whole tensors"
+    lines.append(f"{verdict}: largest difference {report.largest:.1e}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _calls(report: Report) -> Iterator[str]:
+    kinds: dict[str, _Kind] = {}
+    for rank, calls in enumerate(report.calls):
+        for call in calls:
+            kind = kinds.setdefault(call.name, _Kind())
+            if rank == 0:
+                kind.count += 1
+                kind.refused += bool(call.refusal)
+            kind.is_global |= call.is_global
+            kind.moved = max(kind.moved, call.moved)
+            for dim, (before, after) in call.halo.items():
+                known = kind.halo.get(dim, (0, 0))
+                kind.halo[dim] = max(known[0], before), max(known[1], after)
+    rows = [["call", "times", "", "halo (before, after)", "reduced"]]
+    for name, kind in sorted(kinds.items()):
+        supported = f"{kind.refused} refused" if kind.refused else "yes"
+        rows.append([name, str(kind.count), supported, _halo(kind), _reduced(kind)])
+    rows[0][2] = "supported"
+    return _table(rows)
+
+
+def _halo(kind: _Kind) -> str:
+    if not kind.halo:
+        return "–"
+    return "  ".join(
+        f"{_AXES.get(dim, dim)} {before}, {after}"
+        for dim, (before, after) in sorted(kind.halo.items())
+    )
+
+
+def _reduced(kind: _Kind) -> str:
+    return "over ranks" if kind.is_global else "–"
+
+
+def _layers(report: Report) -> Iterator[str]:
+    found, bounds = report.found, report.bounds
+    rows = [["layer", "kind", "output", "gradients", "largest bound"]]
+    paths = [path for path in found.outputs if path]
+    for path in [*paths, ""]:
+        if path not in found.outputs:
+            continue
+        names = [n for n in found.gradients if path and n.rpartition(".")[0] == path]
+        limits = [bounds.outputs[path], *(bounds.gradients[n] for n in names)]
+        real = [n for n in names if not _is_noise(bounds.gradients[n])]
+        grads = _number(max(found.gradients[n] for n in real)) if real else "–"
+        if len(real) < len(names):
+            grads = f"{grads}, noise" if real else "noise"
+        largest = max(limit for limit in limits if not _is_noise(limit))
+        rows.append([
+            path or "(network)", report.kinds.get(path, ""), _number(found.outputs[path]), grads,
+            _number(largest),
+        ])  # fmt: skip
+    owned = {n for p in paths for n in found.gradients if n.rpartition(".")[0] == p}
+    for name in (n for n in found.gradients if n not in owned):
+        kind = "" if name == INPUT else "parameter"
+        values = found.gradients[name], bounds.gradients[name]
+        rows.append([name, kind, "–", *map(_number, values)])
+    for name, value in found.buffers.items():
+        rows.append([name, "buffer", _number(value), "–", _number(bounds.buffers[name])])
+    return _table(rows)
+
+
+def _is_noise(bound: float) -> bool:
+    return bound > _NOISE
+
+
+def _number(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for number, row in enumerate(rows):
+        yield "  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=True))
+        if number == 0:
+            yield "-" * (sum(widths) + 2 * (len(widths) - 1))

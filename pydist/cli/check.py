@@ -1,0 +1,71 @@
+"""`pydist check`: is a network the same when it is split?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+from pydist.cli.options import parse
+from pydist.errors import PydistError, UsageError
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Runs a network split and whole, with ranks as threads, and compares layer by layer.
+
+    Exits with 0 if nothing is refused and all differences are within their bounds, else with 1.
+    """
+
+    factory: tyro.conf.Positional[str]
+    """FILE.py:NAME or MODULE:NAME of a function without arguments that makes the network."""
+    sample: str
+    """Shape of one sample: channels and one to three extents, as in 1,32,32,32."""
+    spatial: str = "2,1,1"
+    """How often depth, height and width are split."""
+    batch: int = 2
+    """Samples."""
+    dtype: Literal["float64", "float32"] = "float64"
+    """What the split run computes in; it is compared with float64."""
+    eval: bool = False
+    """In evaluation mode instead of training (where dropout is off for the comparison)."""
+    tolerance: float | None = None
+    """Largest relative difference; by default 4 times what one device has."""
+    seed: int = 0
+    """Of the sample."""
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Runs `pydist check`; see `pydist check --help`."""
+    options = parse(_Check, arguments, "pydist check")
+    import torch
+
+    from pydist.check import check, format_report, load_factory
+
+    factory = load_factory(options.factory)
+    sample, spatial = _counts("--sample", options.sample), _counts("--spatial", options.spatial)
+    while len(spatial) >= len(sample) and spatial[-1] == 1:
+        spatial.pop()  # the default is for three dims
+    try:
+        report = check(
+            factory, sample, spatial, batch=options.batch, dtype=getattr(torch, options.dtype),
+            train=not options.eval, tolerance=options.tolerance, seed=options.seed,
+        )  # fmt: skip
+    except (PydistError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise PydistError(f"{options.factory} failed on {options.sample}: {what}") from error
+    print(format_report(report))
+    return 0 if report.ok else 1
+
+
+def _counts(option: str, text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.replace("x", ",").replace("×", ",").split(",")]
+    except ValueError:
+        raise UsageError(
+            f"{option} {text!r}: expected numbers with commas, as in 1,32,32"
+        ) from None

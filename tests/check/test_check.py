@@ -1,0 +1,156 @@
+"""`pydist.check`: it finds what differs, names what is refused, and says what is exchanged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pydist import ShardedTensor
+from pydist.check import check, format_report, load_factory
+from pydist.check.report import Report
+from pydist.cli.main import main
+from pydist.errors import UsageError
+from pydist.tensor import HANDLERS, local_of, wrap
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def good():
+    return nn.Sequential(nn.Conv3d(1, 3, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool3d(2))
+
+class Spectrum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv3d(1, 2, 3, padding=1)
+
+    def forward(self, x):
+        return torch.fft.fftn(self.conv(x)).abs()
+
+ready = good()
+number = 3
+
+def no_module():
+    return 3
+"""
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv3d(2, 4, 5, padding=2), nn.BatchNorm3d(4), nn.LeakyReLU(0.1, inplace=True),
+        nn.MaxPool3d(2), nn.Dropout(0.5), nn.Conv3d(4, 2, 3, padding=1), nn.AvgPool3d(2),
+    )  # fmt: skip
+
+
+def kinds(report: Report) -> dict[str, dict[int, tuple[int, int]]]:
+    """The widest halo of each call over all ranks."""
+    found: dict[str, dict[int, tuple[int, int]]] = {}
+    for call in (c for calls in report.calls for c in calls):
+        for dim, (before, after) in call.halo.items():
+            known = found.setdefault(call.name, {}).get(dim, (0, 0))
+            found[call.name][dim] = max(known[0], before), max(known[1], after)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_network_that_is_right(dtype):
+    report = check(network, (2, 12, 8, 8), (2, 1, 2), dtype=dtype)
+    assert report.ok, format_report(report)
+    assert report.largest <= (1e-12 if dtype == torch.float64 else 1e-4)
+    assert report.dropout_off == ["4"]
+    assert set(report.found.outputs) == {"", *"0123456"}
+    assert {"1.running_mean", "1.running_var"} == set(report.found.buffers)
+    assert kinds(report)["torch.conv3d"] == {2: (2, 2), 4: (2, 2)}
+    reduced = {c.name for c in report.calls[0] if c.is_global}
+    assert reduced == {"torch.nn.functional.batch_norm", "torch.Tensor.sum"}
+
+
+def test_evaluation_mode_and_other_dims():
+    report = check(lambda: nn.Conv2d(1, 2, 3, padding=1), (1, 9, 6), (3,), train=False)
+    assert report.ok
+    assert len(report.calls) == 3
+    assert report.dropout_off == []
+
+
+def test_a_wrong_handler_is_found(monkeypatch):
+    """One that computes a norm of each shard, as code that knows nothing of ranks does."""
+    key = F.batch_norm
+    correct = HANDLERS[key]
+
+    def of_the_shard(x: ShardedTensor, *args, **kwargs):
+        return wrap(F.batch_norm(local_of(x), *args, **kwargs), x.layout, x)
+
+    monkeypatch.setitem(HANDLERS, key, of_the_shard)
+    report = check(network, (2, 12, 8, 8), (2, 1, 1))
+    assert not report.ok
+    assert report.found.outputs["0"] <= 1e-12
+    assert report.found.outputs["1"] > 1e-3
+    assert "output of 1" in report.failures
+    assert "NOT the same" in format_report(report)
+    monkeypatch.setitem(HANDLERS, key, correct)
+    assert check(network, (2, 12, 8, 8), (2, 1, 1)).ok
+
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    from pydist.ops import local_conv
+
+    right = local_conv.bias_gradient
+    monkeypatch.setattr("pydist.ops.correction.bias_gradient", lambda g: 0.5 * right(g))
+    report = check(lambda: nn.Conv3d(1, 2, 3, padding=1), (1, 6, 4, 4))
+    assert report.failures == ["gradient of bias"]
+
+
+def test_a_refused_call_is_computed_whole_and_named(tmp_path):
+    file = tmp_path / "nets.py"
+    file.write_text(FACTORIES)
+    report = check(load_factory(f"{file}:Spectrum"), (1, 6, 4, 4))
+    assert not report.ok
+    assert not report.failures
+    (refusal,) = report.refusals
+    assert "torch.fft.fftn" in refusal
+    line = next(n for n, text in enumerate(FACTORIES.splitlines(), 1) if "fftn" in text)
+    assert f"{file}:{line}" in refusal
+    text = format_report(report)
+    assert "1 refused" in text
+    assert "but for what was refused" in text
+
+
+def test_command(tmp_path, capsys):
+    file = tmp_path / "nets.py"
+    file.write_text(FACTORIES)
+    for name, code in (("good", 0), ("ready", 0), ("Spectrum", 1)):
+        assert main(["check", f"{file}:{name}", "--sample", "1,6,4,4"]) == code
+        text = capsys.readouterr().out
+        assert "2 × [1, 6, 4, 4] split 2×1×1 over 2 ranks, float64" in text
+        assert "torch.conv3d" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["{file}:nothing", "--sample", "1,6,4,4"], "has no 'nothing'; it has: "),
+        (["{file}:number", "--sample", "1,6,4,4"], "is no function: 3"),
+        (["{file}:no_module", "--sample", "1,6,4,4"], "makes a int; expected a torch.nn.Module"),
+        (["{file}", "--sample", "1,6,4,4"], "expected FILE.py:FACTORY or MODULE:FACTORY"),
+        (["nowhere.py:good", "--sample", "1,6,4,4"], "nowhere.py: no such file"),
+        (["no_such_package:good", "--sample", "1,6,4,4"], "no module 'no_such_package'"),
+        (["{file}:good", "--sample", "1,6,a,4"], "expected numbers with commas"),
+        (["{file}:good", "--sample", "1"], "expected channels and one to three extents"),
+        (["{file}:good", "--sample", "1,6,4,4", "--spatial", "2,0,1"], "counts of at least 1"),
+        (["{file}:good", "--sample", "3,6,4,4"], "failed on 3,6,4,4: RuntimeError: Given groups=1"),
+    ],
+)
+def test_wrong_input_is_one_line(tmp_path, capsys, arguments, complaint):
+    file = tmp_path / "nets.py"
+    file.write_text(FACTORIES)
+    assert main(["check", *(a.format(file=file) for a in arguments)]) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert complaint in line
+
+
+def test_dtypes_that_have_no_bound():
+    with pytest.raises(UsageError, match=r"possible are torch\.float64 and torch\.float32"):
+        check(network, (2, 12, 8, 8), dtype=torch.bfloat16)
