@@ -1,17 +1,21 @@
 # A front for tools/: every target makes .venv on first use. See CONTRIBUTING.md.
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo demo-unet test lint format bench clean
 
 help:
-	@echo "make demo    train CosmoFlow on 4 ranks, check it against 1, draw runs/demo/result.png"
-	@echo "make test    the whole test suite"
-	@echo "make lint    the linters"
-	@echo "make format  mend what the linters can mend"
-	@echo "make bench   the compiled microbenchmarks; tools/bench NAME runs one of benchmarks/python"
-	@echo "make clean   remove what was built (.venv stays)"
+	@echo "make demo       train CosmoFlow on 4 ranks, check it against 1, draw runs/demo/result.png"
+	@echo "make demo-unet  learn to segment synthetic CT on 2 ranks, draw runs/demo-unet/result.png"
+	@echo "make test       the whole test suite"
+	@echo "make lint       the linters"
+	@echo "make format     mend what the linters can mend"
+	@echo "make bench      the compiled microbenchmarks; tools/bench NAME runs one of benchmarks/python"
+	@echo "make clean      remove what was built (.venv stays)"
 
 demo:
 	@tools/bootstrap pydist demo
+
+demo-unet:
+	@tools/bootstrap pydist demo unet
 
 test:
 	@tools/bootstrap tools/test

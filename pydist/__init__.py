@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pydist import data, models, profile
+    from pydist import data, inference, models, profile
     from pydist.comm import run_local
     from pydist.layout import Layout, Split, layout_for_sample
     from pydist.mesh import Mesh
@@ -36,12 +36,12 @@ _HOMES = {
     "parallelize": "pydist.parallel",
     "run_local": "pydist.comm",
 }
-_MODULES = ("data", "models", "optim", "profile")
+_MODULES = ("data", "inference", "models", "optim", "profile")
 
 __all__ = [  # noqa: RUF022  the order of use
     "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "Layout", "Split",
     "Partition", "layout_for_sample", "run_local", "data", "models",
-    "optim", "profile",
+    "optim", "inference", "profile",
 ]  # fmt: skip
 
 

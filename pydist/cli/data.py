@@ -1,9 +1,10 @@
-"""`pydist data universes`: makes a synthetic data set."""
+"""`pydist data ...`: makes, converts and verifies data sets."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,11 +13,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from pydist.cli.options import parse
+from pydist.data.manifest import Manifest
+from pydist.data.medical import CTOptions, NiftiOptions, convert_nifti, generate_ct
 from pydist.data.universes import UniverseOptions, generate_universes
+from pydist.errors import DataError
+
+Told = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class _Arguments:
+class _Universes:
     """Makes synthetic universes for CosmoFlow: HDF5 files and dataset.json in FOLDER."""
 
     folder: tyro.conf.Positional[Path]
@@ -25,26 +31,124 @@ class _Arguments:
     """What to make."""
 
 
+@dataclass(frozen=True)
+class _CT:
+    """Makes synthetic CT volumes with labels, for the U-Net: HDF5 or NIfTI files in FOLDER."""
+
+    folder: tyro.conf.Positional[Path]
+    """Where to write the data set."""
+    volumes: tyro.conf.OmitArgPrefixes[CTOptions] = field(default_factory=CTOptions)
+    """What to make."""
+
+
+@dataclass(frozen=True)
+class _Nifti:
+    """Converts NIfTI images with labels to HDF5 files and dataset.json in FOLDER."""
+
+    source: tyro.conf.Positional[Path]
+    """A folder of nnU-Net or of the Medical Segmentation Decathlon (with dataset.json), or one with
+    images; then --labels says where the labels are."""
+    folder: tyro.conf.Positional[Path]
+    """Where to write the data set."""
+    conversion: tyro.conf.OmitArgPrefixes[NiftiOptions] = field(default_factory=NiftiOptions)
+    """How to convert."""
+
+
+@dataclass(frozen=True)
+class _Verify:
+    """Reads every file of a data set and compares it with the manifest's checksums."""
+
+    folder: tyro.conf.Positional[Path]
+    """The data set."""
+
+
 def universes(arguments: Sequence[str]) -> int:
     """Runs `pydist data universes`; see `pydist data universes --help`."""
-    chosen = parse(_Arguments, arguments, "pydist data universes")
+    chosen = parse(_Universes, arguments, "pydist data universes")
     make(chosen.folder, chosen.universes, Console(highlight=False))
     return 0
 
 
-def make(folder: Path, options: UniverseOptions, console: Console) -> None:
-    """Makes a data set, with a progress bar; one that is there already is kept."""
+def ct(arguments: Sequence[str]) -> int:
+    """Runs `pydist data ct`; see `pydist data ct --help`."""
+    chosen = parse(_CT, arguments, "pydist data ct")
+    make_ct(chosen.folder, chosen.volumes, Console(highlight=False))
+    return 0
+
+
+def nifti(arguments: Sequence[str]) -> int:
+    """Runs `pydist data nifti`; see `pydist data nifti --help`."""
+    chosen = parse(_Nifti, arguments, "pydist data nifti")
+    console = Console(highlight=False)
     began = time.perf_counter()
+    with _told(console) as told:
+        manifest = convert_nifti(chosen.source, chosen.folder, chosen.conversion, told)
+    rejected = manifest.origin["rejected"]
+    for why in rejected.values():
+        console.print(f"rejected   {why}", soft_wrap=True, markup=False)
+    what = f"{len(manifest.files)} cases" + (f", {len(rejected)} rejected" if rejected else "")
+    _say(console, what, manifest, chosen.folder, began)
+    return 0
+
+
+def verify(arguments: Sequence[str]) -> int:
+    """Runs `pydist data verify`; see `pydist data verify --help`."""
+    from pydist.data.index import verify_dataset
+
+    chosen = parse(_Verify, arguments, "pydist data verify")
+    console = Console(highlight=False)
+    with _told(console) as told:
+        faults = verify_dataset(chosen.folder, told)
+    for fault in faults:
+        console.print(f"damaged    {fault}", soft_wrap=True, markup=False)
+    if faults:
+        raise DataError(f"{chosen.folder} is not what its manifest says (files: {len(faults)})")
+    console.print(f"verified   {chosen.folder}", soft_wrap=True, markup=False)
+    return 0
+
+
+def make(folder: Path, options: UniverseOptions, console: Console) -> None:
+    """Makes a set of universes, with a progress bar; one that is there already is kept."""
+    began = time.perf_counter()
+    with _told(console) as told:
+        manifest = generate_universes(folder, options, told)
+    what = f"{options.count} universes of {options.box}³ voxels"
+    _say(console, what, manifest, folder, began)
+
+
+def make_ct(folder: Path, options: CTOptions, console: Console) -> None:
+    """Makes a set of CT volumes, with a progress bar; one that is there already is kept."""
+    began = time.perf_counter()
+    with _told(console) as told:
+        manifest = generate_ct(folder, options, told)
+    what = f"{options.count} synthetic CT volumes of {' × '.join(map(str, options.shape))} voxels"
+    _say(console, what, manifest, folder, began)
+
+
+@contextmanager
+def _told(console: Console) -> Iterator[Told]:
+    """What draws the progress of making a data set."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("data      ", total=options.count)
-        manifest = generate_universes(
-            folder, options, lambda done, total, what: bar.update(task, completed=done)
+        task = bar.add_task("data      ", total=None)
+        yield lambda done, total, what: bar.update(task, completed=done, total=total)
+
+
+def _say(
+    console: Console, what: str, manifest: Manifest | None, folder: Path, began: float
+) -> None:
+    """One line on what was made and where it is."""
+    made = ""
+    if manifest is not None:
+        splits = ", ".join(f"{count} {split}" for split, count in manifest.splits.items())
+        sides = manifest.sample_shape[1:]
+        shape = f"{sides[0]}³" if len(set(sides)) == 1 else " × ".join(map(str, sides))
+        varied = any(file.extents not in (None, sides) for file in manifest.files)
+        made = (
+            f" → {sum(manifest.splits.values())} samples of {'up to ' if varied else ''}{shape} "
+            f"({splits})"
         )
-    samples = sum(manifest.splits.values())
-    splits = ", ".join(f"{count} {split}" for split, count in manifest.splits.items())
-    seconds = time.perf_counter() - began
     console.print(
-        f"data       {options.count} universes of {options.box}³ voxels → {samples} samples of "
-        f"{options.width}³ ({splits}) in {folder}  {seconds:.0f} s",
+        f"data       {what}{made} in {folder}  {time.perf_counter() - began:.0f} s",
         soft_wrap=True,
+        markup=False,
     )

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
@@ -25,9 +25,9 @@ from pydist.errors import DiskError
 from pydist.train.config import (
     CheckpointConfig,
     Config,
+    CosmoFlowConfig,
     DataConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     OutputConfig,
     TrainConfig,
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 RANKS = 4
 EPOCHS = 2
+WIDTH: Literal[32] = 32
+ALONE = {"one-rank": 1, "one-rank-other-threads": 2}
+"""The runs to compare with, and their threads."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ def demo(arguments: Sequence[str]) -> int:
     began = time.perf_counter()
     console = Console(highlight=False)
     split = _config(options.folder)
-    config_file = _prepare(split)
+    config_file = prepare(split)
     _make_data(split, options.universes, console)
     code = launch_training(config_file, [], RANKS, options.mpi, ProgressView(console))
     if code:
@@ -74,7 +77,7 @@ def demo(arguments: Sequence[str]) -> int:
 
 def _config(folder: Path) -> Config:
     return Config(
-        model=ModelConfig(width=32),
+        model=CosmoFlowConfig(width=WIDTH),
         data=DataConfig(path=folder / "data", normalize="standardize"),
         mesh=MeshConfig(data=2, spatial=(2, 1, 1)),
         # A tenth of the paper's decay; and at its rate Adam, which divides by what rounding
@@ -86,17 +89,20 @@ def _config(folder: Path) -> Config:
     )
 
 
-def _prepare(config: Config) -> Path:
+def prepare(config: Config) -> Path:
     """Removes what an earlier demo wrote, but for the data, which are kept if they still fit.
 
     Returns:
         The configuration, as a file for the ranks to read.
+
+    Raises:
+        DiskError: the folder can't be written.
     """
     folder = config.output.folder
-    for name in ("ckpt", "one-rank", "one-rank-other-threads"):
+    for name in ("ckpt", *ALONE):
         shutil.rmtree(folder / name, ignore_errors=True)
     try:
-        for name in ("log.jsonl", "result.png", "predictions.csv"):
+        for name in ("log.jsonl", "result.png", "predictions.csv", "dice.csv"):
             (folder / name).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "demo.toml"
@@ -113,8 +119,8 @@ def _make_data(config: Config, universes: int, console: Console) -> None:
     # Large cells: in a small cube the parameters show best on large scales.
     options = UniverseOptions(
         count=universes,
-        width=config.model.width,
-        box_width=config.model.width,
+        width=WIDTH,
+        box_width=WIDTH,
         cell=8.0,
         validation=0.2,
         workers=2,
@@ -130,7 +136,7 @@ def _compare(split: Config, console: Console) -> None:
 
     folder = split.output.folder
     curves = {f"{RANKS} ranks (data 2 × depth 2)": losses(folder / "log.jsonl")}
-    for name, threads in (("one-rank", 1), ("one-rank-other-threads", 2)):
+    for name, threads in ALONE.items():
         label = f"1 rank, {threads} thread{'s' if threads > 1 else ''}"
         with _threads(threads):
             curves[label] = _train_alone(split, folder / name, console)

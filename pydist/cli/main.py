@@ -24,9 +24,16 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "data universes": Command("pydist.cli.data", "universes", "make synthetic universes"),
-    "train": Command("pydist.cli.train", "train", "train CosmoFlow as a TOML file says"),
+    "data ct": Command("pydist.cli.data", "ct", "make synthetic CT volumes with labels"),
+    "data nifti": Command("pydist.cli.data", "nifti", "convert NIfTI images and labels"),
+    "data verify": Command("pydist.cli.data", "verify", "compare a data set with its checksums"),
+    "train": Command("pydist.cli.train", "train", "train a network as a TOML file says"),
+    "predict": Command("pydist.cli.predict", "predict", "segment NIfTI volumes across ranks"),
+    "export": Command("pydist.cli.export", "export", "take the weights out of a checkpoint"),
     "profile": Command("pydist.cli.profile", "profile", "show where a training step goes"),
+    "check": Command("pydist.cli.check", "check", "compare a network split with it whole"),
     "run": Command("pydist.cli.run", "run", "start a Python script on several ranks"),
+    "demo unet": Command("pydist.cli.demo_unet", "demo_unet", "learn to segment synthetic CT"),
     "demo": Command("pydist.cli.demo", "demo", "train on 4 ranks, compare with 1, draw the result"),
 }
 

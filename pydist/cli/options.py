@@ -30,11 +30,13 @@ def parse(kind: type[_T], arguments: Sequence[str], prog: str, default: _T | Non
         UsageError: an unknown option (with what was probably meant) or a wrong value.
     """
     complaint = io.StringIO()
+    # Of tables that exclude each other (the networks') the default's options are shown.
+    settings = (tyro.conf.AvoidSubcommands,)
     try:
         with redirect_stderr(complaint):
             if default is None:
-                return tyro.cli(kind, prog=prog, args=list(arguments))
-            return tyro.cli(kind, prog=prog, args=list(arguments), default=default)
+                return tyro.cli(kind, prog=prog, args=list(arguments), config=settings)
+            return tyro.cli(kind, prog=prog, args=list(arguments), default=default, config=settings)
     except SystemExit as stop:
         if not stop.code:
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ def profile(arguments: Sequence[str]) -> int:
 
 
 def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Profiler:
-    """Trains CosmoFlow for some steps, and writes nothing. Collective.
+    """Trains for some steps, and writes nothing. Collective.
 
     Args:
         config: as for `pydist train`; how long it trains, what it saves and whether it validates
@@ -53,6 +54,7 @@ def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Pro
     from pydist.train.log import EventLog
     from pydist.train.loop import Trainer
     from pydist.train.run import make_state, open_datasets
+    from pydist.train.tasks import task_of
 
     class Unsaved(Trainer):
         def _save(self) -> None:
@@ -60,14 +62,17 @@ def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Pro
 
     total = warmup + steps
     length = replace(config.train, epochs=total, steps=total, validate_every=0)
+    task = task_of(config)
     with together(mesh.world):
-        data, _ = open_datasets(config)
+        data, _ = open_datasets(config, task)
         loader = Loader(data, mesh, config.train.batch, prefetch=config.data.prefetch)
     with loader:
-        state = make_state(config, mesh, data, loader)
+        state = make_state(config, task, mesh, data, loader)
         with Profiler(mesh, state.model, warmup) as profiler:
             log = EventLog(None, [lambda event: profiler.step()])
-            trainer = Unsaved(state, None, log, length, config.checkpoint, config.output.folder)
+            trainer = Unsaved(
+                state, task, None, log, length, config.checkpoint, config.output.folder
+            )
             try:
                 trainer.fit()
             except Stopped:
@@ -106,6 +111,12 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, overrides = parser.parse_known_args(arguments)
     if options.config is None and not {"-h", "--help"} & set(overrides):
         raise UsageError(f"no configuration file was given; usage: {PROG} [--train.batch 8 ...]")
+    for given in overrides:  # before the configuration's options are searched for what was meant
+        own = difflib.get_close_matches(
+            given.partition("=")[0], parser._option_string_actions, 1, 0.8
+        )
+        if own:
+            raise UsageError(f"unknown option {given}; did you mean {own[0]}?")
     if options.steps < 1 or options.warmup < 0:
         raise UsageError(
             f"--steps {options.steps} --warmup {options.warmup}: at least 1 step and 0 for "

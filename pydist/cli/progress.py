@@ -107,7 +107,11 @@ class ProgressView:
             self._line(event)
 
     def _on_validation(self, event: Event) -> None:
-        self._validation = f"  validation mae {event['mae']:.3f}"
+        if "mae" in event:
+            found = f"mae {event['mae']:.3f}"
+        else:
+            found = "Dice " + " ".join(f"{name} {d:.3f}" for name, d in event["dice"].items())
+        self._validation = f"  validation {found}"
 
     def _on_notice(self, event: Event) -> None:
         self.say("notice", event["text"])

@@ -1,8 +1,9 @@
 """Data: universes and other volumes in HDF5 files, read by blocks.
 
-`generate_universes` makes synthetic data, `ShardDataset` reads blocks of samples, `MeshSampler`
-says which samples each group of ranks gets, and `Loader` brings them together as sharded tensors
-while the previous step computes.
+`generate_universes` and `generate_ct` make synthetic data, `convert_nifti` brings in medical
+volumes with labels, `ShardDataset` reads blocks of samples, `MeshSampler` says which samples each
+group of ranks gets, and `Loader` brings them together as sharded tensors while the previous step
+computes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from pydist.data.dataset import BadSample, ShardDataset
     from pydist.data.loader import Batch, Loader
     from pydist.data.manifest import Manifest
+    from pydist.data.medical import (
+        CTOptions,
+        GridOptions,
+        NiftiOptions,
+        convert_nifti,
+        generate_ct,
+    )
     from pydist.data.sampler import MeshSampler
     from pydist.data.universes import UniverseOptions, generate_universes
 
@@ -21,22 +29,32 @@ if TYPE_CHECKING:
 _HOMES = {
     "BadSample": "dataset",
     "Batch": "loader",
+    "CTOptions": "medical",
+    "GridOptions": "medical",
     "Loader": "loader",
     "Manifest": "manifest",
     "MeshSampler": "sampler",
+    "NiftiOptions": "medical",
     "ShardDataset": "dataset",
     "UniverseOptions": "universes",
+    "convert_nifti": "medical",
+    "generate_ct": "medical",
     "generate_universes": "universes",
 }
 
 __all__ = [
     "BadSample",
     "Batch",
+    "CTOptions",
+    "GridOptions",
     "Loader",
     "Manifest",
     "MeshSampler",
+    "NiftiOptions",
     "ShardDataset",
     "UniverseOptions",
+    "convert_nifti",
+    "generate_ct",
     "generate_universes",
 ]
 

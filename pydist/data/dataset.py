@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +15,8 @@ from torch.utils.data import Dataset
 
 from pydist.data.manifest import DataFile, Manifest
 from pydist.data.normalize import Normalizer
-from pydist.data.safe_open import HDF5_ERRORS, Readable, SafeFile, safe_open
+from pydist.data.open_files import OpenFiles
+from pydist.data.safe_open import HDF5_ERRORS, Readable
 from pydist.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -38,15 +36,17 @@ class _Sample(NamedTuple):
 class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
     """The samples of one split of a data set, readable by blocks.
 
-    It is a torch `Dataset` as well: `dataset[i]` is the whole sample and its target. Files are
-    opened when first read, in the process that reads; none is carried over a fork or a pickle.
-    Several threads may read.
+    It is a torch `Dataset` as well: `dataset[i]` is the whole sample and what to predict of it:
+    values of the sample, or the class of each voxel. Files are opened when first read, in the
+    process that reads; none is carried over a fork or a pickle. Several threads may read.
 
     Args:
-        root: folder with `dataset.json`, as `generate_universes` and `index_folder` write it.
+        root: folder with `dataset.json`, as `generate_universes`, `convert_nifti` and
+            `index_folder` write it.
         split: which split, "train" or "val".
-        normalize: "none", "log1p", "mean" or "standardize"; see `Normalizer`.
-        dtype: of samples and targets, `torch.float32` or `torch.float64`.
+        normalize: "none", "log1p", "mean", "standardize", "window" or "ct"; see `Normalizer`.
+        window: for normalize="window".
+        dtype: of samples and targets, `torch.float32` or `torch.float64`; labels are int64.
         allow_roots: folders that links and virtual datasets may lead to; see `safe_open`.
         open_files: how many files are held open.
         manifest: instead of the one in `root`, for folders that can't be written.
@@ -63,6 +63,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         split: str = "train",
         *,
         normalize: str = "log1p",
+        window: tuple[float, float] | None = None,
         dtype: torch.dtype = torch.float32,
         allow_roots: Sequence[str | Path] = (),
         open_files: int = 64,
@@ -76,29 +77,21 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         self.dtype = dtype
         self.manifest = Manifest.load(self.root) if manifest is None else manifest
         self.sample_shape = self.manifest.sample_shape
-        """(C, D, H, W) of one sample."""
-        self._normalizer = Normalizer(normalize, self.manifest, str(dtype).removeprefix("torch."))
-        self._allow_roots = tuple(allow_roots)
-        self._open_files = open_files
-        self._driver = driver
+        """(C, D, H, W) of one sample; the largest extents, where samples differ."""
+        numbers = str(dtype).removeprefix("torch.")
+        self._normalizer = Normalizer(normalize, self.manifest, numbers, window)
         self._samples = _samples_of(self.manifest, split)
         if not self._samples:
             found = ", ".join(f"{k} ({n} samples)" for k, n in self.manifest.splits.items())
             raise UsageError(f"{self.root} has no split {split!r}; it has {found or 'none'}")
-        self._handles = _Handles()
+        self._files = OpenFiles(self.root, self.manifest, allow_roots, open_files, driver)
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.read_block(index), self.target(index)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_handles": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._handles = _Handles()
+        target = self.read_labels(index) if self.labelled else self.target(index)
+        return self.read_block(index), target
 
     @property
     def num_targets(self) -> int:
@@ -106,10 +99,21 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         return len(self.manifest.target_names)
 
     @property
+    def labelled(self) -> bool:
+        """Whether `read_labels` gives the class of each voxel."""
+        return bool(self.manifest.label)
+
+    @property
     def identity(self) -> str:
         """What the content depends on: the manifest, the split, and how values are normalised."""
-        chosen = (self.manifest.digest, self.split, self._normalizer.kind, str(self.dtype))
-        return " ".join(chosen)
+        normalizer = self._normalizer
+        chosen = (self.manifest.digest, self.split, normalizer.kind, str(self.dtype))
+        return " ".join(chosen) + (f" {normalizer.window}" if normalizer.window else "")
+
+    def shape_of(self, index: int) -> tuple[int, int, int, int]:
+        """(C, D, H, W) of one sample."""
+        extents = self._sample(index).file.extents
+        return self.sample_shape if extents is None else (self.sample_shape[0], *extents)
 
     def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
         """Reads one block of one sample; nothing else is read from the disk.
@@ -129,22 +133,53 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             DataError: the file is missing, cut short, or not what the manifest says.
         """
         sample = self._sample(index)
-        lo, hi = ((0,) * 4, self.sample_shape) if box is None else (tuple(box.lo), tuple(box.hi))
-        self._check_box(lo, hi)
-        shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
-        if out is None:
-            out = torch.empty(shape, dtype=self.dtype)
-        elif tuple(out.shape) != shape or out.dtype != self.dtype or not out.is_contiguous():
-            raise UsageError(
-                f"out is {tuple(out.shape)} {out.dtype}: contiguous {shape} {self.dtype} is needed"
-            )
+        lo, hi = _bounds(box, self.shape_of(index))
+        out = _room(out, lo, hi, self.dtype)
         if out.numel() == 0:
             return out
-        stored = self._read(index, sample, lo, hi)
+        stored = self._read_samples(index, sample, lo, hi)
         values = out.numpy()
         self._normalizer(stored, lo[0], sample.mean, values)
         if not np.isfinite(values).all():
             self._refuse(index, sample, stored, values, lo)
+        return out
+
+    def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
+        """Reads the labels of one block of one sample, as `read_block` does its values.
+
+        Args:
+            index: the sample.
+            box: the block in the sample's indices (D, H, W).
+            out: where to put it, contiguous, int64.
+
+        Returns:
+            The class of each voxel, [D, H, W] of the box.
+
+        Raises:
+            BadSample: the bytes are damaged, or a label is none of the classes.
+            DataError: the data set has no labels; the file is missing or not as expected.
+        """
+        sample = self._sample(index)
+        if not self.labelled:
+            raise DataError(f"{self.root} has no labels: its manifest names none")
+        lo, hi = _bounds(box, self.shape_of(index)[1:])
+        out = _room(out, lo, hi, torch.int64)
+        if out.numel() == 0:
+            return out
+        with self._files.reading(sample.file) as opened:
+            assert opened.label is not None
+            stored = self._read(opened.label, _window(sample.offset, lo, hi), index)
+        values = out.numpy()
+        values[...] = stored
+        classes = len(self.manifest.class_names)
+        if classes and not 0 <= int(values.min()) <= int(values.max()) < classes:
+            wrong = np.argmax((values < 0) | (values >= classes))
+            voxel = np.unravel_index(int(wrong), values.shape)
+            where = tuple(int(p) + a for p, a in zip(voxel, lo, strict=True))
+            raise BadSample(
+                f"{self._where(index, self.manifest.label)}: label {values[voxel]} at voxel "
+                f"{where}; there are {classes} classes"
+            )
         return out
 
     def target(self, index: int) -> Tensor:
@@ -156,9 +191,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         """
         sample = self._sample(index)
         name = self.manifest.target
-        handles = self._current()
-        with handles.lock:
-            opened = self._open(handles, sample.file)
+        with self._files.reading(sample.file) as opened:
             if opened.target is None:
                 dataset = opened.file.dataset(name)
                 if dataset.shape != (self.num_targets,):
@@ -166,99 +199,48 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
                         f"{opened.file.path}: {name!r} has the shape {dataset.shape}; "
                         f"({self.num_targets},) was expected: {self.manifest.target_names}"
                     )
-                try:
-                    opened.target = dataset[...].astype(np.float64)
-                except HDF5_ERRORS as error:
-                    raise BadSample(
-                        f"{self._where(sample, index)}: {name!r} is damaged: {_line(error)}"
-                    ) from error
+                opened.target = self._read(dataset, (), index).astype(np.float64)
             values = opened.target
         if not np.isfinite(values).all():
-            raise BadSample(f"{self._where(sample, index)}, {name!r} is {values.tolist()}")
+            raise BadSample(f"{self._where(index)}, {name!r} is {values.tolist()}")
         return torch.from_numpy(values).to(self.dtype)
 
     def close(self) -> None:
         """Closes all files; they are opened again when needed."""
-        handles = self._current()
-        with handles.lock:
-            while handles.files:
-                handles.files.popitem()[1].file.close()
+        self._files.close()
 
     def _sample(self, index: int) -> _Sample:
         if not 0 <= index < len(self._samples):
             raise IndexError(f"sample {index} of {len(self._samples)} in the split {self.split!r}")
         return self._samples[index]
 
-    def _check_box(self, lo: tuple[int, ...], hi: tuple[int, ...]) -> None:
-        inside = len(lo) == 4 and all(
-            0 <= a <= b <= n for a, b, n in zip(lo, hi, self.sample_shape, strict=True)
-        )
-        if not inside:
-            raise UsageError(f"block {lo} to {hi} is not in a sample of {self.sample_shape}")
-
-    def _read(
-        self, index: int, sample: _Sample, lo: tuple[int, ...], hi: tuple[int, ...]
+    def _read_samples(
+        self, index: int, sample: _Sample, lo: Sequence[int], hi: Sequence[int]
     ) -> npt.NDArray[Any]:
         """The stored values of a block, as [C, D, H, W]."""
-        window = tuple(
-            slice(o + a, o + b) for o, a, b in zip((0, *sample.offset), lo, hi, strict=True)
-        )
+        window = _window((0, *sample.offset), lo, hi)
         last = self.manifest.axes == "DHWC"
-        handles = self._current()
-        with handles.lock:
-            dataset = self._open(handles, sample.file).dataset
-            try:
-                stored = dataset[(*window[1:], window[0]) if last else window]
-            except HDF5_ERRORS as error:
-                where = self._where(sample, index)
-                raise BadSample(f"{where}: damaged: {_line(error)}") from error
-        stored = stored.astype(stored.dtype.newbyteorder("="), copy=False)
+        if last:
+            window = (*window[1:], window[0])
+        with self._files.reading(sample.file) as opened:
+            stored = self._read(opened.samples, window, index)
         return np.moveaxis(stored, -1, 0) if last else stored
 
-    def _current(self) -> _Handles:
-        """The open files of this process; those of a parent are left alone."""
-        if self._handles.pid != os.getpid():
-            self._handles = _Handles()
-        return self._handles
-
-    def _open(self, handles: _Handles, entry: DataFile) -> _Opened:
-        """The open file, from the least recently used ones or new; the lock is held."""
-        if entry.path in handles.files:
-            handles.files.move_to_end(entry.path)
-            return handles.files[entry.path]
-        path = self.root / entry.path
-        driver = None if self._driver is None else self._driver(path)
-        file = safe_open(path, allow_roots=self._allow_roots, driver=driver)
+    def _read(
+        self, dataset: h5py.Dataset, window: tuple[slice, ...], index: int
+    ) -> npt.NDArray[Any]:
+        """A part of an HDF5 dataset, in this machine's byte order."""
         try:
-            dataset = file.dataset(self.manifest.dataset)
-            self._check_file(file, dataset, entry)
-        except BaseException:
-            file.close()
-            raise
-        handles.files[entry.path] = _Opened(file, dataset)
-        if len(handles.files) > self._open_files:
-            handles.files.popitem(last=False)[1].file.close()
-        return handles.files[entry.path]
+            stored = dataset[window]
+        except HDF5_ERRORS as error:
+            where = self._where(index, dataset.name.lstrip("/"))
+            raise BadSample(f"{where}: damaged: {' '.join(str(error).split())}") from error
+        return stored.astype(stored.dtype.newbyteorder("="), copy=False)
 
-    def _check_file(self, file: SafeFile, dataset: h5py.Dataset, entry: DataFile) -> None:
-        """Compares a file with what the manifest says of it."""
-        where = f"{file.path}: {self.manifest.dataset!r}"
-        expected = np.dtype(self.manifest.dtype)
-        if (dataset.dtype.kind, dataset.dtype.itemsize) != (expected.kind, expected.itemsize):
-            raise DataError(f"{where} holds {dataset.dtype}; the manifest says {expected}")
-        reach = [max(o[axis] for o in entry.offsets) for axis in range(3)]
-        extents = [r + n for r, n in zip(reach, self.sample_shape[1:], strict=True)]
-        channels = self.sample_shape[0]
-        last = self.manifest.axes == "DHWC"
-        needed = (*extents, channels) if last else (channels, *extents)
-        fits = dataset.ndim == 4 and all(n >= m for n, m in zip(dataset.shape, needed, strict=True))
-        if not fits or dataset.shape[3 if last else 0] != channels:
-            raise DataError(f"{where} has the shape {dataset.shape}; {needed} was expected")
-
-    def _where(self, sample: _Sample, index: int) -> str:
+    def _where(self, index: int, name: str = "") -> str:
         return (
-            f"{self.root / sample.file.path}: {self.manifest.dataset!r}, sample {index} of "
-            f"{self.split!r}"
+            f"{self.root / self._sample(index).file.path}: {name or self.manifest.dataset!r}, "
+            f"sample {index} of {self.split!r}"
         )
 
     def _refuse(
@@ -273,27 +255,38 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         first = np.unravel_index(int(np.argmin(np.isfinite(values))), values.shape)
         channel, *voxel = (int(p) + a for p, a in zip(first, lo, strict=True))
         raise BadSample(
-            f"{self._where(sample, index)}: value {stored[first]} at channel {channel}, voxel "
+            f"{self._where(index)}: value {stored[first]} at channel {channel}, voxel "
             f"{tuple(voxel)}, normalised to {values[first]}"
         )
 
 
-class _Opened:
-    """An open file with its checked dataset, and the target once it was read."""
+def _bounds(box: Box | None, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The corners of a box in a sample, checked."""
+    lo, hi = ((0,) * len(shape), shape) if box is None else (tuple(box.lo), tuple(box.hi))
+    inside = len(lo) == len(shape) and all(
+        0 <= a <= b <= n for a, b, n in zip(lo, hi, shape, strict=True)
+    )
+    if not inside:
+        raise UsageError(f"block {lo} to {hi} is not in a sample of {shape}")
+    return lo, hi
 
-    def __init__(self, file: SafeFile, dataset: h5py.Dataset) -> None:
-        self.file = file
-        self.dataset = dataset
-        self.target: npt.NDArray[np.float64] | None = None
+
+def _room(
+    out: Tensor | None, lo: tuple[int, ...], hi: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """Where a block goes: `out`, checked, or a new tensor."""
+    shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
+    if out is None:
+        return torch.empty(shape, dtype=dtype)
+    if tuple(out.shape) != shape or out.dtype != dtype or not out.is_contiguous():
+        raise UsageError(
+            f"out is {tuple(out.shape)} {out.dtype}: contiguous {shape} {dtype} is needed"
+        )
+    return out
 
 
-class _Handles:
-    """The open files of one process, by path; the least recently used come first."""
-
-    def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.lock = threading.Lock()
-        self.files: OrderedDict[str, _Opened] = OrderedDict()
+def _window(offset: Sequence[int], lo: Sequence[int], hi: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(o + a, o + b) for o, a, b in zip(offset, lo, hi, strict=True))
 
 
 def _samples_of(manifest: Manifest, split: str) -> list[_Sample]:
@@ -303,7 +296,3 @@ def _samples_of(manifest: Manifest, split: str) -> list[_Sample]:
         if file.split == split
         for offset, mean in zip(file.offsets, file.means or (1.0,) * len(file.offsets), strict=True)
     ]
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())

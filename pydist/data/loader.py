@@ -31,12 +31,17 @@ class BlockSource(Protocol):
 
     @property
     def sample_shape(self) -> tuple[int, int, int, int]:
-        """(C, D, H, W) of one sample."""
+        """(C, D, H, W) of one sample; the largest extents, where samples differ."""
         ...
 
     @property
     def num_targets(self) -> int:
         """Values to predict for each sample."""
+        ...
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the class of each voxel is to be predicted, instead of values of the sample."""
         ...
 
     @property
@@ -51,12 +56,20 @@ class BlockSource(Protocol):
 
     def __len__(self) -> int: ...
 
+    def shape_of(self, index: int) -> tuple[int, int, int, int]:
+        """(C, D, H, W) of one sample."""
+        ...
+
     def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
         """See `ShardDataset.read_block`."""
         ...
 
+    def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
+        """See `ShardDataset.read_labels`; only called if `labelled`."""
+        ...
+
     def target(self, index: int) -> Tensor:
-        """See `ShardDataset.target`."""
+        """See `ShardDataset.target`; only called if not `labelled`."""
         ...
 
 
@@ -66,7 +79,8 @@ class Batch:
 
     Attributes:
         inputs: [N, C, D, H, W], N the group's samples, of which this rank holds its blocks.
-        targets: [N, T], plain, equal on all ranks of the group.
+        targets: [N, T], plain, equal on all ranks of the group; or, where the class of each voxel
+            is to be predicted, [N, D, H, W] int64, a `ShardedTensor` that is cut as `inputs` is.
         weight: [N]; 0 for a sample that stands in for another, 1 else. In an evaluation,
             sum(weight * error) over groups, divided by sum(weight), counts every sample once.
         indices: which samples of the data set they are.
@@ -280,14 +294,16 @@ class Loader:
 
     def _replace(self, read: _Read, n: int) -> None:
         """Reads the next sample that is good on all ranks of the group into position `n`."""
-        layout = _layout(self.dataset, self.mesh, len(read.plan.indices))
+        shape = self.dataset.shape_of(read.plan.indices[0])
+        layout = layout_for_sample(self.mesh, (len(read.plan.indices), *shape))
         candidate = read.plan.indices[n]
         while True:
             candidate = (candidate + 1) % len(self.dataset)
+            if self.dataset.shape_of(candidate) != shape:
+                continue
             error = None
             try:
-                self.dataset.read_block(candidate, _block(layout), read.inputs[n])
-                read.targets[n] = self.dataset.target(candidate)
+                _read_sample(self.dataset, candidate, layout, read.inputs[n], read.targets[n])
             except BadSample as caught:
                 error = caught
             if not self._agree([error is not None])[0]:
@@ -314,10 +330,14 @@ class Loader:
         size = len(plan.indices)
         weight = torch.full((size,), float(plan.count > 0), dtype=self.dataset.dtype)
         weight[list(read.bad)] = 0
-        layout = _layout(self.dataset, self.mesh, size)
+        layout = _layout(self.dataset, self.mesh, plan)
+        targets = read.targets
+        if self.dataset.labelled:
+            by_voxel = _by_voxel(layout)
+            targets = ShardedTensor.from_local(targets, by_voxel, plan.first_sample)
         return Batch(
             inputs=ShardedTensor.from_local(read.inputs, layout, plan.first_sample),
-            targets=read.targets,
+            targets=targets,
             weight=weight,
             indices=plan.indices,
             count=plan.count,
@@ -329,28 +349,58 @@ class Loader:
         )
 
 
-def _layout(dataset: BlockSource, mesh: Mesh, size: int) -> Layout:
-    return layout_for_sample(mesh, (size, *dataset.sample_shape))
+def _layout(dataset: BlockSource, mesh: Mesh, plan: GroupBatch) -> Layout:
+    """Where the inputs of a batch lie.
+
+    Raises:
+        UsageError: its samples have different shapes.
+    """
+    shapes = {dataset.shape_of(index) for index in plan.indices}
+    if len(shapes) > 1:
+        raise UsageError(
+            f"a batch of a sample group has samples of {' and '.join(map(str, sorted(shapes)))} "
+            "voxels: take batches of one sample a group, or bring the data to one shape"
+        )
+    return layout_for_sample(mesh, (len(plan.indices), *shapes.pop()))
 
 
-def _block(layout: Layout) -> Box:
-    """This rank's part of one sample, [C, D, H, W]."""
-    return Box(layout.box.lo[1:], layout.box.hi[1:])
+def _by_voxel(layout: Layout) -> Layout:
+    """The layout of [N, D, H, W] beside [N, C, D, H, W]."""
+    without_channels = [0, 2, 3, 4]
+    return Layout(
+        layout.mesh,
+        [layout.shape[d] for d in without_channels],
+        [layout.splits[d] for d in without_channels],
+    )
 
 
 def _read(dataset: BlockSource, mesh: Mesh, plan: GroupBatch) -> _Read:
     """Reads this rank's blocks of a batch; runs in the background."""
-    layout = _layout(dataset, mesh, len(plan.indices))
+    layout = _layout(dataset, mesh, plan)
     inputs = torch.empty(layout.local_shape, dtype=dataset.dtype)
-    targets = torch.zeros((len(plan.indices), dataset.num_targets), dtype=dataset.dtype)
+    if dataset.labelled:
+        targets = torch.empty(_by_voxel(layout).local_shape, dtype=torch.int64)
+    else:
+        targets = torch.zeros((len(plan.indices), dataset.num_targets), dtype=dataset.dtype)
     bad: dict[int, BadSample] = {}
     for n, index in enumerate(plan.indices):
         try:
-            dataset.read_block(index, _block(layout), inputs[n])
-            targets[n] = dataset.target(index)
+            _read_sample(dataset, index, layout, inputs[n], targets[n])
         except BadSample as error:
             bad[n] = error
     return _Read(plan, inputs, targets, bad)
+
+
+def _read_sample(
+    dataset: BlockSource, index: int, layout: Layout, inputs: Tensor, targets: Tensor
+) -> None:
+    """Reads this rank's block of one sample, and what to predict of it."""
+    lo, hi = layout.box.lo, layout.box.hi
+    dataset.read_block(index, Box(lo[1:], hi[1:]), inputs)
+    if dataset.labelled:
+        dataset.read_labels(index, Box(lo[2:], hi[2:]), targets)
+    else:
+        targets.copy_(dataset.target(index))
 
 
 def _check_alike(mesh: Mesh, chosen: dict[str, Any]) -> None:

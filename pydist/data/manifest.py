@@ -32,6 +32,8 @@ class DataFile:
         crc32: checksum of all its bytes, 8 hexadecimal digits; empty if none was made.
         offsets: where each sample begins in the file's array, (depth, height, width) in voxels.
         means: mean of each sample over all its voxels and channels; empty if not known.
+        extents: voxels of its samples along depth, height and width, where they are not those of
+            the data set.
     """
 
     path: str
@@ -40,6 +42,24 @@ class DataFile:
     crc32: str
     offsets: tuple[tuple[int, int, int], ...]
     means: tuple[float, ...] = ()
+    extents: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Intensity:
+    """What is known of a channel's values where the label is not background, in training.
+
+    Attributes:
+        lower: 0.5th percentile.
+        upper: 99.5th percentile.
+        mean: mean.
+        std: standard deviation.
+    """
+
+    lower: float
+    upper: float
+    mean: float
+    std: float
 
 
 @dataclass(frozen=True)
@@ -47,16 +67,19 @@ class Manifest:
     """What a data set holds.
 
     Attributes:
-        sample_shape: (C, D, H, W) of one sample.
+        sample_shape: (C, D, H, W) of one sample; the largest extents, where samples differ.
         axes: order of the axes in the files: "CDHW" channel first, "DHWC" channel last.
         dtype: NumPy's name of the stored type.
         files: the files, in the order that counts the samples.
         dataset: name of the HDF5 data set with the samples.
-        target: name of the HDF5 data set with the values to predict.
+        target: name of the HDF5 data set with the values to predict, if there are any.
         target_names: what they are.
+        label: name of the HDF5 data set with the class of each voxel, [D, H, W], if there is one.
+        class_names: what the classes are, in the order of the labels; background comes first.
         channel_names: what the channels are.
         log1p_mean: mean of log(1 + x) over the training samples, by channel; empty if not known.
         log1p_std: its standard deviation.
+        intensity: statistics of the labelled voxels, by channel; empty if not known.
         origin: how the data set was made.
     """
 
@@ -67,9 +90,12 @@ class Manifest:
     dataset: str = "full"
     target: str = "unitPar"
     target_names: tuple[str, ...] = ()
+    label: str = ""
+    class_names: tuple[str, ...] = ()
     channel_names: tuple[str, ...] = ()
     log1p_mean: tuple[float, ...] = ()
     log1p_std: tuple[float, ...] = ()
+    intensity: tuple[Intensity, ...] = ()
     origin: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -83,13 +109,14 @@ class Manifest:
     @cached_property
     def digest(self) -> str:
         """SHA-256 of the manifest: equal on two ranks if they see the same data set."""
-        return hashlib.sha256(self._text().encode()).hexdigest()
+        return hashlib.sha256(self.dumps().encode()).hexdigest()
 
     def save(self, root: str | Path) -> None:
         """Writes `dataset.json` into `root`, atomically."""
-        publish(Path(root) / FILE_NAME, self._text().encode())
+        publish(Path(root) / FILE_NAME, self.dumps().encode())
 
-    def _text(self) -> str:
+    def dumps(self) -> str:
+        """The content of `dataset.json`; `loads` reads it."""
         record = {
             "format": FORMAT,
             "version": VERSION,
@@ -99,10 +126,13 @@ class Manifest:
             "dataset": self.dataset,
             "target": self.target,
             "target_names": self.target_names,
+            "label": self.label,
+            "class_names": self.class_names,
             "channel_names": self.channel_names,
             "splits": self.splits,
             "log1p_mean": self.log1p_mean,
             "log1p_std": self.log1p_std,
+            "intensity": [vars(channel) for channel in self.intensity],
             "origin": self.origin,
             "files": [vars(file) for file in self.files],
         }
@@ -117,24 +147,32 @@ class Manifest:
         """
         path = root / FILE_NAME
         try:
-            record = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except FileNotFoundError:
             raise DataError(_missing(root)) from None
         except OSError as error:
             raise DataError(f"{path}: {error.strerror}") from error
         except ValueError as error:
             raise DataError(f"{path}: not JSON: {error}") from error
+        return cls.loads(text, str(path))
+
+    @classmethod
+    def loads(cls, text: str, source: str) -> Manifest:
+        """Reads and checks what `dumps` has written; `source` names it in errors (see `load`)."""
+        try:
+            record = json.loads(text)
+        except ValueError as error:
+            raise DataError(f"{source}: not JSON: {error}") from error
         if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise DataError(f'{path}: not a data set manifest ("format": "{FORMAT}" expected)')
+            raise DataError(f'{source}: not a data set manifest ("format": "{FORMAT}" expected)')
         if record.get("version") != VERSION:
             raise DataError(
-                f"{path}: version {record.get('version')!r}; this pydist reads version {VERSION}"
+                f"{source}: version {record.get('version')!r}; this pydist reads version {VERSION}"
             )
         try:
-            manifest = cls._from_record(record)
+            return cls._from_record(record)
         except (KeyError, TypeError, ValueError) as error:
-            raise DataError(f"{path}: damaged: {type(error).__name__} {error}") from error
-        return manifest
+            raise DataError(f"{source}: damaged: {type(error).__name__} {error}") from error
 
     @classmethod
     def _from_record(cls, record: Mapping[str, Any]) -> Manifest:
@@ -149,9 +187,12 @@ class Manifest:
             dataset=str(record["dataset"]),
             target=str(record["target"]),
             target_names=_names(record["target_names"]),
+            label=str(record.get("label", "")),
+            class_names=_names(record.get("class_names", ())),
             channel_names=_names(record["channel_names"]),
             log1p_mean=_numbers(record["log1p_mean"]),
             log1p_std=_numbers(record["log1p_std"]),
+            intensity=tuple(_intensity(**entry) for entry in record.get("intensity", ())),
             origin=dict(record["origin"]),
         )
 
@@ -171,9 +212,26 @@ def _data_file(entry: Mapping[str, Any]) -> DataFile:
     means = _numbers(entry["means"])
     if means and len(means) != len(offsets):
         raise ValueError(f"{path}: {len(means)} means for {len(offsets)} samples")
+    extents = None
+    if entry.get("extents") is not None:
+        depth, height, width = (_positive(n) for n in entry["extents"])
+        extents = depth, height, width
     return DataFile(
-        str(path), str(entry["split"]), int(entry["bytes"]), str(entry["crc32"]), offsets, means
+        str(path),
+        str(entry["split"]),
+        int(entry["bytes"]),
+        str(entry["crc32"]),
+        offsets,
+        means,
+        extents,
     )
+
+
+def _intensity(**values: Any) -> Intensity:
+    found = Intensity(**{name: float(value) for name, value in values.items()})
+    if not all(map(math.isfinite, vars(found).values())):
+        raise ValueError(f"statistics {found}")
+    return found
 
 
 def _offset(values: Sequence[Any]) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pydist.data.manifest import Manifest
 from pydist.errors import DataError, UsageError
 
-Normalization = Literal["none", "log1p", "mean", "standardize"]
+Normalization = Literal["none", "log1p", "mean", "standardize", "window", "ct"]
 
 Volume = npt.NDArray[Any]
 
@@ -28,16 +28,26 @@ class Normalizer:
     Args:
         kind: "none" x; "log1p" log(1 + x), which MLPerf's CosmoFlow uses; "mean" x over the mean of
             the sample, its alternative; "standardize" (log(1 + x) - m_c) / s_c, with mean and
-            standard deviation of the training samples' channel c.
+            standard deviation of the training samples' channel c; "window" clips to a window of
+            intensities and maps it to [0, 1]; "ct" clips to the 0.5th and 99.5th percentile of the
+            labelled voxels in training, less their mean over their standard deviation, by channel
+            (nnU-Net's scheme for CT).
         manifest: gives the statistics.
         dtype: of the input, float32 or float64.
+        window: (lower, upper) for "window", in the units of the data (Hounsfield units).
 
     Raises:
-        UsageError: no such normalisation.
+        UsageError: no such normalisation; no window, or one that is empty or not asked for.
         DataError: the manifest lacks the statistics, or a standard deviation is 0.
     """
 
-    def __init__(self, kind: str, manifest: Manifest, dtype: npt.DTypeLike) -> None:
+    def __init__(
+        self,
+        kind: str,
+        manifest: Manifest,
+        dtype: npt.DTypeLike,
+        window: tuple[float, float] | None = None,
+    ) -> None:
         if kind not in get_args(Normalization):
             possible = ", ".join(get_args(Normalization))
             raise UsageError(f"normalize={kind!r}; possible are {possible}")
@@ -45,8 +55,16 @@ class Normalizer:
         self.dtype = np.dtype(dtype)
         self._channels = manifest.sample_shape[0]
         self._shift, self._scale = np.zeros(self._channels), np.ones(self._channels)
+        self._lower, self._upper = np.zeros(self._channels), np.zeros(self._channels)
+        self.window = _checked_window(kind, window)
         if kind == "standardize":
             self._shift, self._scale = self._statistics(manifest)
+        elif kind == "window":
+            assert window is not None
+            self._lower[:], self._upper[:] = window
+            self._shift, self._scale = self._lower, self._upper - self._lower
+        elif kind == "ct":
+            self._ct_scheme(manifest)
         if kind == "mean" and not all(file.means for file in manifest.files):
             raise DataError('normalize="mean": the manifest has no means of the samples')
         self._tables: dict[np.dtype[Any], npt.NDArray[Any]] = {}
@@ -74,10 +92,13 @@ class Normalizer:
                 self._map(out[c], first_channel + c)
 
     def _map(self, values: Volume, channel: int) -> None:
-        """Log1p and, for "standardize", shift and scale, in place."""
-        with np.errstate(invalid="ignore", divide="ignore"):  # the caller looks for NaN and Inf
-            np.log1p(values, out=values)
-        if self.kind == "standardize":
+        """Log1p or clipping, then shift and scale, in place."""
+        if self.kind in ("window", "ct"):
+            np.clip(values, self._lower[channel], self._upper[channel], out=values)
+        else:
+            with np.errstate(invalid="ignore", divide="ignore"):  # the caller looks for NaN and Inf
+                np.log1p(values, out=values)
+        if self.kind != "log1p":
             values -= self._shift[channel]
             values /= self._scale[channel]
 
@@ -102,6 +123,28 @@ class Normalizer:
                 f"deviation {_short(std)} for {self._channels} channels"
             )
         return np.array(mean), np.array(std)
+
+    def _ct_scheme(self, manifest: Manifest) -> None:
+        found = manifest.intensity
+        if len(found) != self._channels or min(channel.std for channel in found) <= 0:
+            raise DataError(
+                f'normalize="ct": the manifest has statistics of the labelled voxels for '
+                f"{len(found)} of {self._channels} channels, or a standard deviation of 0"
+            )
+        self._lower = np.array([channel.lower for channel in found])
+        self._upper = np.array([channel.upper for channel in found])
+        self._shift = np.array([channel.mean for channel in found])
+        self._scale = np.array([channel.std for channel in found])
+
+
+def _checked_window(kind: str, window: tuple[float, float] | None) -> tuple[float, float] | None:
+    if kind != "window":
+        if window is not None:
+            raise UsageError(f'a window of {window} with normalize={kind!r}: choose "window"')
+        return None
+    if window is None or not window[0] < window[1]:
+        raise UsageError(f'normalize="window" needs a window (lower, upper), got {window}')
+    return window
 
 
 def _look_up(table: Volume, values: Volume, out: Volume) -> None:

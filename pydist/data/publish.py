@@ -43,6 +43,14 @@ def publish(path: Path, content: bytes | memoryview) -> None:
             temporary.unlink(missing_ok=True)
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder, and those above it, unless it is there; raises `DiskError`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DiskError(f"{folder}: {error.strerror}") from error
+
+
 def need_space(folder: Path, size: int) -> None:
     """Raises `DiskError` if `folder` has not `size` bytes free."""
     try:

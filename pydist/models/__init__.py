@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from pydist.models.cosmoflow import CosmoFlow
+from pydist.models.unet3d import UNet3d
 
-__all__ = ["CosmoFlow"]
+__all__ = ["CosmoFlow", "UNet3d"]

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 # Strict: 1 is no flag and "8" no number, in a file as little as in Python.
 Flag = Annotated[bool, Field(strict=True)]
 Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 CountOrZero = Annotated[int, Field(ge=0, strict=True)]
 
@@ -29,9 +30,11 @@ class _Table:
 
 
 @dataclass(frozen=True)
-class ModelConfig(_Table):
-    """The network."""
+class CosmoFlowConfig(_Table):
+    """CosmoFlow: a universe in, its parameters out."""
 
+    name: Literal["cosmoflow"] = "cosmoflow"
+    """The network, which decides what is trained: "cosmoflow", or "unet3d" for segmentation."""
     variant: Literal["paper", "mlperf"] = "paper"
     """Which CosmoFlow: that of the paper, or that of the MLPerf HPC benchmark."""
     width: Literal[32, 64, 128, 256, 512] = 128
@@ -45,14 +48,45 @@ class ModelConfig(_Table):
 
 
 @dataclass(frozen=True)
+class UNet3dConfig(_Table):
+    """3D U-Net: a volume in, a class for each of its voxels out."""
+
+    name: Literal["unet3d"] = "unet3d"
+    """The network, which decides what is trained: "unet3d" for segmentation, or "cosmoflow"."""
+    features: Count = 64
+    """Channels of the first level; they double from level to level. The paper has 64."""
+    levels: Count = 3
+    """How often the width is halved."""
+    statistics: Literal["global", "group", "rank"] = "global"
+    """Over which samples batch norm takes its statistics; "global" is one device's result."""
+
+
+def _network_of(table: Any) -> Any:
+    """Which of the networks a table is meant for: what it says, else CosmoFlow."""
+    if isinstance(table, dict):
+        return table.get("name", "cosmoflow")
+    return getattr(table, "name", None)
+
+
+ModelConfig = Annotated[
+    Annotated[CosmoFlowConfig, Tag("cosmoflow")] | Annotated[UNet3dConfig, Tag("unet3d")],
+    Discriminator(_network_of),
+]
+"""The network's table: `name` says which one it is."""
+
+
+@dataclass(frozen=True)
 class DataConfig(_Table):
-    """The universes."""
+    """The data set."""
 
     path: Path = Path("data")
-    """Folder of the data set, as `pydist data universes` writes it."""
-    normalize: Literal["none", "log1p", "mean", "standardize"] = "none"
+    """Folder of the data set, as `pydist data universes`, `nifti` and `ct` write it."""
+    normalize: Literal["none", "log1p", "mean", "standardize", "window", "ct"] = "none"
     """What is done to the particle counts n: nothing (the paper), log(1 + n) (MLPerf), n over its
-    mean, or log(1 + n) less its mean over its standard deviation."""
+    mean, or log(1 + n) less its mean over its standard deviation. And to intensities: "window" maps
+    `window` to [0, 1], "ct" is nnU-Net's scheme for CT."""
+    window: tuple[Number, Number] | None = None
+    """Lowest and highest intensity, in Hounsfield units for CT."""
     prefetch: Count = 2
     """Batches that are read ahead in the background."""
 
@@ -106,6 +140,10 @@ class TrainConfig(_Table):
     """Stop after so many steps, if that comes before the last epoch."""
     batch: Count = 4
     """Samples a step, over all sample groups."""
+    loss: Literal["auto", "mse", "cross_entropy", "dice", "dice_ce"] = "auto"
+    """What is minimised: by default the squared error for CosmoFlow, cross-entropy for the U-Net
+    (as the paper); "dice" is the mean soft Dice of the classes but background, "dice_ce" the sum of
+    the two."""
     seed: CountOrZero = 0
     """Start of all random numbers: weights, order of the samples, dropout, augmentation."""
     clip_norm: Positive | None = None
@@ -144,7 +182,7 @@ class OutputConfig(_Table):
 class Config(_Table):
     """One training run."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = field(default_factory=CosmoFlowConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

@@ -7,18 +7,22 @@ import difflib
 import json
 import sys
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from pydist.errors import UsageError
-from pydist.train.config import Config
+from pydist.train.config import Config, CosmoFlowConfig, UNet3dConfig
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+
+_TAGS: dict[Any, Any] = {"cosmoflow": CosmoFlowConfig, "unet3d": UNet3dConfig}
+"""What pydantic puts into the place of an error, to say which of the networks is meant."""
 
 
 def load(path: Path) -> Config:
@@ -32,12 +36,21 @@ def load(path: Path) -> Config:
             them are named, with what was probably meant.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"can't read the configuration {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not valid TOML: {error}") from error
-    return check(tables, source=str(path))
+    return loads(text, str(path))
+
+
+def loads(text: str, source: str) -> Config:
+    """Reads what `dumps` has written, or a file's content; `source` names it (see `load`)."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{source} is not valid TOML: {error}") from error
+    return check(tables, source)
 
 
 def check(tables: dict[str, Any], source: str) -> Config:
@@ -77,7 +90,13 @@ def _toml(value: object) -> str:
 
 
 def _explain(error: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in error["loc"])
+    location = [part for i, part in enumerate(error["loc"]) if i != 1 or part not in _TAGS]
+    where = ".".join(str(part) for part in location)
+    if error["type"] == "union_tag_invalid":
+        given, possible = error["ctx"]["tag"], error["ctx"]["expected_tags"]
+        return f"{where}.name = {given!r}: possible are {possible}"
+    if error["type"] == "union_tag_not_found":
+        return f"{where} = {error['input']!r}: a table is expected"
     if error["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{where} is not a setting{_hint(error['loc'])}"
     given = repr(error["input"])
@@ -87,8 +106,9 @@ def _explain(error: ErrorDetails) -> str:
 def _hint(location: tuple[int | str, ...]) -> str:
     table: Any = Config
     for part in location[:-1]:
-        hint = get_type_hints(table).get(str(part))
-        table = hint if dataclasses.is_dataclass(hint) else next(iter(get_args(hint)), None)
-    names = [f.name for f in dataclasses.fields(table)] if table else []
+        hint = _TAGS.get(str(part)) or get_type_hints(table).get(str(part))
+        if dataclasses.is_dataclass(hint):
+            table = hint
+    names = [f.name for f in dataclasses.fields(table)]
     close = difflib.get_close_matches(str(location[-1]), names, n=1)
     return f'; did you mean "{close[0]}"?' if close else f": choose from {', '.join(names)}"

@@ -6,7 +6,8 @@ One JSON object a line, with "event" and "time" (seconds since 1970) in each:
 start        version, ranks, mesh, threads, parameters, samples, epochs, steps, step (where it
              starts), config
 step         step, epoch, loss, lr, seconds, samples_per_second, parts (seconds by part)
-validation   step, epoch, samples, loss, mae
+validation   step, epoch, samples, loss; of CosmoFlow mae; of segmentation, by class, dice (mean
+             over volumes) and pooled_dice (of all their voxels)
 checkpoint   step, path, seconds
 notice       text
 end          status ("done", "stopped", "failed"), step, seconds, reason

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pydist.errors import DataError, DiskError, PydistError, Stopped
-from pydist.tensor import ShardedTensor
 from pydist.train.agree import any_rank
 from pydist.train.clock import StepClock
 from pydist.train.signals import StopRequest
@@ -23,21 +20,9 @@ if TYPE_CHECKING:
     from pydist.train.config import CheckpointConfig, TrainConfig
     from pydist.train.log import EventLog
     from pydist.train.state import State
+    from pydist.train.tasks import Task, Validation
 
 _AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Validation:
-    """What a validation found, equal on all ranks."""
-
-    samples: int
-    loss: float
-    mae: float
-    predicted: Tensor
-    """`[samples, outputs]`, in the order of `true`."""
-    true: Tensor
-    """`[samples, outputs]`."""
 
 
 class Trainer:
@@ -45,6 +30,7 @@ class Trainer:
 
     Args:
         state: model, optimizer, schedule, training batches, and how far they got.
+        task: the loss, and what validation measures.
         validation_loader: the batches of the validation set; groups may hold unequal numbers.
         log: where events go (rank 0's writes them).
         config: epochs, batch, clipping, precision.
@@ -55,6 +41,7 @@ class Trainer:
     def __init__(
         self,
         state: State,
+        task: Task,
         validation_loader: Loader | None,
         log: EventLog,
         config: TrainConfig,
@@ -62,6 +49,7 @@ class Trainer:
         folder: Path,
     ) -> None:
         self.state = state
+        self.task = task
         self.mesh = state.mesh
         self.loader = state.loader
         self.validation_loader = validation_loader
@@ -157,7 +145,7 @@ class Trainer:
     def _loss(self, batch: Batch) -> Tensor:
         dtype = _AMP_DTYPES[self.config.amp]
         with torch.autocast("cpu", dtype, enabled=self.config.amp != "off"):
-            return F.mse_loss(self.state.model(batch.inputs), batch.targets)
+            return self.task.loss(self.state.model(batch.inputs), batch)
 
     def _reduce(self, loss_sum: float, samples: int) -> tuple[float, bool]:
         """The mean over all samples of the step, and whether any rank wants to stop."""
@@ -189,41 +177,32 @@ class Trainer:
         assert self.validation_loader is not None
         model = self.state.model
         model.eval()
-        pairs = []
+        rows = []
         with torch.no_grad():
             for batch in self.validation_loader.epoch(0):
-                output = model(batch.inputs)
-                if isinstance(output, ShardedTensor):
-                    output = output.full_tensor()
-                pairs.append(torch.stack([output.double(), batch.targets.double()], dim=1))
+                rows.append(self.task.measure(model(batch.inputs), batch))
         model.train()
-        predicted, true = self._collect(pairs).unbind(1)
-        error = predicted - true
-        found = Validation(
-            samples=len(error),
-            loss=float(error.square().mean()),
-            mae=float(error.abs().mean()),
-            predicted=predicted,
-            true=true,
-        )
+        found = self.task.judge(self._collect(rows))
         self.log.emit(
             "validation",
             step=self.state.step,
             epoch=epoch,
             samples=found.samples,
-            loss=found.loss,
-            mae=found.mae,
+            **found.figures(),
         )
         return found
 
-    def _collect(self, pairs: list[Tensor]) -> Tensor:
-        """The rows of all sample groups, `[samples, 2, outputs]`, equal on every rank."""
-        width = torch.tensor([pairs[0].shape[2] if pairs else 0])
-        self.mesh.data.all_reduce(width, "max")
-        mine = torch.cat(pairs) if pairs else torch.empty(0)
+    def _collect(self, rows: list[Tensor]) -> Tensor:
+        """The rows of all sample groups, `[samples, ...]`, equal on every rank."""
+        dims = 4
+        shape = torch.zeros(dims, dtype=torch.int64)
+        if rows:
+            shape[: rows[0].dim() - 1] = torch.tensor(rows[0].shape[1:])
+        self.mesh.data.all_reduce(shape, "max")  # a group may have no samples
+        mine = torch.cat(rows) if rows else torch.empty(0)
         everyones = self.mesh.data.all_gather_bytes(mine.numpy().tobytes())
-        rows = torch.frombuffer(bytearray(b"".join(everyones)), dtype=torch.float64)
-        return rows.reshape(-1, 2, int(width))
+        found = torch.frombuffer(bytearray(b"".join(everyones)), dtype=torch.float64)
+        return found.reshape(-1, *(n for n in shape.tolist() if n))
 
     def _save(self) -> None:
         """Writes a checkpoint of the step just done, unless it has one."""

@@ -16,6 +16,7 @@ from pydist.partition import Box, Partition
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
 PREDICTIONS_FILE = "predictions.csv"
@@ -72,15 +73,33 @@ def draw_run(
     first_channel = Box([0, 0, 0, 0], [1, *extents])
     universe = universes.read_block(0, first_channel)[0].numpy()
     universes.close()
+    figure = new_figure(15, 4.8)
+    axes = figure.subplots(1, 3)
+    draw_curves(axes[0], curves, "training loss (MSE)")
+    _draw_predictions(axes[1], folder / PREDICTIONS_FILE)
+    _draw_universe(axes[2], universe, spatial)
+    return save_figure(figure, folder)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty picture, sizes in inches.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError(MISSING_PLOT_LIBRARY) from None
-    figure = Figure(figsize=(15, 4.8), layout="constrained")
-    axes = figure.subplots(1, 3)
-    _draw_curves(axes[0], curves)
-    _draw_predictions(axes[1], folder / PREDICTIONS_FILE)
-    _draw_universe(axes[2], universe, blocks_of(extents, spatial))
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Figure, folder: Path) -> Path:
+    """Writes `result.png`.
+
+    Raises:
+        DiskError: the file can't be written.
+    """
     path = folder / PICTURE_FILE
     try:
         figure.savefig(path, dpi=110)
@@ -96,7 +115,8 @@ def blocks_of(extents: Sequence[int], spatial: Sequence[int]) -> list[Box]:
     return [Box([lo for lo, _ in each], [hi for _, hi in each]) for each in intervals]
 
 
-def _draw_curves(axes: Axes, curves: Mapping[str, Mapping[int, float]]) -> None:
+def draw_curves(axes: Axes, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
+    """Draws training losses by step."""
     # The runs lie on top of each other if all is well: the first is a broad band below the rest.
     styles: list[dict[str, Any]] = [
         {"linewidth": 6, "alpha": 0.3, "color": "tab:blue"},
@@ -105,7 +125,7 @@ def _draw_curves(axes: Axes, curves: Mapping[str, Mapping[int, float]]) -> None:
     ]
     for (name, losses), style in zip(curves.items(), styles, strict=False):
         axes.plot(list(losses), list(losses.values()), label=name, **style)
-    axes.set(xlabel="step", ylabel="training loss (MSE)", title="Loss")
+    axes.set(xlabel="step", ylabel=label, title="Loss")
     axes.set_ylim(bottom=0)
     axes.legend()
 
@@ -126,12 +146,18 @@ def _draw_predictions(axes: Axes, table: Path) -> None:
     axes.legend()
 
 
-def _draw_universe(axes: Axes, universe: NDArray[Any], blocks: Sequence[Box]) -> None:
+def _draw_universe(axes: Axes, universe: NDArray[Any], spatial: Sequence[int]) -> None:
     # Depth is the axis that is split first: it has to be one of the two that are seen.
     width = universe.shape[2] // 2
     picture = axes.imshow(universe[:, :, width], cmap="magma", origin="upper")
     axes.figure.colorbar(picture, ax=axes, label="log(1 + particles)", shrink=0.8)
-    for index, block in enumerate(blocks):
+    draw_blocks(axes, universe.shape, spatial, width)
+    axes.set(xlabel="height (voxels)", ylabel="depth (voxels)", title="A universe and its blocks")
+
+
+def draw_blocks(axes: Axes, extents: Sequence[int], spatial: Sequence[int], width: int) -> None:
+    """Draws the ranks' blocks over a slice at `width` that shows depth and height."""
+    for index, block in enumerate(blocks_of(extents, spatial)):
         if block.empty or not block.lo[2] <= width < block.hi[2]:
             continue
         (top, left), (bottom, right) = block.lo[:2], block.hi[:2]
@@ -150,4 +176,3 @@ def _draw_universe(axes: Axes, universe: NDArray[Any], blocks: Sequence[Box]) ->
             va="center",
             fontsize=13,
         )
-    axes.set(xlabel="height (voxels)", ylabel="depth (voxels)", title="A universe and its blocks")

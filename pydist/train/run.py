@@ -21,14 +21,15 @@ from pydist import __version__
 from pydist.data import ShardDataset
 from pydist.data.loader import Loader
 from pydist.errors import CheckpointError, DiskError, Stopped, UsageError
-from pydist.models import CosmoFlow
 from pydist.optim import linear_decay, sharded
 from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
+from pydist.train.about import About
 from pydist.train.agree import require_same, together
 from pydist.train.log import EventLog, Listener, losses
-from pydist.train.loop import Trainer, Validation
+from pydist.train.loop import Trainer
 from pydist.train.state import State, seed_everything
+from pydist.train.tasks import Task, Validation, task_of
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -50,10 +51,11 @@ class Result:
 
 
 def train(config: Config, mesh: Mesh, listeners: Sequence[Listener] = ()) -> Result:
-    """Trains CosmoFlow. Collective.
+    """Trains the network of a configuration. Collective.
 
-    Rank 0 writes the resolved configuration, `log.jsonl`, checkpoints, `predictions.csv` and, if
-    asked, `result.png` into `config.output.folder`.
+    Rank 0 writes the resolved configuration, `log.jsonl`, checkpoints, a table of the validation
+    (`predictions.csv`, for segmentation `dice.csv`) and, if asked, `result.png` into
+    `config.output.folder`.
 
     Args:
         config: see `pydist.train.config`; its table "mesh" is what `mesh` was made from.
@@ -94,8 +96,9 @@ def train(config: Config, mesh: Mesh, listeners: Sequence[Listener] = ()) -> Res
 def _run(config: Config, mesh: Mesh, log: EventLog) -> Result:
     """The run, between the log's beginning and end."""
     with ExitStack() as stack:
+        task = task_of(config)
         with together(mesh.world):
-            data, validation_data = open_datasets(config)
+            data, validation_data = open_datasets(config, task)
             loader = Loader(data, mesh, config.train.batch, prefetch=config.data.prefetch)
             stack.enter_context(loader)
             validation_loader = None
@@ -105,17 +108,17 @@ def _run(config: Config, mesh: Mesh, log: EventLog) -> Result:
                 )
                 stack.enter_context(validation_loader)
         require_same(mesh.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
-        state = make_state(config, mesh, data, loader)
+        state = make_state(config, task, mesh, data, loader)
         _resume(config, state, log)
         checkpoints = config.output.folder / CHECKPOINTS
         trainer = Trainer(
-            state, validation_loader, log, config.train, config.checkpoint, checkpoints
+            state, task, validation_loader, log, config.train, config.checkpoint, checkpoints
         )
         _announce(log, config, trainer)
         validation = trainer.fit()
     with together(mesh.world):
         if mesh.rank == 0:
-            _write_results(config, data, mesh, validation, log)
+            _write_results(config, task, data, mesh, validation, log)
     return Result(state.step, trainer.loss, validation)
 
 
@@ -128,41 +131,32 @@ def _prepare(folder: Path, config: Config) -> None:
         raise DiskError(f"can't write into {folder}: {error.strerror}") from error
 
 
-def open_datasets(config: Config) -> tuple[ShardDataset, ShardDataset | None]:
+def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDataset | None]:
     """The training set, and the validation set if there is one."""
-    train = ShardDataset(config.data.path, "train", normalize=config.data.normalize)
-    expected = (config.model.width,) * 3
-    if train.sample_shape[1:] != expected:
-        raise UsageError(
-            f"model.width is {config.model.width}, but the samples in {config.data.path} are "
-            f"{' × '.join(map(str, train.sample_shape[1:]))} voxels: set model.width to their width"
-        )
+    wanted = config.data
+    train = ShardDataset(wanted.path, "train", normalize=wanted.normalize, window=wanted.window)
+    task.check(train)
     if "val" not in train.manifest.splits:
         return train, None
-    return train, ShardDataset(config.data.path, "val", normalize=config.data.normalize)
+    unseen = ShardDataset(wanted.path, "val", normalize=wanted.normalize, window=wanted.window)
+    return train, unseen
 
 
-def make_state(config: Config, mesh: Mesh, data: ShardDataset, loader: Loader) -> State:
+def make_state(config: Config, task: Task, mesh: Mesh, data: ShardDataset, loader: Loader) -> State:
     """Model, optimizer and schedule at the start of a run. Collective."""
     seed_everything(config.train.seed)
     mesh.world.barrier()  # rank-threads share one random state: none may seed it again from here
     # Rank 0 draws the weights, for all: the others would only draw them again.
     with torch.device("cpu" if mesh.rank == 0 else "meta"):
-        model = CosmoFlow(
-            width=config.model.width,
-            in_channels=data.sample_shape[0],
-            outputs=data.num_targets,
-            batch_norm=config.model.batch_norm,
-            dropout=config.model.dropout,
-            variant=config.model.variant,
-        )
+        model = task.network(data.manifest)
     if mesh.rank != 0:
         model.to_empty(device="cpu")
     parallelize(model, mesh, batch_norm=config.model.statistics)
     optimizer = _optimizer(config.optimizer, model)
     scheduler = _schedule(config.optimizer, optimizer, len(loader))
     scaler = GradScaler("cpu", enabled=config.train.amp == "fp16")
-    return State(mesh, model, optimizer, scheduler, scaler, loader)
+    about = About(config, data.manifest).dump()
+    return State(mesh, model, optimizer, scheduler, scaler, loader, about)
 
 
 def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:
@@ -234,22 +228,17 @@ def _describe(mesh: Mesh) -> str:
 
 def _write_results(
     config: Config,
-    dataset: ShardDataset,
+    task: Task,
+    data: ShardDataset,
     mesh: Mesh,
     validation: Validation | None,
     log: EventLog,
 ) -> None:
     folder = config.output.folder
     if validation is not None:
-        report.write_predictions(
-            folder / report.PREDICTIONS_FILE,
-            dataset.manifest.target_names,
-            validation.predicted.numpy(),
-            validation.true.numpy(),
-        )
+        task.write_results(folder, data, validation)
     if config.output.plot and importlib.util.find_spec("matplotlib") is None:
         log.emit("notice", text=report.MISSING_PLOT_LIBRARY)
     elif config.output.plot:
-        report.draw_run(
-            folder, {_describe(mesh): losses(folder / LOG_FILE)}, config.data.path, mesh.spatial
-        )
+        curves = {_describe(mesh): losses(folder / LOG_FILE)}
+        task.draw(folder, curves, data, mesh.spatial)

@@ -9,6 +9,7 @@ of ranks, and to the bit with the same.
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ class State:
     scaler: GradScaler
     loader: Loader
     """Its sampler says which batch comes next."""
+    about: Mapping[str, str]
+    """What prediction needs to know besides the weights; see `pydist.train.about`."""
     step: int = 0
     """Optimizer steps done."""
 
@@ -87,6 +90,7 @@ class State:
             "scaler": self.scaler.state_dict(),
             "sampler": self.loader.state_dict(),
             "mesh": {"forwards": self.mesh.forwards},
+            "about": dict(self.about),
             "random": _random_state(),
         }
 

@@ -26,7 +26,12 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], *([c, "--help"] for c in ("run", "train", "profile"))]
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        *([c, "--help"] for c in ("run", "train", "profile", "predict", "export")),
+    ],
 )
 def test_help_does_not_wait_for_torch(tmp_path, arguments):
     program = (
@@ -65,11 +70,14 @@ def test_version_is_that_of_the_package(capsys):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["trian"], 2, "no command 'trian'; there are: data universes, train"),
+        (["trian"], 2, "no command 'trian'; there are: data universes, data ct"),
         (["train"], 2, "no configuration file was given"),
         (["train", "nowhere.toml"], 2, "can't read the configuration nowhere.toml"),
         (["train", "wrong.toml"], 2, 'model.widht is not a setting; did you mean "width"?'),
         (["train", "ok.toml", "--train.stepz", "3"], 2, "did you mean --train.steps?"),
+        (["profile", "ok.toml", "--step", "3"], 2, "did you mean --steps?"),
+        (["profile", "ok.toml", "--warmpu=3"], 2, "did you mean --warmup?"),
+        (["profile", "ok.toml", "--train.stepz", "3"], 2, "did you mean --train.steps?"),
         (["train", "ok.toml", "--train.batch", "0"], 2, "train.batch = 0: input should be"),
         (["train", "ok.toml", "-n", "0"], 2, "0 ranks: at least 1 is needed"),
         (["train", "ok.toml", "--mpi", "x", "-n", "2"], 2, "mpi 'x' is none of auto, openmpi"),
@@ -78,6 +86,11 @@ def test_version_is_that_of_the_package(capsys):
         (["run", "-n", "2"], 2, "no script was given"),
         (["run", "-n", "2", "nowhere.py"], 2, "no script 'nowhere.py'"),
         (["demo", "--folder", "ok.toml/x"], 74, "can't write into ok.toml/x: Not a directory"),
+        (["predict", "none", "a.nii", "-o", "b.nii"], 73, "no checkpoint here"),
+        (["predict", "none", "a.nii"], 2, "--output"),
+        (["data", "nifti", "nowhere", "x"], 65, "nowhere: no such folder"),
+        (["data", "ct", "x", "--count", "0"], 2, "count=0: at least 1 volume"),
+        (["data", "verify", "nowhere"], 65, "nowhere: no such folder"),
         (["data", "universes"], 2, "Where to write the data set"),
         (["data", "universes", "x", "--width", "1"], 2, "width=1: at least 2 voxels"),
     ],

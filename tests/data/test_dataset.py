@@ -212,12 +212,12 @@ def test_no_open_file_crosses_a_fork(universes: Path) -> None:
     meter = Meter()
     dataset = ShardDataset(universes, driver=meter)
     expected = dataset.read_block(0)
-    dataset._handles.lock.acquire()  # as if another thread were reading at the fork
+    dataset._files._handles.lock.acquire()  # as if another thread were reading at the fork
     pid = os.fork()
     if pid == 0:
         good = torch.equal(dataset.read_block(0), expected) and len(meter.files) == 2
         os._exit(0 if good else 1)
-    dataset._handles.lock.release()
+    dataset._files._handles.lock.release()
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert torch.equal(dataset.read_block(0), expected)
     assert len(meter.files) == 1

@@ -30,6 +30,7 @@ class Numbers:
 
     sample_shape = (1, 4, 3, 5)
     num_targets = 2
+    labelled = False
     dtype = torch.float64
     identity = "numbers"
 
@@ -41,6 +42,9 @@ class Numbers:
 
     def __len__(self) -> int:
         return self.size
+
+    def shape_of(self, index: int) -> tuple[int, int, int, int]:
+        return self.sample_shape
 
     def whole(self, index: int) -> Tensor:
         return index + torch.arange(60, dtype=torch.float64).reshape(self.sample_shape) / 1000

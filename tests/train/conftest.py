@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pydist.data import UniverseOptions, generate_universes
-from pydist.train.config import Config, DataConfig, ModelConfig, OutputConfig, TrainConfig
+from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfig, TrainConfig
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def universes(tmp_path_factory) -> Path:
 def config(universes, tmp_path) -> Config:
     """Two epochs of two steps with three samples each, of the network with fewer parameters."""
     return Config(
-        model=ModelConfig(variant="mlperf", width=32),
+        model=CosmoFlowConfig(variant="mlperf", width=32),
         data=DataConfig(path=universes, normalize="log1p"),
         train=TrainConfig(epochs=2, batch=3),
         output=OutputConfig(folder=tmp_path / "run", plot=False),

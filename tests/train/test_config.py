@@ -51,7 +51,9 @@ def test_any_values_survive_the_way_through_toml(path, lr, batch, groups):
         ("[mesh]\nspatial = [1, 2]", "mesh.spatial.2 = [1, 2]: field required"),
         ("[mesh]\nspatial = [1, 2, 0]", "mesh.spatial.2 = 0: input should be greater than or"),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan: input should be a finite number"),
-        ("model = 3", "model = 3: input should be"),
+        ("model = 3", "model = 3: a table is expected"),
+        ('[model]\nname = "unet"', "model.name = 'unet': possible are 'cosmoflow', 'unet3d'"),
+        ('[model]\nname = "unet3d"\nwidth = 32', "model.width is not a setting: choose from name,"),
     ],
 )
 def test_a_wrong_setting_is_named_by_its_place(tmp_path, text, message):

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import itertools
-import json
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,21 +14,16 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.file_image import RECIPE, file_image, recipe_hash, storage_options
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
-from pydist.data.publish import need_space, publish, remove_temporaries
+from pydist.data.publish import make_folder, need_space, publish, remove_temporaries
 from pydist.data.safe_open import safe_open
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES, UniverseOptions
 from pydist.data.universes.simulate import Parameters, draw_parameters, simulate
-from pydist.errors import DataError, DiskError, UsageError
+from pydist.errors import DataError, UsageError
 
 Progress = Callable[[int, int, str], None]
 """Called with (universes done, universes in all, what was just done), in the caller's thread."""
-
-RECIPE = "pydist_recipe"
-"""File attribute: hash of the options a file was made with, so that a second run can keep it."""
-
-CHUNK = 32
-"""Side of a chunk in voxels: 64 kB of int16."""
 
 
 def generate_universes(
@@ -56,11 +48,8 @@ def generate_universes(
         DiskError: not enough space, or the folder can't be written.
     """
     root = Path(out_dir)
-    recipe = _hash(options)
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DiskError(f"{root}: {error.strerror}") from error
+    recipe = recipe_hash(options.recipe())
+    make_folder(root)
     replaced = _check_folder(root, options, recipe)
     remove_temporaries(root)
     made: list[_Made] = []
@@ -144,16 +133,15 @@ def _sample(
 def _image(
     options: UniverseOptions, recipe: str, parameters: Parameters, counts: npt.NDArray[Any]
 ) -> memoryview:
-    """The HDF5 file with `counts` [C, D, H, W], as it goes to disk.
-
-    It is made in memory: HDF5 that meets a full disk in the middle of a chunked write ends the
-    process with a segmentation fault at exit (h5py issue 914).
-    """
+    """The HDF5 file with `counts` [C, D, H, W], as it goes to disk."""
     last = options.layout == "cosmoflow"
-    image = io.BytesIO()
-    with h5py.File(image, "w") as file:
+
+    def fill(file: h5py.File) -> None:
         stored = np.moveaxis(counts, 0, -1) if last else counts
-        file.create_dataset("full", data=stored, **_storage(options, stored.shape))
+        chosen = storage_options(
+            options.storage, options.compression, stored.shape, 3 if last else 0
+        )
+        file.create_dataset("full", data=stored, **chosen)
         file["unitPar"] = parameters.unit
         file["physPar"] = parameters.physical
         file["namePar"] = np.array(TARGET_NAMES, dtype="S")
@@ -162,22 +150,8 @@ def _image(
         file.attrs["universe_tag"] = np.bytes_(f"{options.seed}-{parameters.index}")
         file.attrs["seed9"] = parameters.seed9
         file.attrs[RECIPE] = np.bytes_(recipe)
-    return image.getbuffer()
 
-
-def _storage(options: UniverseOptions, shape: tuple[int, ...]) -> dict[str, Any]:
-    if options.storage == "contiguous":
-        return {}
-    if options.layout == "cosmoflow":
-        chunk = (*(min(CHUNK, n) for n in shape[:3]), shape[3])
-    else:
-        chunk = (1, *(min(CHUNK, n) for n in shape[1:]))
-    packing = {"compression": "gzip", "compression_opts": 4, "shuffle": True}
-    return {
-        "chunks": chunk,
-        "fletcher32": True,
-        **(packing if options.compression == "gzip" else {}),
-    }
+    return file_image(fill)
 
 
 def _read_again(
@@ -237,10 +211,6 @@ def _manifest(options: UniverseOptions, made: list[_Made]) -> Manifest:
                 else "that of the first CosmoFlow runs (2018)",
             },
             "options": options.recipe(),
-            RECIPE: _hash(options),
+            RECIPE: recipe_hash(options.recipe()),
         },
     )
-
-
-def _hash(options: UniverseOptions) -> str:
-    return hashlib.sha256(json.dumps(options.recipe(), sort_keys=True).encode()).hexdigest()[:16]

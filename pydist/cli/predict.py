@@ -1,0 +1,96 @@
+"""`pydist predict`: segments NIfTI volumes with a trained network, across ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from pydist.cli.options import parse
+from pydist.errors import UsageError
+
+PROG = "pydist predict"
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Segments a volume in NIfTI files, or every volume in a folder, with a trained network.
+
+    Each volume is spread over the ranks. Labels are written on the volume's own grid.
+    """
+
+    checkpoint: tyro.conf.Positional[Path]
+    """Folder of a run, or one of its checkpoints."""
+    images: tyro.conf.Positional[tuple[Path, ...]]
+    """A volume's files, one a channel; or a folder with volumes, whose files end in _0000, _0001,
+    ... where there are several channels."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+    """Where labels go: a file ending in .nii or .nii.gz, or a folder if images come in one."""
+    ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
+    """Start so many ranks on this machine."""
+    mpi: str = "auto"
+    """Which MPI starts them: openmpi, mpich, gloo (none), or auto."""
+    spatial: tuple[int, int, int] | None = None
+    """How often depth, height and width are split; by default the depth, over all ranks."""
+    sliding: int | None = None
+    """Predict window by window, of so many voxels along a side, what does not fit as a whole."""
+    overlap: float = 0.25
+    """Part that neighbouring windows share."""
+
+
+def predict(arguments: Sequence[str]) -> int:
+    """Runs `pydist predict`; see `pydist predict --help`."""
+    options = parse(_Arguments, arguments, PROG)
+    if not options.images:
+        raise UsageError(
+            "no image was given, as in: pydist predict RUN case.nii.gz -o labels.nii.gz"
+        )
+    if options.ranks is None:
+        return _predict_here(options)
+    from pydist.launch import launch
+
+    own = ["--output", str(options.output), "--overlap", str(options.overlap)]
+    if options.spatial is not None:
+        own += ["--spatial", *map(str, options.spatial)]
+    if options.sliding is not None:
+        own += ["--sliding", str(options.sliding)]
+    files = [str(options.checkpoint), *map(str, options.images)]
+    return launch(options.ranks, ["-m", "pydist", "predict", *files, *own], options.mpi)
+
+
+def _predict_here(options: _Arguments) -> int:
+    """Predicts in this process, which is one rank of a job, or the only one."""
+    from pydist.data.publish import make_folder
+    from pydist.inference import Predictor, Sliding
+    from pydist.launch import identity
+    from pydist.setup import init
+
+    place = identity.detect()
+    spatial = options.spatial or (1 if place is None else place.size, 1, 1)
+    cases = _cases(options.images, options.output)
+    sliding = None if options.sliding is None else Sliding(options.sliding, options.overlap)
+    mesh = init(1, spatial)
+    predictor = Predictor(options.checkpoint, mesh, sliding)
+    if mesh.rank == 0 and len(options.images) == 1 and options.images[0].is_dir():
+        make_folder(options.output)
+    for images, output in cases:
+        began = time.perf_counter()
+        predictor.predict_file(images, output)
+        if mesh.rank == 0:
+            print(f"predicted  {output}  {time.perf_counter() - began:.1f} s", flush=True)
+    mesh.world.barrier()
+    return 0
+
+
+def _cases(images: Sequence[Path], output: Path) -> list[tuple[tuple[Path, ...], Path]]:
+    """Each volume's files, and where its labels go."""
+    from pydist.data.medical.layouts import find_images
+
+    if len(images) == 1 and images[0].is_dir():
+        found = find_images(images[0])
+        return [(files, output / f"{name}.nii.gz") for name, files in found.items()]
+    return [(tuple(images), output)]

@@ -1,0 +1,149 @@
+"""One case: from its NIfTI files to arrays on a network's grid, and labels back to NIfTI."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pydist.data.medical.collection import LabelledVolume
+from pydist.data.medical.grid import Grid, GridOptions
+from pydist.data.medical.layouts import Case
+from pydist.data.medical.nifti import Nifti, read_nifti, without_private, write_nifti
+from pydist.data.safe_open import SafeFile
+from pydist.errors import DataError, UsageError
+
+IMAGE_HEADER, LABEL_HEADER = "nifti_header", "nifti_label_header"
+"""File attributes: the headers of the NIfTI files, base64; `GRID` says what was done to them."""
+GRID = "pydist_grid"
+
+
+def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False) -> LabelledVolume:
+    """Reads one case and brings it to the grid.
+
+    Raises:
+        DataError: a file is damaged, they do not fit together, or a label is no whole number.
+    """
+    image, first = read_image(case.images, options)
+    label = read_nifti(case.label)
+    _require_alike(first, label)
+    grid = Grid(label.block, options, str(case.label))
+    blocks = {IMAGE_HEADER: first.block, LABEL_HEADER: label.block}
+    if not keep_header:
+        blocks = {name: without_private(block) for name, block in blocks.items()}
+    attributes = {name: base64.b64encode(block).decode() for name, block in blocks.items()}
+    attributes[GRID] = json.dumps(asdict(options))
+    return LabelledVolume(image, grid.label(_whole_numbers(label)), attributes)
+
+
+def read_image(paths: tuple[Path, ...], options: GridOptions) -> tuple[npt.NDArray[Any], Nifti]:
+    """Reads an image, a file a channel or one with all, and brings it to the grid.
+
+    Returns:
+        The image [C, D, H, W], and the first file as it was read.
+
+    Raises:
+        DataError: a file is damaged, or they do not fit together.
+    """
+    parts = []
+    first = read_nifti(paths[0])
+    grid = Grid(first.block, options, str(first.path))
+    for path in paths:
+        part = first if path == paths[0] else read_nifti(path)
+        _require_alike(first, part)
+        parts.append(grid.image(part.values()))
+    return np.concatenate(parts), first
+
+
+def write_labels(
+    path: str | Path,
+    label: npt.NDArray[Any],
+    block: bytes,
+    options: GridOptions,
+    dtype: npt.DTypeLike | None = "uint8",
+) -> None:
+    """Writes labels as NIfTI, on the grid of the file that they belong to.
+
+    Args:
+        path: ends in .nii or .nii.gz; appears whole or not at all.
+        label: [D, H, W], on the grid of `options`.
+        block: the header of the file they belong to, an image or its label.
+        options: how that file was brought to the grid.
+        dtype: how they are stored; by the header's type where None, and then the whole header
+            stays as it is.
+
+    Raises:
+        UsageError: another suffix, or labels of another grid.
+        DiskError: the disk is full, or the folder can't be written.
+    """
+    grid = Grid(block, options, str(path))
+    if tuple(label.shape) != grid.padded:
+        raise UsageError(f"{path}: labels {label.shape}, but the grid has {grid.padded}")
+    write_nifti(path, grid.label_back(label), block, dtype)
+
+
+def geometry_of(file: SafeFile, name: str = IMAGE_HEADER) -> tuple[bytes, GridOptions]:
+    """The NIfTI header that a converted file keeps, and the grid it was brought to.
+
+    Args:
+        file: one that `convert_nifti` has written.
+        name: `IMAGE_HEADER` or `LABEL_HEADER`.
+
+    Raises:
+        DataError: it keeps none.
+    """
+    text, options = file.text(name), file.text(GRID)
+    if text is None or options is None:
+        raise DataError(f"{file.path}: no {name!r} in it: it does not come from NIfTI files")
+    try:
+        block = base64.b64decode(text, validate=True)
+        return block, grid_options(json.loads(options))
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{file.path}: damaged: {' '.join(str(error).split())}") from error
+
+
+def grid_options(record: Mapping[str, Any]) -> GridOptions:
+    """The options that `asdict` has made a record of."""
+    spacing = record["spacing"]
+    return GridOptions(
+        record["cube"], None if spacing is None else tuple(spacing), record["multiple"]
+    )
+
+
+def _require_alike(one: Nifti, other: Nifti) -> None:
+    """Files of one case lie voxel on voxel."""
+    if one.stored.shape[:3] != other.stored.shape[:3]:
+        raise DataError(
+            f"{other.path} has {other.stored.shape[:3]} voxels, {one.path} {one.stored.shape[:3]}"
+        )
+    if other.stored.ndim != 3 and one is not other:
+        raise DataError(f"{other.path} has {other.stored.shape[3]} channels; one is expected")
+    mine, theirs = one.affine, other.affine
+    size = np.sqrt((mine[:3, :3] ** 2).sum(0)).min()
+    # How far the corners of the two volumes lie apart, in voxels.
+    corners = np.stack(np.meshgrid(*((0, n) for n in one.stored.shape[:3])), -1).reshape(-1, 3)
+    apart = (corners @ (theirs - mine)[:3, :3].T + (theirs - mine)[:3, 3]) / size
+    if np.abs(apart).max() > 0.1:
+        raise DataError(
+            f"{other.path} lies elsewhere than {one.path}: their affines put corners "
+            f"{np.abs(apart).max():.1f} voxels apart"
+        )
+
+
+def _whole_numbers(label: Nifti) -> npt.NDArray[Any]:
+    values = label.values()
+    if values.dtype.kind == "f":
+        whole = np.rint(values)
+        if not (whole == values).all():
+            wrong = values[whole != values].flat[0]
+            raise DataError(f"{label.path}: label {wrong}: labels are whole numbers")
+        values = whole
+    if values.min() < 0 or values.max() >= 1 << 32:
+        raise DataError(f"{label.path}: labels from {values.min()} to {values.max()}: 0 or more")
+    return values.astype(np.uint32)

@@ -1,0 +1,273 @@
+"""Writes sets of volumes with labels as HDF5 files, with a manifest."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from pydist.data.file_image import RECIPE, file_image, storage_options
+from pydist.data.manifest import FILE_NAME, DataFile, Intensity, Manifest
+from pydist.data.publish import make_folder, publish, remove_temporaries
+from pydist.data.safe_open import safe_open
+from pydist.errors import DataError, UsageError
+
+Progress = Callable[[int, int, str], None]
+"""Called with (volumes done, volumes in all, what was just done)."""
+
+VOLUME, LABEL = "volume", "segmentation"
+"""Names of the arrays in a file, as LBANN's reader of LiTS has them."""
+
+_FOREGROUND_SAMPLES = 10_000
+"""Labelled voxels that a volume adds to the statistics, as in nnU-Net (which draws them)."""
+
+
+@dataclass(frozen=True)
+class LabelledVolume:
+    """What goes into one file.
+
+    Attributes:
+        image: [C, D, H, W].
+        label: [D, H, W], unsigned integers.
+        attributes: texts to keep with it.
+    """
+
+    image: npt.NDArray[Any]
+    label: npt.NDArray[Any]
+    attributes: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one file of a set comes from.
+
+    Attributes:
+        name: of the file, without suffix.
+        split: "train", "val", or another name.
+        recipe: hash of all that decides its content.
+        make: makes the content.
+    """
+
+    name: str
+    split: str
+    recipe: str
+    make: Callable[[], LabelledVolume]
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How volumes are stored.
+
+    Attributes:
+        dtype: "int16" or "float32".
+        storage: "contiguous" or "chunked"; see `storage_options`.
+        compression: "gzip" for chunked storage, or "none".
+    """
+
+    dtype: str
+    storage: str = "contiguous"
+    compression: str = "none"
+
+
+def write_set(
+    root: Path,
+    sources: Sequence[Source],
+    storage: Storage,
+    *,
+    class_names: Sequence[str],
+    channel_names: Sequence[str],
+    origin: Mapping[str, Any],
+    overwrite: bool = False,
+    skip_bad: bool = False,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Makes a set of volumes: HDF5 files and `dataset.json` in `root`.
+
+    Every file appears whole or not at all, and the manifest last. A run that was interrupted can
+    be repeated: files that are there already, made from the same, are kept.
+
+    Args:
+        root: the folder, made if missing.
+        sources: what to write.
+        storage: how.
+        class_names: in the order of the labels; where empty, they are counted.
+        channel_names: of the images.
+        origin: for the manifest; `RECIPE` in it tells data sets apart.
+        overwrite: replace a data set made from something else.
+        skip_bad: leave out volumes that can't be used, and name them in the manifest's `origin`.
+        progress: told after each volume.
+
+    Raises:
+        UsageError: the folder holds a data set made from something else, and `overwrite` is off.
+        DataError: a volume can't be used.
+        DiskError: not enough space, or the folder can't be written.
+    """
+    make_folder(root)
+    replaced = _check_folder(root, origin, overwrite)
+    remove_temporaries(root)
+    made: list[_Made] = []
+    rejected: dict[str, str] = {}
+    for done, source in enumerate(sources, 1):
+        try:
+            made.append(_write(root, source, storage, len(class_names)))
+        except DataError as error:
+            if not skip_bad:
+                raise
+            rejected[source.name] = str(error)
+        if progress:
+            what = f"{source.name} {'rejected' if source.name in rejected else 'written'}"
+            progress(done, len(sources), what)
+    if not made:
+        first = next(iter(rejected.values()))
+        raise DataError(f"none of {len(sources)} volumes can be used: {first}")
+    told = {**origin, "rejected": rejected}
+    manifest = _manifest(made, storage, class_names, channel_names, told)
+    manifest.save(root)
+    for path in replaced - {file.path for file in manifest.files}:
+        (root / path).unlink(missing_ok=True)
+    return manifest
+
+
+@dataclass(frozen=True)
+class _Made:
+    """One volume's entry for the manifest, and its share of the statistics."""
+
+    file: DataFile
+    channels: int
+    highest_label: int
+    foreground: npt.NDArray[Any]
+    """[C, n]: values of labelled voxels."""
+
+
+def _write(root: Path, source: Source, storage: Storage, classes: int) -> _Made:
+    path = root / f"{source.name}.hdf5"
+    kept = _read_again(path, source.recipe)
+    volume = source.make() if kept is None else kept
+    image = as_stored(volume.image, storage.dtype, path.name)
+    label = volume.label.astype(_label_type(volume.label), copy=False)
+    highest = int(label.max())
+    if classes and highest >= classes:
+        raise DataError(f"{source.name}: labels go up to {highest}; there are {classes} classes")
+
+    def fill(file: h5py.File) -> None:
+        for name, array, channel_axis in ((VOLUME, image, 0), (LABEL, label, None)):
+            chosen = storage_options(
+                storage.storage, storage.compression, array.shape, channel_axis
+            )
+            file.create_dataset(name, data=array, **chosen)
+        for name, text in {**volume.attributes, RECIPE: source.recipe}.items():
+            file.attrs[name] = np.bytes_(text)
+
+    if kept is None:
+        content = file_image(fill)
+        publish(path, content)
+    else:
+        content = memoryview(path.read_bytes())
+    depth, height, width = image.shape[1:]
+    entry = DataFile(
+        path.name,
+        source.split,
+        len(content),
+        f"{zlib.crc32(content):08x}",
+        ((0, 0, 0),),
+        (float(image.mean(dtype=np.float64)),),
+        (depth, height, width),
+    )
+    return _Made(entry, image.shape[0], highest, _foreground(image, label))
+
+
+def as_stored(image: npt.NDArray[Any], dtype: str, name: str) -> npt.NDArray[Any]:
+    """The image in a set's type; rounded to whole units for int16.
+
+    Raises:
+        DataError: its values do not fit; `name` says whose.
+    """
+    if image.dtype == dtype:
+        return image
+    if dtype == "int16":
+        if image.dtype.kind == "f":
+            image = np.rint(image)
+        low, high = image.min(), image.max()
+        if low < -(1 << 15) or high >= 1 << 15:
+            raise DataError(f"{name}: values from {low} to {high} do not fit int16: use float32")
+    return image.astype(dtype)
+
+
+def _label_type(label: npt.NDArray[Any]) -> str:
+    return next(t for t in ("uint8", "uint16", "uint32") if int(label.max()) <= np.iinfo(t).max)
+
+
+def _foreground(image: npt.NDArray[Any], label: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Values of labelled voxels, evenly picked, [C, n]."""
+    found = np.flatnonzero(label)
+    picks = np.linspace(0, len(found) - 1, min(len(found), _FOREGROUND_SAMPLES)).astype(np.intp)
+    return image.reshape(image.shape[0], -1)[:, found[picks]]
+
+
+def _read_again(path: Path, recipe: str) -> LabelledVolume | None:
+    """The content of an earlier run's file, if it is there and made from the same."""
+    try:
+        with safe_open(path) as file:
+            if file.text(RECIPE) != recipe:
+                return None
+            return LabelledVolume(file.dataset(VOLUME)[...], file.dataset(LABEL)[...])
+    except (DataError, OSError):
+        return None
+
+
+def _check_folder(root: Path, origin: Mapping[str, Any], overwrite: bool) -> set[str]:
+    """Checks that the folder may be written; the files of the data set that is there now."""
+    before = Manifest.load(root) if (root / FILE_NAME).exists() else None
+    if before is not None and not overwrite and before.origin.get(RECIPE) != origin[RECIPE]:
+        raise UsageError(
+            f"{root} holds a data set that was made from something else; choose another folder, "
+            "or overwrite to replace it"
+        )
+    return {file.path for file in before.files} if before else set()
+
+
+def _manifest(
+    made: Sequence[_Made],
+    storage: Storage,
+    class_names: Sequence[str],
+    channel_names: Sequence[str],
+    origin: Mapping[str, Any],
+) -> Manifest:
+    channels = made[0].channels
+    for each in made:
+        if each.channels != channels:
+            raise DataError(
+                f"{each.file.path} has {each.channels} channels, {made[0].file.path} {channels}"
+            )
+    extents = [each.file.extents or (0, 0, 0) for each in made]
+    depth, height, width = (max(n) for n in zip(*extents, strict=True))
+    highest = max(each.highest_label for each in made)
+    return Manifest(
+        sample_shape=(channels, depth, height, width),
+        axes="CDHW",
+        dtype=storage.dtype,
+        files=tuple(each.file for each in made),
+        dataset=VOLUME,
+        target="",
+        label=LABEL,
+        class_names=tuple(class_names)
+        or ("background", *(f"class {i}" for i in range(1, highest + 1))),
+        channel_names=tuple(channel_names),
+        intensity=_intensity([each.foreground for each in made if each.file.split == "train"]),
+        origin=dict(origin),
+    )
+
+
+def _intensity(foreground: Sequence[npt.NDArray[Any]]) -> tuple[Intensity, ...]:
+    if not any(values.size for values in foreground):
+        return ()
+    values = np.concatenate(foreground, axis=1).astype(np.float64)
+    lower, upper = np.percentile(values, (0.5, 99.5), axis=1)
+    found = zip(lower, upper, values.mean(1), values.std(1), strict=True)
+    return tuple(Intensity(*map(float, channel)) for channel in found)

@@ -1,0 +1,159 @@
+"""From NIfTI files to HDF5 files of which ranks read blocks.
+
+A compressed NIfTI file can't be read by blocks: each is converted once. The HDF5 files are
+contiguous by default, depth first: a depth block is one run of bytes, and of any block its bytes
+are read and no others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from pydist.data.file_image import RECIPE, recipe_hash
+from pydist.data.manifest import Manifest
+from pydist.data.medical.case import convert_case
+from pydist.data.medical.collection import (
+    Progress,
+    Source,
+    Storage,
+    write_set,
+)
+from pydist.data.medical.grid import GridOptions
+from pydist.data.medical.layouts import Case, find_cases
+from pydist.data.medical.nifti import header_of
+from pydist.errors import UsageError
+
+_ORIGIN = "NIfTI files"
+
+
+@dataclass(frozen=True)
+class NiftiOptions:
+    """How NIfTI files become a data set.
+
+    Volumes are turned to RAS: width towards the patient's right, height to the front, depth up.
+
+    Attributes:
+        labels: folder with the labels, where SOURCE is one with images only.
+        grid: the grid that volumes are brought to; by default their own.
+        validation: fraction of the cases that goes to the split "val", the last by name.
+        dtype: "int16" (rounded to whole units), "float32", or "auto": int16 if all images hold
+            integers.
+        storage: "contiguous", or "chunked" with a checksum in each chunk.
+        compression: "gzip" for chunked storage, or "none".
+        on_bad_case: "stop" at the first that can't be used, or "skip" it and say so.
+        keep_header: keep the free text of the headers, which may name a patient.
+        overwrite: replace a data set made from other files or with other options.
+    """
+
+    labels: Path | None = None
+    grid: GridOptions = field(default_factory=GridOptions)
+    validation: float = 0.2
+    dtype: Literal["auto", "int16", "float32"] = "auto"
+    storage: Literal["contiguous", "chunked"] = "contiguous"
+    compression: Literal["none", "gzip"] = "none"
+    on_bad_case: Literal["stop", "skip"] = "stop"
+    keep_header: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            raise UsageError(f"validation={self.validation}: a fraction in [0, 1)")
+        if self.compression == "gzip" and self.storage == "contiguous":
+            raise UsageError('compression="gzip" needs storage="chunked"')
+
+    def recipe(self) -> dict[str, Any]:
+        """The options that decide what is in a volume's file."""
+        names = ("dtype", "storage", "compression", "keep_header")
+        return {"grid": asdict(self.grid), **{name: getattr(self, name) for name in names}}
+
+
+def convert_nifti(
+    source: str | Path,
+    out_dir: str | Path,
+    options: NiftiOptions | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Makes a data set of the NIfTI files in a folder.
+
+    Args:
+        source: see `find_cases`.
+        out_dir: where HDF5 files and `dataset.json` go.
+        options: how.
+        progress: told after each case.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        DataError: a file is missing, damaged or contradicts another.
+        UsageError: nibabel is not installed, or `out_dir` holds another data set.
+        DiskError: not enough space, or the folder can't be written.
+    """
+    options = options or NiftiOptions()
+    found = find_cases(source, options.labels)
+    dtype = _dtype(found.cases) if options.dtype == "auto" else options.dtype
+    first_validation = len(found.cases) - round(len(found.cases) * options.validation)
+    recipes = [_recipe(options, dtype, case) for case in found.cases]
+    sources = [
+        Source(
+            case.name,
+            "train" if i < first_validation else "val",
+            recipes[i],
+            partial(convert_case, case, options.grid, keep_header=options.keep_header),
+        )
+        for i, case in enumerate(found.cases)
+    ]
+    return write_set(
+        Path(out_dir),
+        sources,
+        Storage(dtype, options.storage, options.compression),
+        class_names=found.class_names,
+        channel_names=found.channel_names,
+        origin={
+            "kind": _ORIGIN,
+            "grid": asdict(options.grid),
+            "options": options.recipe(),
+            RECIPE: recipe_hash(recipes),
+        },
+        overwrite=options.overwrite,
+        skip_bad=options.on_bad_case == "skip",
+        progress=progress,
+    )
+
+
+def _dtype(cases: tuple[Case, ...]) -> str:
+    """Int16 if every image holds integers, by the headers."""
+    for case in cases:
+        for path in case.images:
+            if not _holds_integers(path):
+                return "float32"
+    return "int16"
+
+
+def _holds_integers(path: Path) -> bool:
+    import gzip
+    import zlib
+
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+            file.seek(0)
+            start = gzip.GzipFile(fileobj=file).read(540) if packed else file.read(540)
+    except (OSError, EOFError, zlib.error):
+        return True  # reading it says what is wrong
+    header = header_of(start, str(path))
+    slope, intercept = header.get_slope_inter()
+    whole = slope is None or (float(slope).is_integer() and float(intercept).is_integer())
+    return header.get_data_dtype().kind in "iu" and whole
+
+
+def _recipe(options: NiftiOptions, dtype: str, case: Case) -> str:
+    """Hash of the options and of the files, by name, size and time of change."""
+    files = []
+    for path in (*case.images, case.label):
+        status = path.stat()
+        files.append([path.name, status.st_size, status.st_mtime_ns])
+    return recipe_hash([options.recipe(), dtype, files])

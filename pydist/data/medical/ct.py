@@ -1,0 +1,192 @@
+"""Synthetic CT volumes: a liver with tumours in it, to learn segmentation from.
+
+They stand in for LiTS where that is not at hand: same classes, same numbers of tumours, plausible
+Hounsfield units. The liver is an ellipsoid whose boundary is moved by a smooth Gaussian field;
+tumours are balls inside it. Real anatomy is far richer: a network that does well here has shown
+that training works, no more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from pydist.errors import UsageError
+
+CLASS_NAMES = ("background", "liver", "tumour")
+LEVELS = (-100.0, 110.0, 60.0)
+"""Hounsfield units of the classes."""
+
+MOST_TUMOURS = 10
+
+Floats = npt.NDArray[np.floating[Any]]
+
+# All lengths are fractions of half the volume's extent, so that a seed means the same anatomy on
+# every grid.
+_CENTRE = 0.12
+_SEMI_AXES = (0.45, 0.7)
+_ROUGHNESS = 0.16
+_PERIOD = 2.6
+_HIGHEST_MODE = 3
+_TUMOUR_RADIUS = (0.08, 0.18)
+_TUMOUR_DEPTH = 0.8
+
+
+@dataclass(frozen=True)
+class CTOptions:
+    """A set of synthetic CT volumes.
+
+    Attributes:
+        count: volumes to make.
+        shape: voxels along depth, height and width.
+        spacing: mm between voxels along depth, height and width.
+        seed: volume i depends on (seed, i), `shape` and `noise` alone; its anatomy on neither of
+            these two.
+        noise: standard deviation in Hounsfield units.
+        validation: fraction of the volumes that goes to the split "val", the last ones.
+        format: "hdf5" is read by blocks, for training; "nifti" writes the folders of nnU-Net;
+            "both" writes these into FOLDER/nifti.
+        storage: "contiguous", or "chunked" with a checksum in each chunk.
+        compression: "gzip" for chunked storage, or "none".
+        overwrite: replace a data set that was made with other options.
+    """
+
+    count: int = 8
+    shape: tuple[int, int, int] = (64, 64, 64)
+    spacing: tuple[float, float, float] = (4.0, 4.0, 4.0)
+    seed: int = 0
+    noise: float = 20.0
+    validation: float = 0.25
+    format: Literal["hdf5", "nifti", "both"] = "hdf5"
+    storage: Literal["contiguous", "chunked"] = "contiguous"
+    compression: Literal["none", "gzip"] = "none"
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        faults = [
+            (self.count < 1, f"count={self.count}: at least 1 volume"),
+            (self.seed < 0, f"seed={self.seed}: 0 or more"),
+            (min(self.shape) < 8, f"shape={self.shape}: at least 8 voxels along each side"),
+            (min(self.spacing) <= 0, f"spacing={self.spacing}: lengths in mm > 0"),
+            (self.noise < 0, f"noise={self.noise}: 0 or more Hounsfield units"),
+            (not 0 <= self.validation < 1, f"validation={self.validation}: a fraction in [0, 1)"),
+            (
+                self.compression == "gzip" and self.storage == "contiguous",
+                'compression="gzip" needs storage="chunked"',
+            ),
+        ]
+        for wrong, message in faults:
+            if wrong:
+                raise UsageError(message)
+
+    def recipe(self) -> dict[str, Any]:
+        """The options that decide what is in a volume's files."""
+        chosen = asdict(self)
+        for name in ("count", "validation", "format", "overwrite"):
+            del chosen[name]
+        return chosen
+
+
+def make_volume(
+    options: CTOptions, index: int
+) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.uint8]]:
+    """One volume.
+
+    NumPy may change how it makes normal numbers of a generator's bits; then the same seed gives
+    another volume.
+
+    Returns:
+        The image in Hounsfield units, [D, H, W], and the label of each voxel, [D, H, W]: the
+        position of its class in `CLASS_NAMES`.
+    """
+    anatomy, noise = (
+        np.random.Generator(np.random.Philox(np.random.SeedSequence([options.seed, index, stream])))
+        for stream in (0, 1)
+    )
+    label = _label(anatomy, options.shape)
+    image = np.take(np.array(LEVELS, dtype=np.float32), label)
+    for axis in range(3):
+        _smooth(image, axis)  # the scanner's point spread
+    if options.noise:
+        grain = noise.standard_normal(options.shape, dtype=np.float32)
+        for axis in (1, 2):
+            _smooth(grain, axis)
+        grain *= options.noise / 0.375  # what smoothing with 1/4, 1/2, 1/4 along two axes leaves
+        image += grain
+    return np.rint(image).astype(np.int16), label
+
+
+def _label(draw: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+    centre = draw.uniform(-_CENTRE, _CENTRE, 3)
+    axes = draw.uniform(*_SEMI_AXES, 3)
+    rotation = np.linalg.qr(draw.standard_normal((3, 3)))[0]
+    roughness = _smooth_field(draw, shape)
+    grid = [((np.arange(n) + 0.5) * (2 / n) - 1).astype(np.float32) for n in shape]
+    level = np.full(shape, -1, dtype=np.float32)
+    for direction, length in zip(rotation, axes, strict=True):
+        level += (_plane(grid, centre, direction) / np.float32(length)) ** 2
+    liver = level < np.float32(_ROUGHNESS) * roughness
+    label = liver.astype(np.uint8)
+    for _ in range(int(draw.integers(0, MOST_TUMOURS + 1))):
+        towards = draw.standard_normal(3)
+        towards *= _TUMOUR_DEPTH * draw.uniform() ** (1 / 3) / np.linalg.norm(towards)
+        _add_ball(label, grid, centre + (towards * axes) @ rotation, draw.uniform(*_TUMOUR_RADIUS))
+    return label
+
+
+def _plane(grid: list[Floats], centre: Floats, direction: Floats) -> Floats:
+    """Distance of each voxel from `centre` along a direction."""
+    parts = [
+        (axis - np.float32(c)) * np.float32(d)
+        for axis, c, d in zip(grid, centre, direction, strict=True)
+    ]
+    return parts[0][:, None, None] + parts[1][:, None] + parts[2]
+
+
+def _add_ball(
+    label: npt.NDArray[np.uint8], grid: list[Floats], centre: Floats, radius: float
+) -> None:
+    """Turns liver into tumour within a ball."""
+    near = [np.flatnonzero(np.abs(axis - c) < radius) for axis, c in zip(grid, centre, strict=True)]
+    if not all(len(indices) for indices in near):
+        return
+    box = tuple(slice(indices[0], indices[-1] + 1) for indices in near)
+    z, y, x = ((axis[cut] - c) ** 2 for axis, cut, c in zip(grid, box, centre, strict=True))
+    inside = z[:, None, None] + y[:, None] + x < radius**2
+    part = label[box]
+    part[inside & (part == 1)] = 2
+
+
+def _smooth_field(draw: np.random.Generator, shape: tuple[int, ...]) -> Floats:
+    """A Gaussian random field of variance 1: a Fourier series of few terms, on any grid."""
+    numbers = np.array([0, *(k for k in range(1, _HIGHEST_MODE + 1) for _ in range(2))])
+    k2 = numbers[:, None, None] ** 2 + numbers[:, None] ** 2 + numbers**2
+    amplitude = np.exp(-k2 / 6.0) * (k2 > 0)
+    waves = []
+    for n in shape:
+        u = (np.arange(n) + 0.5) * (2 / n) - 1
+        phase = 2 * np.pi / _PERIOD * u * numbers[:, None]
+        # Each number comes twice: a cosine, then a sine; the mean square of each is made 1.
+        wave = np.where(np.arange(len(numbers))[:, None] % 2, np.cos(phase), np.sin(phase))
+        wave *= np.sqrt(2)
+        wave[0] = 1
+        waves.append(wave.astype(np.float32))
+    field = draw.standard_normal(amplitude.shape) * amplitude / np.sqrt((amplitude**2).sum())
+    field = field.astype(np.float32)
+    for wave in reversed(waves):
+        field = np.moveaxis(np.tensordot(field, wave, axes=(2, 0)), -1, 0)
+    return field
+
+
+def _smooth(values: Floats, axis: int) -> None:
+    """Weights 1/4, 1/2, 1/4 along an axis, in place; the border keeps its value beyond."""
+    lines = np.moveaxis(values, axis, 0)
+    before, here = lines[0].copy(), np.empty_like(lines[0])
+    for i in range(len(lines)):
+        here[...] = lines[i]
+        after = lines[min(i + 1, len(lines) - 1)]
+        lines[i] = 0.25 * before + 0.5 * here + 0.25 * after
+        before, here = here, before

@@ -1,0 +1,291 @@
+"""Reads and writes NIfTI files, to the last voxel and header field.
+
+Files come from strangers: sizes are checked before memory is taken, a gzip file is read to its end
+so that its checksum counts, and what is wrong is said in one line.
+"""
+
+from __future__ import annotations
+
+import gzip
+import logging
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pydist.data.publish import publish
+from pydist.errors import DataError, UsageError
+
+if TYPE_CHECKING:
+    from nibabel.nifti1 import Nifti1Header
+
+SUFFIXES = (".nii", ".nii.gz")
+
+MISSING_LIBRARY = "NIfTI files need nibabel: pip install 'pydist[medical]'"
+
+_GZIP = b"\x1f\x8b"
+_GZIP_RATIO = 1040
+"""More than gzip can pack: a file that declares more than this times its size is cut short."""
+_SLACK = 1 << 20
+"""Bytes that may follow the voxels: some programs pad."""
+_SPACINGS = (1e-6, 1e6)
+"""mm between voxels."""
+_QUIET = logging.Logger("nibabel's remarks on headers that it can mend")
+_QUIET.addHandler(logging.NullHandler())
+_PRIVATE = ("descrip", "aux_file", "db_name", "intent_name")
+"""Free text in a header, which may name a patient."""
+
+
+@dataclass(frozen=True)
+class Nifti:
+    """A NIfTI file, as it was read.
+
+    Attributes:
+        path: where it came from.
+        header: its header as nibabel understands it.
+        block: its header as it lies in the file: 348 or 540 bytes.
+        stored: the voxels as stored, [x, y, z] or [x, y, z, channel].
+    """
+
+    path: Path
+    header: Nifti1Header
+    block: bytes
+    stored: npt.NDArray[Any]
+
+    @property
+    def affine(self) -> npt.NDArray[np.float64]:
+        """From voxel indices (x, y, z) to mm, [4, 4]."""
+        return affine_of(self.header, str(self.path))
+
+    def values(self) -> npt.NDArray[Any]:
+        """The voxels with slope and intercept applied; of integers by integers, still integers.
+
+        Raises:
+            DataError: a value is NaN or infinite.
+        """
+        slope, intercept = self.header.get_slope_inter()
+        values = self.stored.astype(self.stored.dtype.newbyteorder("="), copy=False)
+        if slope is not None and (slope, intercept) != (1, 0):
+            whole = all(float(n).is_integer() and abs(n) < 1 << 31 for n in (slope, intercept))
+            if values.dtype.kind in "iu" and values.dtype.itemsize <= 4 and whole:
+                largest = abs(slope) * 2.0 ** (8 * values.dtype.itemsize) + abs(intercept)
+                wide = np.int32 if largest < 1 << 31 else np.int64
+                values = values.astype(wide) * wide(slope) + wide(intercept)
+            else:
+                with np.errstate(all="ignore"):  # what is not finite is refused below
+                    values = values * np.float64(slope) + np.float64(intercept)
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            at = np.unravel_index(int(np.argmin(np.isfinite(values))), values.shape)
+            raise DataError(f"{self.path}: value {values[at]} at voxel {tuple(int(i) for i in at)}")
+        return values
+
+
+def is_nifti(path: Path) -> bool:
+    """Whether a file's name is that of a NIfTI file, and not of what macOS puts beside it."""
+    return path.name.endswith(SUFFIXES) and not path.name.startswith(".")
+
+
+def stem(path: Path) -> str:
+    """A file's name without .nii or .nii.gz."""
+    return path.name.removesuffix(".gz").removesuffix(".nii")
+
+
+def read_nifti(path: str | Path) -> Nifti:
+    """Reads a NIfTI-1 or NIfTI-2 file, compressed or not.
+
+    Raises:
+        DataError: it is missing, cut short, damaged (of a gzip file checksum and length are
+            compared), not NIfTI, or holds something other than a volume of real numbers.
+        UsageError: nibabel is not installed.
+    """
+    name = Path(path)
+    try:
+        packed = name.stat().st_size
+        with name.open("rb") as file:
+            compressed = file.read(2) == _GZIP
+            file.seek(0)
+            if not compressed:
+                return _read(name, file, packed)
+            with _gzip_errors(name), gzip.GzipFile(fileobj=file) as unpacked:
+                return _read(name, unpacked, packed * _GZIP_RATIO)
+    except OSError as error:
+        raise DataError(f"{name}: {error.strerror or error}") from error
+
+
+def header_of(block: bytes, where: str) -> Nifti1Header:
+    """The header in the first bytes of a file.
+
+    Args:
+        block: at least 540 bytes, or the 348 of NIfTI-1.
+        where: names the file in errors.
+
+    Raises:
+        DataError: these are not the bytes of a NIfTI header.
+        UsageError: nibabel is not installed.
+    """
+    try:
+        import nibabel as nib
+    except ImportError:
+        raise UsageError(MISSING_LIBRARY) from None
+    kinds = {348: nib.Nifti1Header, 540: nib.Nifti2Header}
+    sizes = (int.from_bytes(block[:4], "little"), int.from_bytes(block[:4], "big"))
+    size = next((size for size in sizes if size in kinds), None)
+    if size is None or len(block) < size:
+        raise DataError(f"{where}: not a NIfTI file")
+    try:
+        header: Nifti1Header = kinds[size](binaryblock=block[:size], check=False)
+        header.check_fix(logger=_QUIET)
+        magic = bytes(header["magic"])
+    except (nib.spatialimages.HeaderDataError, ValueError, KeyError) as error:
+        raise DataError(f"{where}: damaged header: {_line(error)}") from error
+    if not magic.startswith((b"n+1", b"n+2")):
+        raise DataError(f"{where}: not NIfTI in one file (magic {magic!r}): convert it to .nii")
+    return header
+
+
+def affine_of(header: Nifti1Header, where: str) -> npt.NDArray[np.float64]:
+    """From voxel indices to mm: sform if it is set, else qform, else the spacing alone.
+
+    Raises:
+        DataError: it is not finite, or flattens a dimension.
+    """
+    from nibabel.spatialimages import HeaderDataError
+
+    try:
+        affine = np.asarray(header.get_best_affine(), dtype=np.float64)
+    except (HeaderDataError, ValueError) as error:
+        raise DataError(f"{where}: damaged header: {_line(error)}") from error
+    directions = affine[:3, :3]
+    lengths = np.abs(directions).max(0)
+    if not np.isfinite(affine).all() or lengths.min() == 0:
+        raise DataError(f"{where}: its affine {directions.tolist()} is not invertible")
+    if not _SPACINGS[0] < lengths.min() <= lengths.max() < _SPACINGS[1]:
+        raise DataError(f"{where}: voxels lie {lengths.tolist()} mm apart")
+    if abs(np.linalg.det(directions / lengths)) < 1e-6:
+        raise DataError(f"{where}: its affine {directions.tolist()} is not invertible")
+    return affine
+
+
+def without_private(block: bytes) -> bytes:
+    """A header with its free text emptied."""
+    header = header_of(block, "header")
+    fields = header.structarr.dtype.fields
+    assert fields is not None
+    clean = bytearray(block)
+    for name in _PRIVATE:
+        if name in fields:
+            kind, start = fields[name][:2]
+            clean[start : start + kind.itemsize] = bytes(kind.itemsize)
+    return bytes(clean)
+
+
+def write_nifti(
+    path: str | Path, stored: npt.NDArray[Any], block: bytes, dtype: npt.DTypeLike | None = None
+) -> None:
+    """Writes voxels under the header of another file; the file appears whole or not at all.
+
+    Args:
+        path: ends in .nii or .nii.gz.
+        stored: the voxels as stored, [x, y, z] or [x, y, z, channel].
+        block: the header. Affine, codes, spacing and units stay to the bit, as does all else,
+            unless `dtype` is given.
+        dtype: store these numbers instead of the header's; slope and range then go, and so do
+            more dims than `stored` has.
+
+    Raises:
+        UsageError: another suffix, or voxels that are not those of the header.
+        DiskError: the disk is full, or the folder can't be written.
+    """
+    name = Path(path)
+    if not name.name.endswith(SUFFIXES):
+        raise UsageError(f"{name}: the name of a NIfTI file ends in {' or '.join(SUFFIXES)}")
+    header = header_of(block, str(name))
+    if dtype is not None:
+        header.set_data_dtype(np.dtype(dtype))
+        header["dim"][0] = stored.ndim
+        header["dim"][1 + stored.ndim :] = 1
+        header["scl_slope"], header["scl_inter"] = 1, 0
+        header["cal_max"] = header["cal_min"] = 0
+        block = header.binaryblock
+    kind = header.get_data_dtype()
+    if stored.shape != _extents(header, str(name)):
+        raise UsageError(
+            f"{name}: voxels {stored.shape} do not fit the header's {header.get_data_shape()}"
+        )
+    offset = len(block) + 4  # four zeros: no extensions follow
+    fixed = header_of(block, str(name))
+    if int(fixed["vox_offset"]) != offset:
+        fixed["vox_offset"] = offset
+        block = fixed.binaryblock
+    converted = stored.astype(kind, copy=False)
+    if not np.array_equal(converted, stored):
+        raise UsageError(f"{name}: values from {stored.min()} to {stored.max()} do not fit {kind}")
+    content = block + bytes(4) + converted.tobytes(order="F")
+    if name.name.endswith(".gz"):
+        content = gzip.compress(content, compresslevel=6, mtime=0)
+    publish(name, content)
+
+
+def _read(path: Path, file: BufferedReader | gzip.GzipFile, at_most: int) -> Nifti:
+    """Header and voxels; `at_most` bytes can be in the file."""
+    start = file.read(540)
+    header = header_of(start, str(path))
+    block = start[: int(header["sizeof_hdr"])]
+    kind = header.get_data_dtype()
+    if kind.kind not in "iuf" or kind.itemsize > 8:
+        raise DataError(f"{path}: holds {kind}; integers and real numbers are possible")
+    extents = _extents(header, str(path))
+    size = int(np.prod([int(n) for n in extents], dtype=object)) * kind.itemsize
+    told = float(header["vox_offset"])
+    offset = int(told) if 0 < told < _SLACK else 0
+    if offset != told or offset < len(block):
+        raise DataError(f"{path}: damaged header: voxels begin at byte {told:g}")
+    if offset + size > at_most:
+        raise DataError(
+            f"{path}: cut short: {offset + size} bytes are declared, it has at most {at_most}"
+        )
+    buffer = np.empty(offset + size, dtype=np.uint8)
+    view = memoryview(buffer)  # type: ignore[arg-type]
+    view[: len(start)] = start[: len(view)]
+    filled = min(len(start), len(view))
+    while filled < len(view) and (count := file.readinto(view[filled:])):
+        filled += count
+    if filled < len(view):
+        share = 100 * filled / len(view)
+        raise DataError(f"{path}: cut short: {filled} of {len(view)} bytes ({share:.0f} %)")
+    # On to the end: only there gzip compares checksum and length.
+    if len(file.read(_SLACK + 1)) > _SLACK:
+        raise DataError(f"{path}: more than {_SLACK} bytes follow the voxels")
+    stored = buffer[offset:].view(kind).reshape(extents, order="F")
+    return Nifti(path, header, block, stored)
+
+
+def _extents(header: Nifti1Header, where: str) -> tuple[int, ...]:
+    """[x, y, z] or [x, y, z, channel]; further dims of one element are dropped."""
+    dim = [int(n) for n in header["dim"]]
+    extents = dim[1 : 1 + max(0, dim[0])]
+    while len(extents) > 3 and extents[-1] == 1:
+        extents.pop()
+    if not 1 <= dim[0] <= 7 or len(extents) not in (3, 4) or min(extents) < 1:
+        raise DataError(f"{where}: {extents} voxels: 3 dims are needed, or 4 with channels")
+    return tuple(extents)
+
+
+@contextmanager
+def _gzip_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except EOFError:
+        raise DataError(f"{path}: cut short: the gzip data end early") from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{path}: damaged gzip data: {_line(error)}") from error
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,150 @@
+"""The open files of a data set: checked against the manifest, never carried over a fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from pydist.data.manifest import DataFile, Manifest
+from pydist.data.safe_open import Readable, SafeFile, safe_open
+from pydist.errors import DataError
+
+
+class OpenedFile:
+    """An open file with its checked arrays."""
+
+    def __init__(self, file: SafeFile, samples: h5py.Dataset, label: h5py.Dataset | None) -> None:
+        self.file = file
+        self.samples = samples
+        self.label = label
+        self.target: npt.NDArray[np.float64] | None = None
+        """The values to predict, once they were read."""
+
+
+class OpenFiles:
+    """Opens files when they are first read, and keeps some of them open.
+
+    Several threads may read, one at a time.
+
+    Args:
+        root: folder that the manifest's paths begin at.
+        manifest: what the files hold.
+        allow_roots: see `safe_open`.
+        limit: how many files are held open.
+        driver: makes the file object to read a path through; by default HDF5 reads the file.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        manifest: Manifest,
+        allow_roots: Sequence[str | Path],
+        limit: int,
+        driver: Callable[[Path], Readable] | None,
+    ) -> None:
+        self.root = root
+        self.manifest = manifest
+        self._allow_roots = tuple(allow_roots)
+        self._limit = limit
+        self._driver = driver
+        self._handles = _Handles()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_handles": None}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._handles = _Handles()
+
+    @contextmanager
+    def reading(self, entry: DataFile) -> Iterator[OpenedFile]:
+        """The open file, which no other thread reads meanwhile.
+
+        Raises:
+            DataError: it is missing, damaged, or not what the manifest says.
+        """
+        handles = self._current()
+        with handles.lock:
+            yield self._open(handles, entry)
+
+    def close(self) -> None:
+        """Closes all files; they are opened again when needed."""
+        handles = self._current()
+        with handles.lock:
+            while handles.files:
+                handles.files.popitem()[1].file.close()
+
+    def _current(self) -> _Handles:
+        """The open files of this process; those of a parent are left alone."""
+        if self._handles.pid != os.getpid():
+            self._handles = _Handles()
+        return self._handles
+
+    def _open(self, handles: _Handles, entry: DataFile) -> OpenedFile:
+        """The open file, from the least recently used ones or new; the lock is held."""
+        if entry.path in handles.files:
+            handles.files.move_to_end(entry.path)
+            return handles.files[entry.path]
+        path = self.root / entry.path
+        driver = None if self._driver is None else self._driver(path)
+        file = safe_open(path, allow_roots=self._allow_roots, driver=driver)
+        try:
+            samples = file.dataset(self.manifest.dataset)
+            self._check_samples(file, samples, entry)
+            label = None
+            if self.manifest.label:
+                label = file.dataset(self.manifest.label)
+                self._check_label(file, label, entry)
+        except BaseException:
+            file.close()
+            raise
+        handles.files[entry.path] = OpenedFile(file, samples, label)
+        if len(handles.files) > self._limit:
+            handles.files.popitem(last=False)[1].file.close()
+        return handles.files[entry.path]
+
+    def _check_samples(self, file: SafeFile, dataset: h5py.Dataset, entry: DataFile) -> None:
+        """Compares the array of samples with what the manifest says of it."""
+        where = f"{file.path}: {self.manifest.dataset!r}"
+        expected = np.dtype(self.manifest.dtype)
+        if (dataset.dtype.kind, dataset.dtype.itemsize) != (expected.kind, expected.itemsize):
+            raise DataError(f"{where} holds {dataset.dtype}; the manifest says {expected}")
+        extents = self._needed(entry)
+        channels = self.manifest.sample_shape[0]
+        last = self.manifest.axes == "DHWC"
+        needed = (*extents, channels) if last else (channels, *extents)
+        fits = dataset.ndim == 4 and all(n >= m for n, m in zip(dataset.shape, needed, strict=True))
+        if not fits or dataset.shape[3 if last else 0] != channels:
+            raise DataError(f"{where} has the shape {dataset.shape}; {needed} was expected")
+
+    def _check_label(self, file: SafeFile, dataset: h5py.Dataset, entry: DataFile) -> None:
+        """Labels lie voxel by voxel beside the samples."""
+        where = f"{file.path}: {self.manifest.label!r}"
+        if dataset.dtype.kind not in "iu":
+            raise DataError(f"{where} holds {dataset.dtype}; labels are integers")
+        needed = self._needed(entry)
+        if dataset.ndim != 3 or any(n < m for n, m in zip(dataset.shape, needed, strict=True)):
+            raise DataError(f"{where} has the shape {dataset.shape}; {needed} was expected")
+
+    def _needed(self, entry: DataFile) -> tuple[int, ...]:
+        """(D, H, W) that the file's arrays must reach."""
+        extents = entry.extents or self.manifest.sample_shape[1:]
+        reach = [max(offset[axis] for offset in entry.offsets) for axis in range(3)]
+        return tuple(r + n for r, n in zip(reach, extents, strict=True))
+
+
+class _Handles:
+    """The open files of one process, by path; the least recently used come first."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.files: OrderedDict[str, OpenedFile] = OrderedDict()

@@ -1,0 +1,8 @@
+"""Prediction with trained networks: whole volumes across ranks, and export to plain torch."""
+
+from __future__ import annotations
+
+from pydist.inference.export import export_weights
+from pydist.inference.predictor import Predictor, Sliding
+
+__all__ = ["Predictor", "Sliding", "export_weights"]

@@ -1,0 +1,215 @@
+"""Segments volumes with a trained network, each volume spread over the ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pydist.data.medical.case import grid_options, read_image, write_labels
+from pydist.data.medical.collection import as_stored
+from pydist.data.medical.grid import GridOptions
+from pydist.data.normalize import Normalizer
+from pydist.errors import CheckpointError, DataError, UsageError
+from pydist.layout import layout_for_sample
+from pydist.mesh import Mesh
+from pydist.parallel import parallelize
+from pydist.tensor import ShardedTensor
+from pydist.train.about import load_trained
+from pydist.train.agree import together
+from pydist.train.config import UNet3dConfig
+from pydist.train.gather import from_first_rank, on_first_rank
+
+
+@dataclass(frozen=True)
+class Sliding:
+    """Prediction window by window, by MONAI's `sliding_window_inference`.
+
+    For volumes whose activations do not fit; a window sees nothing beyond its border, so results
+    differ from those of the whole volume.
+
+    Attributes:
+        window: voxels along each side, a multiple of what the network halves (8).
+        overlap: part that neighbouring windows share; there they are averaged, with weights that
+            fall towards a window's border.
+    """
+
+    window: int
+    overlap: float = 0.25
+
+    def __post_init__(self) -> None:
+        if self.window < 1 or not 0 <= self.overlap < 1:
+            raise UsageError(
+                f"window={self.window}, overlap={self.overlap}: at least 1 voxel, and a part in "
+                "[0, 1)"
+            )
+
+
+class Predictor:
+    """A trained network that stays ready: the ranks predict one volume after another.
+
+    Collective over a sample group: all its ranks make the predictor and call it alike. Sample
+    groups may predict different volumes.
+
+    Args:
+        checkpoint: of a segmentation; see `pydist.train.about.load_trained`.
+        mesh: its spatial axes say how volumes are cut.
+        sliding: window by window instead of the whole volume; each window then is cut.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or its network is not one for segmentation.
+        UsageError: a window that the network can't halve, or MONAI is missing.
+    """
+
+    def __init__(self, checkpoint: str | Path, mesh: Mesh, sliding: Sliding | None = None) -> None:
+        with together(mesh.world):
+            about, weights = load_trained(checkpoint)
+            model = about.config.model
+            if not isinstance(model, UNet3dConfig):
+                raise CheckpointError(
+                    f"{checkpoint} holds a {model.name}, which predicts no classes of voxels"
+                )
+            network = about.task().network(about.manifest)
+            try:
+                network.load_state_dict(weights)
+            except RuntimeError as error:
+                reason = " ".join(str(error).split())
+                raise CheckpointError(f"{checkpoint}: its weights do not fit: {reason}") from error
+            self._multiple = 1 << model.levels
+            if sliding is not None:
+                _check_sliding(sliding, self._multiple)
+        self.mesh = mesh
+        self.class_names = about.manifest.class_names
+        """In the order of the labels."""
+        self._manifest = about.manifest
+        self._sliding = sliding
+        data = about.config.data
+        self._normalizer = Normalizer(data.normalize, about.manifest, "float32", data.window)
+        network.eval()
+        self.model = parallelize(network, mesh)
+
+    @property
+    def grid(self) -> GridOptions:
+        """The grid that volumes are brought to: that of the training data."""
+        record = self._manifest.origin.get("grid")
+        grid = GridOptions() if record is None else grid_options(record)
+        return replace(grid, multiple=math.lcm(grid.multiple, self._multiple))
+
+    def predict_file(self, images: Sequence[str | Path], output: str | Path) -> None:
+        """Segments a volume in NIfTI files, and writes the labels on its own grid.
+
+        The first rank of the group reads and writes.
+
+        Args:
+            images: a file a channel, or one with all.
+            output: ends in .nii or .nii.gz; affine, codes, spacing and extents are those of the
+                first image.
+
+        Raises:
+            DataError: a file is damaged, or has other channels than the network.
+            UsageError: nibabel is missing, or `output` has another suffix.
+            DiskError: `output` can't be written.
+        """
+        group = self.mesh.sample
+        image, header = None, b""
+        with together(group):
+            if group.rank == 0:
+                image, first = read_image(tuple(Path(i) for i in images), self.grid)
+                header = first.block
+        labels = self.predict(image)
+        with together(group):
+            if labels is not None:
+                kind = "uint8" if len(self.class_names) <= 256 else "uint16"
+                write_labels(output, labels.astype(kind), header, self.grid, kind)
+
+    def predict(self, image: npt.NDArray[np.generic] | None) -> npt.NDArray[np.generic] | None:
+        """Segments a volume.
+
+        Args:
+            image: on the first rank of the group [C, D, H, W], in the units of the training data
+                (Hounsfield units, not normalised), extents multiples of what the network halves
+                (8); None on the others.
+
+        Returns:
+            On the first rank the class of each voxel, [D, H, W] int64; None on the others.
+
+        Raises:
+            DataError: another number of channels, or values that do not fit.
+        """
+        x = self._input(image)
+        with torch.no_grad():
+            scores = self.model(x) if self._sliding is None else self._by_windows(x, self._sliding)
+        labels = scores.argmax(1)
+        if not isinstance(labels, ShardedTensor):
+            return labels[0].numpy() if self.mesh.sample.rank == 0 else None
+        whole = on_first_rank(labels)
+        return None if whole is None else whole[0].numpy()
+
+    def _input(self, image: npt.NDArray[np.generic] | None) -> ShardedTensor:
+        """The normalised volume, of which each rank has its block."""
+        group = self.mesh.sample
+        facts = b""
+        whole = None
+        with together(group):
+            if group.rank == 0:
+                assert image is not None
+                stored = self._checked(image)
+                mean = float(stored.mean(dtype=np.float64))
+                facts = json.dumps([stored.shape, mean]).encode()
+                whole = torch.from_numpy(np.ascontiguousarray(stored))[None]
+        shape, mean = json.loads(group.broadcast_bytes(facts))
+        layout = layout_for_sample(self.mesh, (1, *shape))
+        dtype = getattr(torch, self._manifest.dtype)
+        stored_block = from_first_rank(whole, layout, dtype)[0]
+        block = torch.empty(stored_block.shape)
+        self._normalizer(stored_block.numpy(), 0, mean, block.numpy())
+        return ShardedTensor.from_local(block[None], layout)
+
+    def _checked(self, image: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+        """The image as the training data were stored."""
+        channels = self._manifest.sample_shape[0]
+        if image.ndim != 4 or image.shape[0] != channels:
+            raise DataError(
+                f"an image of shape {image.shape}; the network takes [{channels}, D, H, W]"
+            )
+        if any(extent % self._multiple for extent in image.shape[1:]):
+            raise DataError(
+                f"an image of {image.shape[1:]} voxels; the network takes multiples of "
+                f"{self._multiple}"
+            )
+        return as_stored(image, self._manifest.dtype, "the image")
+
+    def _by_windows(self, x: ShardedTensor, sliding: Sliding) -> Tensor:
+        """Scores of the whole volume, on every rank."""
+        from monai.inferers.utils import sliding_window_inference
+
+        def scores_of(window: Tensor) -> Tensor:
+            found = self.model(window)
+            return found.full_tensor() if isinstance(found, ShardedTensor) else found
+
+        found = sliding_window_inference(
+            x.full_tensor(),
+            (sliding.window,) * 3,
+            sw_batch_size=1,
+            predictor=scores_of,
+            overlap=sliding.overlap,
+            mode="gaussian",
+        )
+        assert isinstance(found, Tensor)  # a network with several outputs would give a tuple
+        return found
+
+
+def _check_sliding(sliding: Sliding, multiple: int) -> None:
+    if sliding.window % multiple:
+        raise UsageError(f"a window of {sliding.window} voxels; multiples of {multiple} can be had")
+    try:
+        import monai.inferers  # noqa: F401
+    except ImportError:
+        raise UsageError("sliding windows need MONAI: pip install 'pydist[medical]'") from None

@@ -1,0 +1,133 @@
+"""Pictures and tables of a finished segmentation run."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pydist.data import ShardDataset
+from pydist.errors import DiskError
+from pydist.train import report
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from numpy.typing import NDArray
+
+DICE_FILE = "dice.csv"
+
+_COLOURS = ("#00000000", "tab:green", "tab:red", "tab:blue", "tab:orange", "tab:purple")
+
+
+def write_dice(path: Path, names: Sequence[str], files: Sequence[str], dice: NDArray[Any]) -> None:
+    """Writes a table with a row a volume: the Dice of each class, empty where it has none.
+
+    Args:
+        path: the CSV file.
+        names: of the classes but background.
+        files: of the volumes.
+        dice: `[volumes, classes - 1]`, NaN where a class is neither there nor predicted.
+
+    Raises:
+        DiskError: the file can't be written.
+    """
+    try:
+        with path.open("w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["file", *names])
+            for name, row in zip(files, dice.tolist(), strict=True):
+                table.writerow([name, *("" if np.isnan(value) else value for value in row)])
+    except OSError as error:
+        raise DiskError(f"can't write {path}: {error.strerror}") from error
+
+
+def draw_run(
+    folder: Path,
+    curves: Mapping[str, Mapping[int, float]],
+    data: ShardDataset,
+    predicted: NDArray[Any] | None,
+    spatial: Sequence[int],
+) -> Path:
+    """Draws a run: loss curves, Dice, and a slice of a validation volume with truth and prediction.
+
+    Args:
+        folder: the run's; the table of Dice is read from it and `result.png` is written to it.
+        curves: training loss by step, by the name of the run.
+        data: the training set.
+        predicted: `[D, H, W]`, the classes found in the first validation volume.
+        spatial: how often its depth, height and width were split.
+
+    Returns:
+        The picture.
+
+    Raises:
+        UsageError: matplotlib is not installed.
+        DiskError: the file can't be written.
+    """
+    figure = report.new_figure(18, 4.6)
+    axes = figure.subplots(1, 2 if predicted is None else 5)
+    report.draw_curves(axes[0], curves, "training loss")
+    _draw_dice(axes[1], folder / DICE_FILE)
+    if predicted is not None:
+        unseen = ShardDataset(data.root, "val", normalize="none", manifest=data.manifest)
+        image, truth = (part.numpy() for part in unseen[0])
+        unseen.close()
+        _draw_volume(axes[2:], image[0], truth, predicted, spatial)
+    return report.save_figure(figure, folder)
+
+
+def _draw_dice(axes: Axes, table: Path) -> None:
+    axes.set(ylabel="Dice", title="Dice of the validation volumes", ylim=(0, 1))
+    if not table.exists():
+        axes.text(0.5, 0.5, "no validation set", ha="center", transform=axes.transAxes)
+        return
+    with table.open(newline="") as file:
+        header, *rows = csv.reader(file)
+    for i in range(1, len(header)):
+        found = [float(row[i]) for row in rows if row[i]]
+        axes.scatter([i] * len(found), found, s=18, alpha=0.6, color=_COLOURS[i % len(_COLOURS)])
+        if found:
+            axes.plot([i - 0.2, i + 0.2], [np.mean(found)] * 2, color="black")
+            axes.annotate(f"{np.mean(found):.2f}", (i + 0.22, float(np.mean(found))), va="center")
+    axes.set_xticks(range(1, len(header)), header[1:])
+    axes.set_xlim(0.5, len(header) - 0.3)
+
+
+def _draw_volume(
+    axes: Sequence[Axes],
+    image: NDArray[Any],
+    truth: NDArray[Any],
+    predicted: NDArray[Any],
+    spatial: Sequence[int],
+) -> None:
+    """The slice across the width that has most of the last class; depth upwards."""
+    rarest = int(truth.max())
+    width = int((truth == rarest).sum((0, 1)).argmax())
+    low, high = np.percentile(image, (0.5, 99.5))
+    for each, classes, title in zip(
+        axes, (None, truth, predicted), ("A volume", "Truth", "Prediction"), strict=True
+    ):
+        each.imshow(image[:, :, width], cmap="gray", origin="lower", vmin=low, vmax=high)
+        each.set(xlabel="height (voxels)", ylabel="depth (voxels)", title=title)
+        if classes is None:
+            report.draw_blocks(each, image.shape, spatial, width)
+        else:
+            _draw_classes(each, classes[:, :, width])
+
+
+def _draw_classes(axes: Axes, classes: NDArray[Any]) -> None:
+    from matplotlib.colors import ListedColormap
+
+    shown = np.where(classes > 0, 1 + (classes - 1) % (len(_COLOURS) - 1), 0)
+    axes.imshow(
+        shown,
+        cmap=ListedColormap(_COLOURS),
+        origin="lower",
+        vmin=-0.5,
+        vmax=len(_COLOURS) - 0.5,
+        alpha=0.5,
+        interpolation="nearest",
+    )

@@ -1,0 +1,28 @@
+"""What can be trained: a network with its loss, what validation measures, and what is reported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydist.train.config import UNet3dConfig
+from pydist.train.tasks.base import Task, Validation
+
+if TYPE_CHECKING:
+    from pydist.train.config import Config
+
+__all__ = ["Task", "Validation", "task_of"]
+
+
+def task_of(config: Config) -> Task:
+    """The task of a configuration: the table "model" names it.
+
+    Raises:
+        UsageError: the loss is not one of this network's.
+    """
+    if isinstance(config.model, UNet3dConfig):
+        from pydist.train.tasks.segmentation import Segmentation
+
+        return Segmentation(config.model, config.train.loss)
+    from pydist.train.tasks.regression import Regression
+
+    return Regression(config.model, config.train.loss)

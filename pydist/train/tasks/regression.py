@@ -1,0 +1,122 @@
+"""CosmoFlow: the parameters of a universe, by their squared error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pydist.errors import UsageError
+from pydist.models import CosmoFlow
+from pydist.tensor import ShardedTensor
+from pydist.train import report
+from pydist.train.tasks.base import Validation, call_of
+
+if TYPE_CHECKING:
+    from pydist.data import Manifest, ShardDataset
+    from pydist.data.loader import Batch
+    from pydist.train.config import CosmoFlowConfig
+
+
+@dataclass(frozen=True)
+class RegressionValidation(Validation):
+    """What was predicted for each sample."""
+
+    mae: float
+    predicted: Tensor
+    """`[samples, outputs]`, in the order of `true`."""
+    true: Tensor
+    """`[samples, outputs]`."""
+
+    def figures(self) -> dict[str, Any]:
+        """Loss and mean absolute error."""
+        return {"loss": self.loss, "mae": self.mae}
+
+
+class Regression:
+    """CosmoFlow on values of samples; see `Task`."""
+
+    def __init__(self, config: CosmoFlowConfig, loss: str) -> None:
+        if loss not in ("auto", "mse"):
+            raise UsageError(f'train.loss is "{loss}", and CosmoFlow\'s is "mse"')
+        self.config = config
+
+    def check(self, data: ShardDataset) -> None:
+        """The samples must be cubes of the network's width, with values to predict."""
+        if data.labelled:
+            raise UsageError(
+                f"{data.root} has the class of each voxel to predict, and model.name is "
+                '"cosmoflow", which predicts values of a sample: choose "unet3d"'
+            )
+        width = self.config.width
+        if data.sample_shape[1:] != (width,) * 3:
+            raise UsageError(
+                f"model.width is {width}, but the samples in {data.root} are "
+                f"{' × '.join(map(str, data.sample_shape[1:]))} voxels: set model.width to their "
+                "width"
+            )
+
+    def network(self, manifest: Manifest) -> nn.Module:
+        """CosmoFlow."""
+        return CosmoFlow(**self._arguments(manifest))
+
+    def expression(self, manifest: Manifest) -> str:
+        """The call that makes CosmoFlow."""
+        return call_of(CosmoFlow, self._arguments(manifest))
+
+    def _arguments(self, manifest: Manifest) -> dict[str, Any]:
+        return {
+            "width": self.config.width,
+            "in_channels": manifest.sample_shape[0],
+            "outputs": len(manifest.target_names),
+            "batch_norm": self.config.batch_norm,
+            "dropout": self.config.dropout,
+            "variant": self.config.variant,
+        }
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        """Mean squared error."""
+        return F.mse_loss(output, batch.targets)
+
+    def measure(self, output: Tensor, batch: Batch) -> Tensor:
+        """[N, 2, outputs]: predicted and true values."""
+        if isinstance(output, ShardedTensor):
+            output = output.full_tensor()
+        return torch.stack([output.double(), batch.targets.double()], dim=1)
+
+    def judge(self, rows: Tensor) -> RegressionValidation:
+        """Errors over all samples and outputs."""
+        predicted, true = rows.unbind(1)
+        error = predicted - true
+        return RegressionValidation(
+            samples=len(error),
+            loss=float(error.square().mean()),
+            mae=float(error.abs().mean()),
+            predicted=predicted,
+            true=true,
+        )
+
+    def write_results(self, folder: Path, data: ShardDataset, validation: Validation) -> None:
+        """A row a sample: each parameter's true and predicted value."""
+        assert isinstance(validation, RegressionValidation)
+        report.write_predictions(
+            folder / report.PREDICTIONS_FILE,
+            data.manifest.target_names,
+            validation.predicted.numpy(),
+            validation.true.numpy(),
+        )
+
+    def draw(
+        self,
+        folder: Path,
+        curves: Mapping[str, Mapping[int, float]],
+        data: ShardDataset,
+        spatial: tuple[int, int, int],
+    ) -> Path:
+        """Loss, predictions, and a universe with its blocks."""
+        return report.draw_run(folder, curves, data.root, spatial)

@@ -1,0 +1,207 @@
+"""NIfTI files are read whole, checked to the last byte, and written as they were."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+
+import nibabel as nib
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pydist.data.medical.nifti import read_nifti, without_private, write_nifti
+from pydist.errors import DataError, DiskError, UsageError
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+@pytest.mark.parametrize("kind", [nib.Nifti1Image, nib.Nifti2Image])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "<f4", ">i2", "float64", "uint16"])
+def test_a_file_is_read_as_nibabel_reads_it_and_written_as_it_was(
+    tmp_path, write, suffix, kind, dtype
+):
+    voxels = np.random.default_rng(0).integers(0, 200, (5, 4, 3)).astype(dtype)
+    path = write(tmp_path / f"a{suffix}", voxels, kind=kind)
+    found = read_nifti(path)
+    np.testing.assert_array_equal(found.values(), np.asarray(nib.load(path).dataobj))
+    np.testing.assert_array_equal(found.affine, nib.load(path).affine)
+    write_nifti(tmp_path / f"b{suffix}", found.stored, found.block)
+    unpack = gzip.decompress if suffix == ".nii.gz" else bytes
+    assert unpack((tmp_path / f"b{suffix}").read_bytes()) == unpack(path.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "expected"),
+    [
+        ("int16", (1, -1024), "int32"),
+        ("int16", (-70000, 5), "int64"),
+        ("uint8", (2, 0), "int32"),
+        ("int16", (0.5, 3), "float64"),
+    ],
+)
+def test_slope_and_intercept_give_hounsfield_units(tmp_path, dtype, scale, expected):
+    stored = np.arange(24, dtype=dtype).reshape(2, 3, 4)
+    image = nib.Nifti1Image(stored, np.eye(4))
+    image.to_filename(tmp_path / "a.nii")
+    raw = bytearray((tmp_path / "a.nii").read_bytes())
+    raw[112:120] = struct.pack("<ff", *scale)
+    (tmp_path / "a.nii").write_bytes(raw)
+    values = read_nifti(tmp_path / "a.nii").values()
+    assert values.dtype == expected
+    np.testing.assert_array_equal(values, stored.astype(float) * scale[0] + scale[1])
+
+
+@pytest.fixture
+def packed(tmp_path, write, scan):
+    return write(tmp_path / "case.nii.gz", scan[0])
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.61, 0.99])
+def test_a_cut_file_is_refused_in_one_line(packed, share):
+    whole = packed.read_bytes()
+    for content in (whole, gzip.decompress(whole)):
+        packed.write_bytes(content[: int(share * len(content))])
+        with pytest.raises(DataError) as caught:
+            read_nifti(packed)
+        message = str(caught.value)
+        assert message.startswith(f"{packed}: ")
+        assert "\n" not in message
+    for missing in (1, 4, 8):  # of the checksum and length at a gzip file's end
+        packed.write_bytes(whole[:-missing])
+        with pytest.raises(DataError, match="cut short: the gzip data end early"):
+            read_nifti(packed)
+
+
+def test_no_flipped_bit_of_a_compressed_file_goes_unseen(packed):
+    whole = packed.read_bytes()
+    expected = read_nifti(packed)
+    unseen = 0
+    for i in range(0, len(whole), 3):
+        flipped = bytearray(whole)
+        flipped[i] ^= 1 << (i % 8)
+        packed.write_bytes(flipped)
+        try:
+            found = read_nifti(packed)
+        except DataError:
+            continue
+        unseen += 1  # bits that mean nothing: gzip's time and system, the deflate stream's padding
+        assert found.block == expected.block
+        np.testing.assert_array_equal(found.stored, expected.stored)
+    assert unseen < 9
+
+
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None
+)
+@given(st.data())
+def test_damaged_headers_are_refused_or_read_and_never_crash(tmp_path, data):
+    voxels = np.arange(24, dtype=np.int16).reshape(2, 3, 4)
+    path = tmp_path / "a.nii"
+    if not path.exists():
+        nib.save(nib.Nifti1Image(voxels, np.eye(4)), path)
+    raw = bytearray(path.read_bytes())
+    interesting = [*range(4), *range(40, 56), *range(70, 120), *range(252, 348)]
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.sampled_from(interesting))] = data.draw(st.integers(0, 255))
+    damaged = tmp_path / "b.nii"
+    damaged.write_bytes(raw)
+    try:
+        found = read_nifti(damaged)
+        affine, values = found.affine, found.values()
+    except DataError as refused:
+        lines = str(refused).splitlines()
+    else:
+        lines = [str(damaged)]
+        assert np.isfinite(affine).all()
+        assert values.size == found.stored.size
+    assert len(lines) == 1
+    assert lines[0].startswith(str(damaged))
+
+
+def header_with(path, **fields) -> bytes:
+    image = nib.load(path)
+    image.header["vox_offset"] = 352
+    for name, value in fields.items():
+        image.header[name] = value
+    return image.header.binaryblock
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dim": [3, 32767, 32767, 32767, 1, 1, 1, 1]}, "cut short: .* bytes are declared"),
+        ({"dim": [2, 9, 7, 1, 1, 1, 1, 1]}, r"\[9, 7\] voxels: 3 dims are needed"),
+        ({"dim": [5, 2, 2, 2, 2, 2, 1, 1]}, "3 dims are needed, or 4 with channels"),
+        ({"dim": [3, 9, -7, 5, 1, 1, 1, 1]}, "3 dims are needed"),
+        ({"datatype": 128, "bitpix": 24}, "integers and real numbers are possible"),
+        ({"datatype": 32, "bitpix": 64}, "integers and real numbers are possible"),
+        ({"magic": b"ni1"}, "convert it to .nii"),
+        ({"magic": b"xyz"}, "damaged header: magic string"),
+        ({"vox_offset": 100}, "damaged header: vox offset 100"),
+        ({"vox_offset": 1e9}, r"voxels begin at byte 1e\+09"),
+        ({"vox_offset": np.nan}, "voxels begin at byte nan"),
+        ({"sizeof_hdr": 300}, "not a NIfTI file"),
+    ],
+)
+def test_what_a_header_can_not_mean_is_said(tmp_path, packed, fields, message):
+    path = tmp_path / "a.nii"
+    content = gzip.decompress(packed.read_bytes())
+    path.write_bytes(header_with(packed, **fields) + content[348:])
+    with pytest.raises(DataError, match=message):
+        read_nifti(path)
+
+
+def test_affines_that_flatten_are_refused(tmp_path, packed):
+    path = tmp_path / "a.nii"
+    content = gzip.decompress(packed.read_bytes())
+    for row in ([0, 0, 0, 0], [np.nan, 0, 0, 0], [0, 0.7, 0, 0]):
+        path.write_bytes(header_with(packed, srow_x=row, sform_code=1) + content[348:])
+        with pytest.raises(DataError, match="not invertible"):
+            _ = read_nifti(path).affine
+
+
+def test_more_than_was_declared_is_refused(packed):
+    packed.write_bytes(gzip.compress(gzip.decompress(packed.read_bytes()) + bytes(1 << 21)))
+    with pytest.raises(DataError, match="bytes follow the voxels"):
+        read_nifti(packed)
+
+
+def test_nan_is_named_by_its_voxel(tmp_path, write):
+    voxels = np.zeros((3, 4, 5), dtype=np.float32)
+    voxels[2, 1, 3] = np.nan
+    with pytest.raises(DataError, match=r"a\.nii: value nan at voxel \(2, 1, 3\)"):
+        read_nifti(write(tmp_path / "a.nii", voxels)).values()
+
+
+def test_missing_files_and_folders(tmp_path, packed):
+    with pytest.raises(DataError, match=r"nowhere\.nii: No such file"):
+        read_nifti(tmp_path / "nowhere.nii")
+    found = read_nifti(packed)
+    with pytest.raises(UsageError, match=r"ends in \.nii or \.nii\.gz"):
+        write_nifti(tmp_path / "a.mha", found.stored, found.block)
+    with pytest.raises(UsageError, match="do not fit the header's"):
+        write_nifti(tmp_path / "a.nii", found.stored[1:], found.block)
+    with pytest.raises(DiskError, match="No such file"):
+        write_nifti(tmp_path / "no" / "a.nii", found.stored, found.block)
+
+
+def test_other_numbers_keep_the_place_in_space(tmp_path, write, scan):
+    path = write(tmp_path / "a.nii.gz", np.stack([scan[0]] * 2, -1), scale=(2.0, 1.0), cal_max=9)
+    found = read_nifti(path)
+    write_nifti(tmp_path / "b.nii.gz", scan[1], found.block, "uint8")
+    ours, theirs = nib.load(tmp_path / "b.nii.gz"), nib.load(path)
+    assert ours.get_data_dtype() == np.uint8
+    assert ours.shape == (9, 7, 5)
+    np.testing.assert_array_equal(np.asarray(ours.dataobj), scan[1])
+    np.testing.assert_array_equal(ours.affine, theirs.affine)
+    for name in ("qform_code", "sform_code", "xyzt_units", "pixdim", "quatern_b", "srow_z"):
+        np.testing.assert_array_equal(ours.header[name], theirs.header[name])
+    again = read_nifti(tmp_path / "b.nii.gz")
+    assert again.header.get_slope_inter() == (1, 0)
+    np.testing.assert_array_equal(again.values(), scan[1])
+
+
+def test_free_text_goes_and_nothing_else(packed, tmp_path, write, scan):
+    named = write(tmp_path / "b.nii", scan[0], descrip=b"Jane Doe", aux_file=b"jane.txt")
+    assert without_private(read_nifti(named).block) == read_nifti(packed).block

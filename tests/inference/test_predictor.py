@@ -1,0 +1,178 @@
+"""Whole-volume prediction on N ranks is that on one, and lies on the scanner's grid."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open as open_weights
+from safetensors.torch import load_file
+from training import job
+
+from pydist.comm import run_local
+from pydist.data import ShardDataset
+from pydist.data.medical import CTOptions, convert_nifti, generate_ct
+from pydist.errors import CheckpointError, DataError, UsageError
+from pydist.inference import Predictor, Sliding, export_weights
+from pydist.mesh import Mesh
+from pydist.models import UNet3d
+from pydist.train import checkpoint
+from pydist.train.config import (
+    Config,
+    DataConfig,
+    OptimizerConfig,
+    OutputConfig,
+    TrainConfig,
+    UNet3dConfig,
+)
+
+SHAPE = (20, 18, 26)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A network that has learnt to find the liver, and a folder "nifti" with volumes."""
+    root = tmp_path_factory.mktemp("trained")
+    generate_ct(root / "nifti", CTOptions(count=4, shape=SHAPE, noise=5.0, format="nifti"))
+    convert_nifti(root / "nifti", root / "data")
+    config = Config(
+        model=UNet3dConfig(features=4, levels=2),
+        data=DataConfig(path=root / "data", normalize="ct"),
+        optimizer=OptimizerConfig(lr=1e-2, decay_epochs=20.0),
+        train=TrainConfig(epochs=20, batch=1, validate_every=0),
+        output=OutputConfig(folder=root / "run", plot=False),
+    )
+    run_local(job, 1, config)
+    return root
+
+
+def predict(trained: Path, out: Path, spatial=(1, 1, 1), image=None, **options) -> np.ndarray:
+    """Labels [x, y, z], by default of the first volume."""
+    image = image or trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz"
+
+    def body(world):
+        mesh = Mesh(world, 1, spatial)
+        Predictor(trained / "run", mesh, **options).predict_file([image], out)
+
+    run_local(body, math.prod(spatial), timeout=120)
+    return np.asarray(nib.load(out).dataobj)
+
+
+def dice(one: np.ndarray, other: np.ndarray) -> float:
+    return 2 * (one & other).sum() / (one.sum() + other.sum())
+
+
+def test_any_number_of_ranks_predicts_the_same(trained, tmp_path):
+    expected = predict(trained, tmp_path / "one.nii.gz")
+    truth = nib.load(trained / "nifti" / "labelsTr" / "ct_0000.nii.gz")
+    assert dice(expected > 0, np.asarray(truth.dataobj) > 0) > 0.8
+    for spatial in ((2, 1, 1), (1, 3, 1), (2, 2, 2)):
+        found = predict(trained, tmp_path / "split.nii", spatial)
+        np.testing.assert_array_equal(found, expected)
+    header = nib.load(tmp_path / "split.nii").header
+    assert header.get_data_dtype() == np.uint8
+    for name in ("dim", "pixdim", "srow_x", "srow_y", "srow_z", "qform_code", "sform_code"):
+        np.testing.assert_array_equal(header[name], truth.header[name])
+
+
+def test_it_is_what_the_plain_network_says(trained, tmp_path):
+    """The exported weights in the plain network, on the data as they were trained on."""
+    network = export_weights(trained / "run", tmp_path / "m.safetensors")
+    assert network == (
+        "pydist.models.unet3d.UNet3d(in_channels=1, classes=3, features=4, levels=2)"
+    )
+    plain = UNet3d(in_channels=1, classes=3, features=4, levels=2).eval()
+    plain.load_state_dict(load_file(tmp_path / "m.safetensors"))
+    with open_weights(tmp_path / "m.safetensors", "pt") as file:
+        assert file.metadata()["network"] == network
+        assert file.metadata()["normalize"] == "ct"
+    volume = ShardDataset(trained / "data", normalize="ct").read_block(0)
+    with torch.no_grad():
+        labels = plain(volume[None]).argmax(1)[0].numpy()
+    depth, height, width = SHAPE
+    expected = labels[:depth, :height, :width].transpose(2, 1, 0)
+    np.testing.assert_array_equal(predict(trained, tmp_path / "a.nii.gz", (2, 1, 1)), expected)
+
+
+def test_the_ranks_stay_up_between_volumes_of_any_shape_and_orientation(trained, tmp_path):
+    """The same volume turned round and cropped, one after another."""
+    source = nib.load(trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz")
+    flipped = nib.Nifti1Image(
+        np.asarray(source.dataobj)[::-1].transpose(2, 0, 1),
+        source.affine @ nib.orientations.inv_ornt_aff([[1, -1], [2, 1], [0, 1]], SHAPE[::-1]),
+    )
+    np.testing.assert_array_equal(
+        np.asarray(nib.as_closest_canonical(flipped).dataobj), np.asarray(source.dataobj)
+    )
+    nib.save(flipped, tmp_path / "flipped.nii.gz")
+    nib.save(source.slicer[:, 2:, 4:], tmp_path / "cropped.nii.gz")
+    nib.save(source, tmp_path / "whole.nii.gz")
+    names = ("whole", "flipped", "cropped", "whole")
+
+    def body(world):
+        predictor = Predictor(trained / "run", Mesh(world, 1, (2, 1, 1)))
+        for i, name in enumerate(names):
+            predictor.predict_file([tmp_path / f"{name}.nii.gz"], tmp_path / f"{i}.nii.gz")
+
+    run_local(body, 2, timeout=120)
+    whole, turned, cropped, again = (nib.load(tmp_path / f"{i}.nii.gz") for i in range(4))
+    np.testing.assert_array_equal(np.asarray(whole.dataobj), np.asarray(again.dataobj))
+    np.testing.assert_allclose(turned.affine, flipped.affine)
+    np.testing.assert_array_equal(
+        np.asarray(nib.as_closest_canonical(turned).dataobj), np.asarray(whole.dataobj)
+    )
+    alone = predict(trained, tmp_path / "alone.nii", image=tmp_path / "cropped.nii.gz")
+    assert alone.shape == (26, 16, 16)
+    np.testing.assert_array_equal(np.asarray(cropped.dataobj), alone)
+
+
+def test_sliding_windows_are_near_the_whole_volume(trained, tmp_path):
+    pytest.importorskip("monai")
+    expected = predict(trained, tmp_path / "whole.nii")
+    found = predict(trained, tmp_path / "sliding.nii", (2, 1, 1), sliding=Sliding(16, 0.5))
+    again = predict(trained, tmp_path / "again.nii", sliding=Sliding(16, 0.5))
+    np.testing.assert_array_equal(found, again)
+    # A network that was trained for seconds leans on what lies beyond the window.
+    assert 0.7 < dice(found > 0, expected > 0) <= 1
+
+
+def test_errors_are_those_of_every_rank(trained, tmp_path):
+    image = trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz"
+    cut = tmp_path / "cut.nii.gz"
+    cut.write_bytes(image.read_bytes()[:-9])
+
+    def body(world):
+        predictor = Predictor(trained / "run", Mesh(world, 1, (2, 1, 1)))
+        for images, output, error, message in (
+            ([cut], "a.nii", DataError, "cut short"),
+            ([image, image], "a.nii", DataError, r"the network takes \[1, D, H, W\]"),
+            ([image], "a.mha", UsageError, r"ends in \.nii"),
+        ):
+            with pytest.raises(error, match=message):
+                predictor.predict_file(images, tmp_path / output)
+        assert list(tmp_path.glob("a.*")) == []
+
+    run_local(body, 2, timeout=120)
+
+
+def test_checkpoints_and_windows_that_do_not_fit(trained, tmp_path):
+    def body(world):
+        mesh = Mesh(world)
+        with pytest.raises(UsageError, match="a window of 18 voxels; multiples of 4"):
+            Predictor(trained / "run", mesh, Sliding(18))
+        with pytest.raises(CheckpointError, match="no checkpoint here"):
+            Predictor(tmp_path, mesh)
+        parts = checkpoint.read(checkpoint.complete(trained / "run" / "ckpt")[-1])
+        del parts["step"], parts["model"]["last.weight"]
+        with pytest.raises(CheckpointError, match=r"do not fit: .*last\.weight"):
+            Predictor(checkpoint.write(tmp_path / "ckpt", 1, parts), mesh)
+
+    run_local(body, 1)
+    with pytest.raises(UsageError, match="overlap=1"):
+        Sliding(16, 1.0)
+    with pytest.raises(UsageError, match=r"ends in \.safetensors"):
+        export_weights(trained / "run", tmp_path / "m.bin")

@@ -1,0 +1,102 @@
+"""The 3D U-Net is the published network: counts, channels, initial values, and it stands alone."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import pydist.models.unet3d
+from pydist.models import UNet3d
+
+
+def count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def test_the_paper_s_network_has_its_parameter_count():
+    with torch.device("meta"):
+        assert count(UNet3d()) == 19_070_560
+
+
+def test_weights_by_stage_are_those_of_the_paper():
+    with torch.device("meta"):
+        model = UNet3d()
+    convolutions = [m for m in model.modules() if isinstance(m, nn.Conv3d | nn.ConvTranspose3d)]
+    assert all(m.bias is None for m in convolutions)
+    by_stage = [[c.weight.numel() for c in stage if hasattr(c, "kernel_size")]
+                for stage in (*model.down, model.bottom, *model.up)]  # fmt: skip
+    assert by_stage == [
+        [864, 55_296], [110_592, 221_184], [442_368, 884_736], [1_769_472, 3_538_944],
+        [5_308_416, 1_769_472], [1_327_104, 442_368], [331_776, 110_592],
+    ]  # fmt: skip
+    assert [m.weight.numel() for m in model.unpool] == [2_097_152, 524_288, 131_072]
+    assert model.last.weight.numel() == 192
+    assert count(model) - sum(c.weight.numel() for c in convolutions) == 2 * 2_336  # batch norm
+
+
+def test_forward_flops_at_128_are_those_of_the_paper():
+    """3.91 TFLOP a sample, two per multiply-add."""
+    flops = 0
+
+    def add(module: nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> None:
+        nonlocal flops
+        if isinstance(module, nn.Conv3d):
+            flops += 2 * out[0, 0].numel() * module.weight.numel()
+        elif isinstance(module, nn.ConvTranspose3d):
+            flops += 2 * args[0][0, 0].numel() * module.weight.numel()
+
+    with torch.device("meta"):
+        model = UNet3d()
+        for module in model.modules():
+            module.register_forward_hook(add)
+        assert model(torch.empty(1, 1, 128, 128, 128)).shape == (1, 3, 128, 128, 128)
+    assert flops == pytest.approx(3.91e12, rel=2e-3)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_any_extents_that_can_be_halved(levels):
+    with torch.device("meta"):
+        model = UNet3d(in_channels=2, classes=5, features=4, levels=levels)
+        shape = (3 << levels, 1 << levels, 2 << levels)
+        assert model(torch.empty(2, 2, *shape)).shape == (2, 5, *shape)
+        with pytest.raises(ValueError, match=f"multiples of {1 << levels}, got"):
+            model(torch.empty(1, 2, 3 << levels, (1 << levels) + 1, 2 << levels))
+        with pytest.raises(ValueError, match=r"takes \[N, 2, D, H, W\], got \(1, 3, 8, 8, 8\)"):
+            model(torch.empty(1, 3, 8, 8, 8))
+
+
+@pytest.mark.parametrize("wrong", [{"features": 3}, {"classes": 0}, {"levels": 0}])
+def test_numbers_that_make_no_network(wrong):
+    with pytest.raises(ValueError, match="features is even"):
+        UNet3d(**wrong)
+
+
+def test_weights_start_he_normal():
+    torch.manual_seed(0)
+    model = UNet3d(features=16)
+    for module in model.modules():
+        if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+            fan_in = module.weight[0].numel()
+            expected = math.sqrt(2 / fan_in)
+            spread = 4 / math.sqrt(2 * module.weight.numel())
+            assert float(module.weight.detach().std()) == pytest.approx(expected, rel=spread)
+        if isinstance(module, nn.BatchNorm3d):
+            assert (module.weight == 1).all()
+            assert (module.bias == 0).all()
+
+
+def test_the_file_needs_torch_alone(tmp_path):
+    source = Path(pydist.models.unet3d.__file__).read_text()
+    (tmp_path / "unet.py").write_text(source)
+    program = (
+        "import sys, torch, unet\n"
+        "unet.UNet3d(features=2, levels=1)(torch.zeros(1, 1, 2, 2, 4))\n"
+        "assert not any(name.startswith('pydist') for name in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=60)

@@ -1,0 +1,39 @@
+"""The U-Net on split volumes is the U-Net: scores, loss, every gradient, running statistics."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from equivalence import Answer, Task, check_network, randint, randn, whole_answer
+
+from pydist.models import UNet3d
+from pydist.train.losses import segmentation_loss
+
+
+@functools.cache
+def task_of(samples: int, loss: str) -> tuple[Task, Answer]:
+    """A narrow network in fp64 with a batch, and what one device computes of it."""
+    torch.manual_seed(0)
+    model = UNet3d(2, 3, features=4, levels=2).double()
+    task = Task(
+        model,
+        randn(samples, 2, 12, 8, 8),
+        randint(3, samples, 12, 8, 8),
+        functools.partial(segmentation_loss, loss),
+    )
+    return task, whole_answer(task)
+
+
+@pytest.mark.parametrize("spatial", [(2, 1, 1), (3, 1, 1), (1, 3, 2), (2, 2, 2)])
+@pytest.mark.parametrize("thin", [False, True], ids=["moved", "thin"])
+def test_one_volume(spatial, thin):
+    task, answer = task_of(1, "dice_ce")
+    check_network(task, spatial, answer=answer, keep_thin_blocks=thin)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "dice", "dice_ce"])
+def test_two_sample_groups(loss):
+    task, answer = task_of(2, loss)
+    check_network(task, (1, 2, 1), 2, answer=answer)

@@ -1,0 +1,31 @@
+"""From one rank to blocks and back, whatever the split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence import on_ranks, randint
+
+from pydist import ShardedTensor, layout_for_sample
+from pydist.train.gather import from_first_rank, on_first_rank
+
+
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1), (1, 3, 2), (7, 1, 1)])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float32, torch.int64])
+def test_there_and_back(spatial, dtype):
+    """With blocks of unequal extents, and on seven ranks an empty one."""
+    whole = randint(100, 1, 2, 6, 5, 3).to(dtype)
+
+    def rank(mesh):
+        layout = layout_for_sample(mesh, whole.shape)
+        first = mesh.sample.rank == 0
+        local = from_first_rank(whole if first else None, layout, dtype)
+        box = layout.box
+        expected = whole[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+        assert torch.equal(local, expected)
+        assert local.dtype == dtype
+        back = on_first_rank(ShardedTensor.from_local(local, layout))
+        assert (back is not None) == first
+        assert back is None or torch.equal(back, whole)
+
+    on_ranks(spatial, rank)

@@ -1,0 +1,143 @@
+"""Segmentation runs: split as whole, resumed as through, and their tables and pictures."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from training import change, job
+
+from pydist.comm import run_local
+from pydist.data.medical import CTOptions, generate_ct
+from pydist.errors import CheckpointError, UsageError
+from pydist.train import checkpoint, log
+from pydist.train.about import load_trained
+from pydist.train.config import (
+    Config,
+    CosmoFlowConfig,
+    DataConfig,
+    OutputConfig,
+    TrainConfig,
+    UNet3dConfig,
+)
+
+
+@pytest.fixture(scope="session")
+def volumes(tmp_path_factory) -> Path:
+    """Four volumes to train on and three to validate."""
+    folder = tmp_path_factory.mktemp("volumes")
+    generate_ct(folder, CTOptions(count=7, shape=(16, 8, 8), validation=3 / 7))
+    return folder
+
+
+@pytest.fixture
+def segmentation(volumes, tmp_path) -> Config:
+    """Two epochs of two steps."""
+    return Config(
+        model=UNet3dConfig(features=4, levels=2),
+        data=DataConfig(path=volumes, normalize="ct"),
+        train=TrainConfig(epochs=2, batch=2, loss="dice_ce"),
+        output=OutputConfig(folder=tmp_path / "run", plot=False),
+    )
+
+
+def alone(config):
+    return run_local(job, 1, config)[0]
+
+
+def curve(config) -> list[float]:
+    return list(log.losses(config.output.folder / "log.jsonl").values())
+
+
+@pytest.mark.parametrize(("data", "spatial"), [(1, (2, 1, 1)), (2, (1, 1, 2))])
+def test_split_training_is_that_of_one_rank(segmentation, tmp_path, data, spatial):
+    whole = change(segmentation, output={"folder": tmp_path / "whole"})
+    expected = alone(whole)
+    results = run_local(job, data * math.prod(spatial), segmentation, data, spatial)
+    assert curve(segmentation) == pytest.approx(curve(whole), abs=5e-6)
+    for result in results:
+        found = result.validation
+        assert found.samples == 3
+        assert found.loss == pytest.approx(expected.validation.loss, abs=1e-4)
+        assert torch.equal(found.dice.nan_to_num(2), results[0].validation.dice.nan_to_num(2))
+        torch.testing.assert_close(
+            found.dice, expected.validation.dice, rtol=0, atol=0.02, equal_nan=True
+        )
+
+
+def test_the_log_and_the_table_tell_the_dice_of_each_class(segmentation):
+    result = run_local(job, 2, segmentation, 1, (2, 1, 1))[0].validation
+    folder = segmentation.output.folder
+    event = [e for e in log.read(folder / "log.jsonl") if e["event"] == "validation"][-1]
+    assert event["samples"] == 3
+    assert list(event["dice"]) == ["liver", "tumour"]
+    assert list(event["pooled_dice"].values()) == pytest.approx(result.pooled.tolist(), nan_ok=True)
+    with (folder / "dice.csv").open() as file:
+        header, *rows = csv.reader(file)
+    assert header == ["file", "liver", "tumour"]
+    assert [row[0] for row in rows] == ["ct_0004.hdf5", "ct_0005.hdf5", "ct_0006.hdf5"]
+    found = [[float(cell or "nan") for cell in row[1:]] for row in rows]
+    torch.testing.assert_close(
+        torch.tensor(found, dtype=torch.float64), result.dice, equal_nan=True
+    )
+
+
+def test_a_resumed_run_is_bit_identical(segmentation, tmp_path):
+    segmentation = change(segmentation, checkpoint={"every": 1})
+    through = change(segmentation, output={"folder": tmp_path / "through"})
+    run_local(job, 2, through, 1, (2, 1, 1))
+    run_local(job, 2, change(segmentation, train={"steps": 1}), 1, (2, 1, 1))
+    run_local(job, 2, segmentation, 1, (2, 1, 1))
+    assert curve(segmentation) == curve(through)
+
+
+def test_the_picture_is_drawn_with_and_without_a_validation_set(segmentation, tmp_path):
+    drawn = change(segmentation, output={"plot": True}, train={"epochs": 1})
+    run_local(job, 2, drawn, 1, (1, 2, 1))
+    generate_ct(tmp_path / "data", CTOptions(count=2, shape=(8, 8, 8), validation=0))
+    without = change(
+        drawn, data={"path": tmp_path / "data"}, output={"folder": tmp_path / "without"}
+    )
+    alone(without)
+    for config in (drawn, without):
+        picture = (config.output.folder / "result.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) > 15_000
+
+
+def test_network_data_and_loss_must_fit_together(segmentation, universes):
+    cosmoflow = Config(model=CosmoFlowConfig(width=32), output=segmentation.output)
+    for config, message in (
+        (change(segmentation, train={"loss": "mse"}), "possible for segmentation are"),
+        (change(cosmoflow, train={"loss": "dice"}), 'CosmoFlow\'s is "mse"'),
+        (change(cosmoflow, data={"path": segmentation.data.path}), 'choose "unet3d"'),
+        (
+            change(segmentation, data={"path": universes, "normalize": "none"}),
+            'choose "cosmoflow"',
+        ),
+        (change(segmentation, model={"levels": 4}), "needs multiples of 16: convert"),
+        (change(segmentation, model={"features": 3}), "features is even"),
+    ):
+        with pytest.raises(UsageError, match=message) as caught:
+            alone(config)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_says_what_its_network_is(segmentation, tmp_path):
+    alone(change(segmentation, train={"steps": 1}))
+    folder = segmentation.output.folder
+    for path in (folder, folder / "ckpt", folder / "ckpt" / "last"):
+        about, weights = load_trained(path)
+        assert about.config.model == segmentation.model
+        assert about.config.data.normalize == "ct"
+        assert str(tmp_path) not in "".join(about.dump().values())
+        assert about.manifest.class_names == ("background", "liver", "tumour")
+        about.task().network(about.manifest).load_state_dict(weights)
+    with pytest.raises(CheckpointError, match="no checkpoint here, nor in its folder ckpt"):
+        load_trained(tmp_path)
+    old = checkpoint.write(tmp_path / "old", 1, {"model": weights})
+    with pytest.raises(CheckpointError, match="an older pydist has written it"):
+        load_trained(old)
