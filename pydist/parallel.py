@@ -15,7 +15,7 @@ from pydist.comm.reducer import Reducer
 from pydist.comm.transport import Transport
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
-from pydist.ops.batch_norm import STATISTICS
+from pydist.ops.normalization.batch_norm import STATISTICS
 from pydist.tensor import Origin, ShardedTensor, distribute_tensor
 
 # Not all frames of that file: torch.utils.checkpoint has one that switches the compiler off.

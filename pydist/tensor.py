@@ -28,7 +28,7 @@ from pydist.wrappers import (
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
-    from pydist.ops.boundary import PendingBoundary
+    from pydist.ops.convolution.boundary import PendingBoundary
 
 __all__ = [
     "HANDLERS", "Origin", "ShardedTensor", "adopt_local", "distribute_tensor", "implements",

@@ -1,42 +1,17 @@
-"""What each torch call does on sharded tensors, one module a family.
+"""What each torch call does on sharded tensors, one package a family.
 
 A new operator goes into the module of its family: a function with torch's signature, decorated
-with `pydist.tensor.implements`.
+with `pydist.tensor.implements`. Modules that register handlers are listed here; what families share
+(windows, gathering, redistribution) lies beside them.
 """
 
-from pydist.ops import (  # noqa: F401
-    activation,
-    adaptive,
-    along,
-    assignment,
-    attributes,
-    batch_norm,
-    channel_norm,
-    conv,
-    conv_transpose,
-    creation,
-    dropout,
-    einsum,
-    elementwise,
-    extremes,
-    hooks,
-    indexing,
-    instance_norm,
-    joining,
-    layer_norm,
-    loss,
-    matmul,
-    pad,
-    periodic,
-    pixel_shuffle,
-    pool,
-    powers,
-    random,
-    reduce,
-    resample,
-    reshape,
-    scatter,
-    shape,
-    slicing,
-    unpool,
-)
+# ruff: noqa: F401
+from pydist.ops import attributes, hooks
+from pydist.ops.convolution import conv, conv_transpose
+from pydist.ops.normalization import batch_norm, channel_norm, instance_norm, layer_norm
+from pydist.ops.pointwise import activation, creation, dropout, elementwise, random
+from pydist.ops.pooling import adaptive, pool, unpool
+from pydist.ops.products import einsum, matmul
+from pydist.ops.reduction import along, extremes, loss, powers, reduce
+from pydist.ops.resampling import pad, periodic, pixel_shuffle, resample
+from pydist.ops.shaping import assignment, indexing, joining, reshape, scatter, shape, slicing

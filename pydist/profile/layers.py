@@ -96,7 +96,7 @@ class LayerHooks:
 def _shards(values: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(values):
         if isinstance(leaf, ShardedTensor):
-            yield leaf._local
+            yield leaf._shard  # as it is: only its graph is looked at
         elif isinstance(leaf, Tensor):
             yield leaf
 

@@ -16,7 +16,7 @@ from pydist import Mesh
 from pydist.backend import choice
 from pydist.backend.choice import ConvKernels, by_rule
 from pydist.backend.conv import ConvProblem, candidates, formats
-from pydist.ops.local_conv import ConvChooser
+from pydist.ops.convolution.local_conv import ConvChooser
 
 SHAPE = (1, 8, 12, 8, 8)
 WEIGHT = (16, 8, 3, 3, 3)

@@ -95,10 +95,10 @@ def test_a_wrong_handler_is_found(monkeypatch):
 
 
 def test_a_wrong_gradient_is_found(monkeypatch):
-    from pydist.ops import local_conv
+    from pydist.ops.convolution import local_conv
 
     right = local_conv.bias_gradient
-    monkeypatch.setattr("pydist.ops.correction.bias_gradient", lambda g: 0.5 * right(g))
+    monkeypatch.setattr("pydist.ops.convolution.correction.bias_gradient", lambda g: 0.5 * right(g))
     report = check(lambda: nn.Conv3d(1, 2, 3, padding=1), (1, 6, 4, 4))
     assert report.failures == ["gradient of bias"]
 

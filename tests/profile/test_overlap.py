@@ -1,9 +1,8 @@
 """What the trace shows of overlap: halos travel while the main convolution runs, gradients while
 backward does.
 
-Messages take 20 ms here. The order of spans is checked in every step. That nothing of the latency
-is left is checked in the steps in which both ranks posted in time: on a machine that is busy with
-other things a rank may come so late that the other one has to wait, whatever is overlapped.
+The order of spans is checked in every step. That nothing is left of a latency which the computation
+is long enough to hide is in test_hidden_latency.py.
 """
 
 from __future__ import annotations
@@ -91,11 +90,11 @@ def in_steps(spans: list[Span], rank: int) -> list[Span]:
 
 @pytest.fixture(scope="module")
 def convolutions(tmp_path_factory) -> list[Span]:
-    """Two convolutions that take some times as long as a message."""
-    x = torch.randn(1, 48, 48, 48, 48, generator=torch.Generator().manual_seed(0))
+    """Two convolutions that take longer than anything else that they do."""
+    x = torch.randn(1, 16, 32, 32, 32, generator=torch.Generator().manual_seed(0))
 
     def model() -> nn.Module:
-        return nn.Sequential(nn.Conv3d(48, 48, 3, padding=1), nn.Conv3d(48, 48, 3, padding=1))
+        return nn.Sequential(nn.Conv3d(16, 16, 3, padding=1), nn.Conv3d(16, 16, 3, padding=1))
 
     return trace_of(model, x, tmp_path_factory.mktemp("trace") / "trace.json", LATENCY)
 
@@ -103,23 +102,15 @@ def convolutions(tmp_path_factory) -> list[Span]:
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("layer", ["0", "1"])
 def test_halos_travel_while_the_main_convolution_runs(convolutions, layer, backward):
-    hidden = 0
-    for frames in zip(in_steps(convolutions, 0), in_steps(convolutions, 1), strict=True):
-        posted, ends = [], []
-        for frame in frames:
-            packs = within(convolutions, frame, "pack", layer, backward)
-            waits = within(convolutions, frame, "halo", layer, backward)
-            (flight,) = within(convolutions, frame, "halo in flight", layer, backward)
-            computed = within(convolutions, frame, "compute", layer, backward)
-            inner = [s for s in computed if not s.holds(packs[0])]
-            main = max(inner, key=lambda s: s.stop - s.start)
-            assert packs[0].start <= flight.start <= packs[-1].stop <= main.start
-            assert main.stop <= waits[0].start <= flight.stop <= waits[-1].stop
-            posted.append(packs[-1].stop)
-            ends.append(max(s.stop for s in inner if s.stop <= waits[0].start))
-        # What was posted has arrived by then: the wait finds it there.
-        hidden += all(max(posted) + LATENCY <= end for end in ends)
-    assert hidden > 0
+    for frame in (*in_steps(convolutions, 0), *in_steps(convolutions, 1)):
+        packs = within(convolutions, frame, "pack", layer, backward)
+        waits = within(convolutions, frame, "halo", layer, backward)
+        (flight,) = within(convolutions, frame, "halo in flight", layer, backward)
+        computed = within(convolutions, frame, "compute", layer, backward)
+        inner = [s for s in computed if not s.holds(packs[0])]
+        main = max(inner, key=lambda s: s.stop - s.start)
+        assert packs[0].start <= flight.start <= packs[-1].stop <= main.start
+        assert main.stop <= waits[0].start <= flight.stop <= waits[-1].stop
 
 
 def test_gradients_travel_while_backward_runs(tmp_path):

@@ -1,0 +1,1 @@
+"""Convolutions and transposed ones: by correction, on the shard, or from gathered inputs."""

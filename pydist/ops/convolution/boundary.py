@@ -1,0 +1,225 @@
+"""The boundary outputs of a convolution whose halo is still on its way.
+
+They are completed when somebody asks for the shard: the slabs' part is added in the native kernel.
+Where that is an in-place ReLU, the kernel applies it to what it has just added up, so the boundary
+planes are read and written once; the interior has been through it by then.
+Only in place: otherwise the linear values must be there as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pydist._loader import native
+from pydist.ops.windows import Window
+from pydist.partition import Box, subtract
+from pydist.tensor import ShardedTensor, adopt_local
+
+if TYPE_CHECKING:
+    from pydist.comm.exchanger import Pending
+    from pydist.ops.convolution.correction import CorrectionPlan
+
+
+class Piece(NamedTuple):
+    """A part of the outputs that a slab reaches.
+
+    Attributes:
+        slab: its number in the exchange.
+        box: where, in global output coordinates.
+        is_last: whether no later slab adds to it.
+    """
+
+    slab: int
+    box: Box
+    is_last: bool
+
+
+class BoundaryPieces:
+    """In which pieces the slabs reach this rank's outputs, so that each has one last piece.
+
+    Args:
+        window: of the convolution.
+        slabs: boxes [N, C, ...] of the inputs that this rank receives.
+        out: box of this rank's outputs.
+    """
+
+    def __init__(self, window: Window, slabs: list[Box], out: Box) -> None:
+        self._window, self._slabs, self._out = window, slabs, out
+
+    @cached_property
+    def pieces(self) -> list[Piece] | None:
+        """In the order in which they are added; `None` where a slab's outputs are no box."""
+        reached = [self._reached(slab) for slab in self._slabs]
+        found: list[Piece] = []
+        for slab, box in enumerate(reached):
+            if box is None:
+                return None
+            last = _without(box, [b for b in reached[slab + 1 :] if b is not None])
+            found += [Piece(slab, part, False) for part in _without(box, last)]
+            found += [Piece(slab, part, True) for part in last]
+        return found
+
+    @cached_property
+    def interior(self) -> list[Box]:
+        """The outputs that no slab reaches."""
+        return _without(self._out, [piece.box for piece in self.pieces or []])
+
+    def _reached(self, slab: Box) -> Box | None:
+        lo, hi = list(self._out.lo), list(self._out.hi)
+        for dim in range(2, len(lo)):
+            hull = range(lo[dim], hi[dim])
+            hit = [o for o in hull if self._reads(dim, o, slab)]
+            # Strides or dilation above the kernel's taps leave holes.
+            if hit and len(hit) != hit[-1] - hit[0] + 1:
+                return None
+            lo[dim], hi[dim] = (hit[0], hit[-1] + 1) if hit else (lo[dim], lo[dim])
+        return Box(lo, hi)
+
+    def _reads(self, dim: int, output: int, slab: Box) -> bool:
+        window, spatial = self._window, dim - 2
+        first = output * window.stride[spatial] - window.padding[spatial][0]
+        taps = range(window.kernel[spatial])
+        return any(
+            slab.lo[dim] <= first + k * window.dilation[spatial] < slab.hi[dim] for k in taps
+        )
+
+
+def _without(box: Box, others: list[Box]) -> list[Box]:
+    parts = [box]
+    for other in others:
+        parts = [rest for part in parts for rest in subtract(part, other) if not rest.empty]
+    return [part for part in parts if not part.empty]
+
+
+class PendingBoundary:
+    """One convolution's halo under way, and the outputs that wait for it.
+
+    Args:
+        plan: of the convolution.
+        channels_last: the memory format in which the halo travels.
+
+    Attributes:
+        plan: of the convolution.
+        outputs: the shard of the result, but for what the halo adds to it; `None` where nobody
+            can ask for it any more.
+        slabs: the halo, once complete.
+    """
+
+    def __init__(self, plan: CorrectionPlan, channels_last: bool) -> None:
+        self.plan = plan
+        self.outputs: Tensor | None = None
+        self.slabs: list[Tensor] = []
+        self._exchanges = plan.plan.exchanges(channels_last)
+        self._layer = plan.mesh.timers.layer
+        self._under_way: tuple[Pending, Tensor, Tensor] | None = None
+
+    def start(self, x: Tensor, weight: Tensor) -> None:
+        """Sends the halo off.
+
+        Args:
+            x: the shard that is convolved.
+            weight: [Co, Ci / groups, kD, kH, kW].
+        """
+        halo = self._exchanges.halo
+        self._under_way = halo.start(x), x, weight
+        halo.transport.unfinished = self.complete
+
+    @property
+    def is_fusible(self) -> bool:
+        """Whether a ReLU may still be applied along with the halo's part."""
+        return self._under_way is not None and self.plan.boundary.pieces is not None
+
+    def complete(self, negative_slope: float = 1.0) -> None:
+        """Waits for the halo and adds its part; does nothing when that has been done.
+
+        Args:
+            negative_slope: of a leaky ReLU that all outputs go through; 1 for none.
+        """
+        if self._under_way is None:
+            return
+        # First, as an exception on the way must not come again from everybody who asks later.
+        (pending, x, weight), self._under_way = self._under_way, None
+        outputs, self.outputs = self.outputs, None
+        halo, timers = self._exchanges.halo, self.plan.mesh.timers
+        halo.transport.unfinished = None
+        if negative_slope != 1.0 and outputs is not None:
+            with torch.no_grad(), timers.measure("compute", self._layer):
+                for box in self.plan.boundary.interior:
+                    _rectify(self._part(outputs, box), negative_slope)
+        self.slabs = self._exchanges.receive(halo, pending, x, self._layer)
+        if outputs is not None:
+            with timers.measure("boundary", self._layer):
+                kernel = weight.detach().contiguous()
+                for slab, part, lo, slope in self._steps(outputs, negative_slope):
+                    where = halo.slots[slab].lo[2:], lo, *self.plan.geometry
+                    native.boundary_conv_forward(self.slabs[slab], kernel, part, *where, slope)
+
+    def _steps(
+        self, outputs: Tensor, slope: float
+    ) -> Iterator[tuple[int, Tensor, Sequence[int], float]]:
+        """Calls of the kernel: slab, outputs and their place, slope."""
+        if slope == 1.0:
+            lo = self.plan.plan.out.box.lo[2:]
+            for slab in range(len(self.slabs)):
+                yield slab, outputs, lo, 1.0
+            return
+        for slab, box, is_last in self.plan.boundary.pieces or []:
+            yield slab, self._part(outputs, box), box.lo[2:], slope if is_last else 1.0
+
+    def _part(self, outputs: Tensor, box: Box) -> Tensor:
+        part = outputs.detach()
+        own = self.plan.plan.out.box
+        for dim in range(2, part.dim()):
+            part = part.narrow(dim, box.lo[dim] - own.lo[dim], box.hi[dim] - box.lo[dim])
+        return part
+
+
+def _rectify(x: Tensor, negative_slope: float) -> None:
+    if negative_slope == 0.0:
+        torch.relu_(x)
+    else:
+        torch._C._nn.leaky_relu_(x, negative_slope)
+
+
+class _RectifyAll(Function):
+    """A ReLU, leaky or not, in place on outputs whose boundary is pending."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, boundary: PendingBoundary, negative_slope: float) -> Tensor:
+        boundary.complete(negative_slope)
+        ctx.mark_dirty(y)
+        ctx.negative_slope = negative_slope
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (result,) = ctx.saved_tensors
+        aten = torch.ops.aten
+        if ctx.negative_slope == 0.0:
+            return aten.threshold_backward(grad, result, 0), None, None
+        slope = ctx.negative_slope
+        return aten.leaky_relu_backward(grad, result, slope, True), None, None
+
+
+def rectify_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | None:
+    """Applies a ReLU along with the halo's part of a convolution that `x` is the result of.
+
+    Args:
+        x: the tensor.
+        negative_slope: 0 for a ReLU; in [0, 1).
+
+    Returns:
+        x; `None` if there is nothing to fuse with, and nothing was done.
+    """
+    boundary = x._pending
+    if boundary is None or not boundary.is_fusible or not 0.0 <= negative_slope < 1.0:
+        return None
+    x._pending = None
+    return adopt_local(x, _RectifyAll.apply(x._shard, boundary, negative_slope))

@@ -1,0 +1,151 @@
+"""Convolution of sharded tensors: by correction where blocks line up, else by gathering."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist.backend.conv import ConvProblem
+from pydist.layout import Layout
+from pydist.ops.convolution.boundary import PendingBoundary
+from pydist.ops.convolution.correction import CorrectionPlan, corrected_conv, lines_up
+from pydist.ops.convolution.local_conv import ConvChooser, in_autocast_type, local_conv
+from pydist.ops.placement import choose_layout, conv_work
+from pydist.ops.redistribute import parameter_for, redistribute
+from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
+from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
+
+_FUNCTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
+
+
+def conv(
+    dims: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] | str = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> ShardedTensor:
+    """Convolution in 1, 2 or 3 dims; a batch dim is required.
+
+    Source: Oyama et al., hybrid-parallel training of 3D CNNs (spatial partitioning); the
+    correction is linearity: a convolution of a sum is the sum of convolutions.
+    """
+    function = _FUNCTIONS[dims]
+    if not isinstance(input, ShardedTensor):
+        raise refusal(function, (input, weight), {}, "the input is plain and the weight sharded")
+    if input.dim() != dims + 2:
+        raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
+    layout = input._layout
+    if layout.splits[1] is not None:
+        raise refusal(function, (input, weight), {}, "the channels are split")
+    stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
+    kernel = tuple(weight.shape[2:])
+    window = Window(kernel, stride, dilation, _padding(padding, kernel, dilation, dims))
+    input = redistribute(input, choose_layout(layout, conv_work(window, weight.shape)))
+    out = plan_window(input._layout, window, weight.shape[0]).out
+    weight, bias = parameter_for(weight, out), parameter_for(bias, out)
+    local = local_of(input)
+    device = local.device.type
+    # Autocast's rule for convolutions, applied here: halos have to travel in the same type.
+    local, weight, bias = in_autocast_type(local, weight, bias)
+    plan = _plan(input._layout, window, tuple(weight.shape), groups, local)
+    with torch.autocast(device, enabled=False):
+        shard, boundary = plan.run(wrap(local, input._layout, input), weight, bias)
+    result = wrap(shard, plan.out, input)
+    result._pending = boundary
+    return result
+
+
+class _ConvPlan:
+    """How one convolution is computed: whole, by correction, or from a gathered input."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        window: Window,
+        weight: tuple[int, ...],
+        groups: int,
+        local: Tensor,
+    ) -> None:
+        self._mesh = layout.mesh
+        self._plan = plan_window(layout, window, weight[0])
+        self.out = self._plan.out
+        aligned = lines_up(self._plan)
+        symmetric = all(before == after for before, after in window.padding)
+        pads = tuple(before for before, _ in window.padding)
+        in_place = aligned or (self._plan.is_whole and symmetric)
+        shapes = [box.shape for box in layout.boxes] if in_place else self._plan.gathered_shapes
+        stride, dilation = window.stride, window.dilation
+        used = pads if in_place else (0,) * len(pads)
+        if len(pads) == 1:
+            # `local_conv` adds a dim: oneDNN has none, and torch's own way there may be wrong.
+            shapes = [(*shape[:2], 1, *shape[2:]) for shape in shapes]
+            weight = (*weight[:2], 1, *weight[2:])
+            stride, used, dilation = (1, *stride), (0, *used), (1, *dilation)
+        problems = [
+            ConvProblem(
+                tuple(shape), weight, stride, used, dilation, groups, local.dtype,
+                local.device.type,
+            )
+            for shape in shapes
+        ]  # fmt: skip
+        self._in_place = in_place
+        self._chooser = ConvChooser(problems, self._mesh)
+        self._correction = None
+        if aligned and not self._plan.is_whole:
+            self._correction = CorrectionPlan(self._plan, groups, self._chooser)
+
+    def run(
+        self, input: ShardedTensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, PendingBoundary | None]:
+        """This rank's part of the result, and what its boundary waits for."""
+        if self._correction is not None:
+            return corrected_conv(local_of(input), weight, bias, self._correction)
+        compute = partial(
+            local_conv, weight=weight, bias=bias, chooser=self._chooser, mesh=self._mesh
+        )
+        if self._in_place:
+            return compute(local_of(input)), None
+        channels_last = self._chooser.kernels_ahead(weight).channels_last
+        return self._plan.apply(compute, input, channels_last=channels_last), None
+
+
+def _plan(
+    layout: Layout, window: Window, weight: tuple[int, ...], groups: int, local: Tensor
+) -> _ConvPlan:
+    key = ("conv", layout, window, weight, groups, local.dtype, local.device)
+    plans = layout.mesh.plans
+    if key not in plans:
+        plans[key] = _ConvPlan(layout, window, weight, groups, local)
+    return plans[key]
+
+
+def _padding(
+    padding: int | Sequence[int] | str,
+    kernel: Sequence[int],
+    dilation: Sequence[int],
+    dims: int,
+) -> tuple[tuple[int, int], ...]:
+    if padding == "valid":
+        return ((0, 0),) * dims
+    if padding == "same":
+        # As torch does: where the total is odd, the larger half comes after.
+        totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
+        return tuple((t // 2, t - t // 2) for t in totals)
+    return symmetric(as_tuple(padding, dims))  # type: ignore[arg-type]
+
+
+def _register() -> None:
+    for dims, function in _FUNCTIONS.items():
+        handler: Any = partial(conv, dims)
+        HANDLERS[function] = handler
+
+
+_register()

@@ -1,0 +1,215 @@
+"""Transposed convolution of sharded tensors, of any stride and kernel, overlapping ones included.
+
+Where a shard holds all inputs that its outputs need (kernel = stride) nothing is exchanged; where
+blocks line up the slabs of neighbours are added to what the shard gives; else the inputs are
+gathered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.backend.conv import ConvProblem
+from pydist.errors import UsageError
+from pydist.layout import Layout
+from pydist.ops.convolution.correction import CorrectionPlan
+from pydist.ops.convolution.local_conv import ConvChooser, in_autocast_type
+from pydist.ops.convolution.local_transposed import local_transposed
+from pydist.ops.convolution.transposed_correction import Recomputation, corrected_transposed
+from pydist.ops.convolution.transposed_window import Piece, TransposedWindow
+from pydist.ops.gathering import BoxGatherer
+from pydist.ops.redistribute import parameter_for
+from pydist.ops.windows import as_tuple
+from pydist.partition import Box
+from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
+
+_FUNCTIONS = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
+
+
+def conv_transpose(
+    dims: int,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    output_padding: int | Sequence[int] = 0,
+    groups: int = 1,
+    dilation: int | Sequence[int] = 1,
+) -> ShardedTensor:
+    """Transposed convolution in 1, 2 or 3 dims; a batch dim is required.
+
+    Each part's outputs begin at its first input × stride (`TransposedWindow.layout`).
+
+    Raises:
+        UsageError: the channels, the groups or the output padding do not fit.
+    """
+    function = _FUNCTIONS[dims]
+    if not isinstance(input, ShardedTensor):
+        raise refusal(function, (input, weight), {}, "the input is plain and the weight sharded")
+    if input.dim() != dims + 2:
+        raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
+    layout = input._layout
+    if layout.splits[1] is not None:
+        raise refusal(function, (input, weight), {}, "the channels are split")
+    window = TransposedWindow(
+        tuple(weight.shape[2:]),
+        *(as_tuple(each, dims) for each in (stride, padding, output_padding, dilation)),
+    )
+    _check(layout, window, tuple(weight.shape), groups)
+    # Autocast's rule for convolutions, applied here: halos have to travel in the same type.
+    (local,) = in_autocast_type(local_of(input))
+    plan = _plan(layout, window, tuple(weight.shape), groups, local)
+    weight, bias = parameter_for(weight, plan.out), parameter_for(bias, plan.out)
+    weight, bias = in_autocast_type(weight, bias)
+    with torch.autocast(local.device.type, enabled=False):
+        return wrap(plan.run(local, weight, bias), plan.out, input)
+
+
+def _check(layout: Layout, window: TransposedWindow, weight: tuple[int, ...], groups: int) -> None:
+    if len(weight) != len(layout.shape) or weight[0] != layout.shape[1] or weight[0] % groups:
+        raise UsageError(
+            f"transposed convolution of {layout.shape} in {groups} groups with a weight {weight}: "
+            "expected [input channels, output channels / groups, *kernel]"
+        )
+    bounds = (max(s, d) for s, d in zip(window.stride, window.dilation, strict=True))
+    if any(extra >= most for extra, most in zip(window.output_padding, bounds, strict=True)):
+        raise UsageError(
+            f"output padding {window.output_padding} must be smaller than either the stride "
+            f"{window.stride} or the dilation {window.dilation}"
+        )
+
+
+class _TransposedPlan:
+    """How one transposed convolution is computed: on the shard, by correction, or by gathering.
+
+    Attributes:
+        out: layout of the result.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        window: TransposedWindow,
+        weight: tuple[int, ...],
+        groups: int,
+        local: Tensor,
+    ) -> None:
+        self._layout, self._window, mesh = layout, window, layout.mesh
+        self.out = window.layout(layout, weight[1] * groups)
+        own, outs = layout.boxes, self.out.boxes
+        pairs = list(zip(own, outs, strict=True))
+        self._needed = [window.needs(out, box, layout.shape[2:]) for box, out in pairs]
+        needs = zip(own, self._needed, strict=True)
+        alone = all(need.empty or box.contains(need) for box, need in needs)
+        three = len(window.kernel) == 3
+        corrects = not alone and three and all(window.lines_up(*pair) for pair in pairs)
+        self._gathers = not alone and not corrects
+        sources = self._needed if self._gathers else own
+        calls = [window.pieces(*pair) for pair in zip(sources, outs, strict=True)]
+        problems = [
+            _problem(window, weight, groups, local, source, out, pieces)
+            for source, out, pieces in zip(sources, outs, calls, strict=True)
+        ]
+        self._pieces = calls[mesh.sample_index]
+        self._chooser = ConvChooser(problems, mesh)
+        self._correction = None
+        if corrects:
+            adjoint = window.plan_adjoint(layout, self.out)
+            self._correction = CorrectionPlan(adjoint, groups, self._chooser)
+
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's part of the result, from its shard."""
+        layout = self._layout
+        if self._correction is not None:
+            plan = self._correction
+            return corrected_transposed(x, weight, bias, plan, lambda: self._recomputation)
+        if self._gathers:
+            x = self._gatherer(x, self._chooser.kernels_ahead(weight).channels_last)
+        out = self.out.box
+        starts, extents = [piece.front for piece in self._pieces], list(out.shape[2:])
+        if out.empty:
+            x, starts, extents = _one_input(x), [0] * len(extents), [1] * len(extents)
+        y = local_transposed(x, weight, bias, self._chooser, layout.mesh, starts, extents)
+        return y[:0].reshape(out.shape) if out.empty else y
+
+    @cached_property
+    def _gatherer(self) -> BoxGatherer:
+        return BoxGatherer(self._layout, self._needed)
+
+    @cached_property
+    def _recomputation(self) -> Recomputation:
+        window, out = self._window, self.out.box
+        source = self._needed[self._layout.mesh.sample_index]
+        starts = [
+            first + p - lo * s
+            for first, p, lo, s in zip(
+                out.lo[2:], window.padding, source.lo[2:], window.stride, strict=True
+            )
+        ]
+        return Recomputation(self._gatherer, starts, out.shape[2:])
+
+
+def _problem(
+    window: TransposedWindow,
+    weight: tuple[int, ...],
+    groups: int,
+    local: Tensor,
+    source: Box,
+    out: Box,
+    pieces: Sequence[Piece],
+) -> ConvProblem:
+    """The convolution that leads back from a rank's library call; see `_one_input`."""
+    extents = [piece.extent for piece in pieces]
+    padding = [piece.padding for piece in pieces]
+    if out.empty:
+        extents, padding = list(window.spans), [0] * len(pieces)
+    stride, dilation = window.stride, window.dilation
+    more: tuple[int, ...] = ()
+    if len(pieces) == 1:
+        # oneDNN has no form with one dim, and torch's own way there may be wrong.
+        more, stride, padding, dilation = (1,), (1, *stride), [0, *padding], (1, *dilation)
+    return ConvProblem(
+        (max(1, source.shape[0]), weight[1] * groups, *more, *extents),
+        (*weight[:2], *more, *weight[2:]),
+        stride, tuple(padding), dilation, groups, local.dtype, local.device.type,
+    )  # fmt: skip
+
+
+def _one_input(x: Tensor) -> Tensor:
+    """One input of any value: a rank without outputs runs the same nodes as the others.
+
+    Else its hooks would not fire in backward, and the job would hang.
+    """
+    for dim in range(2, x.dim()):
+        x = x.narrow(dim, 0, min(1, x.shape[dim]))
+    return F.pad(x, [n for extent in reversed(x.shape) for n in (0, int(extent == 0))])
+
+
+def _plan(
+    layout: Layout,
+    window: TransposedWindow,
+    weight: tuple[int, ...],
+    groups: int,
+    local: Tensor,
+) -> _TransposedPlan:
+    key = ("conv_transpose", layout, window, weight, groups, local.dtype, local.device)
+    plans = layout.mesh.plans
+    if key not in plans:
+        plans[key] = _TransposedPlan(layout, window, weight, groups, local)
+    return plans[key]
+
+
+def _register() -> None:
+    for dims, function in _FUNCTIONS.items():
+        handler: Any = partial(conv_transpose, dims)
+        HANDLERS[function] = handler
+
+
+_register()

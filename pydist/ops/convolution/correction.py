@@ -1,0 +1,168 @@
+"""Convolution by correction: one library call on the shard, the halo's part added afterwards.
+
+Convolution is linear, so y = conv(own shard, zero padded) + Σ conv(halo slab). The main call starts
+at once, on the unpadded shard, while the halos travel; then each slab is convolved into the
+boundary planes that it reaches. Backward has the same shape: the slabs of dL/dy travel while the
+main dgrad and wgrad run. No padded copy of the activation is made, no plane is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pydist._loader import native
+from pydist.backend.choice import ConvKernels
+from pydist.comm.adjoints import begin_backward
+from pydist.ops.convolution.boundary import BoundaryPieces, PendingBoundary
+from pydist.ops.convolution.local_conv import (
+    ConvChooser,
+    bias_gradient,
+    differentiable,
+    unpadded_conv,
+)
+from pydist.ops.windows import Window, WindowPlan
+from pydist.partition import Box
+
+
+class CorrectionPlan:
+    """What a convolution by correction needs to know: who computes what, and how.
+
+    Args:
+        plan: who computes which outputs.
+        groups: of channels.
+        chooser: of the main convolution, on this rank's shard.
+    """
+
+    def __init__(self, plan: WindowPlan, groups: int, chooser: ConvChooser) -> None:
+        self.plan, self.groups, self.chooser = plan, groups, chooser
+        self.mesh = plan.layout.mesh
+        self.padding = tuple(before for before, _ in plan.window.padding)
+        rank = self.mesh.sample_index
+        self.boundary = BoundaryPieces(plan.window, plan.halos[rank], plan.out.box)
+
+    @property
+    def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+        """Stride, padding, dilation and groups, as the native kernels take them."""
+        window = self.plan.window
+        return window.stride, self.padding, window.dilation, self.groups
+
+
+def lines_up(plan: WindowPlan) -> bool:
+    """Whether a convolution of its shard gives every rank its outputs, each at its place."""
+    return len(plan.window.kernel) == 3 and all(
+        _lines_up(plan.window, own, out)
+        for own, out in zip(plan.layout.boxes, plan.out.boxes, strict=True)
+    )
+
+
+def _lines_up(window: Window, own: Box, out: Box) -> bool:
+    if own.empty or out.empty:
+        return False
+    for dim, (before, after) in enumerate(window.padding):
+        stride = window.stride[dim]
+        reach = window.dilation[dim] * (window.kernel[dim] - 1) + 1
+        lo, extent = own.lo[dim + 2], own.shape[dim + 2]
+        computed = (extent + 2 * before - reach) // stride + 1
+        if before != after or lo % stride or lo // stride != out.lo[dim + 2]:
+            return False
+        if computed != out.shape[dim + 2]:
+            return False
+    return True
+
+
+class _CorrectedConv(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        boundary: PendingBoundary,
+        kernels: ConvKernels,
+    ) -> Tensor:
+        plan = boundary.plan
+        timers = plan.mesh.timers
+        boundary.start(x, weight)
+        with timers.measure("compute"):
+            y = kernels.run_forward(x, weight, bias)
+        boundary.outputs = y
+        ctx.plan, ctx.kernels, ctx.layer = plan, kernels, timers.layer
+        ctx.boundary = boundary if ctx.needs_input_grad[1] else None
+        ctx.save_for_backward(x, weight, bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        plan: CorrectionPlan = ctx.plan
+        begin_backward(plan.mesh)
+        if torch.is_grad_enabled():
+            return (*_backward_by_gathering(ctx, x, weight, bias, grad), None, None)
+        kernels: ConvKernels = ctx.kernels
+        exchanges = plan.plan.exchanges(kernels.channels_last)
+        timers, layer = plan.mesh.timers, ctx.layer
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = None
+        grad = kernels.in_format(grad)
+        pending = exchanges.grad_halo.start(grad) if for_x else None
+        if for_weight:
+            # All of wgrad comes first: the halo has the longer to travel.
+            with timers.measure("compute", layer):
+                grad_weight = kernels.run_wgrad(x, grad, weight).contiguous()
+            plan.mesh.world.progress()
+            out_lo = plan.plan.out.box.lo[2:]
+            with timers.measure("boundary", layer):
+                for slab, box in zip(ctx.boundary.slabs, exchanges.halo.slots, strict=True):
+                    native.boundary_conv_wgrad(
+                        slab, grad, grad_weight, box.lo[2:], out_lo, *plan.geometry
+                    )
+        if pending is not None:
+            with timers.measure("compute", layer):
+                grad_x = kernels.run_dgrad(x, grad, weight)
+            slabs = exchanges.receive(exchanges.grad_halo, pending, grad, layer)
+            where = (plan.plan.layout.box.lo[2:], *plan.geometry)
+            with timers.measure("boundary", layer):
+                kernel = weight.contiguous()
+                for slab, box in zip(slabs, exchanges.grad_halo.slots, strict=True):
+                    native.boundary_conv_dgrad(slab, kernel, grad_x, box.lo[2:], *where)
+        return grad_x, grad_weight, bias_gradient(grad) if for_bias else None, None, None
+
+
+def _backward_by_gathering(
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor
+) -> Sequence[Tensor | None]:
+    """Backward with a graph of its own: recomputes by the general path, and differentiates that."""
+    plan: CorrectionPlan = ctx.plan
+    stride, _, dilation, groups = plan.geometry
+    # Views: of weight and x either may be computed from the other.
+    x, weight = x.view_as(x), weight.view_as(weight)
+    padded = plan.plan.gathers(x)
+    y = unpadded_conv(padded, weight, bias, stride, dilation, groups)
+    return differentiable(y, (x, weight, bias), ctx.needs_input_grad, grad)
+
+
+def corrected_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan
+) -> tuple[Tensor, PendingBoundary | None]:
+    """This rank's part of the convolution, from its shard and the slabs of its neighbours.
+
+    Args:
+        x: the shard [N, Ci, D, H, W].
+        weight: [Co, Ci / groups, kD, kH, kW].
+        bias: [Co] or `None`.
+        plan: of this convolution; blocks and windows line up (`lines_up`).
+
+    Returns:
+        The shard [N, Co, D', H', W'] of the result, and what is to be completed before its
+        boundary is right.
+    """
+    kernels = plan.chooser.kernels(x, weight)
+    # Here, and not in the function: what that saves has to be its input.
+    x = kernels.in_format(x)
+    boundary = PendingBoundary(plan, kernels.channels_last)
+    return _CorrectedConv.apply(x, weight, bias, boundary, kernels), boundary

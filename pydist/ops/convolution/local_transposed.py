@@ -1,0 +1,153 @@
+"""The transposed convolution of what one rank holds, with nothing to exchange.
+
+It is the adjoint of a convolution, so its forward is that one's dgrad, its dL/dx that one's forward
+and its dL/dweight that one's wgrad with exchanged roles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from pydist.backend.choice import ConvKernels
+from pydist.mesh import Mesh
+from pydist.ops.convolution.local_conv import ConvChooser, bias_gradient, differentiable
+
+
+class _LocalTransposed(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kernels: ConvKernels,
+        mesh: Mesh,
+        starts: Sequence[int],
+        extents: Sequence[int],
+    ) -> Tensor:
+        ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.timers.layer
+        ctx.starts, ctx.extents = starts, extents
+        ctx.save_for_backward(x, weight, bias)
+        with mesh.timers.measure("compute"):
+            y = kernels.run_transposed(x, weight, bias)
+            y = kernels.in_format(_cut(y, starts, extents))
+            # Of a view made in here torch allows no change in place.
+            return y.clone() if y._is_view() else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        kernels: ConvKernels = ctx.kernels
+        p = kernels.problem
+        if torch.is_grad_enabled():
+            starts = [start + q for start, q in zip(ctx.starts, p.padding, strict=True)]
+
+            def again(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+                attributes = p.stride, p.dilation, p.groups, starts, ctx.extents
+                return transposed_by_torch(x, weight, bias, *attributes)
+
+            return (*second_order(again, ctx, grad), None, None, None, None)
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        with ctx.mesh.timers.measure("compute", ctx.layer):
+            grad = kernels.in_format(grad)
+            grad_bias = bias_gradient(grad) if for_bias else None
+            grad = kernels.in_format(_uncut(grad, ctx.starts, p.input[2:]))
+            grad_x = kernels.run_forward(grad, weight, None) if for_x else None
+            grad_weight = kernels.run_wgrad(grad, x, weight) if for_weight else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def second_order(
+    again: Callable[[Tensor, Tensor, Tensor | None], Tensor], ctx: Any, grad: Tensor
+) -> list[Tensor | None]:
+    """Backward with a graph of its own: computes anew, and differentiates that."""
+    x, weight, bias = ctx.saved_tensors
+    # Views: of weight and x either may be computed from the other.
+    x, weight = x.view_as(x), weight.view_as(weight)
+    bias = None if bias is None else bias.view_as(bias)
+    y = again(x, weight, bias)
+    return differentiable(y, (x, weight, bias), ctx.needs_input_grad, grad)
+
+
+def transposed_by_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    starts: Sequence[int],
+    extents: Sequence[int],
+) -> Tensor:
+    """A transposed convolution by torch, for gradients of gradients: without padding, then cut.
+
+    As with convolution, oneDNN's gradients may be wrong with padding and in narrow types.
+    """
+    if x.dtype.itemsize < 4:
+        wide_bias = None if bias is None else bias.float()
+        attributes = stride, dilation, groups, starts, extents
+        return transposed_by_torch(x.float(), weight.float(), wide_bias, *attributes).to(x.dtype)
+    spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
+    reached = [(n - 1) * s + span for n, s, span in zip(x.shape[2:], stride, spans, strict=True)]
+    ends = [start + n for start, n in zip(starts, extents, strict=True)]
+    beyond = [max(0, end - n) for end, n in zip(ends, reached, strict=True)]
+    none = (0,) * len(starts)
+    y = torch.convolution(x, weight, bias, stride, none, dilation, True, beyond, groups)
+    return _cut(y, starts, extents)
+
+
+def _cut(y: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
+    """An interval of every spatial dim."""
+    for dim, (start, extent) in enumerate(zip(starts, extents, strict=True), start=2):
+        if extent != y.shape[dim]:
+            y = y.narrow(dim, start, extent)
+    return y
+
+
+def _uncut(grad: Tensor, starts: Sequence[int], whole: Sequence[int]) -> Tensor:
+    """The adjoint of `_cut`, in the same memory format."""
+    sizes = zip(starts, grad.shape[2:], whole, strict=True)
+    beyond = [(start, n - start - extent) for start, extent, n in sizes]
+    if not any(map(any, beyond)):
+        return grad
+    return F.pad(grad, [n for pair in reversed(beyond) for n in pair])
+
+
+def local_transposed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chooser: ConvChooser,
+    mesh: Mesh,
+    starts: Sequence[int],
+    extents: Sequence[int],
+) -> Tensor:
+    """An interval of a transposed convolution, with nothing to exchange.
+
+    Args:
+        x: [N, Ci, ...] with one to three spatial dims.
+        weight: [Ci, Co / groups, ...].
+        bias: [Co] or `None`.
+        chooser: of the convolution that leads back; with one spatial dim, of that with a dim of 1
+            before it.
+        mesh: the mesh.
+        starts: the first output that is wanted, a spatial dim.
+        extents: how many are wanted.
+
+    Returns:
+        [N, Co, *extents], channels-last where that was chosen.
+    """
+    if x.dim() == 3:
+        x, weight = x.unsqueeze(2), weight.unsqueeze(2)
+        wanted = (0, *starts), (1, *extents)
+        return local_transposed(x, weight, bias, chooser, mesh, *wanted).squeeze(2)
+    kernels = chooser.kernels_ahead(weight)
+    # Here, and not in the function: what that saves has to be its input.
+    x = kernels.in_format(x)
+    return _LocalTransposed.apply(x, weight, bias, kernels, mesh, starts, extents)

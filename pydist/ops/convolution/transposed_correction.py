@@ -1,0 +1,142 @@
+"""Transposed convolution by correction: a call on the shard, the neighbours' slabs added to it.
+
+It is the adjoint of convolution by correction. The main call on the shard runs while slabs of x
+travel, whose contributions are then added into the outputs that they reach; in backward slabs of
+dL/dy travel. No padded copy is made, no output is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pydist._loader import native
+from pydist.backend.choice import ConvKernels
+from pydist.comm.adjoints import begin_backward
+from pydist.ops.convolution.correction import CorrectionPlan
+from pydist.ops.convolution.local_conv import bias_gradient
+from pydist.ops.convolution.local_transposed import second_order, transposed_by_torch
+from pydist.ops.gathering import BoxGatherer
+
+
+@dataclass(frozen=True)
+class Recomputation:
+    """How the general path computes what correction does, for gradients of gradients.
+
+    Attributes:
+        gathers: brings the inputs that this rank's outputs need.
+        starts: which output of the inputs brought is the first of this rank's, a dim.
+        extents: of this rank's outputs.
+    """
+
+    gathers: BoxGatherer
+    starts: Sequence[int]
+    extents: Sequence[int]
+
+
+class _CorrectedTransposed(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        plan: CorrectionPlan,
+        kernels: ConvKernels,
+        recomputation: Callable[[], Recomputation],
+    ) -> Tensor:
+        exchanges, timers = plan.plan.exchanges(kernels.channels_last), plan.mesh.timers
+        halo = exchanges.grad_halo
+        pending = halo.start(x)
+        with timers.measure("compute"):
+            y = kernels.run_transposed(x, weight, bias)
+        slabs = exchanges.receive(halo, pending, x)
+        where = (plan.plan.layout.box.lo[2:], *plan.geometry)
+        with timers.measure("boundary"):
+            kernel = weight.detach().contiguous()
+            for slab, box in zip(slabs, halo.slots, strict=True):
+                native.boundary_conv_dgrad(slab, kernel, y, box.lo[2:], *where)
+        ctx.plan, ctx.kernels, ctx.recomputation = plan, kernels, recomputation
+        ctx.layer = timers.layer
+        ctx.slabs = slabs if ctx.needs_input_grad[1] else []
+        ctx.save_for_backward(x, weight, bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        plan: CorrectionPlan = ctx.plan
+        begin_backward(plan.mesh)
+        if torch.is_grad_enabled():
+            return (*second_order(_by_gathering(ctx), ctx, grad), None, None, None)
+        kernels: ConvKernels = ctx.kernels
+        exchanges = plan.plan.exchanges(kernels.channels_last)
+        timers, layer = plan.mesh.timers, ctx.layer
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        grad_x = grad_weight = None
+        grad = kernels.in_format(grad)
+        pending = exchanges.halo.start(grad) if for_x else None
+        out_lo, in_lo = plan.plan.layout.box.lo[2:], plan.plan.out.box.lo[2:]
+        if for_weight:
+            # All of wgrad comes first: the halo has the longer to travel.
+            with timers.measure("compute", layer):
+                grad_weight = kernels.run_wgrad(grad, x, weight).contiguous()
+            plan.mesh.world.progress()
+            with timers.measure("boundary", layer):
+                for slab, box in zip(ctx.slabs, exchanges.grad_halo.slots, strict=True):
+                    native.boundary_conv_wgrad(
+                        grad, slab, grad_weight, out_lo, box.lo[2:], *plan.geometry
+                    )
+        if pending is not None:
+            with timers.measure("compute", layer):
+                grad_x = kernels.run_forward(grad, weight, None)
+            slabs = exchanges.receive(exchanges.halo, pending, grad, layer)
+            with timers.measure("boundary", layer):
+                kernel = weight.contiguous()
+                for slab, box in zip(slabs, exchanges.halo.slots, strict=True):
+                    native.boundary_conv_forward(
+                        slab, kernel, grad_x, box.lo[2:], in_lo, *plan.geometry
+                    )
+        return grad_x, grad_weight, bias_gradient(grad) if for_bias else None, None, None, None
+
+
+def _by_gathering(ctx: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    plan: CorrectionPlan = ctx.plan
+    found: Recomputation = ctx.recomputation()
+    stride, _, dilation, groups = plan.geometry
+
+    def again(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        attributes = stride, dilation, groups, found.starts, found.extents
+        return transposed_by_torch(found.gathers(x), weight, bias, *attributes)
+
+    return again
+
+
+def corrected_transposed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    plan: CorrectionPlan,
+    recomputation: Callable[[], Recomputation],
+) -> Tensor:
+    """This rank's part of a transposed convolution, from its shard and its neighbours' slabs.
+
+    Args:
+        x: the shard [N, Ci, D, H, W].
+        weight: [Ci, Co / groups, kD, kH, kW].
+        bias: [Co] or `None`.
+        plan: of the convolution that leads back; blocks and windows line up on every rank.
+        recomputation: asked for if backward is to be differentiated.
+
+    Returns:
+        The shard [N, Co, D', H', W'] of the result.
+    """
+    kernels = plan.chooser.kernels_ahead(weight)
+    # Here, and not in the function: what that saves has to be its input.
+    x = kernels.in_format(x)
+    return _CorrectedTransposed.apply(x, weight, bias, plan, kernels, recomputation)

@@ -1,0 +1,120 @@
+"""Batch norm of sharded tensors, with the statistics that one device would see."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.layout import Layout
+from pydist.ops.normalization.norm import normalize
+from pydist.ops.normalization.norm_common import (
+    by_torch,
+    evaluate,
+    is_for_torch,
+    one_value,
+    parameters_for,
+    update,
+)
+from pydist.ops.normalization.norm_plan import Gathering, NormPlan, plan_norm
+from pydist.ops.normalization.statistics import Moments, dense, merged, unbiased
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+STATISTICS = ("global", "group", "rank")
+
+
+@implements(F.batch_norm)
+def batch_norm(
+    input: ShardedTensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> ShardedTensor:
+    """Batch norm over all voxels and samples of a channel.
+
+    The statistics span all ranks ("global": all sample groups too, as on one device with the
+    whole batch), the sample group ("group"), or this rank alone ("rank").
+    """
+    if not isinstance(input, ShardedTensor):
+        raise refusal(F.batch_norm, (input, weight), {}, "the input is plain")
+    layout, over = input._layout, input._origin.statistics
+    if layout.splits[1] is not None:
+        raise refusal(F.batch_norm, (input,), {}, "the channels are split")
+    local = local_of(input)
+    running = (running_mean, running_var)
+    if not training:
+        affine = parameters_for(weight, bias, layout)
+        return wrap(evaluate(local, *running, *affine, eps), layout, input)
+    dims = [0, *range(2, len(layout.shape))]
+    plan = plan_norm(layout, dims, _axes(layout, over))
+    tracked = running_mean is not None or running_var is not None
+    # Running statistics are equal on all ranks at any time, so that evaluation and checkpoints
+    # need not ask when they were last averaged: what they need travels in the same exchange.
+    everyone = plan_norm(layout, dims, _axes(layout, "global")) if tracked else plan
+    if is_for_torch(local, everyone.group):
+        affine = parameters_for(weight, bias, layout)
+        normed = by_torch(F.batch_norm, local, *running, *affine, True, momentum, eps)
+        return wrap(normed, layout, input)
+    local = dense(local)
+    gathering = Gathering(local, everyone)
+    affine = parameters_for(weight, bias, layout)
+    with torch.no_grad():
+        own, others = _merged(gathering, plan, everyone, over)
+        counts = plan_norm(layout, dims, layout.used_axes).counts
+        if over == "rank" and 1 in counts:
+            raise one_value("value per channel", layout.boxes[counts.index(1)].shape)
+        # Only then it hangs on other sample groups, and is worth asking for.
+        few = sum(counts) <= 1
+        if few and over != "rank" and float(own.n) == 1:
+            raise one_value("value per channel", layout.shape)
+        if not few or others.n.any():
+            update(running, _averaged(others), momentum)
+    return wrap(normalize(local, *affine, own, plan, eps), layout, input)
+
+
+def _axes(layout: Layout, over: str) -> tuple[str, ...]:
+    if over == "rank":
+        return ()
+    return ("data", *layout.used_axes) if over == "global" else layout.used_axes
+
+
+def _merged(
+    gathering: Gathering, plan: NormPlan, everyone: NormPlan, over: str
+) -> tuple[Moments, Moments]:
+    """The statistics that this rank uses, and [k, ...] all that are in use on any rank."""
+    if everyone is plan:
+        own = gathering.merged()
+        return own, Moments(*(part.unsqueeze(0) for part in own))
+    parts = gathering.wait()
+    if over == "rank":
+        return Moments(*(part[everyone.group.rank] for part in parts)), parts
+    mesh = plan.mesh
+    by_group = (p.view(mesh.data_size, -1, p.shape[1]).transpose(0, 1) for p in parts)
+    groups = merged(Moments(*by_group))
+    return Moments(*(part[mesh.data_index] for part in groups)), groups
+
+
+def _averaged(statistics: Moments) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance, averaged over the statistics [k, ...] that are not of nothing."""
+    used = (statistics.n > 0).to(statistics.n.dtype)
+    share = used / used.sum().clamp(min=1)
+    return (statistics.mean * share).sum(0), (unbiased(statistics) * share).sum(0)
+
+
+@implements(torch.batch_norm)
+def _torch_batch_norm(
+    input: ShardedTensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> ShardedTensor:
+    return batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

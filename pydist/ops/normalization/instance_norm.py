@@ -1,0 +1,157 @@
+"""Norms of each sample by itself: instance norm and group norm."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.errors import UsageError
+from pydist.layout import Layout
+from pydist.ops.normalization.norm import normalize
+from pydist.ops.normalization.norm_common import (
+    by_torch,
+    evaluate,
+    is_for_torch,
+    one_value,
+    parameters_for,
+    update,
+)
+from pydist.ops.normalization.norm_plan import Gathering, NormPlan, plan_norm
+from pydist.ops.normalization.statistics import Moments, dense, unbiased
+from pydist.ops.reduction.reduce import axes_of, in_full_precision
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+Running = tuple[Tensor | None, Tensor | None]
+
+
+@implements(F.instance_norm)
+def instance_norm(
+    input: ShardedTensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> ShardedTensor:
+    """Instance norm: every channel of every sample by its own statistics.
+
+    Running statistics are the mean over the samples of all sample groups. The memory format is
+    kept, where torch makes the result contiguous.
+    """
+    if not isinstance(input, ShardedTensor):
+        raise refusal(F.instance_norm, (input, weight), {}, "the input is plain")
+    layout = input._layout
+    if layout.splits[1] is not None:
+        raise refusal(F.instance_norm, (input,), {}, "the channels are split")
+    local, running = local_of(input), (running_mean, running_var)
+    if not use_input_stats:
+        scale_shift = parameters_for(weight, bias, layout)
+        return wrap(evaluate(local, *running, *scale_shift, eps), layout, input)
+    voxels = math.prod(layout.shape[2:])
+    if voxels == 1:
+        raise one_value("spatial element", layout.shape)
+    plan = _plan_of_samples(layout)
+    tracked = running_mean is not None or running_var is not None
+    mesh = layout.mesh
+    holders = mesh.group(("data", *layout.used_axes) if tracked else layout.used_axes)
+    scale_shift = parameters_for(weight, bias, layout)
+    if is_for_torch(local, holders):
+        # Of one sample the channels are those of batch norm; torch's instance norm has a wrong
+        # gradient there if dL/dy is channels-last (2.13, CPU).
+        norm = F.batch_norm if local.shape[0] == 1 else F.instance_norm
+        normed = by_torch(norm, local, *running, *scale_shift, True, momentum, eps)
+        return wrap(normed, layout, input)
+    local = dense(local)
+    gathering = Gathering(local, plan)
+    with torch.no_grad():
+        own = gathering.merged()
+        if tracked and voxels:
+            update(running, _mean_of_samples(own, local, plan, layout), momentum)
+    return wrap(normalize(local, *scale_shift, own, plan, eps), layout, input)
+
+
+def _plan_of_samples(layout: Layout, members: int = 1) -> NormPlan:
+    dims = range(2, len(layout.shape))
+    return plan_norm(layout, dims, axes_of(layout, dims), per_sample=True, members=members)
+
+
+def _mean_of_samples(
+    own: Moments, local: Tensor, plan: NormPlan, layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Mean and unbiased variance [C], averaged over all samples that any rank has."""
+    shape = local.shape[:2]
+    sums = [rows.view(shape).sum(0) for rows in (own.mean, unbiased(own))]
+    # Ranks that share the statistics count each sample together once. All take part, so that the
+    # result has the same bits on all.
+    total = torch.cat([*sums, sums[0].new_full((1,), shape[0])]) / plan.group.size
+    group = layout.mesh.group(("data", *layout.used_axes))
+    with layout.mesh.timers.measure("statistics"):
+        group.all_reduce(total)
+    mean, var = (total[:-1] / total[-1].clamp(min=1)).chunk(2)
+    return mean, var
+
+
+@implements(F.group_norm)
+def group_norm(
+    input: ShardedTensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> ShardedTensor:
+    """Group norm: every group of channels of every sample by its own statistics."""
+    if not isinstance(input, ShardedTensor):
+        raise refusal(F.group_norm, (input, weight), {}, "the input is plain")
+    layout = input._layout
+    if len(layout.shape) < 2 or layout.splits[1] is not None:
+        raise refusal(F.group_norm, (input,), {}, "it needs channels, and all of them on each rank")
+    channels = layout.shape[1]
+    if num_groups < 1 or channels % num_groups:
+        raise UsageError(f"{channels} channels can't be divided into {num_groups} groups")
+    if math.prod(layout.shape) == num_groups:
+        raise one_value("value per channel", layout.shape)
+    plan = _plan_of_samples(layout, channels // num_groups)
+    scale, shift = parameters_for(weight, bias, layout)
+    local = local_of(input)
+    if is_for_torch(local, layout.mesh.group(layout.used_axes)):
+        return wrap(F.group_norm(local, num_groups, scale, shift, eps), layout, input)
+    dtype = in_full_precision(lambda one: torch.group_norm(one.view(1, 1, -1), 1), input)
+    local = dense(local.to(dtype or local.dtype))
+    gathering = Gathering(local, plan)
+    with torch.no_grad():
+        own = gathering.merged()
+    return wrap(normalize(local, scale, shift, own, plan, eps), layout, input)
+
+
+@implements(torch.instance_norm)
+def _torch_instance_norm(
+    input: ShardedTensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> ShardedTensor:
+    return instance_norm(
+        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    )
+
+
+@implements(torch.group_norm)
+def _torch_group_norm(
+    input: ShardedTensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> ShardedTensor:
+    return group_norm(input, num_groups, weight, bias, eps)

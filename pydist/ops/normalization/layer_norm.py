@@ -1,0 +1,108 @@
+"""Norms over trailing dims: layer norm and RMS norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.errors import UsageError
+from pydist.ops.empty import with_elements, without_added
+from pydist.ops.normalization.norm import normalize
+from pydist.ops.normalization.norm_plan import Gathering, plan_norm
+from pydist.ops.normalization.statistics import statistics_dtype
+from pydist.ops.redistribute import operand_for, parameter_for
+from pydist.ops.reduction.reduce import axes_of, in_full_precision
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+
+@implements(F.layer_norm)
+def layer_norm(
+    input: ShardedTensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> ShardedTensor:
+    """Layer norm over trailing dims, split ones among them."""
+    return _norm(F.layer_norm, input, normalized_shape, (weight, bias), eps)
+
+
+@implements(F.rms_norm, torch.rms_norm)
+def rms_norm(
+    input: ShardedTensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> ShardedTensor:
+    """RMS norm over trailing dims, split ones among them: by the mean of squares."""
+    return _norm(F.rms_norm, input, normalized_shape, (weight,), eps)
+
+
+def _norm(
+    function: Callable[..., Tensor],
+    input: ShardedTensor,
+    normalized_shape: Sequence[int],
+    affine: tuple[Tensor | None, ...],
+    eps: float | None,
+) -> ShardedTensor:
+    if not isinstance(input, ShardedTensor):
+        raise refusal(function, (input, *affine), {}, "the input is plain")
+    layout, normalized = input._layout, tuple(normalized_shape)
+    first = len(layout.shape) - len(normalized)
+    if not normalized or first < 0 or layout.shape[first:] != normalized:
+        raise UsageError(
+            f"{function.__name__} over {normalized} does not fit a tensor of shape {layout.shape}"
+        )
+    for given in affine:
+        if given is not None and tuple(given.shape) != normalized:
+            raise UsageError(
+                f"{function.__name__} over {normalized} got parameters of shape "
+                f"{tuple(given.shape)}"
+            )
+    dims = range(first, len(layout.shape))
+    axes = axes_of(layout, dims)
+    local = local_of(input)
+    dtype = in_full_precision(lambda one: function(one, one.shape), input) or local.dtype
+    if layout.mesh.group(axes).size == 1:
+        operands = [parameter_for(t, layout) for t in affine]
+        normed = function(with_elements(local), normalized, *operands, eps)
+        return wrap(without_added(normed, local.shape), layout, input)
+    # With scale and shift, narrow types are rounded once, behind these.
+    local = local.to(statistics_dtype(dtype) if any(t is not None for t in affine) else dtype)
+    if eps is None:
+        eps = torch.finfo(statistics_dtype(local.dtype)).eps
+    rows = local.reshape(1, math.prod(local.shape[:first]), math.prod(local.shape[first:]))
+    plan = plan_norm(layout, dims, axes)
+    gathering = Gathering(rows, plan)
+    operands = [None if t is None else operand_for(t, layout, layout.shape) for t in affine]
+    with torch.no_grad():
+        own = gathering.merged()
+    centred = function is F.layer_norm
+    normed = normalize(rows, None, None, own, plan, eps, centred).view(local.shape)
+    return wrap(_scaled(normed, operands).to(dtype), layout, input)
+
+
+def _scaled(x: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
+    """Times the first operand, plus the second; they broadcast over the leading dims."""
+    scale, shift = (*operands, None)[:2]
+    if scale is not None and shift is not None:
+        return torch.addcmul(shift, x, scale)
+    if scale is not None:
+        return x * scale
+    return x if shift is None else x + shift
+
+
+@implements(torch.layer_norm)
+def _torch_layer_norm(
+    input: ShardedTensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> ShardedTensor:
+    return layer_norm(input, normalized_shape, weight, bias, eps)

@@ -1,0 +1,146 @@
+"""Which values of a norm share their statistics, and how these come together from all ranks.
+
+Everything works on rows [N, R, ...]. The rows of batch norm are channels. Those of instance norm
+are the channels of each sample; in group norm several of them, its members, share their statistics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pydist.comm.transport import Transport
+from pydist.layout import Layout
+from pydist.mesh import Mesh
+from pydist.ops.normalization.statistics import Moments, merged, moments
+
+
+@dataclass(frozen=True)
+class NormPlan:
+    """Which values share statistics.
+
+    Attributes:
+        mesh: the mesh.
+        axes: the mesh axes over which statistics are formed.
+        counts: values behind each statistic on the ranks along these axes, of this sample group.
+        per_sample: whether each sample has statistics of its own.
+        members: consecutive channels that share theirs.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    counts: tuple[int, ...]
+    per_sample: bool = False
+    members: int = 1
+
+    @cached_property
+    def group(self) -> Transport:
+        """The ranks along the axes."""
+        return self.mesh.group(self.axes)
+
+    @cached_property
+    def known_counts(self) -> Tensor | None:
+        """The counts as [ranks, 1]; `None` where other sample groups have counts of their own."""
+        if len(self.counts) < self.group.size:
+            return None
+        return torch.tensor(self.counts, dtype=torch.float64).view(-1, 1)
+
+    def sheets(self, x: Tensor) -> Sequence[Tensor]:
+        """A dense tensor [N, C, ...] as views [B, R, ...] of rows, one or one a sample."""
+        if not self.per_sample or x.shape[0] == 1:
+            return (x,)
+        if x.is_contiguous():
+            return (x.view(1, x.shape[0] * x.shape[1], *x.shape[2:]),)
+        return x.split(1)
+
+    def of_rows(self, statistics: Tensor) -> Tensor:
+        """Values a statistic, repeated for all rows that share it."""
+        return statistics if self.members == 1 else statistics.repeat_interleave(self.members)
+
+    def of_samples(self, parameter: Tensor, x: Tensor) -> Tensor:
+        """Values a channel, repeated for the rows of all samples."""
+        return parameter.repeat(x.shape[0]) if self.per_sample else parameter
+
+    def over_samples(self, rows: Tensor, x: Tensor) -> Tensor:
+        """Values a row, summed over the samples: the adjoint of `of_samples`."""
+        return rows.view(x.shape[0], x.shape[1]).sum(0) if self.per_sample else rows
+
+
+def plan_norm(
+    layout: Layout,
+    dims: Sequence[int],
+    axes: Sequence[str],
+    per_sample: bool = False,
+    members: int = 1,
+) -> NormPlan:
+    """The plan of a norm over some dims of a layout, made once.
+
+    Args:
+        layout: of the input.
+        dims: over which a row's statistics are formed.
+        axes: of the mesh, over which they are formed.
+        per_sample: as of the plan.
+        members: as of the plan.
+    """
+    mesh = layout.mesh
+    key = ("norm", layout, tuple(dims), tuple(axes), per_sample, members)
+    plan = mesh.plans.get(key)
+    if plan is None:
+        counts = [
+            members * math.prod(box.shape[d] for d in dims)
+            for i, box in enumerate(layout.boxes)
+            if all(n == mesh.coords[a] for a, n in mesh.coords_of(i).items() if a not in axes)
+        ]
+        plan = NormPlan(mesh, tuple(axes), tuple(counts), per_sample, members)
+        mesh.plans[key] = plan
+    return plan
+
+
+class Gathering:
+    """The statistics of a shard, on their way to all ranks of a plan.
+
+    Args:
+        x: dense, [N, C, ...].
+        plan: says which rows share statistics, and who takes part.
+    """
+
+    def __init__(self, x: Tensor, plan: NormPlan) -> None:
+        self._plan = plan
+        self._own = _own_moments(x.detach(), plan)
+        if plan.group.size > 1:
+            n, *values = self._own
+            self._row = torch.cat(values if plan.known_counts is not None else [n, *values])
+            self._rows = self._row.new_empty(plan.group.size, self._row.numel())
+            with plan.mesh.timers.measure("statistics"):
+                self._work = plan.group.all_gather_async(self._row, self._rows)
+
+    def wait(self) -> Moments:
+        """The statistics [ranks, ...], in rank order."""
+        if self._plan.group.size == 1:
+            return Moments(*(part.unsqueeze(0) for part in self._own))
+        with self._plan.mesh.timers.measure("statistics"):
+            self._work.wait()
+        counts, rows = self._plan.known_counts, self._rows
+        if counts is None:
+            counts, rows = rows[:, :1], rows[:, 1:]
+        return Moments(counts.to(rows.device), *rows.chunk(2, 1))
+
+    def merged(self) -> Moments:
+        """The statistics of the union."""
+        return self._own if self._plan.group.size == 1 else merged(self.wait())
+
+
+def _own_moments(x: Tensor, plan: NormPlan) -> Moments:
+    parts = [moments(sheet) for sheet in plan.sheets(x)]
+    n, mean, m2 = parts[0]
+    if len(parts) > 1:
+        mean, m2 = torch.cat([p.mean for p in parts]), torch.cat([p.m2 for p in parts])
+    if plan.members == 1:
+        return Moments(n, mean, m2)
+    mean, m2 = (rows.view(-1, plan.members).t() for rows in (mean, m2))
+    return merged(Moments(n.expand(plan.members, 1), mean, m2))

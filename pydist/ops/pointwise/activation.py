@@ -1,0 +1,45 @@
+"""ReLUs in place: fused with the boundary of the convolution before, where that is pending."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.ops.convolution.boundary import rectify_in_place
+from pydist.ops.pointwise.elementwise import elementwise
+from pydist.tensor import ShardedTensor, implements
+
+
+@implements(F.relu)
+def relu(input: Tensor, inplace: bool = False) -> Any:
+    """ReLU as the functional call has it."""
+    return relu_(input) if inplace else elementwise(torch.relu, input)
+
+
+@implements(torch.relu_, torch.Tensor.relu_)
+def relu_(input: Tensor) -> Any:
+    """ReLU in place."""
+    assert isinstance(input, ShardedTensor)  # the only argument
+    fused = rectify_in_place(input, 0.0)
+    return elementwise(torch.relu_, input) if fused is None else fused
+
+
+@implements(F.leaky_relu)
+def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    """Leaky ReLU as the functional call has it."""
+    if inplace:
+        return leaky_relu_(input, negative_slope)
+    return elementwise(torch._C._nn.leaky_relu, input, negative_slope)
+
+
+@implements(torch._C._nn.leaky_relu_)
+def leaky_relu_(input: Tensor, negative_slope: float = 0.01) -> Any:
+    """Leaky ReLU in place."""
+    assert isinstance(input, ShardedTensor)
+    fused = rectify_in_place(input, negative_slope)
+    if fused is None:
+        return elementwise(torch._C._nn.leaky_relu_, input, negative_slope)
+    return fused

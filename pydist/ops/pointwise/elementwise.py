@@ -1,0 +1,223 @@
+"""Element-wise calls: they run on the shards as they are, after their operands are aligned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.errors import UsageError
+from pydist.layout import Layout, Split
+from pydist.ops.pointwise.in_place import in_place_on_plain
+from pydist.ops.redistribute import operand_for, parameter_for, refuse_shard_shaped
+from pydist.tensor import (
+    HANDLERS,
+    ShardedTensor,
+    adopt_local,
+    implements,
+    local_of,
+    refusal,
+    wrap,
+)
+
+_UNARY = """
+abs absolute neg negative positive sign sgn signbit square sqrt rsqrt reciprocal exp exp2 expm1 log
+log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh arcsin arccos arctan
+arcsinh arccosh arctanh sigmoid logit erf erfc erfinv floor ceil round trunc fix frac isnan isinf
+isfinite isposinf isneginf isreal nan_to_num relu logical_not bitwise_not clamp clamp_min clamp_max
+clip deg2rad rad2deg i0 lgamma digamma polygamma mvlgamma sinc angle real imag conj conj_physical
+resolve_conj resolve_neg threshold hardshrink celu selu zeros_like ones_like full_like empty_like
+clone detach
+""".split()
+_METHODS_ONLY = """
+float double half bfloat16 int long short bool byte char type cpu cuda fill_ zero_
+__invert__ __abs__ __neg__ __pos__
+""".split()
+_BINARY = """
+add sub subtract mul multiply div divide true_divide floor_divide remainder fmod pow float_power
+maximum minimum fmax fmin atan2 arctan2 hypot copysign nextafter ldexp logaddexp logaddexp2 xlogy
+lerp addcmul addcdiv where masked_fill eq ne lt le gt ge greater greater_equal less less_equal
+not_equal logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor bitwise_left_shift
+bitwise_right_shift gcd lcm isclose rsub heaviside
+""".split()
+_BINARY_METHODS = """
+__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__
+__truediv__ __rtruediv__ __rdiv__ __div__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__
+__rpow__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __lshift__ __rshift__ __rlshift__
+__rrshift__ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ifloordiv__ __imod__ __ipow__
+__iand__ __ior__ __ixor__ __ilshift__ __irshift__ copy_
+""".split()
+_SPECIAL = """
+digamma entr erf erfc erfcx erfinv exp2 expit expm1 gammainc gammaincc gammaln i0 i0e i1 i1e log1p
+log_ndtr logit ndtr ndtri polygamma psi round sinc xlog1py xlogy zeta
+""".split()
+_ACTIVATIONS = """
+relu relu6 elu selu celu leaky_relu gelu silu mish hardtanh hardswish hardsigmoid sigmoid tanh
+softplus softsign tanhshrink logsigmoid hardshrink softshrink threshold
+""".split()
+
+
+def broadcast_layout(operands: Iterable[Tensor]) -> Layout:
+    """The layout of a broadcasting call's result.
+
+    Every dim is cut as the operand with the most cuts has it; dims in which that operand has
+    extent 1 are cut as another sharded operand has them, where the mesh axes are still free.
+    """
+    operands = list(operands)
+    shape = torch.broadcast_shapes(*(o.shape for o in operands))
+    sharded = sorted(
+        (o for o in operands if isinstance(o, ShardedTensor)),
+        key=lambda o: -len(o._layout.split_dims),
+    )
+    if any(o._layout.mesh is not sharded[0]._layout.mesh for o in sharded):
+        raise UsageError(
+            f"operands of two meshes, {' and '.join(repr(o._layout.mesh) for o in sharded)}: "
+            "tensors of one mesh can be combined"
+        )
+    splits: list[Split | None] = [None] * len(shape)
+    used: set[str] = set()
+    for operand in sharded:
+        missing = len(shape) - operand.dim()
+        for dim, split in enumerate(operand._layout.splits):
+            if split is None or operand.shape[dim] != shape[missing + dim]:
+                continue
+            if splits[missing + dim] is None and not used & set(split.axes):
+                splits[missing + dim] = split
+                used |= set(split.axes)
+    return Layout(sharded[0]._layout.mesh, tuple(shape), splits)
+
+
+def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs `func` on the aligned shards of its tensor arguments."""
+    if kwargs.get("out") is not None:
+        raise refusal(func, args, kwargs, "out= would fill only this rank's block")
+    operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    first = next(o for o in operands if isinstance(o, ShardedTensor))
+    in_place = _is_in_place(func, kwargs)
+    target: Any = args[0] if in_place else None
+    if in_place and not isinstance(target, ShardedTensor):
+        return in_place_on_plain(elementwise, func, args, kwargs, broadcast_layout(operands))
+    layout = first._layout
+    if all(isinstance(o, ShardedTensor) and o._layout == layout for o in operands):
+        args, kwargs = _map_tensors(local_of, args, kwargs)
+    else:
+        layout = target._layout if in_place else _common_layout(operands, layout)
+        align = partial(operand_for, layout=layout, out_shape=layout.shape)
+        for operand in operands:
+            if isinstance(operand, ShardedTensor):
+                local_of(operand)
+            else:
+                refuse_shard_shaped(operand, layout)
+        args, kwargs = _map_tensors(align, args, kwargs)
+    result = func(*args, **kwargs)
+    if not isinstance(result, Tensor):
+        return result  # NotImplemented, or the name of the dtype
+    return adopt_local(target, result) if in_place else wrap(result, layout, first)
+
+
+def _common_layout(operands: list[Tensor], sharded: Layout) -> Layout:
+    try:
+        return broadcast_layout(operands)
+    except RuntimeError:
+        for operand in operands:
+            if not isinstance(operand, ShardedTensor):
+                refuse_shard_shaped(operand, sharded)
+        raise
+
+
+def _map_tensors(
+    f: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return (
+        tuple(f(a) if isinstance(a, Tensor) else a for a in args),
+        {k: f(a) if isinstance(a, Tensor) else a for k, a in kwargs.items()},
+    )
+
+
+def _is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__invert__",)
+    return name.endswith("_") or bool(kwargs.get("inplace"))
+
+
+def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
+    """`elementwise` of a function, by a short way where there is but one tensor."""
+    if _is_in_place(func, {}):
+        return partial(elementwise, func)
+
+    def handler(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            x = args[0]
+            result = func(local_of(x))
+            return wrap(result, x._layout, x) if isinstance(result, Tensor) else result
+        return elementwise(func, *args, **kwargs)
+
+    return handler
+
+
+def _register() -> None:
+    functions: list[Any] = []
+    for name in (*_UNARY, *_BINARY):
+        for variant in (name, name + "_"):
+            functions += [getattr(torch, variant, None), getattr(torch.Tensor, variant, None)]
+    for name in (*_METHODS_ONLY, *_BINARY_METHODS):
+        functions.append(getattr(torch.Tensor, name, None))
+    for name in _ACTIVATIONS:
+        for owner in (F, torch._C._nn, torch):
+            functions += [getattr(owner, name, None), getattr(owner, name + "_", None)]
+    functions += [getattr(torch.special, name) for name in _SPECIAL]
+    for function in functions:
+        if function is not None:
+            HANDLERS.setdefault(function, _handler(function))
+
+
+_register()
+
+
+@implements(torch.prelu, F.prelu, torch.Tensor.prelu)
+def prelu(input: Tensor, weight: Tensor) -> ShardedTensor:
+    """PReLU: its weight has one entry a channel (dim 1), or one in all."""
+    if not isinstance(input, ShardedTensor):
+        raise refusal(torch.prelu, (input, weight), {}, "the weight is sharded, the input is not")
+    layout = input._layout
+    if weight.numel() > 1 and input.dim() > 1 and layout.splits[1] is not None:
+        by_channel = weight.reshape(-1, *(1 for _ in layout.shape[2:]))
+        own = operand_for(by_channel, layout, layout.shape).flatten()
+    else:
+        own = parameter_for(weight, layout)
+    return wrap(torch.prelu(local_of(input), own), layout, input)
+
+
+@implements(torch.Tensor.to)
+def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Another dtype, device or memory format; `to(other)` takes both of the first from `other`."""
+    other = kwargs.pop("other", args[0] if args else None)
+    if isinstance(other, Tensor):
+        args = (other.device, other.dtype, *args[1:])
+    if not isinstance(input, ShardedTensor):
+        return input.to(*args, **kwargs)
+    local = local_of(input)
+    moved = local.to(*args, **kwargs)
+    return input if moved is local else wrap(moved, input._layout, input)
+
+
+@implements(torch.Tensor.type_as)
+def type_as(input: Tensor, other: Tensor) -> Tensor:
+    """The dtype and device of another tensor."""
+    return to(input, other)
+
+
+@implements(F.glu)
+def glu(input: ShardedTensor, dim: int = -1) -> Tensor:
+    """The first half along a dim, gated by the second."""
+    if input.shape[dim] % 2:
+        raise RuntimeError(
+            f"Halving dimension must be even, but dimension {dim} is size {input.shape[dim]}"
+        )
+    value, gate = torch.chunk(input, 2, dim)
+    return value * torch.sigmoid(gate)

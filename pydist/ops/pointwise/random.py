@@ -1,0 +1,64 @@
+"""Random tensors like a sharded one, and random activations, keyed by position as dropout is.
+
+Not torch's numbers, but the same under every split: torch's generators count calls, not places.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.ops.pointwise.elementwise import elementwise
+from pydist.ops.pointwise.keyed import keyed_uniform
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+
+def _like(values: Tensor, x: ShardedTensor, **options: Any) -> ShardedTensor:
+    """Values in the dtype, and what else a `*_like` call asks for; by default as `x` has it."""
+    like = torch.empty_like(local_of(x), **options)
+    local = like.detach().copy_(values).requires_grad_(like.requires_grad)
+    return wrap(local, x._layout, x)
+
+
+@implements(torch.rand_like)
+def rand_like(input: ShardedTensor, **options: Any) -> ShardedTensor:
+    """Uniform numbers of [0, 1)."""
+    return _like(keyed_uniform(torch.rand_like, input), input, **options)
+
+
+@implements(torch.randn_like)
+def randn_like(input: ShardedTensor, **options: Any) -> ShardedTensor:
+    """Normal numbers, by the transform of Box and Muller."""
+    first, second = (keyed_uniform(torch.randn_like, input).double() for _ in range(2))
+    radius = (-2 * torch.log1p(-first)).sqrt()
+    return _like(radius * torch.cos(2 * math.pi * second), input, **options)
+
+
+@implements(torch.bernoulli, torch.Tensor.bernoulli)
+def bernoulli(input: ShardedTensor, p: float | None = None, *, generator: Any = None) -> Any:
+    """1 with the probability that the element (or `p`) says, else 0."""
+    if generator is not None:
+        raise refusal(torch.bernoulli, (input,), {}, "a generator; numbers are keyed by place")
+    chance = local_of(input).detach() if p is None else p
+    return _like(keyed_uniform(torch.bernoulli, input) < chance, input)
+
+
+@implements(F.rrelu, torch.rrelu)
+def rrelu(
+    input: ShardedTensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
+    """Leaky ReLU, in training with a slope drawn for every element."""
+    if not training:
+        return elementwise(F.leaky_relu, input, (lower + upper) / 2, inplace=inplace)
+    if inplace:
+        raise refusal(F.rrelu, (input,), {}, "in place in training")
+    slopes = lower + (upper - lower) * _like(keyed_uniform(F.rrelu, input), input)
+    return torch.where(input > 0, input, input * slopes)

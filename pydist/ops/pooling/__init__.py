@@ -1,0 +1,1 @@
+"""Poolings: maxima and averages of windows, adaptive ones, and unpooling."""

@@ -1,0 +1,192 @@
+"""Adaptive pooling: a given number of outputs, over windows of almost equal length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.comm.adjoints import sum_ranks
+from pydist.comm.transport import Transport
+from pydist.layout import Layout
+from pydist.ops.placement import choose_layout, pool_work
+from pydist.ops.pooling.average import AveragePlan, Averaging, average
+from pydist.ops.pooling.maximum import MaxPlan, maximum, taken
+from pydist.ops.pooling.pool_plan import (
+    Pair,
+    batched,
+    refuse_integers,
+    unbatched,
+    widened,
+    with_indices,
+)
+from pydist.ops.redistribute import redistribute
+from pydist.ops.reduction.reduce import axes_of, reduce_mean
+from pydist.ops.windows import Window, WindowPlan, plan_window
+from pydist.partition import Footprint
+from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
+
+
+@dataclass(frozen=True)
+class AdaptiveWindow(Window):
+    """The windows that cut `inputs` into `outputs`, of every spatial dim."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @staticmethod
+    def of(inputs: Sequence[int], outputs: Sequence[int]) -> AdaptiveWindow:
+        """The windows for the extents of the inputs and of the outputs."""
+        footprints = [Footprint.adaptive(n, m) for n, m in zip(inputs, outputs, strict=True)]
+        return AdaptiveWindow(
+            tuple(f.kernel for f in footprints),
+            tuple(f.stride for f in footprints),
+            (1,) * len(footprints),
+            ((0, 0),) * len(footprints),
+            tuple(inputs),
+            tuple(outputs),
+        )
+
+    def footprint(self, dim: int) -> Footprint:
+        """The footprint along one spatial dim."""
+        return Footprint.adaptive(self.inputs[dim], self.outputs[dim])
+
+
+def adaptive_avg_pool(
+    dims: int,
+    function: Callable[..., Any],
+    input: ShardedTensor,
+    output_size: int | Sequence[int | None],
+) -> ShardedTensor:
+    """Adaptive average pooling to any size."""
+    if input.dim() == dims + 1:
+        return unbatched(adaptive_avg_pool(dims, function, batched(input), output_size))
+    refuse_integers(function, input)
+    return adaptive_average(widened(dims, input), _outputs(function, dims, input, output_size))
+
+
+def adaptive_max_pool(
+    dims: int,
+    function: Callable[..., Any],
+    input: ShardedTensor,
+    output_size: int | Sequence[int | None],
+    return_indices: bool = False,
+) -> ShardedTensor | Pair:
+    """Adaptive maximum pooling to any size; indices as of `max_pool`."""
+    if input.dim() == dims + 1:
+        return unbatched(
+            adaptive_max_pool(dims, function, batched(input), output_size, return_indices)
+        )
+    refuse_integers(function, input)
+    outputs = _outputs(function, dims, input, output_size)
+    result, taps, plan = adaptive_maximum(widened(dims, input), outputs)
+    return (result, wrap(plan.indices(taps), result._layout, input)) if return_indices else result
+
+
+def _outputs(
+    function: Callable[..., Any], dims: int, x: ShardedTensor, size: int | Sequence[int | None]
+) -> tuple[int, ...]:
+    if x.dim() != dims + 2:
+        raise refusal(function, (x,), {}, f"expected [N, C] and {dims} spatial dims")
+    sizes = (size,) * dims if size is None or isinstance(size, int) else tuple(size)
+    if len(sizes) == 1:
+        sizes *= dims
+    return tuple(n if s is None else s for s, n in zip(sizes, x.shape[2:], strict=True))
+
+
+def adaptive_average(x: ShardedTensor, outputs: Sequence[int]) -> ShardedTensor:
+    """The means over windows; a dim with one output is whole in the result on every rank."""
+    extents = tuple(x.shape[2:])
+    single = tuple(d for d, m in enumerate(outputs, start=2) if m == 1)
+    if single:
+        x = reduce_mean(x, single, keepdim=True)
+    if len(single) == len(outputs):
+        return x
+    window = AdaptiveWindow.of(tuple(x.shape[2:]), outputs)
+    x = redistribute(x, choose_layout(x._layout, pool_work(window, x.shape[1])))
+    plan = plan_window(x._layout, window, x.shape[1])
+    key = ("adaptive average", x._layout, window)
+    plans = x.mesh.plans
+    if key not in plans:
+        scales = [_reciprocal_lengths(window.footprint(d)) for d in range(len(extents))]
+        plans[key] = AveragePlan(Averaging(window, scales), plan)
+    return wrap(average(local_of(x), plans[key]), plan.out, x)
+
+
+def _reciprocal_lengths(footprint: Footprint) -> Tensor:
+    intervals = [footprint.needs(o, o + 1) for o in range(footprint.outputs)]
+    return torch.tensor([1 / (hi - lo) for lo, hi in intervals], dtype=torch.float64)
+
+
+def adaptive_maximum(
+    x: ShardedTensor, outputs: Sequence[int]
+) -> tuple[ShardedTensor, Tensor, MaxPlan]:
+    """The maxima over windows, the shard of their taps, and the plan that reads those."""
+    window = AdaptiveWindow.of(tuple(x.shape[2:]), outputs)
+    cut = [d for d in range(2, x.dim()) if x._layout.splits[d] is not None]
+    if cut and all(outputs[d - 2] == 1 for d in cut):
+        return _of_all_ranks(x, window, cut)
+    x = redistribute(x, choose_layout(x._layout, pool_work(window, x.shape[1])))
+    plan = _max_plan(x._layout, window)
+    y, taps = maximum(local_of(x), plan)
+    return wrap(y, plan.plan.out, x), taps, plan
+
+
+def _of_all_ranks(
+    x: ShardedTensor, window: AdaptiveWindow, cut: Sequence[int]
+) -> tuple[ShardedTensor, Tensor, MaxPlan]:
+    """Where a window is as long as a cut dim: maxima of the shards, compared over the ranks."""
+    layout = x._layout
+    plan = _max_plan(layout, window, cut)
+    local, axes = local_of(x), axes_of(layout, cut)
+    with torch.no_grad():
+        y, taps = plan.maxima(local)
+        taps = _first_maximum(y, taps, x.mesh.group(axes))
+    total = sum_ranks(taken(local, taps, plan), x.mesh, axes)
+    return wrap(total, plan.plan.out, x), taps, plan
+
+
+def _first_maximum(values: Tensor, taps: Tensor, group: Transport) -> Tensor:
+    """The taps of the largest values of all ranks: of NaNs the last, else of equals the first."""
+    every_value = group.all_gather(values.contiguous())
+    every_tap = group.all_gather(taps.contiguous()).long()
+    is_nan = every_value.isnan()
+    none = torch.iinfo(torch.int64).max
+    of_nan = torch.where(is_nan, every_tap, -1).amax(0)
+    largest = torch.where(is_nan, -math.inf, every_value).amax(0)
+    of_value = torch.where(every_value == largest, every_tap, none).amin(0)
+    return torch.where(of_nan >= 0, of_nan, of_value).to(taps.dtype)
+
+
+def _max_plan(layout: Layout, window: AdaptiveWindow, whole: Sequence[int] = ()) -> MaxPlan:
+    """The plan for a layout, made once; the outputs along dims in `whole` lie on every rank."""
+    plans = layout.mesh.plans
+    key = ("adaptive maximum", layout, window)
+    if key not in plans:
+        plan = plan_window(layout, window, layout.shape[1])
+        if whole:
+            out = plan.out.replace(changes=dict.fromkeys(whole))
+            plan = WindowPlan(layout, window, layout.shape[1], out)
+        plans[key] = MaxPlan(plan, alone=bool(whole))
+    return plans[key]
+
+
+def _register() -> None:
+    averages: Any = (torch.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)
+    for dims, function in enumerate(averages, start=1):
+        HANDLERS[function] = partial(adaptive_avg_pool, dims, function)
+        largest = getattr(F, f"adaptive_max_pool{dims}d")
+        HANDLERS[largest] = handler = partial(adaptive_max_pool, dims, largest)
+        pair = partial(with_indices, handler, 2)
+        HANDLERS[getattr(F, f"adaptive_max_pool{dims}d_with_indices")] = pair
+        if dims == 1:
+            HANDLERS[torch.adaptive_max_pool1d] = pair
+
+
+_register()

@@ -1,0 +1,160 @@
+"""Average pooling: native sums over the shard as it lies; the halo's part added after.
+
+Pooling is linear: the pooled shard, zero padded, plus the pooled slabs of the halo. So the shard is
+neither copied nor padded, the slabs travel meanwhile, and nothing is saved for backward, which has
+the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pydist._loader import native
+from pydist.comm.adjoints import begin_backward, exchange_marker
+from pydist.comm.exchanger import in_memory
+from pydist.ops.pooling.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of, start
+from pydist.ops.windows import Window, WindowPlan
+from pydist.partition import Box, Footprint
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """Sums over windows, each times a scale: what is computed, whoever holds the parts.
+
+    Attributes:
+        window: without dilation.
+        scales: for each spatial dim, one float64 factor an output of the whole domain.
+    """
+
+    window: Window
+    scales: Sequence[Tensor]
+
+    def means(self, x: Tensor, inputs: Box, outputs: Box, into: Tensor | None = None) -> Tensor:
+        """The part of the outputs that comes from a box of inputs.
+
+        Args:
+            x: [N, C, ...], the values of `inputs`.
+            inputs: a box of the domain.
+            outputs: a box in the outputs' own indices.
+            into: of the shape of `outputs`; what comes from x is added to it.
+
+        Returns:
+            `into`, or a new tensor in the memory format of x.
+        """
+        y = empty(outputs, x) if into is None else into
+        if y.numel() and x.numel():
+            native.pool_sum_forward(
+                in_3d(in_memory(x)), in_3d(y), lo_of(inputs), lo_of(outputs),
+                self._footprints, self._scales(outputs), into is not None,
+            )  # fmt: skip
+        elif into is None:
+            y.zero_()
+        return y
+
+    def spread(self, grad: Tensor, outputs: Box, inputs: Box, into: Tensor | None = None) -> Tensor:
+        """The adjoint of `means`: dL/dx of a box of inputs, as far as it comes from `outputs`."""
+        grad_x = empty(inputs, grad) if into is None else into
+        if grad_x.numel() and grad.numel():
+            native.pool_sum_backward(
+                in_3d(in_memory(grad)), in_3d(grad_x), lo_of(outputs), lo_of(inputs),
+                self._footprints, self._scales(outputs), into is not None,
+            )  # fmt: skip
+        elif into is None:
+            grad_x.zero_()
+        return grad_x
+
+    @cached_property
+    def _footprints(self) -> list[Footprint]:
+        return footprints_of(self.window)
+
+    def _scales(self, outputs: Box) -> list[Tensor]:
+        one = torch.ones(1, dtype=torch.float64)
+        own = [
+            scale[lo:hi]
+            for scale, lo, hi in zip(self.scales, outputs.lo[2:], outputs.hi[2:], strict=True)
+        ]
+        return [one] * (3 - len(own)) + own
+
+
+class AveragePlan(PoolPlan):
+    """Means over windows of a sharded tensor, and their adjoint, with one exchange each."""
+
+    def __init__(self, averaging: Averaging, plan: WindowPlan) -> None:
+        super().__init__(plan)
+        self.averaging = averaging
+
+    def pool(self, x: Tensor) -> Tensor:
+        """The shard [N, C, ...] of the result, from the shard of the input."""
+        timers = self.mesh.timers
+        exchanges = self.exchanges(x)
+        halo = exchanges.halo
+        pending = start(halo, x)
+        with timers.measure("compute"):
+            y = self.averaging.means(x, self.own, self.out)
+        if pending is None:
+            return y
+        slabs = exchanges.receive(halo, pending, x)
+        with timers.measure("boundary"):
+            for slab, box in zip(slabs, halo.slots, strict=True):
+                self.averaging.means(slab, box, self.out, into=y)
+        return y
+
+    def spread(self, grad: Tensor, layer: str) -> Tensor:
+        """The shard of dL/dx, from the shard of dL/dy; `layer` is for the timers."""
+        timers = self.mesh.timers
+        exchanges = self.exchanges(grad)
+        grad_halo = exchanges.grad_halo
+        pending = start(grad_halo, grad)
+        with timers.measure("compute", layer):
+            grad_x = self.averaging.spread(grad, self.out, self.own)
+        if pending is None:
+            return grad_x
+        slabs = exchanges.receive(grad_halo, pending, grad, layer)
+        with timers.measure("boundary", layer):
+            for slab, box in zip(slabs, grad_halo.slots, strict=True):
+                self.averaging.spread(slab, box, self.own, into=grad_x)
+        return grad_x
+
+
+def average(x: Tensor, plan: AveragePlan) -> Tensor:
+    """This rank's means over windows, differentiable to any order.
+
+    The same node and the same exchanges on every rank, as all ranks have the same plan; an empty
+    shard takes part.
+    """
+    return _Average.apply(x, plan)
+
+
+class _Average(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: AveragePlan) -> Tensor:
+        ctx.plan, ctx.layer = plan, plan.mesh.timers.layer
+        ctx.save_for_backward(exchange_marker())
+        return plan.pool(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _ = ctx.saved_tensors
+        begin_backward(ctx.plan.mesh)
+        return _Spread.apply(grad, ctx.plan, ctx.layer), None
+
+
+class _Spread(Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, plan: AveragePlan, layer: str) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(exchange_marker())
+        return plan.spread(grad, layer)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, None, None]:
+        _ = ctx.saved_tensors
+        begin_backward(ctx.plan.mesh)
+        return _Average.apply(x, ctx.plan), None, None

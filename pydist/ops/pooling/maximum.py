@@ -1,0 +1,175 @@
+"""Maximum pooling: native maxima of the shard as it lies; the halo's part merged after.
+
+Each output remembers which tap of its window it took, in one byte for windows of up to 255 inputs.
+A maximum over parts is the maximum of their maxima, and the numbers of taps settle which of equal
+values counts; so the shard is neither copied nor padded, and the slabs travel meanwhile. Backward
+hands gradients to the taps: those in slabs go home while the rest is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pydist._loader import native
+from pydist.comm.adjoints import begin_backward, with_true_gradient
+from pydist.comm.exchanger import in_memory
+from pydist.ops.pooling.pool_plan import PoolPlan, empty, in_3d, lo_of
+from pydist.ops.windows import WindowPlan
+from pydist.partition import Box
+
+
+class MaxPlan(PoolPlan):
+    """Maxima over windows of a sharded tensor, and the two maps that their taps define."""
+
+    def __init__(self, plan: WindowPlan, alone: bool = False) -> None:
+        super().__init__(plan, alone)
+        self.kernel = tuple(f.kernel for f in self.footprints)
+        taps = math.prod(self.kernel)
+        self.tap_dtype = torch.uint8 if taps <= torch.iinfo(torch.uint8).max else torch.int32
+
+    def maxima(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The shards of the result and of the taps, from the shard of the input."""
+        timers = self.mesh.timers
+        halo = self.exchanges(x).halo if self.has_halo else None
+        pending = None if halo is None else halo.start(x)
+        y = empty(self.out, x)
+        taps = torch.empty_like(y, dtype=self.tap_dtype)
+        with timers.measure("compute"):
+            self._merge(x, self.own, y, taps, accumulate=False)
+        if halo is not None and pending is not None:
+            slabs = self.exchanges(x).receive(halo, pending, x)
+            with timers.measure("boundary"):
+                for slab, box in zip(slabs, halo.slots, strict=True):
+                    self._merge(slab, box, y, taps, accumulate=True)
+        return y, taps
+
+    def spread(self, grad: Tensor, taps: Tensor, layer: str = "") -> Tensor:
+        """The shard of dL/dx: every gradient at the input that was taken."""
+        timers = self.mesh.timers
+        grad = in_memory(grad)
+        halo = self.exchanges(grad).halo if self.has_halo else None
+        pending = None
+        if halo is not None:
+            slabs = halo.empty_slots(grad)
+            with timers.measure("boundary", layer):
+                for slab, box in zip(slabs, halo.slots, strict=True):
+                    self._spread(grad, taps, slab, box)
+            pending = halo.start_back(slabs, grad.dtype)
+        grad_x = empty(self.own, grad)
+        with timers.measure("compute", layer):
+            self._spread(grad, taps, grad_x, self.own)
+        if halo is not None and pending is not None:
+            with timers.measure("halo", layer):
+                halo.finish_back(pending, grad_x)
+        return grad_x
+
+    def pick(self, x: Tensor, taps: Tensor) -> Tensor:
+        """The adjoint of `spread`: the shard of the inputs that were taken."""
+        halo = self.exchanges(x).halo if self.has_halo else None
+        pending = None if halo is None else halo.start(x)
+        y = empty(self.out, x)
+        self._pick(x, self.own, taps, y, accumulate=False)
+        if halo is not None and pending is not None:
+            slabs = self.exchanges(x).receive(halo, pending, x)
+            for slab, box in zip(slabs, halo.slots, strict=True):
+                self._pick(slab, box, taps, y, accumulate=True)
+        return y
+
+    def indices(self, taps: Tensor) -> Tensor:
+        """What torch returns as indices: each place in the flattened spatial dims of the input."""
+        _, kernel_h, kernel_w = self.kernel
+        number = in_3d(taps).long()
+        row = number // kernel_w
+        along = (row // kernel_h, row % kernel_h, number % kernel_w)
+        extents = (1,) * (5 - taps.dim()) + self.plan.layout.shape[2:]
+        flat = torch.zeros_like(number)
+        for dim, footprint in enumerate(self.footprints):
+            lo = lo_of(self.out)[dim]
+            first = [footprint.needs(o, o + 1)[0] for o in range(lo, lo + number.shape[2 + dim])]
+            starts = torch.tensor(first, dtype=torch.int64).view(-1, *(1,) * (2 - dim))
+            flat = flat * extents[dim] + starts + along[dim] * footprint.dilation
+        for _ in range(5 - taps.dim()):
+            flat = flat.squeeze(2)
+        return flat
+
+    def _merge(self, x: Tensor, box: Box, y: Tensor, taps: Tensor, *, accumulate: bool) -> None:
+        native.pool_max_forward(
+            in_3d(in_memory(x)), in_3d(y), in_3d(taps), lo_of(box), lo_of(self.out),
+            self.footprints, accumulate,
+        )  # fmt: skip
+
+    def _spread(self, grad: Tensor, taps: Tensor, grad_x: Tensor, box: Box) -> None:
+        native.pool_max_backward(
+            in_3d(grad), in_3d(taps), in_3d(grad_x), lo_of(self.out), lo_of(box), self.footprints
+        )
+
+    def _pick(self, x: Tensor, box: Box, taps: Tensor, y: Tensor, *, accumulate: bool) -> None:
+        native.pool_max_pick(
+            in_3d(in_memory(x)), in_3d(taps), in_3d(y), lo_of(box), lo_of(self.out),
+            self.footprints, accumulate,
+        )  # fmt: skip
+
+
+def maximum(x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
+    """This rank's maxima over windows and their taps; the maxima differentiable to any order.
+
+    The same node and the same exchanges on every rank, as all ranks have the same plan; an empty
+    shard takes part.
+    """
+    if plan.has_halo:
+        x = with_true_gradient(x, plan.mesh, plan.plan.layout.unused_axes)
+    return _Maximum.apply(x, plan)
+
+
+def taken(x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
+    """The inputs at given taps, 0 where another rank holds them; differentiable to any order."""
+    return _Pick.apply(x, taps, plan)
+
+
+class _Maximum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
+        y, taps = plan.maxima(x)
+        ctx.plan, ctx.layer = plan, plan.mesh.timers.layer
+        ctx.mark_non_differentiable(taps)
+        ctx.save_for_backward(taps)
+        return y, taps
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+        (taps,) = ctx.saved_tensors
+        begin_backward(ctx.plan.mesh)
+        return _Spread.apply(grad, taps, ctx.plan, ctx.layer), None
+
+
+class _Spread(Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, taps: Tensor, plan: MaxPlan, layer: str) -> Tensor:
+        ctx.plan = plan
+        ctx.save_for_backward(taps)
+        return plan.spread(grad, taps, layer)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, None, None, None]:
+        (taps,) = ctx.saved_tensors
+        begin_backward(ctx.plan.mesh)
+        return _Pick.apply(x, taps, ctx.plan), None, None, None
+
+
+class _Pick(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
+        ctx.plan, ctx.layer = plan, plan.mesh.timers.layer
+        ctx.save_for_backward(taps)
+        return plan.pick(x, taps)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (taps,) = ctx.saved_tensors
+        begin_backward(ctx.plan.mesh)
+        return _Spread.apply(grad, taps, ctx.plan, ctx.layer), None, None

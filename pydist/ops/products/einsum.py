@@ -1,0 +1,75 @@
+"""einsum and the products that are written by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist.ops.dims import canonical_all
+from pydist.ops.products.contraction import Labels, contract
+from pydist.tensor import implements
+
+
+@implements(torch.einsum)
+def einsum(equation: str, *operands: Any) -> Any:
+    """Einstein's sum; over split labels the ranks add partial sums."""
+    tensors: Sequence[Tensor] = operands
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        tensors = operands[0]
+    labels, out = _parse(equation, tensors)
+    return contract(torch.einsum, tensors, labels, out, partial(torch.einsum, equation))
+
+
+def _parse(equation: str, tensors: Sequence[Tensor]) -> tuple[list[Labels], Labels]:
+    """The labels of the operands and of the result; those of "..." are counted from its end."""
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != len(tensors):
+        raise RuntimeError(
+            f"einsum(): {len(tensors)} operands were given for the equation {equation!r}"
+        )
+    labels: list[Labels] = [
+        _term(term, t.dim(), equation) for term, t in zip(terms, tensors, strict=True)
+    ]
+    rest = max((tuple(i for i in names if i.startswith(".")) for names in labels), key=len)
+    if not arrow:
+        letters = sorted(inputs.replace(",", "").replace(".", ""))
+        result = "..." * bool(rest) + "".join(i for i in letters if letters.count(i) == 1)
+    covered = len(rest) if "..." in result else 0
+    return labels, _term(result, len(result.replace("...", "")) + covered, equation)
+
+
+def _term(term: str, dims: int, equation: str) -> list[str]:
+    before, dots, after = term.partition("...")
+    covered = dims - len(before) - len(after)
+    if covered < 0 or (covered and not dots):
+        raise RuntimeError(
+            f"einsum(): the term {term!r} of {equation!r} does not fit an operand of {dims} dims"
+        )
+    return [*before, *(f".{i}" for i in range(covered, 0, -1)), *after]
+
+
+@implements(torch.outer, torch.ger, torch.Tensor.outer, torch.Tensor.ger)
+def outer(input: Tensor, vec2: Tensor) -> Any:
+    """The products of all elements of two vectors."""
+    return einsum("i,j->ij", input, vec2)
+
+
+@implements(torch.tensordot)
+def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Any:
+    """The sum of products over the last dims of one and the first of the other, or over named."""
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    if isinstance(dims, int):
+        dims = (range(a.dim() - dims, a.dim()), range(dims))
+    summed = [canonical_all(each, t.dim()) for each, t in zip(dims, (a, b), strict=True)]
+    first, second = [f"a{i}" for i in range(a.dim())], [f"b{i}" for i in range(b.dim())]
+    for i, j in zip(*summed, strict=True):
+        second[j] = first[i]
+    left = [i for i in (*first, *second) if (i in first) != (i in second)]
+    local = partial(torch.tensordot, dims=tuple(list(each) for each in summed))
+    return contract(torch.tensordot, [a, b], [first, second], left, local)

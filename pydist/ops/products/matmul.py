@@ -1,0 +1,158 @@
+"""Matrix products, linear layers and attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.ops.empty import with_elements, without_added
+from pydist.ops.pointwise.elementwise import elementwise
+from pydist.ops.products.contraction import ATTENTION, Labels, contract
+from pydist.tensor import HANDLERS, ShardedTensor, implements, refusal
+
+
+def _product(func: Callable[..., Tensor], a: Tensor, b: Tensor) -> Any:
+    first, second, out = _labels(a, b)
+    return contract(func, [a, b], [first, second], out, torch.matmul)
+
+
+def _labels(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels]:
+    """Of two factors as torch.matmul takes them, and of their product."""
+    batch = [f"b{i}" for i in range(max(a.dim(), b.dim()) - 2, 0, -1)]
+    rows, columns = ["m"] * (a.dim() > 1), ["n"] * (b.dim() > 1)
+    first = [*batch[len(batch) - max(0, a.dim() - 2) :], *rows, "k"]
+    second = [*batch[len(batch) - max(0, b.dim() - 2) :], "k", *columns]
+    return first, second, [*batch, *rows, *columns]
+
+
+@implements(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.linalg.matmul)
+def matmul(input: Tensor, other: Tensor) -> Any:
+    """A product of matrices or vectors, or of batches of them."""
+    if 0 in (input.dim(), other.dim()):
+        raise RuntimeError("both arguments to matmul need to be at least 1D")
+    return _product(torch.matmul, input, other)
+
+
+@implements(torch.Tensor.__rmatmul__)
+def rmatmul(input: Tensor, other: Tensor) -> Any:
+    """The product the other way round."""
+    return matmul(other, input)
+
+
+def _of_dims(name: str, first: int, second: int) -> None:
+    """torch.{name}: a matrix product of tensors with so many dims."""
+    func = getattr(torch, name)
+
+    @implements(func, getattr(torch.Tensor, name))
+    def handler(a: Tensor, b: Tensor) -> Any:
+        if (a.dim(), b.dim()) != (first, second):
+            raise RuntimeError(
+                f"{name}: tensors of {first} and {second} dims expected, got {a.dim()} and "
+                f"{b.dim()}"
+            )
+        if name == "bmm" and a.shape[0] != b.shape[0]:
+            raise RuntimeError(f"bmm: batches of {a.shape[0]} and {b.shape[0]} do not fit together")
+        return _product(func, a, b)
+
+
+for _name, _first, _second in (("mm", 2, 2), ("bmm", 3, 3), ("mv", 2, 1), ("dot", 1, 1)):
+    _of_dims(_name, _first, _second)
+
+
+def _added(
+    func: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Any:
+    product = func(a, b)
+    if beta == 0:
+        return product * alpha
+    return (input * beta + product * alpha).to(product.dtype)
+
+
+def _sum_of_products(a: Tensor, b: Tensor) -> Any:
+    labels = ("bmk", "bkn")
+    return contract(torch.addbmm, [a, b], labels, "mn", partial(torch.einsum, "bmk,bkn->mn"))
+
+
+for _name, _function in (
+    ("addmm", torch.mm),
+    ("baddbmm", torch.bmm),
+    ("addmv", torch.mv),
+    ("addbmm", _sum_of_products),
+):
+    for _owner in (torch, torch.Tensor):
+        HANDLERS[getattr(_owner, _name)] = partial(_added, _function)
+
+
+@implements(F.linear)
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """A linear layer over the last dim; where that is split, each rank uses its part of it."""
+    if not isinstance(input, ShardedTensor):
+        raise refusal(F.linear, (input, weight), {}, "the input is plain and the weight sharded")
+    rows = [f"b{i}" for i in range(input.dim() - 1)]
+    out = ["n"] * (weight.dim() - 1)
+    operands, labels = [input, weight], [[*rows, "k"], [*out, "k"]]
+    if bias is None or input._layout.splits[-1] is None:
+        if bias is not None:
+            operands.append(bias)
+            labels.append(out)
+        return contract(F.linear, operands, labels, [*rows, *out], F.linear)
+    product = contract(F.linear, operands, labels, [*rows, *out], F.linear)
+    return elementwise(torch.add, product, bias).to(product.dtype)
+
+
+@implements(F.scaled_dot_product_attention)
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention [..., tokens, channels]; the tokens of keys and values have to be whole.
+
+    Split channels are space, where channels attend to channels: their products are partial sums.
+    """
+    func = F.scaled_dot_product_attention
+    tensors = (query, key, value)
+    if any(_cut(t, -2) for t in (key, value)):
+        raise refusal(func, tensors, {}, ATTENTION)
+    by_sums = any(_cut(t, -1) for t in tensors)
+    if dropout_p > 0 or enable_gqa or (is_causal and (by_sums or _cut(query, -2))):
+        raise refusal(func, tensors, {}, "dropout, grouped heads, or causal over split tokens")
+    if by_sums:
+        scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+        return _masked(scores, attn_mask).softmax(-1) @ value
+    batch = [f"b{i}" for i in range(query.dim() - 2, 0, -1)]
+    operands = [query, key, value]
+    labels = [[*batch, "l", "e"], [*batch, "s", "e"], [*batch, "s", "v"]]
+    if attn_mask is not None:
+        operands.append(attn_mask)
+        labels.append([*batch, "l", "s"][-attn_mask.dim() :])
+
+    def local(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        rows = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
+        shape = (*rows, q.shape[-2], v.shape[-1])
+        q, k, v = with_elements(q), with_elements(k), with_elements(v)
+        mask = None if mask is None else with_elements(mask)
+        return without_added(func(q, k, v, mask, 0.0, is_causal, scale=scale), shape)
+
+    return contract(func, operands, labels, [*batch, "l", "v"], local)
+
+
+def _masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+
+
+def _cut(x: Tensor, dim: int) -> bool:
+    return isinstance(x, ShardedTensor) and x._layout.splits[dim] is not None

@@ -1,0 +1,1 @@
+"""Sums, extremes, norms and losses over any dims; softmax and what else goes along one."""

@@ -1,0 +1,181 @@
+"""Losses of sharded tensors: values on the shards, then one global sum and one global count."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import _reduction as legacy
+
+from pydist.comm.transport import WIDER
+from pydist.layout import Layout
+from pydist.ops.pointwise.elementwise import broadcast_layout
+from pydist.ops.redistribute import operand_for, refuse_shard_shaped
+from pydist.ops.reduction.reduce import reduce_sum
+from pydist.tensor import HANDLERS, ShardedTensor, implements, refusal, wrap
+
+
+def _reduction(reduction: str, size_average: Any, reduce: Any) -> str:
+    if size_average is None and reduce is None:
+        return reduction
+    return legacy.legacy_get_string(size_average, reduce)
+
+
+def _reduced(values: ShardedTensor, reduction: str, count: Any) -> Any:
+    if reduction == "none":
+        return values
+    if reduction == "sum":
+        return reduce_sum(values)
+    # In fp16 the sum of a whole volume would overflow before it is divided.
+    total = reduce_sum(values, dtype=WIDER.get(values.dtype))
+    return (total / count).to(values.dtype)
+
+
+def elementwise_loss(
+    func: Callable[..., Tensor],
+    input: Tensor,
+    target: Tensor,
+    *args: Any,
+    weight: Tensor | None = None,
+    pos_weight: Tensor | None = None,
+    reduction: str = "mean",
+    size_average: Any = None,
+    reduce: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """A loss with one value an element; the mean is over the global number of elements."""
+    if args:
+        raise refusal(func, (input, target), kwargs, "give the options by keyword")
+    reduction = _reduction(reduction, size_average, reduce)
+    operands = [input, target]
+    try:
+        layout = broadcast_layout(operands)
+    except RuntimeError:
+        _name_shard_shaped(operands)
+        raise
+    like = next(o for o in (*operands, weight, pos_weight) if isinstance(o, ShardedTensor))
+    local = [operand_for(o, layout, layout.shape) for o in operands]
+    for name, extra in (("weight", weight), ("pos_weight", pos_weight)):
+        if extra is not None:
+            kwargs[name] = operand_for(extra, layout, layout.shape)
+    values = wrap(func(*local, reduction="none", **kwargs), layout, like)
+    if reduction == "batchmean":
+        return reduce_sum(values) / layout.shape[0]
+    if weight is not None and func in _WEIGHTED_MEAN:
+        if weight.shape != input.shape:
+            raise ValueError("Weights and input must have the same size.")
+        return _reduced(values, reduction, reduce_sum(wrap(kwargs["weight"], layout, like)))
+    return _reduced(values, reduction, max(1, values.numel()))
+
+
+# The mean of these is over the weights; that of the others over the elements.
+_WEIGHTED_MEAN = (F.mse_loss, F.l1_loss)
+
+
+@implements(F.l1_loss)
+def l1_loss(input: Tensor, target: Tensor, **kwargs: Any) -> Any:
+    """L1 loss. torch hands its `weight` to no override: it is found in torch's own frame."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not F.l1_loss.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is not None and "weight" not in kwargs:
+        kwargs["weight"] = frame.f_locals.get("weight")
+    return elementwise_loss(F.l1_loss, input, target, **kwargs)
+
+
+def _name_shard_shaped(operands: list[Tensor]) -> None:
+    sharded = next(o for o in operands if isinstance(o, ShardedTensor))
+    for operand in operands:
+        if not isinstance(operand, ShardedTensor):
+            refuse_shard_shaped(operand, sharded._layout)
+
+
+for _loss in (
+    F.mse_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.soft_margin_loss,
+    F.poisson_nll_loss,
+    F.hinge_embedding_loss,
+):
+    HANDLERS[_loss] = partial(elementwise_loss, _loss)
+
+
+@implements(F.cross_entropy)
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross entropy over the channels, with class indices or probabilities."""
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    reduction = _reduction(reduction, size_average, reduce)
+    return _class_loss(F.cross_entropy, input, target, weight, reduction, options)
+
+
+@implements(F.nll_loss)
+def nll_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    """Negative log likelihood over the channels, with class indices."""
+    options = {"ignore_index": ignore_index}
+    reduction = _reduction(reduction, size_average, reduce)
+    return _class_loss(F.nll_loss, input, target, weight, reduction, options)
+
+
+def _class_loss(
+    func: Callable[..., Tensor],
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    options: dict[str, Any],
+) -> Any:
+    if not isinstance(x, ShardedTensor) or x.dim() < 2 or x._layout.splits[1] is not None:
+        why = "the input must be sharded, with a batch dim and whole channels"
+        raise refusal(func, (x, target), {}, why)
+    layout = x._layout
+    by_voxel = Layout(
+        layout.mesh,
+        (layout.shape[0], *layout.shape[2:]),
+        (layout.splits[0], *layout.splits[2:]),
+    )
+    probabilities = target.dim() == x.dim()
+    target_layout = layout if probabilities else by_voxel
+    if not isinstance(target, ShardedTensor):
+        refuse_shard_shaped(target, target_layout)
+    if tuple(target.shape) != target_layout.shape:
+        raise ValueError(
+            f"target of shape {tuple(target.shape)}, but {target_layout.shape} is expected for "
+            f"the input {layout.shape}"
+        )
+    labels = operand_for(target, target_layout, target_layout.shape)
+    local = operand_for(x, layout, layout.shape)
+    values = wrap(func(local, labels, weight, reduction="none", **options), by_voxel, x)
+    if reduction != "mean" or probabilities:
+        return _reduced(values, reduction, max(1, values.numel()))
+    kept = labels != options["ignore_index"]
+    if weight is None:
+        counted = kept.to(WIDER.get(local.dtype, local.dtype))
+    else:
+        counted = torch.where(kept, weight.detach()[torch.where(kept, labels, 0)], 0)
+    return _reduced(values, reduction, reduce_sum(wrap(counted, by_voxel, x)))

@@ -1,0 +1,222 @@
+"""Norms, products and log-sum-exp over any dims, and the distances that are made of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.comm.adjoints import sum_ranks
+from pydist.comm.transport import WIDER
+from pydist.mesh import Mesh
+from pydist.ops.dims import canonical, numpy_names
+from pydist.ops.pointwise.elementwise import broadcast_layout, elementwise
+from pydist.ops.redistribute import operand_for
+from pydist.ops.reduction.extremes import reduce_amax, reduce_amin
+from pydist.ops.reduction.reduce import (
+    Dims,
+    axes_of,
+    in_full_precision,
+    is_local,
+    reduce_sum,
+    reduced_dims,
+    result_of,
+)
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+
+def reduce_norm(
+    x: ShardedTensor,
+    p: float,
+    dim: Dims = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """The p-norm over dims, of any p that is not negative, and the least absolute value (-inf)."""
+    dims = reduced_dims(x, dim)
+    if is_local(x, dims):
+        norm = torch.linalg.vector_norm(local_of(x), p, dims, keepdim, dtype=dtype)
+        return result_of(norm, x, dims, keepdim)
+    rounded = None if dtype else in_full_precision(torch.linalg.vector_norm, x)
+    if dtype or rounded:
+        x = x.to(dtype or WIDER[x.dtype])  # type: ignore[assignment]
+    norm = _norm(x, p, dims, keepdim)
+    return norm.to(rounded) if rounded else norm
+
+
+def _norm(x: ShardedTensor, p: float, dims: tuple[int, ...], keepdim: bool) -> Any:
+    if p in (math.inf, -math.inf):
+        extreme = reduce_amax if p > 0 else reduce_amin
+        return extreme(elementwise(torch.abs, x), dims, keepdim)
+    if p < 0:
+        raise refusal(torch.linalg.vector_norm, (x,), {}, f"order {p} over a split dim")
+    if p == 0:
+        return reduce_sum(elementwise(torch.ne, x, 0), dims, keepdim).to(x.dtype)
+    if p == 1:
+        return reduce_sum(elementwise(torch.abs, x), dims, keepdim)
+    # Powers and roots have no gradient at 0, where torch takes the norm's to be 0.
+    if p == 2:
+        total = reduce_sum(elementwise(torch.mul, x, x), dims, keepdim)
+    else:
+        nothing = x == 0
+        powers = x.masked_fill(nothing, 1).abs() ** p
+        total = reduce_sum(powers.masked_fill(nothing, 0), dims, keepdim)  # type: ignore[arg-type]
+    zero = total == 0
+    safe = torch.where(zero, 1, total)
+    return torch.where(zero, 0, safe.sqrt() if p == 2 else safe ** (1 / p))
+
+
+@implements(torch.norm, torch.Tensor.norm)
+@numpy_names
+def norm(
+    input: ShardedTensor,
+    p: Any = "fro",
+    dim: Dims = None,
+    keepdim: bool = False,
+    out: Any = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """torch.norm: a vector norm over the dims, whatever their number."""
+    if p == "nuc" or out is not None:
+        why = "the nuclear norm" if out is None else "out= would fill only this rank's block"
+        raise refusal(torch.norm, (input,), {}, why)
+    return reduce_norm(input, 2 if p in (None, "fro") else p, dim, keepdim, dtype)
+
+
+@implements(torch.linalg.vector_norm)
+@numpy_names
+def vector_norm(
+    x: ShardedTensor,
+    ord: float = 2,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """torch.linalg.vector_norm."""
+    return reduce_norm(x, ord, dim, keepdim, dtype)
+
+
+@implements(torch.linalg.norm)
+@numpy_names
+def linalg_norm(
+    A: ShardedTensor,
+    ord: Any = None,
+    dim: Dims = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """torch.linalg.norm, where it is a vector norm."""
+    if ord is not None and len(reduced_dims(A, dim)) != 1:
+        raise refusal(torch.linalg.norm, (A,), {}, "a matrix norm")
+    return reduce_norm(A, 2 if ord is None else ord, dim, keepdim, dtype)
+
+
+def _parts(partial: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    """What each rank along `axes` has, stacked in rank order, on all of them."""
+    group = mesh.group(axes)
+    mine = torch.arange(group.size, device=partial.device) == group.rank
+    placed = torch.where(mine.view(-1, *(1 for _ in partial.shape)), partial, 0)
+    return sum_ranks(placed, mesh, axes)
+
+
+@implements(torch.prod, torch.Tensor.prod)
+@numpy_names
+def prod(
+    input: ShardedTensor,
+    dim: int | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Product over one dim or all elements."""
+    dims = reduced_dims(input, dim)
+    if dim is not None and input.shape[dims[0]] == 1:
+        return reduce_sum(input, dims, keepdim, dtype)
+    alone = is_local(input, dims)
+    rounded = None if alone or dtype else in_full_precision(torch.prod, input)
+    own = _local_product(input, dim, keepdim, WIDER[input.dtype] if rounded else dtype)
+    if alone:
+        return result_of(own, input, dims, keepdim)
+    total = _parts(own, input.mesh, axes_of(input._layout, dims)).prod(0)
+    return result_of(total.to(rounded) if rounded else total, input, dims, keepdim)
+
+
+def _local_product(
+    x: ShardedTensor, dim: int | None, keepdim: bool, dtype: torch.dtype | None
+) -> Tensor:
+    local = local_of(x)
+    if local.numel():
+        return local.prod(dtype=dtype) if dim is None else local.prod(dim, keepdim, dtype=dtype)
+    # torch's product of nothing has no second derivative; that of the other ranks waits for it.
+    nothing = local.square().sum(reduced_dims(x, dim), keepdim, dtype=dtype)
+    return nothing + 1
+
+
+@implements(torch.logsumexp, torch.Tensor.logsumexp)
+@numpy_names
+def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Any:
+    """The logarithm of the sum of exponentials over dims."""
+    dims = reduced_dims(input, dim)
+    if is_local(input, dims):
+        return result_of(torch.logsumexp(local_of(input), dims, keepdim), input, dims, keepdim)
+    rounded = in_full_precision(lambda one: torch.logsumexp(one, 0), input)
+    x = input.to(WIDER[input.dtype]) if rounded else input
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    with torch.no_grad():
+        largest = reduce_amax(x.detach(), dims, keepdim=True)  # type: ignore[arg-type]
+        largest = torch.where(largest.isinf(), 0, largest)
+    total = reduce_sum((x - largest).exp(), dims, keepdim=True).log() + largest  # type: ignore[arg-type]
+    if rounded:
+        total = total.to(rounded)
+    return total if keepdim else result_of(local_of(total).squeeze(dims), input, dims, False)
+
+
+@implements(F.cosine_similarity, torch.cosine_similarity)
+def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
+    """The cosine of the angle between vectors along a dim."""
+    layout = broadcast_layout([x1, x2])
+    like = next(x for x in (x1, x2) if isinstance(x, ShardedTensor))
+    one, two = (wrap(operand_for(x, layout, layout.shape), layout, like) for x in (x1, x2))
+    d = canonical(dim, len(layout.shape))
+    if is_local(one, (d,)):
+        cosine = F.cosine_similarity(local_of(one), local_of(two), d, eps)
+        return result_of(cosine, one, (d,), False)
+    rounded = in_full_precision(lambda x: F.cosine_similarity(x, x, 0), one)
+    if rounded:
+        one, two = one.to(torch.float32), two.to(torch.float32)  # type: ignore[assignment]
+    units = []
+    for x in (one, two):
+        length = reduce_norm(x, 2, d, keepdim=True)
+        # As torch: the bound holds for the value, the gradient does not see it.
+        units.append(x / (length + (length.detach().clamp_min(eps) - length.detach())))
+    cosine = reduce_sum(units[0] * units[1], d)
+    return cosine.to(rounded) if rounded else cosine
+
+
+@implements(F.normalize)
+def normalize(
+    input: ShardedTensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: Any = None
+) -> Any:
+    """Vectors along dims, divided by their norm."""
+    if out is not None:
+        raise refusal(F.normalize, (input,), {}, "out= would fill only this rank's block")
+    return input / reduce_norm(input, p, dim, keepdim=True).clamp_min(eps)
+
+
+@implements(F.pairwise_distance, torch.pairwise_distance)
+def pairwise_distance(
+    x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Any:
+    """The p-norm of the difference along the last dim."""
+    return reduce_norm(x1 - x2 + eps, p, -1, keepdim)  # type: ignore[arg-type]
+
+
+@implements(torch.dist, torch.Tensor.dist)
+def dist(input: Tensor, other: Tensor, p: float = 2) -> Any:
+    """The p-norm of the difference."""
+    return reduce_norm(input - other, p)  # type: ignore[arg-type]

@@ -1,0 +1,1 @@
+"""Interpolation, padding, shifts: each output reads a few known inputs."""

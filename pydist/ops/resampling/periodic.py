@@ -1,0 +1,136 @@
+"""Dims that go round, and dims that are turned: circular padding, roll and flip."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.errors import UsageError
+from pydist.ops.dims import canonical, canonical_all
+from pydist.ops.gathering import BoxGatherer
+from pydist.ops.resampling.reads import Reads, Span, moved_points, planning
+from pydist.partition import Box
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+
+def circular_pad(x: ShardedTensor, rims: Sequence[tuple[int, int]]) -> ShardedTensor:
+    """Padding with what lies at the other end; at most one round, and nothing is cut off.
+
+    Raises:
+        UsageError: more than a round is asked for. (After a crop torch does not see it, and its
+            result holds what was never written.)
+    """
+    if any(max(rim) > n for rim, n in zip(rims, x.shape, strict=True)):
+        raise UsageError(
+            f"circular padding by {rims} of {tuple(x.shape)} goes round more than once"
+        )
+    split_dims = x._layout.split_dims
+    for dim in split_dims:
+        if rims[dim] != (0, 0):
+            x = _pad_around(x, dim, *rims[dim])
+    whole = [(0, 0) if d in split_dims else rim for d, rim in enumerate(rims)]
+    if not any(rim != (0, 0) for rim in whole):
+        return x
+    shape = [n + before + after for n, (before, after) in zip(x.shape, whole, strict=True)]
+    added = [n for rim in reversed(whole[2:]) for n in rim]
+    return wrap(F.pad(local_of(x), added, "circular"), x._layout.replace(shape), x)
+
+
+def _pad_around(x: ShardedTensor, dim: int, before: int, after: int) -> ShardedTensor:
+    """One split dim: the first rank gets what lies before it, the last what lies after it."""
+    layout = x._layout
+    extent, split = layout.shape[dim], layout.splits[dim]
+    assert split is not None
+    shape = [n + (before + after if d == dim else 0) for d, n in enumerate(layout.shape)]
+    out = moved_points(layout, shape, {dim: [p + before for p in split.partition.points]})
+    rims = [(0, 0)] * split.partition.parts
+    rims[0], rims[-1] = (extent - before, extent), (0, after)
+    rim = _gather(x, dim, rims)
+    is_first = layout.part(dim, layout.mesh.sample_index) == 0
+    parts = (rim, local_of(x)) if is_first else (local_of(x), rim)
+    return wrap(torch.cat(parts, dim), out, x)
+
+
+@implements(torch.roll, torch.Tensor.roll)
+def roll(
+    input: ShardedTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
+) -> ShardedTensor:
+    """Shifts elements along dims; what leaves at one end comes in at the other."""
+    amounts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
+    along = () if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
+    layout = input._layout
+    if not along and layout.split_dims:
+        raise refusal(torch.roll, (input,), {}, "without dims it rolls the flattened tensor")
+    if len(along) != len(amounts) or not layout.split_dims:
+        # torch's own message, where the numbers of shifts and dims differ.
+        return wrap(torch.roll(local_of(input), amounts, along), layout, input)
+    total: dict[int, int] = {}
+    for dim, shift in zip(along, amounts, strict=True):
+        d = canonical(dim, input.dim())
+        total[d] = total.get(d, 0) + shift
+    far = {d: s % max(1, layout.shape[d]) for d, s in total.items() if d in layout.split_dims}
+    far = {d: s for d, s in far.items() if s}
+    here = {d: s for d, s in total.items() if d not in layout.split_dims}
+    if here or not far:
+        # Dim 0 by nothing is a copy.
+        local = torch.roll(local_of(input), tuple(here.values()) or 0, tuple(here) or 0)
+        input = wrap(local, layout, input)
+    for dim, shift in far.items():
+        input = _roll_split(input, dim, shift)
+    return input
+
+
+def _roll_split(x: ShardedTensor, dim: int, shift: int) -> ShardedTensor:
+    """What lies around the end comes in two exchanges: from before it and from after it."""
+    layout = x._layout
+    extent, split = layout.shape[dim], layout.splits[dim]
+    assert split is not None
+    intervals = [split.partition.interval(p) for p in range(split.partition.parts)]
+    before = [((lo - shift) % extent, hi - lo) for lo, hi in intervals]
+    before = [(lo, min(extent, lo + size)) for lo, size in before]
+    rest = [
+        (0, hi - lo - (stop - start))
+        for (lo, hi), (start, stop) in zip(intervals, before, strict=True)
+    ]
+    parts = [_gather(x, dim, before)]
+    if any(rest != (0, 0) for rest in rest):
+        parts.append(_gather(x, dim, rest))
+    return wrap(torch.cat(parts, dim), layout, x)
+
+
+@implements(torch.flip, torch.Tensor.flip)
+def flip(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
+    """Reverses dims; the layout stays."""
+    named = kw.get("dims", dims[0] if len(dims) == 1 else dims)
+    asked = canonical_all((named,) if isinstance(named, int) else named, input.dim())
+    layout = input._layout
+    turned = [d for d in asked if d in layout.split_dims]
+    if not turned:
+        return wrap(torch.flip(local_of(input), asked), layout, input)
+    key = ("flip", layout, tuple(turned))
+    plans = layout.mesh.plans
+    if key not in plans:
+        with planning():
+            sources = {d: torch.arange(layout.shape[d]).flip(0) for d in turned}
+        plans[key] = Reads(layout, layout, {d: Span(s, s) for d, s in sources.items()})
+    return wrap(torch.flip(plans[key].gather(input), asked), layout, input)
+
+
+def _gather(x: ShardedTensor, dim: int, intervals: Sequence[tuple[int, int]]) -> Tensor:
+    """An interval of a split dim for every part of it, of the other dims what a rank owns."""
+    layout = x._layout
+    key = ("intervals", layout, dim, tuple(intervals))
+    plans = layout.mesh.plans
+    if key not in plans:
+        needed = []
+        for rank, own in enumerate(layout.boxes):
+            lo, hi = list(own.lo), list(own.hi)
+            lo[dim], hi[dim] = intervals[layout.part(dim, rank)]
+            needed.append(Box(lo, hi))
+        plans[key] = BoxGatherer(layout, needed)
+    gatherer: BoxGatherer = plans[key]
+    return gatherer(local_of(x))

@@ -1,0 +1,125 @@
+"""Interpolation of sharded tensors: the inputs that a shard's outputs lie between are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.layout import Layout
+from pydist.ops.resampling.reads import moved_points, planning
+from pydist.ops.resampling.resample_plan import ResamplePlan
+from pydist.ops.resampling.taps import Resize
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+_AREA = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
+
+
+@implements(F.interpolate, F.upsample)
+def interpolate(
+    input: ShardedTensor,
+    size: int | Sequence[int] | None = None,
+    scale_factor: float | Sequence[float] | None = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> ShardedTensor:
+    """Resizes the spatial dims; split points are scaled with their dim, to the nearest output.
+
+    Raises:
+        ValueError, RuntimeError, NotImplementedError: as torch on the whole tensor.
+        NotSupported: antialiasing, or integers that are blended, where a resized dim is split.
+    """
+    layout, dims = input._layout, input.dim() - 2
+    factors = (scale_factor,) * dims if isinstance(scale_factor, (int, float)) else scale_factor
+    options: dict[str, Any] = {
+        "size": size if size is None or isinstance(size, int) else tuple(size),
+        "scale_factor": factors if factors is None else tuple(factors),
+        "mode": mode,
+        "align_corners": align_corners,
+        "recompute_scale_factor": recompute_scale_factor,
+        "antialias": antialias,
+    }
+    key = ("interpolate", layout, tuple(options.items()), input.dtype)
+    plans = layout.mesh.plans
+    if key not in plans:
+        # torch's own checks and messages, and its rule for the size of the result.
+        shape = F.interpolate(
+            torch.empty(layout.shape, dtype=input.dtype, device="meta"), **options
+        ).shape
+        given = None if recompute_scale_factor else options["scale_factor"]
+        sizes = tuple(
+            Resize(n, out, None if given is None else float(given[d]))
+            for d, (n, out) in enumerate(zip(layout.shape[2:], shape[2:], strict=True))
+        )
+        plans[key] = sizes, _scaled(layout, sizes)
+    sizes, out = plans[key]
+    if mode == "area":
+        return _AREA[dims](input, out.shape[2:])  # type: ignore[return-value]
+    local = local_of(input)
+    if all(d == 0 for d in layout.split_dims):
+        return wrap(F.interpolate(local, **options), out, input)
+    if antialias:
+        raise refusal(F.interpolate, (input,), {}, "antialias, and a spatial dim is split")
+    if not (mode.startswith("nearest") or local.is_floating_point()):
+        raise refusal(F.interpolate, (input,), {}, f"{mode} interpolation of {local.dtype}")
+    plan = _plan(layout, out, sizes, mode, bool(align_corners), local)
+    if plan.not_adjoint is not None and local.requires_grad and torch.is_grad_enabled():
+        n, m, _ = plan.not_adjoint
+        why = f"torch's gradient of {mode} from {n} to {m} is not that of its result"
+        raise refusal(F.interpolate, (input,), {}, why)
+    return wrap(plan.run(plan.reads.gather(input)), out, input)
+
+
+def _scaled(layout: Layout, sizes: Sequence[Resize]) -> Layout:
+    """Every split point at the output nearest to it: p of n becomes p·m/n of m, exact halves down.
+
+    A dim that is doubled gets the points of the finer level back.
+    """
+    shape = (*layout.shape[:2], *(size.out for size in sizes))
+    moved = {}
+    for dim, size in enumerate(sizes, start=2):
+        split = layout.splits[dim]
+        if split is not None:
+            n, m = size.extent, size.out
+            moved[dim] = [(2 * p * m + n - 1) // (2 * n) for p in split.partition.points]
+    return moved_points(layout, shape, moved)
+
+
+def _plan(
+    layout: Layout,
+    out: Layout,
+    sizes: Sequence[Resize],
+    mode: str,
+    align_corners: bool,
+    local: Tensor,
+) -> ResamplePlan:
+    key = ("resample", layout, out, tuple(sizes), mode, align_corners, local.dtype, local.device)
+    plans = layout.mesh.plans
+    if key not in plans:
+        with planning():
+            like = torch.empty(0, dtype=local.dtype, device=local.device)
+            plans[key] = ResamplePlan(layout, out, sizes, mode, align_corners, like)
+    return plans[key]
+
+
+@implements(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
+def grid_sample(input: Tensor, grid: Tensor, *args: Any, **kw: Any) -> NoReturn:
+    """Refused: the grid's values, which no plan knows, say what is read."""
+    raise refusal(F.grid_sample, (input, grid), {}, "any output may read any input")
+
+
+@implements(F.unfold)
+def unfold(input: Tensor, *args: Any, **kw: Any) -> NoReturn:
+    """Refused: blocks as columns belong to no place of the sample."""
+    raise refusal(F.unfold, (input,), {}, "columns of blocks have no place in the sample")
+
+
+@implements(F.fold)
+def fold(input: Tensor, *args: Any, **kw: Any) -> NoReturn:
+    """Refused, as `unfold` is."""
+    raise refusal(F.fold, (input,), {}, "columns of blocks have no place in the sample")

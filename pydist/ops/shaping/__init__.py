@@ -1,0 +1,1 @@
+"""Shapes, slices, joins: the same elements elsewhere."""

@@ -1,0 +1,96 @@
+"""Assigning to a part of a tensor, split or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist.layout import Layout, Split
+from pydist.ops.pointwise.elementwise import elementwise
+from pydist.ops.pointwise.in_place import in_place_on_plain
+from pydist.ops.redistribute import operand_for, refuse_shard_shaped
+from pydist.ops.shaping.indexing import entries_of
+from pydist.ops.shaping.slicing import region_of
+from pydist.tensor import ShardedTensor, adopt_local, implements, local_of, refusal
+
+_SET = torch.Tensor.__setitem__
+
+
+@implements(_SET)
+def setitem(x: Tensor, index: Any, value: Any) -> None:
+    """Assigns numbers or (plain or sharded) tensors to what an index selects.
+
+    A plain tensor into which a sharded one is assigned becomes sharded, cut as that is.
+    """
+    if isinstance(index, Tensor) and index.dtype == torch.bool and _is_number(value):
+        mask = index.reshape((*index.shape, *[1] * (x.dim() - index.dim())))
+        elementwise(torch.Tensor.masked_fill_, x, mask, value)
+        return
+    entries = entries_of(x, index)
+    if any(isinstance(e, Tensor) for e in entries):
+        raise refusal(_SET, (x,), {}, "assigned at a tensor of indices; masks take a number")
+    if isinstance(x, ShardedTensor):
+        _assign(_SET, x, entries, value)
+    else:
+        assert isinstance(value, ShardedTensor)
+        layout = _layout_around(value, entries, x)
+        in_place_on_plain(_assign, _SET, (x, entries, value), {}, layout)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, Tensor) or (
+        value.dim() == 0 and not isinstance(value, ShardedTensor)
+    )
+
+
+def _assign(
+    func: Callable[..., Any], x: ShardedTensor, entries: Sequence[Any], value: Any
+) -> ShardedTensor:
+    region = region_of(x._layout, entries)
+    if isinstance(value, Tensor):
+        value = _part_of(value, x.dtype, region.layout, region.removed)
+    local = local_of(x)
+    local[region.local] = value
+    return adopt_local(x, local)
+
+
+def _part_of(value: Tensor, dtype: torch.dtype, layout: Layout, removed: Sequence[int]) -> Tensor:
+    """This rank's part of a value that is assigned to a selection.
+
+    Args:
+        value: broadcastable to the selection without the dims that integers removed.
+        dtype: of the tensor into which it is assigned.
+        layout: of the selection, these dims included.
+        removed: these dims.
+    """
+    shape = [n for d, n in enumerate(layout.shape) if d not in removed]
+    extra = value.dim() - len(shape)
+    if extra > 0 and all(n == 1 for n in value.shape[:extra]):
+        value = value.reshape(value.shape[extra:])
+    pairs = zip(reversed(value.shape), reversed(shape), strict=False)
+    if value.dim() > len(shape) or any(n not in (1, m) for n, m in pairs):
+        if not isinstance(value, ShardedTensor):
+            refuse_shard_shaped(value, layout)
+        raise RuntimeError(
+            f"a tensor of shape {list(value.shape)} can't be assigned to a part of shape {shape}"
+        )
+    for d in reversed(removed):
+        behind = len(layout.shape) - 1 - d
+        if value.dim() >= behind:
+            value = value.unsqueeze(-1 - behind)
+    return operand_for(value.to(dtype), layout, layout.shape)
+
+
+def _layout_around(value: ShardedTensor, entries: Sequence[Any], x: Tensor) -> Layout:
+    """The layout of a tensor of which `value` becomes a part: cut where whole dims of it are."""
+    splits: list[Split | None] = [None] * x.dim()
+    dim, at = x.dim(), value.dim()
+    for entry in reversed(entries):
+        dim -= entry is not None
+        at -= not isinstance(entry, int)
+        if isinstance(entry, slice) and at >= 0 and value.shape[at] == x.shape[dim]:
+            splits[dim] = value._layout.splits[at]
+    return Layout(value.mesh, tuple(x.shape), splits)

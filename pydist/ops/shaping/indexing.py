@@ -1,0 +1,185 @@
+"""Indexing with brackets, and with tensors of indices along dims that are whole."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pydist.layout import Layout
+from pydist.ops.dims import canonical, numpy_names
+from pydist.ops.redistribute import operand_in, parameter_for, prove_equal, redistribute
+from pydist.ops.shaping.slicing import full_index, sliced
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+_GET = torch.Tensor.__getitem__
+
+
+@implements(_GET)
+def getitem(x: Tensor, index: Any) -> ShardedTensor:
+    """Integers, slices and `None` along all dims; plain tensors of indices, and plain masks.
+
+    Indices along a split dim gather that dim first.
+    """
+    if not isinstance(x, ShardedTensor):
+        raise refusal(_GET, (x, index), {}, "the index is sharded; torch.where keeps the shape")
+    entries = entries_of(x, index)
+    if not any(isinstance(e, Tensor) for e in entries):
+        return sliced(x, entries)
+    basic, indices = _without_tensors(x, entries)
+    return _at(sliced(x, basic), indices)
+
+
+def entries_of(x: Tensor, index: Any) -> list[Any]:
+    """An index, written out: an integer, a slice or a tensor for every dim, and `None`.
+
+    Raises:
+        IndexError: there are more entries than dims.
+    """
+    if isinstance(index, list):  # torch takes a list with more than integers as a tuple
+        more = any(not isinstance(entry, (bool, int)) for entry in index)
+        index = tuple(index) if more else torch.tensor(index)
+    given = index if isinstance(index, tuple) else (index,)
+    return full_index(tuple(_as_torch(x, entry) for entry in given), x.dim())
+
+
+def _as_torch(x: Tensor, entry: Any) -> Any:
+    """An entry of an index as an integer, a slice, `None`, an Ellipsis or a tensor."""
+    if isinstance(entry, bool):
+        raise refusal(_GET, (x,), {}, f"an index {entry}")
+    if entry is None or isinstance(entry, (slice, ShardedTensor, type(...))):
+        return entry
+    if isinstance(entry, Tensor):
+        is_integer = entry.dim() == 0 and entry.dtype != torch.bool
+        return int(entry) if is_integer else entry
+    if isinstance(entry, Sequence) or hasattr(entry, "__array__"):
+        entry = torch.as_tensor(entry)
+        return entry if entry.dim() else entry.item()
+    return operator.index(entry)
+
+
+def _without_tensors(
+    x: ShardedTensor, entries: Sequence[Any]
+) -> tuple[list[Any], dict[int, Tensor]]:
+    """The index with full slices where tensors were, and the tensors by dim of the selection.
+
+    A mask over some dims is as many tensors, with the indices of its ones.
+    """
+    basic: list[Any] = []
+    tensors: dict[int, Tensor] = {}
+    at = dim = 0
+    for entry in entries:
+        given = [entry]
+        if isinstance(entry, ShardedTensor):
+            why = "the index is sharded; torch.where and torch.masked_fill keep the shape"
+            raise refusal(_GET, (x, entry), {}, why)
+        if isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8):
+            if entry.shape != x.shape[dim : dim + entry.dim()]:
+                raise IndexError(
+                    f"The shape of the mask {list(entry.shape)} at index {dim} does not match the "
+                    f"shape of the indexed tensor {list(x.shape)}"
+                )
+            prove_equal(entry, x._layout)
+            given = list(entry.nonzero(as_tuple=True))
+        for each in given:
+            if isinstance(each, Tensor):
+                tensors[at] = each
+                basic.append(slice(None))
+            else:
+                basic.append(each)
+            at += not isinstance(each, int)
+            dim += each is not None
+    return basic, tensors
+
+
+def _at(x: ShardedTensor, indices: dict[int, Tensor]) -> ShardedTensor:
+    """Elements at plain indices along some dims."""
+    x = redistribute(x, x._layout.replace(changes=dict.fromkeys(indices)))
+    for index in indices.values():
+        prove_equal(index, x._layout)
+    shape = torch.broadcast_shapes(*(index.shape for index in indices.values()))
+    dims = sorted(indices)
+    # As torch orders the result: in place where the indexed dims are neighbours, else in front.
+    first = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
+    rest = [d for d in range(x.dim()) if d not in indices]
+    old = x._layout
+    layout = Layout(
+        x.mesh,
+        (*(old.shape[d] for d in rest[:first]), *shape, *(old.shape[d] for d in rest[first:])),
+        (*(old.splits[d] for d in rest[:first]), *[None] * len(shape),
+         *(old.splits[d] for d in rest[first:])),
+    )  # fmt: skip
+    selected = tuple(indices.get(d, slice(None)) for d in range(x.dim()))
+    return wrap(local_of(x)[selected], layout, x)
+
+
+@implements(torch.index_select, torch.Tensor.index_select)
+@numpy_names
+def index_select(input: ShardedTensor, dim: int, index: Tensor) -> ShardedTensor:
+    """Elements of one dim; a split dim is gathered first."""
+    if isinstance(index, ShardedTensor):
+        raise refusal(torch.index_select, (input, index), {}, "the index is sharded")
+    return _at(input, {canonical(dim, input.dim()): index.reshape(-1)})
+
+
+@implements(torch.gather, torch.Tensor.gather)
+@numpy_names
+def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> ShardedTensor:
+    """Elements along a dim, by an index for each place of the others; that dim is gathered."""
+    d = canonical(dim, input.dim())
+    others = [i for i in range(input.dim()) if i != d]
+    if index.dim() != input.dim() or any(index.shape[i] > input.shape[i] for i in others):
+        raise RuntimeError(
+            f"Size does not match at dimension {d}: expected index {list(index.shape)} to be no "
+            f"larger than self {list(input.shape)} apart from dimension {d}"
+        )
+    # Of the input torch reads only what lies under the index.
+    input = input[tuple(slice(None) if i == d else slice(n) for i, n in enumerate(index.shape))]
+    like = input if isinstance(input, ShardedTensor) else index
+    assert isinstance(like, ShardedTensor)
+    splits = [None if i == d else split for i, split in enumerate(like._layout.splits)]
+    source = Layout(like.mesh, tuple(input.shape), splits)
+    out = source.replace(shape=tuple(index.shape))
+    local = torch.gather(operand_in(input, source, out), d, operand_in(index, out, out))
+    return wrap(local, out, like)
+
+
+@implements(torch.take_along_dim, torch.Tensor.take_along_dim)
+def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> ShardedTensor:
+    """Elements along a dim, by indices that broadcast over the others."""
+    if dim is None:
+        return gather(input.reshape(-1), 0, indices.reshape(-1))
+    d = canonical(dim, input.dim())
+    sizes = [(1, 1) if i == d else (a, b) for i, (a, b) in
+             enumerate(zip(input.shape, indices.shape, strict=True))]  # fmt: skip
+    common = torch.broadcast_shapes(*zip(*sizes, strict=True))
+    source, index = (
+        x.expand([x.shape[d] if i == d else n for i, n in enumerate(common)])
+        for x in (input, indices)
+    )
+    return gather(source, d, index)
+
+
+@implements(F.embedding)
+def embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> ShardedTensor:
+    """A table's rows at sharded indices."""
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise refusal(F.embedding, (input, weight), {}, "only padding_idx is possible")
+    if not isinstance(input, ShardedTensor) or isinstance(weight, ShardedTensor):
+        raise refusal(F.embedding, (input, weight), {}, "the indices are plain, the table sharded")
+    old = input._layout
+    layout = Layout(old.mesh, (*old.shape, weight.shape[1]), (*old.splits, None))
+    local = F.embedding(local_of(input), parameter_for(weight, layout), padding_idx)
+    return wrap(local, layout, input)

@@ -1,0 +1,179 @@
+"""Joining and repeating tensors, along dims that are whole and along dims that are split."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist.layout import Layout, Split
+from pydist.ops.dims import canonical, given_as, numpy_names
+from pydist.ops.redistribute import prove_equal, redistribute, shard_of_plain
+from pydist.ops.shaping.shape import unsqueeze
+from pydist.partition import Partition
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+
+
+@implements(torch.cat, torch.concat, torch.concatenate)
+@numpy_names
+def cat(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
+    """Joins tensors; all take the layout of the one that holds most.
+
+    Along a split dim the result's blocks are a share of the whole, and what they need of each
+    tensor moves to them.
+    """
+    # torch lets empty tensors of one dim pass, whatever the others look like.
+    given = [t for t in tensors if t.dim() != 1 or t.numel() or isinstance(t, ShardedTensor)]
+    sharded = [t for t in given if isinstance(t, ShardedTensor)]
+    like = max(sharded, key=lambda t: (len(t._layout.split_dims), t.numel()))
+    d = canonical(dim, like.dim())
+    for tensor in given:
+        _check_fits(tensor, like, d)
+    total = sum(t.shape[d] for t in given)
+    split = _joined_split(like, d, total)
+    starts = itertools.accumulate((t.shape[d] for t in given), initial=0)
+    parts = [
+        _in_layout(t, _part_of(like, d, start, t.shape[d], split))
+        for t, start in zip(given, starts, strict=False)
+    ]
+    if like.dim() > 1:
+        joined = torch.cat(parts, d)
+    else:
+        # Of an empty vector torch.cat's backward has no graph, and ranks would part.
+        joined = torch.cat([part.unsqueeze(1) for part in parts]).squeeze(1)
+    return wrap(joined, _resized(like._layout, d, total, split), like)
+
+
+def _check_fits(tensor: Tensor, like: Tensor, d: int) -> None:
+    pairs = zip(like.shape, tensor.shape, strict=False)
+    if tensor.dim() != like.dim() or any(n != m for i, (n, m) in enumerate(pairs) if i != d):
+        raise RuntimeError(
+            f"Sizes of tensors must match except in dimension {d}: got "
+            f"{tuple(tensor.shape)} beside {tuple(like.shape)}"
+        )
+
+
+def _joined_split(like: ShardedTensor, d: int, total: int) -> Split | None:
+    """The joined dim's split: in the shares in which the tensor that holds most is split."""
+    split = like._layout.splits[d]
+    if split is None:
+        return None
+    extent = max(1, split.partition.extent)
+    points = [(2 * p * total + extent) // (2 * extent) for p in split.partition.points]
+    return Split(split.axes, Partition([*points[:-1], total]))
+
+
+def _resized(layout: Layout, d: int, extent: int, split: Split | None) -> Layout:
+    shape = [extent if i == d else n for i, n in enumerate(layout.shape)]
+    return layout.replace(shape=shape, changes={d: split})
+
+
+def _part_of(like: ShardedTensor, d: int, start: int, extent: int, split: Split | None) -> Layout:
+    """Where a tensor is needed that lies at `start` in the joined dim."""
+    if split is not None:
+        points = [min(extent, max(0, p - start)) for p in split.partition.points]
+        split = Split(split.axes, Partition(points))
+    return _resized(like._layout, d, extent, split)
+
+
+def _in_layout(tensor: Tensor, layout: Layout) -> Tensor:
+    if isinstance(tensor, ShardedTensor):
+        return local_of(redistribute(tensor, layout))
+    return shard_of_plain(tensor, layout)
+
+
+@implements(torch.stack)
+@numpy_names
+def stack(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
+    """Joins tensors along a new dim."""
+    return cat([t.unsqueeze(dim) for t in tensors], dim)
+
+
+def _stacked(name: str, dim: int, lift: Callable[[Sequence[Tensor]], Any]) -> None:
+    """torch.{name}: joins along `dim` what `lift` has brought to enough dims."""
+
+    @implements(getattr(torch, name))
+    def handler(tensors: Sequence[Tensor]) -> ShardedTensor:
+        lifted = lift(tensors)
+        lifted = lifted if isinstance(lifted, tuple) else (lifted,)
+        return cat(lifted, min(dim, lifted[0].dim() - 1))
+
+
+def _columns(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(t if t.dim() > 1 else t.reshape(-1, 1) for t in tensors)
+
+
+_stacked("hstack", 1, torch.atleast_1d)
+_stacked("vstack", 0, torch.atleast_2d)
+_stacked("row_stack", 0, torch.atleast_2d)
+_stacked("dstack", 2, torch.atleast_3d)
+_stacked("column_stack", 1, _columns)
+
+
+@implements(torch.Tensor.repeat)
+def repeat(input: ShardedTensor, *repeats: Any, **named: Any) -> ShardedTensor:
+    """Copies of the tensor side by side, so many along every dim."""
+    asked = given_as("repeats", repeats, named)
+    times = (asked,) if isinstance(asked, int) else tuple(asked)
+    if len(times) < input.dim():
+        raise RuntimeError(
+            "Number of dimensions of repeat dims can not be smaller than number of dimensions of "
+            "tensor"
+        )
+    for _ in range(len(times) - input.dim()):
+        input = unsqueeze(input, 0)
+    old = input._layout
+    here = [1 if split else n for n, split in zip(times, old.splits, strict=True)]
+    layout = old.replace(shape=[n * k for n, k in zip(old.shape, here, strict=True)])
+    result = wrap(local_of(input).repeat(here), layout, input)
+    for d, n in enumerate(times):
+        if old.splits[d] and n != 1:
+            result = cat([result] * n, d) if n else _nothing_of(result, d)
+    return result
+
+
+def _nothing_of(x: ShardedTensor, d: int) -> ShardedTensor:
+    return x.narrow(d, 0, 0)  # type: ignore[return-value]
+
+
+@implements(torch.tile, torch.Tensor.tile)
+def tile(input: ShardedTensor, *dims: Any, **named: Any) -> ShardedTensor:
+    """As `repeat`; dims of which nothing is said are not repeated."""
+    asked = given_as("dims", dims, named)
+    times = (asked,) if isinstance(asked, int) else tuple(asked)
+    return repeat(input, (*[1] * (input.dim() - len(times)), *times))
+
+
+@implements(torch.repeat_interleave, torch.Tensor.repeat_interleave)
+@numpy_names
+def repeat_interleave(
+    input: ShardedTensor,
+    repeats: int | Tensor,
+    dim: int | None = None,
+    *,
+    output_size: int | None = None,
+) -> ShardedTensor:
+    """Repeats the elements of a dim one by one; each rank those that it owns."""
+    if dim is None:
+        return repeat_interleave(input.reshape(-1), repeats, 0)  # type: ignore[arg-type]
+    d = canonical(dim, input.dim())
+    old, split = input._layout, input._layout.splits[d]
+    if isinstance(repeats, ShardedTensor):
+        raise refusal(torch.repeat_interleave, (input, repeats), {}, "the counts are sharded")
+    if isinstance(repeats, int) or repeats.numel() == 1:
+        count = int(repeats)
+        ends = [count * p for p in range(old.shape[d] + 1)]
+        mine: int | Tensor = count
+    else:
+        prove_equal(repeats, old)
+        ends = [0, *itertools.accumulate(repeats.tolist())]
+        mine = repeats[old.box.lo[d] : old.box.hi[d]]
+    if len(ends) != old.shape[d] + 1:
+        raise RuntimeError("repeats must have the same size as input along dim")
+    if split is not None:
+        split = Split(split.axes, Partition([ends[p] for p in split.partition.points]))
+    local = torch.repeat_interleave(local_of(input), mine, d)
+    return wrap(local, _resized(old, d, ends[-1], split), input)

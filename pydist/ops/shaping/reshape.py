@@ -1,0 +1,235 @@
+"""Merging and dividing dims: what is cut stays cut where the order of the elements allows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pydist.layout import Layout, Split
+from pydist.mesh import SPATIAL_AXES
+from pydist.ops.dims import canonical, canonical_all, given_as, numpy_names
+from pydist.ops.redistribute import redistribute
+from pydist.ops.shaping.views import apart, view_of
+from pydist.partition import Partition
+from pydist.tensor import ShardedTensor, implements, local_of, refusal
+
+
+def gathered_layout(layout: Layout) -> Layout:
+    """Where a sample goes that has to be whole: one sample a rank where there are enough.
+
+    With at least as many samples as ranks in the group each rank takes its share of the batch
+    (data parallel), so that no work is done twice; with fewer every rank holds all of them.
+    """
+    mesh = layout.mesh
+    splits: list[Split | None] = [None] * len(layout.shape)
+    if 1 < mesh.sample_size <= layout.shape[0]:
+        axes = tuple(a for a in SPATIAL_AXES if mesh.axis_size(a) > 1)
+        splits[0] = Split(axes, Partition.even(layout.shape[0], mesh.sample_size))
+    return Layout(mesh, layout.shape, splits)
+
+
+def reshaped(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor:
+    """`x` in another shape, its elements in the same (row-major) order."""
+    out = _resolve(shape, x.shape)
+    plans = x.mesh.plans
+    key = ("reshape", x._layout, out)
+    plan = plans.get(key)
+    if plan is None:
+        plan = plans[key] = _plan(x._layout, out)
+    moved = redistribute(x, plan.source)
+    local = local_of(moved).reshape(plan.out.local_shape)
+    return view_of(x, apart(moved, local) if plan.merges else local, plan.out)
+
+
+def _resolve(shape: Sequence[int], old: Sequence[int]) -> tuple[int, ...]:
+    known = math.prod(n for n in shape if n != -1)
+    free = math.prod(old) // max(1, known)
+    out = tuple(free if n == -1 else int(n) for n in shape)
+    if math.prod(out) != math.prod(old):
+        raise RuntimeError(f"shape '{list(shape)}' is invalid for input of shape {tuple(old)}")
+    return out
+
+
+# -- where the blocks lie -------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """The layout from which every rank reshapes its own block, and the layout that this gives.
+
+    Where dims are merged, the result is a view or not by the order in which they lie in memory.
+    """
+
+    source: Layout
+    out: Layout
+    merges: bool = False
+
+
+class _Group(NamedTuple):
+    """Dims that are reshaped together: the fewest with equally many elements (dims of 1 left out).
+
+    An interval of the first old dim is an interval of the elements, and so one of the first new
+    dim, if its ends are multiples of `unit`. So a group can be cut along its first dim alone.
+    """
+
+    old: list[int]
+    new: list[int]
+    inner_old: int
+    inner_new: int
+
+    @property
+    def unit(self) -> int:
+        return self.inner_new // math.gcd(self.inner_old, self.inner_new)
+
+    def cuts(self, layout: Layout) -> list[Split]:
+        return [s for d in self.old if (s := layout.splits[d]) is not None]
+
+    def keeps(self, layout: Layout) -> bool:
+        """Whether each rank's block of the old shape is one block of the new shape."""
+        first, *others = (layout.splits[d] for d in self.old)
+        if any(others):
+            return False
+        return first is None or all(p % self.unit == 0 for p in first.partition.points)
+
+
+def _plan(layout: Layout, shape: tuple[int, ...]) -> _Plan:
+    if shape == layout.shape:
+        return _Plan(layout, layout)
+    if 0 in shape:
+        return _Plan(layout.whole(), Layout(layout.mesh, shape, [None] * len(shape)))
+    groups = list(_groups(layout.shape, shape))
+    source = layout
+    if any(not g.keeps(layout) and _is_features(g, layout, shape) for g in groups):
+        source = gathered_layout(layout)
+    changes: dict[int, Split | None] = {d: None for d, n in enumerate(layout.shape) if n == 1}
+    for group in groups:
+        if not group.keeps(source):
+            changes |= dict.fromkeys(group.old)
+            changes[group.old[0]] = _moved(group, source)
+    source = source.replace(changes=changes)
+    splits: list[Split | None] = [None] * len(shape)
+    for group in groups:
+        split = source.splits[group.old[0]]
+        if split is not None:
+            points = [p * group.inner_old // group.inner_new for p in split.partition.points]
+            splits[group.new[0]] = Split(split.axes, Partition(points))
+    merges = any(len(group.old) > 1 for group in groups)
+    return _Plan(source, Layout(layout.mesh, shape, splits), merges)
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[_Group]:
+    olds = [d for d, n in enumerate(old) if n != 1]
+    news = [d for d, n in enumerate(new) if n != 1]
+    while olds:
+        i = j = 1
+        before, after = old[olds[0]], new[news[0]]
+        while before != after:
+            if before < after:
+                before *= old[olds[i]]
+                i += 1
+            else:
+                after *= new[news[j]]
+                j += 1
+        yield _Group(olds[:i], news[:j], before // old[olds[0]], after // new[news[0]])
+        olds, news = olds[i:], news[j:]
+
+
+def _is_features(group: _Group, layout: Layout, shape: Sequence[int]) -> bool:
+    """Whether channels and space become the features of a linear layer.
+
+    What follows needs them whole, so they are gathered instead of being cut along the channels.
+    """
+    lead = group.old[0]
+    return (
+        len(shape) > 1
+        and group.new == [len(shape) - 1]
+        and lead <= 1
+        and layout.splits[lead] is None
+    )
+
+
+def _moved(group: _Group, layout: Layout) -> Split | None:
+    """The group's first dim cut for all ranks among which its dims were cut.
+
+    Cuts of the first dim stay where they are, or move to the next multiple of the unit; the blocks
+    between them are divided again. So the ranks that exchange are those that were cut apart
+    within such a block.
+    """
+    extent, unit = layout.shape[group.old[0]], group.unit
+    if extent == unit:
+        return None  # nothing smaller than the whole: every rank takes it
+    first, axes = layout.splits[group.old[0]], [a for s in group.cuts(layout) for a in s.axes]
+    blocks = [0, extent] if first is None else list(first.partition.points)
+    blocks = [min(extent // unit, (p + unit // 2) // unit) for p in blocks]
+    parts = math.prod(layout.mesh.axis_size(a) for a in axes) // (len(blocks) - 1)
+    points = [0]
+    for lo, hi in pairwise(blocks):
+        points += [lo + p for p in Partition.even(hi - lo, parts).points[1:]]
+    return Split(tuple(axes), Partition([p * unit for p in points]))
+
+
+# -- torch's calls --------------------------------------------------------------------------
+
+
+@implements(torch.reshape, torch.Tensor.reshape, torch.Tensor.view)
+def reshape(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
+    """Reshape and view.
+
+    Blocks are moved between ranks where a rank's elements would not be one block of the result;
+    dims that become the features of a linear layer are gathered.
+    """
+    asked = given_as("size", shape, {("size" if n == "shape" else n): v for n, v in named.items()})
+    if isinstance(asked, torch.dtype) or "dtype" in named:
+        raise refusal(torch.Tensor.view, (input,), {}, "a view of another dtype")
+    return reshaped(input, (asked,) if isinstance(asked, int) else asked)
+
+
+@implements(torch.Tensor.contiguous)
+def contiguous(
+    input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
+) -> ShardedTensor:
+    """Each shard in a memory format: itself where it lies so."""
+    local = local_of(input).contiguous(memory_format=memory_format)
+    return view_of(input, apart(input, local), input._layout)
+
+
+@implements(torch.Tensor.view_as, torch.Tensor.reshape_as)
+def view_as(input: Tensor, other: Tensor) -> Tensor:
+    """In the shape of another tensor."""
+    return input.reshape(other.shape)
+
+
+@implements(torch.flatten, torch.ravel, torch.Tensor.flatten, torch.Tensor.ravel)
+def flatten(input: ShardedTensor, start_dim: int = 0, end_dim: int = -1) -> ShardedTensor:
+    """Merges the dims from `start_dim` to `end_dim`."""
+    start, end = canonical(start_dim, input.dim()), canonical(end_dim, input.dim())
+    if start > end:
+        raise RuntimeError("flatten() has invalid args: start_dim cannot come after end_dim")
+    merged = math.prod(input.shape[start : end + 1])
+    return reshaped(input, (*input.shape[:start], merged, *input.shape[end + 1 :]))
+
+
+@implements(torch.unflatten, torch.Tensor.unflatten)
+def unflatten(input: ShardedTensor, dim: int, sizes: Sequence[int]) -> ShardedTensor:
+    """Divides a dim."""
+    d = canonical(dim, input.dim())
+    return reshaped(
+        input, (*input.shape[:d], *_resolve(sizes, input.shape[d : d + 1]), *input.shape[d + 1 :])
+    )
+
+
+@implements(torch.squeeze, torch.Tensor.squeeze)
+@numpy_names
+def squeeze(input: ShardedTensor, dim: int | Sequence[int] | None = None) -> ShardedTensor:
+    """Removes dims of (global) extent 1."""
+    asked = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
+    gone = {d for d in canonical_all(asked, input.dim()) if input.shape[d] == 1}
+    layout = input._layout
+    moved = redistribute(input, layout.replace(changes=dict.fromkeys(gone)))
+    kept = [d for d in range(input.dim()) if d not in gone]
+    out = Layout(layout.mesh, [layout.shape[d] for d in kept], [layout.splits[d] for d in kept])
+    return view_of(input, local_of(moved).squeeze(tuple(gone)), out)

@@ -1,0 +1,158 @@
+"""Calls that reorder, add and repeat dims."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist.layout import Layout
+from pydist.ops.dims import canonical, canonical_all, given_as, numpy_names
+from pydist.ops.pointwise.elementwise import broadcast_layout
+from pydist.ops.redistribute import operand_for, redistribute
+from pydist.ops.shaping.views import view_of
+from pydist.tensor import ShardedTensor, implements, local_of, wrap
+
+
+@implements(torch.unsqueeze, torch.Tensor.unsqueeze)
+@numpy_names
+def unsqueeze(input: ShardedTensor, dim: int) -> ShardedTensor:
+    """Inserts a dim of extent 1."""
+    at = canonical(dim, input.dim() + 1)
+    old = input._layout
+    layout = Layout(
+        old.mesh,
+        (*old.shape[:at], 1, *old.shape[at:]),
+        (*old.splits[:at], None, *old.splits[at:]),
+    )
+    return view_of(input, local_of(input).unsqueeze(at), layout)
+
+
+def _at_least(name: str, dims: int) -> None:
+    """torch.{name}: dims of extent 1 are added up to so many."""
+
+    @implements(getattr(torch, name), getattr(torch._VF, name))
+    def handler(*tensors: Any) -> Any:
+        if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
+            tensors = tuple(tensors[0])
+        lifted = tuple(_lifted(t, dims) for t in tensors)
+        return lifted[0] if len(tensors) == 1 else lifted
+
+
+def _lifted(x: Tensor, dims: int) -> Tensor:
+    """A vector becomes a row, a matrix the first slice of the last of three dims."""
+    while x.dim() < dims:
+        x = x.unsqueeze(-1 if x.dim() == 2 else 0)
+    return x
+
+
+for _name, _dims in (("atleast_1d", 1), ("atleast_2d", 2), ("atleast_3d", 3)):
+    _at_least(_name, _dims)
+
+
+@implements(torch.permute, torch.Tensor.permute)
+def permute(input: ShardedTensor, *dims: Any, **named: Any) -> ShardedTensor:
+    """Reorders the dims; the splits go with them."""
+    order = canonical_all(given_as("dims", dims, named), input.dim())
+    old = input._layout
+    layout = Layout(old.mesh, [old.shape[d] for d in order], [old.splits[d] for d in order])
+    return view_of(input, local_of(input).permute(order), layout)
+
+
+@implements(
+    torch.transpose,
+    torch.swapaxes,
+    torch.swapdims,
+    torch.Tensor.transpose,
+    torch.Tensor.swapaxes,
+    torch.Tensor.swapdims,
+)
+def transpose(input: ShardedTensor, *dims: int, **named: int) -> ShardedTensor:
+    """Exchanges two dims, named `dim0` and `dim1`, or `axis0` and `axis1`."""
+    first, second = (*dims, *(named[name] for name in sorted(named)))
+    order = list(range(input.dim()))
+    one, other = canonical(first, input.dim()), canonical(second, input.dim())
+    order[one], order[other] = order[other], order[one]
+    return permute(input, order)
+
+
+@implements(torch.t, torch.Tensor.t, torch.Tensor.T.__get__)  # type: ignore[attr-defined]
+def t(input: ShardedTensor) -> ShardedTensor:
+    """The transpose of a matrix; tensors of fewer dims stay."""
+    if input.dim() > 2:
+        raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {input.dim()}D")
+    return permute(input, tuple(reversed(range(input.dim()))))
+
+
+@implements(torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
+def matrix_transpose(input: ShardedTensor) -> ShardedTensor:
+    """Exchanges the last two dims."""
+    return transpose(input, -2, -1)
+
+
+@implements(torch.movedim, torch.moveaxis, torch.Tensor.movedim, torch.Tensor.moveaxis)
+def movedim(
+    input: ShardedTensor, source: int | Sequence[int], destination: int | Sequence[int]
+) -> ShardedTensor:
+    """Moves dims to other places; the rest keeps its order."""
+    ndim = input.dim()
+    start = canonical_all((source,) if isinstance(source, int) else source, ndim)
+    end = canonical_all((destination,) if isinstance(destination, int) else destination, ndim)
+    if len(start) != len(end):
+        raise RuntimeError(
+            f"movedim: Invalid source or destination dims: source ({len(start)} dims) should "
+            f"contain the same number of dims as destination ({len(end)} dims)"
+        )
+    taken = dict(zip(end, start, strict=True))
+    rest = iter(d for d in range(ndim) if d not in start)
+    return permute(input, [taken[d] if d in taken else next(rest) for d in range(ndim)])
+
+
+@implements(torch.broadcast_to, torch.Tensor.expand, torch.Tensor.broadcast_to)
+def expand(input: ShardedTensor, *size: Any, **named: Any) -> ShardedTensor:
+    """Repeats dims of extent 1, without copies; repeated dims are whole on every rank."""
+    named.pop("implicit", None)
+    asked = given_as("size", size, named)
+    asked = (asked,) if isinstance(asked, int) else tuple(asked)
+    new = len(asked) - input.dim()
+    old = input._layout
+    shape = tuple(
+        (old.shape[d - new] if d >= new else n) if n == -1 else n for d, n in enumerate(asked)
+    )
+    if new < 0 or any(m not in (1, n) for m, n in zip(old.shape, shape[new:], strict=True)):
+        raise RuntimeError(
+            f"expand({list(asked)}): the expanded size of a tensor of shape {old.shape} must "
+            "match its existing size at every dim that is not 1"
+        )
+    repeated = [d for d, n in enumerate(old.shape) if n != shape[new + d]]
+    moved = redistribute(input, old.replace(changes=dict.fromkeys(repeated)))
+    layout = Layout(old.mesh, shape, (*[None] * new, *moved._layout.splits))
+    return view_of(input, local_of(moved).expand(layout.local_shape), layout)
+
+
+@implements(torch.Tensor.expand_as)
+def expand_as(input: Tensor, other: Tensor) -> Tensor:
+    """Repeats dims of extent 1 to the shape of another tensor, and cuts them as that is cut."""
+    layout = broadcast_layout([input, other])
+    if layout.shape != tuple(other.shape):
+        raise RuntimeError(f"can't expand a tensor of {tuple(input.shape)} to {tuple(other.shape)}")
+    return _broadcast(input, layout, input if isinstance(input, ShardedTensor) else other)
+
+
+@implements(torch.broadcast_tensors)
+def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
+    """All tensors in the shape to which they broadcast."""
+    operands = tensors[0] if len(tensors) == 1 else tensors
+    layout = broadcast_layout(operands)
+    like = next(o for o in operands if isinstance(o, ShardedTensor))
+    return tuple(
+        _broadcast(o, layout, o if isinstance(o, ShardedTensor) else like) for o in operands
+    )
+
+
+def _broadcast(x: Tensor, layout: Layout, like: Tensor) -> ShardedTensor:
+    assert isinstance(like, ShardedTensor)
+    local = operand_for(x, layout, layout.shape).expand(layout.local_shape)
+    return view_of(x, local, layout) if x is like else wrap(local, layout, like)

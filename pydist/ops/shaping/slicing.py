@@ -1,0 +1,239 @@
+"""Slices: along a split dim each rank keeps what it owns of them, and nothing moves."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from types import EllipsisType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pydist.layout import Layout, Split
+from pydist.ops.dims import canonical, numpy_names
+from pydist.ops.redistribute import redistribute
+from pydist.ops.shaping.views import view_of
+from pydist.partition import Partition
+from pydist.tensor import ShardedTensor, implements, local_of
+
+Entry = int | slice | None
+"""What stands for one dim in an index; `None` is a new dim."""
+
+
+class Region(NamedTuple):
+    """What an index of integers, slices and `None` selects, before integers remove their dim.
+
+    Attributes:
+        local: the index of this rank's part in its shard; a slice stands for an integer.
+        layout: of the selection, in which the dim of an integer has extent 1.
+        removed: the dims of the selection that integers remove.
+        added: the dims of the selection that stand for `None`.
+    """
+
+    local: tuple[slice | None, ...]
+    layout: Layout
+    removed: tuple[int, ...]
+    added: tuple[int, ...]
+
+
+def region_of(layout: Layout, entries: Sequence[Entry]) -> Region:
+    """Where the parts of a selection lie: on the ranks that own its elements.
+
+    Args:
+        layout: of the tensor.
+        entries: one for every dim, in order, with `None` in between.
+
+    Raises:
+        IndexError: an integer is out of range.
+        ValueError: a step is not positive.
+    """
+    local: list[slice | None] = []
+    shape: list[int] = []
+    splits: list[Split | None] = []
+    removed, added = [], []
+    dims = itertools.count()
+    for entry in entries:
+        if entry is None:
+            added.append(len(shape))
+            local.append(None)
+            shape.append(1)
+            splits.append(None)
+            continue
+        dim = next(dims)
+        if isinstance(entry, int):
+            removed.append(len(shape))
+            first = _checked(entry, dim, layout.shape[dim])
+            own, extent, split = _along(layout, dim, slice(first, first + 1))
+        else:
+            own, extent, split = _along(layout, dim, entry)
+        local.append(own)
+        shape.append(extent)
+        splits.append(split)
+    return Region(tuple(local), Layout(layout.mesh, shape, splits), tuple(removed), tuple(added))
+
+
+def _checked(index: int, dim: int, extent: int) -> int:
+    if not -extent <= index < extent:
+        raise IndexError(f"index {index} is out of bounds for dimension {dim} with size {extent}")
+    return index % extent
+
+
+def _along(layout: Layout, dim: int, entry: slice) -> tuple[slice, int, Split | None]:
+    """This rank's part of a slice in its shard, the slice's extent, and its split."""
+    extent, split = layout.shape[dim], layout.splits[dim]
+    if entry == slice(None):
+        return entry, extent, split
+    start, stop, step = entry.indices(extent)
+    if step < 1:
+        raise ValueError("step must be greater than zero")
+    count = len(range(start, stop, step))
+    if split is None:
+        return slice(start, start + count * step, step), count, None
+    before = [min(count, max(0, -((start - p) // step))) for p in split.partition.points]
+    lo, hi = layout.box.lo[dim], layout.box.hi[dim]
+    first, last = (min(count, max(0, -((start - p) // step))) for p in (lo, hi))
+    begin = start + first * step - lo if last > first else 0
+    own = slice(begin, begin + (last - first) * step, step)
+    return own, count, Split(split.axes, Partition(before))
+
+
+def sliced(x: ShardedTensor, entries: Sequence[Entry]) -> ShardedTensor:
+    """Integers, slices and `None`, one integer or slice for every dim.
+
+    What an integer selects of a split dim goes to all ranks that the dim was split over.
+    """
+    region = region_of(x._layout, entries)
+    part = view_of(x, local_of(x)[region.local], region.layout)
+    if not region.removed:
+        return part
+    layout = region.layout
+    moved = redistribute(part, layout.replace(changes=dict.fromkeys(region.removed)))
+    left = [d for d in range(len(layout.shape)) if d not in region.removed]
+    out = Layout(layout.mesh, [layout.shape[d] for d in left], [layout.splits[d] for d in left])
+    return view_of(x, local_of(moved).squeeze(region.removed), out)
+
+
+def along(x: ShardedTensor, dim: int, entry: int | slice) -> ShardedTensor:
+    """A slice, or one element, of one dim."""
+    entries: list[Entry] = [slice(None)] * x.dim()
+    entries[dim] = entry
+    return sliced(x, entries)
+
+
+def full_index(index: Any, dims: int) -> list[Any]:
+    """An index with its Ellipsis, or what is missing at its end, written out as full slices.
+
+    Raises:
+        IndexError: there are more entries than dims.
+    """
+    given = list(index) if isinstance(index, tuple) else [index]
+    used = sum(_consumes(entry) for entry in given)
+    if used > dims:
+        raise IndexError(f"too many indices for tensor of dimension {dims}")
+    at = next((i for i, entry in enumerate(given) if isinstance(entry, EllipsisType)), None)
+    missing = [slice(None)] * (dims - used)
+    if at is None:
+        return given + missing
+    behind = [entry for entry in given[at:] if not isinstance(entry, EllipsisType)]
+    return given[:at] + missing + behind
+
+
+def _consumes(entry: Any) -> int:
+    """For how many dims an entry of an index stands."""
+    if entry is None or isinstance(entry, EllipsisType):
+        return 0
+    is_mask = isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8)
+    return entry.dim() if is_mask else 1
+
+
+@implements(torch.select, torch.Tensor.select)
+@numpy_names
+def select(input: ShardedTensor, dim: int, index: int) -> ShardedTensor:
+    """One element of a dim."""
+    return along(input, canonical(dim, input.dim()), operator.index(index))
+
+
+@implements(torch.narrow, torch.Tensor.narrow)
+@numpy_names
+def narrow(input: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
+    """`length` elements of a dim."""
+    d = canonical(dim, input.dim())
+    extent = input.shape[d]
+    begin = int(start)
+    if not -extent <= begin <= extent:
+        raise IndexError(f"start ({begin}) out of range [{-extent}, {extent}] of dim {d}")
+    begin += extent if begin < 0 else 0
+    if length < 0 or begin + length > extent:
+        raise RuntimeError(
+            f"start ({begin}) + length ({length}) exceeds dimension size ({extent})."
+        )
+    return along(input, d, slice(begin, begin + length))
+
+
+def pieces(x: ShardedTensor, dim: int, points: Sequence[int]) -> tuple[ShardedTensor, ...]:
+    """The parts of a dim between each two neighbouring points."""
+    return tuple(along(x, dim, slice(a, max(a, b))) for a, b in itertools.pairwise(points))
+
+
+@implements(torch.split, torch.Tensor.split, torch.Tensor.split_with_sizes, torch.split_with_sizes)
+@numpy_names
+def split(
+    tensor: ShardedTensor, split_size_or_sections: Any = None, dim: int = 0, **named: Any
+) -> tuple[ShardedTensor, ...]:
+    """Parts of equal (the last may be smaller) or given extents."""
+    asked = next(iter(named.values())) if named else split_size_or_sections
+    d = canonical(dim, tensor.dim())
+    extent = tensor.shape[d]
+    if isinstance(asked, int):
+        if asked < 1 and not asked == extent == 0:
+            raise RuntimeError(f"split expects split_size be positive, but got {asked}")
+        return pieces(tensor, d, [*range(0, max(extent, 1), max(asked, 1)), extent])
+    if sum(asked) != extent or min(asked, default=0) < 0:
+        raise RuntimeError(
+            f"split_with_sizes expects split_sizes to sum exactly to {extent} "
+            f"(input tensor's size at dimension {d}), but got split_sizes={list(asked)}"
+        )
+    return pieces(tensor, d, [0, *itertools.accumulate(asked)])
+
+
+@implements(torch.chunk, torch.Tensor.chunk)
+@numpy_names
+def chunk(input: ShardedTensor, chunks: int, dim: int = 0) -> tuple[ShardedTensor, ...]:
+    """At most `chunks` parts, all of the same extent but the last."""
+    if chunks < 1:
+        raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
+    d = canonical(dim, input.dim())
+    return split(input, -(-input.shape[d] // chunks), d)
+
+
+@implements(torch.tensor_split, torch.Tensor.tensor_split)
+@numpy_names
+def tensor_split(
+    input: ShardedTensor, *given: Any, dim: int = 0, **named: Any
+) -> tuple[ShardedTensor, ...]:
+    """Parts as equal as possible, or cut at given indices."""
+    asked, *at = (*given, *named.values())
+    d = canonical(at[0] if at else dim, input.dim())
+    extent = input.shape[d]
+    asked = asked.tolist() if isinstance(asked, Tensor) else asked
+    if isinstance(asked, int):
+        if asked < 1:
+            raise RuntimeError(f"number of sections must be larger than 0, got {asked}")
+        return pieces(
+            input, d, [extent // asked * i + min(i, extent % asked) for i in range(asked + 1)]
+        )
+    return pieces(input, d, [0, *(slice(i).indices(extent)[1] for i in asked), extent])
+
+
+@implements(torch.unbind, torch.Tensor.unbind)
+@numpy_names
+def unbind(input: ShardedTensor, dim: int = 0) -> tuple[ShardedTensor, ...]:
+    """Every element of a dim; a split dim is gathered once for all."""
+    d = canonical(dim, input.dim())
+    whole = redistribute(input, input._layout.replace(changes={d: None}))
+    return tuple(
+        view_of(input, local_of(part), part._layout)
+        for part in (along(whole, d, i) for i in range(input.shape[d]))
+    )

@@ -1,0 +1,198 @@
+"""ReLUs in place, fused with the boundary of the convolution before them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import check_function, layout_at, on_ranks, randn, shard, spatial_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import cuts
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pydist import layout_for_sample, parallelize
+from pydist.ops.convolution import boundary
+from pydist.tensor import ShardedTensor
+
+# With slope 1 there is nothing to fuse.
+SLOPES = [0.0, 0.01, 0.3, 1.0]
+
+
+class _Native:
+    """The native core, with the slopes that its boundary kernel is called with."""
+
+    def __init__(self) -> None:
+        self.slopes: list[float] = []
+
+    def boundary_conv_forward(self, *args) -> None:
+        self.slopes.append(args[-1])
+        _KERNELS.boundary_conv_forward(*args)
+
+
+_KERNELS = boundary.native
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> _Native:
+    recording = _Native()
+    monkeypatch.setattr(boundary, "native", recording)
+    return recording
+
+
+def rectified(y, slope):
+    return F.relu(y, inplace=True) if slope == 0 else F.leaky_relu(y, slope, inplace=True)
+
+
+@settings(max_examples=60)
+@given(
+    data=st.data(),
+    slope=st.sampled_from(SLOPES),
+    kernel=st.tuples(*[st.sampled_from([1, 3, 3, 5])] * 3),
+    stride=st.tuples(*[st.sampled_from([1, 1, 2])] * 3),
+    dilation=st.tuples(*[st.sampled_from([1, 1, 2])] * 3),
+    second_order=st.booleans(),
+)
+def test_split_equals_whole(data, slope, kernel, stride, dilation, second_order):
+    extents = [max(4, d * (k - 1) + 1) for k, d in zip(kernel, dilation, strict=True)]
+    extents = [n + data.draw(st.integers(0, 4)) for n in extents]
+    padding = [d * (k // 2) for k, d in zip(kernel, dilation, strict=True)]
+
+    def two_layers(x, first, bias, second):
+        y = rectified(F.conv3d(x, first, bias, stride, padding, dilation), slope)
+        return rectified(F.conv3d(y, second, None, 1, 1), slope)
+
+    weights = [randn(3, 2, *kernel, seed=1), randn(3, seed=2), randn(2, 3, 3, 3, 3, seed=3)]
+    check_function(
+        two_layers, randn(1, 2, *extents), weights, data.draw(cuts(extents)),
+        second_order=second_order,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.25])
+@pytest.mark.parametrize(
+    "points",
+    [[[0, 4, 8], None, None], [[0, 3, 8], [0, 5, 8], None], [[0, 4, 8]] * 3,
+     [[0, 1, 2, 8], None, [0, 4, 8]]],
+    ids=["depth", "uneven", "three dims", "thin"],
+)  # fmt: skip
+def test_same_bits_as_one_after_the_other(points, slope, kernels):
+    x, weight, bias = randn(2, 3, 8, 8, 8), randn(4, 3, 3, 3, 3, seed=1), randn(4, seed=2)
+
+    def rank(mesh):
+        part = shard(x, layout_at(mesh, x.shape, points))
+        plain = F.conv3d(part, weight, bias, padding=1)
+        expected = F.leaky_relu(plain.to_local().detach(), slope)
+        fused = rectified(F.conv3d(part, weight, bias, padding=1), slope)
+        torch.testing.assert_close(fused.to_local().detach(), expected, rtol=0, atol=0)
+
+    on_ranks(spatial_of(points), rank, keep_thin_blocks=True)
+    assert slope in kernels.slopes  # the boundary went through the kernel's own ReLU
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_types(dtype):
+    x, weight = randn(1, 4, 8, 8, 8).to(dtype), randn(4, 4, 3, 3, 3, seed=1).to(dtype)
+    expected = F.relu(F.conv3d(x.double(), weight.double(), padding=1))
+
+    def rank(mesh):
+        part = shard(x, layout_for_sample(mesh, x.shape))
+        return F.relu(F.conv3d(part, weight, padding=1), inplace=True).full_tensor().detach()
+
+    found = on_ranks((2, 1, 1), rank)[0]
+    assert found.dtype == dtype
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error <= 4 * torch.finfo(dtype).eps
+
+
+def test_infinities_and_nan_as_torch_has_them():
+    weight = torch.zeros(1, 1, 3, 1, 1, dtype=torch.float64)
+    weight[0, 0, 0] = weight[0, 0, 2] = 1.0
+    x = torch.ones(1, 1, 4, 2, 2, dtype=torch.float64)
+    x[0, 0, 1, 0], x[0, 0, 2, 1] = -torch.inf, torch.nan
+
+    def rank(mesh):
+        part = shard(x, layout_for_sample(mesh, x.shape))
+        y = F.conv3d(part, weight, padding=(1, 0, 0))
+        return F.relu(y, inplace=True).full_tensor().detach()
+
+    expected = F.relu(F.conv3d(x, weight, padding=(1, 0, 0)))
+    torch.testing.assert_close(on_ranks((2, 1, 1), rank)[0], expected, equal_nan=True)
+
+
+def test_who_looks_in_between_sees_the_linear_result():
+    x, weight = randn(1, 2, 6, 6, 6), randn(2, 2, 3, 3, 3, seed=1)
+    linear = F.conv3d(x, weight, padding=1)
+
+    def rank(mesh):
+        part = shard(x, layout_for_sample(mesh, x.shape))
+        conv = nn.Conv3d(2, 2, 3, padding=1, bias=False).double()
+        seen = []
+        conv.register_forward_hook(lambda *a: seen.append(a[2].full_tensor().detach().clone()))
+        conv.weight.data.copy_(weight)
+        net = parallelize(nn.Sequential(conv, nn.ReLU(inplace=True)), mesh)
+        y = net(part)
+        return seen[0], y.full_tensor().detach()
+
+    for seen, y in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(seen, linear)
+        torch.testing.assert_close(y, linear.relu())
+
+
+def test_result_that_nobody_asks_for():
+    """Its halo is taken in before the next one travels, or never: nothing waits for it."""
+    x, weight = randn(1, 2, 6, 6, 6), randn(2, 2, 3, 3, 3, seed=1)
+
+    def rank(mesh):
+        part = shard(x, layout_for_sample(mesh, x.shape))
+        for _ in range(3):
+            F.conv3d(part, weight, padding=1)
+        kept = F.conv3d(part, weight, padding=1)
+        other = F.conv3d(part, 2 * weight, padding=1)
+        F.conv3d(part, 3 * weight, padding=1)
+        return kept.full_tensor().detach(), other.full_tensor().detach()
+
+    linear = F.conv3d(x, weight, padding=1)
+    for kept, other in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(kept, linear)
+        torch.testing.assert_close(other, 2 * linear)
+
+
+def test_under_checkpointing():
+    x = randn(1, 2, 8, 6, 6)
+    model = nn.Sequential(
+        nn.Conv3d(2, 3, 3, padding=1), nn.ReLU(inplace=True),
+        nn.Conv3d(3, 2, 3, padding=1), nn.LeakyReLU(0.1, inplace=True),
+        nn.Conv3d(2, 2, 3, padding=1),
+    ).double()  # fmt: skip
+
+    def gradients(net, x):
+        y = checkpoint(net, x, use_reentrant=False) * 1.0
+        y.square().sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    expected = gradients(copy.deepcopy(model), x)
+
+    def rank(mesh):
+        net = parallelize(copy.deepcopy(model), mesh)
+        part = shard(x, layout_for_sample(mesh, x.shape))
+        assert isinstance(part, ShardedTensor)
+        return gradients(net, part)
+
+    for found in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(found, expected)
+
+
+def test_holes_are_left_to_two_passes(kernels):
+    """A dilated kernel's halo of one plane reaches every other output plane only."""
+    x, weight = randn(1, 1, 9, 4, 4), randn(1, 1, 5, 1, 1, seed=1)
+
+    def two(x, weight):
+        return F.relu(F.conv3d(x, weight, padding=(4, 0, 0), dilation=(2, 1, 1)), inplace=True)
+
+    check_function(two, x, [weight], [[0, 1, 5, 9], None, None])
+    assert 0.0 in kernels.slopes
+    assert 1.0 in kernels.slopes
