@@ -50,11 +50,11 @@ def test_a_refusal_stays_visible_inside_operators():
     assert issubclass(NotSupported, RuntimeError)
 
     def body(mesh):
-        x = distribute_tensor(randn(*SHAPE), mesh)
-        with pytest.raises(NotSupported, match="matmul"):
-            x @ x
+        tokens = distribute_tensor(randn(*SHAPE), mesh).flatten(2)
+        with pytest.raises(NotSupported, match=r"matmul.*attention over split tokens"):
+            tokens.transpose(1, 2) @ tokens
 
-    on_ranks((1, 1, 1), body)
+    on_ranks((2, 1, 1), body)
 
 
 class Fault(Exception):
@@ -138,14 +138,26 @@ def test_ranks_that_call_different_things_are_told_so():
         else:
             x.full_tensor()
 
-    with pytest.raises((RankFailed, errors.RankLost), match=r"rank \d"):
+    with pytest.raises((UsageError, RankFailed, errors.RankLost), match=r"rank \d"):
         on_ranks((2, 1, 1), body)
+
+
+def test_a_refusal_is_one_line_and_the_handler_that_would_help():
+    def body(mesh):
+        with pytest.raises(NotSupported) as caught:
+            torch.cumsum(distribute_tensor(randn(*SHAPE), mesh), 2)
+        line, *handler = str(caught.value).splitlines()
+        assert all(word in line for word in ("torch.cumsum", "test_errors.py:", "full_tensor()"))
+        assert [text.split()[0] for text in handler] == [
+            "@pydist.tensor.implements(torch.cumsum)", "def", "return"
+        ]  # fmt: skip
+
+    on_ranks((2, 1, 1), body)
 
 
 ONE_LINE = {
     "shape": (lambda x, m: distribute_tensor(torch.zeros(2, 2), m), UsageError),
     "layout": (lambda x, m: distribute_tensor(torch.zeros(2, 2), m, {7: "depth"}), UsageError),
-    "unknown call": (lambda x, m: torch.cumsum(x, 2), NotSupported),
     "plain differs": (lambda x, m: x + randn(*SHAPE, seed=m.rank), UsageError),
     "window": (lambda x, m: F.conv3d(x, randn(1, 2, 99, 1, 1)), UsageError),
 }
