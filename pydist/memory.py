@@ -3,7 +3,10 @@
 By default glibc gives large blocks back to the system at once. A step allocates and frees the same
 gigabytes again and again, and the system has to clear every page anew. `pydist.init()` therefore
 calls `keep_freed_memory`; `init(keep_freed_memory=False)` or PYDIST_KEEP_FREED_MEMORY=0 in the
-environment leaves the allocator as it is.
+environment leaves the allocator's settings as they are, for those who are short of memory. Then
+backward on several ranks also gives back what is free on the way (`relieve`), since glibc keeps
+blocks below 32 MiB: shards are small, so that the gaps that deep layers leave would add a fifth to
+the peak, which comes when backward gets to the first layers.
 
 Measured on CosmoFlow (variant "paper", batch 4, at 128³ batch 2; Adam; one thread a rank; split
 over the depth; a thread that makes the batches), glibc 2.36, as it comes → kept. Faults and system
@@ -35,10 +38,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from pathlib import Path
 
 from pydist.errors import UsageError
 
 VARIABLE = "PYDIST_KEEP_FREED_MEMORY"
+
+_GROWTH_BYTES = 4 << 20
+"""From so much on it is worth looking for free memory: that takes about a millisecond."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _SETTINGS = ("mmap_max", "mmap_threshold", "trim_threshold", "top_pad")
@@ -90,6 +97,47 @@ def give_back() -> bool:
     """
     libc = _glibc_in_use()
     return libc is not None and bool(libc.malloc_trim(ctypes.c_size_t(0)))
+
+
+class _Relief:
+    """Gives memory back when the process has grown."""
+
+    def __init__(self, libc: ctypes.CDLL) -> None:
+        self._trim = libc.malloc_trim
+        self._statm = Path("/proc/self/statm").open("rb", buffering=0)  # noqa: SIM115  kept open
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self._lowest = 0
+
+    def __call__(self) -> None:
+        resident = self._resident()
+        if resident > self._lowest + _GROWTH_BYTES:
+            self._trim(ctypes.c_size_t(0))
+            resident = self._lowest = self._resident()
+        self._lowest = min(self._lowest, resident)
+
+    def _resident(self) -> int:
+        self._statm.seek(0)
+        return int(self._statm.read().split()[1]) * self._page
+
+
+_relief: list[_Relief] = []
+"""The one of this process, once it is allowed."""
+
+
+def allow_relief() -> None:
+    """Lets `relieve` act, from now on; not on another allocator or under settings of the user."""
+    libc = None if _set_by_user() else _glibc_in_use()
+    if libc is not None and Path("/proc/self/statm").exists():
+        _relief[:] = [_Relief(libc)]
+
+
+def relieve() -> None:
+    """Returns free memory to the system where it is not to be kept and the process has grown.
+
+    For places at which much has just been freed. It takes 3 µs to see that it has not.
+    """
+    for each in _relief:
+        each()
 
 
 def _set_by_user() -> bool:

@@ -131,3 +131,41 @@ print(kept - before, resident() - before)
     kept, left = map(float, run(program, tmp_path).split())
     assert kept > 2.5
     assert left < 0.5
+
+
+RELIEVED = """
+import torch
+from pathlib import Path
+import pydist
+from pydist.memory import relieve
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+pydist.init(transport='local', {argument})
+torch.ones(7 << 20)  # from now on blocks below 32 MiB come from the heap
+relieve()
+before = resident()
+blocks = [torch.ones(2 << 20) for _ in range(8)]
+last = torch.ones(1 << 18)  # behind them: the heap's end stays where it is
+del blocks
+free = resident() - before
+relieve()
+print(free * {page} // 2**20, (resident() - before) * {page} // 2**20)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "variables", "relieved"),
+    [
+        ("keep_freed_memory=False", {}, True),
+        ("", {VARIABLE: "0"}, True),
+        ("", {}, False),
+        ("keep_freed_memory=False", {"MALLOC_MMAP_THRESHOLD_": "33554432"}, False),
+    ],
+)
+def test_what_is_free_goes_back_where_it_is_not_kept(tmp_path, argument, variables, relieved):
+    program = RELIEVED.format(argument=argument, page=os.sysconf("SC_PAGE_SIZE"))
+    free, left = map(int, run(program, tmp_path, **variables).split())
+    assert free > 30
+    assert left < 8 if relieved else left > 30

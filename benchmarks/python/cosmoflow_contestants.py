@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from time import perf_counter
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from conv_contestants import conv_onednn
-from quiet import Quiet
+from quiet import Noting, Quiet
 from torch import Tensor, nn
 
 import pydist
@@ -16,17 +18,32 @@ from pydist.comm import Transport
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.optim import gather_gradients, sharded
+from pydist.parallel import entry_of
 
 RATE = 1e-4
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+
 
 class Plain:
-    """torch as it is, on the whole samples."""
+    """torch as it is, on the whole samples.
+
+    Attributes:
+        exposed_seconds: in all steps so far, from the end of backward until gradients were reduced,
+            and from the optimizer's step until parameters were collected.
+    """
+
+    exposed_seconds = 0.0
 
     def __init__(
-        self, model: nn.Module, threads: int, onednn: bool = False, rate: float = RATE
+        self,
+        model: nn.Module,
+        threads: int,
+        onednn: bool = False,
+        rate: float = RATE,
+        loss: Loss = F.mse_loss,
     ) -> None:
-        self._model, self._threads = model, threads
+        self._model, self._threads, self._loss = model, threads, loss
         self._optimizer = torch.optim.Adam(model.parameters(), lr=rate)
         for module in model.modules() if onednn else ():
             if isinstance(module, nn.Conv3d):
@@ -51,7 +68,7 @@ class Plain:
             The loss; to check it, the gradients as well.
         """
         self._optimizer.zero_grad()
-        loss = F.mse_loss(self._model(self._x), self._target)
+        loss = self._loss(self._model(self._x), self._target)
         loss.backward()
         if check:
             return loss.item(), self.grads()
@@ -79,6 +96,7 @@ class Pydist(Plain):
         silent_halo: bool = False,
         silent_gradients: bool = False,
         share: Literal["auto", "never"] = "auto",
+        loss: Loss = F.mse_loss,
     ) -> None:
         self._activations, self._gradients = Quiet(world), Quiet(world)
         measured = silent_halo or silent_gradients
@@ -90,14 +108,18 @@ class Pydist(Plain):
         # Ranks that do not reduce gradients would part; at rate 0 the optimizer works as much.
         rate = 0.0 if measured else RATE
         parallel = pydist.parallelize(model, self._mesh)
-        super().__init__(parallel, torch.get_num_threads(), rate=rate)
+        super().__init__(parallel, torch.get_num_threads(), rate=rate, loss=loss)
         self._optimizer = sharded(self._optimizer, parallel, share)
+        reducer = entry_of(parallel).reducer
+        for name in ("_finish", "gather_values"):
+            setattr(reducer, name, self._timed(getattr(reducer, name)))
         self._activations.quiet, self._gradients.quiet = silent_halo, silent_gradients
 
     def prepare(self, x: Tensor, target: Tensor) -> None:
         layout = layout_for_sample(self._mesh, x.shape)
         mine = tuple(slice(lo, hi) for lo, hi in zip(layout.box.lo, layout.box.hi, strict=True))
-        self.take(x[mine].contiguous(), target)
+        self._x = pydist.ShardedTensor.from_local(x[mine].contiguous(), layout)
+        self._target = target
 
     def take(self, shard: Tensor, target: Tensor) -> None:
         """Takes this rank's shard of the next step's data."""
@@ -110,24 +132,51 @@ class Pydist(Plain):
         gather_gradients(self._model)
         return super().grads()
 
+    def _timed(self, function: Callable[[], None]) -> Callable[[], None]:
+        def call() -> None:
+            start = perf_counter()
+            function()
+            self.exposed_seconds += perf_counter() - start
+
+        return call
+
+    def exposed(self) -> float:
+        """Bytes of gradients and parameters that a step waits for, as those of an all-reduce."""
+        reducer = entry_of(self._model).reducer
+        users = [reducer, *(b for b in reducer._buckets if hasattr(b, "_transport"))]
+        noting = Noting(reducer._transport)
+        for user in users:
+            user._transport = noting
+        self.step()
+        for user in users:
+            user._transport = noting._transport
+        return noting.exposed
+
     def kept(self) -> int:
         """Bytes that were given to be sent and were not."""
         return self._activations.kept + self._gradients.kept
 
 
 class AllReduce:
-    """One bare MPI all-reduce of as many bytes as the model has gradients, written anew."""
+    """One bare all-reduce, by MPI where ranks are processes, of numbers that are written anew."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._bytes = torch.empty(sum(p.numel() for p in model.parameters()))
+    exposed_seconds = 0.0
+
+    def __init__(self, world: Transport, elements: int) -> None:
+        self._world = world
+        self._numbers = torch.empty(elements)
+        self.nbytes = self._numbers.nbytes
 
     def prepare(self, x: Tensor, target: Tensor) -> None:
-        self._bytes.uniform_(-1, 1)
+        self._numbers.uniform_(-1, 1)
 
     def step(self, check: bool = False) -> Any:
-        from mpi4py import MPI
+        if self._world.name == "mpi":
+            from mpi4py import MPI
 
-        MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, self._bytes.numpy())
+            MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, self._numbers.numpy())
+        else:
+            self._world.all_reduce(self._numbers)
         return (0.0, None) if check else 0.0
 
 

@@ -121,27 +121,27 @@ class _Contestants:
         edge_here = thick - 1 if world.rank == 0 else 0
         here = _plane(shape, dim, edge_here)
         # The order in which the exchanger lets elements travel.
-        self._order = (0, 2, 3, 4, 1) if channels_last else (0, 1, 2, 3, 4)
-        self._regions = native.Regions(
-            [Box([here.lo[d] for d in self._order], [here.hi[d] for d in self._order])]
-        )
+        order = (0, 2, 3, 4, 1) if channels_last else None
+        self._regions = native.Regions([here], order)
         self._native = native
 
-        order = torch.channels_last_3d if channels_last else torch.contiguous_format
+        wanted = torch.channels_last_3d if channels_last else torch.contiguous_format
         generator = torch.Generator().manual_seed(0)
-        both = [torch.rand(shape, generator=generator).to(memory_format=order) for _ in range(2)]
+        both = [torch.rand(shape, generator=generator).to(memory_format=wanted) for _ in range(2)]
         self._local = both[world.rank]
         self._expected = both[self._peer].narrow(dim, thick - 1 - edge_here, 1)
         elements = CHANNELS * edge * edge
         self.nbytes = 4 * elements
-        self._source, self._send, self._recv, self._packed = (
-            torch.rand(elements, generator=generator) for _ in range(4)
+        self._source, self._packed = (torch.rand(elements, generator=generator) for _ in range(2))
+        # Each way has buffers of its own: those that another has just used lie in the cache.
+        self._sends, self._recvs = (
+            {way: torch.rand(elements, generator=generator) for way in ("persistent", "isend")}
+            for _ in range(2)
         )
         self._comm = MPI.COMM_WORLD.Dup()
-        send, recv = self._send.numpy(), self._recv.numpy()
         self._requests = [
-            self._comm.Recv_init(recv, self._peer),
-            self._comm.Send_init(send, self._peer),
+            self._comm.Recv_init(self._recvs["persistent"].numpy(), self._peer),
+            self._comm.Send_init(self._sends["persistent"].numpy(), self._peer),
         ]
         self._mpi = MPI
 
@@ -153,10 +153,10 @@ class _Contestants:
         self._exchanger.finish(self._exchanger.start(self._local), [slot])
         if not torch.equal(slot, self._expected):
             raise SystemExit("the exchange gave other values than the neighbour's face")
-        for way in (self.persistent, self.isend):
-            self._recv.zero_()
+        for name, way in (("persistent", self.persistent), ("isend", self.isend)):
+            self._recvs[name].zero_()
             way()
-            if not torch.equal(self._recv, self._source):  # equal on both ranks
+            if not torch.equal(self._recvs[name], self._source):  # equal on both ranks
                 raise SystemExit("bare MPI gave other values than were sent")
 
     def write_anew(self) -> None:
@@ -166,23 +166,23 @@ class _Contestants:
     def pydist(self) -> None:
         pending = self._exchanger.start(self._local)
         pending.wait()
-        pending.release()
+        self._exchanger.release(pending)
 
     def persistent(self) -> None:
-        self._copy(self._send)
+        self._copy(self._sends["persistent"])
         self._mpi.Prequest.Startall(self._requests)
         self._mpi.Request.Waitall(self._requests)
 
     def isend(self) -> None:
-        self._copy(self._send)
+        self._copy(self._sends["isend"])
         requests = [
-            self._comm.Irecv(self._recv.numpy(), self._peer),
-            self._comm.Isend(self._send.numpy(), self._peer),
+            self._comm.Irecv(self._recvs["isend"].numpy(), self._peer),
+            self._comm.Isend(self._sends["isend"].numpy(), self._peer),
         ]
         self._mpi.Request.Waitall(requests)
 
     def pack(self) -> None:
-        self._native.pack(self._local.permute(self._order), self._regions, self._packed)
+        self._native.pack(self._local, self._regions, self._packed)
 
     def memcpy(self) -> None:
         self._copy(self._packed)

@@ -37,7 +37,8 @@ class Job:
         script: what each rank runs; it calls `serve`.
         ranks: number of ranks.
         arguments: command line of the script.
-        mpi: "auto", "openmpi", "mpich" or "gloo" (no MPI).
+        mpi: "auto", "openmpi", "mpich" or "gloo" (no MPI); "threads" if the script starts its ranks
+            itself, as threads.
         threads: threads a rank.
     """
 
@@ -58,7 +59,9 @@ class Job:
         self._listener.listen(ranks)
         self._listener.settimeout(0.2)
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), _VARIABLE: str(path)}
-        launcher = [sys.executable, "-m", "pydist.launch", str(ranks), mpi]
+        launcher = [sys.executable]
+        if mpi != "threads":
+            launcher += ["-m", "pydist.launch", str(ranks), mpi]
         self._process = subprocess.Popen(
             [*launcher, str(Path(script).resolve()), *arguments],
             env=environment,
@@ -173,18 +176,23 @@ def serve(rank: int, answer: Callable[..., Any]) -> None:
 
 
 class Meter:
-    """Times what a rank does, and keeps what it took of the machine: that tells why."""
+    """Times what a rank does, and keeps what it took of the machine: that tells why.
 
-    def __init__(self) -> None:
+    Args:
+        of_thread: look at the calling thread, as a rank is one; else at the process.
+    """
+
+    def __init__(self, of_thread: bool = False) -> None:
+        self._who = resource.RUSAGE_THREAD if of_thread else resource.RUSAGE_SELF
         self._taken: dict[str, list[tuple[float, int]]] = {}
 
     def measure(self, name: str, run: Callable[[], Any]) -> float:
         """Runs something of that name; returns seconds."""
-        before = resource.getrusage(resource.RUSAGE_SELF)
+        before = resource.getrusage(self._who)
         start = time.perf_counter()
         run()
         seconds = time.perf_counter() - start
-        after = resource.getrusage(resource.RUSAGE_SELF)
+        after = resource.getrusage(self._who)
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         faults = after.ru_minflt - before.ru_minflt
         self._taken.setdefault(name, []).append((cpu, faults))

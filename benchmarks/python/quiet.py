@@ -92,9 +92,11 @@ class Quiet:
             return self._transport.reduce_scatter(tensor)
         return tensor.detach()[self.rank].clone()
 
-    def reduce_scatter_async(self, tensor: Tensor, out: Tensor, counts: Any = None) -> Work:
+    def reduce_scatter_async(
+        self, tensor: Tensor, out: Tensor, counts: Any = None, divisor: int = 1
+    ) -> Work:
         if self._speaks(tensor):
-            return self._transport.reduce_scatter_async(tensor, out, counts)
+            return self._transport.reduce_scatter_async(tensor, out, counts, divisor)
         start = sum(counts[: self.rank]) if counts is not None else self.rank * out.numel()
         out.detach().view(-1).copy_(tensor.detach().view(-1)[start : start + out.numel()])
         return Work()
@@ -104,6 +106,55 @@ class Quiet:
             return True
         self._first.kept += sum(each.nbytes for each in tensors)
         return False
+
+
+class Noting:
+    """Stands in for a transport and notes what is still under way when somebody has to wait.
+
+    Attributes:
+        exposed: bytes of messages that were not through when the first of them was waited for, as
+            bytes of an all-reduce: that is a reduce-scatter and an all-gather of as many.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._under_way: list[_Noted] = []
+        self.exposed = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def all_reduce_async(self, tensor: Tensor, op: Any = "sum") -> Work:
+        return self._note(self._transport.all_reduce_async(tensor, op), tensor.nbytes)
+
+    def reduce_scatter_async(self, tensor: Tensor, *args: Any) -> Work:
+        work = self._transport.reduce_scatter_async(tensor, *args)
+        return self._note(work, tensor.nbytes / 2)
+
+    def all_gather_async(self, tensor: Tensor, out: Tensor, counts: Any = None) -> Work:
+        return self._note(self._transport.all_gather_async(tensor, out, counts), out.nbytes / 2)
+
+    def _note(self, work: Work, nbytes: float) -> Work:
+        self._under_way.append(_Noted(self, work, nbytes))
+        return self._under_way[-1]
+
+    def look(self) -> None:
+        """Somebody waits now."""
+        self.exposed += sum(each.nbytes for each in self._under_way if not each.done())
+        self._under_way.clear()
+
+
+class _Noted(Work):
+    def __init__(self, owner: Noting, work: Work, nbytes: float) -> None:
+        self._owner, self._work, self.nbytes = owner, work, nbytes
+
+    def done(self) -> bool:
+        return self._work.done()
+
+    def wait(self) -> None:
+        if not self.done():
+            self._owner.look()
+        self._work.wait()
 
 
 class _QuietChannel(Channel):

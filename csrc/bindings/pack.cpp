@@ -1,4 +1,6 @@
 // Boxes of tensors to and from buffers, for Python.
+#include "cpu/pack.hpp"
+
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -14,7 +16,6 @@
 #include "bindings/coords_caster.hpp"
 #include "bindings/on_device.hpp"
 #include "bindings/tensor_border.hpp"
-#include "cpu/pack.hpp"
 #include "kernels/regions.hpp"
 
 namespace pydist::bindings {
@@ -51,14 +52,11 @@ void transfer_on_cuda(Transfer transfer, const Borrowed& tensor,
                       [[maybe_unused]] const TensorView& buffer) {
   switch (transfer) {
     case Transfer::kPack:
-      return on_device(
-          tensor, [] {}, PYDIST_ON_CUDA(pack(view, regions, buffer, queue)));
+      return on_device(tensor, [] {}, PYDIST_ON_CUDA(pack(view, regions, buffer, queue)));
     case Transfer::kUnpack:
-      return on_device(
-          tensor, [] {}, PYDIST_ON_CUDA(unpack(buffer, regions, view, queue)));
+      return on_device(tensor, [] {}, PYDIST_ON_CUDA(unpack(buffer, regions, view, queue)));
     case Transfer::kUnpackAdd:
-      return on_device(
-          tensor, [] {}, PYDIST_ON_CUDA(unpack_add(buffer, regions, view, queue)));
+      return on_device(tensor, [] {}, PYDIST_ON_CUDA(unpack_add(buffer, regions, view, queue)));
   }
 }
 

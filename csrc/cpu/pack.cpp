@@ -1,8 +1,13 @@
 #include "cpu/pack.hpp"
 
+#include <algorithm>
+#include <cstddef>
+#include <cstring>
+
 #include "kernels/dispatch.hpp"
 #include "kernels/pack.hpp"
 #include "launch/cpu.hpp"
+#include "launch/thread_pool.hpp"
 
 namespace pydist::cpu {
 namespace {
@@ -10,6 +15,7 @@ namespace {
 using kernels::Direction;
 using kernels::HostTable;
 using kernels::Regions;
+using kernels::RunBox;
 using kernels::RunOptions;
 using kernels::RunTable;
 
@@ -24,8 +30,58 @@ HostTable host_table(const RunTable& runs) {
   return {runs.boxes().data(), static_cast<int>(runs.boxes().size()), runs.rows()};
 }
 
+// A face's rows are short: to find each of them anew takes as long as to copy it. Where one thread
+// does all, they follow each other by strides.
+bool follows_by_strides(const RunTable& runs) {
+  if (launch::num_threads() > 1 && runs.bytes() >= launch::kBytesPerThread) return false;
+  return std::ranges::all_of(runs.boxes(), [](const RunBox& box) {
+    return box.view_stride == box.unit && box.buffer_stride == box.unit &&
+           box.extent <= box.segment;
+  });
+}
+
+// Rows that are `view_stride` and `buffer_stride` bytes apart.
+template <Direction kDirection>
+void copy_line(char* view, index_t view_stride, char* buffer, index_t buffer_stride, index_t rows,
+               std::size_t bytes) {
+  for (index_t row = 0; row < rows; ++row) {
+    if constexpr (kDirection == Direction::kPack) {
+      std::memcpy(buffer, view, bytes);
+    } else {
+      std::memcpy(view, buffer, bytes);
+    }
+    view += view_stride;
+    buffer += buffer_stride;
+  }
+}
+
+template <Direction kDirection>
+void copy_rows(const TensorView& view, const RunBox& box, const TensorView& buffer) {
+  const auto bytes = static_cast<std::size_t>(box.extent * box.unit);
+  const int inner = box.outer_dims - 1;
+  const index_t rows = inner < 0 ? 1 : box.outer_extent[inner];
+  const index_t view_stride = inner < 0 ? 0 : box.outer_view_stride[inner];
+  const index_t buffer_stride = inner < 0 ? 0 : box.outer_buffer_stride[inner];
+  for (index_t line = 0; line < box.outer_rows / rows; ++line) {
+    index_t rest = line, in_view = box.view_offset, in_buffer = box.buffer_offset;
+    for (int dim = inner - 1; dim >= 0; --dim) {
+      const index_t above = rest / box.outer_extent[dim];
+      const index_t index = rest - above * box.outer_extent[dim];
+      in_view += index * box.outer_view_stride[dim];
+      in_buffer += index * box.outer_buffer_stride[dim];
+      rest = above;
+    }
+    copy_line<kDirection>(static_cast<char*>(view.data) + in_view, view_stride,
+                          static_cast<char*>(buffer.data) + in_buffer, buffer_stride, rows, bytes);
+  }
+}
+
 template <Direction kDirection>
 void copy(const TensorView& view, const RunTable& runs, const TensorView& buffer) {
+  if (follows_by_strides(runs)) {
+    for (const RunBox& box : runs.boxes()) copy_rows<kDirection>(view, box, buffer);
+    return;
+  }
   const kernels::CopyRuns<kDirection, HostTable> body{
       static_cast<char*>(view.data), static_cast<char*>(buffer.data), host_table(runs)};
   launch::run_on_cpu(body, 2 * runs.bytes());

@@ -84,8 +84,8 @@ inline constexpr index_t kCpuSegmentBytes = 64 * 1024;
 // Eight 16-byte accesses a lane: a D face of 128 x 128 floats gives 16 warps, not one.
 inline constexpr index_t kCudaSegmentBytes = 4 * 1024;
 
-// The runs of some boxes over one view and its buffer. Of the addresses only the alignment counts, so
-// that a table serves all views of the same dtype, strides and alignment.
+// The runs of some boxes over one view and its buffer. Of the addresses only the alignment counts,
+// so that a table serves all views of the same dtype, strides and alignment.
 class RunTable {
  public:
   RunTable(const TensorView& view, const Regions& regions, Regions::Group group,

@@ -200,7 +200,7 @@ class _Gather(Function):
     ) -> Tensor:
         ctx.args = exchanger, weight, mesh, part
         ctx.save_for_backward(exchange_marker())
-        slot = local.new_full(exchanger.slots[0].shape, fill)
+        slot = exchanger.empty_slots(local)[0].fill_(fill)
         with mesh.timers.measure(part):
             exchanger.gather(local, [slot])
         return slot
@@ -221,7 +221,7 @@ class _AddBack(Function):
     ) -> Tensor:
         ctx.args = exchanger, weight, mesh, part
         ctx.save_for_backward(exchange_marker())
-        local = grad.new_zeros(exchanger.owned.shape)
+        local = exchanger.empty_shard(grad).zero_()
         with mesh.timers.measure(part):
             exchanger.add_back([grad], local)
         return local if weight == 1 else local.mul_(weight)
@@ -247,7 +247,7 @@ def gather_box(
 
     Args:
         local: this rank's shard.
-        exchanger: with one slot a rank.
+        exchanger: with one slot a rank; its memory format is that of the result.
         mesh: for the timers and the end of backward.
         fill: value outside the global domain.
         weight: rep(A) / rep(B) of a redistribution from layout A to layout B; 1 for halos.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
+from pydist.errors import UsageError
 from pydist.partition import Box, plan_exchange
 from pydist.timers import Timers
 
@@ -25,67 +27,67 @@ _FIRST_TAG = 1024
 _TAGS = 30_000
 
 
-@dataclass
-class _Part:
-    """What one message fills of one slot: a range of the buffer and boxes of the slot's tensor."""
-
-    slot: int
-    start: int
-    stop: int
-    regions: native.Regions
-
-
-class _Workspace:
-    """Send and receive buffers of one dtype, bound to the transport for one direction."""
-
-    def __init__(
-        self,
-        transport: Transport,
-        sends: Sequence[tuple[int, int]],
-        recvs: Sequence[tuple[int, int]],
-        dtype: torch.dtype,
-        tag: int,
-    ) -> None:
-        self.send = torch.empty(sum(n for _, n in sends), dtype=dtype)
-        self.recv = torch.empty(sum(n for _, n in recvs), dtype=dtype)
-        self.channel: Channel = transport.channel(
-            _slices(self.send, sends), _slices(self.recv, recvs), tag
-        )
-
-
-def _slices(buffer: Tensor, messages: Sequence[tuple[int, int]]) -> list[tuple[int, Tensor]]:
-    pieces, start = [], 0
-    for peer, elements in messages:
-        pieces.append((peer, buffer[start : start + elements]))
-        start += elements
-    return pieces
-
-
 class Pending:
-    """An exchange that is on its way; `wait` completes it, once."""
+    """An exchange that is on its way, in buffers of one dtype; `wait` completes it, once.
 
-    def __init__(self, exchanger: Exchanger, key: tuple[torch.dtype, bool], work: _Workspace):
-        self._exchanger, self._key, self.work = exchanger, key, work
-        self._posted = 0.0
-        self._layer = ""
+    The buffers are bound to the transport, for one direction, and serve the next exchange when the
+    exchanger has them back: what does not depend on a tensor is done once, when they are made.
+
+    Attributes:
+        kind: dtype, and whether it goes homeward.
+        send: what is sent; filled before `post`.
+        recv: what is received.
+        of_slots: what fills this rank's slots, or on the way home comes from them: the number of a
+            slot, its part of the buffer, and where in the slot that lies.
+        of_shard: the same for the whole shard, message by message.
+    """
+
+    def __init__(self, exchanger: Exchanger, dtype: torch.dtype, *, homeward: bool) -> None:
+        """Buffers for another exchange of this plan under way; homeward for its adjoint."""
+        sends, recvs = exchanger.plan.sends, exchanger.plan.recvs
+        if homeward:
+            sends, recvs = recvs, sends
+        self.send = torch.empty(sum(m.elements for m in sends), dtype=dtype)
+        self.recv = torch.empty(sum(m.elements for m in recvs), dtype=dtype)
+        sent = _split(self.send, [m.elements for m in sends])
+        received = _split(self.recv, [m.elements for m in recvs])
+        self._channel: Channel = exchanger.transport.channel(
+            [(m.peer, piece) for m, piece in zip(sends, sent, strict=True)],
+            [(m.peer, piece) for m, piece in zip(recvs, received, strict=True)],
+            exchanger._next_tag(dtype, homeward),
+        )
+        incoming, outgoing = (self.send, received) if homeward else (self.recv, sent)
+        counts = [regions.elements for _, regions in exchanger._incoming]
+        self.of_slots = [
+            (slot, piece, regions)
+            for (slot, regions), piece in zip(
+                exchanger._incoming, _split(incoming, counts), strict=True
+            )
+        ]
+        self.of_shard = list(zip(outgoing, exchanger._outgoing, strict=True))
+        self.kind = dtype, homeward
+        self._timers, self._is_local = exchanger.timers, exchanger.is_local
+        self._posted, self._layer = 0.0, ""
 
     def post(self) -> None:
         """Sends the send buffer off; does not wait."""
-        self._layer = self._exchanger.timers.layer
-        self._posted = perf_counter()
-        self.work.channel.start()
+        self._posted, self._layer = perf_counter(), self._timers.layer
+        self._channel.start()
 
-    def wait(self) -> Tensor:
-        """Waits for all messages; the receive buffer is valid until `release`."""
-        self.work.channel.wait()
-        if not self._exchanger.is_local:
-            timers = self._exchanger.timers
+    def wait(self) -> None:
+        """Waits for all messages; `recv` is valid until the exchanger has the buffers back."""
+        self._channel.wait()
+        timers = self._timers
+        if timers.recorder is not None and not self._is_local:
             timers.record("halo in flight", self._layer, self._posted, perf_counter())
-        return self.work.recv
 
-    def release(self) -> None:
-        """Gives the buffers back for the next exchange of this plan."""
-        self._exchanger._idle.setdefault(self._key, []).append(self.work)
+
+def _split(buffer: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    pieces, start = [], 0
+    for elements in counts:
+        pieces.append(buffer[start : start + elements])
+        start += elements
+    return pieces
 
 
 class Exchanger:
@@ -121,15 +123,10 @@ class Exchanger:
         self.plan = plan = plan_exchange(owned, needed, transport.rank)
         self.slots = list(needed[transport.rank])
         self.owned = owned[transport.rank]
-        self._sends = [(m.peer, m.elements) for m in plan.sends]
-        self._recvs = [(m.peer, m.elements) for m in plan.recvs]
         here = tuple(-c for c in self.owned.lo)
-        self._outgoing = [
-            self._regions([t.source.shift(here) for t in m.transfers]) for m in plan.sends
-        ]
-        self._all_outgoing = self._regions(
-            [t.source.shift(here) for m in plan.sends for t in m.transfers]
-        )
+        sources = [[t.source.shift(here) for t in m.transfers] for m in plan.sends]
+        self._outgoing = [self._regions(boxes) for boxes in sources]
+        self._all_outgoing = self._regions([box for boxes in sources for box in boxes])
         self._incoming = self._incoming_parts()
         self._copies = [
             (t.slot, t.target.shift(self._origin(t.slot)), t.source.shift(here))
@@ -137,30 +134,35 @@ class Exchanger:
         ]
         self._tag = _tag_of(owned, needed)
         self._made: dict[tuple[torch.dtype, bool], int] = {}
-        self._idle: dict[tuple[torch.dtype, bool], list[_Workspace]] = {}
-
-    @property
-    def is_local(self) -> bool:
+        self._idle: defaultdict[tuple[torch.dtype, bool], list[Pending]] = defaultdict(list)
+        self._sends = bool(plan.sends)
+        self.is_local = not plan.sends and not plan.recvs
         """Whether this rank neither sends nor receives."""
-        return not self._sends and not self._recvs
 
     def start(self, local: Tensor) -> Pending:
         """Packs what others need of `local` and sends it off; does not wait."""
-        with self.timers.measure("pack"):
-            pending = self._acquire(local.dtype, homeward=False)
-            if self._sends:
-                local = self._in_order(local)
-                native.pack(local, self._all_outgoing, pending.work.send)
-            pending.post()
+        transport = self.transport
+        if transport.unfinished is not None or transport.watcher is not None:
+            self._announce()
+        began = perf_counter()
+        idle = self._idle[local.dtype, False]
+        pending = idle.pop() if idle else Pending(self, local.dtype, homeward=False)
+        if self._sends:
+            _pack(local, self._all_outgoing, pending.send)
+        pending.post()
+        self.timers.add("pack", began, perf_counter())
         return pending
 
     def finish(self, pending: Pending, slots: Sequence[Tensor]) -> None:
         """Waits for an exchange and writes what came into this rank's slots."""
-        recv = pending.wait()
-        for part in self._incoming:
-            slot = slots[part.slot].permute(self._order)
-            native.unpack(recv[part.start : part.stop], part.regions, slot)
-        pending.release()
+        pending.wait()
+        for slot, piece, regions in pending.of_slots:
+            native.unpack(piece, regions, slots[slot])
+        self.release(pending)
+
+    def release(self, pending: Pending) -> None:
+        """Takes back the buffers of an exchange that is complete; `finish` does it."""
+        self._idle[pending.kind].append(pending)
 
     def gather(self, local: Tensor, slots: Sequence[Tensor]) -> None:
         """Fills the slots with the boxes asked for, from wherever they lie."""
@@ -171,70 +173,89 @@ class Exchanger:
 
     def add_back(self, slots: Sequence[Tensor], local: Tensor) -> None:
         """Adds every slot's values to the elements that they were gathered from."""
-        slots = [in_memory(slot) for slot in slots]
-        with self.timers.measure("pack"):
-            pending = self._acquire(local.dtype, homeward=True)
-            for part in self._incoming:
-                buffer = pending.work.send[part.start : part.stop]
-                native.pack(self._in_order(slots[part.slot]), part.regions, buffer)
-            pending.post()
+        pending = self.start_back(slots, local.dtype)
         for slot, target, source in self._copies:
             local[_index(source)] += slots[slot][_index(target)]
-        recv, start = pending.wait(), 0
+        self.finish_back(pending, local)
+
+    def start_back(self, slots: Sequence[Tensor], dtype: torch.dtype) -> Pending:
+        """Sends the slots' values home, but for what this rank has from itself; does not wait."""
+        self._announce()
+        began = perf_counter()
+        idle = self._idle[dtype, True]
+        pending = idle.pop() if idle else Pending(self, dtype, homeward=True)
+        for slot, piece, regions in pending.of_slots:
+            _pack(slots[slot], regions, piece)
+        pending.post()
+        self.timers.add("pack", began, perf_counter())
+        return pending
+
+    def finish_back(self, pending: Pending, local: Tensor) -> None:
+        """Waits for what comes home and adds it."""
+        pending.wait()
         # Message by message: two of them may add to one element, and the order is part of the
         # promise of bit-identical runs.
-        for regions in self._outgoing:
-            message = recv[start : start + regions.elements]
-            native.unpack_add(message, regions, local.permute(self._order))
-            start += regions.elements
-        pending.release()
+        for piece, regions in pending.of_shard:
+            native.unpack_add(piece, regions, local)
+        self.release(pending)
+
+    def _announce(self) -> None:
+        """What comes before every exchange."""
+        transport = self.transport
+        if transport.unfinished is not None:  # in order, as those of equal boxes have equal tags
+            transport.unfinished()
+        if transport.watcher is not None:
+            transport.watcher(self)
 
     def empty_slots(self, like: Tensor) -> list[Tensor]:
         """Tensors for this rank's slots, of the dtype and on the device of `like`.
 
         Their elements lie in the order in which they travel.
         """
-        slots = []
-        for box in self.slots:
-            shape = box.shape
-            slot = like.new_empty([shape[d] for d in self._order])
-            slots.append(slot.permute([self._order.index(d) for d in range(len(shape))]))
-        return slots
+        return [like.new_empty_strided(*described) for described in self._slot_memory]
+
+    def empty_shard(self, like: Tensor) -> Tensor:
+        """The same for what this rank owns."""
+        return like.new_empty_strided(*self._memory_of(self.owned))
+
+    @cached_property
+    def _slot_memory(self) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Shape and strides of each slot."""
+        return [self._memory_of(box) for box in self.slots]
+
+    def _memory_of(self, box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        strides, step = [0] * len(box.shape), 1
+        for dim in reversed(self._order):
+            strides[dim] = step
+            step *= max(1, box.shape[dim])
+        return tuple(box.shape), tuple(strides)
 
     def _regions(self, boxes: Sequence[Box]) -> native.Regions:
-        """Boxes in the order of dims in which they travel."""
-        order = self._order
-        return native.Regions(
-            [Box([b.lo[d] for d in order], [b.hi[d] for d in order]) for b in boxes]
-        )
-
-    def _in_order(self, tensor: Tensor) -> Tensor:
-        return in_memory(tensor).permute(self._order)
+        return native.Regions(boxes, self._order)
 
     def _origin(self, slot: int) -> tuple[int, ...]:
         return tuple(-c for c in self.slots[slot].lo)
 
-    def _incoming_parts(self) -> list[_Part]:
-        parts, start = [], 0
+    def _incoming_parts(self) -> list[tuple[int, native.Regions]]:
+        """What the messages fill, one behind the other: a slot, and boxes of it."""
+        parts = []
         for message in self.plan.recvs:
             for slot, transfers in itertools.groupby(message.transfers, lambda t: t.slot):
                 origin = self._origin(slot)
-                regions = self._regions([t.target.shift(origin) for t in transfers])
-                parts.append(_Part(slot, start, start + regions.elements, regions))
-                start += regions.elements
+                parts.append((slot, self._regions([t.target.shift(origin) for t in transfers])))
         return parts
 
-    def _acquire(self, dtype: torch.dtype, *, homeward: bool) -> Pending:
-        key = (dtype, homeward)
-        idle = self._idle.get(key)
-        if idle:
-            return Pending(self, key, idle.pop())
-        number = self._made[key] = self._made.get(key, 0) + 1
-        sends, recvs = self._sends, self._recvs
-        if homeward:
-            sends, recvs = recvs, sends
-        tag = _FIRST_TAG + (self._tag + 7919 * number + 4001 * homeward) % _TAGS
-        return Pending(self, key, _Workspace(self.transport, sends, recvs, dtype, tag))
+    def _next_tag(self, dtype: torch.dtype, homeward: bool) -> int:
+        """A tag that no other exchange of this plan has that may be under way."""
+        number = self._made[dtype, homeward] = self._made.get((dtype, homeward), 0) + 1
+        return _FIRST_TAG + (self._tag + 7919 * number + 4001 * homeward) % _TAGS
+
+
+def _pack(tensor: Tensor, regions: native.Regions, buffer: Tensor) -> None:
+    try:
+        native.pack(tensor, regions, buffer)
+    except UsageError:  # rarely, a tensor has no values in memory; looking for that takes longer
+        native.pack(in_memory(tensor), regions, buffer)
 
 
 def in_memory(tensor: Tensor) -> Tensor:

@@ -15,6 +15,10 @@ class Work:
             RankFailed: another rank failed, the result will never come.
         """
 
+    def done(self) -> bool:
+        """Whether `wait` would return at once; False as well where that is not known."""
+        return False
+
 
 class Channel(ABC):
     """A set of messages with fixed peers and fixed buffers, sent again and again.

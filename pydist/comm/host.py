@@ -74,7 +74,7 @@ class HostTransport(Transport):
             self._extremum(tensor, op)
         elif tensor.dtype in WIDER:
             wide = tensor.to(WIDER[tensor.dtype])
-            self._reduce(wide, plain(tensor, op))
+            self._reduce(wide, _plain(tensor, op))
             tensor.copy_(wide)
         else:
             self._reduce(tensor, op)
@@ -87,7 +87,7 @@ class HostTransport(Transport):
             return Work()
         if tensor.dtype in WIDER:
             wide = tensor.to(WIDER[tensor.dtype])
-            return Narrowed(self._reduce_async(wide, plain(tensor, op)), wide, tensor)
+            return _Narrowed(self._reduce_async(wide, _plain(tensor, op)), wide, tensor)
         return self._reduce_async(tensor, op)
 
     def _extremum(self, tensor: Tensor, op: ReduceOp) -> None:
@@ -99,7 +99,7 @@ class HostTransport(Transport):
             piece.copy_(rows.amax(0) if op == "max" else rows.amin(0))
 
 
-class Narrowed(Work):
+class _Narrowed(Work):
     """A reduction in a wider dtype, rounded into place when it is complete."""
 
     def __init__(self, work: Work, wide: Tensor, tensor: Tensor) -> None:
@@ -115,6 +115,6 @@ class Narrowed(Work):
         tensor.copy_(wide)
 
 
-def plain(tensor: Tensor, op: ReduceOp) -> ReduceOp:
+def _plain(tensor: Tensor, op: ReduceOp) -> ReduceOp:
     """The reduction in the wider dtype: "any" of bool is the maximum of 0 and 1."""
     return "max" if tensor.dtype == torch.bool and op == "sum" else op

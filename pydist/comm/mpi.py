@@ -17,15 +17,17 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pydist.comm.handles import Channel, Work
-from pydist.comm.host import HostTransport, Narrowed, plain
+from pydist.comm.host import HostTransport
 from pydist.comm.progress import ProgressEngine
-from pydist.comm.transport import WIDER, ReduceOp
+from pydist.comm.slice_sums import SliceSums, as_buffer
+from pydist.comm.transport import ReduceOp
 from pydist.errors import UsageError
 
 MAX_BYTES = 1 << 30
 """Longer messages are cut: counts are C ints in MPI libraries older than MPI-4."""
 
-_NEVER_SENT = 1  # a tag that this file uses for no message of a transport's own communicator
+# Tags of a transport's own communicator; `SLICES` of slice_sums.py is another one.
+_EXCHANGED, _NEVER_SENT = 0, 1
 
 _MPI_TYPES = {
     torch.float32: MPI.FLOAT,
@@ -61,6 +63,7 @@ class MpiTransport(HostTransport):
             threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
             engine = ProgressEngine.from_environment(partial(_poll, self._comm), threads)
         self._engine = engine
+        self._sums = SliceSums(self._comm, engine)
         # Buffered sends that MPI has not finished: the requests, and the copy that they send.
         self._pending: deque[tuple[list[MPI.Request], Tensor]] = deque()
 
@@ -107,36 +110,34 @@ class MpiTransport(HostTransport):
     def _exchange_async(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
     ) -> Work:
-        requests = [self._comm.Irecv(part, peer) for peer, each in recvs for part in _parts(each)]
-        requests += [self._comm.Isend(part, peer) for peer, each in sends for part in _parts(each)]
+        requests = [
+            self._comm.Irecv(part, peer, _EXCHANGED)
+            for peer, each in recvs
+            for part in _parts(each)
+        ]
+        requests += [
+            self._comm.Isend(part, peer, _EXCHANGED)
+            for peer, each in sends
+            for part in _parts(each)
+        ]
         return MpiWork(requests, self._engine, sends, recvs)
 
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
         if out.nbytes > MAX_BYTES:
             super()._all_gather(tensor, out)
         else:
-            self._comm.Allgather(_buffer(tensor), _buffer(out))
+            self._comm.Allgather(as_buffer(tensor), as_buffer(out))
 
     def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
         if out.nbytes > MAX_BYTES:
             return super()._all_gather_async(tensor, parts, out)
-        memory, kind = _buffer(out)
+        memory, kind = as_buffer(out)
         counts = [part.nbytes for part in parts]
         request = self._comm.Iallgatherv(MPI.IN_PLACE, [memory, counts, kind])
         return MpiWork([request], self._engine, counts, out)
 
-    def _reduce_scatter_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
-        if tensor.nbytes > MAX_BYTES:
-            return super()._reduce_scatter_async(tensor, parts, out)
-        counts = [part.numel() for part in parts]
-        wide = WIDER.get(tensor.dtype, tensor.dtype)
-        source = tensor.to(wide)
-        target = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
-        request = self._comm.Ireduce_scatter(
-            _numbers(source), _numbers(target), counts, _MPI_OPS[plain(tensor, "sum")]
-        )
-        work = MpiWork([request], self._engine, source, target, counts)
-        return work if target is out else Narrowed(work, target, out)
+    def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
+        return self._sums.start(parts, out, divisor)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         for part in _elements(tensor):
@@ -233,10 +234,6 @@ class MpiChannel(Channel):
         with contextlib.suppress(Exception):  # an interpreter that ends may have no MPI any more
             if not MPI.Is_finalized():
                 self.close()
-
-
-def _buffer(tensor: Tensor) -> tuple[MPI.buffer, MPI.Datatype]:
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.BYTE
 
 
 def _parts(tensor: Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:

@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from pydist.errors import UsageError
 
@@ -25,6 +26,14 @@ WAYS = ("calls", "thread", "off")
 
 INTERVAL_S = 0.0005
 """Pause of the thread between two polls. A poll moves some 100 kB or a whole message."""
+
+
+class Advancing(Protocol):
+    """Something under way that takes steps of its own when the library has moved its messages."""
+
+    def advance(self) -> None:
+        """Takes the steps that are possible; does not wait. May be called by the thread."""
+        ...
 
 
 class ProgressEngine:
@@ -36,10 +45,10 @@ class ProgressEngine:
     """
 
     def __init__(self, poll: Callable[[], None], way: str = "calls") -> None:
-        self._poll = poll
+        self._poll = _Poll(poll)
         self._polls_in_calls = way == "calls"
         self._under_way = 0
-        self._thread = _Thread(poll) if way == "thread" else None
+        self._thread = _Thread(self._poll) if way == "thread" else None
 
     @classmethod
     def from_environment(cls, poll: Callable[[], None], threads: bool) -> ProgressEngine:
@@ -62,15 +71,23 @@ class ProgressEngine:
             )
         return cls(poll, way)
 
-    def started(self) -> None:
-        """Something is under way from now on."""
+    def started(self, what: Advancing | None = None) -> None:
+        """Something is under way from now on, and takes steps of its own or not."""
         self._under_way += 1
+        if what is not None:
+            counts = self._poll.advancing
+            counts[what] = counts.get(what, 0) + 1
         if self._thread is not None and self._under_way == 1:
             self._thread.busy.set()
 
-    def ended(self) -> None:
+    def ended(self, what: Advancing | None = None) -> None:
         """One of what was under way has been waited for."""
         self._under_way -= 1
+        if what is not None:
+            counts = self._poll.advancing
+            counts[what] -= 1
+            if not counts[what]:
+                del counts[what]
         if self._thread is not None and not self._under_way:
             self._thread.busy.clear()
 
@@ -84,6 +101,19 @@ class ProgressEngine:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+
+
+class _Poll:
+    """Lets everything advance; apart from the engine, which its thread must not keep alive."""
+
+    def __init__(self, poll: Callable[[], None]) -> None:
+        self._poll = poll
+        self.advancing: dict[Advancing, int] = {}  # how often each is under way
+
+    def __call__(self) -> None:
+        self._poll()
+        for each in list(self.advancing):
+            each.advance()
 
 
 class _Thread:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from pydist import memory
 from pydist.comm.adjoints import mean_ranks
-from pydist.comm.buckets import Part, ScatteredBucket, make_buckets
+from pydist.comm.buckets import make_buckets
 from pydist.comm.scattered import Family, ScatteredGradient
+from pydist.comm.scattered_bucket import Part, ScatteredBucket
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
@@ -34,8 +36,8 @@ class Reducer:
     `zero_grad`) come out right.
 
     Parameters whose optimizer step is shared by the ranks (`pydist.optim.sharded`) are scattered:
-    each rank gets the mean of its own part, and `.grad` becomes a `ScatteredGradient`. What the
-    rank itself has accumulated stays in it, for a second backward.
+    each rank gets the mean of its own part, and `.grad` becomes a `ScatteredGradient`. What it has
+    accumulated for the other ranks is freed when they have it, if that is seen while backward runs.
 
     Args:
         parameters: of the model; those that require a gradient are taken up.
@@ -57,7 +59,7 @@ class Reducer:
         self.enabled = True
         """Whether gradients are reduced at the end of a backward."""
         self._queued = False
-        self._next = 0
+        self._next = self._released = 0  # of the buckets: the first that has not started, ...
         # One rank has the mean already.
         used = [p for p in parameters if p.requires_grad and mesh.size > 1]
         self._buckets = make_buckets(used, transport, is_scattered)
@@ -122,19 +124,24 @@ class Reducer:
             if torch.is_grad_enabled():
                 self.gather_gradients()  # what is added to it is the mean as well
             else:
-                parameter.grad = parameter.grad.local()
+                self._bucket_of[id(parameter)].set_aside(parameter)
         if returned or torch.is_grad_enabled():
             return mean_ranks(grad, self._mesh, self._mesh.axes, "gradients")
         return None
 
     def _after_accumulation(self, parameter: nn.Parameter) -> None:
         self._transport.progress()
+        bucket = self._bucket_of[id(parameter)]
         if not self.enabled:
+            bucket.put_back(parameter)
             return
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise NotSupported(f"a gradient of layout {parameter.grad.layout}; dense is possible")
         self.expect_end_of_backward()
-        bucket = self._bucket_of[id(parameter)]
+        # Before others start: hooks of the user on this parameter may still see its gradient.
+        while self._released < self._next and self._buckets[self._released].release():
+            self._released += 1
+        memory.relieve()
         bucket.missing -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
             self._start_next()
@@ -150,10 +157,15 @@ class Reducer:
             with self._mesh.timers.measure("gradients"):
                 while self._next < len(self._buckets):
                     self._start_next()
-                held = torch.tensor([p.grad is not None for p in self._order], dtype=torch.int32)
+                held = torch.tensor(
+                    [b.has_gradient(p) for b in self._buckets for p in b.parameters],
+                    dtype=torch.int32,
+                )
                 agreed = self._transport.all_reduce_async(held, "max")
-                family = Family(self._transport)
+                for bucket in self._buckets:
+                    bucket.wait()
                 agreed.wait()
+                family = Family(self._transport)
                 for bucket in self._buckets:
                     bucket.finish(family, lambda p: bool(held[self._index[id(p)]]))
         finally:
@@ -161,7 +173,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._queued = False
-        self._next = 0
+        self._next = self._released = 0
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
 

@@ -76,26 +76,22 @@ class ScatteredGradient(Tensor):
     """A parameter's gradient after backward, where the optimizer's step is shared by the ranks.
 
     It has the shape of the gradient and no numbers: each rank has the mean over all ranks for its
-    own part, and for the rest what it accumulated itself. `clip_grad_norm_`, `clip_grad_value_`,
-    `GradScaler` and `zero_grad` find what they need; all ranks call them, as they ask the others.
-    Whatever else wants numbers is refused: `pydist.optim.gather_gradients` makes ordinary gradients
-    of all.
+    own part. `clip_grad_norm_`, `clip_grad_value_`, `GradScaler` and `zero_grad` find what they
+    need; all ranks call them, as they ask the others. Whatever else wants numbers is refused:
+    `pydist.optim.gather_gradients` makes ordinary gradients of all.
     """
 
     piece: Tensor
     """The mean, of the part of this rank: elements in the order of memory, shape [n], n >= 0."""
-    altered: bool
-    """Whether `piece` was changed after backward, so that the rank's own sum has fallen behind."""
+    pending: Tensor | None
+    """What this rank has accumulated since, under `no_sync`; the next backward reduces it."""
     family: Family
     member: int
     """Which one of the family it is."""
-    _local: Tensor | None
 
     @staticmethod
-    def __new__(
-        cls, parameter: Tensor, piece: Tensor, local: Tensor | None, family: Family
-    ) -> ScatteredGradient:
-        """Stands for the gradient of `parameter`, of which `local` is this rank's sum, if any."""
+    def __new__(cls, parameter: Tensor, piece: Tensor, family: Family) -> ScatteredGradient:
+        """Stands for the gradient of `parameter`."""
         made: ScatteredGradient = Tensor._make_wrapper_subclass(
             cls,
             parameter.shape,
@@ -103,27 +99,12 @@ class ScatteredGradient(Tensor):
             dtype=parameter.dtype,
             device=parameter.device,
         )
-        made.piece, made.altered = piece, False
-        made._local, made.family = local, family
+        made.piece, made.pending, made.family = piece, None, family
         made.member = family.add(piece)
         return made
 
     def __init__(self, *_: object) -> None:
         super().__init__()
-
-    def local(self) -> Tensor | None:
-        """What this rank has accumulated so far, to be accumulated further.
-
-        Raises:
-            NotSupported: the gradient was changed since.
-        """
-        if self.altered:
-            raise NotSupported(
-                "another backward() onto gradients that were changed after the last one, while "
-                "the optimizer's step is shared by the ranks: clip and unscale after the last "
-                "backward(), or call pydist.optim.gather_gradients before you change them"
-            )
-        return self._local
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ScatteredGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -175,8 +156,8 @@ def _repr(_: Any, grad: ScatteredGradient, **__: Any) -> str:
 @_handles(Tensor.zero_)
 def _zero(_: Any, grad: ScatteredGradient) -> ScatteredGradient:
     grad.piece.zero_()
+    grad.pending = None
     grad.family.forget_norms()
-    grad._local, grad.altered = None, False
     return grad
 
 
@@ -192,36 +173,36 @@ def _elementwise(func: Any, grad: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     given = (*args, *kwargs.values())
     if not isinstance(grad, ScatteredGradient) or not all(map(_is_number, given)):
         raise _refusal(func.__name__)
-    assert isinstance(grad, ScatteredGradient)
-    func(grad.piece, *args, **kwargs)
-    _mark([grad])
+    for tensor in _numbers([grad], linear=func is not Tensor.clamp_):
+        func(tensor, *args, **kwargs)
     return grad
 
 
 @_handles(torch._foreach_mul_, torch._foreach_div_)
-def _elementwise_all(func: Any, grads: Sequence[Tensor], other: Any) -> None:
+def _scale_all(func: Any, grads: Sequence[Tensor], other: Any) -> None:
     if not _is_number(other):
         raise _refusal(func.__name__)
-    func(_pieces(grads), other)
-    _mark(grads)
+    func(_numbers(grads, linear=True), other)
 
 
 @_handles(torch._foreach_clamp_min_, torch._foreach_clamp_max_)
 def _clamp_all(func: Any, grads: Sequence[Tensor], bound: Any) -> None:
-    _elementwise_all(func, grads, bound)
+    if not _is_number(bound):
+        raise _refusal(func.__name__)
+    func(_numbers(grads, linear=False), bound)
 
 
 @_handles(torch._amp_foreach_non_finite_check_and_unscale_)
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """What `GradScaler` does; whether a number is infinite counts on all ranks."""
-    func(_pieces(grads), found_inf, inv_scale)
-    _mark(grads)
+    func(_numbers(grads, linear=True), found_inf, inv_scale)
     family = next(grad.family for grad in grads if isinstance(grad, ScatteredGradient))
     family.transport.all_reduce(found_inf, "max")
 
 
 @_handles(torch.linalg.vector_norm)
 def _norm(_: Any, grad: ScatteredGradient, ord: float = 2.0) -> Tensor:
+    refuse_pending(grad)
     return grad.family.norm(grad.member, float(ord)).to(grad.dtype)
 
 
@@ -230,15 +211,29 @@ def _norm_all(_: Any, grads: Sequence[Tensor], ord: float = 2.0) -> list[Tensor]
     return [torch.linalg.vector_norm(grad, ord) for grad in grads]
 
 
-def _pieces(grads: Iterable[Tensor]) -> list[Tensor]:
-    return [g.piece if isinstance(g, ScatteredGradient) else g for g in grads]
-
-
-def _mark(grads: Iterable[Tensor]) -> None:
+def _numbers(grads: Iterable[Tensor], *, linear: bool) -> list[Tensor]:
+    """The tensors of this rank that a change in place changes, if that is `linear` or not."""
+    found = []
     for grad in grads:
-        if isinstance(grad, ScatteredGradient):
-            grad.altered = True
-            grad.family.forget_norms()
+        if not isinstance(grad, ScatteredGradient):
+            found.append(grad)
+            continue
+        grad.family.forget_norms()
+        found.append(grad.piece)
+        if grad.pending is not None:
+            if not linear:
+                refuse_pending(grad)
+            found.append(grad.pending)
+    return found
+
+
+def refuse_pending(grad: ScatteredGradient) -> None:
+    """Refuses a gradient of which the ranks have not exchanged all."""
+    if grad.pending is not None:
+        raise NotSupported(
+            "gradients to which a backward() under no_sync() was added, while the optimizer's step "
+            "is shared by the ranks: they are known after the next backward() outside of no_sync()"
+        )
 
 
 def _is_number(value: Any) -> bool:

@@ -14,14 +14,17 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import ClassVar, Literal, get_args
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from pydist.comm.handles import Channel, Work
 from pydist.errors import NotSupported, UsageError
+
+if TYPE_CHECKING:
+    from pydist.comm.exchanger import Exchanger
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -51,11 +54,21 @@ class Transport(ABC):
         name: what the transport is called in `pydist.init(transport=...)`.
         rank: this rank's index in the group, 0 <= rank < size.
         size: number of ranks in the group.
+        unfinished: completes the exchange whose result nobody has asked for yet, if there is one;
+            the next exchange calls it before it starts.
+        watcher: is told of every exchanger that starts here, and of every tensor that is reduced
+            or collected.
     """
 
     name: ClassVar[str]
     rank: int
     size: int
+    unfinished: Callable[[], None] | None = None
+    watcher: Callable[[Exchanger | Tensor], None] | None = None
+
+    def _tell(self, tensor: Tensor) -> None:
+        if self.watcher is not None:
+            self.watcher(tensor)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
@@ -223,6 +236,7 @@ class Transport(ABC):
         if self.size == 1:
             out[0].copy_(tensor.detach())
         else:
+            self._tell(tensor)
             self._all_gather(tensor.detach(), out)
         return out
 
@@ -250,7 +264,10 @@ class Transport(ABC):
         mine, own = tensor.detach().view(-1), parts[self.rank]
         if mine.data_ptr() != own.data_ptr():
             own.copy_(mine)
-        return self._all_gather_async(own, parts, flat) if self.size > 1 else Work()
+        if self.size == 1:
+            return Work()
+        self._tell(tensor)
+        return self._all_gather_async(own, parts, flat)
 
     def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
         """As `all_gather_async`: `out` consists of `parts`, `tensor` is this rank's."""
@@ -300,15 +317,20 @@ class Transport(ABC):
         return out
 
     def reduce_scatter_async(
-        self, tensor: Tensor, out: Tensor, counts: Sequence[int] | None = None
+        self,
+        tensor: Tensor,
+        out: Tensor,
+        counts: Sequence[int] | None = None,
+        divisor: int = 1,
     ) -> Work:
         """Start summing over ranks; each gets one slice of the sum.
 
         Args:
             tensor: one slice for each rank, one behind the other, whatever its shape.
             out: takes the sum over ranks of their slices for this rank. float16 and bfloat16 are
-                summed in float32, narrow integers in wider ones.
+                summed in float32, narrow integers in wider ones. It shares no memory with `tensor`.
             counts: elements of each rank's slice, >= 0; equal ones if None.
+            divisor: sums of floats are divided by it, before they are rounded.
 
         Returns:
             `out` is complete, and `tensor` free, when its `wait` has returned. All ranks start
@@ -316,16 +338,15 @@ class Transport(ABC):
         """
         flat, parts = self._slices("reduce_scatter_async", tensor, out, counts)
         if self.size == 1:
-            out.detach().view(-1).copy_(flat)
+            divide(out.detach().view(-1).copy_(flat), divisor)
             return Work()
-        return self._reduce_scatter_async(flat, parts, out.detach().view(-1))
+        return self._reduce_scatter_async(parts, out.detach().view(-1), divisor)
 
-    def _reduce_scatter_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
-        """As `reduce_scatter_async`: `tensor` consists of `parts`."""
-        del tensor
+    def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
+        """As `reduce_scatter_async`: the tensor consists of `parts`."""
         received = [torch.empty_like(out) for _ in parts]
         received[self.rank] = parts[self.rank]
-        return _SliceSum(self._all_to_all_async(parts, received), received, out)
+        return _SliceSum(self._all_to_all_async(parts, received), received, out, divisor)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
         """Reduce over ranks, in place, with the same bits on every rank.
@@ -336,6 +357,7 @@ class Transport(ABC):
         """
         self._check_reduce(tensor, op)
         if self.size > 1:
+            self._tell(tensor)
             self._all_reduce(tensor.detach(), op)
 
     @abstractmethod
@@ -349,6 +371,7 @@ class Transport(ABC):
         self._check_reduce(tensor, op)
         if self.size == 1:
             return Work()
+        self._tell(tensor)
         return self._all_reduce_async(tensor.detach(), op)
 
     @abstractmethod
@@ -464,8 +487,9 @@ class Transport(ABC):
 class _SliceSum(Work):
     """Slices of all ranks on their way here, to be summed in rank order, whoever is asked."""
 
-    def __init__(self, work: Work, slices: Sequence[Tensor], out: Tensor) -> None:
+    def __init__(self, work: Work, slices: Sequence[Tensor], out: Tensor, divisor: int) -> None:
         self._pending: tuple[Work, Sequence[Tensor], Tensor] | None = (work, slices, out)
+        self._divisor = divisor
 
     def wait(self) -> None:
         if self._pending is None:
@@ -478,8 +502,17 @@ class _SliceSum(Work):
         total.copy_(slices[0])
         for each in slices[1:]:
             total += each.to(wide)
+        divide(total, self._divisor)
         if total is not out:
             out.copy_(total)
+
+
+def divide(total: Tensor, divisor: int) -> None:
+    """Divides in place."""
+    if divisor & (divisor - 1):
+        total.div_(divisor)
+    elif divisor > 1:
+        total.mul_(1 / divisor)  # the same bits, as a power of two has an exact inverse
 
 
 def _as_tensor(data: bytes) -> Tensor:

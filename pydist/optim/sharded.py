@@ -22,9 +22,10 @@ from torch.optim import (
     RMSprop,
 )  # fmt: skip
 
-from pydist.comm.buckets import Part, in_memory_order_of, memory_of
 from pydist.comm.reducer import Reducer
-from pydist.comm.scattered import ScatteredGradient
+from pydist.comm.rows import in_memory_order_of, memory_of
+from pydist.comm.scattered import ScatteredGradient, refuse_pending
+from pydist.comm.scattered_bucket import Part
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.optim.whole_state import State, gather_state
@@ -238,6 +239,7 @@ class ShardedOptimizer(Optimizer):
                 own.data = memory_of(parameter.detach())[part.start : part.stop]
                 grad = parameter.grad
                 if isinstance(grad, ScatteredGradient):
+                    refuse_pending(grad)
                     own.grad = grad.piece
                 elif grad is not None:
                     row = in_memory_order_of(parameter, grad.detach())

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pydist.comm.buckets import Part, shaped_like
+from pydist.comm.rows import shaped_like
+from pydist.comm.scattered_bucket import Part
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:

@@ -88,6 +88,21 @@ def test_cosmoflow_step(tmp_path):
     assert cost["halo_and_statistics"] > 0
 
 
+@pytest.mark.parametrize("network", ["monai", "paper"])
+def test_unet_step(tmp_path, network):
+    if network == "monai":
+        pytest.importorskip("monai")
+    result = run("unet_step", tmp_path, "--network", network)
+    rows = {row["name"]: row for row in result["rows"]}
+    split = "pydist, 2 ranks, depth"
+    silent = split + ", nothing exchanged"
+    assert rows.keys() >= {"plain torch, 2 threads", "pydist, 1 rank", split, silent}
+    for row in rows.values():
+        check_times(row)
+        assert (row["error"] is None) == (row["name"] == silent)
+    assert rows[split]["of_bound"] == rows[silent]["median"] / rows[split]["median"]
+
+
 def test_halo_exchange(tmp_path):
     result = run("halo_exchange", tmp_path)
     faces = {(row["face"], row["layout"], row["bytes"]) for row in result["rows"]}

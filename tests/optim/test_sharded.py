@@ -319,14 +319,82 @@ def test_what_reads_numbers_is_refused_on_each_rank_alone(read):
     on_ranks((2, 1, 1), body)
 
 
-def test_accumulating_onto_changed_gradients_is_refused():
+def test_accumulating_onto_changed_gradients():
+    """What was clipped stays clipped; what comes is added."""
+
+    def loop(model, optimizer, mesh, step):
+        loss_of(model, mesh, step).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        loss_of(model, mesh, step + 10).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.02)
+        with model.no_sync():
+            loss_of(model, mesh, step + 20).backward()
+        for p in model.parameters():
+            p.grad *= 0.5
+        loss_of(model, mesh, step + 30).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    check(loop=loop, make=lambda p: SGD(p, 0.5))
+
+
+def test_no_sync_and_then_whole_gradients():
+    def loop(model, optimizer, mesh, step):
+        loss_of(model, mesh, step).backward()
+        with model.no_sync():
+            loss_of(model, mesh, step + 10).backward()
+        gather_gradients(model)
+        loss_of(model, mesh, step + 20).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2)
+
+    check(loop=loop)
+
+
+PARTIAL_READS = {
+    "step": lambda model, optimizer: optimizer.step(),
+    "norm": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clamp": lambda model, _: model[0].weight.grad.clamp_(-1, 1),
+    "foreach clamp": lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+}
+
+
+@pytest.mark.parametrize("read", PARTIAL_READS.values(), ids=PARTIAL_READS)
+def test_gradients_that_are_not_reduced_yet_are_refused(read):
+    def body(mesh):
+        model, optimizer = train(mesh, "always", steps=1)
+        loss_of(model, mesh).backward()
+        with model.no_sync():
+            loss_of(model, mesh).backward()
+        with pytest.raises(NotSupported, match=r"next backward.* outside of no_sync"):
+            read(model, optimizer)
+        loss_of(model, mesh).backward()
+        optimizer.step()
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_backward_that_raised_leaves_earlier_gradients():
     def body(mesh):
         model, _ = train(mesh, "always", steps=1)
-        loss_of(model, mesh).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-        with pytest.raises(NotSupported, match="another backward"):
-            loss_of(model, mesh).backward()
+        for seed in (0, 1):
+            loss_of(model, mesh, seed).backward()
+        gather_gradients(model)
+        expected = [p.grad.clone() for p in model.parameters()]
+
+        def fail(_):
+            raise ArithmeticError
+
         model.zero_grad()
-        loss_of(model, mesh).backward()
+        loss_of(model, mesh, 0).backward()
+        # The first layer's weight: others have accumulated by then.
+        handle = model[0].weight.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            loss_of(model, mesh, 2).backward()
+        handle.remove()
+        loss_of(model, mesh, 1).backward()
+        gather_gradients(model)
+        for p, grad in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, grad, rtol=1e-12, atol=1e-13)
 
     on_ranks((2, 1, 1), body)

@@ -212,6 +212,44 @@ def started_reduce_scatters_of_uneven_slices(t: Transport) -> None:
 
 
 @check
+def reduce_scatters_in_many_pieces_with_a_mean(t: Transport) -> None:
+    """Several are under way; the first slice is longer than any message of a transport."""
+    counts = [700_001, *([1001] * (t.size - 1))]
+    works, results = [], []
+    for dtype in FLOATS:
+        rows = [
+            numbers(rank, dtype, 1009).repeat(sum(counts) // 1009 + 1) for rank in range(t.size)
+        ]
+        rows = [row[: sum(counts)] for row in rows]
+        out = torch.empty(counts[t.rank], dtype=dtype)
+        works.append(t.reduce_scatter_async(rows[t.rank], out, counts, divisor=t.size))
+        slices = [row.split(counts)[t.rank] for row in rows]
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        results.append((rows, out, (sum(each.to(wide) for each in slices) / t.size).to(dtype)))
+    t.progress()
+    for work in works if t.rank % 2 else reversed(works):
+        work.wait()
+        t.progress()
+    for _, out, mean in results:
+        equal(out, mean)
+
+
+@check
+def reduce_scatters_may_be_asked_whether_they_are_done(t: Transport) -> None:
+    """Some transports can't tell; one that can gets there without `wait`."""
+    counts = [400_000, *([10] * (t.size - 1))]
+    rows = [numbers(rank, torch.float32, sum(counts)) for rank in range(t.size)]
+    out = torch.empty(counts[t.rank])
+    work = t.reduce_scatter_async(rows[t.rank], out, counts)
+    if t.size > 1 and t.name == "mpi":
+        while not work.done():
+            t.progress()
+    t.barrier()
+    work.wait()
+    equal(out, sum(row.split(counts)[t.rank] for row in rows))
+
+
+@check
 def started_all_gathers_of_uneven_slices(t: Transport) -> None:
     counts = uneven(t)
     for dtype in DTYPES:

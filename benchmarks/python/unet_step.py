@@ -1,0 +1,219 @@
+"""A training step of a 3D U-Net (forward, backward, Adam) on 1 rank and split over 2.
+
+MONAI's UNet (residual units, instance norm, PReLU, transposed convolutions of stride 2), or the
+U-Net of the paper, unmodified. Beside plain torch, and beside the no-exchange bound: the same
+shards, kernels and optimizer on both ranks at once, with transports that fall silent. Cross-entropy
+over three classes; one thread a rank; fresh data each step; loss and gradients of all that exchange
+are first compared with torch in double precision.
+
+    python benchmarks/python/unet_step.py --network monai --width 96
+    python benchmarks/python/unet_step.py --network paper --width 64
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import common
+import jobs
+
+CLASSES = 3
+TOLERANCE = 2e-2
+BOUND = ", nothing exchanged"
+SPLITS = {"depth": (2, 1, 1), "height": (1, 2, 1), "width": (1, 1, 2)}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contestant: in which job it runs, and how it is made there."""
+
+    job: str
+    title: str
+    threads: int = 1
+    spatial: tuple[int, int, int] | None = None
+    silent: bool = False
+
+
+def entries(quick: bool) -> list[Entry]:
+    """All contestants; in a quick run one of each kind."""
+    made = [
+        Entry("plain", "plain torch, 2 threads", 2),
+        Entry("plain-malloc", "plain torch, 2 threads + malloc", 2),
+        Entry("one", "pydist, 1 rank", spatial=(1, 1, 1)),
+    ]
+    for name, spatial in list(SPLITS.items())[: 1 if quick else None]:
+        title = f"pydist, 2 ranks, {name}"
+        made.append(Entry("two", title, spatial=spatial))
+        made.append(Entry("two", title + BOUND, spatial=spatial, silent=True))
+    return made
+
+
+def main() -> None:
+    parser = common.parser(__doc__, rounds=4)
+    parser.add_argument("--network", choices=("monai", "paper"), default="monai")
+    parser.add_argument("--width", type=int, help="edge of the cube (monai 96, paper 64)")
+    parser.add_argument("--mpi", default="auto", help="openmpi, mpich or auto")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(**json.loads(options.worker))
+        return
+    width, rounds = options.width or {"monai": 96, "paper": 64}[options.network], options.rounds
+    if options.quick:
+        width, rounds = 16, 2
+    setting = {"network": options.network, "width": width}
+
+    def start(ranks: int, threads: int, malloc: bool) -> Any:
+        text = json.dumps({**setting, "malloc": malloc})
+        return lambda: jobs.Job(__file__, ranks, ["--worker", text], options.mpi, threads)
+
+    all_of_them = entries(options.quick)
+    with jobs.running(
+        **{
+            "plain": start(1, 2, False), "plain-malloc": start(1, 2, True),
+            "one": start(1, 1, True), "two": start(2, 1, True),
+        }
+    ) as started:  # fmt: skip
+        described = common.machine(mpi_library=started["two"].ask("library")[0])
+        reference = started["plain"].ask("reference")[0]
+        errors = {
+            e: compare(e, started[e.job].ask("check", entry=e), reference) for e in all_of_them
+        }
+        seconds = jobs.interleave(
+            all_of_them,
+            rounds,
+            lambda e, seed: max(started[e.job].ask("step", title=e.title, seed=seed)),
+        )
+        kept = [max(started[e.job].ask("kept", title=e.title)) for e in all_of_them if e.silent]
+    if not all(kept):
+        raise SystemExit("a silent contestant was not asked to send anything")
+    median = {e.title: common.summary(seconds[e])["median"] for e in all_of_them}
+    rows = []
+    for e in all_of_them:
+        row = {"name": e.title, "job": e.job, **common.summary(seconds[e]), "error": errors[e]}
+        row["over_torch"] = median["plain torch, 2 threads"] / median[e.title]
+        exact = e.spatial in SPLITS.values() and not e.silent
+        row["of_bound"] = median[e.title + BOUND] / median[e.title] if exact else None
+        rows.append(row)
+    print(f"{options.network} U-Net, {width}³, batch 1, seconds a step, {rounds} rounds")
+    columns = ("median", "min", "over_torch", "of_bound", "error")
+    head = ("", "median", "min", "torch 2 threads / it", "bound / it", "error")
+    common.show(head, [(r["name"], *(r[c] for c in columns)) for r in rows])
+    result = {"machine": described, **setting, "rows": rows}
+    common.write(result, f"unet_step_{options.network}_{width}", options)
+
+
+def compare(
+    entry: Entry, answers: Sequence[dict[str, Any]], reference: dict[str, Any]
+) -> float | None:
+    """The largest error of loss and gradients, of a tensor |Δ| / |it| in the Euclidean norm.
+
+    Not in the largest element: a ReLU whose input is zero but for rounding may go either way, which
+    is seen in single weights (torch's own are up to 2e-2 off). Biases before a norm have no
+    gradient but rounding, so a tensor counts with 1e-3 of the largest one at least.
+    """
+    if entry.silent:
+        return None
+    error = max(abs(a["loss"] - reference["loss"]) / abs(reference["loss"]) for a in answers)
+    largest = max(float(g.norm()) for g in reference["grads"])
+    for mine, true in zip(answers[0]["grads"], reference["grads"], strict=True):
+        scale = max(float(true.norm()), 1e-3 * largest)
+        error = max(error, float((mine.double() - true).norm()) / scale)
+    if not error < TOLERANCE:
+        raise SystemExit(f"{entry.title} is wrong: its error is {error:.1e}, above {TOLERANCE}")
+    return error
+
+
+# -- the ranks ------------------------------------------------------------------------------
+
+
+def work(network: str, width: int, malloc: bool) -> None:
+    """A rank of one of the jobs."""
+    import pydist
+
+    world = pydist.init(keep_freed_memory=malloc).world
+    ranks = _Ranks(world, network, width)
+    jobs.serve(world.rank, lambda what, **details: getattr(ranks, what)(**details))
+
+
+class _Ranks:
+    def __init__(self, world: Any, network: str, width: int) -> None:
+        self._world, self._network, self._width = world, network, width
+        self._meter = jobs.Meter()
+        self._made: dict[str, Any] = {}
+
+    def library(self) -> str:
+        return jobs.library(self._world)
+
+    def check(self, entry: Entry) -> dict[str, Any]:
+        """Makes a contestant and runs its first step."""
+        made = self._made[entry.title] = self._make(entry)
+        made.prepare(*self._draw(0))
+        loss, grads = made.step(check=True)
+        wanted = self._world.rank == 0 and not entry.silent
+        return {"loss": loss, "grads": grads if wanted else None}
+
+    def step(self, title: str, seed: int) -> float:
+        made = self._made[title]
+        made.prepare(*self._draw(seed))
+        self._world.barrier()
+        return self._meter.measure(title, made.step)
+
+    def kept(self, title: str) -> int:
+        """Bytes that a silent contestant was given to send."""
+        return self._made[title].kept()
+
+    def reference(self) -> dict[str, Any]:
+        """Plain torch in double precision."""
+        import torch
+        import torch.nn.functional as F
+
+        torch.set_num_threads(common.cores())
+        model = self._model().double()
+        x, target = self._draw(0)
+        loss = F.cross_entropy(model(x.double()), target)
+        loss.backward()
+        return {"loss": loss.item(), "grads": [p.grad for p in model.parameters()]}
+
+    def _draw(self, seed: int) -> tuple[Any, Any]:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        shape = (1, 1, *(self._width,) * 3)
+        x = torch.empty(shape).uniform_(-1, 1, generator=generator)
+        return x, torch.randint(0, CLASSES, (1, *shape[2:]), generator=generator)
+
+    def _model(self) -> Any:
+        import torch
+
+        torch.manual_seed(0)
+        if self._network == "paper":
+            from pydist.models import UNet3d
+
+            return UNet3d(classes=CLASSES)
+        from monai.networks.nets import UNet
+
+        channels, strides = (16, 32, 64, 128, 256), (2, 2, 2, 2)
+        if self._width < 32:
+            channels, strides = channels[:3], strides[:2]
+        return UNet(3, 1, CLASSES, channels, strides, num_res_units=2)
+
+    def _make(self, entry: Entry) -> Any:
+        import cosmoflow_contestants as c
+        import torch.nn.functional as F
+
+        if entry.spatial is None:
+            return c.Plain(self._model(), entry.threads, loss=F.cross_entropy)
+        return c.Pydist(
+            self._model(), self._world, entry.spatial, entry.silent, entry.silent,
+            loss=F.cross_entropy,
+        )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
