@@ -46,8 +46,7 @@ void check_attributes(const kernels::ConvAttributes& attributes) {
 }
 
 kernels::ConvProblem check_conv(const ConvArgument& in, const ConvArgument& weight,
-                                const ConvArgument& out,
-                                const kernels::ConvAttributes& attributes,
+                                const ConvArgument& out, const kernels::ConvAttributes& attributes,
                                 double negative_slope = 1) {
   for (const ConvArgument* array : {&in, &weight, &out}) {
     require_ndim(array->name, array->view(), 5);

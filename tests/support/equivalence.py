@@ -68,10 +68,14 @@ def jittered(tensor: Tensor, seed: int = 7) -> Tensor:
     """The tensor with noise of one unit in the last place."""
     if not tensor.is_floating_point():
         return tensor
+    return (tensor.detach() * noise_like(tensor, seed)).requires_grad_(tensor.requires_grad)
+
+
+def noise_like(tensor: Tensor, seed: int) -> Tensor:
+    """Factors one unit in the last place above or below 1."""
     generator = torch.Generator().manual_seed(seed)
     sign = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int64) * 2 - 1
-    noisy = tensor.detach() * (1 + torch.finfo(tensor.dtype).eps * sign.to(tensor.dtype))
-    return noisy.requires_grad_(tensor.requires_grad)
+    return 1 + torch.finfo(tensor.dtype).eps * sign.to(tensor.dtype)
 
 
 def bounds_of(expected: Mapping[str, Tensor], noisy: Mapping[str, Tensor]) -> dict[str, float]:
@@ -262,8 +266,8 @@ class Answer(NamedTuple):
 
 def whole_answer(task: Task) -> Answer:
     """Output, loss, gradients and buffers of one step on one device."""
-    expected = _step(task, lambda t: t)
-    return Answer(expected, bounds_of(expected, _step(task, jittered)))
+    expected = whole_step(task)
+    return Answer(expected, bounds_of(expected, whole_step(task, jittered)))
 
 
 def check_network(
@@ -295,7 +299,8 @@ def check_network(
     on_ranks(spatial, rank, data, keep_thin_blocks=keep_thin_blocks)
 
 
-def _step(task: Task, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def whole_step(task: Task, change: Callable[[Tensor], Tensor] = lambda t: t) -> dict[str, Tensor]:
+    """One forward and backward on one device, after a change of parameters and input."""
     model = copy.deepcopy(task.model)
     with torch.no_grad():
         for p in model.parameters():
@@ -308,18 +313,31 @@ def _step(task: Task, change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
     return _results(model, y.detach(), value.detach(), leaf.grad)
 
 
-def train_split(task: Task, mesh: Mesh, **options: Any) -> dict[str, Tensor]:
-    """One forward and backward on a mesh, with the results put together as one device has them."""
+def train_split(
+    task: Task, mesh: Mesh, points: Sequence[Points] | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """One forward and backward on a mesh, with the results put together as one device has them.
+
+    Args:
+        task: with the whole batch.
+        mesh: the mesh.
+        points: split points of the input's last dims; by default it is cut evenly.
+        **options: of `parallelize`.
+    """
     model = parallelize(task.model, mesh, **options)
     mine = group_slice(mesh, task.x.shape[0])
-    x = shard(task.x[mine], layout_for_sample(mesh, task.x[mine].shape))
+    own = task.x[mine]
+    layout = (
+        layout_for_sample(mesh, own.shape) if points is None else layout_at(mesh, own.shape, points)
+    )
+    x = shard(own, layout)
     y = model(x)
     value = task.loss(y, task.target[mine])
     value.backward()
     assert x.grad is not None
     grad_x = _all_samples(x.grad.full_tensor(), mesh) / mesh.data_size
     full = y.full_tensor() if isinstance(y, ShardedTensor) else y
-    mean = value.detach().clone()
+    mean = (value.full_tensor() if isinstance(value, ShardedTensor) else value).detach().clone()
     mesh.world.all_reduce(mean)
     return _results(model, _all_samples(full.detach(), mesh), mean / mesh.size, grad_x)
 
@@ -337,8 +355,8 @@ def _all_samples(x: Tensor, mesh: Mesh) -> Tensor:
 def _results(model: nn.Module, y: Tensor, value: Tensor, grad: Tensor) -> dict[str, Tensor]:
     found = {"y": y, "loss": value, "dx": grad}
     for name, p in model.named_parameters():
-        assert p.grad is not None, name
-        found[f"d {name}"] = p.grad
+        if p.grad is not None:  # on one device and split alike
+            found[f"d {name}"] = p.grad
     for name, b in model.named_buffers():
         if b.is_floating_point():
             found[f"buffer {name}"] = b

@@ -1,0 +1,95 @@
+"""Networks that others wrote, unmodified: a step of training is the same when the sample is cut.
+
+Output, loss, running statistics and every gradient, in float64 and in float32 (there no further
+from float64 than four times one device). HYPOTHESIS_PROFILE=nightly runs all networks over all
+splits in both types; else wide ones run once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Sequence
+
+import pytest
+import torch
+from equivalence import even_points, on_shards
+from one_device import Reference
+from zoo import WIDE, ZOO, task_of
+
+from pydist import parallelize
+from pydist.errors import NotSupported
+
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+ONLY_NIGHTLY = {"VNet", "SENet"}  # tens of millions of parameters, whose number can't be chosen
+
+SPLITS = {
+    "2x1x1": lambda n: [even_points(n[0], 2)],
+    "1x2x2": lambda n: [[0, n[0]], even_points(n[1], 2), *(even_points(m, 2) for m in n[2:])],
+    "uneven, one empty": lambda n: [[0, n[0] // 3, n[0] // 3, n[0]], [0, 1, n[1]]],
+}
+NIGHTLY_SPLITS = {
+    "8x1x1": lambda n: [even_points(n[0], 8)],
+    "2x2x2": lambda n: [even_points(m, 2) for m in n],
+    "1x3x1": lambda n: [[0, n[0]], even_points(n[1], 3)],
+}
+
+
+def cases() -> list[tuple[str, str, torch.dtype]]:
+    """Network, split and type."""
+    found = []
+    for name in ZOO:
+        for split in SPLITS | (NIGHTLY_SPLITS if NIGHTLY else {}):
+            for dtype in (torch.float64, torch.float32):
+                first = split == "2x1x1" and dtype == torch.float64
+                usual = name not in WIDE and (dtype == torch.float64 or split == "1x2x2")
+                if NIGHTLY or ((first or usual) and name not in ONLY_NIGHTLY):
+                    found.append((name, split, dtype))
+    return found
+
+
+@functools.lru_cache(maxsize=2)
+def reference_of(name: str, dtype: torch.dtype) -> Reference:
+    return Reference(task_of(name, dtype))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_networks():
+    yield
+    reference_of.cache_clear()
+
+
+def named(case: Sequence[object]) -> str:
+    return ", ".join(str(part).removeprefix("torch.") for part in case)
+
+
+@pytest.mark.parametrize("case", cases(), ids=named)
+def test_split_is_whole(case):
+    name, split, dtype = case
+    extents = ZOO[name].sample[1:]
+    points = (SPLITS | NIGHTLY_SPLITS)[split](extents)
+    points += [[0, n] for n in extents[len(points) :]]
+    reference_of(name, dtype).check_split(points, keep_thin_blocks=split.startswith("uneven"))
+
+
+TRANSFORMERS = {
+    "UNETR": (
+        {"img_size": (32, 32, 32), "feature_size": 4, "hidden_size": 24, "num_heads": 2},
+        (1, 1, 32, 32, 32),
+    ),
+    "SwinUNETR": ({"feature_size": 12}, (1, 1, 64, 64, 64)),
+}
+
+
+@pytest.mark.parametrize(("name", "options", "shape"), [(n, *o) for n, o in TRANSFORMERS.items()])
+def test_attention_between_voxels_is_refused_by_name(name, options, shape):
+    """What every voxel sees of every other has no halo: the module and the way on are named."""
+    nets = pytest.importorskip("monai.networks.nets")
+
+    def body(x, mesh):
+        model = parallelize(getattr(nets, name)(1, 2, **options).double(), mesh)
+        why = r"in module \w.*\.attn at .*attention over split tokens is not supported: gather"
+        with torch.no_grad(), pytest.raises(NotSupported, match=why):
+            model(x)
+
+    on_shards(body, (2, 1, 1), shape)

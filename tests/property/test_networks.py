@@ -1,0 +1,36 @@
+"""Randomly composed networks, split against whole: equal, or refused, and refused seldom."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from random_networks import Case, cases, compare
+
+from pydist.errors import NotSupported
+
+MOST_REFUSED = 0.1
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+def test_any_network_is_the_same_when_it_is_split(record_property):
+    ran = 0
+    refused: collections.Counter[str] = collections.Counter()
+
+    @settings(suppress_health_check=list(HealthCheck))
+    @given(case=cases())
+    def check(case: Case) -> None:
+        nonlocal ran
+        assume(case.is_sound())
+        ran += 1
+        try:
+            compare(case)
+        except NotSupported as refusal:
+            refused[str(refusal).split(" on a sharded tensor")[0]] += 1
+
+    check()
+    calls = ", ".join(f"{name} ({n})" for name, n in refused.most_common())
+    line = f"{refused.total()} of {ran} random networks refused: {calls or 'none'}"
+    record_property("networks", line)
+    assert refused.total() <= MOST_REFUSED * ran, line
