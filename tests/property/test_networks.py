@@ -10,7 +10,8 @@ from random_networks import Case, cases, compare
 
 from pydist.errors import NotSupported
 
-MOST_REFUSED = 0.1
+NETWORKS, MOST_REFUSED = 200, 0.1
+"""How many are run at least, and the share that may be refused."""
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -18,7 +19,10 @@ def test_any_network_is_the_same_when_it_is_split(record_property):
     ran = 0
     refused: collections.Counter[str] = collections.Counter()
 
-    @settings(suppress_health_check=list(HealthCheck))
+    # Many, each a different network: one alone proves little.
+    examples = max(NETWORKS, settings().max_examples)
+
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     def check(case: Case) -> None:
         nonlocal ran

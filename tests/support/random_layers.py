@@ -94,13 +94,13 @@ ReLU() ReLU(inplace=True) LeakyReLU(0.1) LeakyReLU(0.1,inplace=True) PReLU() ELU
 SELU() CELU(0.5) GELU() GELU("tanh") SiLU() SiLU(inplace=True) Mish() Softplus() Hardswish()
 Hardsigmoid() Hardtanh(inplace=True) ReLU6() Tanh() Sigmoid() Softsign() LogSigmoid() Tanhshrink()
 Softshrink() Hardshrink() Threshold(0.1,0.2) GLU(1) Softmax(1) LogSoftmax(1) Softmin(1)
-Dropout3d(0.0) Dropout(0.0) RReLU(0.2,0.2) Softmax2d()
+Dropout(0.0) RReLU(0.2,0.2) Softmax2d()
 """.split()
 
 
 def activation(s: Spot) -> nn.Module:
-    text = s.pick(*ACTIVATIONS, "PReLU(c)", "Dropout(0.5).eval()", "AlphaDropout(0.2).eval()")
-    return eval(f"nn.{text}", {"nn": nn, "c": s.channels})
+    own = ("PReLU(c)", "Dropout(0.5).eval()", "AlphaDropout(0.2).eval()", f"Dropout{s.dims}d(0.0)")
+    return eval(f"nn.{s.pick(*ACTIVATIONS, *own)}", {"nn": nn, "c": s.channels})
 
 
 def resample(s: Spot) -> nn.Module:

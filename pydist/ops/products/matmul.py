@@ -19,7 +19,7 @@ from pydist.tensor import HANDLERS, ShardedTensor, implements, refusal
 
 def _product(func: Callable[..., Tensor], a: Tensor, b: Tensor) -> Any:
     first, second, out = _labels(a, b)
-    return contract(func, [a, b], [first, second], out, torch.matmul)
+    return contract(func, [a, b], [first, second], out, func)
 
 
 def _labels(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels]:

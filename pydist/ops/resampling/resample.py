@@ -18,7 +18,7 @@ from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 _AREA = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 
 
-@implements(F.interpolate, F.upsample)
+@implements(F.interpolate)
 def interpolate(
     input: ShardedTensor,
     size: int | Sequence[int] | None = None,

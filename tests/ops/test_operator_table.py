@@ -1,0 +1,28 @@
+"""docs/operators.md says what calls do, all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from operator_table import TORCH, all_texts, handled, names_in, page
+
+PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of what it will take away
+
+
+def test_the_page_is_what_is_found():
+    written = PAGE.read_text()
+    if TORCH not in written:
+        pytest.skip(f"docs/operators.md was made with another version than {TORCH}")
+    assert page() == written, (
+        "docs/operators.md: write it anew with "
+        "PYTHONPATH=tests/support python -m operator_table > docs/operators.md"
+    )
+
+
+def test_every_function_with_a_handler_is_in_it():
+    """A new one needs a call in tests/support/operator_cases.py."""
+    texts = [text for family in all_texts().values() for text in family]
+    assert handled() - names_in(texts) == set()
