@@ -124,11 +124,16 @@ _relief: list[_Relief] = []
 """The one of this process, once it is allowed."""
 
 
-def allow_relief() -> None:
-    """Lets `relieve` act, from now on; not on another allocator or under settings of the user."""
-    libc = None if _set_by_user() else _glibc_in_use()
-    if libc is not None and Path("/proc/self/statm").exists():
-        _relief[:] = [_Relief(libc)]
+def allow_relief(allowed: bool = True) -> None:
+    """Lets `relieve` act, from now on; not on another allocator or under settings of the user.
+
+    Args:
+        allowed: False takes it back.
+    """
+    libc = None if _set_by_user() or not allowed else _glibc_in_use()
+    if libc is not None and not Path("/proc/self/statm").exists():
+        libc = None
+    _relief[:] = [] if libc is None else [_Relief(libc)]
 
 
 def relieve() -> None:

@@ -121,6 +121,11 @@ class Mesh:
         """The ranks that differ from this one along `axes` only."""
         return self._groups[tuple(a for a in AXES if a in axes)]
 
+    @property
+    def transports(self) -> list[Transport]:
+        """Those of all groups of this rank, each once."""
+        return list({id(t): t for t in self._groups.values()}.values())
+
     def coords_of(self, sample_index: int) -> dict[str, int]:
         """Coordinates along the spatial axes of a place in the sample group."""
         return dict(zip(SPATIAL_AXES, _unravel(sample_index, self.spatial), strict=True))

@@ -29,6 +29,7 @@ from typing import Any
 
 import common
 import jobs
+from step_ranks import StepRanks
 
 TOLERANCE = 5e-3
 """Of every contestant's loss and gradients; single-precision torch is 2e-3 off at 64³."""
@@ -292,32 +293,19 @@ def work(width: int, batch: int, batch_norm: bool, malloc: bool, as_threads: int
         rank(pydist.init(keep_freed_memory=malloc).world)
 
 
-class _Ranks:
+class _Ranks(StepRanks):
     def __init__(
         self, world: Any, width: int, batch: int, batch_norm: bool, is_thread: bool
     ) -> None:
-        self._world, self._width, self._batch = world, width, batch
+        super().__init__(world, is_thread)
+        self._width, self._batch = width, batch
         self._batch_norm = batch_norm
-        self._meter = jobs.Meter(is_thread)
-        self._made: dict[str, Any] = {}
         self._exposed_seconds: dict[str, list[float]] = {}
-
-    def library(self) -> str:
-        return jobs.library(self._world)
-
-    def check(self, entry: Entry) -> dict[str, Any]:
-        """Makes a contestant and runs its first step."""
-        made = self._made[entry.title] = self._make(entry)
-        made.prepare(*self._draw(0))
-        loss, grads = made.step(check=True)
-        return {"loss": loss, "grads": grads if self._world.rank == 0 and entry.exact else None}
 
     def step(self, title: str, seed: int) -> float:
         made = self._made[title]
-        made.prepare(*self._draw(seed))
-        self._world.barrier()
         before = made.exposed_seconds
-        taken = self._meter.measure(title, made.step)
+        taken = super().step(title, seed)
         self._exposed_seconds.setdefault(title, []).append(made.exposed_seconds - before)
         return taken
 
@@ -329,23 +317,10 @@ class _Ranks:
         """What a bare all-reduce sums."""
         return self._made[title].nbytes
 
-    def usage(self, title: str) -> tuple[float, float]:
-        return self._meter.usage(title)
-
-    def kept(self, title: str) -> int:
-        """Bytes that a silent contestant was given to send."""
-        return self._made[title].kept()
-
-    def reference(self) -> dict[str, Any]:
-        """Plain torch in double precision."""
+    def _loss(self, output: Any, target: Any) -> Any:
         import torch
 
-        torch.set_num_threads(common.cores())
-        model = self._model().double()
-        x, target = self._draw(0)
-        loss = torch.nn.functional.mse_loss(model(x.double()), target.double())
-        loss.backward()
-        return {"loss": loss.item(), "grads": [p.grad for p in model.parameters()]}
+        return torch.nn.functional.mse_loss(output, target)
 
     def _draw(self, seed: int) -> tuple[Any, Any]:
         import torch

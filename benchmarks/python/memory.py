@@ -2,9 +2,11 @@
 
 What a step needs beyond the model: the peak of resident memory over some steps, less what was
 resident once model and optimizer existed. Adam makes its state in the first step, so it counts, and
-is shown. Each figure comes from fresh processes with malloc as it comes, so that freed memory is
-not counted; the ratio to one rank's is what splitting saves. The last rows show what pydist's
-malloc settings, which keep freed memory, cost in resident memory.
+is shown. Each figure comes from fresh processes; the ratio to one rank's, with malloc as it comes,
+is what splitting saves. Then the same with free memory given back during backward
+(`pydist.memory.relieve`), as `init(keep_freed_memory=False)` has it on several ranks; one rank has
+no reducer, which is what does that. The last rows show what pydist's malloc settings, which keep
+freed memory, cost.
 
     python benchmarks/python/memory.py --width 128
 """
@@ -24,6 +26,8 @@ import jobs
 
 SPATIAL = {1: (1, 1, 1), 2: (2, 1, 1), 4: (4, 1, 1)}
 PLAIN = "plain torch"
+DEFAULT, GIVEN_BACK, KEPT = "as it comes", "given back in backward", "kept"
+"""What happens to memory that is freed."""
 
 
 def main() -> None:
@@ -41,9 +45,10 @@ def main() -> None:
         return
     if options.quick:
         options.width, options.rounds, options.ranks = 32, 1, [1, 2]
-    settings = (False,) if options.quick else (False, True)
+    settings = (DEFAULT, GIVEN_BACK) if options.quick else (DEFAULT, GIVEN_BACK, KEPT)
     setting = {"width": options.width, "batch": options.batch}
-    cases = [(PLAIN, 1, False), *(("pydist", n, m) for m in settings for n in options.ranks)]
+    ours = [(n, m) for m in settings for n in options.ranks if (n, m) != (1, GIVEN_BACK)]
+    cases = [(PLAIN, 1, DEFAULT), *(("pydist", *each) for each in ours)]
     rows = []
     for name, ranks, malloc in cases:
         text = json.dumps({**setting, "malloc": malloc, "plain": name == PLAIN})
@@ -53,11 +58,11 @@ def main() -> None:
             library = started["job"].ask("library")[0]
         most = max(answers, key=lambda answer: answer["step_mb"])
         rows.append({"name": name, "ranks": ranks, "malloc": malloc, **most})
-    one = next(r for r in rows if (r["name"], r["ranks"], r["malloc"]) == ("pydist", 1, False))
+    one = next(r for r in rows if (r["name"], r["ranks"], r["malloc"]) == ("pydist", 1, DEFAULT))
     for row in rows:
         row["ratio"] = row["step_mb"] / one["step_mb"]
     print(f"CosmoFlow {options.width}³, batch {options.batch}, MB a rank, {options.rounds} steps")
-    head = ("", "ranks", "malloc set", "with the model", "peak", "of the step", "of it Adam's")
+    head = ("", "ranks", "freed memory", "with the model", "peak", "of the step", "of it Adam's")
     names = ("name", "ranks", "malloc", "model_mb", "peak_mb", "step_mb", "optimizer_mb", "ratio")
     common.show((*head, "/ one rank's"), [tuple(row[key] for key in names) for row in rows])
     described = common.machine(mpi_library=library)
@@ -68,11 +73,14 @@ def main() -> None:
 # -- the ranks ------------------------------------------------------------------------------
 
 
-def work(width: int, batch: int, malloc: bool, plain: bool) -> None:
+def work(width: int, batch: int, malloc: str, plain: bool) -> None:
     """A rank of one of the jobs."""
     import pydist
+    from pydist.memory import allow_relief
 
-    world = pydist.init(keep_freed_memory=malloc).world
+    world = pydist.init(keep_freed_memory=malloc == KEPT).world
+    if malloc == DEFAULT:
+        allow_relief(False)
 
     def answer(what: str, **details: Any) -> Any:
         if what == "library":

@@ -21,6 +21,7 @@ from typing import Any
 
 import common
 import jobs
+from step_ranks import StepRanks
 
 CLASSES = 3
 TOLERANCE = 2e-2
@@ -37,6 +38,11 @@ class Entry:
     threads: int = 1
     spatial: tuple[int, int, int] | None = None
     silent: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether its results are those of one device."""
+        return not self.silent
 
 
 def entries(quick: bool) -> list[Entry]:
@@ -117,7 +123,7 @@ def compare(
     is seen in single weights (torch's own are up to 2e-2 off). Biases before a norm have no
     gradient but rounding, so a tensor counts with 1e-3 of the largest one at least.
     """
-    if entry.silent:
+    if not entry.exact:
         return None
     error = max(abs(a["loss"] - reference["loss"]) / abs(reference["loss"]) for a in answers)
     largest = max(float(g.norm()) for g in reference["grads"])
@@ -141,44 +147,15 @@ def work(network: str, width: int, malloc: bool) -> None:
     jobs.serve(world.rank, lambda what, **details: getattr(ranks, what)(**details))
 
 
-class _Ranks:
+class _Ranks(StepRanks):
     def __init__(self, world: Any, network: str, width: int) -> None:
-        self._world, self._network, self._width = world, network, width
-        self._meter = jobs.Meter()
-        self._made: dict[str, Any] = {}
+        super().__init__(world)
+        self._network, self._width = network, width
 
-    def library(self) -> str:
-        return jobs.library(self._world)
-
-    def check(self, entry: Entry) -> dict[str, Any]:
-        """Makes a contestant and runs its first step."""
-        made = self._made[entry.title] = self._make(entry)
-        made.prepare(*self._draw(0))
-        loss, grads = made.step(check=True)
-        wanted = self._world.rank == 0 and not entry.silent
-        return {"loss": loss, "grads": grads if wanted else None}
-
-    def step(self, title: str, seed: int) -> float:
-        made = self._made[title]
-        made.prepare(*self._draw(seed))
-        self._world.barrier()
-        return self._meter.measure(title, made.step)
-
-    def kept(self, title: str) -> int:
-        """Bytes that a silent contestant was given to send."""
-        return self._made[title].kept()
-
-    def reference(self) -> dict[str, Any]:
-        """Plain torch in double precision."""
+    def _loss(self, output: Any, target: Any) -> Any:
         import torch
-        import torch.nn.functional as F
 
-        torch.set_num_threads(common.cores())
-        model = self._model().double()
-        x, target = self._draw(0)
-        loss = F.cross_entropy(model(x.double()), target)
-        loss.backward()
-        return {"loss": loss.item(), "grads": [p.grad for p in model.parameters()]}
+        return torch.nn.functional.cross_entropy(output, target)
 
     def _draw(self, seed: int) -> tuple[Any, Any]:
         import torch
@@ -205,14 +182,12 @@ class _Ranks:
 
     def _make(self, entry: Entry) -> Any:
         import cosmoflow_contestants as c
-        import torch.nn.functional as F
 
         if entry.spatial is None:
-            return c.Plain(self._model(), entry.threads, loss=F.cross_entropy)
+            return c.Plain(self._model(), entry.threads, loss=self._loss)
         return c.Pydist(
-            self._model(), self._world, entry.spatial, entry.silent, entry.silent,
-            loss=F.cross_entropy,
-        )  # fmt: skip
+            self._model(), self._world, entry.spatial, entry.silent, entry.silent, loss=self._loss
+        )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pydist.tensor import ShardedTensor
 # Asked for, not computed.
 _QUESTIONS = frozenset(
     "is_floating_point is_complex numel nelement is_contiguous stride storage_offset element_size "
-    "is_pinned is_cuda has_names get_device type_as".split()
+    "is_pinned is_cuda has_names get_device".split()
 )
 
 
@@ -61,14 +61,14 @@ class CallRecorder(TorchFunctionMode):
         self._now: Call | None = None
 
     def __enter__(self) -> CallRecorder:
-        for transport in self._transports():
+        for transport in self._mesh.transports:
             transport.watcher = self._note
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        for transport in self._transports():
+        for transport in self._mesh.transports:
             transport.watcher = None
 
     def __torch_function__(
@@ -107,9 +107,6 @@ class CallRecorder(TorchFunctionMode):
             return ShardedTensor(shard_of_plain(x, layout), layout, like._origin)
 
         return tree_map(cut, result)
-
-    def _transports(self) -> list[Any]:
-        return list({id(t): t for t in self._mesh._groups.values()}.values())
 
     def _note(self, moved: Exchanger | Tensor) -> None:
         call = self._now

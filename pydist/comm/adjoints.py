@@ -193,14 +193,13 @@ class _Gather(Function):
         ctx: Any,
         local: Tensor,
         exchanger: Exchanger,
-        fill: float,
         weight: float,
         mesh: Mesh,
         part: str,
     ) -> Tensor:
         ctx.args = exchanger, weight, mesh, part
         ctx.save_for_backward(exchange_marker())
-        slot = exchanger.empty_slots(local)[0].fill_(fill)
+        slot = exchanger.empty_slots(local)[0].zero_()
         with mesh.timers.measure(part):
             exchanger.gather(local, [slot])
         return slot
@@ -211,7 +210,7 @@ class _Gather(Function):
         exchanger, weight, mesh, part = ctx.args
         begin_backward(mesh)
         grad = _AddBack.apply(grad, exchanger, weight, mesh, part)
-        return grad, None, None, None, None, None
+        return grad, None, None, None, None
 
 
 class _AddBack(Function):
@@ -231,7 +230,7 @@ class _AddBack(Function):
         _ = ctx.saved_tensors
         exchanger, weight, mesh, part = ctx.args
         begin_backward(mesh)
-        return _Gather.apply(x, exchanger, 0.0, weight, mesh, part), None, None, None, None
+        return _Gather.apply(x, exchanger, weight, mesh, part), None, None, None, None
 
 
 def gather_box(
@@ -239,21 +238,19 @@ def gather_box(
     exchanger: Exchanger,
     mesh: Mesh,
     *,
-    fill: float = 0.0,
     weight: float = 1.0,
     part: str = "halo",
 ) -> Tensor:
-    """The one box that this rank asked for, from its owners; `fill` where there is none.
+    """The one box that this rank asked for, from its owners; 0 outside the global domain.
 
     Args:
         local: this rank's shard.
         exchanger: with one slot a rank; its memory format is that of the result.
         mesh: for the timers and the end of backward.
-        fill: value outside the global domain.
         weight: rep(A) / rep(B) of a redistribution from layout A to layout B; 1 for halos.
         part: under which name the time is counted.
     """
-    return _Gather.apply(local, exchanger, fill, weight, mesh, part)
+    return _Gather.apply(local, exchanger, weight, mesh, part)
 
 
 def begin_backward(mesh: Mesh) -> None:

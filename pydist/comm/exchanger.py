@@ -141,9 +141,7 @@ class Exchanger:
 
     def start(self, local: Tensor) -> Pending:
         """Packs what others need of `local` and sends it off; does not wait."""
-        transport = self.transport
-        if transport.unfinished is not None or transport.watcher is not None:
-            self._announce()
+        self._announce()
         began = perf_counter()
         idle = self._idle[local.dtype, False]
         pending = idle.pop() if idle else Pending(self, local.dtype, homeward=False)

@@ -210,6 +210,6 @@ def _check_sliding(sliding: Sliding, multiple: int) -> None:
     if sliding.window % multiple:
         raise UsageError(f"a window of {sliding.window} voxels; multiples of {multiple} can be had")
     try:
-        import monai.inferers  # noqa: F401
+        import monai.inferers  # noqa: F401  only whether it is there, before anything is read
     except ImportError:
         raise UsageError("sliding windows need MONAI: pip install 'pydist[medical]'") from None

@@ -5,7 +5,7 @@ with `pydist.tensor.implements`. Modules that register handlers are listed here;
 (windows, gathering, redistribution) lies beside them.
 """
 
-# ruff: noqa: F401
+# ruff: noqa: F401  imported for the handlers that they register
 from pydist.ops import attributes, hooks
 from pydist.ops.convolution import conv, conv_transpose
 from pydist.ops.normalization import batch_norm, channel_norm, instance_norm, layer_norm

@@ -54,4 +54,4 @@ def numpy_names(handler: _H) -> _H:
                 kwargs[ours] = kwargs.pop(theirs)
         return handler(*args, **kwargs)
 
-    return renamed  # type: ignore[return-value]
+    return renamed  # type: ignore[return-value]  # of the handler's own type but for the names

@@ -17,20 +17,19 @@ class BoxGatherer:
 
     Args:
         layout: of the inputs.
-        needed: the box of each rank; what lies beyond the domain is filled.
+        needed: the box of each rank; beyond the domain there are zeros.
     """
 
     def __init__(self, layout: Layout, needed: Sequence[Box]) -> None:
         self._layout, self._needed = layout, needed
         self._exchangers: dict[bool, Exchanger] = {}
 
-    def __call__(self, local: Tensor, channels_last: bool = False, fill: float = 0.0) -> Tensor:
+    def __call__(self, local: Tensor, channels_last: bool = False) -> Tensor:
         """This rank's box, from its shard and those of others.
 
         Args:
             local: the shard.
             channels_last: the memory format of the result, and of the shard's gradient.
-            fill: value beyond the domain.
         """
         mesh, layout = self._layout.mesh, self._layout
         if channels_last not in self._exchangers:
@@ -39,4 +38,4 @@ class BoxGatherer:
                 mesh.sample, layout.boxes, needed, mesh.timers, channels_last
             )
         held = with_true_gradient(local, mesh, layout.unused_axes)
-        return gather_box(held, self._exchangers[channels_last], mesh, fill=fill)
+        return gather_box(held, self._exchangers[channels_last], mesh)

@@ -154,7 +154,6 @@ class WindowPlan:
         self,
         function: Callable[[Tensor], Tensor],
         x: ShardedTensor,
-        fill: float = 0.0,
         channels_last: bool = False,
     ) -> Tensor:
         """Gathers this rank's inputs, halo and padding included, and computes its outputs.
@@ -162,14 +161,13 @@ class WindowPlan:
         Args:
             function: the window operation, without padding.
             x: the sharded input.
-            fill: value of the padding.
             channels_last: the memory format in which `function` takes them.
 
         A rank without outputs computes one window of nothing and keeps none of it: it has to run
         the same nodes in backward as the others, in second order too, else its hooks do not fire,
         its exchanges come in another order, and the job hangs.
         """
-        padded = self.gathers(local_of(x), channels_last, fill)
+        padded = self.gathers(local_of(x), channels_last)
         if not self.out.box.empty:
             return function(padded)
         missing = [r - n for r, n in zip(self._reach, padded.shape[2:], strict=True)]

@@ -16,7 +16,7 @@ NETWORKS, MOST_REFUSED = 200, 0.1
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 def test_any_network_is_the_same_when_it_is_split(record_property):
-    ran = 0
+    ran = undecided = 0
     refused: collections.Counter[str] = collections.Counter()
 
     # Many, each a different network: one alone proves little.
@@ -25,16 +25,19 @@ def test_any_network_is_the_same_when_it_is_split(record_property):
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(case=cases())
     def check(case: Case) -> None:
-        nonlocal ran
+        nonlocal ran, undecided
         assume(case.is_sound())
         ran += 1
         try:
-            compare(case)
+            undecided += not compare(case)
         except NotSupported as refusal:
             refused[str(refusal).split(" on a sharded tensor")[0]] += 1
 
     check()
     calls = ", ".join(f"{name} ({n})" for name, n in refused.most_common())
-    line = f"{refused.total()} of {ran} random networks refused: {calls or 'none'}"
+    line = (
+        f"{refused.total()} of {ran} random networks refused: {calls or 'none'}; "
+        f"{undecided} differ, and noise in the last bit moves them as well"
+    )
     record_property("networks", line)
     assert refused.total() <= MOST_REFUSED * ran, line

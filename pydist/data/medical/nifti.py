@@ -251,7 +251,7 @@ def _read(path: Path, file: BufferedReader | gzip.GzipFile, at_most: int) -> Nif
             f"{path}: cut short: {offset + size} bytes are declared, it has at most {at_most}"
         )
     buffer = np.empty(offset + size, dtype=np.uint8)
-    view = memoryview(buffer)  # type: ignore[arg-type]
+    view = memoryview(buffer)  # type: ignore[arg-type]  # numpy says so from Python 3.12 on
     view[: len(start)] = start[: len(view)]
     filled = min(len(start), len(view))
     while filled < len(view) and (count := file.readinto(view[filled:])):

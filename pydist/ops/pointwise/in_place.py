@@ -63,7 +63,7 @@ def in_place_on_plain(
         except RuntimeError as error:
             why = f"in place on a plain tensor that something else holds ({error})"
             raise NotSupported(f"{func.__name__}: {why}; write it out of place") from error
-    return target  # type: ignore[return-value]
+    return target  # type: ignore[return-value]  # swapped: it is the sharded one now
 
 
 def _held_elsewhere(target: Tensor) -> str:
@@ -74,7 +74,7 @@ def _held_elsewhere(target: Tensor) -> str:
         return "that is a view of another"
     if weakref.getweakrefs(target):
         return "with weak references"
-    users: int = target._use_count()  # type: ignore[attr-defined]
+    users: int = target._use_count()  # type: ignore[attr-defined]  # not in torch's stubs
     if users > (2 if target.requires_grad and target.is_leaf else 1):
         return "of which there are views"
     if target.requires_grad and target.is_leaf and torch.is_grad_enabled():

@@ -106,9 +106,9 @@ def lp_pool(
     x: Any = input  # calls on it give sharded tensors
     tail: Any = (kernel_size, stride, 0, 1, ceil_mode)
     if norm_type == math.inf:
-        return max_pool(dims, x.abs(), *tail)  # type: ignore[return-value]
+        return max_pool(dims, x.abs(), *tail)  # type: ignore[return-value]  # no indices asked
     if norm_type == -math.inf:
-        return -max_pool(dims, -x.abs(), *tail)  # type: ignore[return-value,operator]
+        return -max_pool(dims, -x.abs(), *tail)  # type: ignore[return-value,operator]  # as above
     mean: Any = avg_pool(dims, x.pow(norm_type), kernel_size, stride, 0, ceil_mode)
     volume = math.prod(as_tuple(kernel_size, dims))
     powers = (mean.sign() * F.relu(mean.abs())).mul(volume)

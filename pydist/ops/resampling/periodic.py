@@ -97,7 +97,7 @@ def _roll_split(x: ShardedTensor, dim: int, shift: int) -> ShardedTensor:
         for (lo, hi), (start, stop) in zip(intervals, before, strict=True)
     ]
     parts = [_gather(x, dim, before)]
-    if any(rest != (0, 0) for rest in rest):
+    if any(interval != (0, 0) for interval in rest):
         parts.append(_gather(x, dim, rest))
     return wrap(torch.cat(parts, dim), layout, x)
 
