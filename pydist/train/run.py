@@ -6,7 +6,7 @@ import hashlib
 import importlib.util
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,7 +50,12 @@ class Result:
     validation: Validation | None
 
 
-def train(config: Config, mesh: Mesh, listeners: Sequence[Listener] = ()) -> Result:
+def train(
+    config: Config,
+    mesh: Mesh,
+    listeners: Sequence[Listener] = (),
+    prepare: Callable[[torch.nn.Module], None] | None = None,
+) -> Result:
     """Trains the network of a configuration. Collective.
 
     Rank 0 writes the resolved configuration, `log.jsonl`, checkpoints, a table of the validation
@@ -61,6 +66,8 @@ def train(config: Config, mesh: Mesh, listeners: Sequence[Listener] = ()) -> Res
         config: see `pydist.train.config`; its table "mesh" is what `mesh` was made from.
         mesh: the mesh.
         listeners: called with each event on rank 0, to draw progress.
+        prepare: called with the plain network once its weights are drawn, on rank 0, to change
+            them in place; the other ranks get rank 0's.
 
     Returns:
         The last loss and validation.
@@ -81,7 +88,7 @@ def train(config: Config, mesh: Mesh, listeners: Sequence[Listener] = ()) -> Res
     began = time.perf_counter()
     status, reason = "failed", ""
     try:
-        result = _run(config, mesh, log)
+        result = _run(config, mesh, log, prepare)
         status = "done"
         return result
     except BaseException as error:
@@ -93,7 +100,12 @@ def train(config: Config, mesh: Mesh, listeners: Sequence[Listener] = ()) -> Res
         log.emit("end", status=status, step=log.step, seconds=seconds, reason=reason)
 
 
-def _run(config: Config, mesh: Mesh, log: EventLog) -> Result:
+def _run(
+    config: Config,
+    mesh: Mesh,
+    log: EventLog,
+    prepare: Callable[[torch.nn.Module], None] | None,
+) -> Result:
     """The run, between the log's beginning and end."""
     with ExitStack() as stack:
         task = task_of(config)
@@ -108,7 +120,7 @@ def _run(config: Config, mesh: Mesh, log: EventLog) -> Result:
                 )
                 stack.enter_context(validation_loader)
         require_same(mesh.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
-        state = make_state(config, task, mesh, data, loader)
+        state = make_state(config, task, mesh, data, loader, prepare)
         _resume(config, state, log)
         checkpoints = config.output.folder / CHECKPOINTS
         trainer = Trainer(
@@ -142,8 +154,15 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
     return train, unseen
 
 
-def make_state(config: Config, task: Task, mesh: Mesh, data: ShardDataset, loader: Loader) -> State:
-    """Model, optimizer and schedule at the start of a run. Collective."""
+def make_state(
+    config: Config,
+    task: Task,
+    mesh: Mesh,
+    data: ShardDataset,
+    loader: Loader,
+    prepare: Callable[[torch.nn.Module], None] | None = None,
+) -> State:
+    """Model, optimizer and schedule at the start of a run; see `train`. Collective."""
     seed_everything(config.train.seed)
     mesh.world.barrier()  # rank-threads share one random state: none may seed it again from here
     # Rank 0 draws the weights, for all: the others would only draw them again.
@@ -151,6 +170,8 @@ def make_state(config: Config, task: Task, mesh: Mesh, data: ShardDataset, loade
         model = task.network(data.manifest)
     if mesh.rank != 0:
         model.to_empty(device="cpu")
+    elif prepare is not None:
+        prepare(model)
     parallelize(model, mesh, batch_norm=config.model.statistics)
     optimizer = _optimizer(config.optimizer, model)
     scheduler = _schedule(config.optimizer, optimizer, len(loader))

@@ -21,7 +21,7 @@ def test_the_demo_shows_that_split_and_whole_training_agree(tmp_path):
     assert found
     assert float(found[1]) < 5e-6
     assert "4 ranks: data 2 × depth 2" in ended.stdout
-    assert "1 rank with 2 threads instead of 1: " in ended.stdout
+    assert "1 rank with initial weights moved by a millionth: " in ended.stdout
     folder = tmp_path / "a demo"
     assert (folder / "result.png").read_bytes().startswith(b"\x89PNG")
     assert len(log.losses(folder / "log.jsonl")) == 4
