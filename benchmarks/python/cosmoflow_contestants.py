@@ -111,7 +111,7 @@ class Pydist(Plain):
         super().__init__(parallel, torch.get_num_threads(), rate=rate, loss=loss)
         self._optimizer = sharded(self._optimizer, parallel, share)
         reducer = entry_of(parallel).reducer
-        for name in ("_finish", "gather_values"):
+        for name in ("_finish", "start_gathering_values", "finish_gathering_values"):
             setattr(reducer, name, self._timed(getattr(reducer, name)))
         self._activations.quiet, self._gradients.quiet = silent_halo, silent_gradients
 
@@ -132,10 +132,10 @@ class Pydist(Plain):
         gather_gradients(self._model)
         return super().grads()
 
-    def _timed(self, function: Callable[[], None]) -> Callable[[], None]:
-        def call() -> None:
+    def _timed(self, function: Callable[..., None]) -> Callable[..., None]:
+        def call(*args: Any) -> None:
             start = perf_counter()
-            function()
+            function(*args)
             self.exposed_seconds += perf_counter() - start
 
         return call

@@ -63,10 +63,9 @@ class Reducer:
         # One rank has the mean already.
         used = [p for p in parameters if p.requires_grad and mesh.size > 1]
         self._buckets = make_buckets(used, transport, is_scattered)
-        self._scattered = [b for b in self._buckets if isinstance(b, ScatteredBucket)]
-        self.parts: dict[int, Part] = {
-            id(p): part for b in self._scattered for p, part in b.parts()
-        }
+        self.scattered = [b for b in self._buckets if isinstance(b, ScatteredBucket)]
+        """The buckets of scattered parameters, in the order in which backward completes them."""
+        self.parts: dict[int, Part] = {id(p): part for b in self.scattered for p, part in b.parts()}
         """By the id of a scattered parameter: which part of it is whose."""
         self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters}
         self._order = [p for b in self._buckets for p in b.parameters]
@@ -102,20 +101,24 @@ class Reducer:
     def gather_gradients(self) -> None:
         """Makes ordinary gradients, final and equal, of scattered ones. Collective."""
         with self._mesh.timers.measure("gradients"):
-            for bucket in self._scattered:
+            for bucket in self.scattered:
                 bucket.gather_gradients()
 
     @torch.no_grad()
-    def gather_values(self) -> None:
-        """Collects scattered parameters, of which each rank has changed its part. Collective."""
+    def start_gathering_values(self, bucket: ScatteredBucket) -> None:
+        """Starts to collect a bucket's parameters, of which each rank has changed its part."""
         with self._mesh.timers.measure("gradients"):
-            for bucket in self._scattered:
-                bucket.start_gathering_values()
-            for bucket in self._scattered:
+            bucket.start_gathering_values()
+            self._transport.progress()
+
+    @torch.no_grad()
+    def finish_gathering_values(self, buckets: Iterable[ScatteredBucket]) -> None:
+        """Waits until all parameters of these buckets are there. Collective."""
+        with self._mesh.timers.measure("gradients"):
+            for bucket in buckets:
                 bucket.finish_gathering_values()
-        # Written behind torch's back: whoever kept a value for backward must notice.
-        changed = [p for bucket in self._scattered for p in bucket.parameters]
-        torch.autograd.graph.increment_version(changed)
+                # Written behind torch's back: whoever kept a value for backward must notice.
+                torch.autograd.graph.increment_version(bucket.parameters)
 
     def _before_accumulation(self, grad: Tensor, index: int) -> Tensor | None:
         returned = _fate(self._nodes[index]) == "returned"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -152,10 +152,27 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         reducer = self._follow_reducer()
-        with self._mesh.timers.measure("optimizer"), self._on_own_parts(reducer):
-            self._inner.step()
-        reducer.gather_values()
+        rest = {id(p): p for p in self._parameters()}
+        for parameter in rest.values():
+            if isinstance(parameter.grad, ScatteredGradient):
+                refuse_pending(parameter.grad)  # before a first message leaves
+        buckets = []
+        for bucket in reducer.scattered:
+            some = {id(p) for p in bucket.parameters if rest.pop(id(p), None) is not None}
+            if some:
+                buckets.append(bucket)
+                self._step_some(some, reducer)
+                # Its values travel while the next one is stepped.
+                reducer.start_gathering_values(bucket)
+        self._step_some(rest.keys(), reducer)
+        reducer.finish_gathering_values(buckets)
         return loss
+
+    def _step_some(self, some: Collection[int], reducer: Reducer) -> None:
+        """Steps this rank's parts of some parameters, which are given by their ids."""
+        with self._mesh.timers.measure("optimizer"), self._on_own_parts(some, reducer) as there_are:
+            if there_are:
+                self._inner.step()
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state, whole on every rank. Collective."""
@@ -215,18 +232,25 @@ class ShardedOptimizer(Optimizer):
         )
 
     @contextmanager
-    def _on_own_parts(self, reducer: Reducer) -> Iterator[None]:
-        """Puts this rank's parts, with their gradients, in the place of the parameters."""
+    def _on_own_parts(self, some: Collection[int], reducer: Reducer) -> Iterator[bool]:
+        """Puts this rank's parts, with their gradients, in the place of the parameters.
+
+        Yields:
+            Whether there are any.
+        """
         given = [group["params"] for group in self.param_groups]
+        own: list[Tensor] = []
         try:
             for group in self.param_groups:
-                group["params"] = list(self._prepared(group["params"], reducer))
-            yield
+                parameters = [p for p in group["params"] if id(p) in some]
+                group["params"] = list(self._prepared(parameters, reducer))
+                own += group["params"]
+            yield bool(own)
         finally:
             for group, parameters in zip(self.param_groups, given, strict=True):
                 group["params"] = parameters
-            for parameter, part in self._parts.items():
-                if part is not parameter:
+            for part in own:
+                if id(part) not in some:  # which would be a parameter itself
                     part.grad = None
 
     def _prepared(self, parameters: list[nn.Parameter], reducer: Reducer) -> Iterator[Tensor]:
@@ -239,7 +263,6 @@ class ShardedOptimizer(Optimizer):
                 own.data = memory_of(parameter.detach())[part.start : part.stop]
                 grad = parameter.grad
                 if isinstance(grad, ScatteredGradient):
-                    refuse_pending(grad)
                     own.grad = grad.piece
                 elif grad is not None:
                     row = in_memory_order_of(parameter, grad.detach())
