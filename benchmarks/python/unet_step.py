@@ -147,6 +147,23 @@ def work(network: str, width: int, malloc: bool) -> None:
     jobs.serve(world.rank, lambda what, **details: getattr(ranks, what)(**details))
 
 
+def make_network(network: str, width: int) -> Any:
+    """A U-Net with the same weights at every call: "monai" or "paper"."""
+    import torch
+
+    torch.manual_seed(0)
+    if network == "paper":
+        from pydist.models import UNet3d
+
+        return UNet3d(classes=CLASSES)
+    from monai.networks.nets import UNet
+
+    channels, strides = (16, 32, 64, 128, 256), (2, 2, 2, 2)
+    if width < 32:
+        channels, strides = channels[:3], strides[:2]
+    return UNet(3, 1, CLASSES, channels, strides, num_res_units=2)
+
+
 class _Ranks(StepRanks):
     def __init__(self, world: Any, network: str, width: int) -> None:
         super().__init__(world)
@@ -166,19 +183,7 @@ class _Ranks(StepRanks):
         return x, torch.randint(0, CLASSES, (1, *shape[2:]), generator=generator)
 
     def _model(self) -> Any:
-        import torch
-
-        torch.manual_seed(0)
-        if self._network == "paper":
-            from pydist.models import UNet3d
-
-            return UNet3d(classes=CLASSES)
-        from monai.networks.nets import UNet
-
-        channels, strides = (16, 32, 64, 128, 256), (2, 2, 2, 2)
-        if self._width < 32:
-            channels, strides = channels[:3], strides[:2]
-        return UNet(3, 1, CLASSES, channels, strides, num_res_units=2)
+        return make_network(self._network, self._width)
 
     def _make(self, entry: Entry) -> Any:
         import cosmoflow_contestants as c

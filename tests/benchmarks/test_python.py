@@ -145,3 +145,13 @@ def test_memory(tmp_path):
     for row in rows.values():
         assert row["peak_mb"] == pytest.approx(row["model_mb"] + row["step_mb"])
         assert row["optimizer_mb"] <= row["step_mb"]
+
+
+def test_activations(tmp_path):
+    pytest.importorskip("monai")
+    result = run("activations", tmp_path, "--ranks", "4")
+    rows = {(row["name"], row["ranks"]): row for row in result["rows"]}
+    assert rows.keys() == {("plain torch", 1), ("pydist", 1), ("pydist", 4)}
+    assert rows["plain torch", 1]["peak_mb"] > 0
+    # The deepest weights' gradients, which are not cut, outweigh shards of so small a cube.
+    assert rows["pydist", 4]["ratio"] < 0.9
