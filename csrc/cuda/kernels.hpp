@@ -34,4 +34,9 @@ void pool_max_pick(const kernels::MaxProblem& problem, const Queue& queue);
 void keyed_uniform(const TensorView& out, std::uint64_t key, const Coords& lo, const Coords& shape,
                    const Queue& queue);
 
+void look_up(const TensorView& stored, const TensorView& table, double divisor,
+             const TensorView& out, const TensorView& found, const Queue& queue);
+void rescale(const TensorView& stored, const TensorView& maps, bool log, double divisor,
+             const TensorView& out, const TensorView& found, const Queue& queue);
+
 }  // namespace pydist::cuda
