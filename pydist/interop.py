@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from pydist.errors import UsageError
 
@@ -37,7 +38,7 @@ def as_tensor(x: ArrayLike) -> Tensor:
         if isinstance(x, np.ndarray):
             return _of_numpy(x)
         if hasattr(x, "__dlpack__"):
-            return torch.from_dlpack(x)  # tells the owner which stream will use it
+            return from_dlpack(x)  # tells the owner which stream will use it
         if hasattr(x, "__cuda_array_interface__"):
             return _of_cuda_interface(x)
         if hasattr(x, "__array_interface__"):

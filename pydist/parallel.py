@@ -197,6 +197,8 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
 
 def _broadcast(tensors: Iterable[Tensor], mesh: Mesh) -> None:
     """Overwrites tensors with those of rank 0."""
+    if mesh.size == 1:
+        return
     with torch.no_grad():
         for tensor in tensors:
             sent = tensor.detach().contiguous()

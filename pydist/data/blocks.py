@@ -195,7 +195,9 @@ def _read_to_device(
 ) -> Read:
     """Reads the blocks into pinned memory in turn, and queues what makes inputs of them."""
     on_device: dict[str, Any] = {"device": through.device}
-    inputs = torch.empty(layout.local_shape, dtype=dataset.dtype, **on_device)
+    inputs = torch.empty(
+        layout.local_shape, dtype=dataset.dtype, memory_format=through.memory_format, **on_device
+    )
     shape, dtype = _target_shape(dataset, layout), _target_dtype(dataset)
     targets = torch.zeros(shape, dtype=dtype, **on_device)
     found = torch.zeros(len(plan.indices), dtype=torch.int32, **on_device)

@@ -34,10 +34,13 @@ class DeviceInput:
 
     Args:
         device: where blocks go.
+        memory_format: of the inputs there.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(
+        self, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
+    ) -> None:
+        self.device, self.memory_format = device, memory_format
         self._on_cuda = device.type == "cuda"
         self._stream = torch.cuda.Stream(device) if self._on_cuda else None
         self._slots = [_Slot(self._buffer(0)) for _ in range(_BUFFERS)]

@@ -13,12 +13,13 @@ from torch import Tensor
 from pydist._loader import native
 from pydist.data.manifest import Manifest
 from pydist.errors import DataError, UsageError
+from pydist.interop import ArrayLike
 
 Normalization = Literal["none", "log1p", "mean", "standardize", "window", "ct"]
 
 Volume = npt.NDArray[Any]
 
-Block = Volume | Tensor
+Block = ArrayLike
 """An array in host memory, or a tensor on any device."""
 
 _Kind = np.dtype[Any]

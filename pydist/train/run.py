@@ -26,6 +26,7 @@ from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About
 from pydist.train.agree import require_same, together
+from pydist.train.device import choose_device, in_format, memory_format, own_stream
 from pydist.train.log import EventLog, Listener, losses
 from pydist.train.loop import Trainer
 from pydist.train.state import State, seed_everything
@@ -99,14 +100,13 @@ def _run(config: Config, mesh: Mesh, log: EventLog) -> Result:
         task = task_of(config)
         with together(mesh.world):
             data, validation_data = open_datasets(config, task)
-            loader = Loader(data, mesh, config.train.batch, prefetch=config.data.prefetch)
+            loader = make_loader(config, data, mesh)
             stack.enter_context(loader)
             validation_loader = None
             if validation_data is not None:
-                validation_loader = Loader(
-                    validation_data, mesh, config.train.batch, training=False
-                )
+                validation_loader = make_loader(config, validation_data, mesh, training=False)
                 stack.enter_context(validation_loader)
+            stack.enter_context(own_stream(loader.device))
         require_same(mesh.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
         state = make_state(config, task, mesh, data, loader)
         _resume(config, state, log)
@@ -142,8 +142,22 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
     return train, unseen
 
 
+def make_loader(config: Config, data: ShardDataset, mesh: Mesh, training: bool = True) -> Loader:
+    """The batches of a data set, on the device that the network computes on. Collective."""
+    device = choose_device(config.train.device, mesh)
+    return Loader(
+        data,
+        mesh,
+        config.train.batch,
+        training=training,
+        prefetch=config.data.prefetch,
+        device=device,
+        memory_format=memory_format(config.train, device),
+    )
+
+
 def make_state(config: Config, task: Task, mesh: Mesh, data: ShardDataset, loader: Loader) -> State:
-    """Model, optimizer and schedule at the start of a run. Collective."""
+    """Model, optimizer and schedule at the start of a run, on the loader's device. Collective."""
     seed_everything(config.train.seed)
     mesh.world.barrier()  # rank-threads share one random state: none may seed it again from here
     # Rank 0 draws the weights, for all: the others would only draw them again.
@@ -151,10 +165,13 @@ def make_state(config: Config, task: Task, mesh: Mesh, data: ShardDataset, loade
         model = task.network(data.manifest)
     if mesh.rank != 0:
         model.to_empty(device="cpu")
+    device = loader.device
+    model.to(device)
+    in_format(model, memory_format(config.train, device))
     parallelize(model, mesh, batch_norm=config.model.statistics)
     optimizer = _optimizer(config.optimizer, model)
     scheduler = _schedule(config.optimizer, optimizer, len(loader))
-    scaler = GradScaler("cpu", enabled=config.train.amp == "fp16")
+    scaler = GradScaler(device.type, enabled=config.train.amp == "fp16")
     about = About(config, data.manifest).dump()
     return State(mesh, model, optimizer, scheduler, scaler, loader, about)
 

@@ -250,7 +250,7 @@ TEST(KeyedUniform, IsTheSameOnCpuAndInEmulatedWarps) {
     const TensorView out{memory.data(), DType::kFloat64, extent, random.strides_for(extent), {}};
     cpu::keyed_uniform(out, seed, lo, shape);
     const std::vector<double> on_cpu = memory;
-    const kernels::KeyedBox box = kernels::keyed_box(out, seed, lo, shape);
+    const kernels::KeyedBox box = kernels::keyed_box(out, {.value = seed}, lo, shape);
     const kernels::KeyedUniform<double> body{memory.data(), box,
                                              volume_of(extent) / extent[ndim - 1]};
     for (const launch::RunGrid& grid : grids_for(body.rows())) {
