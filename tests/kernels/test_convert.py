@@ -7,51 +7,38 @@ import math
 import numpy as np
 import pytest
 import torch
+from convert_cases import IDENTITY, INPUTS, MAPS, SMALL, WIDE, block, flag, table
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pydist import _native as native
 
-SMALL = ["uint8", "int8", "int16"]
-WIDE = ["int32", "int64", "float16", "float32", "float64"]
 
-
-def block(dtype: str, shape=(3, 5, 6, 70), seed=0) -> np.ndarray:
-    numbers = np.random.default_rng(seed).integers(0, 120, shape)
-    return (numbers / (8 if dtype.startswith("float") else 1)).astype(dtype)
-
-
-def flag() -> np.ndarray:
-    return np.zeros(1, np.int32)
-
-
-@pytest.mark.parametrize("out_dtype", ["float32", "float64"])
+@pytest.mark.parametrize("out_dtype", INPUTS)
 @pytest.mark.parametrize("dtype", SMALL)
 @pytest.mark.parametrize("divisor", [1.0, 3.7])
 def test_look_up_is_the_tables_entry(threads, dtype, out_dtype, divisor):
     stored = block(dtype, (3, 40, 50, 70))
     if dtype.startswith("int"):
         stored[0] -= 60
-    entries = 1 << 8 * stored.itemsize
-    table = np.random.default_rng(1).standard_normal((3, entries)).astype(out_dtype)
+    entries = table(stored, out_dtype)
     out, found = np.full(stored.shape, np.nan, out_dtype), flag()
-    native.look_up(stored, table, divisor, out, found)
-    index = stored.astype(np.int64) % entries
-    expected = np.stack([t[i] for t, i in zip(table, index, strict=True)])
+    native.look_up(stored, entries, divisor, out, found)
+    index = stored.astype(np.int64) % entries.shape[1]
+    expected = np.stack([t[i] for t, i in zip(entries, index, strict=True)])
     np.testing.assert_array_equal(out, expected / np.asarray(divisor, out_dtype))
     assert not found[0]
 
 
-@pytest.mark.parametrize("out_dtype", ["float32", "float64"])
+@pytest.mark.parametrize("out_dtype", INPUTS)
 @pytest.mark.parametrize("dtype", SMALL + WIDE)
 @pytest.mark.parametrize("log", [False, True])
 def test_rescaling_rounds_as_numpy_does(threads, dtype, out_dtype, log):
     stored = block(dtype)
-    maps = np.array([[-np.inf, np.inf, 0.3, 1.7], [2.5, 9.5, 0.0, 1.0], [0.0, 50.0, -4.0, 0.1]])
     out, found = np.full(stored.shape, np.nan, out_dtype), flag()
-    native.rescale(stored, maps, log, 1.5, out, found)
+    native.rescale(stored, MAPS, log, 1.5, out, found)
     expected = stored.astype(out_dtype)
-    for c, (lower, upper, shift, scale) in enumerate(maps):
+    for c, (lower, upper, shift, scale) in enumerate(MAPS):
         np.clip(expected[c], lower, upper, out=expected[c])
         if log:
             expected[c] = np.log1p(expected[c].astype(np.float64))
@@ -63,9 +50,6 @@ def test_rescaling_rounds_as_numpy_does(threads, dtype, out_dtype, log):
     else:
         np.testing.assert_array_equal(out, expected)
     assert not found[0]
-
-
-IDENTITY = np.array([[-np.inf, np.inf, 0.0, 1.0]])
 
 
 @given(st.lists(st.floats(-1, 2.0**127, width=32), min_size=1, max_size=40))
@@ -90,14 +74,14 @@ def test_what_has_no_logarithm_is_found(value):
     native.rescale(stored, IDENTITY, True, 1.0, out, found)
     assert found[0] == 1
     assert np.isfinite(out).sum() == stored.size - 1
-    table = np.zeros((1, 256), np.float32)
-    table[0, 7] = value if not math.isfinite(value) else math.nan
+    entries = np.zeros((1, 256), np.float32)
+    entries[0, 7] = value if not math.isfinite(value) else math.nan
     counts = np.full((1, 2, 3, 67), 6, np.uint8)
     found = flag()
-    native.look_up(counts, table, 1.0, out, found)
+    native.look_up(counts, entries, 1.0, out, found)
     assert found[0] == 0
     counts[0, 1, 2, 66] = 7
-    native.look_up(counts, table, 1.0, out, found)
+    native.look_up(counts, entries, 1.0, out, found)
     assert found[0] == 1
 
 
