@@ -19,6 +19,7 @@ from pydist.timers import Timers
 if TYPE_CHECKING:
     from pydist.comm.reducer import Reducer
     from pydist.comm.transport import Transport
+    from pydist.ops.pointwise.keyed import ReplayedKeys
 
 SPATIAL_AXES = ("depth", "height", "width")
 AXES = ("data", *SPATIAL_AXES)
@@ -62,6 +63,8 @@ class Mesh:
         """Training forwards so far: part of the key of every random number."""
         self.draws: dict[int, dict[str, int]] = {}
         """By training forward: how often each module has drawn random numbers."""
+        self.replayed_keys: ReplayedKeys | None = None
+        """While a step is captured: where its random numbers find their keys in each replay."""
         self.timers = Timers()
         self.plans: dict[Any, Any] = {}
         """Plans made on this mesh, by what they do; each is made once."""

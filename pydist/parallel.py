@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pydist.comm.reducer import Reducer
 from pydist.comm.transport import Transport
 from pydist.errors import NotSupported, UsageError
+from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
 from pydist.ops.normalization.batch_norm import STATISTICS
 from pydist.tensor import Origin, ShardedTensor, distribute_tensor
@@ -31,9 +32,9 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
 
     The model keeps its class, its hooks and its `state_dict` keys; only hooks are added. All ranks
     start from the parameters and buffers of rank 0. Inputs may be sharded (as a `Loader` gives
-    them) or plain 5-D tensors, equal on all ranks of a sample group, which are cut on entry. After
-    `backward()` every gradient is the mean over the sample groups, as under DDP. The optimizer may
-    be made before or after; `pydist.optim.sharded` lets the ranks share its step.
+    them) or plain 5-D tensors or arrays, equal on all ranks of a sample group, which are cut on
+    entry. After `backward()` every gradient is the mean over the sample groups, as under DDP. The
+    optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its step.
     `model.no_sync()` postpones the reduction to accumulate gradients.
 
     Args:
@@ -162,8 +163,8 @@ class Entry:
     def _wrap(self, x: Any) -> Any:
         if isinstance(x, ShardedTensor):
             first = x._origin.first_sample
-        elif isinstance(x, Tensor) and x.dim() == 5:
-            x = distribute_tensor(x, self.mesh)
+        elif is_array(x) and (whole := as_tensor(x)).dim() == 5:
+            x = distribute_tensor(whole, self.mesh)
             first = x._origin.first_sample
         else:
             return x
@@ -196,6 +197,8 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
 
 def _broadcast(tensors: Iterable[Tensor], mesh: Mesh) -> None:
     """Overwrites tensors with those of rank 0."""
+    if mesh.size == 1:
+        return
     with torch.no_grad():
         for tensor in tensors:
             sent = tensor.detach().contiguous()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pydist.comm.adjoints import with_true_gradient
 from pydist.errors import NotSupported, UsageError
+from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import SPATIAL_AXES
 from pydist.refusals import misfit, module_path, refusal
@@ -103,7 +104,7 @@ class ShardedTensor(torch.Tensor):
     @classmethod
     def from_local(
         cls,
-        local: Tensor,
+        local: ArrayLike,
         layout: Layout,
         first_sample: int | None = None,
         statistics: str = "global",
@@ -111,7 +112,8 @@ class ShardedTensor(torch.Tensor):
         """Wraps this rank's shard.
 
         Args:
-            local: the shard, of shape `layout.local_shape`.
+            local: the shard, of shape `layout.local_shape`: a tensor, or an array of another
+                library (see `pydist.interop`).
             layout: where the shards lie.
             first_sample: index in the global batch of the group's first sample; by default the
                 groups are taken to have equally many.
@@ -120,7 +122,7 @@ class ShardedTensor(torch.Tensor):
         Raises:
             UsageError: the shard has another shape than the layout gives this rank.
         """
-        local = plain(local)
+        local = plain(as_tensor(local))
         if tuple(local.shape) != layout.local_shape:
             raise UsageError(
                 f"a shard of shape {tuple(local.shape)} was given, but rank "
@@ -263,7 +265,7 @@ def local_of(x: ShardedTensor) -> Tensor:
 
 
 def distribute_tensor(
-    tensor: Tensor,
+    tensor: ArrayLike,
     mesh: Mesh,
     dims: Mapping[int, str] | None = None,
     first_sample: int | None = None,
@@ -273,7 +275,8 @@ def distribute_tensor(
     Differentiable: the gradient that reaches `tensor` is the true one, equal on all ranks.
 
     Args:
-        tensor: the whole tensor, equal on all ranks of the group; the first few calls prove it.
+        tensor: the whole tensor, or an array of another library (see `pydist.interop`), equal on
+            all ranks of the group; the first few calls prove it.
         mesh: the mesh.
         dims: which dim lies on which mesh axis; by default [N, C, D, H, W] over depth, height
             and width.
@@ -284,6 +287,7 @@ def distribute_tensor(
     """
     from pydist.ops.redistribute import shard_of_plain
 
+    tensor = as_tensor(tensor)
     layout = layout_for_sample(mesh, tensor.shape, dims)
     return ShardedTensor.from_local(shard_of_plain(plain(tensor), layout), layout, first_sample)
 

@@ -15,12 +15,12 @@ void bench_uniform(benchmark::State& state) {
   std::vector<T> values(kCount);
   const TensorView out{
       values.data(), sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64, {kCount}, {1}, {}};
-  cpu::keyed_uniform(out, 5, {3}, {kCount + 3});
+  cpu::keyed_uniform(out, {.value = 5}, {3}, {kCount + 3});
   for (std::size_t i = 0; i < values.size(); ++i) {
     if (values[i] != kernels::uniform<T>(5, i + 3)) return state.SkipWithError("uniform is wrong");
   }
   for (auto _ : state) {
-    cpu::keyed_uniform(out, 5, {0}, {kCount});
+    cpu::keyed_uniform(out, {.value = 5}, {0}, {kCount});
     benchmark::ClobberMemory();
   }
   state.SetBytesProcessed(state.iterations() * kCount * static_cast<std::int64_t>(sizeof(T)));

@@ -19,6 +19,7 @@ void bind_io(py::module_& module);       // checksum.cpp
 void bind_kernels(py::module_& module);  // kernels.cpp: boundary convolution, random numbers
 void bind_pack(py::module_& module);     // pack.cpp: boxes of tensors to and from buffers
 void bind_pool(py::module_& module);     // pool.cpp: sums over pooling windows
+void bind_convert(py::module_& module);  // convert.cpp: stored numbers to inputs
 void bind_comm(py::module_& module);     // comm.cpp: what transports need natively
 
 }  // namespace pydist::bindings

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -146,7 +147,8 @@ void bind_cuda(py::module_& module) {
              "CUDA devices that this process can use; 0 without a driver or CUDA kernels.");
 }
 
-void keyed_uniform(py::handle tensor, std::uint64_t key, const Coords& lo, const Coords& shape) {
+void keyed_uniform(py::handle tensor, py::handle key_or_tensor, const Coords& lo,
+                   const Coords& shape) {
   const Borrowed out = borrow(tensor, "out", Access::kWrite);
   const TensorView& view = out.view();
   PYDIST_EXPECT(view.dtype == DType::kFloat32 || view.dtype == DType::kFloat64,
@@ -158,6 +160,18 @@ void keyed_uniform(py::handle tensor, std::uint64_t key, const Coords& lo, const
     PYDIST_EXPECT(lo[dim] >= 0 && checked_add(lo[dim], view.shape[dim]) <= shape[dim],
                   describe("out", view) + " at lo " + to_string(lo) +
                       " does not lie in the global shape " + to_string(shape));
+  }
+  kernels::UniformKey key;
+  std::optional<Borrowed> held;
+  if (py::isinstance<py::int_>(key_or_tensor)) {
+    key.value = key_or_tensor.cast<std::uint64_t>();
+  } else {
+    held.emplace(borrow(key_or_tensor, "key"));
+    const TensorView& at = held->view();
+    PYDIST_EXPECT(at.dtype == DType::kInt64 && at.elements() == 1,
+                  describe("key", at) + ": an int, or a tensor of one int64 is needed");
+    require_same_device("key", at, "out", view);
+    key.at = static_cast<const std::uint64_t*>(at.data);
   }
   volume_of(shape);  // refuses shapes whose indices do not fit into the counter
   check_writable("out", view);
@@ -173,7 +187,8 @@ void bind_kernels(py::module_& module) {
   module.def(
       "keyed_uniform", &keyed_uniform, "out"_a, "key"_a, "lo"_a, "shape"_a,
       "out[i] = U[0, 1), a function of `key` and of the global index lo + i alone.\n\n"
-      "Philox4x32-10 with the 64-bit `key`; its counter is the index of lo + i in C order of\n"
+      "Philox4x32-10 with the 64-bit `key`, an int or a tensor of one int64 beside `out`, which\n"
+      "is read when the kernel runs; its counter is the index of lo + i in C order of\n"
       "the global `shape`, so that the numbers do not depend on how an array is cut.");
   module.def(
       "cpu_isa", [] { return cpu::isa().name; },

@@ -127,6 +127,23 @@ struct PoolMaxTable {
   PoolMaxima<double, double, std::int64_t> f64;
 };
 
+// to[j * to_step] = rescaled(from[j * step]), j < count; see kernels/rescaled.hpp.
+struct RescaleLine {
+  const float* from;
+  std::int64_t step;
+  float* to;
+  std::int64_t to_step, count;
+  double lower, upper, shift, scale;
+  float divisor;
+  bool log;
+  std::uint32_t* bad;  // becomes 1 if a result is not finite
+};
+
+// From stored numbers to inputs.
+struct ConvertTable {
+  void (*rescale_f32)(const RescaleLine&);
+};
+
 struct Isa {
   const char* name;  // "base", "x86_64_v3" or "x86_64_v4"
   ConvIsa<float> conv_f32;
@@ -141,6 +158,7 @@ struct Isa {
   PoolLineIsa<float, float> pool_lines_f32;
   PoolLineIsa<double, double> pool_lines_f64;
   const PoolMaxTable* pool_max;
+  const ConvertTable* convert;
 };
 
 // The best one that this CPU has; PYDIST_ISA=base|x86-64-v3|x86-64-v4 in the environment lowers it.

@@ -409,6 +409,7 @@ constexpr PoolLineIsa<Storage, T> pool_line_isa() {
 }  // namespace
 
 extern const PoolMaxTable kPoolMax;  // isa_pool_max.cpp
+extern const ConvertTable kConvert;  // isa_convert.cpp
 
 extern const Isa kIsa;
 const Isa kIsa = {PYDIST_STRING_OF(PYDIST_ISA_NAME),
@@ -422,6 +423,7 @@ const Isa kIsa = {PYDIST_STRING_OF(PYDIST_ISA_NAME),
                   pool_line_isa<kernels::BFloat16, float>(),
                   pool_line_isa<float, float>(),
                   pool_line_isa<double, double>(),
-                  &kPoolMax};
+                  &kPoolMax,
+                  &kConvert};
 
 }  // namespace pydist::cpu::PYDIST_ISA_NAME

@@ -21,9 +21,9 @@ struct IsaUniform : kernels::KeyedUniform<T> {
     if (this->box.stride[last] != 1) return kernels::KeyedUniform<T>::each(run, loop);
     T* const to = this->out + run.offset;
     if constexpr (std::is_same_v<T, float>) {
-      isa().uniform_f32(to, this->box.extent[last], this->box.key, run.counter);
+      isa().uniform_f32(to, this->box.extent[last], this->box.key.read(), run.counter);
     } else {
-      isa().uniform_f64(to, this->box.extent[last], this->box.key, run.counter);
+      isa().uniform_f64(to, this->box.extent[last], this->box.key.read(), run.counter);
     }
   }
 };
@@ -39,7 +39,7 @@ void fill(const TensorView& out, const kernels::KeyedBox& box) {
 
 }  // namespace
 
-void keyed_uniform(const TensorView& out, std::uint64_t key, const Coords& lo,
+void keyed_uniform(const TensorView& out, const kernels::UniformKey& key, const Coords& lo,
                    const Coords& shape) {
   const kernels::KeyedBox box = kernels::keyed_box(out, key, lo, shape);
   if (out.dtype == DType::kFloat32) {

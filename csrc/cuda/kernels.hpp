@@ -2,14 +2,13 @@
 // checks and lie on the queue's device.
 #pragma once
 
-#include <cstdint>
-
 #include "core/view.hpp"
 #include "cuda/device.hpp"
 #include "kernels/conv_problem.hpp"
 #include "kernels/pool.hpp"
 #include "kernels/pool_max.hpp"
 #include "kernels/regions.hpp"
+#include "kernels/uniform.hpp"
 
 namespace pydist::cuda {
 
@@ -31,7 +30,12 @@ void pool_max_forward(const kernels::MaxProblem& problem, const Queue& queue);
 void pool_max_backward(const kernels::MaxProblem& problem, const Queue& queue);
 void pool_max_pick(const kernels::MaxProblem& problem, const Queue& queue);
 
-void keyed_uniform(const TensorView& out, std::uint64_t key, const Coords& lo, const Coords& shape,
-                   const Queue& queue);
+void keyed_uniform(const TensorView& out, const kernels::UniformKey& key, const Coords& lo,
+                   const Coords& shape, const Queue& queue);
+
+void look_up(const TensorView& stored, const TensorView& table, double divisor,
+             const TensorView& out, const TensorView& found, const Queue& queue);
+void rescale(const TensorView& stored, const TensorView& maps, bool log, double divisor,
+             const TensorView& out, const TensorView& found, const Queue& queue);
 
 }  // namespace pydist::cuda

@@ -20,8 +20,8 @@ void fill(const TensorView& out, const kernels::KeyedBox& box, const Queue& queu
 
 }  // namespace
 
-void keyed_uniform(const TensorView& out, std::uint64_t key, const Coords& lo, const Coords& shape,
-                   const Queue& queue) {
+void keyed_uniform(const TensorView& out, const kernels::UniformKey& key, const Coords& lo,
+                   const Coords& shape, const Queue& queue) {
   const kernels::KeyedBox box = kernels::keyed_box(out, key, lo, shape);
   if (out.dtype == DType::kFloat32) {
     fill<float>(out, box, queue);

@@ -8,6 +8,15 @@
 
 namespace pydist::kernels {
 
+// A key, or where it will be when the numbers are drawn: a captured step draws with a new one each
+// time. Plain data.
+struct UniformKey {
+  std::uint64_t value = 0;
+  const std::uint64_t* at = nullptr;
+
+  PYDIST_HD std::uint64_t read() const { return at == nullptr ? value : *at; }
+};
+
 // A box of a C-order array of `shape`: local index i stands for the global index lo + i. Plain
 // data.
 struct KeyedBox {
@@ -16,10 +25,10 @@ struct KeyedBox {
   index_t stride[kMaxDims];        // of the memory, in elements
   std::uint64_t global[kMaxDims];  // of the counter
   std::uint64_t first;             // counter of the box's first element
-  std::uint64_t key;
+  UniformKey key;
 };
 
-inline KeyedBox keyed_box(const TensorView& out, std::uint64_t key, const Coords& lo,
+inline KeyedBox keyed_box(const TensorView& out, const UniformKey& key, const Coords& lo,
                           const Coords& shape) {
   KeyedBox box{};
   box.ndim = out.ndim();
@@ -73,7 +82,7 @@ struct KeyedUniform {
   PYDIST_HD void each(const KeyedRun& run, const Loop& loop) const {
     const index_t stride = box.stride[box.ndim - 1];
     T* const to = out + run.offset;
-    const std::uint64_t key = box.key;
+    const std::uint64_t key = box.key.read();
     loop(box.extent[box.ndim - 1], [=](index_t j) {
       to[j * stride] = uniform<T>(key, run.counter + static_cast<std::uint64_t>(j));
     });

@@ -9,11 +9,20 @@
 namespace pydist::launch {
 
 // Blocks that share a multiprocessor: 64 registers a thread. Left to itself, the compiler spills
-// some of them for the sake of more blocks.
+// some of them for the sake of more blocks. A body that needs more says how many blocks it leaves.
 inline constexpr int kRunBlocks = 4;
 
+template <class Body>
+constexpr int run_blocks() {
+  if constexpr (requires { Body::kRunBlocks; }) {
+    return Body::kRunBlocks;
+  } else {
+    return kRunBlocks;
+  }
+}
+
 template <RunBody Body>
-__global__ void __launch_bounds__(kRunThreads, kRunBlocks)
+__global__ void __launch_bounds__(kRunThreads, run_blocks<Body>())
     run_kernel(const __grid_constant__ Body body, const RunGrid grid) {
   run_thread(body, grid, static_cast<index_t>(blockIdx.x) * kRunThreads + threadIdx.x);
 }

@@ -48,12 +48,12 @@ def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Pro
     Raises:
         PydistError: a signal ended it; see `pydist.train.run.train` for the rest.
     """
-    from pydist.data import Loader
     from pydist.profile import Profiler
     from pydist.train.agree import together
+    from pydist.train.device import own_stream
     from pydist.train.log import EventLog
     from pydist.train.loop import Trainer
-    from pydist.train.run import make_state, open_datasets
+    from pydist.train.run import make_loader, make_state, open_datasets
     from pydist.train.tasks import task_of
 
     class Unsaved(Trainer):
@@ -65,8 +65,8 @@ def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Pro
     task = task_of(config)
     with together(mesh.world):
         data, _ = open_datasets(config, task)
-        loader = Loader(data, mesh, config.train.batch, prefetch=config.data.prefetch)
-    with loader:
+        loader = make_loader(config, data, mesh)
+    with loader, own_stream(loader.device):
         state = make_state(config, task, mesh, data, loader)
         with Profiler(mesh, state.model, warmup) as profiler:
             log = EventLog(None, [lambda event: profiler.step()])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pydist.data.manifest import DataFile, Manifest
-from pydist.data.normalize import Normalizer
+from pydist.data.normalize import Normalizer, staged_dtype
 from pydist.data.open_files import OpenFiles
 from pydist.data.safe_open import HDF5_ERRORS, Readable
 from pydist.errors import DataError, UsageError
@@ -139,10 +139,50 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             return out
         stored = self._read_samples(index, sample, lo, hi)
         values = out.numpy()
-        self._normalizer(stored, lo[0], sample.mean, values)
-        if not np.isfinite(values).all():
+        if not self._normalizer(stored, lo[0], sample.mean, values):
             self._refuse(index, sample, stored, values, lo)
         return out
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """Of what `read_stored` gives."""
+        found: torch.dtype = getattr(torch, staged_dtype(self.manifest.dtype).name)
+        return found
+
+    def read_stored(self, index: int, box: Box | None, out: Tensor) -> None:
+        """Reads one block of one sample as it is stored, for `normalize`; see `read_block`.
+
+        Args:
+            index: the sample.
+            box: the block.
+            out: where to put it, contiguous, in host memory, of the block's shape and
+                `stored_dtype`.
+
+        Raises:
+            BadSample: the bytes are damaged.
+            DataError: the file is missing, cut short, or not what the manifest says.
+        """
+        lo, hi = _bounds(box, self.shape_of(index))
+        values = _room(out, lo, hi, self.stored_dtype).numpy()
+        if values.size:
+            self._read_samples(index, self._sample(index), lo, hi, values)
+
+    def normalize(
+        self, index: int, first_channel: int, stored: Tensor, out: Tensor, found: Tensor
+    ) -> None:
+        """Makes the network's input of what `read_stored` gave, on whichever device it lies.
+
+        Args:
+            index: the sample.
+            first_channel: the channel at index 0.
+            stored: [C, D, H, W], of `stored_dtype`.
+            out: the input, of this data set's dtype, on the same device.
+            found: one int32, there as well; becomes 1 if a value is NaN or infinite.
+        """
+        if out.numel():
+            dtype = staged_dtype(self.manifest.dtype)
+            mean = self._sample(index).mean
+            self._normalizer.launch(stored, dtype, first_channel, mean, out, found)
 
     def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
         """Reads the labels of one block of one sample, as `read_block` does its values.
@@ -215,22 +255,38 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         return self._samples[index]
 
     def _read_samples(
-        self, index: int, sample: _Sample, lo: Sequence[int], hi: Sequence[int]
+        self,
+        index: int,
+        sample: _Sample,
+        lo: Sequence[int],
+        hi: Sequence[int],
+        out: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[Any]:
-        """The stored values of a block, as [C, D, H, W]."""
+        """The stored values of a block, as [C, D, H, W]; in `out`, if that is given."""
         window = _window((0, *sample.offset), lo, hi)
         last = self.manifest.axes == "DHWC"
         if last:
             window = (*window[1:], window[0])
         with self._files.reading(sample.file) as opened:
-            stored = self._read(opened.samples, window, index)
-        return np.moveaxis(stored, -1, 0) if last else stored
+            stored = self._read(opened.samples, window, index, None if last else out)
+        if last:
+            stored = np.moveaxis(stored, -1, 0)
+        if out is not None and stored is not out:
+            out[...] = stored
+        return stored
 
     def _read(
-        self, dataset: h5py.Dataset, window: tuple[slice, ...], index: int
+        self,
+        dataset: h5py.Dataset,
+        window: tuple[slice, ...],
+        index: int,
+        out: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[Any]:
-        """A part of an HDF5 dataset, in this machine's byte order."""
+        """A part of an HDF5 dataset, in this machine's byte order; in `out`, if that is given."""
         try:
+            if out is not None:
+                dataset.read_direct(out, window)
+                return out
             stored = dataset[window]
         except HDF5_ERRORS as error:
             where = self._where(index, dataset.name.lstrip("/"))

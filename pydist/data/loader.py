@@ -9,68 +9,30 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pydist.data.blocks import (
+    BlockSource,
+    Read,
+    block_of,
+    by_voxel,
+    layout_of,
+    read_group,
+    read_sample,
+)
 from pydist.data.dataset import BadSample
+from pydist.data.device_input import DeviceInput
 from pydist.data.sampler import GroupBatch, MeshSampler
 from pydist.errors import DataError, UsageError
-from pydist.layout import Layout, layout_for_sample
+from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
-from pydist.partition import Box
 from pydist.tensor import ShardedTensor
 
 SKIP_LIMIT = 0.01
 """Largest part of the samples that `on_bad_sample="skip"` leaves out."""
-
-
-class BlockSource(Protocol):
-    """What a `Loader` reads from; `ShardDataset` is one."""
-
-    @property
-    def sample_shape(self) -> tuple[int, int, int, int]:
-        """(C, D, H, W) of one sample; the largest extents, where samples differ."""
-        ...
-
-    @property
-    def num_targets(self) -> int:
-        """Values to predict for each sample."""
-        ...
-
-    @property
-    def labelled(self) -> bool:
-        """Whether the class of each voxel is to be predicted, instead of values of the sample."""
-        ...
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of samples and targets."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """What the content depends on; equal on two ranks if they read the same."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def shape_of(self, index: int) -> tuple[int, int, int, int]:
-        """(C, D, H, W) of one sample."""
-        ...
-
-    def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        """See `ShardDataset.read_block`."""
-        ...
-
-    def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        """See `ShardDataset.read_labels`; only called if `labelled`."""
-        ...
-
-    def target(self, index: int) -> Tensor:
-        """See `ShardDataset.target`; only called if not `labelled`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -105,16 +67,6 @@ class Batch:
     step: int
 
 
-class _Read(NamedTuple):
-    """What the background thread hands over."""
-
-    plan: GroupBatch
-    inputs: Tensor
-    targets: Tensor
-    bad: dict[int, BadSample]
-    """By position in the group's batch."""
-
-
 class Loader:
     """Iterates over the batches of this rank's sample group.
 
@@ -139,6 +91,9 @@ class Loader:
         on_bad_sample: "stop" raises `BadSample`; "skip" puts the next good sample in its place,
             on all ranks of the group, with weight 0 (one small message a batch), and stops when
             more than 1 % of the samples are bad.
+        device: where batches are wanted. To a CUDA device stored values travel as they are, through
+            pinned buffers and on a stream of their own, and are normalised there.
+        memory_format: of inputs on a CUDA device; `torch.channels_last_3d` costs nothing there.
 
     Raises:
         UsageError: a batch smaller than the number of groups, another value out of range, or other
@@ -156,6 +111,8 @@ class Loader:
         drop_last: bool = False,
         prefetch: int = 2,
         on_bad_sample: str = "stop",
+        device: torch.device | str = "cpu",
+        memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
         if prefetch < 1 or on_bad_sample not in ("stop", "skip"):
             raise UsageError(
@@ -189,8 +146,12 @@ class Loader:
         """Seconds that the consumer has waited for data so far."""
         self.skipped: dict[int, str] = {}
         """Bad samples that were left out, and why."""
+        self.device = torch.device(device)
+        self._device_input = (
+            None if self.device.type == "cpu" else DeviceInput(self.device, memory_format)
+        )
         self._training = training
-        self._ahead: deque[tuple[tuple[int, int], Future[_Read]]] = deque()
+        self._ahead: deque[tuple[tuple[int, int], Future[Read]]] = deque()
         self._pool = ThreadPoolExecutor(1, "pydist-loader")
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
@@ -240,7 +201,7 @@ class Loader:
         epoch, step = self.sampler.epoch, self.sampler.step
         self._fill((epoch + 1, 0) if step >= len(self) else (epoch, step))
 
-    def _take(self, plan: GroupBatch) -> _Read:
+    def _take(self, plan: GroupBatch) -> Read:
         """The batch read for `plan`, after waiting for it; starts the reads that come next."""
         position = plan.epoch, plan.step
         if self._ahead and self._ahead[0][0] != position:
@@ -262,7 +223,8 @@ class Loader:
         following = self._following(self._ahead[-1][0]) if self._ahead else position
         while following is not None and len(self._ahead) < self.prefetch:
             plan = self.sampler.batch(*following)
-            self._ahead.append((following, self._pool.submit(_read, self.dataset, self.mesh, plan)))
+            job = self._pool.submit(read_group, self.dataset, self.mesh, plan, self._device_input)
+            self._ahead.append((following, job))
             following = self._following(following)
 
     def _following(self, position: tuple[int, int]) -> tuple[int, int] | None:
@@ -279,8 +241,12 @@ class Loader:
 
     # -- bad samples ------------------------------------------------------------------------
 
-    def _mend(self, read: _Read) -> _Read:
+    def _mend(self, read: Read) -> Read:
         """Raises for a bad sample, or puts a good one in its place, on all ranks of the group."""
+        if read.arrival is not None:
+            read.arrival.hand_over(read.inputs, read.targets)
+            for n in read.arrival.not_finite():
+                read.bad.setdefault(n, self._diagnosed(read.plan, n))
         if self.on_bad_sample == "stop":
             for error in read.bad.values():
                 raise error
@@ -292,7 +258,16 @@ class Loader:
             read.bad.setdefault(n, BadSample("bad on another rank"))
         return read
 
-    def _replace(self, read: _Read, n: int) -> None:
+    def _diagnosed(self, plan: GroupBatch, n: int) -> BadSample:
+        """What is wrong with a sample of which the device says that it is not finite."""
+        layout = layout_of(self.dataset, self.mesh, plan)
+        try:
+            self.dataset.read_block(plan.indices[n], block_of(layout))
+        except BadSample as error:
+            return error
+        return BadSample(f"sample {plan.indices[n]} became NaN or infinite on {self.device}")
+
+    def _replace(self, read: Read, n: int) -> None:
         """Reads the next sample that is good on all ranks of the group into position `n`."""
         shape = self.dataset.shape_of(read.plan.indices[0])
         layout = layout_for_sample(self.mesh, (len(read.plan.indices), *shape))
@@ -303,7 +278,7 @@ class Loader:
                 continue
             error = None
             try:
-                _read_sample(self.dataset, candidate, layout, read.inputs[n], read.targets[n])
+                read_sample(self.dataset, candidate, layout, read.inputs[n], read.targets[n])
             except BadSample as caught:
                 error = caught
             if not self._agree([error is not None])[0]:
@@ -325,20 +300,19 @@ class Loader:
         self.mesh.sample.all_reduce(flags, "max")
         return [bool(flag) for flag in flags.tolist()]
 
-    def _batch(self, read: _Read) -> Batch:
+    def _batch(self, read: Read) -> Batch:
         plan = read.plan
         size = len(plan.indices)
         weight = torch.full((size,), float(plan.count > 0), dtype=self.dataset.dtype)
         weight[list(read.bad)] = 0
-        layout = _layout(self.dataset, self.mesh, plan)
+        layout = layout_of(self.dataset, self.mesh, plan)
         targets = read.targets
         if self.dataset.labelled:
-            by_voxel = _by_voxel(layout)
-            targets = ShardedTensor.from_local(targets, by_voxel, plan.first_sample)
+            targets = ShardedTensor.from_local(targets, by_voxel(layout), plan.first_sample)
         return Batch(
             inputs=ShardedTensor.from_local(read.inputs, layout, plan.first_sample),
             targets=targets,
-            weight=weight,
+            weight=weight.to(self.device, non_blocking=True),
             indices=plan.indices,
             count=plan.count,
             first_sample=plan.first_sample,
@@ -347,60 +321,6 @@ class Loader:
             epoch=plan.epoch,
             step=plan.step,
         )
-
-
-def _layout(dataset: BlockSource, mesh: Mesh, plan: GroupBatch) -> Layout:
-    """Where the inputs of a batch lie.
-
-    Raises:
-        UsageError: its samples have different shapes.
-    """
-    shapes = {dataset.shape_of(index) for index in plan.indices}
-    if len(shapes) > 1:
-        raise UsageError(
-            f"a batch of a sample group has samples of {' and '.join(map(str, sorted(shapes)))} "
-            "voxels: take batches of one sample a group, or bring the data to one shape"
-        )
-    return layout_for_sample(mesh, (len(plan.indices), *shapes.pop()))
-
-
-def _by_voxel(layout: Layout) -> Layout:
-    """The layout of [N, D, H, W] beside [N, C, D, H, W]."""
-    without_channels = [0, 2, 3, 4]
-    return Layout(
-        layout.mesh,
-        [layout.shape[d] for d in without_channels],
-        [layout.splits[d] for d in without_channels],
-    )
-
-
-def _read(dataset: BlockSource, mesh: Mesh, plan: GroupBatch) -> _Read:
-    """Reads this rank's blocks of a batch; runs in the background."""
-    layout = _layout(dataset, mesh, plan)
-    inputs = torch.empty(layout.local_shape, dtype=dataset.dtype)
-    if dataset.labelled:
-        targets = torch.empty(_by_voxel(layout).local_shape, dtype=torch.int64)
-    else:
-        targets = torch.zeros((len(plan.indices), dataset.num_targets), dtype=dataset.dtype)
-    bad: dict[int, BadSample] = {}
-    for n, index in enumerate(plan.indices):
-        try:
-            _read_sample(dataset, index, layout, inputs[n], targets[n])
-        except BadSample as error:
-            bad[n] = error
-    return _Read(plan, inputs, targets, bad)
-
-
-def _read_sample(
-    dataset: BlockSource, index: int, layout: Layout, inputs: Tensor, targets: Tensor
-) -> None:
-    """Reads this rank's block of one sample, and what to predict of it."""
-    lo, hi = layout.box.lo, layout.box.hi
-    dataset.read_block(index, Box(lo[1:], hi[1:]), inputs)
-    if dataset.labelled:
-        dataset.read_labels(index, Box(lo[2:], hi[2:]), targets)
-    else:
-        targets.copy_(dataset.target(index))
 
 
 def _check_alike(mesh: Mesh, chosen: dict[str, Any]) -> None:

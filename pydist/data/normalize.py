@@ -7,23 +7,31 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
+from pydist._loader import native
 from pydist.data.manifest import Manifest
 from pydist.errors import DataError, UsageError
+from pydist.interop import ArrayLike
 
 Normalization = Literal["none", "log1p", "mean", "standardize", "window", "ct"]
 
 Volume = npt.NDArray[Any]
 
-_TABLE_SIZE = 1 << 16
+Block = ArrayLike
+"""An array in host memory, or a tensor on any device."""
+
+_Kind = np.dtype[Any]
 
 
 class Normalizer:
     """Maps stored values x to the input, voxel by voxel.
 
     A voxel's input depends on its value and its sample alone, not on the block it was read with:
-    a split changes no bit. For 8 and 16 bit integers (the counts of CosmoFlow) the map is a table:
-    vectorised logarithms may differ in the last bit with alignment and machine.
+    a split changes no bit. For 8 and 16 bit integers (the counts of CosmoFlow) the map is a table,
+    made on the host, so that a device gives the same bits; of other types, the logarithm there may
+    differ in the last bit. One native pass does it all, on the device where the block lies.
 
     Args:
         kind: "none" x; "log1p" log(1 + x), which MLPerf's CosmoFlow uses; "mean" x over the mean of
@@ -67,32 +75,63 @@ class Normalizer:
             self._ct_scheme(manifest)
         if kind == "mean" and not all(file.means for file in manifest.files):
             raise DataError('normalize="mean": the manifest has no means of the samples')
-        self._tables: dict[np.dtype[Any], npt.NDArray[Any]] = {}
+        self._constants: dict[tuple[_Kind, torch.device | None], Block] = {}
 
-    def __call__(self, block: Volume, first_channel: int, sample_mean: float, out: Volume) -> None:
+    def __call__(self, block: Volume, first_channel: int, sample_mean: float, out: Volume) -> bool:
         """Writes the input for a block.
 
         Args:
             block: stored values, [C, D, H, W], any strides.
             first_channel: the channel of the sample at index 0.
             sample_mean: mean of the whole sample, for "mean".
-            out: the input, of the block's shape, contiguous.
+            out: the input, of the block's shape.
+
+        Returns:
+            Whether all of the input is finite.
         """
-        if self.kind in ("none", "mean"):
-            out[...] = block
-            if self.kind == "mean":
-                out /= np.asarray(sample_mean, dtype=self.dtype)
-            return
-        table = self._table(block.dtype)
-        for c in range(block.shape[0]):
-            if table is not None:
-                _look_up(table[first_channel + c], block[c], out[c])
+        found = np.zeros(1, dtype=np.int32)
+        block = block.astype(staged_dtype(block.dtype), copy=False)
+        self.launch(block, block.dtype, first_channel, sample_mean, out, found)
+        return not found[0]
+
+    def launch(
+        self,
+        block: Block,
+        dtype: _Kind,
+        first_channel: int,
+        sample_mean: float,
+        out: Block,
+        found: Block,
+    ) -> None:
+        """As the call, on the device of the tensors and, if that is CUDA, on its current stream.
+
+        Args:
+            block: as in the call; its values are of a `staged_dtype`.
+            dtype: of the values.
+            first_channel: as in the call.
+            sample_mean: as in the call.
+            out: as in the call, on the same device.
+            found: one int32, there as well; becomes 1 if something is not finite.
+        """
+        channels = slice(first_channel, first_channel + block.shape[0])
+        device = out.device if isinstance(out, Tensor) else None
+        constants = self._on(device, dtype)[channels]
+        divisor = sample_mean if self.kind == "mean" else 1.0
+        if _is_small(dtype):
+            bits = f"int{8 * dtype.itemsize}"  # the border knows no uint16
+            if isinstance(block, Tensor):
+                block = block.view(getattr(torch, bits))
             else:
-                out[c] = block[c]
-                self._map(out[c], first_channel + c)
+                block = block.view(bits)
+            native.look_up(block, constants, divisor, out, found)
+        else:
+            log = self.kind in ("log1p", "standardize")
+            native.rescale(block, constants, log, divisor, out, found)
 
     def _map(self, values: Volume, channel: int) -> None:
         """Log1p or clipping, then shift and scale, in place."""
+        if self.kind in ("none", "mean"):
+            return
         if self.kind in ("window", "ct"):
             np.clip(values, self._lower[channel], self._upper[channel], out=values)
         else:
@@ -102,18 +141,28 @@ class Normalizer:
             values -= self._shift[channel]
             values /= self._scale[channel]
 
-    def _table(self, dtype: np.dtype[Any]) -> npt.NDArray[Any] | None:
-        """The map of every value of a small integer type, [C, 65536], by its bits."""
-        if dtype.kind not in "iu" or dtype.itemsize > 2:
-            return None
-        if dtype not in self._tables:
-            bits = np.arange(_TABLE_SIZE, dtype=np.uint16)
-            values = bits.astype(np.uint8).view(dtype) if dtype.itemsize == 1 else bits.view(dtype)
-            table = np.tile(values.astype(np.float64), (self._channels, 1))
-            for channel in range(self._channels):
-                self._map(table[channel], channel)
-            self._tables[dtype] = table.astype(self.dtype)
-        return self._tables[dtype]
+    def _on(self, device: torch.device | None, dtype: _Kind) -> Block:
+        """What the native pass takes for stored values of a type, where it runs."""
+        key = (dtype, device)
+        if key not in self._constants:
+            host = self._table(dtype) if _is_small(dtype) else self._channel_maps()
+            self._constants[key] = host if device is None else torch.from_numpy(host).to(device)
+        return self._constants[key]
+
+    def _table(self, dtype: _Kind) -> Volume:
+        """The map of every value of a small integer type, [C, 256 or 65536], by its bits."""
+        bits = np.arange(1 << 8 * dtype.itemsize, dtype=f"uint{8 * dtype.itemsize}")
+        table = np.tile(bits.view(dtype).astype(np.float64), (self._channels, 1))
+        for channel in range(self._channels):
+            self._map(table[channel], channel)
+        return table.astype(self.dtype)
+
+    def _channel_maps(self) -> Volume:
+        """Lower and upper bound, shift and scale by channel, [C, 4]."""
+        clips = self.kind in ("window", "ct")
+        lower = self._lower if clips else np.full(self._channels, -np.inf)
+        upper = self._upper if clips else np.full(self._channels, np.inf)
+        return np.stack([lower, upper, self._shift, self._scale], axis=1)
 
     def _statistics(self, manifest: Manifest) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         mean, std = manifest.log1p_mean, manifest.log1p_std
@@ -147,13 +196,16 @@ def _checked_window(kind: str, window: tuple[float, float] | None) -> tuple[floa
     return window
 
 
-def _look_up(table: Volume, values: Volume, out: Volume) -> None:
-    """Writes table[values], a few planes at a time: `take` makes 8-byte indices of all it gets."""
-    unsigned = np.dtype(f"u{values.itemsize}")
-    planes = max(1, (1 << 18) // max(values[0].size, 1)) if values.size else 1
-    for start in range(0, values.shape[0], planes):
-        part = np.ascontiguousarray(values[start : start + planes]).view(unsigned)
-        np.take(table, part, out=out[start : start + planes], mode="clip")
+def staged_dtype(dtype: npt.DTypeLike) -> _Kind:
+    """The type in which stored values go to the native pass: their own, where it knows it."""
+    wider = {"uint32": "int64", "uint64": "float64"}
+    name = np.dtype(dtype).newbyteorder("=").name
+    return np.dtype(wider.get(name, name))
+
+
+def _is_small(dtype: _Kind) -> bool:
+    """Whether there is a table of all values."""
+    return dtype.kind in "iu" and dtype.itemsize <= 2
 
 
 def _short(values: Sequence[float]) -> str:

@@ -18,6 +18,7 @@ from pydist.data.medical.collection import as_stored
 from pydist.data.medical.grid import GridOptions
 from pydist.data.normalize import Normalizer
 from pydist.errors import CheckpointError, DataError, UsageError
+from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.parallel import parallelize
@@ -129,13 +130,13 @@ class Predictor:
                 kind = "uint8" if len(self.class_names) <= 256 else "uint16"
                 write_labels(output, labels.astype(kind), header, self.grid, kind)
 
-    def predict(self, image: npt.NDArray[np.generic] | None) -> npt.NDArray[np.generic] | None:
+    def predict(self, image: ArrayLike | None) -> npt.NDArray[np.generic] | None:
         """Segments a volume.
 
         Args:
             image: on the first rank of the group [C, D, H, W], in the units of the training data
                 (Hounsfield units, not normalised), extents multiples of what the network halves
-                (8); None on the others.
+                (8): an array of NumPy, torch, CuPy or the like; None on the others.
 
         Returns:
             On the first rank the class of each voxel, [D, H, W] int64; None on the others.
@@ -152,7 +153,7 @@ class Predictor:
         whole = on_first_rank(labels)
         return None if whole is None else whole[0].numpy()
 
-    def _input(self, image: npt.NDArray[np.generic] | None) -> ShardedTensor:
+    def _input(self, image: ArrayLike | None) -> ShardedTensor:
         """The normalised volume, of which each rank has its block."""
         group = self.mesh.sample
         facts = b""
@@ -160,7 +161,7 @@ class Predictor:
         with together(group):
             if group.rank == 0:
                 assert image is not None
-                stored = self._checked(image)
+                stored = self._checked(as_tensor(image).numpy(force=True))
                 mean = float(stored.mean(dtype=np.float64))
                 facts = json.dumps([stored.shape, mean]).encode()
                 whole = torch.from_numpy(np.ascontiguousarray(stored))[None]

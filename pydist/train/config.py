@@ -150,6 +150,14 @@ class TrainConfig(_Table):
     """Scale the gradient down to this norm where it is larger."""
     amp: Literal["off", "bf16", "fp16"] = "off"
     """Automatic mixed precision."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the network computes; "auto" is CUDA where each rank has a device and the transport
+    carries its memory."""
+    channels_last: Literal["auto", "always", "never"] = "auto"
+    """Whether input and weights lie with the channels last; "auto" does so on CUDA devices with
+    mixed precision. On CPUs the layers choose for themselves."""
+    cuda_graph: Literal["auto", "always", "never"] = "auto"
+    """Whether whole steps are captured as one CUDA graph; "auto" says why it is not."""
     validate_every: CountOrZero = 1
     """Epochs between validations; 0 never validates."""
 

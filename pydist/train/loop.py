@@ -13,7 +13,9 @@ from torch import Tensor
 from pydist.errors import DataError, DiskError, PydistError, Stopped
 from pydist.train.agree import any_rank
 from pydist.train.clock import StepClock
+from pydist.train.graph import GraphedStep
 from pydist.train.signals import StopRequest
+from pydist.train.step import TrainStep
 
 if TYPE_CHECKING:
     from pydist.data.loader import Batch, Loader
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     from pydist.train.log import EventLog
     from pydist.train.state import State
     from pydist.train.tasks import Task, Validation
-
-_AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -57,6 +57,10 @@ class Trainer:
         self.config = config
         self.checkpoints = checkpoints
         self.folder = folder
+        step = TrainStep(state, task, config)
+        self._take_step = GraphedStep(
+            step, config.cuda_graph, lambda text: log.emit("notice", text=text)
+        )
         self.clock = StepClock(self.mesh.timers, lambda: self.loader.waited_s)
         self.stop = StopRequest()
         self.loss = math.nan
@@ -113,15 +117,7 @@ class Trainer:
     def _step(self, batch: Batch) -> bool:
         """One optimizer step; returns whether any rank was asked to stop."""
         state = self.state
-        loss = self._loss(batch)
-        state.scaler.scale(loss * batch.loss_scale).backward()
-        if self.config.clip_norm is not None:
-            state.scaler.unscale_(state.optimizer)
-            torch.nn.utils.clip_grad_norm_(state.model.parameters(), self.config.clip_norm)
-        with self.mesh.timers.measure("optimizer"):
-            state.scaler.step(state.optimizer)
-        state.scaler.update()
-        state.optimizer.zero_grad()
+        loss = self._take_step(batch)
         rate = float(state.scheduler.get_last_lr()[0])
         state.scheduler.step()
 
@@ -141,11 +137,6 @@ class Trainer:
             parts=parts,
         )
         return stop
-
-    def _loss(self, batch: Batch) -> Tensor:
-        dtype = _AMP_DTYPES[self.config.amp]
-        with torch.autocast("cpu", dtype, enabled=self.config.amp != "off"):
-            return self.task.loss(self.state.model(batch.inputs), batch)
 
     def _reduce(self, loss_sum: float, samples: int) -> tuple[float, bool]:
         """The mean over all samples of the step, and whether any rank wants to stop."""
@@ -199,7 +190,7 @@ class Trainer:
         if rows:
             shape[: rows[0].dim() - 1] = torch.tensor(rows[0].shape[1:])
         self.mesh.data.all_reduce(shape, "max")  # a group may have no samples
-        mine = torch.cat(rows) if rows else torch.empty(0)
+        mine = torch.cat(rows).cpu() if rows else torch.empty(0)
         everyones = self.mesh.data.all_gather_bytes(mine.numpy().tobytes())
         found = torch.frombuffer(bytearray(b"".join(everyones)), dtype=torch.float64)
         return found.reshape(-1, *(n for n in shape.tolist() if n))

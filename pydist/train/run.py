@@ -26,6 +26,7 @@ from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About
 from pydist.train.agree import require_same, together
+from pydist.train.device import choose_device, in_format, memory_format, own_stream
 from pydist.train.log import EventLog, Listener, losses
 from pydist.train.loop import Trainer
 from pydist.train.state import State, seed_everything
@@ -111,14 +112,13 @@ def _run(
         task = task_of(config)
         with together(mesh.world):
             data, validation_data = open_datasets(config, task)
-            loader = Loader(data, mesh, config.train.batch, prefetch=config.data.prefetch)
+            loader = make_loader(config, data, mesh)
             stack.enter_context(loader)
             validation_loader = None
             if validation_data is not None:
-                validation_loader = Loader(
-                    validation_data, mesh, config.train.batch, training=False
-                )
+                validation_loader = make_loader(config, validation_data, mesh, training=False)
                 stack.enter_context(validation_loader)
+            stack.enter_context(own_stream(loader.device))
         require_same(mesh.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
         state = make_state(config, task, mesh, data, loader, prepare)
         _resume(config, state, log)
@@ -154,6 +154,20 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
     return train, unseen
 
 
+def make_loader(config: Config, data: ShardDataset, mesh: Mesh, training: bool = True) -> Loader:
+    """The batches of a data set, on the device that the network computes on. Collective."""
+    device = choose_device(config.train.device, mesh)
+    return Loader(
+        data,
+        mesh,
+        config.train.batch,
+        training=training,
+        prefetch=config.data.prefetch,
+        device=device,
+        memory_format=memory_format(config.train, device),
+    )
+
+
 def make_state(
     config: Config,
     task: Task,
@@ -162,7 +176,16 @@ def make_state(
     loader: Loader,
     prepare: Callable[[torch.nn.Module], None] | None = None,
 ) -> State:
-    """Model, optimizer and schedule at the start of a run; see `train`. Collective."""
+    """What a run starts from, on the loader's device. Collective.
+
+    Args:
+        config: model, optimizer and schedule.
+        task: makes the network.
+        mesh: the ranks.
+        data: the training set.
+        loader: of its batches.
+        prepare: see `train`.
+    """
     seed_everything(config.train.seed)
     mesh.world.barrier()  # rank-threads share one random state: none may seed it again from here
     # Rank 0 draws the weights, for all: the others would only draw them again.
@@ -172,10 +195,13 @@ def make_state(
         model.to_empty(device="cpu")
     elif prepare is not None:
         prepare(model)
+    device = loader.device
+    model.to(device)
+    in_format(model, memory_format(config.train, device))
     parallelize(model, mesh, batch_norm=config.model.statistics)
     optimizer = _optimizer(config.optimizer, model)
     scheduler = _schedule(config.optimizer, optimizer, len(loader))
-    scaler = GradScaler("cpu", enabled=config.train.amp == "fp16")
+    scaler = GradScaler(device.type, enabled=config.train.amp == "fp16")
     about = About(config, data.manifest).dump()
     return State(mesh, model, optimizer, scheduler, scaler, loader, about)
 

@@ -248,9 +248,9 @@ TEST(KeyedUniform, IsTheSameOnCpuAndInEmulatedWarps) {
     }
     std::vector<double> memory(static_cast<std::size_t>(volume_of(extent)), -1.0);
     const TensorView out{memory.data(), DType::kFloat64, extent, random.strides_for(extent), {}};
-    cpu::keyed_uniform(out, seed, lo, shape);
+    cpu::keyed_uniform(out, {.value = seed}, lo, shape);
     const std::vector<double> on_cpu = memory;
-    const kernels::KeyedBox box = kernels::keyed_box(out, seed, lo, shape);
+    const kernels::KeyedBox box = kernels::keyed_box(out, {.value = seed}, lo, shape);
     const kernels::KeyedUniform<double> body{memory.data(), box,
                                              volume_of(extent) / extent[ndim - 1]};
     for (const launch::RunGrid& grid : grids_for(body.rows())) {

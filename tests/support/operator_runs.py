@@ -57,10 +57,10 @@ def assigned(x: Tensor, y: Tensor) -> Tensor:
 class Names(dict[str, Any]):
     """The names in a text: tensors become leaves when they are asked for."""
 
-    def __init__(self, dtype: torch.dtype, mesh: Mesh | None) -> None:
+    def __init__(self, dtype: torch.dtype, mesh: Mesh | None, device: str) -> None:
         super().__init__()
         self.leaves: list[Tensor] = []
-        self._dtype, self._mesh = dtype, mesh
+        self._dtype, self._mesh, self._device = dtype, mesh, device
 
     def __missing__(self, name: str) -> Any:
         if name == "p":
@@ -68,7 +68,7 @@ class Names(dict[str, Any]):
         if name not in VALUES:
             raise KeyError(name)
         whole = VALUES[name]
-        whole = whole.to(self._dtype) if whole.is_floating_point() else whole
+        whole = whole.to(self._device, self._dtype if whole.is_floating_point() else None)
         if self._mesh is None:
             leaf = whole.clone().requires_grad_(whole.is_floating_point())
         else:
@@ -82,17 +82,20 @@ class Names(dict[str, Any]):
 
     def _parameter(self, *shape: int) -> nn.Parameter:
         seed = 10 + len(self.leaves)
-        self.leaves.append(nn.Parameter((randn(*shape, seed=seed) / 2).to(self._dtype)))
+        values = (randn(*shape, seed=seed) / 2).to(self._device, self._dtype)
+        self.leaves.append(nn.Parameter(values))
         return self.leaves[-1]
 
 
-def run(text: str, kind: str, mesh: Mesh | None = None) -> Iterator[list[Tensor]]:
+def run(
+    text: str, kind: str, mesh: Mesh | None = None, device: str = "cpu"
+) -> Iterator[list[Tensor]]:
     """What a text gives: first the results, then the first, then the second derivatives.
 
     Each comes when it is asked for, so that what torch or pydist refuses is known by its order.
     """
-    names = Names(TYPES[kind], mesh)
-    with torch.autocast("cpu", torch.bfloat16) if kind == "bf16" else nullcontext():
+    names = Names(TYPES[kind], mesh, device)
+    with torch.autocast(device, torch.bfloat16) if kind == "bf16" else nullcontext():
         result = eval(text, {"torch": torch, "F": F, "assigned": assigned}, names)
     found = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
     yield [_whole(t) for t in found]
@@ -115,7 +118,7 @@ def run(text: str, kind: str, mesh: Mesh | None = None) -> Iterator[list[Tensor]
 
 def _loss(found: Iterator[Tensor]) -> Tensor | int:
     """Of second degree, so that the second derivative of a linear call says something."""
-    return sum((t.double().square() * randn(*t.shape, seed=3)).sum() for t in found)
+    return sum((t.double().square() * randn(*t.shape, seed=3).to(t.device)).sum() for t in found)
 
 
 def _true(grad: Tensor, mesh: Mesh | None, is_parameter: bool) -> Tensor:
@@ -123,16 +126,16 @@ def _true(grad: Tensor, mesh: Mesh | None, is_parameter: bool) -> Tensor:
 
 
 def _whole(t: Tensor) -> Tensor:
-    return (t.full_tensor() if isinstance(t, ShardedTensor) else t).detach()
+    return (t.full_tensor() if isinstance(t, ShardedTensor) else t).detach().cpu()
 
 
 ORDERS = "FBD"
 
 
-def on_one_device(text: str, kind: str) -> list[list[Tensor]]:
+def on_one_device(text: str, kind: str, device: str = "cpu") -> list[list[Tensor]]:
     """As many derivatives as torch has."""
     found: list[list[Tensor]] = []
-    steps = run(text, kind)
+    steps = run(text, kind, device=device)
     try:
         for each in steps:
             found.append(each)
@@ -141,10 +144,12 @@ def on_one_device(text: str, kind: str) -> list[list[Tensor]]:
     return found
 
 
-def cell(text: str, kind: str, expected: Sequence[list[Tensor]], mesh: Mesh) -> str:
+def cell(
+    text: str, kind: str, expected: Sequence[list[Tensor]], mesh: Mesh, device: str = "cpu"
+) -> str:
     """What the table says of a call: the orders that are equal, a dot for what torch hasn't."""
     said = ""
-    steps = run(text, kind, mesh)
+    steps = run(text, kind, mesh, device)
     for order, whole in zip(ORDERS, expected, strict=False):
         try:
             found = next(steps)

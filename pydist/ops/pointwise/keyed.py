@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pydist._loader import native
 from pydist.tensor import ShardedTensor, local_of, module_path, refusal
+
+if TYPE_CHECKING:
+    from pydist.mesh import Mesh
 
 # Forward passes whose draws are remembered, for activation checkpointing's second run.
 _REMEMBERED = 64
@@ -33,17 +36,20 @@ def keyed_uniform(func: Callable[..., Any], x: ShardedTensor, dims: int | None =
         lo[0] += x._origin.first_sample
         shape[0] += x._origin.first_sample
     count = len(shape) if dims is None else dims
-    uniform = torch.empty(extents[:count], dtype=torch.float32)
+    uniform = torch.empty(extents[:count], dtype=torch.float32, device=x.device)
     native.keyed_uniform(uniform, _next_key(func, x), lo[:count], shape[:count])
-    return _expandable(uniform.to(x.device), extents)
+    return _expandable(uniform, extents)
 
 
 def _expandable(numbers: Tensor, extents: Sequence[int]) -> Tensor:
     return numbers.view(*numbers.shape, *(1 for _ in range(len(extents) - numbers.dim())))
 
 
-def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int:
-    """The key of one draw: seed, step, module, and the how-manieth draw in that module."""
+def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int | Tensor:
+    """The key of one draw: seed, step, module, and the how-manieth draw in that module.
+
+    Within the capture of a CUDA graph, where the key of each replay will be.
+    """
     mesh, origin = x.mesh, x._origin
     layer = module_path()
     calls = mesh.draws.setdefault(origin.forward, {})
@@ -58,5 +64,36 @@ def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int:
     else:
         number = calls.get(layer, 0)
         calls[layer] = number + 1
-    text = f"{mesh.seed}/{origin.forward}/{layer}/{number}".encode()
+    if mesh.replayed_keys is not None:
+        return mesh.replayed_keys.place_of(layer, number)
+    return _key(mesh, origin.forward, layer, number)
+
+
+class ReplayedKeys:
+    """The keys of a captured step, in memory from which every replay takes them.
+
+    Args:
+        mesh: of the step; its `replayed_keys` is this object while the step is captured.
+        device: of the step.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh, self._device = mesh, device
+        self._places: dict[tuple[str, int], Tensor] = {}
+
+    def place_of(self, layer: str, number: int) -> Tensor:
+        """Where the key of a module's draw lies."""
+        return self._places.setdefault(
+            (layer, number), torch.zeros(1, dtype=torch.int64, device=self._device)
+        )
+
+    def renew(self) -> None:
+        """Queues the keys of the mesh's current forward pass."""
+        for (layer, number), place in self._places.items():
+            key = _key(self._mesh, self._mesh.forwards, layer, number)
+            place.fill_(key - (1 << 64) if key >> 63 else key)
+
+
+def _key(mesh: Mesh, forward: int, layer: str, number: int) -> int:
+    text = f"{mesh.seed}/{forward}/{layer}/{number}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")

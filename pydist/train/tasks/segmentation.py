@@ -104,7 +104,7 @@ class Segmentation:
         """[N, 1 + classes²]: the batch's loss and each sample's confusion."""
         counts = confusion(output, batch.targets).double()
         loss = self.loss(output, batch).double().expand(len(counts), 1)
-        predicted = output.argmax(1)
+        predicted = output.argmax(1).cpu()
         if batch.indices[0] == 0 and isinstance(predicted, ShardedTensor):
             found = on_first_rank(predicted)
             self._example = None if found is None else found[0]

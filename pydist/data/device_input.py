@@ -1,0 +1,134 @@
+"""Blocks on their way to a device: pinned buffers in turn, and a stream of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_BUFFERS = 2
+"""One is filled from the file while the other one travels."""
+
+
+@dataclass
+class _Slot:
+    """A buffer in host memory, and when its last content had left."""
+
+    memory: Tensor
+    sent: torch.cuda.Event | None = None
+
+
+class DeviceInput:
+    """Takes blocks from files to a device, without a wait of the stream that computes.
+
+    One thread reads a block into the next of two pinned buffers, then queues its copy, and what is
+    to be done with it, on a stream of its own, and reads on. A buffer is filled again when the
+    copy out of it has ended (an event says so). What has arrived is memory of torch's allocator,
+    which the consumer's stream takes over (`Arrival.hand_over`).
+
+    With a CPU as the device, nothing is copied or pinned: for tests of what goes through it.
+
+    Args:
+        device: where blocks go.
+        memory_format: of the inputs there.
+    """
+
+    def __init__(
+        self, device: torch.device, memory_format: torch.memory_format = torch.contiguous_format
+    ) -> None:
+        self.device, self.memory_format = device, memory_format
+        self._on_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._on_cuda else None
+        self._slots = [_Slot(self._buffer(0)) for _ in range(_BUFFERS)]
+        self._filled = 0
+
+    @contextmanager
+    def queueing(self) -> Iterator[None]:
+        """What the block queues on the device goes to this input's stream."""
+        if self._stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self._stream):
+                yield
+
+    def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory of the host for the next block; waits until its last content has left.
+
+        It is good until `staging` is called twice more.
+        """
+        self._filled += 1
+        slot = self._slots[self._filled % _BUFFERS]
+        if slot.sent is not None:
+            slot.sent.synchronize()
+            slot.sent = None
+        needed = math.prod(shape) * dtype.itemsize
+        if slot.memory.numel() < needed:
+            slot.memory = self._buffer(needed)
+        return slot.memory[:needed].view(dtype).view(tuple(shape))
+
+    def send(self, staged: Tensor, out: Tensor | None = None) -> Tensor:
+        """Queues the copy of the block last staged to the device. Call within `queueing`.
+
+        Args:
+            staged: what `staging` gave, filled.
+            out: where to put it; by default new memory, or on a CPU the staged one itself.
+
+        Returns:
+            The block on the device.
+        """
+        if out is None:
+            if not self._on_cuda:
+                return staged
+            out = torch.empty_like(staged, device=self.device, pin_memory=False)
+        out.copy_(staged, non_blocking=True)
+        if self._on_cuda:
+            self._slots[self._filled % _BUFFERS].sent = _now()
+        return out
+
+    def arrival(self, found: Tensor) -> Arrival:
+        """Marks the end of a batch. Call within `queueing`.
+
+        Args:
+            found: int32, one a sample, on the device: not 0 where it is not finite.
+        """
+        if not self._on_cuda:
+            return Arrival(found, None)
+        on_host = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        on_host.copy_(found, non_blocking=True)
+        return Arrival(on_host, _now())
+
+    def _buffer(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._on_cuda)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A batch that is on its way, or there."""
+
+    _found: Tensor
+    _event: torch.cuda.Event | None
+
+    def hand_over(self, *tensors: Tensor) -> None:
+        """The current stream waits for the batch and owns its tensors from now on."""
+        if self._event is None:
+            return
+        stream = torch.cuda.current_stream(tensors[0].device)
+        stream.wait_event(self._event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def not_finite(self) -> list[int]:
+        """Which samples hold NaN or infinity; waits until the batch is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return torch.nonzero(self._found).flatten().tolist()
+
+
+def _now() -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record()
+    return event

@@ -1,0 +1,67 @@
+"""Arrays of other libraries as tensors, without a copy where that is possible."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from pydist.errors import UsageError
+
+ArrayLike: TypeAlias = Any
+"""A tensor, or an object with `__dlpack__`, `__cuda_array_interface__` or `__array_interface__`:
+arrays of NumPy, CuPy, JAX and others."""
+
+
+def is_array(x: object) -> bool:
+    """Whether `as_tensor` takes it."""
+    return isinstance(x, Tensor) or any(
+        hasattr(x, name)
+        for name in ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
+    )
+
+
+def as_tensor(x: ArrayLike) -> Tensor:
+    """The array as a tensor on its device, sharing its memory where it can be written to.
+
+    What is computed on the current CUDA stream comes after what its owner has queued.
+
+    Raises:
+        UsageError: it is no array, or one of a type that torch does not have.
+    """
+    if isinstance(x, Tensor):
+        return x
+    try:
+        if isinstance(x, np.ndarray):
+            return _of_numpy(x)
+        if hasattr(x, "__dlpack__"):
+            return from_dlpack(x)  # tells the owner which stream will use it
+        if hasattr(x, "__cuda_array_interface__"):
+            return _of_cuda_interface(x)
+        if hasattr(x, "__array_interface__"):
+            return _of_numpy(np.asarray(x))
+    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"an array of {type(x).__name__} can't be a tensor: {reason}") from error
+    raise UsageError(
+        f"{type(x).__name__} is no array; possible are tensors and objects with __dlpack__, "
+        "__cuda_array_interface__ or __array_interface__ (NumPy, CuPy, JAX)"
+    )
+
+
+def _of_numpy(x: np.ndarray[Any, Any]) -> Tensor:
+    """Native byte order, forward strides and memory that may be written to: else a copy."""
+    plain = x.dtype.isnative and x.flags.writeable and all(step >= 0 for step in x.strides)
+    return torch.from_numpy(x if plain else np.array(x, dtype=x.dtype.newbyteorder("="), order="C"))
+
+
+def _of_cuda_interface(x: Any) -> Tensor:
+    tensor = torch.as_tensor(x, device="cuda")
+    stream = x.__cuda_array_interface__.get("stream")
+    if stream:  # version 3: where the owner's work is queued
+        with torch.cuda.device(tensor.device):
+            torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(stream))
+    return tensor

@@ -1,0 +1,89 @@
+"""Where a run computes, and in which precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pydist._loader import native
+from pydist.errors import UsageError
+
+if TYPE_CHECKING:
+    from pydist.mesh import Mesh
+    from pydist.train.config import TrainConfig
+
+AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_DEVICE_TRANSPORTS = ("nccl",)
+"""Those that carry the memory of CUDA devices."""
+
+
+def choose_device(wanted: str, mesh: Mesh) -> torch.device:
+    """The device of this rank: its current CUDA device, or the CPU.
+
+    Args:
+        wanted: "cpu", "cuda", or "auto": CUDA wherever that is possible.
+        mesh: the mesh.
+
+    Raises:
+        UsageError: "cuda" where it is not possible.
+    """
+    obstacle = None if wanted == "cpu" else cuda_obstacle(mesh)
+    if wanted == "cpu" or (wanted == "auto" and obstacle is not None):
+        return torch.device("cpu")
+    if obstacle is not None:
+        raise UsageError(f'train.device is "cuda": {obstacle}; "cpu" is possible')
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def cuda_obstacle(mesh: Mesh) -> str | None:
+    """Why the ranks of a mesh can't compute on CUDA devices, if they can't."""
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device"
+    if not native.has_cuda:
+        return "pydist was built without CUDA kernels"
+    return host_transport(mesh)
+
+
+def host_transport(mesh: Mesh) -> str | None:
+    """Says so if several ranks exchange through the memory of the host."""
+    if mesh.size == 1 or mesh.world.name in _DEVICE_TRANSPORTS:
+        return None
+    return f"transport '{mesh.world.name}' carries host memory"
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """Work of the block goes to a stream of its own, if the device has streams.
+
+    A graph can't be captured on the default stream, and nodes of the autograd graph stay with the
+    stream that they were made on: so the model is made, and trained, within one block.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+
+
+def memory_format(config: TrainConfig, device: torch.device) -> torch.memory_format:
+    """How input and weights of [N, C, D, H, W] lie: tensor cores take the channels last.
+
+    On CPUs the layers choose for themselves, by measurement (`pydist.backend.choice`).
+    """
+    wanted = config.channels_last
+    if device.type == "cuda" and (wanted == "always" or (wanted == "auto" and config.amp != "off")):
+        return torch.channels_last_3d
+    return torch.contiguous_format
+
+
+def in_format(model: nn.Module, memory_format: torch.memory_format) -> None:
+    """Brings the weights of 3-D convolutions into a memory format."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 5:
+                parameter.data = parameter.data.contiguous(memory_format=memory_format)

@@ -1,0 +1,54 @@
+"""One training step: forward, backward with its exchanges, and the optimizer's step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pydist.train.device import AMP_DTYPES
+
+if TYPE_CHECKING:
+    from pydist.data.loader import Batch
+    from pydist.train.config import TrainConfig
+    from pydist.train.state import State
+    from pydist.train.tasks import Task
+
+
+class TrainStep:
+    """What is done with a batch. It asks the device for nothing, so that it can be captured.
+
+    Args:
+        state: model, optimizer and scaler; its loader says on which device.
+        task: the loss.
+        config: precision and clipping.
+    """
+
+    def __init__(self, state: State, task: Task, config: TrainConfig) -> None:
+        self.state, self.task, self.config = state, task, config
+        self.mesh = state.mesh
+        self.device = state.loader.device
+
+    def __call__(self, batch: Batch, scale: float | Tensor) -> Tensor:
+        """Takes the step.
+
+        Args:
+            batch: the samples.
+            scale: makes the mean over the global batch of the group's loss; see `Batch`.
+
+        Returns:
+            The group's loss, a scalar on the device.
+        """
+        state, config = self.state, self.config
+        with torch.autocast(self.device.type, AMP_DTYPES[config.amp], enabled=config.amp != "off"):
+            loss = self.task.loss(state.model(batch.inputs), batch)
+        state.scaler.scale(loss * scale).backward()
+        if config.clip_norm is not None:
+            state.scaler.unscale_(state.optimizer)
+            torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_norm)
+        with self.mesh.timers.measure("optimizer"):
+            state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad()
+        return loss.detach()

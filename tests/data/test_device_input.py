@@ -1,0 +1,183 @@
+"""The way of blocks to a device, on the CPU as the device: all but the copies and the streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pydist.comm import run_local
+from pydist.comm.transport import Transport
+from pydist.data import BadSample, Loader, ShardDataset
+from pydist.data.device_input import DeviceInput
+from pydist.errors import UsageError
+from pydist.mesh import Mesh
+from pydist.partition import Box
+
+CPU = torch.device("cpu")
+
+
+class Exported:
+    """An array of another library: all it has is DLPack."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values
+
+    def __dlpack__(self, **options: object) -> object:
+        return self._values.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._values.__dlpack_device__()
+
+
+class Arrays:
+    """A source that gives arrays of its own instead of filling tensors."""
+
+    sample_shape = (1, 4, 3, 5)
+    num_targets = 2
+    labelled = False
+    dtype = torch.float32
+    identity = "arrays"
+
+    def __init__(self, kind: Callable[[Tensor], object]) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 5
+
+    def shape_of(self, index: int) -> tuple[int, int, int, int]:
+        return self.sample_shape
+
+    def whole(self, index: int) -> Tensor:
+        return index + torch.arange(60, dtype=torch.float32).reshape(self.sample_shape) / 64
+
+    def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> object:
+        assert box is not None
+        cut = tuple(slice(*bounds) for bounds in zip(box.lo, box.hi, strict=True))
+        return self.kind(self.whole(index)[cut].clone())
+
+    def target(self, index: int) -> object:
+        return self.kind(torch.tensor([index, -index], dtype=torch.float32))
+
+
+def through_device(loader: Loader) -> Loader:
+    """As `device="cuda"` reads, with a CPU as the device."""
+    loader._device_input = DeviceInput(CPU)
+    return loader
+
+
+@pytest.mark.parametrize("normalize", ["none", "log1p", "mean", "standardize"])
+@pytest.mark.parametrize("layout", ["universes", "public_universes"])
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 2)])
+def test_what_comes_through_a_device_has_the_bits_of_the_host(
+    layout: str,
+    normalize: str,
+    spatial: tuple[int, int, int],
+    request: pytest.FixtureRequest,
+) -> None:
+    root = request.getfixturevalue(layout)
+
+    def job(transport: Transport) -> None:
+        dataset = ShardDataset(root, normalize=normalize)
+        mesh = Mesh(transport, 1, spatial)
+        with Loader(dataset, mesh, 5) as host, through_device(Loader(dataset, mesh, 5)) as device:
+            for one, other in zip(host, device, strict=True):
+                assert torch.equal(one.inputs.to_local(), other.inputs.to_local())
+                assert torch.equal(one.targets, other.targets)
+                assert one.indices == other.indices
+
+    run_local(job, math.prod(spatial), timeout=60)
+
+
+@pytest.mark.parametrize("kind", [Tensor.numpy, Exported])
+@pytest.mark.parametrize("device", [False, True])
+def test_a_source_may_give_any_array(kind: Callable[[Tensor], object], device: bool) -> None:
+    def job(transport: Transport) -> None:
+        source = Arrays(kind)
+        with Loader(source, Mesh(transport, 1, (2, 1, 1)), 3) as loader:
+            for batch in through_device(loader) if device else loader:
+                whole = batch.inputs.full_tensor()
+                for n, index in enumerate(batch.indices):
+                    assert torch.equal(whole[n], source.whole(index))
+                    assert batch.targets[n].tolist() == [index, -index]
+
+    run_local(job, 2, timeout=60)
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32", "int32", "float32"])
+def test_every_stored_type_goes_through(write_samples: Callable[..., Path], dtype: str) -> None:
+    top = np.iinfo(dtype).max if dtype.startswith("u") else 1000
+    sample = np.linspace(0, top, 2 * 3 * 4 * 5).reshape(2, 3, 4, 5).astype(dtype)
+    dataset = ShardDataset(write_samples([sample]), normalize="log1p")
+    stored = torch.empty(sample.shape, dtype=dataset.stored_dtype)
+    dataset.read_stored(0, None, stored)
+    np.testing.assert_array_equal(stored.numpy().astype(dtype), sample)
+    out, found = torch.empty(sample.shape), torch.zeros(1, dtype=torch.int32)
+    dataset.normalize(0, 0, stored, out, found)
+    assert torch.equal(out, dataset.read_block(0))
+    np.testing.assert_allclose(out, np.log1p(sample.astype(np.float64)), rtol=1e-6)
+    with pytest.raises(UsageError, match="out is"):
+        dataset.read_stored(0, None, torch.empty(1))
+
+
+@pytest.mark.parametrize("on_bad_sample", ["stop", "skip"])
+def test_what_is_not_finite_is_found_and_named(
+    write_samples: Callable[..., Path], on_bad_sample: str
+) -> None:
+    samples = [np.ones((1, 4, 4, 4), np.float32) * i for i in range(4)]
+    samples[2][0, 3, 1, 2] = math.nan
+    root = write_samples(samples)
+
+    def job(transport: Transport) -> list[dict[int, str]]:
+        mesh = Mesh(transport, 1, (2, 1, 1))
+        loader = Loader(ShardDataset(root), mesh, 4, training=False, on_bad_sample=on_bad_sample)
+        with through_device(loader):
+            for batch in loader:
+                if on_bad_sample == "stop":
+                    continue  # a rank whose block is good
+                assert batch.weight.tolist() == [1, 1, 0, 1]
+                expected = torch.log1p(torch.tensor([0.0, 1.0, 3.0, 3.0]))
+                torch.testing.assert_close(batch.inputs.full_tensor()[:, 0, 3, 1, 2], expected)
+            return loader.skipped
+
+    if on_bad_sample == "stop":
+        with pytest.raises(BadSample, match=r"value nan at channel 0, voxel \(3, 1, 2\)"):
+            run_local(job, 2, timeout=60)
+    else:
+        assert [list(skipped) for skipped in run_local(job, 2, timeout=60)] == [[2], [2]]
+
+
+class Event:
+    """Stands for the end of a copy; says when somebody waits for it."""
+
+    def __init__(self, waits: list[int], number: int) -> None:
+        self.waits, self.number = waits, number
+
+    def synchronize(self) -> None:
+        self.waits.append(self.number)
+
+
+def test_a_buffer_is_filled_again_only_when_its_copy_has_ended() -> None:
+    waits: list[int] = []
+    through = DeviceInput(CPU)
+    addresses = []
+    for number in range(5):
+        staged = through.staging((2, 3), torch.int16)
+        addresses.append(staged.data_ptr())
+        through._slots[through._filled % 2].sent = Event(waits, number)  # as `send` does
+        assert waits == list(range(number - 1)), "waited for the copy of two blocks ago, no later"
+    assert addresses[0] == addresses[2] == addresses[4]
+    assert addresses[1] == addresses[3] != addresses[0]
+
+
+def test_a_larger_block_gets_a_larger_buffer() -> None:
+    through = DeviceInput(CPU)
+    for shape in ((2,), (3, 4), (1,), (0, 5)):
+        staged = through.staging(shape, torch.float64)
+        staged.fill_(1)
+        assert staged.shape == shape

@@ -1,0 +1,136 @@
+"""Input on a CUDA device: kernels, the loader's way through pinned buffers, arrays of others."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from convert_cases import INPUTS, MAPS, SMALL, WIDE, block, flag, table
+
+from pydist import _native as native
+from pydist.comm.local import LocalTransport
+from pydist.data import BadSample, Loader, ShardDataset, UniverseOptions, generate_universes
+from pydist.data.universes.simulate import simulate
+from pydist.interop import as_tensor
+from pydist.mesh import Mesh
+
+ORDERS = [(0, 1, 2, 3), (1, 2, 3, 0), (3, 1, 0, 2)]
+
+
+def on_device(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array).cuda()
+
+
+def room(shape, dtype: str, order) -> torch.Tensor:
+    """Poisoned memory on the device, in any order of the dims."""
+    inverse = [order.index(dim) for dim in range(4)]
+    made = torch.full([shape[d] for d in order], math.nan, dtype=getattr(torch, dtype))
+    return made.cuda().permute(inverse)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("out_dtype", INPUTS)
+@pytest.mark.parametrize("dtype", SMALL)
+def test_tables_give_the_bits_of_the_cpu(dtype, out_dtype, order):
+    stored = block(dtype)
+    entries = table(stored, out_dtype)
+    expected, found = np.empty(stored.shape, out_dtype), flag()
+    native.look_up(stored, entries, 3.7, expected, found)
+    out, found_there = room(stored.shape, out_dtype, order), on_device(found)
+    native.look_up(on_device(stored), on_device(entries), 3.7, out, found_there)
+    assert torch.equal(out.cpu(), torch.from_numpy(expected))
+    assert found_there.item() == 0
+
+
+@pytest.mark.parametrize("out_dtype", INPUTS)
+@pytest.mark.parametrize("dtype", SMALL + WIDE)
+@pytest.mark.parametrize("log", [False, True])
+def test_rescaling_is_that_of_the_cpu(dtype, out_dtype, log):
+    stored = block(dtype)
+    expected, found = np.empty(stored.shape, out_dtype), flag()
+    native.rescale(stored, MAPS, log, 1.5, expected, found)
+    out, found_there = room(stored.shape, out_dtype, ORDERS[0]), on_device(found)
+    native.rescale(on_device(stored), on_device(MAPS), log, 1.5, out, found_there)
+    few = 4 * np.finfo(out_dtype).eps if log else 0
+    np.testing.assert_allclose(out.cpu(), expected, rtol=few, atol=few)
+
+
+@pytest.fixture(scope="module")
+def universes(tmp_path_factory):
+    """24 samples of 32³."""
+    root = tmp_path_factory.mktemp("universes")
+    generate_universes(root, UniverseOptions(count=4, width=32, seed=3, layout="cosmoflow"))
+    return root
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
+@pytest.mark.parametrize("normalize", ["none", "log1p", "mean", "standardize"])
+def test_batches_have_the_bits_of_the_host(universes, normalize, memory_format):
+    """While the device is busy, and kept until others have long come in."""
+    dataset, mesh = ShardDataset(universes, normalize=normalize), Mesh(LocalTransport())
+    device_loader = Loader(dataset, mesh, 4, device="cuda", memory_format=memory_format)
+    stream = torch.cuda.Stream()
+    kept = []
+    with Loader(dataset, mesh, 4) as host, device_loader as device:
+        with torch.cuda.stream(stream):
+            for one, other in zip(host, device, strict=True):
+                torch.cuda._sleep(20_000_000)
+                local = other.inputs.to_local()
+                assert local.is_contiguous(memory_format=memory_format)
+                kept.append((one, local * 1, other.targets * 1))
+        torch.cuda.synchronize()
+    for one, inputs, targets in kept:
+        assert torch.equal(inputs.cpu(), one.inputs.to_local())
+        assert torch.equal(targets.cpu(), one.targets)
+
+
+def test_a_bad_sample_is_named(tmp_path):
+    import h5py
+
+    options = UniverseOptions(count=2, width=32, box_width=32, validation=0.0, dtype="float32")
+    manifest = generate_universes(tmp_path, options)
+    with h5py.File(tmp_path / manifest.files[1].path, "r+") as file:
+        file["full"][0, 1, 2, 3] = math.nan
+    mesh = Mesh(LocalTransport())
+    with (
+        Loader(ShardDataset(tmp_path), mesh, 2, device="cuda") as loader,
+        pytest.raises(BadSample, match=r"value nan at channel 0, voxel \(1, 2, 3\)"),
+    ):
+        next(iter(loader))
+
+
+class Described:
+    """All it has is the CUDA array interface."""
+
+    def __init__(self, values):
+        self._values = values
+        self.__cuda_array_interface__ = values.__cuda_array_interface__
+
+
+def test_arrays_on_a_device_are_shared():
+    values = torch.arange(24.0, device="cuda").reshape(2, 3, 4)
+    found = as_tensor(Described(values))
+    assert found.data_ptr() == values.data_ptr()
+    cupy = pytest.importorskip("cupy")
+    with cupy.cuda.Stream(non_blocking=True):
+        array = cupy.arange(1 << 20, dtype="float32")
+        for _ in range(50):
+            array += 1
+        total = as_tensor(array).sum()
+    expected = (1 << 20) * ((1 << 20) - 1) / 2 + 50 * (1 << 20)
+    assert total.item() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("assignment", ["ngp", "cic"])
+def test_universes_from_a_device_are_those_of_the_host(assignment):
+    """But for particles that rounding moves over a cell's border: 1 in 10,000."""
+    pytest.importorskip("cupy")
+    options = {"width": 32, "box_width": 64, "assignment": assignment}
+    dtype = {"ngp": "int16", "cic": "float32"}[assignment]
+    on_host = simulate(UniverseOptions(device="cpu", dtype=dtype, **options), 1)
+    from_device = simulate(UniverseOptions(device="gpu", dtype=dtype, **options), 1)
+    assert type(from_device) is np.ndarray
+    moved = np.abs(from_device.astype(np.float64) - on_host).sum() / 2
+    assert moved <= 1e-4 * on_host.sum()

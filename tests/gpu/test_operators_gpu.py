@@ -1,0 +1,34 @@
+"""Every call of the table of operators on a CUDA device, by one rank's handlers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from operator_cases import FAMILIES
+from operator_runs import cell, on_one_device
+
+from pydist.comm.local import LocalTransport
+from pydist.mesh import Mesh
+
+TEXTS = [text for family in FAMILIES.values() for text in family.strip().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch):
+    """Convolutions and products of floats in float, not in TF32."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["fp64", "bf16"])
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_call_is_that_of_plain_torch(text, kind):
+    """And refused there only where it is on a CPU."""
+    expected = on_one_device(text, kind, "cuda")
+    if not expected:
+        pytest.skip("torch has no such call on a device")
+    mesh = Mesh(LocalTransport())
+    said = cell(text, kind, expected, mesh, "cuda")
+    if "refused" in said:
+        assert "refused" in cell(text, kind, on_one_device(text, kind), mesh)

@@ -1,0 +1,103 @@
+"""tools/gpu_check.sh: says plainly that there is no GPU; else goes through all parts and counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """The script in a tree of its own, where every part is a line of shell."""
+    for name in ("gpu_check.sh", "gpu_summary.py"):
+        (tmp_path / "tools").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
+    native = tmp_path / "build/dev/tests/native/gpu"
+    native.mkdir(parents=True)
+    (tmp_path / "benchmarks/python").mkdir(parents=True)
+    (tmp_path / "benchmarks/python/gpu_first.py").touch()
+    (tmp_path / "benchmarks/python/gpu_second.py").touch()
+    program(tmp_path / "tools/dev-build", 'echo "$@"')
+    program(native / "pydist_gpu_tests", "echo 40 passed, 0 failed")
+    program(tmp_path / "bin/nvidia-smi", "echo 'NVIDIA H200, 580.159.04, 9.0'")
+    program(tmp_path / "bin/compute-sanitizer", "echo '========= ERROR SUMMARY: 0 errors'")
+    program(
+        tmp_path / "bin/python3",
+        f'case $1 in tools/*) exec {sys.executable} "$@" ;; -m) echo "3 passed, 1 skipped" ;; esac',
+    )
+    return tmp_path
+
+
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def run(tree: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {"PATH": f"{tree / 'bin'}:{os.environ['PATH']}", "HOME": str(tree), "COMMIT": "abc"}
+    command = ["sh", str(tree / "tools/gpu_check.sh"), *arguments]
+    return subprocess.run(
+        command, env={**kept, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+def parts_of(folder: Path) -> dict[str, dict]:
+    found = json.loads((folder / "gpu_check.json").read_text())["parts"]
+    return {part["name"]: part for part in found}
+
+
+PARTS = ("build kernels tests memcheck racecheck initcheck synccheck gpu_first gpu_second").split()
+
+
+def test_without_a_gpu_it_is_one_line_and_exit_code_2(tree):
+    program(tree / "bin/nvidia-smi", "exit 9")
+    found = run(tree, str(tree / "out"))
+    assert found.returncode == 2
+    assert (found.stdout, found.stderr) == ("", "gpu_check: no GPU (nvidia-smi finds none)\n")
+    assert run(tree).returncode == 2
+
+
+def test_all_parts_are_run_and_counted(tree):
+    found = run(tree, str(tree / "out"))
+    assert found.returncode == 0, found.stdout + found.stderr
+    result = json.loads((tree / "out/gpu_check.json").read_text())
+    assert result["device"] == "NVIDIA H200"
+    assert (result["driver"], result["compute_capability"]) == ("580.159.04", "9.0")
+    assert result["commit"] == "abc"
+    parts = parts_of(tree / "out")
+    assert list(parts) == PARTS
+    assert {part["verdict"] for part in parts.values()} == {"passed"}
+    assert parts["kernels"]["passed"] == 40
+    assert (parts["tests"]["passed"], parts["tests"]["skipped"]) == (3, 1)
+    assert parts["memcheck"]["errors"] == 0
+    assert "-DPYDIST_CUDA_ARCHITECTURES=90" in (tree / "out/logs/build.log").read_text()
+    assert "9 of 9 parts passed" in found.stdout
+
+
+def test_a_failure_is_shown_and_does_not_end_it(tree):
+    program(tree / "bin/compute-sanitizer", "echo ERROR SUMMARY: 2 errors; exit 9")
+    found = run(tree, str(tree / "out"))
+    assert found.returncode == 1
+    parts = parts_of(tree / "out")
+    assert list(parts) == PARTS
+    assert (parts["racecheck"]["verdict"], parts["racecheck"]["errors"]) == ("FAILED", 2)
+    assert parts["gpu_second"]["verdict"] == "passed"
+    assert "5 of 9 parts passed" in found.stdout
+
+
+def test_what_there_is_no_time_for_is_told(tree):
+    program(tree / "tools/dev-build", "exec sleep 60")
+    found = run(tree, str(tree / "out"), GPU_CHECK_SECONDS="6")
+    assert found.returncode == 1
+    parts = parts_of(tree / "out")
+    assert parts["build"]["verdict"] == "out of time"
+    assert {part["verdict"] for name, part in parts.items() if name != "build"} == {"no time"}

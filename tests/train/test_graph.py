@@ -1,0 +1,242 @@
+"""When a training step may become a CUDA graph, on a machine that has none."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim import SGD, Adam
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from training import change, job
+
+from pydist import _native as native
+from pydist.comm import run_local
+from pydist.comm.local import LocalTransport
+from pydist.errors import UsageError
+from pydist.mesh import Mesh
+from pydist.ops.pointwise.keyed import ReplayedKeys
+from pydist.tensor import distribute_tensor
+from pydist.train import checkpoint, graph, log
+from pydist.train.config import TrainConfig
+from pydist.train.device import choose_device, cuda_obstacle, memory_format
+
+
+class Shapes:
+    """A data set of which only the shapes matter."""
+
+    def __init__(self, *extents):
+        self._extents = extents
+
+    def __len__(self):
+        return len(self._extents)
+
+    def shape_of(self, index):
+        return (1, *(self._extents[index],) * 3)
+
+
+def step_on(device="cuda", amp="off", dataset=None, optimizer=None, recorder=None, world=None):
+    mesh = Mesh(LocalTransport())
+    mesh.timers.recorder = recorder
+    if world is not None:
+        mesh.size, mesh.world = 2, SimpleNamespace(name=world)
+    optimizer = optimizer or Adam([torch.zeros(2, requires_grad=True)], fused=True)
+    loader = SimpleNamespace(dataset=dataset or Shapes(8, 8))
+    state = SimpleNamespace(optimizer=optimizer, loader=loader)
+    config = TrainConfig(amp=amp)
+    return SimpleNamespace(mesh=mesh, state=state, config=config, device=torch.device(device))
+
+
+SHARED = SimpleNamespace(param_groups=[{"fused": True}])
+"""As a shared optimizer: the scaler has to ask the device whether to take the step."""
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"device": "cpu"}, "the step runs on the CPU"),
+        ({"world": "mpi"}, "transport 'mpi' carries host memory"),
+        ({"recorder": object()}, "the step is being profiled"),
+        ({"dataset": Shapes(8, 16, 8)}, "samples have 2 different shapes"),
+        ({"optimizer": SGD([torch.zeros(1)], 0.1)}, "without fused=True"),
+        ({"amp": "fp16", "optimizer": SHARED}, "fp16 with an optimizer step shared by the ranks"),
+    ],
+)
+def test_what_is_in_the_way_is_named(given, reason):
+    assert reason in graph.obstacle(step_on(**given))
+
+
+@pytest.mark.parametrize("given", [{}, {"amp": "fp16"}, {"amp": "bf16"}, {"world": "nccl"}])
+def test_nothing_is_in_the_way_of_a_plain_step_on_a_device(given):
+    assert graph.obstacle(step_on(**given)) is None
+
+
+def test_on_a_cpu_nobody_is_told_unless_a_graph_was_demanded(config):
+    config = change(config, train={"steps": 1})
+    job(LocalTransport(), config)
+    assert not notices(config)
+    with pytest.raises(UsageError, match=r'cuda_graph is "always": the step runs on the CPU'):
+        run_local(job, 2, change(config, train={"cuda_graph": "always"}), 1, (2, 1, 1))
+
+
+def notices(config) -> list[str]:
+    events = log.read(config.output.folder / "log.jsonl")
+    return [event["text"] for event in events if event["event"] == "notice"]
+
+
+@pytest.fixture
+def refused_capture(monkeypatch):
+    """A capture in which the forward and the backward pass succeed, and the optimizer's step fails.
+
+    On the CPU what is "captured" is computed at once, so that all its traces are there.
+    """
+    capturing = set()
+
+    @contextmanager
+    def capture(*_, **__):
+        capturing.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            capturing.discard(threading.get_ident())
+
+    def refuse(*_):
+        if threading.get_ident() in capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(graph, "obstacle", lambda step: None)
+    handle = register_optimizer_step_pre_hook(refuse)
+    yield
+    handle.remove()
+
+
+def test_a_capture_that_fails_leaves_the_run_as_it_was(
+    config, tmp_path, monkeypatch, refused_capture
+):
+    """On all ranks, with dropout, after some steps."""
+    monkeypatch.setattr(graph, "WARMUP", 1)
+    config = change(config, train={"steps": 4, "validate_every": 0, "clip_norm": 1.0})
+    plain = change(config, output={"folder": tmp_path / "plain"}, train={"cuda_graph": "never"})
+    run_local(job, 2, plain, 1, (2, 1, 1))
+    tried = []
+    monkeypatch.setattr(graph.GraphedStep, "_give_up_if", watched(tried))
+    run_local(job, 2, config, 1, (2, 1, 1))
+    text = "the step can't be captured: operation not permitted when stream is capturing"
+    assert tried == [text, text], "once a rank"
+    found, expected = (
+        checkpoint.read(checkpoint.complete(c.output.folder / "ckpt")[-1])["model"]
+        for c in (config, plain)
+    )
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def watched(reasons):
+    give_up = graph.GraphedStep._give_up_if
+
+    def watch(self, reason):
+        if reason is not None:
+            reasons.append(reason)
+        give_up(self, reason)
+
+    return watch
+
+
+def test_steps_of_other_sizes_start_the_count_anew(monkeypatch):
+    monkeypatch.setattr(graph, "obstacle", lambda step: None)
+    sizes = []
+    monkeypatch.setattr(
+        graph.GraphedStep, "_capture", lambda self, batch: sizes.append(batch.global_size)
+    )
+    taken = []
+    step = graph.GraphedStep(lambda batch, scale: taken.append(scale), "auto", print)
+    for size in [4] * graph.WARMUP + [3] + [4] * (graph.WARMUP + 1):
+        step(SimpleNamespace(global_size=size, loss_scale=size / 8))
+    assert sizes == [4], "after so many steps of one size, and not before"
+    assert len(taken) == 2 * graph.WARMUP + 2
+
+
+@pytest.mark.parametrize("optimizer", [Adam, SGD])
+def test_learning_rates_are_numbers_again_after_a_capture(optimizer):
+    parameters = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    made = optimizer([{"params": p, "lr": r} for p, r in zip(parameters, (0.5, 0.25), strict=True)])
+    before = [dict(group) for group in made.param_groups]
+    rates = [torch.tensor(0.5), torch.tensor(0.25)]
+    with graph.capturable(made, rates):
+        assert [group["lr"] for group in made.param_groups] == rates
+        assert all(group.get("capturable", True) for group in made.param_groups)
+    assert made.param_groups == before
+
+
+def test_a_replay_draws_what_the_step_would_have_drawn():
+    """The mask of a captured dropout, with the keys that a later forward pass would use."""
+    mesh = Mesh(LocalTransport(), seed=5)
+    x = torch.ones(2, 3, 4, 5, 6)
+
+    def drawn() -> list[torch.Tensor]:
+        mesh.forwards += 1
+        found = distribute_tensor(x, mesh)
+        return [torch.nn.functional.dropout(found, 0.5).to_local() for _ in range(2)]
+
+    mesh.forwards = 41
+    expected = drawn()
+    mesh.forwards = 7
+    keys = ReplayedKeys(mesh, torch.device("cpu"))
+    mesh.replayed_keys = keys
+    captured = drawn()
+    mesh.replayed_keys = None
+    assert torch.equal(captured[0], captured[1]), "drawn with the keys that are not there yet"
+    mesh.forwards = 42
+    keys.renew()
+    for (_, number), place in keys._places.items():
+        uniform = torch.empty(x.shape)
+        native.keyed_uniform(uniform, place, [0] * 5, list(x.shape))
+        assert torch.equal((uniform >= 0.5) / 0.5, expected[number])
+
+
+def test_a_key_in_memory_is_that_key():
+    for key in (0, 7, 2**63 + 11, 2**64 - 1):
+        by_value, by_place = torch.empty(3, 50), torch.empty(3, 50)
+        place = torch.tensor([key - 2**64 if key >> 63 else key])
+        native.keyed_uniform(by_value, key, [0, 0], [3, 50])
+        native.keyed_uniform(by_place, place, [0, 0], [3, 50])
+        assert torch.equal(by_value, by_place)
+    with pytest.raises(ValueError, match="a tensor of one int64"):
+        native.keyed_uniform(by_value, torch.zeros(2), [0, 0], [3, 50])
+
+
+def test_the_device_is_the_cpu_where_there_is_no_other(monkeypatch):
+    mesh = Mesh(LocalTransport())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto", mesh) == choose_device("cpu", mesh) == torch.device("cpu")
+    with pytest.raises(UsageError, match=r'train.device is "cuda": torch .* finds no CUDA device'):
+        choose_device("cuda", mesh)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr("pydist.train.device.native", SimpleNamespace(has_cuda=True))
+    assert choose_device("auto", mesh) == torch.device("cuda", 1)
+    mesh.size, mesh.world = 2, SimpleNamespace(name="mpi")
+    assert cuda_obstacle(mesh) == "transport 'mpi' carries host memory"
+    assert choose_device("auto", mesh) == torch.device("cpu")
+    mesh.world = SimpleNamespace(name="nccl")
+    assert choose_device("auto", mesh) == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("device", "amp", "wanted", "last"),
+    [
+        ("cuda", "bf16", "auto", True),
+        ("cuda", "off", "auto", False),
+        ("cuda", "off", "always", True),
+        ("cuda", "fp16", "never", False),
+        ("cpu", "bf16", "always", False),
+    ],
+)
+def test_channels_come_last_for_tensor_cores(device, amp, wanted, last):
+    config = TrainConfig(amp=amp, channels_last=wanted)
+    expected = torch.channels_last_3d if last else torch.contiguous_format
+    assert memory_format(config, torch.device(device)) == expected

@@ -1,0 +1,74 @@
+#!/bin/sh
+# Everything that needs a GPU, in one command of less than 9 minutes, without a network: builds for
+# the device that is there, runs the GPU tests, the kernels' tests under compute-sanitizer's four
+# tools, and the GPU benchmarks. Goes on after a failure; prints one summary.
+#
+#   tools/gpu_check.sh FOLDER        # e.g. benchmarks/results/gpu
+#
+# FOLDER gets gpu_check.json (device, driver, versions, commit; verdict, counts and seconds of each
+# part), the benchmarks' results and logs/. Python is $PYTHON (python3), with torch for CUDA;
+# compute-sanitizer and nvcc come with the CUDA toolkit ($COMPUTE_SANITIZER, $CUDACXX name others).
+# $COMMIT names the commit where the folder is no git checkout.
+#
+# Exit code: 0 all passed, 1 something failed, 2 there is no GPU or no folder was named.
+set -u
+[ $# = 1 ] || { echo "usage: tools/gpu_check.sh FOLDER" >&2; exit 2; }
+mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
+cd "$(dirname "$0")/.." || exit 2
+device=$(nvidia-smi --query-gpu=name,driver_version,compute_cap --format=csv,noheader 2>/dev/null |
+  head -n 1)
+[ -n "$device" ] || { echo "gpu_check: no GPU (nvidia-smi finds none)" >&2; exit 2; }
+
+python=${PYTHON:-python3}
+sanitizer=${COMPUTE_SANITIZER:-$(command -v compute-sanitizer ||
+  echo /usr/local/cuda/bin/compute-sanitizer)}
+native=build/dev/tests/native/gpu/pydist_gpu_tests
+logs=$out/logs
+mkdir -p "$logs"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1
+
+# All parts together end after this: what is left then is reported as not run.
+ends=$(($(date +%s) + ${GPU_CHECK_SECONDS:-525}))
+parts=$logs/parts.tsv
+: >"$parts"
+failed=0
+
+# part NAME SECONDS COMMAND...: runs a part within its time and what is left of the whole.
+part() {
+  name=$1 limit=$2
+  shift 2
+  left=$((ends - $(date +%s)))
+  [ "$left" -ge "$limit" ] || limit=$left
+  began=$(date +%s)
+  if [ "$limit" -lt 5 ]; then
+    verdict='no time' failed=1
+    : >"$logs/$name.log"
+  else
+    printf '== %s (at most %s s)\n' "$name" "$limit"
+    timeout -k 5 "$limit" "$@" >"$logs/$name.log" 2>&1
+    case $? in
+      0) verdict=passed ;;
+      124 | 137) verdict='out of time' failed=1 ;;
+      *) verdict=FAILED failed=1 ;;
+    esac
+  fi
+  printf '%s\t%s\t%s\n' "$name" "$verdict" "$(($(date +%s) - began))" >>"$parts"
+  [ "$verdict" = passed ] || tail -n 5 "$logs/$name.log"
+}
+
+capability=$(echo "$device" | sed 's/.*, *//; s/[^0-9]//g')
+part build 240 env PYTHON="$python" JOBS="$(nproc)" tools/dev-build -DPYDIST_CUDA=ON \
+  -DPYDIST_CUDA_ARCHITECTURES="$capability" -DPYDIST_BUILD_GPU_TESTS=ON
+part kernels 30 "$native"
+part tests 150 "$python" -m pytest tests/gpu -q -p no:cacheprovider
+for tool in memcheck racecheck initcheck synccheck; do
+  part "$tool" 60 "$sanitizer" --tool "$tool" --error-exitcode 9 "$native"
+done
+for benchmark in benchmarks/python/gpu_*.py; do
+  name=$(basename "$benchmark" .py)
+  part "$name" 60 "$python" "$benchmark" --json "$out/$name.json"
+done
+
+DEVICE=$device COMMIT=${COMMIT:-$(git rev-parse HEAD 2>/dev/null)} \
+  "$python" tools/gpu_summary.py "$logs" "$out/gpu_check.json" || failed=1
+exit "$failed"
