@@ -25,6 +25,9 @@ using comm::NcclLibrary;
 using Address = std::uintptr_t;
 using Messages = std::vector<std::tuple<int, Address, std::size_t>>;
 
+// Of exchanges that are collectives: no channel has it.
+constexpr int kNoTag = -1;
+
 std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(address); }
 void* stream(Address number) { return reinterpret_cast<void*>(number); }
 
@@ -83,14 +86,16 @@ class Ticket {
 // An exchange that is repeated, in the same buffers.
 class Channel {
  public:
-  Channel(std::shared_ptr<NcclCommunicator> group, const Messages& sends, const Messages& receives)
+  Channel(std::shared_ptr<NcclCommunicator> group, const Messages& sends, const Messages& receives,
+          int tag)
       : group_(group),
         ticket_(std::move(group)),
         sends_(messages(sends)),
-        receives_(messages(receives)) {}
+        receives_(messages(receives)),
+        tag_(tag) {}
 
   void start(Address caller) {
-    group_->exchange(sends_, receives_, stream(caller), ticket_.done());
+    group_->exchange(sends_, receives_, tag_, stream(caller), ticket_.done());
   }
   void wait(Address caller) { ticket_.wait(caller); }
 
@@ -98,6 +103,7 @@ class Channel {
   std::shared_ptr<NcclCommunicator> group_;
   Ticket ticket_;
   std::vector<comm::NcclMessage> sends_, receives_;
+  int tag_;
 };
 
 template <class Call>
@@ -140,7 +146,8 @@ void bind_communicator(py::module_& module) {
       .def("reached", &Ticket::reached, NoGil(), "Whether it is complete on the device.");
 
   py::class_<Channel>(module, "NcclChannel", "An exchange that is repeated, in the same buffers.")
-      .def(py::init<Group, const Messages&, const Messages&>(), "group"_a, "sends"_a, "receives"_a)
+      .def(py::init<Group, const Messages&, const Messages&, int>(), "group"_a, "sends"_a,
+           "receives"_a, "tag"_a)
       .def("start", &Channel::start, "caller"_a, NoGil())
       .def("wait", &Channel::wait, "caller"_a, NoGil());
 
@@ -164,7 +171,7 @@ void bind_communicator(py::module_& module) {
           "exchange",
           [](const Group& group, const Messages& sends, const Messages& receives, Address caller) {
             return started(group, [&](comm::Event& done) {
-              group->exchange(messages(sends), messages(receives), stream(caller), done);
+              group->exchange(messages(sends), messages(receives), kNoTag, stream(caller), done);
             });
           },
           "sends"_a, "receives"_a, "caller"_a, NoGil())
@@ -206,6 +213,8 @@ void bind_communicator(py::module_& module) {
             });
           },
           "row"_a, "counts"_a, "dtype"_a, "out"_a, "caller"_a, NoGil())
+      .def_property_readonly("sent", &NcclCommunicator::sent, "Fingerprints, one a rank.")
+      .def_property_readonly("received", &NcclCommunicator::received)
       .def("abort", &NcclCommunicator::abort, NoGil())
       .def("close", &NcclCommunicator::close, NoGil());
 }

@@ -47,6 +47,14 @@ std::string list(const char* direction, const std::vector<NcclMessage>& messages
   return text;
 }
 
+// Takes a message up into the fingerprint of those with its peer (FNV-1a, by words).
+void note(std::vector<std::uint64_t>& prints, const NcclMessage& message, int tag) {
+  std::uint64_t& print = prints.at(static_cast<std::size_t>(message.peer));
+  for (const auto word : {static_cast<std::uint64_t>(tag) + 1, std::uint64_t{message.bytes}}) {
+    print = (print ^ word) * 0x100000001b3U;
+  }
+}
+
 std::string of_bytes(const char* call, std::size_t bytes) {
   return std::string(call) + " of " + std::to_string(bytes) + " bytes";
 }
@@ -62,7 +70,9 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library,
       size_(size),
       limits_(limits),
       stream_(context_),
-      ready_(context_) {
+      ready_(context_),
+      sent_(static_cast<std::size_t>(size)),
+      received_(static_cast<std::size_t>(size)) {
   const DeviceContext::Current current(*context_);
   NcclConfig config;
   NcclComm* comm = nullptr;
@@ -77,7 +87,7 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library,
 NcclCommunicator::~NcclCommunicator() { abort(); }
 
 void NcclCommunicator::exchange(const std::vector<NcclMessage>& sends,
-                                const std::vector<NcclMessage>& receives, void* caller,
+                                const std::vector<NcclMessage>& receives, int tag, void* caller,
                                 Event& done) {
   const auto what = [&] {
     const char* between = sends.empty() || receives.empty() ? "" : "; ";
@@ -87,11 +97,13 @@ void NcclCommunicator::exchange(const std::vector<NcclMessage>& sends,
     NcclResult result = NcclResult::kSuccess;
     for (const NcclMessage& each : sends) {
       if (each.bytes == 0 || !fine(result)) continue;
+      note(sent_, each, tag);
       result = library_->send(each.address, each.bytes, NcclType::kUint8, each.peer, comm_,
                               stream_.handle());
     }
     for (const NcclMessage& each : receives) {
       if (each.bytes == 0 || !fine(result)) continue;
+      note(received_, each, tag);
       result = library_->recv(each.address, each.bytes, NcclType::kUint8, each.peer, comm_,
                               stream_.handle());
     }
@@ -174,6 +186,16 @@ void NcclCommunicator::wait(const Event& done, void* caller) {
 bool NcclCommunicator::reached(const Event& done) {
   const DeviceContext::Current current(*context_);
   return !stream_.capturing() && done.reached();
+}
+
+std::vector<std::uint64_t> NcclCommunicator::sent() const {
+  const std::lock_guard lock(mutex_);
+  return sent_;
+}
+
+std::vector<std::uint64_t> NcclCommunicator::received() const {
+  const std::lock_guard lock(mutex_);
+  return received_;
 }
 
 void NcclCommunicator::run(const Describe& what, void* caller, Event& done,

@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -62,7 +63,7 @@ class NcclCommunicator {
   // Messages between two ranks match in the order in which both started them; a message of 0 bytes
   // is none. Empty slices take part in nothing.
   void exchange(const std::vector<NcclMessage>& sends, const std::vector<NcclMessage>& receives,
-                void* caller, Event& done);
+                int tag, void* caller, Event& done);
   void broadcast(std::byte* address, std::size_t bytes, int root, void* caller, Event& done);
   void all_reduce(std::byte* address, std::size_t count, NcclType type, NcclOp op, void* caller,
                   Event& done);
@@ -78,6 +79,12 @@ class NcclCommunicator {
   void wait(const Event& done, void* caller);
   // Whether `done` is reached; false as well while a graph is captured, which nobody may ask.
   bool reached(const Event& done);
+
+  // For each rank a fingerprint of the messages that went there, tags and sizes in their order, and
+  // one of those that came from there. If one rank has started its exchanges in another order than
+  // its peer, messages of equal size went wrong unseen, and here it shows.
+  std::vector<std::uint64_t> sent() const;
+  std::vector<std::uint64_t> received() const;
 
   // Ends what is under way on this rank's device; later calls throw. From any thread.
   void abort();
@@ -102,7 +109,8 @@ class NcclCommunicator {
   Event ready_;  // one will do: a stream that waits for it keeps what it was at that time
   std::atomic<NcclComm*> comm_ = nullptr;
   std::atomic<bool> aborted_ = false;
-  std::mutex mutex_;  // autograd's threads and the caller's take turns
+  std::vector<std::uint64_t> sent_, received_;
+  mutable std::mutex mutex_;  // autograd's threads and the caller's take turns
 };
 
 }  // namespace pydist::comm

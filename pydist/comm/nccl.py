@@ -29,8 +29,9 @@ class NcclTransport(Transport):
     """One rank of a group, on one CUDA device.
 
     Tensors of the device are carried by NCCL, in the order in which ranks start to: of two
-    exchanges between the same ranks, all start the same one first, whatever their tags. Tensors of
-    host memory, bytes, and single messages (`send`, `recv`) travel over the host's transport.
+    exchanges between the same ranks, all start the same one first, whatever their tags, and on the
+    same side of a `barrier`, which looks whether they have. Tensors of host memory, bytes, and
+    single messages (`send`, `recv`) travel over the host's transport.
 
     Each group has a communicator and a stream of its own, so that gradients, which have a group for
     themselves, do not queue behind halos.
@@ -85,8 +86,9 @@ class NcclTransport(Transport):
             CONNECT_SECONDS,
             ISSUE_SECONDS,
         )
-        place.groups.append(group)
-        return DeviceTransport(group, host, place.device)
+        made = DeviceTransport(group, host, place.device)
+        place.groups.append(made)
+        return made
 
     def _of(self, tensors: Sequence[Tensor]) -> Transport:
         """What carries these."""
@@ -120,6 +122,11 @@ class NcclTransport(Transport):
         self._of([tensor])._recv(tensor, source, tag)
 
     def _barrier(self) -> None:
+        # Comes before files are written: a place to see whether what they will hold is right.
+        # The transport over all ranks looks at all groups: where it waits, all are at rest.
+        made = [] if self._made is None else [self._made]
+        for each in made if self._owns_host else self._place.groups:
+            each.check_order()
         self.host._barrier()
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
@@ -165,10 +172,12 @@ class NcclTransport(Transport):
         """See `Transport.close`."""
         if self._made is not None:
             self._made.close()
+            self._place.groups.remove(self._made)
+            self._made = None
         if self._owns_host:
             self.host.close()
 
 
-def _abort_all(groups: Sequence[native.NcclCommunicator]) -> None:
+def _abort_all(groups: Sequence[DeviceTransport]) -> None:
     for each in groups:
-        each.abort()
+        each.abort("", 0)

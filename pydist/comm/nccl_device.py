@@ -16,7 +16,7 @@ from pydist._loader import native
 from pydist.comm.handles import Channel, Work
 from pydist.comm.host import HostTransport
 from pydist.comm.transport import WIDER, ReduceOp, Transport, divide
-from pydist.errors import NotSupported
+from pydist.errors import NotSupported, PydistError
 
 
 class DeviceTransport(HostTransport):
@@ -69,8 +69,7 @@ class DeviceTransport(HostTransport):
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,
     ) -> NcclChannel:
-        del tag  # ranks start their exchanges in one order
-        return NcclChannel(self, sends, recvs)
+        return NcclChannel(self, sends, recvs, tag)
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
         # NCCL knows no tags, and holds a send back until its receiver has come: not for `send`,
@@ -128,6 +127,23 @@ class DeviceTransport(HostTransport):
         """End what is under way on this rank's device; ends no process."""
         del reason, exit_code
         self._group.abort()
+
+    def check_order(self) -> None:
+        """Refuse to go on if ranks have started their exchanges in different orders. Collective.
+
+        Raises:
+            PydistError: they have, and numbers went where they do not belong.
+        """
+        said = [torch.tensor([_signed(each)], device="cpu") for each in self._group.sent]
+        heard = [torch.empty_like(each) for each in said]
+        self._host.all_to_all(said, heard)
+        for peer, (here, there) in enumerate(zip(self._group.received, heard, strict=True)):
+            if _signed(here) != int(there):
+                raise PydistError(
+                    f"ranks {peer} and {self.rank} have started exchanges in different orders, or"
+                    " one has started more: what NCCL has carried between them can't be trusted;"
+                    " please report this"
+                )
 
     def close(self) -> None:
         """See `Transport.close`."""
@@ -195,12 +211,14 @@ class NcclChannel(Channel):
         transport: DeviceTransport,
         sends: Sequence[tuple[int, Tensor]],
         recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
     ) -> None:
         self._transport = transport
         self._buffers = [each for _, each in (*sends, *recvs)]
         for each in self._buffers:
             transport.keep(each)
-        self._native = native.NcclChannel(transport._group, _messages(sends), _messages(recvs))
+        # NCCL matches by order; the tag is for `check_order`.
+        self._native = native.NcclChannel(transport._group, _messages(sends), _messages(recvs), tag)
 
     def start(self) -> None:
         """See `Channel.start`."""
@@ -223,6 +241,11 @@ def _address(parts: Sequence[Tensor]) -> int:
             return each.data_ptr() - before
         before += each.nbytes
     return 0
+
+
+def _signed(number: int) -> int:
+    """64 bits as torch has them."""
+    return number - (1 << 64) if number >> 63 else number
 
 
 def _name(tensor: Tensor) -> str:

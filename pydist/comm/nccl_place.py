@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from pydist._loader import native
+from pydist.comm.nccl_device import DeviceTransport
 from pydist.comm.transport import Transport
 from pydist.errors import NotSupported, PydistError, UsageError
 
@@ -29,13 +30,14 @@ class Place:
         library: NCCL.
         driver: CUDA's.
         device: the device.
-        groups: the communicators of this process, which end together when a rank fails.
+        groups: what was connected on the device and is not closed, in the order in which all ranks
+            did so; when a rank fails, all of it ends.
     """
 
     library: native.NcclLibrary
     driver: native.CudaDriver
     device: torch.device
-    groups: list[native.NcclCommunicator] = field(default_factory=list)
+    groups: list[DeviceTransport] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

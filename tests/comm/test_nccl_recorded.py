@@ -139,15 +139,16 @@ def test_a_failure_names_rank_peer_and_bytes_and_ends_the_group(recorder: Record
     def body(t: Transport) -> None:
         peer = 1 - t.rank
         channel = t.channel([(peer, torch.ones(6))], [(peer, torch.zeros(6))], 0)
+        t.host.barrier()  # both are connected
         if t.rank == 1:
-            t.barrier()
+            t.host.barrier()
             with pytest.raises(RankFailed, match="rank 1 of 2: "):
                 repeat(channel)
             return
         recorder.fail_next_send(5, "this is wrong\nfor two lines")
         with pytest.raises(UsageError) as caught:
             channel.start()
-        t.barrier()
+        t.host.barrier()
         assert str(caught.value) == (
             "NCCL 2.32.3: rank 0 of 2: exchange (to rank 1 24 bytes; from rank 1 24 bytes):"
             " invalid usage (this is wrong for two lines)"
@@ -190,12 +191,36 @@ def test_other_byte_counts_are_refused_by_the_recorder(recorder: Recorder) -> No
     assert any("mismatch: 12 bytes sent, 16 expected" in line for line in recorder.notes())
 
 
+def test_exchanges_in_different_orders_are_found(recorder: Recorder) -> None:
+    """Messages of equal size are taken for each other: nothing else would tell."""
+
+    def body(t: Transport) -> None:
+        peer = 1 - t.rank
+        received = [torch.zeros(2), torch.zeros(2)]
+        channels = [
+            t.channel([(peer, torch.full((2,), float(tag)))], [(peer, received[tag])], tag)
+            for tag in range(2)
+        ]
+        for each in channels:
+            each.start()
+            each.wait()
+        t.barrier()
+        for each in channels if t.rank else reversed(channels):
+            each.start()
+            each.wait()
+        assert received[0].tolist() == [1.0, 1.0]
+        with pytest.raises(PydistError, match=f"ranks {peer} and {t.rank} have started"):
+            t.barrier()
+
+    run(recorder, body, 2)
+
+
 def test_a_rank_that_aborts_ends_the_others(recorder: Recorder) -> None:
     def body(t: Transport) -> None:
-        t.barrier()  # both are connected
+        t.host.barrier()  # both are connected
         if t.rank == 0:
             for group in t._place.groups:
-                group.abort()
+                group.abort("", 0)
             return
         channel = t.channel([], [(0, torch.zeros(2))], 0)
         with pytest.raises(RankFailed):

@@ -81,13 +81,13 @@ TEST(Nccl, AnExchangeComesBetweenWhatTheCallersStreamDoes) {
     Event done(group.context()), copied(group.context());
     // The recorder has no kernels: an exchange of this rank with itself is what copies on `caller`.
     NcclCommunicator self(library(), driver(), library()->unique_id(), 0, 1, 0, kLimits);
-    self.exchange({{0, bytes(input), 8}}, {{0, bytes(sent), 8}}, caller.handle(), copied);
+    self.exchange({{0, bytes(input), 8}}, {{0, bytes(sent), 8}}, 0, caller.handle(), copied);
     self.wait(copied, caller.handle());
-    group.exchange({{1 - rank, bytes(sent), 8}}, {{1 - rank, bytes(received), 8}}, caller.handle(),
-                   done);
+    group.exchange({{1 - rank, bytes(sent), 8}}, {{1 - rank, bytes(received), 8}}, 0,
+                   caller.handle(), done);
     EXPECT_FALSE(group.reached(done));  // nothing waits on the host
     group.wait(done, caller.handle());
-    self.exchange({{0, bytes(received), 8}}, {{0, bytes(read), 8}}, caller.handle(), copied);
+    self.exchange({{0, bytes(received), 8}}, {{0, bytes(read), 8}}, 0, caller.handle(), copied);
     self.wait(copied, nullptr);  // this thread's own stream
     EXPECT_EQ(read, (std::vector<float>{2.F - static_cast<float>(rank), 5.F}));
     self.close();
@@ -124,7 +124,7 @@ TEST(Nccl, AnAbortEndsAnExchangeThatNobodyAnswers) {
     EXPECT_THROW(
         {
           for (int i = 0; i < 2; ++i) {
-            group.exchange({}, {{1, bytes(values), 8}}, nullptr, done);
+            group.exchange({}, {{1, bytes(values), 8}}, 0, nullptr, done);
             group.wait(done, nullptr);
           }
         },

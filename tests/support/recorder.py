@@ -88,8 +88,9 @@ class RecordedTransport(NcclTransport):
     def _connect(self) -> DeviceTransport:
         unique = self._place.library.unique_id() if self.rank == 0 else None
         group = self.recorder.group(self.host.broadcast_bytes(unique), self.rank, self.size)
-        self._place.groups.append(group)
-        return OnHostMemory(group, self.host, CPU)
+        made = OnHostMemory(group, self.host, CPU)
+        self._place.groups.append(made)
+        return made
 
     def _of(self, tensors) -> Transport:
         return self._on_device
