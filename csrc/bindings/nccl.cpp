@@ -72,15 +72,15 @@ comm::NcclUniqueId id_from(const std::string& bytes) {
 class Ticket {
  public:
   explicit Ticket(std::shared_ptr<NcclCommunicator> group)
-      : group_(std::move(group)), done_(group_->context()) {}
+      : group_(std::move(group)), done_(std::make_shared<comm::Event>(group_->context())) {}
 
-  comm::Event& done() { return done_; }
+  const NcclCommunicator::Done& done() const { return done_; }
   void wait(Address caller) { group_->wait(done_, stream(caller)); }
   bool reached() { return group_->reached(done_); }
 
  private:
   std::shared_ptr<NcclCommunicator> group_;
-  comm::Event done_;
+  NcclCommunicator::Done done_;
 };
 
 // An exchange that is repeated, in the same buffers.
@@ -170,7 +170,7 @@ void bind_communicator(py::module_& module) {
       .def(
           "exchange",
           [](const Group& group, const Messages& sends, const Messages& receives, Address caller) {
-            return started(group, [&](comm::Event& done) {
+            return started(group, [&](const NcclCommunicator::Done& done) {
               group->exchange(messages(sends), messages(receives), kNoTag, stream(caller), done);
             });
           },
@@ -178,7 +178,7 @@ void bind_communicator(py::module_& module) {
       .def(
           "broadcast",
           [](const Group& group, Address address, std::size_t bytes, int root, Address caller) {
-            return started(group, [&](comm::Event& done) {
+            return started(group, [&](const NcclCommunicator::Done& done) {
               group->broadcast(pointer(address), bytes, root, stream(caller), done);
             });
           },
@@ -187,7 +187,7 @@ void bind_communicator(py::module_& module) {
           "all_reduce",
           [](const Group& group, Address address, std::size_t count, const std::string& dtype,
              const std::string& op, Address caller) {
-            return started(group, [&](comm::Event& done) {
+            return started(group, [&](const NcclCommunicator::Done& done) {
               group->all_reduce(pointer(address), count, element_from_name(dtype).type,
                                 op_from_name(op), stream(caller), done);
             });
@@ -197,7 +197,7 @@ void bind_communicator(py::module_& module) {
           "all_gather",
           [](const Group& group, Address row, const std::vector<std::size_t>& bytes,
              Address caller) {
-            return started(group, [&](comm::Event& done) {
+            return started(group, [&](const NcclCommunicator::Done& done) {
               group->all_gather(pointer(row), bytes, stream(caller), done);
             });
           },
@@ -207,7 +207,7 @@ void bind_communicator(py::module_& module) {
           [](const Group& group, Address row, const std::vector<std::size_t>& counts,
              const std::string& dtype, Address out, Address caller) {
             const Element element = element_from_name(dtype);
-            return started(group, [&](comm::Event& done) {
+            return started(group, [&](const NcclCommunicator::Done& done) {
               group->reduce_scatter(pointer(row), counts, element.bytes, element.type, pointer(out),
                                     stream(caller), done);
             });

@@ -88,8 +88,8 @@ NcclCommunicator::~NcclCommunicator() { abort(); }
 
 void NcclCommunicator::exchange(const std::vector<NcclMessage>& sends,
                                 const std::vector<NcclMessage>& receives, int tag, void* caller,
-                                Event& done) {
-  const auto what = [&] {
+                                const Done& done) {
+  const auto what = [sends, receives] {
     const char* between = sends.empty() || receives.empty() ? "" : "; ";
     return "exchange (" + list("to rank ", sends) + between + list("from rank ", receives) + ")";
   };
@@ -112,8 +112,8 @@ void NcclCommunicator::exchange(const std::vector<NcclMessage>& sends,
 }
 
 void NcclCommunicator::broadcast(std::byte* address, std::size_t bytes, int root, void* caller,
-                                 Event& done) {
-  const auto what = [&] {
+                                 const Done& done) {
+  const auto what = [bytes, root] {
     return of_bytes("broadcast", bytes) + " from rank " + std::to_string(root);
   };
   run(what, caller, done, [&] {
@@ -123,16 +123,17 @@ void NcclCommunicator::broadcast(std::byte* address, std::size_t bytes, int root
 }
 
 void NcclCommunicator::all_reduce(std::byte* address, std::size_t count, NcclType type, NcclOp op,
-                                  void* caller, Event& done) {
-  const auto what = [&] { return "all-reduce of " + std::to_string(count) + " elements"; };
+                                  void* caller, const Done& done) {
+  const auto what = [count] { return "all-reduce of " + std::to_string(count) + " elements"; };
   run(what, caller, done, [&] {
     return library_->all_reduce(address, address, count, type, op, comm_, stream_.handle());
   });
 }
 
 void NcclCommunicator::all_gather(std::byte* row, const std::vector<std::size_t>& bytes,
-                                  void* caller, Event& done) {
-  const auto what = [&] { return of_bytes("all-gather", std::reduce(bytes.begin(), bytes.end())); };
+                                  void* caller, const Done& done) {
+  const std::size_t total = std::reduce(bytes.begin(), bytes.end());
+  const auto what = [total] { return of_bytes("all-gather", total); };
   run(what, caller, done, [&] {
     if (equal(bytes)) {
       const std::size_t own = bytes[static_cast<std::size_t>(rank_)];
@@ -152,10 +153,9 @@ void NcclCommunicator::all_gather(std::byte* row, const std::vector<std::size_t>
 
 void NcclCommunicator::reduce_scatter(const std::byte* row, const std::vector<std::size_t>& counts,
                                       std::size_t element, NcclType type, std::byte* out,
-                                      void* caller, Event& done) {
-  const auto what = [&] {
-    return of_bytes("reduce-scatter", element * std::reduce(counts.begin(), counts.end()));
-  };
+                                      void* caller, const Done& done) {
+  const std::size_t total = element * std::reduce(counts.begin(), counts.end());
+  const auto what = [total] { return of_bytes("reduce-scatter", total); };
   run(what, caller, done, [&] {
     if (equal(counts)) {
       return library_->reduce_scatter(row, out, counts[0], type, NcclOp::kSum, comm_,
@@ -174,18 +174,26 @@ void NcclCommunicator::reduce_scatter(const std::byte* row, const std::vector<st
   });
 }
 
-void NcclCommunicator::wait(const Event& done, void* caller) {
-  // Where another thread is in NCCL, that one will see what has failed.
-  if (std::unique_lock lock(mutex_, std::try_to_lock); lock.owns_lock()) {
-    require_sound([] { return std::string("an operation that was waited for"); });
-  }
+void NcclCommunicator::wait(const Done& done, void* caller) {
+  const std::lock_guard lock(mutex_);
   const DeviceContext::Current current(*context_);
-  done.delay(caller);
+  if (done == done_) issue();
+  require_sound([] { return std::string("an operation that was waited for"); });
+  done->delay(caller);
 }
 
-bool NcclCommunicator::reached(const Event& done) {
+bool NcclCommunicator::reached(const Done& done) {
+  const std::lock_guard lock(mutex_);
   const DeviceContext::Current current(*context_);
-  return !stream_.capturing() && done.reached();
+  if (stream_.capturing()) return false;
+  if (done == done_) {
+    const auto what = [] { return std::string("an operation that was asked for"); };
+    require_sound(what);
+    if (state_ == NcclResult::kInProgress) library_->comm_get_async_error(comm_, &state_);
+    if (state_ == NcclResult::kInProgress) return false;
+    issue();
+  }
+  return done->reached();
 }
 
 std::vector<std::uint64_t> NcclCommunicator::sent() const {
@@ -198,10 +206,11 @@ std::vector<std::uint64_t> NcclCommunicator::received() const {
   return received_;
 }
 
-void NcclCommunicator::run(const Describe& what, void* caller, Event& done,
+void NcclCommunicator::run(Describe what, void* caller, const Done& done,
                            const std::function<NcclResult()>& calls) {
   const std::lock_guard lock(mutex_);
   const DeviceContext::Current current(*context_);
+  issue();
   require_sound(what);
   ready_.record(caller);
   ready_.delay(stream_.handle());
@@ -211,9 +220,17 @@ void NcclCommunicator::run(const Describe& what, void* caller, Event& done,
     const NcclResult ended = library_->group_end();
     if (fine(result)) result = ended;
   }
-  // Only then it is on the stream, and the event behind it.
-  settle(result, limits_.issue, what);
-  done.record(stream_.handle());
+  if (!fine(result)) fail(result, what());
+  state_ = result;
+  what_ = std::move(what);
+  done_ = done;
+}
+
+void NcclCommunicator::issue() {
+  if (done_ == nullptr) return;
+  const Done done = std::exchange(done_, nullptr);
+  settle(state_, limits_.issue, what_);
+  done->record(stream_.handle());
 }
 
 void NcclCommunicator::require_sound(const Describe& what) {
@@ -285,6 +302,7 @@ void NcclCommunicator::close() {
   const std::lock_guard lock(mutex_);
   if (comm_ == nullptr) return;
   const DeviceContext::Current current(*context_);
+  issue();
   const auto what = [] { return std::string("closing"); };
   settle(library_->comm_finalize(comm_), limits_.issue, what);
   const NcclResult result = library_->comm_destroy(comm_.exchange(nullptr));

@@ -1,9 +1,11 @@
 // A group of ranks that NCCL connects, with the stream on which its messages travel.
 //
 // Every operation is ordered by events alone: what is on the caller's stream comes before it, and
-// what the caller puts on a stream after `wait` comes behind it. The host waits for no device; it
-// waits, with a time limit, until NCCL has put an operation on the stream, as communicators that do
-// not block leave that to a thread of theirs.
+// what the caller puts on a stream after `wait` comes behind it. The host waits for no device. NCCL
+// leaves it to a thread of its own to put an operation on the stream, and that one waits, the first
+// time, for the ranks that it connects to. So the host waits for that, with a time limit, not where
+// an operation starts but where it is waited for, or where the next one of the group starts: ranks
+// may start operations of two groups in different orders.
 #pragma once
 
 #include <atomic>
@@ -47,6 +49,8 @@ struct NcclLimits {
 
 class NcclCommunicator {
  public:
+  using Done = std::shared_ptr<Event>;
+
   // Collective; `id` comes from one rank. Rank `rank` of `size` works on CUDA device `device`.
   NcclCommunicator(std::shared_ptr<const NcclLibrary> library,
                    std::shared_ptr<const CudaDriver> driver, const NcclUniqueId& id, int rank,
@@ -59,26 +63,27 @@ class NcclCommunicator {
   const std::shared_ptr<const DeviceContext>& context() const { return context_; }
   void* stream() const { return stream_.handle(); }
 
-  // Each puts one operation behind what is on the stream `caller`, and records `done` behind it.
+  // Each starts one operation behind what is on the stream `caller`; `done` will come behind it.
   // Messages between two ranks match in the order in which both started them; a message of 0 bytes
   // is none. Empty slices take part in nothing.
   void exchange(const std::vector<NcclMessage>& sends, const std::vector<NcclMessage>& receives,
-                int tag, void* caller, Event& done);
-  void broadcast(std::byte* address, std::size_t bytes, int root, void* caller, Event& done);
+                int tag, void* caller, const Done& done);
+  void broadcast(std::byte* address, std::size_t bytes, int root, void* caller, const Done& done);
   void all_reduce(std::byte* address, std::size_t count, NcclType type, NcclOp op, void* caller,
-                  Event& done);
+                  const Done& done);
   // `row` has a slice of bytes[r] from every rank r, one behind the other; that of this one is
   // there.
-  void all_gather(std::byte* row, const std::vector<std::size_t>& bytes, void* caller, Event& done);
+  void all_gather(std::byte* row, const std::vector<std::size_t>& bytes, void* caller,
+                  const Done& done);
   // `row` has a slice of counts[r] elements for every rank r; `out` gets the sum of this rank's.
   void reduce_scatter(const std::byte* row, const std::vector<std::size_t>& counts,
                       std::size_t element, NcclType type, std::byte* out, void* caller,
-                      Event& done);
+                      const Done& done);
 
   // What is put on the stream `caller` from now on comes behind `done`.
-  void wait(const Event& done, void* caller);
+  void wait(const Done& done, void* caller);
   // Whether `done` is reached; false as well while a graph is captured, which nobody may ask.
-  bool reached(const Event& done);
+  bool reached(const Done& done);
 
   // For each rank a fingerprint of the messages that went there, tags and sizes in their order, and
   // one of those that came from there. If one rank has started its exchanges in another order than
@@ -94,8 +99,9 @@ class NcclCommunicator {
  private:
   using Describe = std::function<std::string()>;
 
-  void run(const Describe& what, void* caller, Event& done,
-           const std::function<NcclResult()>& calls);
+  void run(Describe what, void* caller, const Done& done, const std::function<NcclResult()>& calls);
+  // Waits until what was started last is on the stream, and puts its event behind it.
+  void issue();
   void settle(NcclResult state, double seconds, const Describe& what);
   void require_sound(const Describe& what);
   [[noreturn]] void fail(NcclResult result, const std::string& what);
@@ -110,6 +116,10 @@ class NcclCommunicator {
   std::atomic<NcclComm*> comm_ = nullptr;
   std::atomic<bool> aborted_ = false;
   std::vector<std::uint64_t> sent_, received_;
+  // What was started last, and may not be on the stream yet.
+  NcclResult state_ = NcclResult::kSuccess;
+  Describe what_;
+  Done done_;
   mutable std::mutex mutex_;  // autograd's threads and the caller's take turns
 };
 

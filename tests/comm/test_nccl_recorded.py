@@ -191,6 +191,30 @@ def test_other_byte_counts_are_refused_by_the_recorder(recorder: Recorder) -> No
     assert any("mismatch: 12 bytes sent, 16 expected" in line for line in recorder.notes())
 
 
+def test_groups_may_be_used_in_different_orders(recorder: Recorder) -> None:
+    """A rank without work starts its buckets behind exchanges that others start after theirs."""
+
+    def body(t: Transport) -> None:
+        buckets = t.split(0, t.rank)
+        peer = 1 - t.rank
+        sent, received, gradient = torch.ones(2) * t.rank, torch.zeros(2), torch.ones(3)
+        channel = t.channel([(peer, sent)], [(peer, received)], 0)
+        if t.rank == 0:
+            work = buckets.all_reduce_async(gradient)
+            channel.start()
+            channel.wait()
+        else:
+            channel.start()
+            channel.wait()
+            work = buckets.all_reduce_async(gradient)
+        work.wait()
+        assert received.tolist() == [float(peer)] * 2
+        assert gradient.tolist() == [2.0] * 3
+        buckets.close()
+
+    run(recorder, body, 2)
+
+
 def test_exchanges_in_different_orders_are_found(recorder: Recorder) -> None:
     """Messages of equal size are taken for each other: nothing else would tell."""
 

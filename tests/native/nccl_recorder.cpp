@@ -5,14 +5,16 @@
 //
 // A stream is a thread with a queue; the stream 0 is the calling thread itself, so that what a test
 // computes on tensors in host memory is "on the stream of the caller". As in NCCL with
-// communicators that do not block, a group reaches its stream some time after ncclGroupEnd, here at
-// the second poll: an event recorded too early does not cover it.
+// communicators that do not block, a thread puts a group on its stream some time after
+// ncclGroupEnd: an event recorded too early does not cover it.
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -166,7 +168,7 @@ EXPORT NcclResult ncclCommInitRankConfig(NcclComm** comm, int size, NcclUniqueId
   std::shared_ptr<Hub>& hub = hubs[id.internal];
   if (!hub) hub = std::make_shared<Hub>();
   ++hub->joined;
-  comms.push_back(*comm = new NcclComm{hub, rank, size, 1, {}});
+  comms.push_back(*comm = new NcclComm(hub, rank, size));
   return NcclResult::kInProgress;
 }
 EXPORT NcclResult ncclCommGetAsyncError(NcclComm* comm, NcclResult* state) {
@@ -181,19 +183,19 @@ EXPORT NcclResult ncclCommGetAsyncError(NcclComm* comm, NcclResult* state) {
     comm->polls = 0;
     *state = NcclResult::kSuccess;
   }
-  lock.unlock();
-  if (comm->unissued) {
-    note("issued");
-    std::exchange(comm->unissued, nullptr)();
-  }
+  if (comm->issuing && *state == NcclResult::kSuccess) *state = NcclResult::kInProgress;
   return NcclResult::kSuccess;
 }
 EXPORT NcclResult ncclCommFinalize(NcclComm* comm) {
   return comm->polls = 1, NcclResult::kInProgress;
 }
-EXPORT NcclResult ncclCommDestroy(NcclComm*) { return note("destroy"), NcclResult::kSuccess; }
+EXPORT NcclResult ncclCommDestroy(NcclComm* comm) {
+  comm->join();
+  return note("destroy"), NcclResult::kSuccess;
+}
 EXPORT NcclResult ncclCommAbort(NcclComm* comm) {
   note("abort");
+  comm->join();
   const std::lock_guard lock(comm->hub->mutex);
   comm->hub->ended = true;
   comm->hub->changed.notify_all();
@@ -209,10 +211,14 @@ EXPORT NcclResult ncclGroupEnd() {
   group.open = false;
   for (auto& [key, calls] : group.calls) {
     const auto [comm, stream] = key;
-    comm->polls = 1;
-    comm->unissued = [comm = comm, stream = stream, calls = std::move(calls)] {
+    comm->issuing = true;
+    comm->join();
+    comm->issuer = std::thread([comm = comm, stream = stream, calls = std::move(calls)] {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      note("issued");
       stream->put([comm, calls] { comm->run(calls); });
-    };
+      comm->issuing = false;
+    });
   }
   const bool any = !group.calls.empty();
   group.calls.clear();

@@ -2,6 +2,7 @@
 // nccl_recorder.cpp.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -11,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -163,12 +165,19 @@ struct Hub {
 namespace pydist::comm {
 
 struct NcclComm {
+  NcclComm(std::shared_ptr<recorder::Hub> shared, int own, int count)
+      : hub(std::move(shared)), rank(own), size(count) {}
+
   std::shared_ptr<recorder::Hub> hub;
   int rank, size;
-  int polls = 0;  // that still find it in progress
-  std::function<void()> unissued;
+  int polls = 1;  // that still find it in progress
+  std::atomic<bool> issuing = false;
+  std::thread issuer;
   long meetings = 0;
-  bool ended = false;  // by this rank
+
+  void join() {
+    if (issuer.joinable()) issuer.join();
+  }
 
   void run(const std::vector<recorder::Call>& calls) {
     std::vector<std::shared_ptr<recorder::Parcel>> sent;

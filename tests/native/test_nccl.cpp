@@ -78,7 +78,8 @@ TEST(Nccl, AnExchangeComesBetweenWhatTheCallersStreamDoes) {
     const Stream caller(group.context());
     std::vector<float> input{1.F + static_cast<float>(rank), 5.F}, sent(2, -1.F), received(2, -1.F),
         read(2, -1.F);
-    Event done(group.context()), copied(group.context());
+    const auto done = std::make_shared<Event>(group.context());
+    const auto copied = std::make_shared<Event>(group.context());
     // The recorder has no kernels: an exchange of this rank with itself is what copies on `caller`.
     NcclCommunicator self(library(), driver(), library()->unique_id(), 0, 1, 0, kLimits);
     self.exchange({{0, bytes(input), 8}}, {{0, bytes(sent), 8}}, 0, caller.handle(), copied);
@@ -102,7 +103,7 @@ TEST(Nccl, UnevenSlicesTravelInOneGroup) {
     for (std::size_t i = 0; i < row.size(); ++i) {
       row[i] = static_cast<float>(10 * rank) + static_cast<float>(i);
     }
-    Event done(group.context());
+    const auto done = std::make_shared<Event>(group.context());
     group.reduce_scatter(bytes(row), counts, 4, NcclType::kFloat32, bytes(own), nullptr, done);
     group.wait(done, nullptr);
     std::vector<float> gathered(5, -1.F);
@@ -120,7 +121,7 @@ TEST(Nccl, AnAbortEndsAnExchangeThatNobodyAnswers) {
     connected.arrive_and_wait();
     if (rank == 1) return group.abort();
     std::vector<float> values(2);
-    Event done(group.context());
+    const auto done = std::make_shared<Event>(group.context());
     EXPECT_THROW(
         {
           for (int i = 0; i < 2; ++i) {
