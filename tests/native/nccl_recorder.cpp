@@ -195,10 +195,12 @@ EXPORT NcclResult ncclCommDestroy(NcclComm* comm) {
 }
 EXPORT NcclResult ncclCommAbort(NcclComm* comm) {
   note("abort");
+  {
+    const std::lock_guard lock(comm->hub->mutex);
+    comm->hub->ended = true;
+    comm->hub->changed.notify_all();
+  }
   comm->join();
-  const std::lock_guard lock(comm->hub->mutex);
-  comm->hub->ended = true;
-  comm->hub->changed.notify_all();
   return NcclResult::kSuccess;
 }
 EXPORT NcclResult ncclGroupStart() {
@@ -215,6 +217,7 @@ EXPORT NcclResult ncclGroupEnd() {
     comm->join();
     comm->issuer = std::thread([comm = comm, stream = stream, calls = std::move(calls)] {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
+      comm->connect(calls);
       note("issued");
       stream->put([comm, calls] { comm->run(calls); });
       comm->issuing = false;

@@ -2,6 +2,7 @@
 // nccl_recorder.cpp.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -11,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <utility>
@@ -142,6 +144,7 @@ struct Hub {
   NcclResult failure = NcclResult::kSuccess;
   std::map<std::pair<int, int>, std::deque<std::shared_ptr<Parcel>>> mail;  // (from, to)
   std::map<long, Meeting> meetings;
+  std::set<int> begun;  // the ranks that have started a first group: others can connect to them
 
   // Waits, with the lock held; false if the job has ended.
   template <class Condition>
@@ -174,6 +177,21 @@ struct NcclComm {
   std::atomic<bool> issuing = false;
   std::thread issuer;
   long meetings = 0;
+
+  // As NCCL does it: those that are to exchange something come to it first.
+  void connect(const std::vector<recorder::Call>& calls) {
+    std::unique_lock lock(hub->mutex);
+    hub->begun.insert(rank);
+    hub->changed.notify_all();
+    hub->await(lock, [&] {
+      return std::ranges::all_of(calls, [&](const recorder::Call& each) {
+        const bool single =
+            each.kind == recorder::Kind::kSend || each.kind == recorder::Kind::kRecv;
+        return single ? hub->begun.contains(each.peer)
+                      : hub->begun.size() == static_cast<std::size_t>(size);
+      });
+    });
+  }
 
   void join() {
     if (issuer.joinable()) issuer.join();

@@ -115,6 +115,33 @@ TEST(Nccl, UnevenSlicesTravelInOneGroup) {
   });
 }
 
+// Connecting waits for the other rank; a host that waited for it where an operation starts would
+// never come to the one for which the other rank waits.
+TEST(Nccl, RanksMayUseTwoGroupsInDifferentOrders) {
+  const NcclUniqueId second = library()->unique_id();
+  on_ranks(2, [&](NcclCommunicator& first, int rank) {
+    NcclCommunicator other(library(), driver(), second, rank, 2, 0, kLimits);
+    std::vector<float> a{1.F}, b{2.F};
+    const auto done = std::make_shared<Event>(first.context());
+    const auto other_done = std::make_shared<Event>(other.context());
+    const auto reduce = [](NcclCommunicator& group, std::vector<float>& x, const auto& event) {
+      group.all_reduce(bytes(x), 1, NcclType::kFloat32, NcclOp::kSum, nullptr, event);
+    };
+    if (rank == 0) {
+      reduce(first, a, done);
+      reduce(other, b, other_done);
+      other.wait(other_done, nullptr);
+    } else {
+      reduce(other, b, other_done);
+      other.wait(other_done, nullptr);
+      reduce(first, a, done);
+    }
+    first.wait(done, nullptr);
+    EXPECT_EQ(a[0] + b[0], 6.F);
+    other.close();
+  });
+}
+
 TEST(Nccl, AnAbortEndsAnExchangeThatNobodyAnswers) {
   std::barrier connected(2);
   on_ranks(2, [&](NcclCommunicator& group, int rank) {
