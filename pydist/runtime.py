@@ -41,14 +41,16 @@ def connect(transport: str = "auto") -> Transport:
 
     Args:
         transport: "auto" follows the launcher: "mpi" under `mpirun`, "c10d" under `torchrun`, one
-            rank if there is none. "local" is one rank on its own, whatever the launcher.
+            rank if there is none. "nccl" is that one and, for tensors on CUDA devices, NCCL; each
+            rank has a device of its own. "local" is one rank on its own, whatever the launcher.
 
     Returns:
         The transport; the same one on every call.
 
     Raises:
-        UsageError: no such transport, or the launcher and the MPI library do not fit.
-        NotSupported: the transport is not part of this version.
+        UsageError: no such transport, the launcher and the MPI library do not fit, or there are
+            fewer GPUs than ranks for "nccl".
+        NotSupported: a rank has no GPU or no NCCL for "nccl".
     """
     if transport not in TRANSPORTS:
         raise UsageError(f"transport '{transport}' is none of {', '.join(TRANSPORTS)}")
@@ -58,13 +60,11 @@ def connect(transport: str = "auto") -> Transport:
 
 
 def _join(transport: str) -> Transport:
-    if transport == "nccl":
-        from pydist.comm.nccl import make_nccl_transport
-
-        make_nccl_transport()
     if transport == "local":
         return LocalTransport()
     who = identity.detect()
+    if transport == "nccl":
+        return _join_nccl(who)
     if transport == "auto":
         transport = _follow(who)
     world = _join_mpi(who) if transport == "mpi" else _join_c10d(who)
@@ -72,6 +72,19 @@ def _join(transport: str) -> Transport:
     _set_threads(world)
     # Last in, first out: before mpi4py ends MPI.
     atexit.register(_leave, world)
+    return world
+
+
+def _join_nccl(who: Identity | None) -> Transport:
+    """NCCL between devices, over the transport of the launcher."""
+    from pydist.comm import nccl_place
+    from pydist.comm.nccl import NcclTransport
+
+    if who is None and (lacks := nccl_place.missing()):
+        raise nccl_place.refusal(lacks)  # nobody else is to hear of it
+    world = NcclTransport.over(connect(), 0 if who is None else who.local_rank)
+    failures.install(world.rank, world.size, abort=_abort(world))
+    atexit.register(world.close)  # before that of the host's transport
     return world
 
 

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _FIRST_TAG = 1024
 _TAGS = 30_000
 
+_Kind: TypeAlias = tuple[torch.dtype, torch.device, bool]
+
 
 class Pending:
     """An exchange that is on its way, in buffers of one dtype; `wait` completes it, once.
@@ -34,7 +36,7 @@ class Pending:
     exchanger has them back: what does not depend on a tensor is done once, when they are made.
 
     Attributes:
-        kind: dtype, and whether it goes homeward.
+        kind: dtype, device, and whether it goes homeward.
         send: what is sent; filled before `post`.
         recv: what is received.
         of_slots: what fills this rank's slots, or on the way home comes from them: the number of a
@@ -42,13 +44,14 @@ class Pending:
         of_shard: the same for the whole shard, message by message.
     """
 
-    def __init__(self, exchanger: Exchanger, dtype: torch.dtype, *, homeward: bool) -> None:
+    def __init__(self, exchanger: Exchanger, kind: _Kind) -> None:
         """Buffers for another exchange of this plan under way; homeward for its adjoint."""
+        dtype, device, homeward = kind
         sends, recvs = exchanger.plan.sends, exchanger.plan.recvs
         if homeward:
             sends, recvs = recvs, sends
-        self.send = torch.empty(sum(m.elements for m in sends), dtype=dtype)
-        self.recv = torch.empty(sum(m.elements for m in recvs), dtype=dtype)
+        self.send = torch.empty(sum(m.elements for m in sends), dtype=dtype, device=device)
+        self.recv = torch.empty(sum(m.elements for m in recvs), dtype=dtype, device=device)
         sent = _split(self.send, [m.elements for m in sends])
         received = _split(self.recv, [m.elements for m in recvs])
         self._channel: Channel = exchanger.transport.channel(
@@ -65,7 +68,7 @@ class Pending:
             )
         ]
         self.of_shard = list(zip(outgoing, exchanger._outgoing, strict=True))
-        self.kind = dtype, homeward
+        self.kind = kind
         self._timers, self._is_local = exchanger.timers, exchanger.is_local
         self._posted, self._layer = 0.0, ""
 
@@ -134,7 +137,7 @@ class Exchanger:
         ]
         self._tag = _tag_of(owned, needed)
         self._made: dict[tuple[torch.dtype, bool], int] = {}
-        self._idle: defaultdict[tuple[torch.dtype, bool], list[Pending]] = defaultdict(list)
+        self._idle: defaultdict[_Kind, list[Pending]] = defaultdict(list)
         self._sends = bool(plan.sends)
         self.is_local = not plan.sends and not plan.recvs
         """Whether this rank neither sends nor receives."""
@@ -143,8 +146,7 @@ class Exchanger:
         """Packs what others need of `local` and sends it off; does not wait."""
         self._announce()
         began = perf_counter()
-        idle = self._idle[local.dtype, False]
-        pending = idle.pop() if idle else Pending(self, local.dtype, homeward=False)
+        pending = self._pending((local.dtype, local.device, False))
         if self._sends:
             _pack(local, self._all_outgoing, pending.send)
         pending.post()
@@ -171,17 +173,19 @@ class Exchanger:
 
     def add_back(self, slots: Sequence[Tensor], local: Tensor) -> None:
         """Adds every slot's values to the elements that they were gathered from."""
-        pending = self.start_back(slots, local.dtype)
+        pending = self.start_back(slots, local)
         for slot, target, source in self._copies:
             local[_index(source)] += slots[slot][_index(target)]
         self.finish_back(pending, local)
 
-    def start_back(self, slots: Sequence[Tensor], dtype: torch.dtype) -> Pending:
-        """Sends the slots' values home, but for what this rank has from itself; does not wait."""
+    def start_back(self, slots: Sequence[Tensor], like: Tensor) -> Pending:
+        """Sends the slots' values home, but for what this rank has from itself; does not wait.
+
+        A rank may have no slots: `like` has their dtype and device.
+        """
         self._announce()
         began = perf_counter()
-        idle = self._idle[dtype, True]
-        pending = idle.pop() if idle else Pending(self, dtype, homeward=True)
+        pending = self._pending((like.dtype, like.device, True))
         for slot, piece, regions in pending.of_slots:
             _pack(slots[slot], regions, piece)
         pending.post()
@@ -196,6 +200,15 @@ class Exchanger:
         for piece, regions in pending.of_shard:
             native.unpack_add(piece, regions, local)
         self.release(pending)
+
+    def _pending(self, kind: _Kind) -> Pending:
+        """Buffers of an exchange that is complete, or new ones.
+
+        On a device they are free as well: `Pending.wait` ordered what came then behind the
+        messages, and what comes now is behind that.
+        """
+        idle = self._idle[kind]
+        return idle.pop() if idle else Pending(self, kind)
 
     def _announce(self) -> None:
         """What comes before every exchange."""

@@ -1,17 +1,183 @@
-"""The place of the NCCL transport, which carries device memory on a stream of its own."""
+"""Ranks with a CUDA device each: tensors there travel by NCCL, others over the host's transport.
+
+NCCL is opened when it is needed, the copy that torch has loaded if there is one; nothing links to
+it. What ranks need to find each other in it travels over the host's transport.
+"""
 
 from __future__ import annotations
 
-from pydist.errors import NotSupported
+import threading
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pydist._loader import native
+from pydist.comm.handles import Channel, Work
+from pydist.comm.nccl_device import DeviceTransport
+from pydist.comm.nccl_place import Place, agree
+from pydist.comm.transport import ReduceOp, Transport
+from pydist.errors import NotSupported, UsageError
+
+CONNECT_SECONDS = 120.0
+"""Within which all ranks have come to a new group, or those that have raise `RankLost`."""
+ISSUE_SECONDS = 600.0
+"""Within which an operation is on its way: at the first one, ranks wait for those they talk to."""
+_ABORT_SECONDS = 5.0
 
 
-def make_nccl_transport() -> None:
-    """Refuse.
+class NcclTransport(Transport):
+    """One rank of a group, on one CUDA device.
 
-    Raises:
-        NotSupported: always; pydist's exchanges of device memory are not written yet.
+    Tensors of the device are carried by NCCL, in the order in which ranks start to: of two
+    exchanges between the same ranks, all start the same one first, whatever their tags, and on the
+    same side of a `barrier`, which looks whether they have. Tensors of host memory, bytes, and
+    single messages (`send`, `recv`) travel over the host's transport.
+
+    Each group has a communicator and a stream of its own, so that gradients, which have a group for
+    themselves, do not queue behind halos.
     """
-    raise NotSupported(
-        "transport 'nccl' carries device memory, and this version of pydist computes on CPUs only;"
-        " use 'mpi' or 'c10d'"
-    )
+
+    name = "nccl"
+
+    def __init__(self, host: Transport, place: Place, *, owns_host: bool = False) -> None:
+        """Connect the devices of all ranks of a transport. Collective.
+
+        Args:
+            host: connects the same ranks, in host memory.
+            place: this rank's device, and the libraries that drive it.
+            owns_host: whether closing this one closes `host`.
+        """
+        self.rank, self.size = host.rank, host.size
+        self.host, self.device = host, place.device
+        self._place, self._owns_host = place, owns_host
+        # A rank on its own may never need it.
+        self._made: DeviceTransport | None = self._connect() if self.size > 1 else None
+
+    @classmethod
+    def over(cls, host: Transport, local_rank: int) -> NcclTransport:
+        """Choose this rank's device and connect it to those of the others. Collective.
+
+        Args:
+            host: connects all ranks of the job.
+            local_rank: index among the ranks of this machine; chooses among its devices.
+
+        Raises:
+            NotSupported: a rank has no device or no NCCL; the same on all ranks.
+            UsageError: ranks would share a device; the same on all ranks.
+        """
+        return cls(host, agree(host, local_rank))
+
+    @property
+    def _on_device(self) -> DeviceTransport:
+        if self._made is None:
+            self._made = self._connect()
+        return self._made
+
+    def _connect(self) -> DeviceTransport:
+        place, host = self._place, self.host
+        unique = host.broadcast_bytes(place.library.unique_id() if self.rank == 0 else None)
+        group = native.NcclCommunicator(
+            place.library,
+            place.driver,
+            unique,
+            self.rank,
+            self.size,
+            place.device.index,
+            CONNECT_SECONDS,
+            ISSUE_SECONDS,
+        )
+        made = DeviceTransport(group, host, place.device)
+        place.groups.append(made)
+        return made
+
+    def _of(self, tensors: Sequence[Tensor]) -> Transport:
+        """What carries these."""
+        kinds = {each.device.type for each in tensors}
+        if len(kinds) > 1:
+            raise UsageError("tensors of one call lie in host memory and on a CUDA device")
+        return self._on_device if "cuda" in kinds else self.host
+
+    def _check(self, call: str, tensor: Tensor) -> None:
+        if tensor.device.type != "cpu" and tensor.device != self.device:
+            raise NotSupported(
+                f"{call}: tensor on {tensor.device}; rank {self.rank} works on {self.device}"
+            )
+        self._check_elements(call, tensor)
+
+    def _subgroup(self, members: Sequence[int]) -> NcclTransport:
+        return NcclTransport(self.host._subgroup(members), self._place, owns_host=True)
+
+    def _channel(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> Channel:
+        return self._of([each for _, each in (*sends, *recvs)])._channel(sends, recvs, tag)
+
+    def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        self._of([tensor])._send(tensor, dest, tag)
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
+        self._of([tensor])._recv(tensor, source, tag)
+
+    def _barrier(self) -> None:
+        # Comes before files are written: a place to see whether what they will hold is right.
+        # The transport over all ranks looks at all groups: where it waits, all are at rest.
+        made = [] if self._made is None else [self._made]
+        for each in made if self._owns_host else self._place.groups:
+            each.check_order()
+        self.host._barrier()
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        self._of([tensor])._broadcast(tensor, root)
+
+    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
+        return self._of([tensor])._gather(tensor, root)
+
+    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
+        self._of([out, *(tensors or ())])._scatter(tensors, out, root)
+
+    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        self._of([tensor])._all_gather(tensor, out)
+
+    def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
+        return self._of([tensor, out])._all_gather_async(tensor, parts, out)
+
+    def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
+        return self._of([*inputs, *outputs])._all_to_all_async(inputs, outputs)
+
+    def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
+        return self._of([*parts, out])._reduce_scatter_async(parts, out, divisor)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        self._of([tensor])._all_reduce(tensor, op)
+
+    def _all_reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
+        return self._of([tensor])._all_reduce_async(tensor, op)
+
+    def progress(self) -> None:
+        """See `Transport.progress`; NCCL needs none."""
+        self.host.progress()
+
+    def abort(self, reason: str, exit_code: int) -> None:
+        """End what is under way on the device, then the job as the host's transport does."""
+        # On a thread: a device that hangs must not keep the job from ending.
+        thread = threading.Thread(target=_abort_all, args=(list(self._place.groups),), daemon=True)
+        thread.start()
+        thread.join(_ABORT_SECONDS)
+        self.host.abort(reason, exit_code)
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        if self._made is not None:
+            self._made.close()
+            self._place.groups.remove(self._made)
+            self._made = None
+        if self._owns_host:
+            self.host.close()
+
+
+def _abort_all(groups: Sequence[DeviceTransport]) -> None:
+    for each in groups:
+        each.abort("", 0)

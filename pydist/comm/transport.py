@@ -4,7 +4,9 @@ The public methods check their arguments and treat the trivial cases (one rank, 
 operations) once, here; a transport implements the methods with a leading underscore. All tensors
 are contiguous and lie in host memory, and every rank of a collective passes the same dtype and
 count. Collectives match by the order in which each rank calls them, point-to-point messages by
-(sender, receiver, tag) in the order in which they were sent.
+(sender, receiver, tag) in the order in which they were sent. Only `nccl` takes tensors of a CUDA
+device as well; there "complete" means that what the caller puts on its current stream from then on
+comes behind.
 
 Results are bit-identical on all ranks of the transport: replicas that diverge in the last bit
 diverge for good. float16 and bfloat16 are summed in float32 and rounded once.
@@ -232,7 +234,7 @@ class Transport(ABC):
             A new tensor of shape [size, *tensor.shape], in rank order.
         """
         self._check("all_gather", tensor)
-        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype)
+        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         if self.size == 1:
             out[0].copy_(tensor.detach())
         else:
@@ -391,17 +393,17 @@ class Transport(ABC):
             if data is None:
                 raise UsageError(f"broadcast_bytes: rank {root} is the root and has no data")
             content = _as_tensor(data)
-        length = torch.tensor([content.numel() if self.rank == root else 0])
+        length = torch.tensor([content.numel() if self.rank == root else 0], device="cpu")
         self.broadcast(length, root)
         if self.rank != root:
-            content = torch.empty(int(length), dtype=torch.uint8)
+            content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         self.broadcast(content, root)
         return _as_bytes(content)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Collect a byte string of any length from every rank, in rank order."""
-        lengths = self.all_gather(torch.tensor([len(data)])).flatten().tolist()
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        lengths = self.all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = _as_tensor(data)
         rows = self.all_gather(padded)
         return [_as_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
@@ -435,6 +437,10 @@ class Transport(ABC):
             raise NotSupported(
                 f"{call}: tensor on {tensor.device}; transport '{self.name}' carries host memory"
             )
+        self._check_elements(call, tensor)
+
+    @staticmethod
+    def _check_elements(call: str, tensor: Tensor) -> None:
         if not tensor.is_contiguous():
             raise UsageError(
                 f"{call}: tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
@@ -520,7 +526,7 @@ def _as_tensor(data: bytes) -> Tensor:
     return (
         torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if data
-        else torch.empty(0, dtype=torch.uint8)
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
     )
 
 

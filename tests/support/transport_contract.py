@@ -32,12 +32,20 @@ def numbers(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
     return (values % 2 if dtype == torch.bool else values).to(dtype).reshape(shape)
 
 
+def normal(generator: torch.Generator, count: int) -> Tensor:
+    """Random numbers, the same on every device on which tensors are made."""
+    values = torch.randn(count, generator=generator, dtype=torch.float64, device="cpu")
+    return values.to(torch.get_default_device())
+
+
 def equal(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def same_on_all_ranks(t: Transport, tensor: Tensor) -> None:
-    rows = t.all_gather_bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    rows = t.all_gather_bytes(
+        tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+    )
     assert all(row == rows[0] for row in rows)
 
 
@@ -300,7 +308,7 @@ def slices_that_are_put_together_have_the_bits_of_the_sum_that_all_get(t: Transp
     generator = torch.Generator().manual_seed(t.rank)
     pair = t.split(t.rank // 2, t.rank)
     for dtype in FLOATS:
-        mine = torch.randn(pair.size * 1003, generator=generator).to(dtype)
+        mine = normal(generator, pair.size * 1003).to(dtype)
         own = torch.empty(1003, dtype=dtype)
         pair.reduce_scatter_async(mine, own).wait()
         together = pair.all_gather(own).flatten()
@@ -356,7 +364,7 @@ def sums_have_the_same_bits_on_all_ranks(t: Transport) -> None:
     generator = torch.Generator().manual_seed(t.rank)
     for dtype in FLOATS:
         for count in (1, 3, 1000, 70_001):
-            mine = torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+            mine = normal(generator, count).to(dtype)
             blocking, started = mine.clone(), mine.clone()
             t.all_reduce(blocking)
             same_on_all_ranks(t, blocking)

@@ -59,7 +59,7 @@ class MaxPlan(PoolPlan):
             with timers.measure("boundary", layer):
                 for slab, box in zip(slabs, halo.slots, strict=True):
                     self._spread(grad, taps, slab, box)
-            pending = halo.start_back(slabs, grad.dtype)
+            pending = halo.start_back(slabs, grad)
         grad_x = empty(self.own, grad)
         with timers.measure("compute", layer):
             self._spread(grad, taps, grad_x, self.own)

@@ -1,0 +1,64 @@
+"""Who may take which GPU: one answer for all ranks, in one line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from children import child_environment
+
+from pydist.comm.nccl_place import SHARE, Found, check, missing
+from pydist.errors import NotSupported, UsageError
+
+A = Found(machine="n07", gpus=2, gpu="GPU-a", version=22705)
+B = replace(A, gpu="GPU-b")
+
+
+def test_a_gpu_for_each_rank_is_taken() -> None:
+    check([A, B, replace(A, machine="n08"), replace(B, machine="n08", version=22703)], {})
+
+
+def test_ranks_that_would_share_a_gpu_are_named() -> None:
+    with pytest.raises(UsageError) as caught:
+        check([A, B, A], {SHARE: "0"})
+    assert str(caught.value) == (
+        "3 ranks on n07 for 2 GPUs (ranks 0, 2 would share one), and NCCL takes one rank a GPU:"
+        f" start fewer ranks there, or set {SHARE}=1 to let them share (NCCL 2.30 or newer)"
+    )
+    check([A, B, A], {SHARE: "1"})
+
+
+def test_the_first_rank_without_a_gpu_is_named() -> None:
+    bare = Found("torch has no CUDA", "n08")
+    with pytest.raises(NotSupported, match="device memory: rank 1 on n08: torch has no"):
+        check([A, bare, bare], {})
+    with pytest.raises(NotSupported, match=r"device memory: torch .*; use 'mpi' or 'c10d'"):
+        check([bare], {})
+
+
+def test_versions_of_nccl_must_agree() -> None:
+    with pytest.raises(UsageError, match=r"different versions of NCCL: \[22105, 22705\]"):
+        check([A, replace(B, version=22105)], {})
+
+
+@pytest.mark.skipif(missing() == "", reason="there is a GPU")
+def test_a_job_without_gpus_ends_with_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("import pydist; pydist.init(transport='nccl')")
+    result = subprocess.run(
+        [sys.executable, "-m", "pydist.launch", "2", "gloo", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=child_environment(),
+    )
+    assert result.returncode == NotSupported.exit_code
+    (line,) = result.stderr.splitlines()
+    assert "transport 'nccl' carries device memory: rank 0 on " in line
+    reason = "has no CUDA" if torch.version.cuda is None else "sees no GPU"
+    assert reason in line

@@ -1,0 +1,262 @@
+"""The NCCL transport against a recorder that takes the place of NCCL and of the CUDA driver."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from recorder import RecordedTransport, Recorder, build
+from transport_contract import CHECKS, Check
+
+from pydist import _native as native
+from pydist.comm import Channel, Transport, run_local
+from pydist.comm.exchanger import Exchanger
+from pydist.errors import NotSupported, PydistError, RankFailed, RankLost, UsageError
+from pydist.partition import Box
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
+    return Recorder(build(tmp_path_factory.mktemp("recorder")))
+
+
+@pytest.fixture
+def recorder(built: Recorder) -> Iterator[Recorder]:
+    built.notes()
+    yield built
+    built.delay(0)
+    built.version(23203)
+
+
+def run(recorder: Recorder, function, size: int):
+    def body(host):
+        transport = RecordedTransport.of(recorder, host)
+        result = function(transport)
+        transport.close()  # one that is merely dropped is ended, for the other ranks as well
+        return result
+
+    return run_local(body, size)
+
+
+def repeat(channel: Channel) -> None:
+    """Until a failure that may come in the midst of a round has been seen."""
+    for _ in range(3):
+        channel.start()
+        channel.wait()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract(recorder: Recorder, check: Check, size: int) -> None:
+    run(recorder, check, size)
+    assert not [line for line in recorder.notes() if "mismatch" in line]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract_on_late_streams(recorder: Recorder, check: Check) -> None:
+    """A wait that is missing would see what was there before."""
+    recorder.delay(300)
+    run(recorder, check, 2)
+
+
+def test_an_exchange_is_one_group_between_events(recorder: Recorder) -> None:
+    def body(t: Transport) -> None:
+        sent, received = torch.ones(4), torch.zeros(2, 4)
+        channel = t.channel([(0, sent), (0, sent)], [(0, received[0]), (0, received[1])], 3)
+        recorder.notes()
+        channel.start()
+        channel.wait()
+        assert received.tolist() == [[1.0] * 4] * 2
+
+    run(recorder, body, 1)
+    lines = recorder.notes()
+    assert lines[0] == "record caller"
+    stream = lines[1].removeprefix("wait ")
+    assert lines[1:10] == [
+        f"wait {stream}",
+        "group start",
+        *[f"send 16 on {stream}"] * 2,
+        *[f"recv 16 on {stream}"] * 2,
+        "group end",
+        "issued",  # by NCCL's thread: only then the event can be behind it
+        f"record {stream}",
+    ]
+    assert lines[10] == "wait caller"
+
+
+def test_streams_have_the_greatest_priority_and_do_not_wait_for_the_default_one(
+    recorder: Recorder,
+) -> None:
+    run(recorder, lambda t: t.split(0, t.rank), 2)
+    made = [line for line in recorder.notes() if line.startswith("create")]
+    assert len(made) == 4  # a stream for each group of each rank
+    assert all(line.endswith("flags 1 priority -5") for line in made)
+
+
+def test_an_operation_shows_when_it_is_complete(recorder: Recorder) -> None:
+    recorder.delay(50_000)
+
+    def body(t: Transport) -> None:
+        tensor = torch.ones(3)
+        work = t.all_reduce_async(tensor)
+        assert not work.done()
+        work.wait()
+        assert work.done()
+        assert tensor.tolist() == [2.0] * 3
+
+    run(recorder, body, 2)
+
+
+def test_halos_come_and_go_home(recorder: Recorder) -> None:
+    """The exchanger's buffers serve again, in both directions."""
+    size = 3
+    owned = [Box((0, 0, 4 * rank), (1, 2, 4 * rank + 4)) for rank in range(size)]
+    needed = [
+        [Box((0, 0, max(0, 4 * rank - 1)), (1, 2, min(12, 4 * rank + 5)))] for rank in range(size)
+    ]
+    whole = torch.arange(24.0).reshape(1, 2, 12)
+    recorder.delay(200)
+
+    def body(t: Transport) -> None:
+        exchanger = Exchanger(t, owned, needed)
+        box, mine = needed[t.rank][0], owned[t.rank]
+        for round_ in range(3):
+            local = (whole + 100 * round_)[..., mine.lo[2] : mine.hi[2]].contiguous()
+            slots = exchanger.empty_slots(local)
+            exchanger.gather(local, slots)
+            expected = whole[..., box.lo[2] : box.hi[2]] + 100 * round_
+            assert torch.equal(slots[0], expected)
+            back = torch.zeros_like(local)
+            exchanger.add_back(slots, back)
+            times = torch.tensor([1.0 + (t.rank > 0), 1, 1, 1.0 + (t.rank < size - 1)])
+            assert torch.equal(back, local * times)
+
+    run(recorder, body, size)
+
+
+def test_a_failure_names_rank_peer_and_bytes_and_ends_the_group(recorder: Recorder) -> None:
+    def body(t: Transport) -> None:
+        peer = 1 - t.rank
+        channel = t.channel([(peer, torch.ones(6))], [(peer, torch.zeros(6))], 0)
+        t.host.barrier()  # both are connected
+        if t.rank == 1:
+            t.host.barrier()
+            with pytest.raises(RankFailed, match="rank 1 of 2: "):
+                repeat(channel)
+            return
+        recorder.fail_next_send(5, "this is wrong\nfor two lines")
+        with pytest.raises(UsageError) as caught:
+            channel.start()
+        t.host.barrier()
+        assert str(caught.value) == (
+            "NCCL 2.32.3: rank 0 of 2: exchange (to rank 1 24 bytes; from rank 1 24 bytes):"
+            " invalid usage (this is wrong for two lines)"
+        )
+        with pytest.raises(RankFailed, match="the group was ended before"):
+            channel.start()
+
+    run(recorder, body, 2)
+
+
+@pytest.mark.parametrize(("result", "error"), [(6, RankFailed), (2, RankFailed), (1, PydistError)])
+def test_errors_are_of_the_class_of_whose_fault_they_are(
+    recorder: Recorder, result: int, error: type[Exception]
+) -> None:
+    group = recorder.group(recorder.nccl().unique_id(), 0, 1)
+    recorder.fail_next_send(result, "")
+    buffer = torch.zeros(2)
+    with pytest.raises(PydistError) as caught:
+        group.exchange([(0, buffer.data_ptr(), 8)], [], 0)
+    assert type(caught.value) is error
+    assert recorder.notes().count("abort") == 1
+
+
+def test_ranks_that_do_not_come_are_waited_for_with_a_limit(recorder: Recorder) -> None:
+    with pytest.raises(RankLost, match="rank 0 of 3: connecting 3 ranks on CUDA device 0: not all"):
+        recorder.group(recorder.nccl().unique_id(), 0, 3, seconds=0.05)
+    assert "abort" in recorder.notes()
+
+
+def test_other_byte_counts_are_refused_by_the_recorder(recorder: Recorder) -> None:
+    """What the contract's runs rely on."""
+
+    def body(t: Transport) -> None:
+        peer = 1 - t.rank
+        channel = t.channel([(peer, torch.ones(3))], [(peer, torch.zeros(3 + t.rank))], 0)
+        with pytest.raises(PydistError):
+            repeat(channel)
+
+    run(recorder, body, 2)
+    assert any("mismatch: 12 bytes sent, 16 expected" in line for line in recorder.notes())
+
+
+def test_groups_may_be_used_in_different_orders(recorder: Recorder) -> None:
+    """A rank without work starts its buckets behind exchanges that others start after theirs."""
+
+    def body(t: Transport) -> None:
+        buckets = t.split(0, t.rank)
+        peer = 1 - t.rank
+        sent, received, gradient = torch.ones(2) * t.rank, torch.zeros(2), torch.ones(3)
+        channel = t.channel([(peer, sent)], [(peer, received)], 0)
+        if t.rank == 0:
+            work = buckets.all_reduce_async(gradient)
+            channel.start()
+            channel.wait()
+        else:
+            channel.start()
+            channel.wait()
+            work = buckets.all_reduce_async(gradient)
+        work.wait()
+        assert received.tolist() == [float(peer)] * 2
+        assert gradient.tolist() == [2.0] * 3
+        buckets.close()
+
+    run(recorder, body, 2)
+
+
+def test_exchanges_in_different_orders_are_found(recorder: Recorder) -> None:
+    """Messages of equal size are taken for each other: nothing else would tell."""
+
+    def body(t: Transport) -> None:
+        peer = 1 - t.rank
+        received = [torch.zeros(2), torch.zeros(2)]
+        channels = [
+            t.channel([(peer, torch.full((2,), float(tag)))], [(peer, received[tag])], tag)
+            for tag in range(2)
+        ]
+        for each in channels:
+            each.start()
+            each.wait()
+        t.barrier()
+        for each in channels if t.rank else reversed(channels):
+            each.start()
+            each.wait()
+        assert received[0].tolist() == [1.0, 1.0]
+        with pytest.raises(PydistError, match=f"ranks {peer} and {t.rank} have started"):
+            t.barrier()
+
+    run(recorder, body, 2)
+
+
+def test_a_rank_that_aborts_ends_the_others(recorder: Recorder) -> None:
+    def body(t: Transport) -> None:
+        t.host.barrier()  # both are connected
+        if t.rank == 0:
+            for group in t._place.groups:
+                group.abort("", 0)
+            return
+        channel = t.channel([], [(0, torch.zeros(2))], 0)
+        with pytest.raises(RankFailed):
+            repeat(channel)
+
+    run(recorder, body, 2)
+
+
+def test_an_old_library_and_a_missing_device_are_named(recorder: Recorder) -> None:
+    recorder.version(21306)
+    with pytest.raises(NotSupported, match=r"NCCL 2\.13\.6 \(.*\) is too old: .* 2\.14\.0 or"):
+        recorder.nccl()
+    recorder.version(23203)
+    with pytest.raises(PydistError, match="cuDeviceGet failed: CUDA_ERROR_RECORDED"):
+        native.NcclCommunicator(recorder.nccl(), recorder.driver, bytes(128), 0, 1, 7, 1.0, 1.0)

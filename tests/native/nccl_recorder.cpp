@@ -1,0 +1,265 @@
+// A recorder: a shared library with the names of NCCL and of the CUDA driver. It is not NCCL and
+// proves nothing about it. It runs what pydist puts on streams, on host memory, and writes down the
+// calls, so that their order, their matching over ranks (here threads) and their errors are tested
+// where there is no device.
+//
+// A stream is a thread with a queue; the stream 0 is the calling thread itself, so that what a test
+// computes on tensors in host memory is "on the stream of the caller". As in NCCL with
+// communicators that do not block, a thread puts a group on its stream some time after
+// ncclGroupEnd: an event recorded too early does not cover it.
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "comm/nccl_abi.hpp"
+#include "nccl_recorder_hub.hpp"
+#include "nccl_recorder_streams.hpp"
+
+using pydist::comm::NcclComm;
+using pydist::comm::NcclConfig;
+using pydist::comm::NcclUniqueId;
+using namespace recorder;
+
+namespace {
+
+int version_shown = 23203;
+int failing_send = 0;  // the result of the next ncclSend, if not 0
+
+std::mutex joining;
+std::map<std::string, std::shared_ptr<Hub>> hubs;
+// All that there were, kept to the end: a stream may be at work for one that was destroyed.
+auto& comms = *new std::vector<pydist::comm::NcclComm*>;
+
+struct Group {
+  bool open = false;
+  std::map<std::pair<NcclComm*, Stream*>, std::vector<Call>> calls;
+};
+thread_local Group group;
+
+NcclResult add(NcclComm* comm, Stream* stream, const Call& call, const char* name) {
+  if (!group.open) return NcclResult::kInvalidUsage;
+  note(std::string(name) + " " + std::to_string(call.count) + " on " + name_of(stream));
+  group.calls[{comm, stream}].push_back(call);
+  return NcclResult::kSuccess;
+}
+
+const std::byte* in(const void* p) { return static_cast<const std::byte*>(p); }
+std::byte* out(void* p) { return static_cast<std::byte*>(p); }
+
+using EventHandle = std::shared_ptr<Event>*;
+
+}  // namespace
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+// -- for tests --------------------------------------------------------------------------------
+
+EXPORT const char* recorder_notes() {
+  static thread_local std::string copy;
+  const std::lock_guard lock(noting);
+  copy = std::exchange(notes, "");
+  return copy.c_str();
+}
+EXPORT void recorder_version(int version) { version_shown = version; }
+EXPORT void recorder_delay(long microseconds) { delay_us = microseconds; }
+EXPORT void recorder_fail_next_send(int result, const char* why) {
+  failing_send = result;
+  last_error = why;
+}
+
+// -- the driver -------------------------------------------------------------------------------
+
+EXPORT int cuGetErrorName(int, const char** name) {
+  *name = "CUDA_ERROR_RECORDED";
+  return 0;
+}
+EXPORT int cuDeviceGet(int* device, int ordinal) {
+  return *device = ordinal, ordinal == 0 ? 0 : 101;
+}
+EXPORT int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &hubs, 0; }
+EXPORT int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
+EXPORT int cuCtxPushCurrent_v2(void*) { return 0; }
+EXPORT int cuCtxPopCurrent_v2(void**) { return 0; }
+EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  return *least = 0, *greatest = -5, 0;
+}
+EXPORT int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
+  static std::atomic<int> count = 0;
+  auto* made = new Stream(count++);
+  note("create " + name_of(made) + " flags " + std::to_string(flags) + " priority " +
+       std::to_string(priority));
+  return *stream = made, 0;
+}
+EXPORT int cuStreamDestroy_v2(void* stream) { return delete static_cast<Stream*>(stream), 0; }
+EXPORT int cuStreamIsCapturing(void*, int* status) { return *status = 0; }
+EXPORT int cuEventCreate(void** event, unsigned) {
+  static std::atomic<int> count = 0;
+  auto made = std::make_shared<Event>();
+  made->number = count++;
+  return *event = new std::shared_ptr<Event>(made), 0;
+}
+EXPORT int cuEventDestroy_v2(void* event) { return delete static_cast<EventHandle>(event), 0; }
+EXPORT int cuEventRecord(void* handle, void* where) {
+  const std::shared_ptr<Event> event = *static_cast<EventHandle>(handle);
+  auto* stream = static_cast<Stream*>(where);
+  note("record " + name_of(stream));
+  long count = 0;
+  {
+    const std::lock_guard lock(event->mutex);
+    count = ++event->recorded;
+  }
+  if (stream == nullptr) {
+    event->complete(count);
+  } else {
+    stream->put([event, count] { event->complete(count); });
+  }
+  return 0;
+}
+EXPORT int cuStreamWaitEvent(void* where, void* handle, unsigned) {
+  const std::shared_ptr<Event> event = *static_cast<EventHandle>(handle);
+  auto* stream = static_cast<Stream*>(where);
+  note("wait " + name_of(stream));
+  long count = 0;
+  {
+    const std::lock_guard lock(event->mutex);
+    count = event->recorded;
+  }
+  if (stream == nullptr) {
+    event->await(count);
+  } else {
+    stream->put([event, count] { event->await(count); });
+  }
+  return 0;
+}
+EXPORT int cuEventQuery(void* handle) {
+  Event& event = **static_cast<EventHandle>(handle);
+  const std::lock_guard lock(event.mutex);
+  return event.completed >= event.recorded ? 0 : 600;
+}
+
+// -- NCCL -------------------------------------------------------------------------------------
+
+EXPORT NcclResult ncclGetVersion(int* version) {
+  return *version = version_shown, NcclResult::kSuccess;
+}
+EXPORT NcclResult ncclGetUniqueId(NcclUniqueId* id) {
+  static std::atomic<int> count = 0;
+  *id = {};
+  std::snprintf(id->internal, sizeof id->internal, "recorder %d", count++);
+  return NcclResult::kSuccess;
+}
+EXPORT const char* ncclGetErrorString(NcclResult result) {
+  return result == NcclResult::kInvalidUsage ? "invalid usage" : "recorded error";
+}
+EXPORT const char* ncclGetLastError(NcclComm*) { return last_error.c_str(); }
+EXPORT NcclResult ncclCommInitRankConfig(NcclComm** comm, int size, NcclUniqueId id, int rank,
+                                         NcclConfig* config) {
+  if (config->size != 24 || config->magic != 0xcafebeef || config->blocking != 0) {
+    return NcclResult::kInvalidArgument;
+  }
+  const std::lock_guard lock(joining);
+  std::shared_ptr<Hub>& hub = hubs[id.internal];
+  if (!hub) hub = std::make_shared<Hub>();
+  ++hub->joined;
+  comms.push_back(*comm = new NcclComm(hub, rank, size));
+  return NcclResult::kInProgress;
+}
+EXPORT NcclResult ncclCommGetAsyncError(NcclComm* comm, NcclResult* state) {
+  *state = NcclResult::kInProgress;
+  std::unique_lock lock(comm->hub->mutex);
+  if (comm->hub->ended) {
+    const bool own = comm->hub->failure != NcclResult::kSuccess;
+    *state = own ? comm->hub->failure : NcclResult::kRemoteError;
+  } else {
+    const std::lock_guard counting(joining);
+    if (comm->hub->joined < comm->size || comm->polls-- > 0) return NcclResult::kSuccess;
+    comm->polls = 0;
+    *state = NcclResult::kSuccess;
+  }
+  if (comm->issuing && *state == NcclResult::kSuccess) *state = NcclResult::kInProgress;
+  return NcclResult::kSuccess;
+}
+EXPORT NcclResult ncclCommFinalize(NcclComm* comm) {
+  return comm->polls = 1, NcclResult::kInProgress;
+}
+EXPORT NcclResult ncclCommDestroy(NcclComm* comm) {
+  comm->join();
+  return note("destroy"), NcclResult::kSuccess;
+}
+EXPORT NcclResult ncclCommAbort(NcclComm* comm) {
+  note("abort");
+  {
+    const std::lock_guard lock(comm->hub->mutex);
+    comm->hub->ended = true;
+    comm->hub->changed.notify_all();
+  }
+  comm->join();
+  return NcclResult::kSuccess;
+}
+EXPORT NcclResult ncclGroupStart() {
+  note("group start");
+  group.open = true;
+  return NcclResult::kSuccess;
+}
+EXPORT NcclResult ncclGroupEnd() {
+  note("group end");
+  group.open = false;
+  for (auto& [key, calls] : group.calls) {
+    const auto [comm, stream] = key;
+    comm->issuing = true;
+    comm->join();
+    comm->issuer = std::thread([comm = comm, stream = stream, calls = std::move(calls)] {
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      comm->connect(calls);
+      note("issued");
+      stream->put([comm, calls] { comm->run(calls); });
+      comm->issuing = false;
+    });
+  }
+  const bool any = !group.calls.empty();
+  group.calls.clear();
+  return any ? NcclResult::kInProgress : NcclResult::kSuccess;
+}
+EXPORT NcclResult ncclSend(const void* data, std::size_t count, NcclType type, int peer,
+                           NcclComm* comm, void* stream) {
+  if (const int result = std::exchange(failing_send, 0)) return static_cast<NcclResult>(result);
+  return add(comm, static_cast<Stream*>(stream),
+             {Kind::kSend, in(data), nullptr, count, type, NcclOp::kSum, peer}, "send");
+}
+EXPORT NcclResult ncclRecv(void* data, std::size_t count, NcclType type, int peer, NcclComm* comm,
+                           void* stream) {
+  return add(comm, static_cast<Stream*>(stream),
+             {Kind::kRecv, nullptr, out(data), count, type, NcclOp::kSum, peer}, "recv");
+}
+EXPORT NcclResult ncclBroadcast(const void* from, void* to, std::size_t count, NcclType type,
+                                int root, NcclComm* comm, void* stream) {
+  return add(comm, static_cast<Stream*>(stream),
+             {Kind::kBroadcast, in(from), out(to), count, type, NcclOp::kSum, root}, "broadcast");
+}
+EXPORT NcclResult ncclReduce(const void* from, void* to, std::size_t count, NcclType type,
+                             NcclOp op, int root, NcclComm* comm, void* stream) {
+  return add(comm, static_cast<Stream*>(stream),
+             {Kind::kReduce, in(from), out(to), count, type, op, root}, "reduce");
+}
+EXPORT NcclResult ncclAllReduce(const void* from, void* to, std::size_t count, NcclType type,
+                                NcclOp op, NcclComm* comm, void* stream) {
+  return add(comm, static_cast<Stream*>(stream),
+             {Kind::kAllReduce, in(from), out(to), count, type, op, 0}, "all-reduce");
+}
+EXPORT NcclResult ncclAllGather(const void* from, void* to, std::size_t count, NcclType type,
+                                NcclComm* comm, void* stream) {
+  return add(comm, static_cast<Stream*>(stream),
+             {Kind::kAllGather, in(from), out(to), count, type, NcclOp::kSum, 0}, "all-gather");
+}
+EXPORT NcclResult ncclReduceScatter(const void* from, void* to, std::size_t count, NcclType type,
+                                    NcclOp op, NcclComm* comm, void* stream) {
+  return add(comm, static_cast<Stream*>(stream),
+             {Kind::kReduceScatter, in(from), out(to), count, type, op, 0}, "reduce-scatter");
+}

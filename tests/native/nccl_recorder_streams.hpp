@@ -1,0 +1,81 @@
+// The recorder's streams and events, and its notes; see nccl_recorder.cpp.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <utility>
+
+namespace recorder {
+
+inline std::mutex noting;
+inline std::string notes;  // a line a call
+inline long delay_us = 0;  // of every operation on a stream
+
+inline void note(const std::string& line) {
+  const std::lock_guard lock(noting);
+  notes += line + "\n";
+}
+
+struct Event {
+  std::mutex mutex;
+  std::condition_variable changed;
+  long recorded = 0, completed = 0;
+  int number = 0;
+
+  void complete(long count) {
+    const std::lock_guard lock(mutex);
+    completed = std::max(completed, count);
+    changed.notify_all();
+  }
+  void await(long count) {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return completed >= count; });
+  }
+};
+
+class Stream {
+ public:
+  explicit Stream(int number) : number_(number), worker_([this] { work(); }) {}
+  ~Stream() {
+    put(nullptr);
+    worker_.join();
+  }
+  void put(std::function<void()> operation) {
+    const std::lock_guard lock(mutex_);
+    queue_.push_back(std::move(operation));
+    changed_.notify_all();
+  }
+  int number() const { return number_; }
+
+ private:
+  void work() {
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [&] { return !queue_.empty(); });
+      const std::function<void()> operation = std::move(queue_.front());
+      queue_.pop_front();
+      lock.unlock();
+      if (!operation) return;
+      if (delay_us > 0) std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
+      operation();
+    }
+  }
+
+  int number_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> queue_;
+  std::thread worker_;  // last: it uses the others
+};
+
+inline std::string name_of(const Stream* stream) {
+  return stream == nullptr ? "caller" : "stream " + std::to_string(stream->number());
+}
+
+}  // namespace recorder
