@@ -27,6 +27,7 @@ from pydist.ops.normalization.statistics import (
     combine,
     gradient_sums,
     per_channel,
+    row_values,
     statistics_dtype,
     strided_like,
 )
@@ -68,8 +69,15 @@ class Normalization:
         if not centred:
             mean, m2 = torch.zeros_like(mean), m2 + n * mean.square()
         n = n.clamp(min=1)
+        var = m2 / n
+        with torch.no_grad():
+            factor = plan.of_rows(torch.rsqrt(var + eps))
+            if scale is not None:
+                factor = factor * plan.of_samples(scale, x)
+            offset = None if shift is None else plan.of_samples(shift, x)
+            self._values = row_values(plan.of_rows(mean), factor, offset, x.dtype)
         self.x = x
-        self._operands = x, scale, shift, n, mean, m2 / n
+        self._operands = x, scale, shift, n, mean, var, self._values
         self._call = _Call(plan, eps, centred)
 
     def result(self, out: Tensor | None = None, negative_slope: float = 1.0) -> Tensor:
@@ -94,26 +102,7 @@ class Normalization:
     def write(self, out: Tensor, negative_slope: float = 1.0) -> None:
         """Writes the result into `out`."""
         if self.x.numel():
-            with torch.no_grad():
-                call = replace(self._call, negative_slope=negative_slope)
-                apply(out, self.x, _transform(*self._operands, call))
-
-
-def _transform(
-    x: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    n: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    call: _Call,
-) -> Transform:
-    plan = call.plan
-    factor = plan.of_rows(torch.rsqrt(var + call.eps))
-    if scale is not None:
-        factor = factor * plan.of_samples(scale, x)
-    shift = None if shift is None else plan.of_samples(shift, x)
-    return Transform.make(plan.of_rows(mean), factor, shift, x.dtype, call.negative_slope)
+            apply(out, self.x.detach(), Transform(self._values, negative_slope))
 
 
 class _Normalize(Function):
@@ -126,29 +115,30 @@ class _Normalize(Function):
         n: Tensor,
         mean: Tensor,
         var: Tensor,
+        values: Tensor,
         out: Tensor,
         call: _Call,
     ) -> Tensor:
         ctx.call, ctx.layer = call, call.plan.mesh.timers.layer
         # These are the exchange's marker for checkpointing too, on empty ranks as well.
-        ctx.save_for_backward(x, scale, shift, n, mean, var)
+        ctx.save_for_backward(x, scale, shift, n, mean, var, values)
         return out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, shift, n, mean, var = ctx.saved_tensors
+        x, scale, shift, n, mean, var, values = ctx.saved_tensors
         call: _Call = ctx.call
         plan, mesh = call.plan, call.plan.mesh
         begin_backward(mesh)
         for_x, for_scale, for_shift, *_ = ctx.needs_input_grad
-        rest = (None,) * 5
+        rest = (None,) * 6
         if torch.is_grad_enabled():
             return (*_by_composition(ctx, x, scale, shift, n, grad), *rest)
         grad = strided_like(grad, x)
-        transform = _transform(x, scale, shift, n, mean, var, call)
+        transform = Transform(values, call.negative_slope)
         sums = gradient_sums(grad, x, transform)
         # There the mean is rounded; far from zero that counts.
-        lost = plan.of_rows(mean - mean.to(transform.values.dtype).double())
+        lost = plan.of_rows(mean) - values[0]
         sums[1] -= sums[0] * lost
         factor = None if scale is None else plan.of_samples(scale.double(), x)
         if for_x:
@@ -174,7 +164,7 @@ class _Normalize(Function):
         d = -b * lost
         if call.centred:
             d = d - plan.of_rows(inverse * totals[0] / n)
-        coefficients = torch.stack([a, b, d]).to(transform.values.dtype)
+        coefficients = torch.stack([a, b, d]).to(values.dtype)
         combine(grad_x, grad, x, transform, coefficients)
         return grad_x, grad_scale, grad_shift, *rest
 

@@ -16,6 +16,10 @@ from pydist.ops.empty import with_elements, without_added
 from pydist.ops.normalization.statistics import dense
 from pydist.ops.redistribute import parameter_for
 
+# Elements from which on passes over memory cost more than calls: ours takes 0.7 times torch's CPU
+# time for forward and backward of 1 x 64 x 16^3 with a ReLU, 1.1 times for 1 x 320 x 8^3 (fp32).
+_WORTH_A_PASS = 1 << 18
+
 
 def parameters_for(
     weight: Tensor | None, bias: Tensor | None, layout: Layout
@@ -68,13 +72,16 @@ def _restrided(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def is_for_torch(local: Tensor, group: Transport) -> bool:
-    """Whether torch's own function may form the statistics of what `group`, these ranks, holds.
+    """Whether torch's own function forms the statistics of what `group`, these ranks, holds.
 
-    On CPU it adds channels-last values up one by one: with 4,096 fp32 values a channel its result
-    is 10 to 20 times further from fp64 than from contiguous ones, group norm's up to 1,000 times.
-    Where several ranks have a part, all of them have to run the same nodes.
+    Where several ranks have a part, all of them have to run the same nodes. On a GPU torch's is
+    cuDNN's, against which ours has not been measured; on CPU it is the faster one for small
+    tensors. Channels-last values it adds up one by one there: with 4,096 fp32 values a channel its
+    result is 10 to 20 times further from fp64 than from contiguous ones, group norm's up to 1,000
+    times.
     """
-    return group.size == 1 and local.is_contiguous()
+    is_small = local.device.type != "cpu" or local.numel() < _WORTH_A_PASS
+    return group.size == 1 and local.is_contiguous() and is_small
 
 
 def update(

@@ -49,24 +49,21 @@ class Transform:
     values: Tensor
     negative_slope: float = 1.0
 
-    @staticmethod
-    def make(
-        mean: Tensor, factor: Tensor, shift: Tensor | None, dtype: torch.dtype, slope: float = 1.0
-    ) -> Transform:
-        """The transform (x - mean) factor + shift of tensors of a dtype.
 
-        Args:
-            mean: [R] in fp64. Far from zero, what it loses when rounded goes into the offset.
-            factor: [R] in fp64.
-            shift: [R] or `None`.
-            dtype: of x.
-            slope: the negative slope.
-        """
-        dtype = statistics_dtype(dtype)
-        offset = (mean.to(dtype) - mean) * factor
-        if shift is not None:
-            offset = offset + shift
-        return Transform(torch.stack([mean, factor, offset]).to(dtype), slope)
+def row_values(mean: Tensor, factor: Tensor, shift: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The values of the transform (x - mean) factor + shift of tensors of a dtype.
+
+    Args:
+        mean: [R] in fp64. Far from zero, what it loses when rounded goes into the offset.
+        factor: [R] in fp64.
+        shift: [R] or `None`.
+        dtype: of x.
+    """
+    dtype = statistics_dtype(dtype)
+    offset = (mean.to(dtype) - mean) * factor
+    if shift is not None:
+        offset = offset + shift
+    return torch.stack([mean, factor, offset]).to(dtype)
 
 
 def unbiased(statistics: Moments) -> Tensor:

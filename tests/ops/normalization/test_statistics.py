@@ -20,6 +20,7 @@ from pydist.ops.normalization.statistics import (
     gradient_sums,
     merged,
     moments,
+    row_values,
     strided_like,
 )
 
@@ -115,7 +116,7 @@ def test_a_transform_far_from_zero_loses_no_digits():
     x = (randn(1, 2, 40, seed=1) + 1e4).float()
     mean, factor = torch.full((2,), 1e4 + 1e-4, dtype=torch.float64), randn(2).abs() + 1
     found = torch.empty_like(x)
-    apply(found, x, Transform.make(mean, factor, None, torch.float32))
+    apply(found, x, Transform(row_values(mean, factor, None, torch.float32)))
     expected = (x.double() - mean.view(-1, 1)) * factor.view(-1, 1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
