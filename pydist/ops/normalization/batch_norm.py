@@ -48,8 +48,7 @@ def batch_norm(
     local = local_of(input)
     running = (running_mean, running_var)
     if not training:
-        affine = parameters_for(weight, bias, layout)
-        return wrap(evaluate(local, *running, *affine, eps), layout, input)
+        return evaluate(input, *running, *parameters_for(weight, bias, layout), eps)
     dims = [0, *range(2, len(layout.shape))]
     plan = plan_norm(layout, dims, _axes(layout, over))
     tracked = running_mean is not None or running_var is not None

@@ -51,8 +51,7 @@ def instance_norm(
         raise refusal(F.instance_norm, (input,), {}, "the channels are split")
     local, running = local_of(input), (running_mean, running_var)
     if not use_input_stats:
-        scale_shift = parameters_for(weight, bias, layout)
-        return wrap(evaluate(local, *running, *scale_shift, eps), layout, input)
+        return evaluate(input, *running, *parameters_for(weight, bias, layout), eps)
     voxels = math.prod(layout.shape[2:])
     if voxels == 1:
         raise one_value("spatial element", layout.shape)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
 from pydist.errors import UsageError
-from pydist.ops.normalization import norm
+from pydist.ops.normalization import norm, norm_common
 
 SPLIT = [[0, 2, 5], [0, 1, 4], None]
 EMPTY = [[0, 2, 5], None, [0, 0, 3]]
@@ -57,6 +57,56 @@ def test_split_equals_whole_to_second_order(function, points, slope, memory_form
         second_order=True,
     )
     assert set(slopes) == {slope}
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Small tensors as large ones, for which torch's kernels are left."""
+    monkeypatch.setattr(norm_common, "_WORTH_A_PASS", 0)
+
+
+@pytest.mark.parametrize("slope", SLOPES)
+@pytest.mark.parametrize("function", [NORMS["batch"], NORMS["instance"]])
+def test_on_one_rank_to_second_order(function, slope, slopes, large):
+    check_function(
+        lambda x, w, b: rectified(function(x, w, b), slope),
+        randn(2, 4, 5, 4, 3),
+        [randn(4, seed=1), randn(4, seed=2)],
+        [None] * 3,
+        second_order=True,
+    )
+    assert set(slopes) == {slope}
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("kind", [nn.BatchNorm3d, nn.InstanceNorm3d])
+def test_evaluation(kind, memory_format, slopes, large):
+    x = (randn(2, 3, 6, 4, 4) + 5).to(memory_format=memory_format)
+    model = nn.Sequential(kind(3, affine=True, track_running_stats=True), nn.ReLU(inplace=True))
+    model.double()(x)
+    with torch.no_grad():
+        model[0].weight.copy_(randn(3, seed=1))
+        expected = model.eval()(x.clone())
+
+    def rank(mesh):
+        net, part = (
+            parallelize(copy.deepcopy(model), mesh),
+            shard(x, layout_for_sample(mesh, x.shape)),
+        )
+        with torch.no_grad():
+            y = net(part).full_tensor()
+        assert 0.0 in slopes
+        return y, net(part).full_tensor().detach()
+
+    for without_graph, with_graph in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(without_graph, expected)
+        torch.testing.assert_close(with_graph, expected)
+
+
+def test_evaluation_refuses_statistics_of_other_channels(large):
+    mean, var = torch.ones(2, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    with pytest.raises(UsageError, match="norm of 3 channels got a running mean of shape"):
+        ranks_see(torch.no_grad()(lambda part: F.batch_norm(part, mean, var)), randn(2, 3, 6, 4, 4))
 
 
 @pytest.mark.parametrize("out_of_place", [F.relu, F.leaky_relu, torch.relu])
