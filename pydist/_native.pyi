@@ -168,6 +168,19 @@ def boundary_conv_wgrad(
     dilation: Sequence[int],
     groups: int,
 ) -> None: ...
+def norm_moments(x: Lendable, sums: Lendable) -> None: ...
+def norm_apply(x: Lendable, out: Lendable, values: Lendable, negative_slope: float) -> None: ...
+def norm_grad_sums(
+    grad: Lendable, x: Lendable, values: Lendable, sums: Lendable, negative_slope: float
+) -> None: ...
+def norm_grad_input(
+    grad: Lendable,
+    x: Lendable,
+    out: Lendable,
+    values: Lendable,
+    coefficients: Lendable,
+    negative_slope: float,
+) -> None: ...
 def pool_sum_forward(
     source: Lendable,
     out: Lendable,

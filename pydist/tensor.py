@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from pydist.wrappers import (
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
-    from pydist.ops.convolution.boundary import PendingBoundary
 
 __all__ = [
     "HANDLERS", "Origin", "ShardedTensor", "adopt_local", "distribute_tensor", "implements",
@@ -68,6 +67,16 @@ class Origin(NamedTuple):
     """Over which ranks batch norm forms its statistics: "global", "group" or "rank"."""
 
 
+class Pending(Protocol):
+    """What is still to be done for a shard, or by it, before anybody else may use it."""
+
+    def complete(self) -> None:
+        """Does it; nothing when it has been done."""
+
+    def rectified(self, shard: Tensor, negative_slope: float) -> Tensor | None:
+        """Does it along with a ReLU in place: the new shard, or `None` if that can't be."""
+
+
 class ShardedTensor(torch.Tensor):
     """A tensor that is cut over the ranks of a sample group.
 
@@ -79,8 +88,8 @@ class ShardedTensor(torch.Tensor):
     _shard: Tensor
     _layout: Layout
     _origin: Origin
-    _pending: PendingBoundary | None
-    """What is to be completed before the shard's boundary is right."""
+    _pending: Pending | None
+    """What is to be completed before the shard may be used."""
     _copied_from: weakref.ref[ShardedTensor] | None = None
     """The tensor of which this would be a view in torch, but is a copy here."""
 

@@ -30,6 +30,7 @@ PYBIND11_MODULE(_native, module) {
   pydist::bindings::bind_io(module);
   pydist::bindings::bind_pack(module);
   pydist::bindings::bind_kernels(module);
+  pydist::bindings::bind_norm(module);
   pydist::bindings::bind_pool(module);
   pydist::bindings::bind_convert(module);
   pydist::bindings::bind_comm(module);

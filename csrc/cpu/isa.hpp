@@ -144,6 +144,37 @@ struct ConvertTable {
   void (*rescale_f32)(const RescaleLine&);
 };
 
+// Elements whose channels repeat every `columns`: element e belongs to column e % columns.
+template <class Storage, class T>
+struct NormBlock {
+  const Storage *x, *grad;
+  Storage* out;
+  std::int64_t elements, columns;
+  const T *mean, *factor, *offset;  // [columns], as are the others; see kernels/norm.hpp
+  const T *a, *b, *d;
+  T slope;
+  T *first, *second;  // sums of the columns
+};
+
+// What each kernel takes of a block. Those with an activation are there for each of them.
+template <class Storage, class T>
+struct NormIsa {
+  using Kernel = void (*)(const NormBlock<Storage, T>&);
+  int lanes, tile;     // columns that are best a multiple of it
+  Kernel total;        // first = sum x
+  Kernel moments;      // first = sum x - mean, second = sum (x - mean)^2
+  Kernel apply[3];     // out
+  Kernel sums[3];      // first = sum g, second = sum g (x - mean)
+  Kernel gradient[3];  // out
+};
+
+struct NormTable {
+  NormIsa<kernels::Float16, float> f16;
+  NormIsa<kernels::BFloat16, float> bf16;
+  NormIsa<float, float> f32;
+  NormIsa<double, double> f64;
+};
+
 struct Isa {
   const char* name;  // "base", "x86_64_v3" or "x86_64_v4"
   ConvIsa<float> conv_f32;
@@ -159,6 +190,7 @@ struct Isa {
   PoolLineIsa<double, double> pool_lines_f64;
   const PoolMaxTable* pool_max;
   const ConvertTable* convert;
+  const NormTable* norm;
 };
 
 // The best one that this CPU has; PYDIST_ISA=base|x86-64-v3|x86-64-v4 in the environment lowers it.

@@ -5,6 +5,7 @@
 #include "core/view.hpp"
 #include "cuda/device.hpp"
 #include "kernels/conv_problem.hpp"
+#include "kernels/norm.hpp"
 #include "kernels/pool.hpp"
 #include "kernels/pool_max.hpp"
 #include "kernels/regions.hpp"
@@ -22,6 +23,11 @@ void unpack_add(const TensorView& buffer, const kernels::Regions& regions, const
 void boundary_conv_forward(const kernels::ConvProblem& problem, const Queue& queue);
 void boundary_conv_dgrad(const kernels::ConvProblem& problem, const Queue& queue);
 void boundary_conv_wgrad(const kernels::ConvProblem& problem, const Queue& queue);
+
+void norm_moments(const kernels::NormProblem& problem, const Queue& queue);
+void norm_apply(const kernels::NormProblem& problem, const Queue& queue);
+void norm_grad_sums(const kernels::NormProblem& problem, const Queue& queue);
+void norm_grad_input(const kernels::NormProblem& problem, const Queue& queue);
 
 void pool_sum_forward(const kernels::PoolProblem& problem, const Queue& queue);
 void pool_sum_backward(const kernels::PoolProblem& problem, const Queue& queue);

@@ -135,6 +135,18 @@ class PendingBoundary:
         """Whether a ReLU may still be applied along with the halo's part."""
         return self._under_way is not None and self.plan.boundary.pieces is not None
 
+    def rectified(self, shard: Tensor, negative_slope: float) -> Tensor | None:
+        """The outputs behind a ReLU in place, completed along with it; `None` if it is too late.
+
+        Args:
+            shard: the outputs.
+            negative_slope: 0 for a ReLU; in [0, 1).
+        """
+        if not self.is_fusible:
+            return None
+        rectified: Tensor = _RectifyAll.apply(shard, self, negative_slope)
+        return rectified
+
     def complete(self, negative_slope: float = 1.0) -> None:
         """Waits for the halo and adds its part; does nothing when that has been done.
 
@@ -209,7 +221,7 @@ class _RectifyAll(Function):
 
 
 def rectify_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | None:
-    """Applies a ReLU along with the halo's part of a convolution that `x` is the result of.
+    """Applies a ReLU along with what is still to be done for `x`: a convolution's halo, a norm.
 
     Args:
         x: the tensor.
@@ -218,8 +230,10 @@ def rectify_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor |
     Returns:
         x; `None` if there is nothing to fuse with, and nothing was done.
     """
-    boundary = x._pending
-    if boundary is None or not boundary.is_fusible or not 0.0 <= negative_slope < 1.0:
+    if x._pending is None or not 0.0 <= negative_slope < 1.0:
+        return None
+    rectified = x._pending.rectified(x._shard, negative_slope)
+    if rectified is None:
         return None
     x._pending = None
-    return adopt_local(x, _RectifyAll.apply(x._shard, boundary, negative_slope))
+    return adopt_local(x, rectified)

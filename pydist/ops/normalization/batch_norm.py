@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.layout import Layout
-from pydist.ops.normalization.norm import normalize
+from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_common import (
     by_torch,
     evaluate,
@@ -17,6 +17,7 @@ from pydist.ops.normalization.norm_common import (
     update,
 )
 from pydist.ops.normalization.norm_plan import Gathering, NormPlan, plan_norm
+from pydist.ops.normalization.pending import normalized
 from pydist.ops.normalization.statistics import Moments, dense, merged, unbiased
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
@@ -47,8 +48,7 @@ def batch_norm(
     local = local_of(input)
     running = (running_mean, running_var)
     if not training:
-        affine = parameters_for(weight, bias, layout)
-        return wrap(evaluate(local, *running, *affine, eps), layout, input)
+        return evaluate(input, *running, *parameters_for(weight, bias, layout), eps)
     dims = [0, *range(2, len(layout.shape))]
     plan = plan_norm(layout, dims, _axes(layout, over))
     tracked = running_mean is not None or running_var is not None
@@ -73,7 +73,7 @@ def batch_norm(
             raise one_value("value per channel", layout.shape)
         if not few or others.n.any():
             update(running, _averaged(others), momentum)
-    return wrap(normalize(local, *affine, own, plan, eps), layout, input)
+    return normalized(Normalization(local, *affine, own, plan, eps), layout, input)
 
 
 def _axes(layout: Layout, over: str) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pydist.errors import UsageError
 from pydist.layout import Layout
-from pydist.ops.normalization.norm import normalize
+from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_common import (
     by_torch,
     evaluate,
@@ -20,6 +20,7 @@ from pydist.ops.normalization.norm_common import (
     update,
 )
 from pydist.ops.normalization.norm_plan import Gathering, NormPlan, plan_norm
+from pydist.ops.normalization.pending import normalized
 from pydist.ops.normalization.statistics import Moments, dense, unbiased
 from pydist.ops.reduction.reduce import axes_of, in_full_precision
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
@@ -50,8 +51,7 @@ def instance_norm(
         raise refusal(F.instance_norm, (input,), {}, "the channels are split")
     local, running = local_of(input), (running_mean, running_var)
     if not use_input_stats:
-        scale_shift = parameters_for(weight, bias, layout)
-        return wrap(evaluate(local, *running, *scale_shift, eps), layout, input)
+        return evaluate(input, *running, *parameters_for(weight, bias, layout), eps)
     voxels = math.prod(layout.shape[2:])
     if voxels == 1:
         raise one_value("spatial element", layout.shape)
@@ -72,7 +72,7 @@ def instance_norm(
         own = gathering.merged()
         if tracked and voxels:
             update(running, _mean_of_samples(own, local, plan, layout), momentum)
-    return wrap(normalize(local, *scale_shift, own, plan, eps), layout, input)
+    return normalized(Normalization(local, *scale_shift, own, plan, eps), layout, input)
 
 
 def _plan_of_samples(layout: Layout, members: int = 1) -> NormPlan:
@@ -125,7 +125,7 @@ def group_norm(
     gathering = Gathering(local, plan)
     with torch.no_grad():
         own = gathering.merged()
-    return wrap(normalize(local, scale, shift, own, plan, eps), layout, input)
+    return normalized(Normalization(local, scale, shift, own, plan, eps), layout, input)
 
 
 @implements(torch.instance_norm)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pydist.errors import UsageError
 from pydist.ops.empty import with_elements, without_added
-from pydist.ops.normalization.norm import normalize
+from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_plan import Gathering, plan_norm
 from pydist.ops.normalization.statistics import statistics_dtype
 from pydist.ops.redistribute import operand_for, parameter_for
@@ -82,7 +82,7 @@ def _norm(
     with torch.no_grad():
         own = gathering.merged()
     centred = function is F.layer_norm
-    normed = normalize(rows, None, None, own, plan, eps, centred).view(local.shape)
+    normed = Normalization(rows, None, None, own, plan, eps, centred).result().view(local.shape)
     return wrap(_scaled(normed, operands).to(dtype), layout, input)
 
 

@@ -2,17 +2,18 @@
 
 One exchange in forward: every rank's mean and squared deviations; their counts follow from the
 layout. One in backward: Σ dy and Σ dy (x - mean), under way while the parameters' gradients are
-formed. A step reads x four times from memory (statistics, result, sums, dL/dx) and dL/dy twice;
-nothing of the size of an activation is made but the two results.
+formed. A step reads x four times from memory (statistics, result, sums, dL/dx) and dL/dy twice,
+with a ReLU right behind or without; nothing of the size of an activation is made but the two
+results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -21,14 +22,15 @@ from pydist.ops.convolution.local_conv import differentiable
 from pydist.ops.normalization.norm_plan import NormPlan
 from pydist.ops.normalization.statistics import (
     Moments,
+    Transform,
+    apply,
     combine,
     gradient_sums,
     per_channel,
+    row_values,
     statistics_dtype,
     strided_like,
 )
-
-_evaluated = torch.ops.aten.native_batch_norm.out
 
 
 @dataclass(frozen=True)
@@ -36,18 +38,11 @@ class _Call:
     plan: NormPlan
     eps: float
     centred: bool
+    negative_slope: float = 1.0
 
 
-def normalize(
-    x: Tensor,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    statistics: Moments,
-    plan: NormPlan,
-    eps: float,
-    centred: bool = True,
-) -> Tensor:
-    """(x - mean) / sqrt(var + eps) · scale + shift, differentiable twice.
+class Normalization:
+    """A norm whose statistics are known, and perhaps a ReLU, leaky or not, right behind it.
 
     Args:
         x: dense, [N, C, ...], may be empty; its memory format is that of the result.
@@ -59,11 +54,55 @@ def normalize(
         centred: whether the mean is taken off; if not, the mean of squares takes the variance's
             place.
     """
-    n, mean, m2 = statistics
-    if not centred:
-        mean, m2 = torch.zeros_like(mean), m2 + n * mean.square()
-    n = n.clamp(min=1)
-    return _Normalize.apply(x, scale, shift, n, mean, m2 / n, _Call(plan, eps, centred))
+
+    def __init__(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        statistics: Moments,
+        plan: NormPlan,
+        eps: float,
+        centred: bool = True,
+    ) -> None:
+        n, mean, m2 = statistics
+        if not centred:
+            mean, m2 = torch.zeros_like(mean), m2 + n * mean.square()
+        n = n.clamp(min=1)
+        var = m2 / n
+        with torch.no_grad():
+            factor = plan.of_rows(torch.rsqrt(var + eps))
+            if scale is not None:
+                factor = factor * plan.of_samples(scale, x)
+            offset = None if shift is None else plan.of_samples(shift, x)
+            self._values = row_values(plan.of_rows(mean), factor, offset, x.dtype)
+        self.x = x
+        self._operands = x, scale, shift, n, mean, var, self._values
+        self._call = _Call(plan, eps, centred)
+
+    def result(self, out: Tensor | None = None, negative_slope: float = 1.0) -> Tensor:
+        """act((x - mean) / sqrt(var + eps) · scale + shift), differentiable twice.
+
+        Args:
+            out: where to write it, of the strides of x; by default new memory.
+            negative_slope: by which act takes negative values: 1 for none, 0 for ReLU.
+        """
+        if out is None:
+            out = torch.empty_like(self.x)
+        result = self.node(out, negative_slope)
+        self.write(out, negative_slope)
+        return result
+
+    def node(self, out: Tensor, negative_slope: float = 1.0) -> Tensor:
+        """`out` as the result in autograd's graph; what it holds is up to `write`."""
+        call = replace(self._call, negative_slope=negative_slope)
+        result: Tensor = _Normalize.apply(*self._operands, out, call)
+        return result
+
+    def write(self, out: Tensor, negative_slope: float = 1.0) -> None:
+        """Writes the result into `out`."""
+        if self.x.numel():
+            apply(out, self.x.detach(), Transform(self._values, negative_slope))
 
 
 class _Normalize(Function):
@@ -76,40 +115,31 @@ class _Normalize(Function):
         n: Tensor,
         mean: Tensor,
         var: Tensor,
+        values: Tensor,
+        out: Tensor,
         call: _Call,
     ) -> Tensor:
-        plan = call.plan
-        ctx.call, ctx.layer = call, plan.mesh.timers.layer
+        ctx.call, ctx.layer = call, call.plan.mesh.timers.layer
         # These are the exchange's marker for checkpointing too, on empty ranks as well.
-        ctx.save_for_backward(x, scale, shift, n, mean, var)
-        out = torch.empty_like(x)
-        if not x.numel():
-            return out
-        affine = (None if t is None else plan.of_samples(t, x) for t in (scale, shift))
-        values = (*affine, plan.of_rows(mean), plan.of_rows(var))
-        for sheet, target, *row_values in _by_sheets(plan, (x, out), values):
-            unused = row_values[-1].new_empty(0)
-            _evaluated(
-                sheet, *row_values, False, 0.0, call.eps,
-                out=target, save_mean=unused, save_invstd=unused,
-            )  # fmt: skip
-        return out
+        ctx.save_for_backward(x, scale, shift, n, mean, var, values)
+        return out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, shift, n, mean, var = ctx.saved_tensors
+        x, scale, shift, n, mean, var, values = ctx.saved_tensors
         call: _Call = ctx.call
         plan, mesh = call.plan, call.plan.mesh
         begin_backward(mesh)
         for_x, for_scale, for_shift, *_ = ctx.needs_input_grad
+        rest = (None,) * 6
         if torch.is_grad_enabled():
-            return (*_by_composition(ctx, x, scale, shift, n, grad), None, None, None, None)
+            return (*_by_composition(ctx, x, scale, shift, n, grad), *rest)
         grad = strided_like(grad, x)
-        parts = _by_sheets(plan, (grad, x), (plan.of_rows(mean),))
-        sums = torch.cat([gradient_sums(*each) for each in parts], 1)
+        transform = Transform(values, call.negative_slope)
+        sums = gradient_sums(grad, x, transform)
         # There the mean is rounded; far from zero that counts.
-        rest = mean - mean.to(statistics_dtype(x.dtype)).double()
-        sums[1] -= sums[0] * plan.of_rows(rest)
+        lost = plan.of_rows(mean) - values[0]
+        sums[1] -= sums[0] * lost
         factor = None if scale is None else plan.of_samples(scale.double(), x)
         if for_x:
             totals = sums if factor is None else sums * factor
@@ -122,35 +152,21 @@ class _Normalize(Function):
         grad_shift = plan.over_samples(sums[0], x).to(shift.dtype) if for_shift else None
         grad_scale = plan.over_samples(sums[1] * a, x).to(scale.dtype) if for_scale else None
         if not for_x:
-            return None, grad_scale, grad_shift, None, None, None, None
+            return None, grad_scale, grad_shift, *rest
         # With g = scale · dy: dx = inverse (g - mean of g - normed · mean of g normed), which is
-        # a dy + b x + c.
+        # a dy + b (x - mean) + d.
         a = a if factor is None else a * factor
         grad_x = torch.empty_like(x)
         if plan.group.size > 1:
             with mesh.timers.measure("statistics", ctx.layer):
                 work.wait()
-        b = -inverse.pow(3) * totals[1] / n
-        c = -inverse * totals[0] / n - b * mean if call.centred else torch.zeros_like(b)
-        values = (a, plan.of_rows(b), plan.of_rows(c))
-        for g, sheet, target, *row_values in _by_sheets(plan, (grad, x, grad_x), values):
-            combine(target, g, sheet, *row_values)
-        return grad_x, grad_scale, grad_shift, None, None, None, None
-
-
-def _by_sheets(
-    plan: NormPlan, tensors: Sequence[Tensor], values: Sequence[Tensor | None]
-) -> Iterator[tuple[Any, ...]]:
-    """Sheets of dense tensors of equal strides, and alike of values [R], in the dtype for them."""
-    sheets = list(zip(*(plan.sheets(t) for t in tensors), strict=True))
-    dtype, rows = statistics_dtype(tensors[0].dtype), sheets[0][0].shape[1]
-    given = [None if v is None else v.to(dtype) for v in values]
-    if len(sheets) == 1:
-        yield (*sheets[0], *given)
-        return
-    of_sheets = [[None] * len(sheets) if v is None else v.split(rows) for v in given]
-    for sheet, *row_values in zip(sheets, *of_sheets, strict=True):
-        yield (*sheet, *row_values)
+        b = plan.of_rows(-inverse.pow(3) * totals[1] / n)
+        d = -b * lost
+        if call.centred:
+            d = d - plan.of_rows(inverse * totals[0] / n)
+        coefficients = torch.stack([a, b, d]).to(values.dtype)
+        combine(grad_x, grad, x, transform, coefficients)
+        return grad_x, grad_scale, grad_shift, *rest
 
 
 def _by_composition(
@@ -166,6 +182,9 @@ def _by_composition(
         y = y * per_channel(scale, y)
     if shift is not None:
         y = y + per_channel(shift, y)
+    if ctx.call.negative_slope != 1.0:
+        slope = ctx.call.negative_slope
+        y = F.leaky_relu(y, slope) if slope else F.relu(y)
     return differentiable(y.to(x.dtype), (x, scale, shift), ctx.needs_input_grad, grad)
 
 

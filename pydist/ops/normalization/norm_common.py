@@ -13,8 +13,16 @@ from pydist.comm.transport import Transport
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.empty import with_elements, without_added
-from pydist.ops.normalization.statistics import dense
+from pydist.ops.normalization.norm import Normalization
+from pydist.ops.normalization.norm_plan import plan_norm
+from pydist.ops.normalization.pending import normalized
+from pydist.ops.normalization.statistics import Moments, dense
 from pydist.ops.redistribute import parameter_for
+from pydist.tensor import ShardedTensor, local_of, wrap
+
+# Elements from which on passes over memory cost more than calls: ours takes 0.7 times torch's CPU
+# time for forward and backward of 1 x 64 x 16^3 with a ReLU, 1.1 times for 1 x 320 x 8^3 (fp32).
+_WORTH_A_PASS = 1 << 18
 
 
 def parameters_for(
@@ -34,17 +42,37 @@ def parameters_for(
 
 
 def evaluate(
-    local: Tensor,
+    input: ShardedTensor,
     mean: Tensor | None,
     var: Tensor | None,
     scale: Tensor | None,
     shift: Tensor | None,
     eps: float,
-) -> Tensor:
-    """A norm with given statistics of the channels; the memory format is kept."""
-    x = with_elements(local)
-    normed = by_torch(F.batch_norm, x, mean, var, scale, shift, False, 0.0, eps)
-    return without_added(normed, local.shape)
+) -> ShardedTensor:
+    """A norm with given statistics of the channels; the memory format is kept.
+
+    Where nothing learns, a ReLU right behind is made in the same pass.
+    """
+    layout, local = input._layout, local_of(input)
+    learns = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (local, scale, shift)
+    )
+    is_large = local.device.type == "cpu" and local.numel() >= _WORTH_A_PASS
+    if mean is None or var is None or learns or not is_large:
+        x = with_elements(local)
+        normed = by_torch(F.batch_norm, x, mean, var, scale, shift, False, 0.0, eps)
+        return wrap(without_added(normed, local.shape), layout, input)
+    for name, given in (("mean", mean), ("variance", var)):
+        if given.numel() != layout.shape[1]:
+            raise UsageError(
+                f"a norm of {layout.shape[1]} channels got a running {name} of shape "
+                f"{tuple(given.shape)}"
+            )
+    plan = plan_norm(layout, [0, *range(2, len(layout.shape))], ())
+    one = mean.new_ones(1, dtype=torch.float64)
+    known = Moments(one, *(t.detach().double().flatten() for t in (mean, var)))
+    norm = Normalization(dense(local), scale, shift, known, plan, eps)
+    return normalized(norm, layout, input)
 
 
 def by_torch(norm: Callable[..., Tensor], local: Tensor, *args: Any) -> Tensor:
@@ -68,13 +96,16 @@ def _restrided(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def is_for_torch(local: Tensor, group: Transport) -> bool:
-    """Whether torch's own function may form the statistics of what `group`, these ranks, holds.
+    """Whether torch's own function forms the statistics of what `group`, these ranks, holds.
 
-    On CPU it adds channels-last values up one by one: with 4,096 fp32 values a channel its result
-    is 10 to 20 times further from fp64 than from contiguous ones, group norm's up to 1,000 times.
-    Where several ranks have a part, all of them have to run the same nodes.
+    Where several ranks have a part, all of them have to run the same nodes. On a GPU torch's is
+    cuDNN's, against which ours has not been measured; on CPU it is the faster one for small
+    tensors. Channels-last values it adds up one by one there: with 4,096 fp32 values a channel its
+    result is 10 to 20 times further from fp64 than from contiguous ones, group norm's up to 1,000
+    times.
     """
-    return group.size == 1 and local.is_contiguous()
+    is_small = local.device.type != "cpu" or local.numel() < _WORTH_A_PASS
+    return group.size == 1 and local.is_contiguous() and is_small
 
 
 def update(

@@ -1,6 +1,6 @@
 """Which values of a norm share their statistics, and how these come together from all ranks.
 
-Everything works on rows [N, R, ...]. The rows of batch norm are channels. Those of instance norm
+Rows are what has statistics of its own. The rows of batch norm are channels. Those of instance norm
 are the channels of each sample; in group norm several of them, its members, share their statistics.
 """
 
@@ -49,14 +49,6 @@ class NormPlan:
         if len(self.counts) < self.group.size:
             return None
         return torch.tensor(self.counts, dtype=torch.float64).view(-1, 1)
-
-    def sheets(self, x: Tensor) -> Sequence[Tensor]:
-        """A dense tensor [N, C, ...] as views [B, R, ...] of rows, one or one a sample."""
-        if not self.per_sample or x.shape[0] == 1:
-            return (x,)
-        if x.is_contiguous():
-            return (x.view(1, x.shape[0] * x.shape[1], *x.shape[2:]),)
-        return x.split(1)
 
     def of_rows(self, statistics: Tensor) -> Tensor:
         """Values a statistic, repeated for all rows that share it."""
@@ -136,11 +128,9 @@ class Gathering:
 
 
 def _own_moments(x: Tensor, plan: NormPlan) -> Moments:
-    parts = [moments(sheet) for sheet in plan.sheets(x)]
-    n, mean, m2 = parts[0]
-    if len(parts) > 1:
-        mean, m2 = torch.cat([p.mean for p in parts]), torch.cat([p.m2 for p in parts])
+    found = moments(x, plan.per_sample)
     if plan.members == 1:
-        return Moments(n, mean, m2)
-    mean, m2 = (rows.view(-1, plan.members).t() for rows in (mean, m2))
+        return found
+    n = found.n
+    mean, m2 = (rows.view(-1, plan.members).t() for rows in (found.mean, found.m2))
     return merged(Moments(n.expand(plan.members, 1), mean, m2))

@@ -9,15 +9,18 @@ Source: Chan, Golub, LeVeque (1983), "Algorithms for computing the sample varian
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-# Elements of a block: several passes over one stay in a core's cache, and the calls that they
-# take cost little beside them (7 % of the time at 2 µs a call).
-BLOCK = 1 << 17
+from pydist._loader import native
+
+# Elements of a part that is summed up by itself: enough to keep a block of threads busy.
+PART = 1 << 14
+# More parts than a device can run at once only cost their merging.
+MOST_PARTS = 512
 
 
 class Moments(NamedTuple):
@@ -32,6 +35,35 @@ class Moments(NamedTuple):
     n: Tensor
     mean: Tensor
     m2: Tensor
+
+
+@dataclass(frozen=True)
+class Transform:
+    """y = act((x - mean) factor + offset), of every row.
+
+    Attributes:
+        values: mean, factor and offset, [3, R], in the dtype for statistics.
+        negative_slope: by which act takes negative values: 1 for none, 0 for ReLU.
+    """
+
+    values: Tensor
+    negative_slope: float = 1.0
+
+
+def row_values(mean: Tensor, factor: Tensor, shift: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The values of the transform (x - mean) factor + shift of tensors of a dtype.
+
+    Args:
+        mean: [R] in fp64. Far from zero, what it loses when rounded goes into the offset.
+        factor: [R] in fp64.
+        shift: [R] or `None`.
+        dtype: of x.
+    """
+    dtype = statistics_dtype(dtype)
+    offset = (mean.to(dtype) - mean) * factor
+    if shift is not None:
+        offset = offset + shift
+    return torch.stack([mean, factor, offset]).to(dtype)
 
 
 def unbiased(statistics: Moments) -> Tensor:
@@ -50,125 +82,79 @@ def merged(parts: Moments) -> Moments:
     return Moments(n, mean, (parts.m2 + between).sum(0))
 
 
-def moments(x: Tensor) -> Moments:
-    """The statistics of the rows of a dense x [N, R, ...], which may be empty.
+def moments(x: Tensor, per_sample: bool = False) -> Moments:
+    """The statistics of the rows of a dense x [N, C, ...], which may be empty.
 
-    x is read from memory once. The sums of a block are formed in fp32 (fp64 for fp64), those of
-    the blocks merged in fp64: where torch adds up a channels-last tensor channel by channel in
-    fp32, variances of a million values are off by 1e-3, here by 1e-8.
+    x is read from memory once. The sums of some thousand values are formed in fp32 (fp64 for
+    fp64), of deviations from a mean near by, and merged in fp64: where torch adds up a
+    channels-last tensor channel by channel in fp32, variances of a million values are off by 1e-3,
+    here by 1e-8.
+
+    Args:
+        x: the values.
+        per_sample: whether the rows are channels of each sample, [N C], or channels, [C].
     """
-    count = x.numel() // max(1, x.shape[1])
-    if not count:
-        nothing = x.new_zeros(x.shape[1], dtype=torch.float64)
-        return Moments(x.new_zeros(1, dtype=torch.float64), nothing, nothing)
-    workspace = _workspace(x)
-    bands = [_moments_of_band(band, workspace) for (band,) in _bands(x)]
-    if len(bands) == 1:
-        return bands[0]
-    return Moments(bands[0].n, torch.cat([b.mean for b in bands]), torch.cat([b.m2 for b in bands]))
+    sums = _sums(x, per_sample)
+    native.norm_moments(x, sums)
+    count = x.numel() // max(1, sums.shape[-1])
+    return Moments(sums.new_full((1,), count), sums[0, 0], sums[0, 1])
 
 
-def _moments_of_band(band: Tensor, workspace: Tensor) -> Moments:
-    rows = band.shape[1]
-    counts, means, m2s = [], [], []
-    for (block,) in row_blocks(band):
-        count = block.numel() // rows
-        mean = block.sum((0, 2), keepdim=True, dtype=workspace.dtype).div_(count)
-        centred = torch.sub(block, mean, out=_piece(workspace, block))
-        counts.append([count])
-        means.append(mean.view(-1))
-        m2s.append(centred.square_().sum((0, 2)))
-    n = torch.tensor(counts, dtype=torch.float64, device=band.device)
-    if len(counts) == 1:
-        return Moments(n[0], means[0].double(), m2s[0].double())
-    return merged(Moments(n, torch.stack(means).double(), torch.stack(m2s).double()))
+def apply(out: Tensor, x: Tensor, transform: Transform) -> None:
+    """Writes act((x - mean) factor + offset) into `out`; x is read once.
+
+    Args:
+        out: of the shape and strides of x.
+        x: dense, [N, C, ...], may be empty.
+        transform: of rows that are channels, or channels of each sample.
+    """
+    native.norm_apply(x, out, transform.values, transform.negative_slope)
 
 
-def gradient_sums(grad: Tensor, x: Tensor, mean: Tensor) -> Tensor:
-    """Σ dy and Σ dy (x - mean) of every row, [2, R] in fp64; x and dy are read once.
+def gradient_sums(grad: Tensor, x: Tensor, transform: Transform) -> Tensor:
+    """Σ g and Σ g (x - mean) of every row, [2, R] in fp64; x and dy are read once.
+
+    g is dy times the derivative of the activation. The mean is that of the transform, rounded.
 
     Args:
         grad: dL/dy, of the shape and strides of x.
-        x: dense, [N, R, ...], may be empty.
-        mean: [R], in the dtype in which the sums of a block are formed.
+        x: dense, [N, C, ...], may be empty.
+        transform: what y is.
     """
-    if not x.numel():
-        return x.new_zeros(2, x.shape[1], dtype=torch.float64)
-    workspace = _workspace(x)
-    totals = []
-    for x_band, grad_band, mean_band in _bands(x, grad, mean):
-        shift = mean_band.view(1, -1, 1)
-        sums = []
-        for block, grad_block in row_blocks(x_band, grad_band):
-            centred = torch.sub(block, shift, out=_piece(workspace, block))
-            product = centred.mul_(grad_block).sum((0, 2))
-            sums.append(torch.stack([grad_block.sum((0, 2), dtype=product.dtype), product]))
-        totals.append(torch.stack(sums).double().sum(0))
-    return torch.cat(totals, 1)
+    per_sample = transform.values.shape[1] != x.shape[1]
+    sums = _sums(x, per_sample)
+    native.norm_grad_sums(grad, x, transform.values, sums, transform.negative_slope)
+    return sums[0]
 
 
-def combine(out: Tensor, grad: Tensor, x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> None:
-    """Writes a dy + b x + c into `out`.
+def combine(
+    out: Tensor, grad: Tensor, x: Tensor, transform: Transform, coefficients: Tensor
+) -> None:
+    """Writes a g + b (x - mean) + d into `out`, with g and mean as of `gradient_sums`.
 
     Args:
         out: of the shape and strides of x.
         grad: dL/dy, of the shape and strides of x.
-        x: dense, [N, R, ...], may be empty.
-        a: [R], in the dtype in which it is computed, as are `b` and `c`.
-        b: [R].
-        c: [R].
+        x: dense, [N, C, ...], may be empty.
+        transform: what y is.
+        coefficients: a, b and d, [3, R], in the dtype of the transform.
     """
-    if out.dtype == a.dtype:
-        a, b, c = (per_channel(each, x) for each in (a, b, c))
-        torch.addcmul(c, x, b, out=out).addcmul_(grad, a)
-        return
-    if not x.numel():
-        return
-    workspace = _workspace(x)
-    for x_band, grad_band, out_band, *values in _bands(x, grad, out, a, b, c):
-        a, b, c = (each.view(1, -1, 1) for each in values)
-        for block, grad_block, target in row_blocks(x_band, grad_band, out_band):
-            part = torch.addcmul(c, block, b, out=_piece(workspace, block))
-            target.copy_(part.addcmul_(grad_block, a))
+    native.norm_grad_input(grad, x, out, transform.values, coefficients, transform.negative_slope)
+
+
+def _sums(x: Tensor, per_sample: bool) -> Tensor:
+    """Memory [parts, 2, R] for sums: as many parts as the kernels may work on side by side."""
+    samples, channels = x.shape[:2]
+    rows = samples * channels if per_sample else channels
+    # Rows are summed apart; where their values alternate in memory, all of a sample together.
+    apart = rows if x.is_contiguous() else rows // max(1, channels)
+    parts = min(MOST_PARTS, x.numel() // (PART * max(1, apart)))
+    return x.new_empty((max(1, parts), 2, rows), dtype=torch.float64)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     """In which dtype the statistics of values of a dtype are used."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def row_blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Pieces [B, R, L] of dense tensors of one shape [N, R, ...] and equal strides, as views."""
-    first = tensors[0]
-    if not first.numel():
-        return
-    samples, rows = first.shape[:2]
-    last = _channels_last(first.dim())
-    if first.permute(last).is_contiguous():
-        views = [t.permute(last).view(-1, rows, 1) for t in tensors]
-    else:
-        views = [t.view(samples, rows, -1) for t in tensors]
-    if first.numel() <= BLOCK:
-        yield tuple(views)
-        return
-    voxels = views[0].shape[2]
-    together = max(1, BLOCK // (rows * voxels))
-    for part in zip(*(v.split(together) for v in views), strict=True):
-        yield from zip(*(v.split(max(1, BLOCK // rows), 2) for v in part), strict=True)
-
-
-def _bands(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The tensors [N, R, ...] and values [R], by as many rows as a block takes whole.
-
-    Of a contiguous sample these are one piece of memory, which blocks of all its rows are not.
-    """
-    rows = x.shape[1]
-    if x.shape[0] == 1 and x.is_contiguous():
-        rows = max(1, BLOCK * rows // x.numel())
-    if rows >= x.shape[1]:
-        return iter([(x, *others)])
-    parts = (t.split(rows, 1 if t.dim() > 1 else 0) for t in (x, *others))
-    return zip(*parts, strict=True)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -190,12 +176,3 @@ def per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 def _channels_last(dims: int) -> tuple[int, ...]:
     return (0, *range(2, dims), 1)
-
-
-def _workspace(x: Tensor) -> Tensor:
-    size = min(x.numel(), max(BLOCK, x.shape[1]))
-    return x.new_empty(size, dtype=statistics_dtype(x.dtype))
-
-
-def _piece(workspace: Tensor, block: Tensor) -> Tensor:
-    return workspace[: block.numel()].view(block.shape)

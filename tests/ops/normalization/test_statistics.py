@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from equivalence import randn
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +13,14 @@ from torch import Tensor
 from pydist.ops.normalization import statistics
 from pydist.ops.normalization.statistics import (
     Moments,
+    Transform,
+    apply,
     combine,
     dense,
     gradient_sums,
     merged,
     moments,
+    row_values,
     strided_like,
 )
 
@@ -29,9 +33,9 @@ shapes = st.lists(st.integers(1, 6), min_size=2, max_size=5).map(tuple)
 
 
 @pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Blocks of 16 elements, so that small tensors have many."""
-    monkeypatch.setattr(statistics, "BLOCK", 16)
+def small_parts(monkeypatch):
+    """Parts of 16 elements, so that small tensors have many."""
+    monkeypatch.setattr(statistics, "PART", 16)
 
 
 def two_passes(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,28 +85,50 @@ def test_a_million_float32_values_keep_their_digits(memory_format, monkeypatch):
     torch.testing.assert_close(found.m2, m2, rtol=1e-7, atol=0)
 
 
+@pytest.mark.parametrize("per_sample", [False, True])
+@pytest.mark.parametrize("slope", [1.0, 0.0, 0.1])
 @pytest.mark.parametrize("change", FORMATS.values(), ids=FORMATS)
 @given(shape=shapes)
-def test_sums_and_combination_of_gradient_and_input(change, shape):
+def test_results_and_gradients_are_those_of_autograd(change, slope, per_sample, shape):
     x = dense(change(randn(*shape)))
     grad = strided_like(randn(*shape, seed=1), x)
-    mean, a, b, c = (randn(shape[1], seed=seed) for seed in (2, 3, 4, 5))
-    per_channel = [v.view(1, -1, *(1 for _ in shape[2:])) for v in (mean, a, b, c)]
-    over = [d for d in range(len(shape)) if d != 1]
-    expected = torch.stack([grad.sum(over), (grad * (x - per_channel[0])).sum(over)])
-    torch.testing.assert_close(gradient_sums(grad, x, mean), expected, rtol=1e-12, atol=1e-12)
-    expected = per_channel[1] * grad + per_channel[2] * x + per_channel[3]
+    rows = shape[0] * shape[1] if per_sample else shape[1]
+    leading = shape[:2] if per_sample else (1, shape[1])
+    transform = Transform(randn(3, rows, seed=2), slope)
+    coefficients = randn(3, rows, seed=3)
+    mean, factor, offset, a, b, d = (
+        v.view(*leading, *(1 for _ in shape[2:])) for v in (*transform.values, *coefficients)
+    )
+    linear = ((x - mean) * factor + offset).requires_grad_()
+    result = F.leaky_relu(linear, slope)
+    (g,) = torch.autograd.grad(result, linear, grad)
     found = torch.empty_like(x)
-    combine(found, grad, x, a, b, c)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    apply(found, x, transform)
+    torch.testing.assert_close(found, result, rtol=1e-12, atol=1e-12)
+    sums = torch.stack([g, g * (x - mean)]).unsqueeze(-1).flatten(3).sum(-1)
+    expected = sums.flatten(1) if per_sample else sums.sum(1)
+    torch.testing.assert_close(gradient_sums(grad, x, transform), expected, rtol=1e-12, atol=1e-12)
+    combine(found, grad, x, transform, coefficients)
+    torch.testing.assert_close(found, a * g + b * (x - mean) + d, rtol=1e-12, atol=1e-12)
 
 
+def test_a_transform_far_from_zero_loses_no_digits():
+    x = (randn(1, 2, 40, seed=1) + 1e4).float()
+    mean, factor = torch.full((2,), 1e4 + 1e-4, dtype=torch.float64), randn(2).abs() + 1
+    found = torch.empty_like(x)
+    apply(found, x, Transform(row_values(mean, factor, None, torch.float32)))
+    expected = (x.double() - mean.view(-1, 1)) * factor.view(-1, 1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(2, 3, 40), (1, 30, 4), (1, 3, 40)])
-def test_narrow_values_are_combined_in_float32_and_rounded_once(shape):
-    x, grad = (randn(*shape, seed=seed).bfloat16() for seed in (0, 1))
-    a, b, c = (randn(shape[1], seed=seed).float() for seed in (3, 4, 5))
-    a3, b3, c3 = (v.view(1, -1, 1) for v in (a, b, c))
-    expected = (c3 + b3 * x.float()) + a3 * grad.float()
+def test_narrow_values_are_combined_in_float32_and_rounded_once(shape, dtype):
+    x, grad = (randn(*shape, seed=seed).to(dtype) for seed in (0, 1))
+    transform = Transform(torch.zeros(3, shape[1]))
+    coefficients = randn(3, shape[1], seed=3).float()
+    a, b, d = (v.view(1, -1, 1) for v in coefficients)
+    expected = a * grad.float() + (b * x.float() + d)
     found = torch.empty_like(x)
-    combine(found, grad, x, a, b, c)
-    torch.testing.assert_close(found, expected.bfloat16(), rtol=0, atol=0)
+    combine(found, grad, x, transform, coefficients)
+    torch.testing.assert_close(found, expected.to(dtype), rtol=0, atol=0)

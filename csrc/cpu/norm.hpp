@@ -1,0 +1,16 @@
+// Norms on the CPU; see kernels/norm.hpp for what they compute.
+//
+// Results do not depend on the number of threads: sums are formed by parts of the positions, and
+// merged in their order.
+#pragma once
+
+#include "kernels/norm.hpp"
+
+namespace pydist::cpu {
+
+void norm_moments(const kernels::NormProblem& problem);     // reads x once; writes sums
+void norm_apply(const kernels::NormProblem& problem);       // reads x once; writes out
+void norm_grad_sums(const kernels::NormProblem& problem);   // reads x, grad once; writes sums
+void norm_grad_input(const kernels::NormProblem& problem);  // reads x, grad once; writes out
+
+}  // namespace pydist::cpu

@@ -1,0 +1,135 @@
+// Norms with an activation behind: the problem, and its arithmetic for scalars and vectors.
+//
+// A row is what has a mean and a scale of its own: a channel, or a channel of one sample.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/dtype.hpp"
+#include "core/index.hpp"
+#include "launch/host_device.hpp"
+
+namespace pydist::kernels {
+
+enum class Activation { kNone, kRelu, kLeakyRelu };
+
+inline constexpr int kActivations = 3;
+
+// The activation that takes negative values times `slope`.
+PYDIST_HD Activation activation_of(double slope) {
+  if (slope == 1) return Activation::kNone;
+  return slope == 0 ? Activation::kRelu : Activation::kLeakyRelu;
+}
+
+// What forward computes of an element before the activation. Backward finds the activation's sign
+// by the same expression, so that they agree wherever a result is 0 but for rounding.
+template <class V>
+PYDIST_HD V normalized(V centred, V factor, V offset) {
+  return centred * factor + offset;
+}
+
+// torch's rules: of ReLU, NaN stays NaN; what is not above 0 has no gradient, or the slope's.
+template <Activation kActivation, class V>
+PYDIST_HD V activated(V value, [[maybe_unused]] V slope) {
+  if constexpr (kActivation == Activation::kRelu) return value <= V{} ? V{} : value;
+  if constexpr (kActivation == Activation::kLeakyRelu) return value > V{} ? value : value * slope;
+  return value;
+}
+
+template <Activation kActivation, class V>
+PYDIST_HD V activation_gradient([[maybe_unused]] V value, V grad, [[maybe_unused]] V slope) {
+  if constexpr (kActivation == Activation::kRelu) return value <= V{} ? V{} : grad;
+  if constexpr (kActivation == Activation::kLeakyRelu) return value > V{} ? grad : grad * slope;
+  return grad;
+}
+
+// A dense array [samples, channels, positions], or [samples, positions, channels] in memory.
+struct NormShape {
+  index_t samples, channels, positions;
+  bool channels_last;
+  bool per_sample;  // rows are channels of one sample, in C order; else channels
+
+  PYDIST_HD index_t rows() const { return per_sample ? samples * channels : channels; }
+  PYDIST_HD index_t row(index_t sample, index_t channel) const {
+    return per_sample ? sample * channels + channel : channel;
+  }
+  PYDIST_HD index_t elements() const { return samples * channels * positions; }
+  // Values of a row at `count` positions.
+  PYDIST_HD index_t values(index_t count) const { return per_sample ? count : samples * count; }
+
+  // Strides in memory, in elements.
+  PYDIST_HD index_t channel_stride() const { return channels_last ? 1 : positions; }
+  PYDIST_HD index_t position_stride() const { return channels_last ? channels : 1; }
+  PYDIST_HD index_t offset(index_t sample, index_t channel, index_t position) const {
+    return sample * channels * positions + channel * channel_stride() +
+           position * position_stride();
+  }
+};
+
+// Arrays of a norm; which ones a kernel takes is said there. T is what sums are formed in: float,
+// and double for double. With c = x - mean:
+//   moments:    sums = mean and the sum of (x - mean)^2 of each row; without `mean`
+//   apply:      out = activation(c factor + offset)
+//   grad_sums:  sums = sum of g and sum of g c, where g = grad times the activation's gradient
+//   grad_input: out = a g + (b c + d)
+struct NormProblem {
+  DType dtype;  // of x, grad and out
+  NormShape shape;
+  double slope;  // of the activation, see activation_of
+  const void *x, *grad;
+  void* out;
+  const void* values;        // T[3][rows]: mean, factor, offset
+  const void* coefficients;  // T[3][rows]: a, b, d
+  // [parts][2][rows]: sums of the parts of the positions; then those of all, in place of the first.
+  double* sums;
+  index_t parts;
+
+  PYDIST_HD index_t part_begin(index_t part) const { return part * shape.positions / parts; }
+};
+
+// Mean and sum of squared deviations of `count` values.
+//
+// Source: Chan, Golub, LeVeque (1983), "Algorithms for computing the sample variance".
+struct RowMoments {
+  double count, mean, m2;
+
+  PYDIST_HD void merge(const RowMoments& other) {
+    const double total = count + other.count;
+    if (total == 0) return;
+    const double share = other.count / total, distance = other.mean - mean;
+    mean += distance * share;
+    m2 += other.m2 + distance * distance * count * share;
+    count = total;
+  }
+};
+
+// Moments from sums of d and d^2, where d = value - shift. The closer the shift to the mean, the
+// less of the second one cancels.
+PYDIST_HD RowMoments shifted_moments(double count, double shift, double sum, double squares) {
+  const double mean = sum / count, m2 = squares - sum * mean;
+  return {count, shift + mean, m2 < 0 ? 0 : m2};  // NaN stays
+}
+
+// The sums of all parts of a row, in their order. Device threads and CPU tasks do this alike.
+template <bool kMoments>
+PYDIST_HD void merge_parts(const NormProblem& problem, index_t row) {
+  const index_t rows = problem.shape.rows();
+  RowMoments all{0, 0, 0};
+  double first = 0, second = 0;
+  PYDIST_ROLLED
+  for (index_t part = 0; part < problem.parts; ++part) {
+    const double* const sums = problem.sums + 2 * part * rows + row;
+    if constexpr (kMoments) {
+      const index_t positions = problem.part_begin(part + 1) - problem.part_begin(part);
+      all.merge({static_cast<double>(problem.shape.values(positions)), sums[0], sums[rows]});
+    } else {
+      first += sums[0];
+      second += sums[rows];
+    }
+  }
+  problem.sums[row] = kMoments ? all.mean : first;
+  problem.sums[rows + row] = kMoments ? all.m2 : second;
+}
+
+}  // namespace pydist::kernels

@@ -1,0 +1,263 @@
+// Norms on a device: the bodies that cuda.cuh and emulate.hpp run.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "kernels/half.hpp"
+#include "kernels/norm.hpp"
+#include "launch/decomposition.hpp"
+#include "launch/run_body.hpp"
+
+namespace pydist::kernels {
+
+// Moments of x, or sums of the gradient, of one part of the positions for some rows a block.
+//
+// Threads take every n-th position of the block's channels and sum up in T; what they have is
+// merged in double, half of them into the other half at a time.
+//
+// Traffic: reads x (and grad) once, 16 bytes a part and row written. Channels-last, neighbouring
+//   lanes read neighbouring channels, else neighbouring positions.
+// Proof: tests/native/test_kernels_norm.cpp emulates it against plain loops, in three thread
+//   orders; the CPU's loops (csrc/cpu/norm.cpp) are others.
+template <bool kMoments, Activation kActivation, class Storage>
+struct NormSumsBody {
+  using T = accumulator_t<Storage>;
+  static constexpr int kThreads = 256;
+  struct Shared {
+    RowMoments parts[kThreads];
+  };
+  struct Thread {
+    RowMoments own;  // of grad_sums: the two sums in the place of mean and m2
+    int width;       // threads that still have something
+  };
+  NormProblem problem;
+  int lanes;  // adjacent channels of a block
+
+  static NormSumsBody make(const NormProblem& problem) {
+    NormSumsBody body{problem, 1};
+    const index_t channels = problem.shape.channels_last ? problem.shape.channels : 1;
+    while (body.lanes < launch::kWarp && body.lanes < channels) body.lanes *= 2;
+    return body;
+  }
+
+  PYDIST_HD index_t channel_blocks() const { return ceil_div(problem.shape.channels, lanes); }
+  PYDIST_HD index_t blocks() const {
+    return (problem.shape.per_sample ? problem.shape.samples : 1) * channel_blocks() *
+           problem.parts;
+  }
+  PYDIST_HD index_t steps(index_t) const {
+    index_t steps = 0;
+    for (int width = kThreads; width > lanes; width /= 2) ++steps;
+    return steps;
+  }
+
+  // Which part of which channel, from which sample on.
+  struct Place {
+    index_t part, channel, sample;
+  };
+  PYDIST_HD Place place(index_t block, int thread) const {
+    const index_t group = block / problem.parts;
+    return {block % problem.parts, group % channel_blocks() * lanes + thread % lanes,
+            group / channel_blocks()};
+  }
+
+  PYDIST_HD void begin(index_t block, int thread, Thread& state) const {
+    const Place at = place(block, thread);
+    state = {{0, 0, 0}, kThreads};
+    if (at.channel >= problem.shape.channels) return;
+    const index_t begin = problem.part_begin(at.part) + thread / lanes;
+    const index_t end = problem.part_begin(at.part + 1);
+    const index_t samples = problem.shape.per_sample ? at.sample + 1 : problem.shape.samples;
+    if constexpr (kMoments) {
+      state.own = moments(at, samples, begin, end);
+    } else {
+      state.own = sums(at, samples, begin, end);
+    }
+  }
+
+  PYDIST_HD void load(index_t, index_t, int thread, Thread& state, Shared& shared) const {
+    state.width /= 2;
+    shared.parts[thread] = state.own;
+  }
+
+  PYDIST_HD void compute(int thread, const Shared& shared, Thread& state) const {
+    if (thread >= state.width) return;
+    const RowMoments& other = shared.parts[thread + state.width];
+    if constexpr (kMoments) {
+      state.own.merge(other);
+    } else {
+      state.own.mean += other.mean;
+      state.own.m2 += other.m2;
+    }
+  }
+
+  PYDIST_HD void end(index_t block, int thread, const Thread& state) const {
+    const Place at = place(block, thread);
+    if (thread >= lanes || at.channel >= problem.shape.channels) return;
+    const index_t rows = problem.shape.rows();
+    double* const sums =
+        problem.sums + 2 * at.part * rows + problem.shape.row(at.sample, at.channel);
+    sums[0] = state.own.mean;
+    sums[rows] = state.own.m2;
+  }
+
+ private:
+  // Shifted by the thread's first value: how far that is from the mean counts in the result, so
+  // what cancels is no larger than that times the thread's values.
+  PYDIST_HD RowMoments moments(const Place& at, index_t samples, index_t begin, index_t end) const {
+    if (begin >= end || at.sample >= samples) return {0, 0, 0};
+    const auto* const x = static_cast<const Storage*>(problem.x);
+    const index_t step = problem.shape.position_stride();
+    const T shift = load_as(x[problem.shape.offset(at.sample, at.channel, begin)]);
+    T sum{}, squares{};
+    for (index_t sample = at.sample; sample < samples; ++sample) {
+      const Storage* const line = x + problem.shape.offset(sample, at.channel, 0);
+      for (index_t p = begin; p < end; p += kThreads / lanes) {
+        const T centred = load_as(line[p * step]) - shift;
+        sum += centred;
+        squares += centred * centred;
+      }
+    }
+    const index_t count = (samples - at.sample) * ceil_div(end - begin, kThreads / lanes);
+    return shifted_moments(static_cast<double>(count), static_cast<double>(shift),
+                           static_cast<double>(sum), static_cast<double>(squares));
+  }
+
+  PYDIST_HD RowMoments sums(const Place& at, index_t samples, index_t begin, index_t end) const {
+    const index_t step = problem.shape.position_stride(), rows = problem.shape.rows();
+    const index_t row = problem.shape.row(at.sample, at.channel);
+    const T* const values = static_cast<const T*>(problem.values) + row;
+    const T mean = values[0], factor = values[rows], offset = values[2 * rows];
+    const T slope = static_cast<T>(problem.slope);
+    T sum{}, products{};
+    for (index_t sample = at.sample; sample < samples; ++sample) {
+      const index_t line = problem.shape.offset(sample, at.channel, 0);
+      for (index_t p = begin; p < end; p += kThreads / lanes) {
+        const index_t element = line + p * step;
+        const T centred = load_as(static_cast<const Storage*>(problem.x)[element]) - mean;
+        const T grad = activation_gradient<kActivation>(
+            normalized(centred, factor, offset),
+            load_as(static_cast<const Storage*>(problem.grad)[element]), slope);
+        sum += grad;
+        products += grad * centred;
+      }
+    }
+    return {0, static_cast<double>(sum), static_cast<double>(products)};
+  }
+};
+
+// The sums of all parts: one thread a row.
+template <bool kMoments>
+struct NormMergeBody {
+  NormProblem problem;
+
+  PYDIST_HD index_t rows() const { return ceil_div(problem.shape.rows(), kRowsAtOnce); }
+  PYDIST_HD index_t row(index_t r) const { return r * kRowsAtOnce; }
+
+  template <class Loop>
+  PYDIST_HD void each(index_t first, const Loop& loop) const {
+    const index_t left = problem.shape.rows() - first;
+    loop(left < kRowsAtOnce ? left : index_t{kRowsAtOnce},
+         [this, first](index_t j) { merge_parts<kMoments>(problem, first + j); });
+  }
+
+  static constexpr int kRowsAtOnce = launch::kWarp;
+};
+
+// What is written: activations, or dL/dx.
+//
+// Traffic: reads x (and grad) once, writes out once. Runs are pieces of a channel, whose values
+// stay
+//   in registers, or the channels of one position.
+// Proof: as of NormSumsBody.
+template <bool kForward, bool kChannelsLast, Activation kActivation, class Storage>
+struct NormWriteBody {
+  using T = accumulator_t<Storage>;
+  NormProblem problem;
+  index_t pieces;  // of a channel's positions
+
+  static NormWriteBody make(const NormProblem& problem) {
+    return {problem, std::max<index_t>(ceil_div(problem.shape.positions, kPiece), 1)};
+  }
+
+  struct Run {
+    index_t row, begin, end;  // elements
+  };
+
+  PYDIST_HD index_t run_length() const {
+    return kChannelsLast ? problem.shape.channels : ceil_div(problem.shape.positions, pieces);
+  }
+  PYDIST_HD index_t rows() const {
+    return problem.shape.samples *
+           (kChannelsLast ? problem.shape.positions : problem.shape.channels * pieces);
+  }
+  PYDIST_HD Run row(index_t r) const {
+    const index_t channels = problem.shape.channels, positions = problem.shape.positions;
+    if constexpr (kChannelsLast) {
+      return {problem.shape.row(r / positions, 0), r * channels, (r + 1) * channels};
+    } else {
+      const index_t line = r / pieces, piece = r % pieces, start = line * positions;
+      return {problem.shape.per_sample ? line : line % channels, start + piece * positions / pieces,
+              start + (piece + 1) * positions / pieces};
+    }
+  }
+
+  template <class Loop>
+  PYDIST_HD void each(const Run& run, const Loop& loop) const {
+    if constexpr (kChannelsLast) {
+      loop(run.end - run.begin,
+           [this, run](index_t j) { write(run.begin + j, values_of(run.row + j)); });
+    } else {
+      const Values values = values_of(run.row);
+      loop(run.end - run.begin, [this, run, values](index_t j) { write(run.begin + j, values); });
+    }
+  }
+
+ private:
+  static constexpr index_t kPiece = 2048;
+
+  struct Values {
+    T mean, factor, offset, a, b, d;
+  };
+  PYDIST_HD Values values_of(index_t row) const {
+    const index_t rows = problem.shape.rows();
+    const T* const values = static_cast<const T*>(problem.values) + row;
+    if constexpr (kForward) {
+      return {values[0], values[rows], values[2 * rows], T{}, T{}, T{}};
+    } else {
+      const T* const more = static_cast<const T*>(problem.coefficients) + row;
+      return {values[0], values[rows], values[2 * rows], more[0], more[rows], more[2 * rows]};
+    }
+  }
+
+  PYDIST_HD void write(index_t element, const Values& values) const {
+    const T centred = load_as(static_cast<const Storage*>(problem.x)[element]) - values.mean;
+    const T value = normalized(centred, values.factor, values.offset);
+    const T slope = static_cast<T>(problem.slope);
+    T result;
+    if constexpr (kForward) {
+      result = activated<kActivation>(value, slope);
+    } else {
+      const T grad = load_as(static_cast<const Storage*>(problem.grad)[element]);
+      result = values.a * activation_gradient<kActivation>(value, grad, slope) +
+               (values.b * centred + values.d);
+    }
+    static_cast<Storage*>(problem.out)[element] = store_as<Storage>(result);
+  }
+};
+
+// Calls f(std::integral_constant<Activation, a>) with the activation of a slope.
+template <class F>
+void dispatch_activation(double slope, const F& f) {
+  switch (activation_of(slope)) {
+    case Activation::kNone:
+      return f(std::integral_constant<Activation, Activation::kNone>{});
+    case Activation::kRelu:
+      return f(std::integral_constant<Activation, Activation::kRelu>{});
+    case Activation::kLeakyRelu:
+      return f(std::integral_constant<Activation, Activation::kLeakyRelu>{});
+  }
+}
+
+}  // namespace pydist::kernels

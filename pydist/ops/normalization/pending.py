@@ -1,0 +1,97 @@
+"""Results of norms that are written when somebody asks for them: by then a ReLU may be behind.
+
+Where that is an in-place ReLU, leaky or not, one pass over memory makes both, and one node of the
+graph stands for both: backward finds the ReLU's sign from the norm's input, which it reads anyway.
+Only in place: otherwise the norm's own result must be there as well.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+import torch
+from torch import Tensor
+
+from pydist.errors import UsageError
+from pydist.layout import Layout
+from pydist.ops.normalization.norm import Normalization
+from pydist.tensor import ShardedTensor, wrap
+
+
+class PendingNorm:
+    """The result of a norm that is still to be written.
+
+    Args:
+        norm: what it is.
+        out: where it goes.
+    """
+
+    def __init__(self, norm: Normalization, out: Tensor) -> None:
+        self._norm: Normalization | None = norm
+        self._out = out
+        self._version = norm.x._version
+
+    def complete(self) -> None:
+        """Writes the result without a ReLU; does nothing when that has been done."""
+        if self._norm is not None:
+            self._take().write(self._out)
+
+    def rectified(self, shard: Tensor, negative_slope: float) -> Tensor | None:
+        """The result behind a ReLU in place, written in the same pass.
+
+        Args:
+            shard: the result without, in the graph.
+            negative_slope: in [0, 1).
+
+        Returns:
+            the shard that takes its place; `None` if it is too late for that.
+        """
+        # Without a graph to be made, the shard's own would be lost.
+        if self._norm is None or (shard.requires_grad and not torch.is_grad_enabled()):
+            return None
+        return self._take().result(self._out, negative_slope)
+
+    def _take(self) -> Normalization:
+        norm, self._norm = self._norm, None
+        assert norm is not None
+        if norm.x._version != self._version:
+            with torch.no_grad():
+                self._out.fill_(math.nan)  # should somebody go on in spite of the error
+            raise UsageError(
+                "the input of a norm was changed in place, through another tensor that shares its "
+                "memory, before the norm's result was used; change a clone() of it"
+            )
+        return norm
+
+
+class _Before:
+    """Completes a pending norm before somebody else may change its input."""
+
+    def __init__(self, norm: PendingNorm) -> None:
+        self._norm = weakref.ref(norm)
+
+    def complete(self) -> None:
+        norm = self._norm()
+        if norm is not None:
+            norm.complete()
+
+    def rectified(self, shard: Tensor, negative_slope: float) -> Tensor | None:
+        return None
+
+
+def normalized(norm: Normalization, layout: Layout, input: ShardedTensor) -> ShardedTensor:
+    """The result of a norm of `input`, written when it is asked for, or the input is.
+
+    Args:
+        norm: of the shard of `input`, or of a copy of that.
+        layout: of the result.
+        input: what was asked to be normalised.
+    """
+    if norm.x.is_inference():  # these don't say whether they were changed
+        return wrap(norm.result(), layout, input)
+    out = torch.empty_like(norm.x)
+    result = wrap(norm.node(out), layout, input)
+    pending = PendingNorm(norm, out)
+    result._pending, input._pending = pending, _Before(pending)
+    return result

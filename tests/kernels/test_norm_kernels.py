@@ -1,0 +1,75 @@
+"""Norms natively: threads change no bit, and what can't be is refused in one line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pydist import _native as native
+
+FORMATS = [torch.contiguous_format, torch.channels_last_3d]
+
+
+def passes(x, grad, parts):
+    """The results of all four kernels."""
+    rows = x.shape[1]
+    values = torch.linspace(0.5, 2, 3 * rows).view(3, rows)
+    sums = [torch.empty(parts, 2, rows, dtype=torch.float64) for _ in range(2)]
+    out, grad_in = torch.empty_like(x), torch.empty_like(x)
+    native.norm_moments(x, sums[0])
+    native.norm_apply(x, out, values, 0.1)
+    native.norm_grad_sums(grad, x, values, sums[1], 0.1)
+    native.norm_grad_input(grad, x, grad_in, values, values, 0.1)
+    return [sums[0][0], sums[1][0], out, grad_in]
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_threads_change_no_bit(memory_format):
+    torch.manual_seed(0)
+    x, grad = (torch.randn(2, 6, 41, 40, 39).to(memory_format=memory_format) for _ in range(2))
+    before = native.get_num_threads()
+    try:
+        native.set_num_threads(1)
+        expected = passes(x, grad, parts=7)
+        native.set_num_threads(3)
+        found = passes(x, grad, parts=7)
+    finally:
+        native.set_num_threads(before)
+    for one, three in zip(expected, found, strict=True):
+        assert torch.equal(one, three)
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+def test_the_result_may_take_the_inputs_place(memory_format):
+    x = torch.randn(2, 5, 7, 6, 5).to(memory_format=memory_format)
+    values, out = torch.randn(3, 5), torch.empty_like(x)
+    native.norm_apply(x, out, values, 0.0)
+    native.norm_apply(x, x, values, 0.0)
+    assert torch.equal(x, out)
+
+
+X = torch.zeros(2, 3, 4)
+VALUES, SUMS = torch.zeros(3, 3), torch.zeros(1, 2, 3, dtype=torch.float64)
+REFUSED = {
+    "integers": (lambda: native.norm_moments(X.int(), SUMS), "possible are float16"),
+    "no channels": (lambda: native.norm_moments(X[0, 0], SUMS), "needs samples and channels"),
+    "other rows": (lambda: native.norm_moments(X, SUMS[..., :2].clone()), "each channel"),
+    "sums in float32": (lambda: native.norm_moments(X, SUMS.float()), "float64 (parts, 2, rows)"),
+    "gaps": (lambda: native.norm_moments(X[..., ::2], SUMS), "must be dense"),
+    "values in float64": (lambda: native.norm_apply(X, X, VALUES.double(), 1.0), "float32 (3, "),
+    "two values": (lambda: native.norm_apply(X, X, VALUES[:2], 1.0), "float32 (3, "),
+    "another order": (
+        lambda: native.norm_apply(X, X.transpose(1, 2).contiguous().transpose(1, 2), VALUES, 1.0),
+        "same order in memory",
+    ),
+    "another shape": (
+        lambda: native.norm_grad_sums(X[:1], X, VALUES, SUMS, 1.0), "must have one shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "words"), REFUSED.values(), ids=REFUSED)
+def test_misfits_are_refused(call, words):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the words are looked for below
+        call()
+    assert words in str(caught.value)

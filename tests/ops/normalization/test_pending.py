@@ -1,0 +1,283 @@
+"""ReLUs in place, fused with the norm before them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import check_function, on_ranks, randn, shard
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pydist import layout_for_sample, parallelize
+from pydist.errors import UsageError
+from pydist.ops.normalization import norm, norm_common
+
+SPLIT = [[0, 2, 5], [0, 1, 4], None]
+EMPTY = [[0, 2, 5], None, [0, 0, 3]]
+SLOPES = [0.0, 0.3]
+FORMATS = [torch.contiguous_format, torch.channels_last_3d]
+NORMS = {
+    "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+    "instance": lambda x, w, b: F.instance_norm(x, None, None, w, b),
+    "group": lambda x, w, b: F.group_norm(x, 2, w, b),
+}
+
+
+def rectified(y, slope):
+    return F.relu(y, inplace=True) if slope == 0 else F.leaky_relu(y, slope, inplace=True)
+
+
+@pytest.fixture
+def slopes(monkeypatch):
+    """The negative slopes with which norms were written: 1 without a ReLU."""
+    found = []
+
+    def recording(out, x, transform):
+        found.append(transform.negative_slope)
+        norm_apply(out, x, transform)
+
+    norm_apply = norm.apply
+    monkeypatch.setattr(norm, "apply", recording)
+    return found
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("slope", SLOPES)
+@pytest.mark.parametrize("points", [SPLIT, EMPTY], ids=["split", "some empty"])
+@pytest.mark.parametrize("function", NORMS.values(), ids=NORMS)
+def test_split_equals_whole_to_second_order(function, points, slope, memory_format, slopes):
+    check_function(
+        lambda x, w, b: rectified(function(x, w, b), slope),
+        randn(2, 4, 5, 4, 3).to(memory_format=memory_format) + 10,
+        [randn(4, seed=1), randn(4, seed=2)],
+        points,
+        second_order=True,
+    )
+    assert set(slopes) == {slope}
+
+
+@pytest.fixture
+def large(monkeypatch):
+    """Small tensors as large ones, for which torch's kernels are left."""
+    monkeypatch.setattr(norm_common, "_WORTH_A_PASS", 0)
+
+
+@pytest.mark.parametrize("slope", SLOPES)
+@pytest.mark.parametrize("function", [NORMS["batch"], NORMS["instance"]])
+def test_on_one_rank_to_second_order(function, slope, slopes, large):
+    check_function(
+        lambda x, w, b: rectified(function(x, w, b), slope),
+        randn(2, 4, 5, 4, 3),
+        [randn(4, seed=1), randn(4, seed=2)],
+        [None] * 3,
+        second_order=True,
+    )
+    assert set(slopes) == {slope}
+
+
+@pytest.mark.parametrize("memory_format", FORMATS)
+@pytest.mark.parametrize("kind", [nn.BatchNorm3d, nn.InstanceNorm3d])
+def test_evaluation(kind, memory_format, slopes, large):
+    x = (randn(2, 3, 6, 4, 4) + 5).to(memory_format=memory_format)
+    model = nn.Sequential(kind(3, affine=True, track_running_stats=True), nn.ReLU(inplace=True))
+    model.double()(x)
+    with torch.no_grad():
+        model[0].weight.copy_(randn(3, seed=1))
+        expected = model.eval()(x.clone())
+
+    def rank(mesh):
+        net, part = (
+            parallelize(copy.deepcopy(model), mesh),
+            shard(x, layout_for_sample(mesh, x.shape)),
+        )
+        with torch.no_grad():
+            y = net(part).full_tensor()
+        assert 0.0 in slopes
+        return y, net(part).full_tensor().detach()
+
+    for without_graph, with_graph in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(without_graph, expected)
+        torch.testing.assert_close(with_graph, expected)
+
+
+def test_evaluation_refuses_statistics_of_other_channels(large):
+    mean, var = torch.ones(2, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+    with pytest.raises(UsageError, match="norm of 3 channels got a running mean of shape"):
+        ranks_see(torch.no_grad()(lambda part: F.batch_norm(part, mean, var)), randn(2, 3, 6, 4, 4))
+
+
+@pytest.mark.parametrize("out_of_place", [F.relu, F.leaky_relu, torch.relu])
+def test_out_of_place_both_results_are_there(out_of_place, slopes):
+    def both(x, w):
+        y = F.batch_norm(x, None, None, w, training=True)
+        return out_of_place(y) + y * y
+
+    check_function(both, randn(2, 3, 5, 4, 3), [randn(3, seed=1)], SPLIT)
+    assert set(slopes) == {1.0}
+
+
+def ranks_see(function, x):
+    """What `function(part)` returns on one of two ranks."""
+    return on_ranks((2, 1, 1), lambda mesh: function(shard(x, layout_for_sample(mesh, x.shape))))[0]
+
+
+def normed(x):
+    return F.batch_norm(x, None, None, training=True)
+
+
+def test_who_looks_in_between_sees_the_linear_result(slopes):
+    x = randn(2, 3, 6, 4, 4)
+
+    def look(part):
+        y = normed(part)
+        linear = y.full_tensor().detach().clone()
+        return linear, F.relu_(y).full_tensor().detach()
+
+    linear, y = ranks_see(look, x)
+    torch.testing.assert_close(linear, normed(x))
+    torch.testing.assert_close(y, normed(x).relu())
+    assert set(slopes) == {1.0}
+
+
+def test_a_hook_on_the_norm_gets_the_gradient_behind_the_relu():
+    """The norm's own gradient, not that of the two together."""
+    x, grad = randn(2, 3, 6, 4, 4), randn(2, 3, 6, 4, 4, seed=1)
+
+    def hooked(x, grad, whole):
+        seen = []
+        y = normed(x.requires_grad_())
+        y.register_hook(lambda g: seen.append(whole(g)))
+        F.relu_(y).backward(grad)
+        return seen[0]
+
+    def rank(mesh):
+        parts = (shard(t, layout_for_sample(mesh, t.shape)) for t in (x, grad))
+        return hooked(*parts, lambda g: g.full_tensor())
+
+    expected = hooked(x.clone(), grad, lambda g: g)
+    torch.testing.assert_close(on_ranks((2, 1, 1), rank)[0], expected)
+
+
+def test_input_that_changes_before_the_result_is_used():
+    x = randn(2, 3, 6, 4, 4)
+
+    @torch.no_grad()
+    def change(part):
+        part = part * 1.0
+        y = normed(part)
+        part.add_(5.0)
+        return F.relu_(y).full_tensor(), part.full_tensor()
+
+    y, changed = ranks_see(change, x)
+    torch.testing.assert_close(y, normed(x).relu())
+    torch.testing.assert_close(changed, x + 5)
+
+
+def test_input_that_changes_through_another_tensor_is_refused():
+    @torch.no_grad()
+    def change(part):
+        y = normed(part)
+        part._shard.add_(5.0)
+        with pytest.raises(UsageError, match="changed in place, through another tensor"):
+            F.relu_(y)
+        return y.to_local()
+
+    assert ranks_see(change, randn(2, 3, 6, 4, 4)).isnan().all()
+
+
+def test_a_relu_without_graph_keeps_the_norms(slopes):
+    """As torch has it: the values change, the gradient is that of the norm alone."""
+    x, grad = randn(2, 3, 6, 4, 4), randn(2, 3, 6, 4, 4, seed=1)
+
+    def gradient(x, grad):
+        y = normed(x.requires_grad_())
+        with torch.no_grad():
+            F.relu_(y)
+        y.backward(grad)
+        return x.grad
+
+    def rank(mesh):
+        parts = (shard(t, layout_for_sample(mesh, t.shape)) for t in (x, grad))
+        return gradient(*parts).full_tensor()
+
+    expected = gradient(x.clone(), grad)
+    torch.testing.assert_close(on_ranks((2, 1, 1), rank)[0], expected)
+    assert 0.0 not in slopes
+
+
+def test_one_node_of_the_graph_stands_for_both():
+    def nodes(part):
+        y = F.relu_(normed(part.requires_grad_()))
+        return y.to_local().grad_fn.name(), y.to_local().grad_fn.next_functions[0][0].name()
+
+    first, second = ranks_see(nodes, randn(2, 3, 6, 4, 4))
+    assert "Normalize" in first
+    assert "AccumulateGrad" in second
+
+
+def test_where_values_differ_by_rounding_only_both_passes_agree_on_the_sign():
+    """A constant channel is normalised to what rounding leaves of 0."""
+    x = torch.full((1, 2, 6, 8, 8), 0.1) + torch.tensor([0.0, 1e-7]).view(1, 2, 1, 1, 1)
+    x[0, 1, 0, 0, 0] = 0.2
+
+    def gradient(part):
+        part.requires_grad_()
+        bias = torch.zeros(2, requires_grad=True)
+        y = F.relu_(F.batch_norm(part, None, None, None, bias, training=True))
+        y.to_local().sum().backward()
+        return (y.to_local() > 0).sum((0, 2, 3, 4)).float(), bias.grad
+
+    def rank(mesh):
+        positive, grad = gradient(shard(x, layout_for_sample(mesh, x.shape)))
+        mesh.group(("depth",)).all_reduce(positive)
+        return positive, grad
+
+    for positive, grad in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(grad, positive)
+
+
+def test_under_checkpointing():
+    x = randn(2, 3, 8, 6, 6)
+    model = nn.Sequential(
+        nn.Conv3d(3, 4, 3, bias=False), nn.BatchNorm3d(4), nn.ReLU(inplace=True),
+        nn.Conv3d(4, 2, 3, bias=False), nn.InstanceNorm3d(2, affine=True),
+        nn.LeakyReLU(0.1, inplace=True),
+    ).double()  # fmt: skip
+
+    def gradients(net, x):
+        y = checkpoint(net, x, use_reentrant=False) * 1.0
+        y.square().sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    expected = gradients(copy.deepcopy(model), x)
+
+    def rank(mesh):
+        net = parallelize(copy.deepcopy(model), mesh)
+        return gradients(net, shard(x, layout_for_sample(mesh, x.shape)))
+
+    for found in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_types_are_rounded_once(dtype):
+    x = randn(2, 3, 8, 8, 8).to(dtype)
+    expected = F.relu(normed(x.double()))
+    found = ranks_see(lambda part: F.relu_(normed(part)).full_tensor().detach(), x)
+    assert found.dtype == dtype
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error <= torch.finfo(dtype).eps
+
+
+def test_inference_tensors_are_written_at_once(slopes):
+    x = randn(2, 3, 6, 4, 4)
+
+    @torch.inference_mode()
+    def rectify(part):
+        return F.relu_(normed(part * 1.0)).full_tensor()
+
+    torch.testing.assert_close(ranks_see(rectify, x), normed(x).relu())
+    assert set(slopes) == {1.0}
