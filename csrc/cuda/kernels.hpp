@@ -6,6 +6,7 @@
 
 #include "core/view.hpp"
 #include "cuda/device.hpp"
+#include "kernels/conv_mma.hpp"
 #include "kernels/conv_problem.hpp"
 #include "kernels/pool.hpp"
 #include "kernels/pool_max.hpp"
@@ -23,6 +24,14 @@ void unpack_add(const TensorView& buffer, const kernels::Regions& regions, const
 void boundary_conv_forward(const kernels::ConvProblem& problem, const Queue& queue);
 void boundary_conv_dgrad(const kernels::ConvProblem& problem, const Queue& queue);
 void boundary_conv_wgrad(const kernels::ConvProblem& problem, const Queue& queue);
+
+// On tensor cores. `partial`: as many floats as the body says (kernels/conv_mma.hpp).
+void boundary_conv_forward_mma(const kernels::ConvProblem& problem, kernels::ConvMath math,
+                               float* partial, const Queue& queue);
+void boundary_conv_dgrad_mma(const kernels::ConvProblem& problem, kernels::ConvMath math,
+                             float* partial, const Queue& queue);
+void boundary_conv_wgrad_mma(const kernels::ConvProblem& problem, kernels::ConvMath math,
+                             float* partial, const Queue& queue);
 
 void pool_sum_forward(const kernels::PoolProblem& problem, const Queue& queue);
 void pool_sum_backward(const kernels::PoolProblem& problem, const Queue& queue);
