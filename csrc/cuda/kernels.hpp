@@ -3,11 +3,11 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "core/view.hpp"
 #include "cuda/device.hpp"
-#include "kernels/conv_mma.hpp"
-#include "kernels/conv_problem.hpp"
+#include "kernels/conv_mma_choice.hpp"
 #include "kernels/pool.hpp"
 #include "kernels/pool_max.hpp"
 #include "kernels/regions.hpp"
@@ -21,17 +21,14 @@ void unpack(const TensorView& buffer, const kernels::Regions& regions, const Ten
 void unpack_add(const TensorView& buffer, const kernels::Regions& regions, const TensorView& dst,
                 const Queue& queue);
 
-void boundary_conv_forward(const kernels::ConvProblem& problem, const Queue& queue);
-void boundary_conv_dgrad(const kernels::ConvProblem& problem, const Queue& queue);
-void boundary_conv_wgrad(const kernels::ConvProblem& problem, const Queue& queue);
-
-// On tensor cores. `partial`: as many floats as the body says (kernels/conv_mma.hpp).
-void boundary_conv_forward_mma(const kernels::ConvProblem& problem, kernels::ConvMath math,
-                               float* partial, const Queue& queue);
-void boundary_conv_dgrad_mma(const kernels::ConvProblem& problem, kernels::ConvMath math,
-                             float* partial, const Queue& queue);
-void boundary_conv_wgrad_mma(const kernels::ConvProblem& problem, kernels::ConvMath math,
-                             float* partial, const Queue& queue);
+// On tensor cores if it is said how, and then the problem must not be one that they refuse.
+using MmaCall = std::optional<kernels::MmaCall>;
+void boundary_conv_forward(const kernels::ConvProblem& problem, const MmaCall& mma,
+                           const Queue& queue);
+void boundary_conv_dgrad(const kernels::ConvProblem& problem, const MmaCall& mma,
+                         const Queue& queue);
+void boundary_conv_wgrad(const kernels::ConvProblem& problem, const MmaCall& mma,
+                         const Queue& queue);
 
 void pool_sum_forward(const kernels::PoolProblem& problem, const Queue& queue);
 void pool_sum_backward(const kernels::PoolProblem& problem, const Queue& queue);

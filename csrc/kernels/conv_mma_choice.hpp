@@ -9,6 +9,12 @@
 
 namespace pydist::kernels {
 
+// How a tensor-core kernel is called. `partial`: its workspace, null if it needs none.
+struct MmaCall {
+  ConvMath math;
+  float* partial;
+};
+
 // Why a problem has no tensor-core kernel; empty if it has one.
 template <ConvOp kOp>
 std::string mma_refusal(const ConvProblem& problem) {

@@ -79,8 +79,11 @@ struct AsyncCopies {
   }
 };
 
+// Blocks of four warps that share a multiprocessor: 168 registers a thread (see kRunBlocks).
+inline constexpr int kWarpTileBlocks = 3;
+
 template <WarpTileBody Body>
-__global__ void __launch_bounds__(Body::kThreads)
+__global__ void __launch_bounds__(Body::kThreads, kWarpTileBlocks)
     warp_tile_kernel(const __grid_constant__ Body body) {
   __shared__ typename Body::Table table;
   __shared__ typename Body::Stage stages[2];
