@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist._loader import native
 from pydist.backend.conv import in_format
-from pydist.backend.slabs import SlabProblem, run
+from pydist.backend.slabs import SlabProblem, refusal, run
 from pydist.backend.store import NEVER, UNKNOWN, Store, agree
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ def choose(
         return by_rule(mine)
     capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
     store = _store(problems, like)
-    state = agree(store, group, partial(_measure, mine, like), _pick, measure and not capturing)
+    state = agree(store, group, partial(_measure, mine, like), pick, measure and not capturing)
     if state in (UNKNOWN, NEVER):
         return None if state == UNKNOWN else by_rule(mine)
     names = json.loads(state)
@@ -65,7 +64,7 @@ def _key(problem: SlabProblem) -> str:
     return json.dumps({k: str(v) for k, v in asdict(problem).items()}, sort_keys=True)
 
 
-def _pick(times: Sequence[_Times]) -> dict[str, str]:
+def pick(times: Sequence[_Times]) -> dict[str, str]:
     """The fastest by problem; the first rank that has one speaks for all that do."""
     picked: dict[str, str] = {}
     for each in times:
@@ -102,35 +101,26 @@ def _measure(problems: Sequence[SlabProblem], like: Tensor) -> _Times:
     for problem in problems:
         if _key(problem) in times:
             continue
-        operands = [
-            _filled(shape, problem, like)
+        first, second, target = (
+            filled(shape, problem, like)
             for shape in (problem.first, problem.second, problem.target)
-        ]
+        )
         where = problem.first_lo, problem.target_lo
         times[_key(problem)] = {
-            name: _seconds(partial(run, name, problem, *operands, *where))
+            name: seconds_of(partial(run, name, problem, first, second, target, *where))
             for name in problem.candidates
-            if _is_taken(name, problem, operands)
+            if not refusal(name, problem, first, second, target)
         }
     return times
 
 
-def _is_taken(name: str, problem: SlabProblem, operands: Sequence[Tensor]) -> bool:
-    """Whether a kernel would compute it itself, and not leave it to another."""
-    if name not in ("mma", "tf32"):
-        return True
-    where = problem.first_lo, problem.target_lo
-    plan = native.boundary_conv_plan(problem.role, *operands, *where, *problem.geometry, name)
-    return not plan[0]
-
-
-def _filled(shape: tuple[int, ...], problem: SlabProblem, like: Tensor) -> Tensor:
+def filled(shape: tuple[int, ...], problem: SlabProblem, like: Tensor) -> Tensor:
     """Small numbers: adding them up again and again must not overflow, and zeros run faster."""
-    numbers = torch.randn(shape, device=like.device).mul_(1e-3).to(problem.dtype)
+    numbers = torch.randn(shape, device=like.device).mul_(0.1).to(problem.dtype)
     return in_format(numbers, problem.channels_last)
 
 
-def _seconds(kernel: Callable[[], None]) -> float:
+def seconds_of(kernel: Callable[[], None]) -> float:
     """The median time of a call on the device."""
     for _ in range(_WARM_UP):
         kernel()

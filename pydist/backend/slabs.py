@@ -7,7 +7,7 @@ and `library`: torch's convolution (cuDNN's) of the slab, whose result is added 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -67,7 +67,6 @@ class SlabProblem:
         if self.device == "cpu":
             return ["plain"]
         names = ["library", "plain"]
-        # Of tensor cores' types; tile sizes and limits are checked where the kernel is called.
         if self.dtype in (torch.float16, torch.bfloat16, torch.float32):
             names.append("mma")
         if self.dtype == torch.float32 and self.tf32:
@@ -244,21 +243,36 @@ def run(
     where = first_lo, target_lo
     slope = (negative_slope,) if problem.role == "forward" else ()
     if name == "library":
-        by_library = {
+        by_library: dict[str, Callable[..., None]] = {
             "forward": _forward_by_library,
             "dgrad": _dgrad_by_library,
             "wgrad": _wgrad_by_library,
-        }[problem.role]
-        by_library(problem, first, second, target, *where, *slope)
+        }
+        by_library[problem.role](problem, first, second, target, *where, *slope)
         return
-    kernel = getattr(native, f"boundary_conv_{problem.role}")
+    kernel: Callable[..., None] = getattr(native, f"boundary_conv_{problem.role}")
     arguments = (first, second, target, *where, *problem.geometry)
-    if name == "plain":
+    plan = _plan(name, problem, first, second, target, *where)
+    if plan is None or plan[0]:
         kernel(*arguments, *slope)
         return
-    refusal, elements, _ = native.boundary_conv_plan(problem.role, *arguments, name)
-    if refusal:  # a slab with more taps than the kernel's table holds, and the like
-        kernel(*arguments, *slope)
-        return
-    workspace = first.new_empty(elements, dtype=torch.float32) if elements else None
+    workspace = first.new_empty(plan[1], dtype=torch.float32) if plan[1] else None
     kernel(*arguments, *slope, kernel=name, workspace=workspace)
+
+
+def refusal(name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor) -> str:
+    """Why a kernel would leave tensors of the problem's shapes to `plain`; empty if it does not."""
+    plan = _plan(name, problem, first, second, target, problem.first_lo, problem.target_lo)
+    return "" if plan is None else plan[0]
+
+
+def _plan(
+    name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor,
+    first_lo: Sequence[int], target_lo: Sequence[int],
+) -> tuple[str, int, float] | None:  # fmt: skip
+    """What a kernel says of tensors before it is called; `None` for those that take all."""
+    if name not in ("mma", "tf32"):
+        return None
+    return native.boundary_conv_plan(
+        problem.role, first, second, target, first_lo, target_lo, *problem.geometry, name
+    )

@@ -92,7 +92,7 @@ def chosen(monkeypatch, tmp_path) -> list[SlabProblem]:
     monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(SlabProblem, "candidates", ["plain", "library"])
     seen: list[SlabProblem] = []
-    monkeypatch.setattr(slab_choice, "_seconds", lambda kernel: float(kernel.args[0] == "plain"))
+    monkeypatch.setattr(slab_choice, "seconds_of", lambda kernel: float(kernel.args[0] == "plain"))
     measure = slab_choice._measure
 
     def recorded(problems, like):
@@ -185,7 +185,7 @@ def test_evaluation_measures_nothing(chosen, calls):
 
 
 def test_the_first_rank_with_a_slab_speaks_for_all():
-    picked = slab_choice._pick(
+    picked = slab_choice.pick(
         [{"a": {"plain": 2.0, "mma": 1.0}}, {"a": {"plain": 1.0, "mma": 2.0}, "b": {"plain": 1.0}}]
     )
     assert picked == {"a": "mma", "b": "plain"}
