@@ -4,6 +4,7 @@
 #include "cuda/kernels.hpp"
 #include "cuda/runtime.cuh"
 #include "kernels/conv_mma_choice.hpp"
+#include "kernels/conv_partial.hpp"
 #include "kernels/conv_tile.hpp"
 #include "launch/cuda.cuh"
 

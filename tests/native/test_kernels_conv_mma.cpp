@@ -10,6 +10,7 @@
 #include "conv_cases.hpp"
 #include "cpu/boundary_conv.hpp"
 #include "kernels/conv_mma.hpp"
+#include "kernels/conv_partial.hpp"
 #include "launch/emulate.hpp"
 
 namespace pydist {

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pydist.backend.slabs import rectify_
+from pydist.backend.slab_library import rectify_
 from pydist.ops.windows import Window
 from pydist.partition import Box, subtract
 from pydist.tensor import ShardedTensor, adopt_local
