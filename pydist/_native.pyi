@@ -145,6 +145,8 @@ def boundary_conv_forward(
     dilation: Sequence[int],
     groups: int,
     negative_slope: float = ...,
+    kernel: str = ...,
+    workspace: Lendable | None = ...,
 ) -> None: ...
 def boundary_conv_dgrad(
     grad_slab: Lendable,
@@ -156,6 +158,8 @@ def boundary_conv_dgrad(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    kernel: str = ...,
+    workspace: Lendable | None = ...,
 ) -> None: ...
 def boundary_conv_wgrad(
     slab: Lendable,
@@ -167,6 +171,8 @@ def boundary_conv_wgrad(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
+    kernel: str = ...,
+    workspace: Lendable | None = ...,
 ) -> None: ...
 def norm_moments(x: Lendable, sums: Lendable) -> None: ...
 def norm_apply(x: Lendable, out: Lendable, values: Lendable, negative_slope: float) -> None: ...
@@ -181,6 +187,19 @@ def norm_grad_input(
     coefficients: Lendable,
     negative_slope: float,
 ) -> None: ...
+def boundary_conv_plan(
+    op: str,
+    first: Lendable,
+    second: Lendable,
+    target: Lendable,
+    first_lo: Sequence[int],
+    target_lo: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    kernel: str,
+) -> tuple[str, int, float]: ...
 def pool_sum_forward(
     source: Lendable,
     out: Lendable,

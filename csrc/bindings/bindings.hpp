@@ -16,7 +16,8 @@ inline py::object error_type(const char* name) {
 
 void bind_core(py::module_& module);     // geometry.cpp: boxes, partitions, footprints, plans
 void bind_io(py::module_& module);       // checksum.cpp
-void bind_kernels(py::module_& module);  // kernels.cpp: boundary convolution, random numbers
+void bind_conv(py::module_& module);     // conv.cpp: boundary convolution
+void bind_kernels(py::module_& module);  // kernels.cpp: random numbers, devices, threads
 void bind_norm(py::module_& module);     // norm.cpp: norms with an activation behind
 void bind_pack(py::module_& module);     // pack.cpp: boxes of tensors to and from buffers
 void bind_pool(py::module_& module);     // pool.cpp: sums over pooling windows

@@ -1,138 +1,22 @@
 // The kernels for Python: checks at the border, then the backend of the tensors' device.
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <vector>
 
 #include "bindings/bindings.hpp"
 #include "bindings/coords_caster.hpp"
 #include "bindings/on_device.hpp"
 #include "bindings/tensor_border.hpp"
-#include "cpu/boundary_conv.hpp"
 #include "cpu/isa.hpp"
 #include "cpu/uniform.hpp"
-#include "kernels/conv_problem.hpp"
 #include "launch/thread_pool.hpp"
 
 namespace pydist::bindings {
 namespace {
 
 using namespace py::literals;
-
-// One of the three arrays of a boundary convolution, by its Python name.
-struct ConvArgument {
-  const char* name;
-  const Borrowed& tensor;
-
-  const TensorView& view() const { return tensor.view(); }
-  std::string describe() const { return bindings::describe(name, view()); }
-};
-
-void check_attributes(const kernels::ConvAttributes& attributes) {
-  for (const Coords* coords : {&attributes.in_lo, &attributes.out_lo, &attributes.stride,
-                               &attributes.padding, &attributes.dilation}) {
-    PYDIST_EXPECT(coords->ndim() == kernels::kSpatialDims,
-                  to_string(*coords) +
-                      ": positions, stride, padding and dilation have one entry "
-                      "for each of the 3 spatial dims");
-  }
-  for (int dim = 0; dim < kernels::kSpatialDims; ++dim) {
-    PYDIST_EXPECT(attributes.stride[dim] >= 1 && attributes.dilation[dim] >= 1,
-                  "stride " + to_string(attributes.stride) + " and dilation " +
-                      to_string(attributes.dilation) + " must be at least 1");
-  }
-}
-
-kernels::ConvProblem check_conv(const ConvArgument& in, const ConvArgument& weight,
-                                const ConvArgument& out, const kernels::ConvAttributes& attributes,
-                                double negative_slope = 1) {
-  for (const ConvArgument* array : {&in, &weight, &out}) {
-    require_ndim(array->name, array->view(), 5);
-    require_same_dtype(array->name, array->view(), in.name, in.view());
-    require_same_device(array->name, array->view(), in.name, in.view());
-  }
-  PYDIST_EXPECT(is_floating(in.view().dtype),
-                in.describe() + "; possible are float16, bfloat16, float32 and float64");
-  check_attributes(attributes);
-  const Coords &x = in.view().shape, &w = weight.view().shape, &y = out.view().shape;
-  const index_t groups = attributes.groups;
-  PYDIST_EXPECT(groups >= 1 && w[0] % groups == 0 && x[1] == groups * w[1] && y[1] == w[0],
-                in.describe() + ", " + weight.describe() + ", " + out.describe() +
-                    ": their channels do not fit for groups=" + std::to_string(groups));
-  PYDIST_EXPECT(x[0] == y[0], in.describe() + " and " + out.describe() +
-                                  ": both need the same number of samples");
-  return kernels::conv_problem(in.view(), weight.view(), out.view(), attributes, negative_slope);
-}
-
-void conv_forward(py::handle slab, py::handle weight, py::handle out, const Coords& slab_lo,
-                  const Coords& out_lo, const Coords& stride, const Coords& padding,
-                  const Coords& dilation, index_t groups, double negative_slope) {
-  const Borrowed in = borrow(slab, "slab"), w = borrow(weight, "weight");
-  const Borrowed y = borrow(out, "out", Access::kWrite);
-  const auto problem =
-      check_conv({"slab", in}, {"weight", w}, {"out", y},
-                 {slab_lo, out_lo, stride, padding, dilation, groups}, negative_slope);
-  check_writable("out", y.view());
-  on_device(
-      y, [&] { cpu::boundary_conv_forward(problem); },
-      PYDIST_ON_CUDA(boundary_conv_forward(problem, queue)));
-}
-
-void conv_dgrad(py::handle grad_slab, py::handle weight, py::handle grad_in, const Coords& slab_lo,
-                const Coords& in_lo, const Coords& stride, const Coords& padding,
-                const Coords& dilation, index_t groups) {
-  const Borrowed in = borrow(grad_in, "grad_in", Access::kWrite), w = borrow(weight, "weight");
-  const Borrowed y = borrow(grad_slab, "grad_slab");
-  const auto problem = check_conv({"grad_in", in}, {"weight", w}, {"grad_slab", y},
-                                  {in_lo, slab_lo, stride, padding, dilation, groups});
-  check_writable("grad_in", in.view());
-  on_device(
-      in, [&] { cpu::boundary_conv_dgrad(problem); },
-      PYDIST_ON_CUDA(boundary_conv_dgrad(problem, queue)));
-}
-
-void conv_wgrad(py::handle slab, py::handle grad_out, py::handle grad_weight, const Coords& slab_lo,
-                const Coords& out_lo, const Coords& stride, const Coords& padding,
-                const Coords& dilation, index_t groups) {
-  const Borrowed in = borrow(slab, "slab"), y = borrow(grad_out, "grad_out");
-  const Borrowed w = borrow(grad_weight, "grad_weight", Access::kWrite);
-  const auto problem = check_conv({"slab", in}, {"grad_weight", w}, {"grad_out", y},
-                                  {slab_lo, out_lo, stride, padding, dilation, groups});
-  check_writable("grad_weight", w.view());
-  on_device(
-      w, [&] { cpu::boundary_conv_wgrad(problem); },
-      PYDIST_ON_CUDA(boundary_conv_wgrad(problem, queue)));
-}
-
-void bind_conv(py::module_& module) {
-  module.def(
-      "boundary_conv_forward", &conv_forward, "slab"_a, "weight"_a, "out"_a, "slab_lo"_a,
-      "out_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a, "negative_slope"_a = 1.0,
-      "out += what the inputs in `slab` contribute to a 3-D convolution.\n\n"
-      "out[o] += sum_k weight[k] * in[o * stride - padding + k * dilation], over the inputs\n"
-      "and outputs that lie in the given arrays.\n\n"
-      "Args:\n"
-      "    slab: inputs [N, Ci, *s]; element 0 has the global coordinates `slab_lo`.\n"
-      "    weight: [Co, Ci / groups, *kernel].\n"
-      "    out: [N, Co, *o]; element 0 has the global output coordinates `out_lo`.\n"
-      "    negative_slope: of a leaky ReLU (0: ReLU) that the outputs which the slab reaches go\n"
-      "        through in the same pass; 1: none.");
-  module.def(
-      "boundary_conv_dgrad", &conv_dgrad, "grad_slab"_a, "weight"_a, "grad_in"_a, "slab_lo"_a,
-      "in_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a,
-      "grad_in += what a slab of the output's gradient contributes to the input's.\n\n"
-      "The adjoint of boundary_conv_forward with respect to its inputs: `grad_slab`\n"
-      "[N, Co, *s] begins at the output coordinates `slab_lo`, `grad_in` [N, Ci, *i] at the\n"
-      "input coordinates `in_lo`.");
-  module.def("boundary_conv_wgrad", &conv_wgrad, "slab"_a, "grad_out"_a, "grad_weight"_a,
-             "slab_lo"_a, "out_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a,
-             "grad_weight += what the inputs in `slab` contribute to the weight's gradient.\n\n"
-             "The adjoint of boundary_conv_forward with respect to its weight, summed in a fixed\n"
-             "order.");
-}
 
 void bind_cuda(py::module_& module) {
 #ifdef PYDIST_HAS_CUDA
@@ -183,7 +67,6 @@ void keyed_uniform(py::handle tensor, py::handle key_or_tensor, const Coords& lo
 }  // namespace
 
 void bind_kernels(py::module_& module) {
-  bind_conv(module);
   module.def(
       "keyed_uniform", &keyed_uniform, "out"_a, "key"_a, "lo"_a, "shape"_a,
       "out[i] = U[0, 1), a function of `key` and of the global index lo + i alone.\n\n"

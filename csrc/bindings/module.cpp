@@ -29,6 +29,7 @@ PYBIND11_MODULE(_native, module) {
   pydist::bindings::bind_tensor_border(module);
   pydist::bindings::bind_io(module);
   pydist::bindings::bind_pack(module);
+  pydist::bindings::bind_conv(module);
   pydist::bindings::bind_kernels(module);
   pydist::bindings::bind_norm(module);
   pydist::bindings::bind_pool(module);

@@ -2,9 +2,12 @@
 // checks and lie on the queue's device.
 #pragma once
 
+#include <cstdint>
+#include <optional>
+
 #include "core/view.hpp"
 #include "cuda/device.hpp"
-#include "kernels/conv_problem.hpp"
+#include "kernels/conv_mma_choice.hpp"
 #include "kernels/norm.hpp"
 #include "kernels/pool.hpp"
 #include "kernels/pool_max.hpp"
@@ -20,9 +23,14 @@ void unpack(const TensorView& buffer, const kernels::Regions& regions, const Ten
 void unpack_add(const TensorView& buffer, const kernels::Regions& regions, const TensorView& dst,
                 const Queue& queue);
 
-void boundary_conv_forward(const kernels::ConvProblem& problem, const Queue& queue);
-void boundary_conv_dgrad(const kernels::ConvProblem& problem, const Queue& queue);
-void boundary_conv_wgrad(const kernels::ConvProblem& problem, const Queue& queue);
+// On tensor cores if it is said how, and then the problem must not be one that they refuse.
+using MmaCall = std::optional<kernels::MmaCall>;
+void boundary_conv_forward(const kernels::ConvProblem& problem, const MmaCall& mma,
+                           const Queue& queue);
+void boundary_conv_dgrad(const kernels::ConvProblem& problem, const MmaCall& mma,
+                         const Queue& queue);
+void boundary_conv_wgrad(const kernels::ConvProblem& problem, const MmaCall& mma,
+                         const Queue& queue);
 
 void norm_moments(const kernels::NormProblem& problem, const Queue& queue);
 void norm_apply(const kernels::NormProblem& problem, const Queue& queue);

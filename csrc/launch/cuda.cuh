@@ -60,4 +60,71 @@ cudaError_t run_tiles_on_cuda(const Body& body, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+// Copies of 8 or 16 bytes that do not go through registers.
+struct AsyncCopies {
+  template <int kBytes>
+  PYDIST_HD void copy([[maybe_unused]] void* to, [[maybe_unused]] const void* from,
+                      [[maybe_unused]] bool inside) const {
+    static_assert(kBytes == 8 || kBytes == 16);
+#if defined(__CUDA_ARCH__)
+    const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
+    const int bytes = inside ? kBytes : 0;  // the rest becomes zero
+    if constexpr (kBytes == 16) {           // past the L1 cache
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
+                   "r"(bytes)
+                   : "memory");
+    } else {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(address), "l"(from),
+                   "r"(bytes)
+                   : "memory");
+    }
+#endif
+  }
+
+  PYDIST_HD void wait() const {
+#if defined(__CUDA_ARCH__)
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+  }
+};
+
+// Blocks of four warps that share a multiprocessor: 168 registers a thread (see kRunBlocks).
+inline constexpr int kWarpTileBlocks = 3;
+
+template <WarpTileBody Body>
+__global__ void __launch_bounds__(Body::kThreads, kWarpTileBlocks)
+    warp_tile_kernel(const __grid_constant__ Body body) {
+  __shared__ typename Body::Table table;
+  __shared__ typename Body::Stage stages[2];
+  const auto block = static_cast<index_t>(blockIdx.x);
+  const int thread = static_cast<int>(threadIdx.x);
+  const AsyncCopies copies;
+  typename Body::Thread state;
+  body.begin(block, thread, state, table);
+  __syncthreads();
+  const index_t steps = body.steps(block);
+  for (index_t step = -1; step < steps; ++step) {
+    if (step + 1 < steps) {
+      body.fetch(block, step + 1, thread, state, table, stages[(step + 1) & 1], copies);
+    }
+    if (step >= 0) {
+#pragma unroll
+      for (int slice = 0; slice < Body::kSlices; ++slice) {
+        body.load(slice, thread, stages[step & 1], state);
+        body.multiply(block, step, slice, thread / kWarp, Warp<typename Body::Thread>{&state});
+      }
+    }
+    copies.wait();
+    __syncthreads();
+  }
+  body.end(block, thread, state);
+}
+
+template <WarpTileBody Body>
+cudaError_t run_warp_tiles_on_cuda(const Body& body, cudaStream_t stream) {
+  if (body.blocks() == 0) return cudaSuccess;
+  warp_tile_kernel<<<static_cast<unsigned>(body.blocks()), Body::kThreads, 0, stream>>>(body);
+  return cudaGetLastError();
+}
+
 }  // namespace pydist::launch

@@ -67,4 +67,39 @@ concept TileBody = requires(const Body body, index_t block, index_t step, int th
   body.end(block, thread, state);
 };
 
+// The threads of a warp between two barriers: on a device the calling thread's own state, in
+// emulation that of all lanes, in order.
+template <class Thread>
+struct Warp {
+  Thread* lanes;
+};
+
+// A stand-in for a launcher's copies into shared memory, to state the concept. They are under way
+// until the launcher waits for them; what is not `inside` becomes zero.
+struct AnyCopies {
+  template <int kBytes>
+  void copy(void*, const void*, bool) const {}
+};
+
+// Work in blocks of warps whose lanes compute together. `begin` fills a table that the block
+// shares; then step s + 1 is fetched into one of two stages while step s is computed from the
+// other, slice by slice: every lane loads its part, then the warp multiplies. Barriers and waits
+// belong to the launcher.
+template <class Body>
+concept WarpTileBody = requires(const Body body, index_t block, index_t step, int thread,
+                                typename Body::Table& table, typename Body::Stage& stage,
+                                typename Body::Thread& state, Warp<typename Body::Thread> warp) {
+  { Body::kThreads } -> std::convertible_to<int>;
+  { Body::kSlices } -> std::convertible_to<int>;
+  requires std::is_trivially_copyable_v<typename Body::Table>;
+  requires std::is_trivially_copyable_v<typename Body::Stage>;
+  { body.blocks() } -> std::convertible_to<index_t>;
+  { body.steps(block) } -> std::convertible_to<index_t>;
+  body.begin(block, thread, state, table);
+  body.fetch(block, step, thread, state, table, stage, AnyCopies{});
+  body.load(thread, thread, stage, state);
+  body.multiply(block, step, thread, thread, warp);
+  body.end(block, thread, state);
+};
+
 }  // namespace pydist::launch

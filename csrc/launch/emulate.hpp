@@ -2,13 +2,16 @@
 //
 // With AddressSanitizer it finds missing bounds guards; because threads run one after the other in
 // several orders, and shared memory is poisoned before each step, it finds data that is used
-// without a barrier in between. It does not find races within one phase.
+// without a barrier in between. It does not find races within one phase. Where warps compute
+// together, each warp does all that lies between two barriers before the next one begins.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <vector>
 
+#include "core/errors.hpp"
 #include "launch/decomposition.hpp"
 
 namespace pydist::launch {
@@ -60,6 +63,82 @@ void emulate_tiles(const Body& body, ThreadOrder order) {
       each_thread([&](int thread, auto& state) { body.compute(thread, *shared, state); });
     }
     each_thread([&](int thread, auto& state) { body.end(block, thread, state); });
+  });
+}
+
+// Copies into shared memory that happen when they are waited for, and not before.
+class DeferredCopies {
+ public:
+  template <int kBytes>
+  void copy(void* to, const void* from, bool inside) {
+    PYDIST_INVARIANT(reinterpret_cast<std::uintptr_t>(to) % kBytes == 0);
+    PYDIST_INVARIANT(reinterpret_cast<std::uintptr_t>(from) % kBytes == 0);
+    pending_.push_back({to, inside ? from : nullptr, kBytes});
+  }
+  void wait() {
+    for (const Pending& copy : pending_) {
+      if (copy.from != nullptr) {
+        std::memcpy(copy.to, copy.from, copy.bytes);
+      } else {
+        std::memset(copy.to, 0, copy.bytes);
+      }
+    }
+    pending_.clear();
+  }
+
+ private:
+  struct Pending {
+    void* to;
+    const void* from;
+    std::size_t bytes;
+  };
+  std::vector<Pending> pending_;
+};
+
+template <WarpTileBody Body>
+void emulate_warp_tiles(const Body& body, ThreadOrder order) {
+  struct Memory {
+    typename Body::Table table;
+    typename Body::Stage stages[2];
+  };
+  using Thread = typename Body::Thread;
+  static_assert(Body::kThreads % kWarp == 0);
+  const auto memory = std::make_unique<Memory>();
+  in_order(order, body.blocks(), [&](index_t block) {
+    std::memset(static_cast<void*>(memory.get()), 0xff, sizeof(Memory));  // NaN in every format
+    std::vector<Thread> threads(Body::kThreads);
+    in_order(order, Body::kThreads, [&](index_t thread) {
+      body.begin(block, static_cast<int>(thread), threads[static_cast<std::size_t>(thread)],
+                 memory->table);
+    });
+    const index_t steps = body.steps(block);
+    for (index_t step = -1; step < steps; ++step) {
+      in_order(order, Body::kThreads / kWarp, [&](index_t warp) {
+        Thread* const lanes = threads.data() + warp * kWarp;
+        const int first = static_cast<int>(warp) * kWarp;
+        DeferredCopies copies;
+        if (step + 1 < steps) {
+          in_order(order, kWarp, [&](index_t lane) {
+            body.fetch(block, step + 1, first + static_cast<int>(lane), lanes[lane], memory->table,
+                       memory->stages[(step + 1) & 1], copies);
+          });
+        }
+        for (int slice = 0; step >= 0 && slice < Body::kSlices; ++slice) {
+          in_order(order, kWarp, [&](index_t lane) {
+            body.load(slice, first + static_cast<int>(lane), memory->stages[step & 1], lanes[lane]);
+          });
+          body.multiply(block, step, slice, static_cast<int>(warp), Warp<Thread>{lanes});
+        }
+        copies.wait();
+      });
+      if (step >= 0) {
+        std::memset(static_cast<void*>(&memory->stages[step & 1]), 0xff,
+                    sizeof(typename Body::Stage));
+      }
+    }
+    in_order(order, Body::kThreads, [&](index_t thread) {
+      body.end(block, static_cast<int>(thread), threads[static_cast<std::size_t>(thread)]);
+    });
   });
 }
 

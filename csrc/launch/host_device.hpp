@@ -25,3 +25,10 @@
 #else
 #define PYDIST_ROLLED
 #endif
+
+// Before a loop over what is held in registers: they can't be indexed by a variable.
+#if defined(__CUDA_ARCH__)
+#define PYDIST_UNROLLED _Pragma("unroll")
+#else
+#define PYDIST_UNROLLED
+#endif

@@ -8,17 +8,14 @@ the same bits; where no file can be kept, nothing is measured and a fixed rule c
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import platform
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +31,7 @@ from pydist.backend.conv import (
     in_format,
     transposed,
 )
+from pydist.backend.store import NEVER, UNKNOWN, Store, agree
 
 if TYPE_CHECKING:
     from pydist.comm.transport import Transport
@@ -141,24 +139,17 @@ def choose(
     same = all(set(formats(p)) == set(formats(ruled.problem)) for p in problems)
     if not worth_it or not same or (options == 1 and group.size == 1):
         return ruled
-    store = _Store(problems)
-    state = store.read() if group.rank == 0 else b""
-    if state == _UNKNOWN and measure:
-        state = _TO_MEASURE
-    state = group.broadcast_bytes(state)
-    if state in (_UNKNOWN, _NEVER):
-        return None if state == _UNKNOWN else ruled
-    if state == _TO_MEASURE:
-        mine = _measure(ruled.problem, x, weight)
-        everyone = group.all_gather_bytes(json.dumps(mine).encode())
-        choices = _pick(problems, [json.loads(each) for each in everyone])
-        written = store.write(json.dumps(choices).encode()) if group.rank == 0 else b""
-        state = group.broadcast_bytes(written)
+    state = agree(
+        _store(problems),
+        group,
+        partial(_measure, ruled.problem, x, weight),
+        partial(_pick, problems),
+        measure,
+    )
+    if state in (UNKNOWN, NEVER):
+        return None if state == UNKNOWN else ruled
     return ConvKernels(ruled.problem, **json.loads(state)[problems.index(ruled.problem)])
 
-
-_UNKNOWN, _TO_MEASURE, _NEVER = b"unknown", b"to measure", b"never"
-"""What else than choices as JSON the first rank may tell the others."""
 
 _Times = list[dict[str, Any]]
 """Seconds by setting: {"channels_last", "threads", "convert", "forward": {name: s}, ...}."""
@@ -244,76 +235,30 @@ def _thread_counts() -> list[int]:
     return [threads] if threads == 1 else [threads, 1]
 
 
-class _Store:
-    """The file that remembers the choice for one list of problems.
+def _store(problems: Sequence[ConvProblem]) -> Store:
+    """The file that remembers the choice for one list of problems."""
+    facts = {
+        "problems": [{k: str(v) for k, v in asdict(p).items()} for p in problems],
+        "torch": torch.__version__,
+        "cpu": [platform.processor(), torch.backends.cpu.get_cpu_capability()],
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    return Store("conv", facts, partial(_is_usable, problems))
 
-    `PYDIST_CACHE` names the folder, by default `pydist` in the user's cache folder. With
-    `PYDIST_TUNE=0` nothing is measured, read or written.
-    """
 
-    def __init__(self, problems: Sequence[ConvProblem]) -> None:
-        self._problems = problems
-        facts = {
-            "problems": [{k: str(v) for k, v in asdict(p).items()} for p in problems],
-            "torch": torch.__version__,
-            "cpu": [platform.processor(), torch.backends.cpu.get_cpu_capability()],
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-        }
-        name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        folder = Path(os.environ.get("PYDIST_CACHE") or base / "pydist")
-        self._path = folder / f"conv-{name}.json"
-
-    def read(self) -> bytes:
-        """The choices as JSON, or that they are unknown, or that they are not to be measured."""
-        if os.environ.get("PYDIST_TUNE") == "0":
-            return _NEVER
-        try:
-            content = self._path.read_bytes()
-            if self._is_usable(content):
-                return content
-        except OSError:
-            pass
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            return _UNKNOWN if os.access(self._path.parent, os.W_OK) else _NEVER
-        except OSError:
-            return _NEVER
-
-    def write(self, content: bytes) -> bytes:
-        """Keeps the choices unless another job was first; returns what is kept."""
-        fresh = self._path.with_suffix(f".{uuid.uuid4().hex}")
-        try:
-            fresh.write_bytes(content)
-            try:
-                os.link(fresh, self._path)
-            except FileExistsError:
-                kept = self._path.read_bytes()
-                if self._is_usable(kept):
-                    content = kept
-                else:
-                    fresh.replace(self._path)
-            except OSError:  # no hard links here: of jobs that measure at once the last one stays
-                fresh.replace(self._path)
-            finally:
-                fresh.unlink(missing_ok=True)
-        except OSError:
-            pass  # the choice holds for this run
-        return content
-
-    def _is_usable(self, content: bytes) -> bool:
-        """Whether it is whole, and names kernels that are still to choose from."""
-        try:
-            choices = json.loads(content)
-            formats_used = {choice["channels_last"] for choice in choices}
-            return (
-                len(choices) == len(self._problems)
-                and len(formats_used) == 1
-                and all(map(_fits, self._problems, choices))
-            )
-        except (ValueError, TypeError, KeyError):
-            return False
+def _is_usable(problems: Sequence[ConvProblem], content: bytes) -> bool:
+    """Whether it is whole, and names kernels that are still to choose from."""
+    try:
+        choices = json.loads(content)
+        formats_used = {choice["channels_last"] for choice in choices}
+        return (
+            len(choices) == len(problems)
+            and len(formats_used) == 1
+            and all(map(_fits, problems, choices))
+        )
+    except (ValueError, TypeError, KeyError):
+        return False
 
 
 def _fits(problem: ConvProblem, choice: dict[str, Any]) -> bool:

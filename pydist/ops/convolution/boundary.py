@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pydist._loader import native
+from pydist.backend.slab_library import rectify_
 from pydist.ops.windows import Window
 from pydist.partition import Box, subtract
 from pydist.tensor import ShardedTensor, adopt_local
@@ -24,6 +24,7 @@ from pydist.tensor import ShardedTensor, adopt_local
 if TYPE_CHECKING:
     from pydist.comm.exchanger import Pending
     from pydist.ops.convolution.correction import CorrectionPlan
+    from pydist.ops.convolution.slab_kernels import SlabKernels
 
 
 class Piece(NamedTuple):
@@ -103,16 +104,18 @@ class PendingBoundary:
     Args:
         plan: of the convolution.
         channels_last: the memory format in which the halo travels.
+        kernels: that add the slabs' parts.
 
     Attributes:
         plan: of the convolution.
+        kernels: that add the slabs' parts.
         outputs: the shard of the result, but for what the halo adds to it; `None` where nobody
             can ask for it any more.
         slabs: the halo, once complete.
     """
 
-    def __init__(self, plan: CorrectionPlan, channels_last: bool) -> None:
-        self.plan = plan
+    def __init__(self, plan: CorrectionPlan, channels_last: bool, kernels: SlabKernels) -> None:
+        self.plan, self.kernels = plan, kernels
         self.outputs: Tensor | None = None
         self.slabs: list[Tensor] = []
         self._exchanges = plan.plan.exchanges(channels_last)
@@ -163,14 +166,15 @@ class PendingBoundary:
         if negative_slope != 1.0 and outputs is not None:
             with torch.no_grad(), timers.measure("compute", self._layer):
                 for box in self.plan.boundary.interior:
-                    _rectify(self._part(outputs, box), negative_slope)
+                    rectify_(self._part(outputs, box), negative_slope)
         self.slabs = self._exchanges.receive(halo, pending, x, self._layer)
         if outputs is not None:
             with timers.measure("boundary", self._layer):
                 kernel = weight.detach().contiguous()
                 for slab, part, lo, slope in self._steps(outputs, negative_slope):
-                    where = halo.slots[slab].lo[2:], lo, *self.plan.geometry
-                    native.boundary_conv_forward(self.slabs[slab], kernel, part, *where, slope)
+                    where = halo.slots[slab].lo[2:], lo
+                    received = self.slabs[slab]
+                    self.kernels.add("forward", slab, received, kernel, part, *where, slope)
 
     def _steps(
         self, outputs: Tensor, slope: float
@@ -190,13 +194,6 @@ class PendingBoundary:
         for dim in range(2, part.dim()):
             part = part.narrow(dim, box.lo[dim] - own.lo[dim], box.hi[dim] - box.lo[dim])
         return part
-
-
-def _rectify(x: Tensor, negative_slope: float) -> None:
-    if negative_slope == 0.0:
-        torch.relu_(x)
-    else:
-        torch._C._nn.leaky_relu_(x, negative_slope)
 
 
 class _RectifyAll(Function):

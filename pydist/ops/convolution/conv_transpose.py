@@ -122,7 +122,7 @@ class _TransposedPlan:
         self._correction = None
         if corrects:
             adjoint = window.plan_adjoint(layout, self.out)
-            self._correction = CorrectionPlan(adjoint, groups, self._chooser)
+            self._correction = CorrectionPlan(adjoint, groups, self._chooser, is_adjoint=True)
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's part of the result, from its shard."""

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pydist._loader import native
 from pydist.backend.choice import ConvKernels
 from pydist.comm.adjoints import begin_backward
 from pydist.ops.convolution.boundary import BoundaryPieces, PendingBoundary
@@ -25,6 +24,7 @@ from pydist.ops.convolution.local_conv import (
     differentiable,
     unpadded_conv,
 )
+from pydist.ops.convolution.slab_kernels import SlabChooser, SlabKernels
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box
 
@@ -36,13 +36,17 @@ class CorrectionPlan:
         plan: who computes which outputs.
         groups: of channels.
         chooser: of the main convolution, on this rank's shard.
+        is_adjoint: whether the convolution is run backwards, as a transposed one.
     """
 
-    def __init__(self, plan: WindowPlan, groups: int, chooser: ConvChooser) -> None:
+    def __init__(
+        self, plan: WindowPlan, groups: int, chooser: ConvChooser, is_adjoint: bool = False
+    ) -> None:
         self.plan, self.groups, self.chooser = plan, groups, chooser
         self.mesh = plan.layout.mesh
         self.padding = tuple(before for before, _ in plan.window.padding)
         rank = self.mesh.sample_index
+        self.slab_chooser = SlabChooser(plan, self.padding, groups, is_adjoint)
         self.boundary = BoundaryPieces(plan.window, plan.halos[rank], plan.out.box)
 
     @property
@@ -93,6 +97,7 @@ class _CorrectedConv(Function):
         boundary.outputs = y
         ctx.plan, ctx.kernels, ctx.layer = plan, kernels, timers.layer
         ctx.boundary = boundary if ctx.needs_input_grad[1] else None
+        ctx.boundary_kernels = boundary.kernels
         ctx.save_for_backward(x, weight, bias)
         return y
 
@@ -104,6 +109,7 @@ class _CorrectedConv(Function):
         if torch.is_grad_enabled():
             return (*_backward_by_gathering(ctx, x, weight, bias, grad), None, None)
         kernels: ConvKernels = ctx.kernels
+        slab_kernels: SlabKernels = ctx.boundary_kernels
         exchanges = plan.plan.exchanges(kernels.channels_last)
         timers, layer = plan.mesh.timers, ctx.layer
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
@@ -117,19 +123,19 @@ class _CorrectedConv(Function):
             plan.mesh.world.progress()
             out_lo = plan.plan.out.box.lo[2:]
             with timers.measure("boundary", layer):
-                for slab, box in zip(ctx.boundary.slabs, exchanges.halo.slots, strict=True):
-                    native.boundary_conv_wgrad(
-                        slab, grad, grad_weight, box.lo[2:], out_lo, *plan.geometry
-                    )
+                received = zip(ctx.boundary.slabs, exchanges.halo.slots, strict=True)
+                for i, (slab, box) in enumerate(received):
+                    slab_kernels.add("wgrad", i, slab, grad, grad_weight, box.lo[2:], out_lo)
         if pending is not None:
             with timers.measure("compute", layer):
                 grad_x = kernels.run_dgrad(x, grad, weight)
             slabs = exchanges.receive(exchanges.grad_halo, pending, grad, layer)
-            where = (plan.plan.layout.box.lo[2:], *plan.geometry)
+            in_lo = plan.plan.layout.box.lo[2:]
             with timers.measure("boundary", layer):
                 kernel = weight.contiguous()
-                for slab, box in zip(slabs, exchanges.grad_halo.slots, strict=True):
-                    native.boundary_conv_dgrad(slab, kernel, grad_x, box.lo[2:], *where)
+                received = zip(slabs, exchanges.grad_halo.slots, strict=True)
+                for i, (slab, box) in enumerate(received):
+                    slab_kernels.add("dgrad", i, slab, kernel, grad_x, box.lo[2:], in_lo)
         return grad_x, grad_weight, bias_gradient(grad) if for_bias else None, None, None
 
 
@@ -164,5 +170,6 @@ def corrected_conv(
     kernels = plan.chooser.kernels(x, weight)
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)
-    boundary = PendingBoundary(plan, kernels.channels_last)
+    slab_kernels = plan.slab_chooser.kernels(x, weight, kernels.channels_last)
+    boundary = PendingBoundary(plan, kernels.channels_last, slab_kernels)
     return _CorrectedConv.apply(x, weight, bias, boundary, kernels), boundary

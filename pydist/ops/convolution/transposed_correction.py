@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pydist._loader import native
 from pydist.backend.choice import ConvKernels
 from pydist.comm.adjoints import begin_backward
 from pydist.ops.convolution.correction import CorrectionPlan
 from pydist.ops.convolution.local_conv import bias_gradient
 from pydist.ops.convolution.local_transposed import second_order, transposed_by_torch
+from pydist.ops.convolution.slab_kernels import SlabKernels
 from pydist.ops.gathering import BoxGatherer
 
 
@@ -48,6 +48,7 @@ class _CorrectedTransposed(Function):
         bias: Tensor | None,
         plan: CorrectionPlan,
         kernels: ConvKernels,
+        slab_kernels: SlabKernels,
         recomputation: Callable[[], Recomputation],
     ) -> Tensor:
         exchanges, timers = plan.plan.exchanges(kernels.channels_last), plan.mesh.timers
@@ -56,12 +57,13 @@ class _CorrectedTransposed(Function):
         with timers.measure("compute"):
             y = kernels.run_transposed(x, weight, bias)
         slabs = exchanges.receive(halo, pending, x)
-        where = (plan.plan.layout.box.lo[2:], *plan.geometry)
+        lo = plan.plan.layout.box.lo[2:]
         with timers.measure("boundary"):
             kernel = weight.detach().contiguous()
-            for slab, box in zip(slabs, halo.slots, strict=True):
-                native.boundary_conv_dgrad(slab, kernel, y, box.lo[2:], *where)
+            for i, (slab, box) in enumerate(zip(slabs, halo.slots, strict=True)):
+                slab_kernels.add("dgrad", i, slab, kernel, y, box.lo[2:], lo)
         ctx.plan, ctx.kernels, ctx.recomputation = plan, kernels, recomputation
+        ctx.slab_kernels = slab_kernels
         ctx.layer = timers.layer
         ctx.slabs = slabs if ctx.needs_input_grad[1] else []
         ctx.save_for_backward(x, weight, bias)
@@ -73,8 +75,9 @@ class _CorrectedTransposed(Function):
         plan: CorrectionPlan = ctx.plan
         begin_backward(plan.mesh)
         if torch.is_grad_enabled():
-            return (*second_order(_by_gathering(ctx), ctx, grad), None, None, None)
+            return (*second_order(_by_gathering(ctx), ctx, grad), None, None, None, None)
         kernels: ConvKernels = ctx.kernels
+        slab_kernels: SlabKernels = ctx.slab_kernels
         exchanges = plan.plan.exchanges(kernels.channels_last)
         timers, layer = plan.mesh.timers, ctx.layer
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
@@ -88,21 +91,19 @@ class _CorrectedTransposed(Function):
                 grad_weight = kernels.run_wgrad(grad, x, weight).contiguous()
             plan.mesh.world.progress()
             with timers.measure("boundary", layer):
-                for slab, box in zip(ctx.slabs, exchanges.grad_halo.slots, strict=True):
-                    native.boundary_conv_wgrad(
-                        grad, slab, grad_weight, out_lo, box.lo[2:], *plan.geometry
-                    )
+                received = zip(ctx.slabs, exchanges.grad_halo.slots, strict=True)
+                for i, (slab, box) in enumerate(received):
+                    slab_kernels.add("wgrad", i, grad, slab, grad_weight, out_lo, box.lo[2:])
         if pending is not None:
             with timers.measure("compute", layer):
                 grad_x = kernels.run_forward(grad, weight, None)
             slabs = exchanges.receive(exchanges.halo, pending, grad, layer)
             with timers.measure("boundary", layer):
                 kernel = weight.contiguous()
-                for slab, box in zip(slabs, exchanges.halo.slots, strict=True):
-                    native.boundary_conv_forward(
-                        slab, kernel, grad_x, box.lo[2:], in_lo, *plan.geometry
-                    )
-        return grad_x, grad_weight, bias_gradient(grad) if for_bias else None, None, None, None
+                for i, (slab, box) in enumerate(zip(slabs, exchanges.halo.slots, strict=True)):
+                    slab_kernels.add("forward", i, slab, kernel, grad_x, box.lo[2:], in_lo)
+        grad_bias = bias_gradient(grad) if for_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def _by_gathering(ctx: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
@@ -139,4 +140,5 @@ def corrected_transposed(
     kernels = plan.chooser.kernels_ahead(weight)
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)
-    return _CorrectedTransposed.apply(x, weight, bias, plan, kernels, recomputation)
+    slab_kernels = plan.slab_chooser.kernels(x, weight, kernels.channels_last)
+    return _CorrectedTransposed.apply(x, weight, bias, plan, kernels, slab_kernels, recomputation)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
-from pydist.ops.convolution import boundary
+from pydist.backend import slabs
 from pydist.tensor import ShardedTensor
 
 # With slope 1 there is nothing to fuse.
@@ -32,14 +32,17 @@ class _Native:
         self.slopes.append(args[-1])
         _KERNELS.boundary_conv_forward(*args)
 
+    def __getattr__(self, name: str) -> object:
+        return getattr(_KERNELS, name)
 
-_KERNELS = boundary.native
+
+_KERNELS = slabs.native
 
 
 @pytest.fixture
 def kernels(monkeypatch) -> _Native:
     recording = _Native()
-    monkeypatch.setattr(boundary, "native", recording)
+    monkeypatch.setattr(slabs, "native", recording)
     return recording
 
 

@@ -1,0 +1,44 @@
+// The second stage of a boundary convolution on tensor cores whose sums are split.
+#pragma once
+
+#include <cstdint>
+
+#include "core/index.hpp"
+#include "launch/host_device.hpp"
+
+namespace pydist::kernels {
+
+// Adds up the parts of a boundary convolution whose sums were split.
+//
+// Index formula: target[m, n] += sum_split partial[split, group, m, n], in order. A row is one
+//   (group, m); neighbouring lanes take neighbouring n.
+// Bytes an output: 4 a split, one element read and one written.
+template <class Conv>
+struct ConvPartialBody {
+  Conv conv;
+
+  struct Row {
+    std::int32_t group, m;
+  };
+
+  PYDIST_HD index_t rows() const {
+    return conv.splits < 2 ? 0 : conv.gather.problem.groups * conv.m_extent;
+  }
+  PYDIST_HD Row row(index_t r) const {
+    return {static_cast<std::int32_t>(r / conv.m_extent),
+            static_cast<std::int32_t>(r % conv.m_extent)};
+  }
+  template <class Loop>
+  PYDIST_HD void each(const Row& row, const Loop& loop) const {
+    auto* const target = conv.target_row(row.group, row.m);
+    const float* const parts = conv.partial + conv.partial_row(0, row.group, row.m);
+    const index_t step = conv.partial_row(1, 0, 0);
+    loop(conv.n_extent, [&](index_t n) {
+      float sum = 0;
+      for (int split = 0; split < conv.splits; ++split) sum += parts[split * step + n];
+      conv.finish(target, static_cast<std::int32_t>(n), sum);
+    });
+  }
+};
+
+}  // namespace pydist::kernels

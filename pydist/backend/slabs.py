@@ -1,0 +1,124 @@
+"""What a halo slab adds to a convolution's outputs and gradients: kernels by name.
+
+`plain` is pydist's kernel for any device and type. On CUDA there are also `mma` and `tf32`, the
+same on tensor cores, which read the slab where it was received and add into the boundary planes;
+and `library`: torch's convolution (cuDNN's) of the slab, whose result is added afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from pydist._loader import native
+from pydist.backend.slab_library import BY_LIBRARY
+
+ROLES = ("forward", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class SlabProblem:
+    """One slab's part of a convolution, as the native kernels take it.
+
+    Attributes:
+        role: forward, dgrad or wgrad.
+        first: shape of the first operand: inputs, or for dgrad the output's gradient.
+        second: of the weight; for wgrad of the output's gradient.
+        target: of what is added to.
+        first_lo: global spatial position of the first operand.
+        target_lo: of the target; for wgrad of the output's gradient.
+        stride: of the convolution, one number a spatial dim, as the next two.
+        padding: zeros around the input.
+        dilation: between the taps.
+        groups: of channels.
+        dtype: of all three arrays.
+        channels_last: whether activations lie so.
+        device: type of the device.
+        tf32: whether torch may round the factors of float32 products to tf32.
+    """
+
+    role: str
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    target: tuple[int, ...]
+    first_lo: tuple[int, ...]
+    target_lo: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype
+    channels_last: bool
+    device: str = "cpu"
+    tf32: bool = False
+
+    @property
+    def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+        """Stride, padding, dilation and groups, as the native kernels take them."""
+        return self.stride, self.padding, self.dilation, self.groups
+
+    @cached_property
+    def candidates(self) -> list[str]:
+        """Names of the kernels that it allows, that of the rule first."""
+        if self.device == "cpu":
+            return ["plain"]
+        names = ["library", "plain"]
+        if self.dtype in (torch.float16, torch.bfloat16, torch.float32):
+            names.append("mma")
+        if self.dtype == torch.float32 and self.tf32:
+            names.append("tf32")
+        return names
+
+
+def run(
+    name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor,
+    first_lo: Sequence[int], target_lo: Sequence[int], negative_slope: float = 1.0,
+) -> None:  # fmt: skip
+    """Adds one slab's part to `target`.
+
+    Args:
+        name: of the kernel, one of `problem.candidates`.
+        problem: what is computed; shapes and positions are those of the tensors, which may be
+            parts of the problem's.
+        first: inputs, or for dgrad the output's gradient.
+        second: the weight; for wgrad the output's gradient.
+        target: what is added to.
+        first_lo: global spatial position of `first`.
+        target_lo: of the target; for wgrad of the output's gradient.
+        negative_slope: forward only: of a leaky ReLU of what the slab reaches; 1 for none.
+    """
+    where = first_lo, target_lo
+    slope = (negative_slope,) if problem.role == "forward" else ()
+    if name == "library":
+        BY_LIBRARY[problem.role](problem, first, second, target, *where, *slope)
+        return
+    kernel: Callable[..., None] = getattr(native, f"boundary_conv_{problem.role}")
+    arguments = (first, second, target, *where, *problem.geometry)
+    plan = _plan(name, problem, first, second, target, *where)
+    if plan is None or plan[0]:
+        kernel(*arguments, *slope)
+        return
+    workspace = first.new_empty(plan[1], dtype=torch.float32) if plan[1] else None
+    kernel(*arguments, *slope, kernel=name, workspace=workspace)
+
+
+def refusal(name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor) -> str:
+    """Why a kernel would leave tensors of the problem's shapes to `plain`; empty if it does not."""
+    plan = _plan(name, problem, first, second, target, problem.first_lo, problem.target_lo)
+    return "" if plan is None else plan[0]
+
+
+def _plan(
+    name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor,
+    first_lo: Sequence[int], target_lo: Sequence[int],
+) -> tuple[str, int, float] | None:  # fmt: skip
+    """What a kernel says of tensors before it is called; `None` for those that take all."""
+    if name not in ("mma", "tf32"):
+        return None
+    return native.boundary_conv_plan(
+        problem.role, first, second, target, first_lo, target_lo, *problem.geometry, name
+    )

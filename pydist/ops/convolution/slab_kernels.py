@@ -1,0 +1,104 @@
+"""The kernels that add the slabs' parts of one convolution by correction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pydist.backend.slab_choice import by_rule, choose
+from pydist.backend.slabs import ROLES, SlabProblem, run
+from pydist.ops.windows import WindowPlan
+from pydist.partition import Box
+
+
+class SlabKernels:
+    """The kernel of every slab, by role.
+
+    Args:
+        problems: by role, one a slab.
+        names: of the kernels, in the same order, role by role.
+    """
+
+    def __init__(self, problems: dict[str, list[SlabProblem]], names: Sequence[str]) -> None:
+        rest = iter(names)
+        self._problems = problems
+        self._names = {role: [next(rest) for _ in problems[role]] for role in ROLES}
+
+    def add(
+        self, role: str, slab: int, first: Tensor, second: Tensor, target: Tensor,
+        first_lo: Sequence[int], target_lo: Sequence[int], negative_slope: float = 1.0,
+    ) -> None:  # fmt: skip
+        """Adds the part of slab number `slab` to `target`; see `pydist.backend.slabs.run`."""
+        problem, name = self._problems[role][slab], self._names[role][slab]
+        run(name, problem, first, second, target, first_lo, target_lo, negative_slope)
+
+
+class SlabChooser:
+    """Finds the kernels of one convolution's slabs when it first runs, and keeps them.
+
+    Args:
+        plan: of the convolution.
+        padding: before each spatial dim.
+        groups: of channels.
+        is_adjoint: whether the convolution is run backwards, as a transposed one.
+    """
+
+    def __init__(
+        self, plan: WindowPlan, padding: tuple[int, ...], groups: int, is_adjoint: bool
+    ) -> None:
+        self._plan, self._padding, self._groups = plan, padding, groups
+        self._is_adjoint = is_adjoint
+        self._chosen: SlabKernels | None = None
+
+    def kernels(self, x: Tensor, weight: Tensor, channels_last: bool) -> SlabKernels:
+        """The kernels. Collective over the sample group, as the convolution itself is.
+
+        Args:
+            x: this rank's shard.
+            weight: as of the convolution.
+            channels_last: the memory format of activations.
+        """
+        if self._chosen is not None:
+            return self._chosen
+        group = self._plan.layout.mesh.sample
+        problems = [self._of_rank(r, x, weight, channels_last) for r in range(group.size)]
+        flat = [[p for role in ROLES for p in each[role]] for each in problems]
+        learns = torch.is_grad_enabled() and weight.requires_grad
+        names = choose(flat, group, x, learns)
+        if names is None:
+            return SlabKernels(problems[group.rank], by_rule(flat[group.rank]))
+        self._chosen = SlabKernels(problems[group.rank], names)
+        return self._chosen
+
+    def _of_rank(
+        self, rank: int, x: Tensor, weight: Tensor, channels_last: bool
+    ) -> dict[str, list[SlabProblem]]:
+        plan, shape = self._plan, tuple(weight.shape)
+        own, out = plan.layout.boxes[rank], plan.out.boxes[rank]
+        tf32 = x.is_cuda and torch.backends.cudnn.allow_tf32
+
+        def problem(
+            role: str, first: Box, second: Sequence[int], target: Sequence[int], at: Box
+        ) -> SlabProblem:
+            return SlabProblem(
+                role, tuple(first.shape), tuple(second), tuple(target), tuple(first.lo[2:]),
+                tuple(at.lo[2:]), plan.window.stride, self._padding, plan.window.dilation,
+                self._groups, x.dtype, channels_last, x.device.type, tf32,
+            )  # fmt: skip
+
+        def wgrad(inputs: Box, outputs: Box) -> SlabProblem:
+            return problem("wgrad", inputs, outputs.shape, shape, outputs)
+
+        halos, grad_halos = plan.halos[rank], plan.grad_halos[rank]
+        wgrads = (
+            [wgrad(own, slab) for slab in grad_halos]
+            if self._is_adjoint
+            else [wgrad(slab, out) for slab in halos]
+        )
+        return {
+            "forward": [problem("forward", slab, shape, out.shape, out) for slab in halos],
+            "dgrad": [problem("dgrad", slab, shape, own.shape, own) for slab in grad_halos],
+            "wgrad": wgrads,
+        }
