@@ -136,7 +136,7 @@ def test_command(tmp_path, capsys):
         (["{file}:no_module", "--sample", "1,6,4,4"], "makes a int; expected a torch.nn.Module"),
         (["{file}", "--sample", "1,6,4,4"], "expected FILE.py:FACTORY or MODULE:FACTORY"),
         (["nowhere.py:good", "--sample", "1,6,4,4"], "nowhere.py: no such file"),
-        (["no_such_package:good", "--sample", "1,6,4,4"], "no module 'no_such_package'"),
+        (["no_such_package:good", "--sample", "1,6,4,4"], "No module named 'no_such_package'"),
         (["{file}:good", "--sample", "1,6,a,4"], "expected numbers with commas"),
         (["{file}:good", "--sample", "1"], "expected channels and one to three extents"),
         (["{file}:good", "--sample", "1,6,4,4", "--spatial", "2,0,1"], "counts of at least 1"),

@@ -86,7 +86,7 @@ def test_version_is_that_of_the_package(capsys):
         (["run", "-n", "2"], 2, "no script was given"),
         (["run", "-n", "2", "nowhere.py"], 2, "no script 'nowhere.py'"),
         (["demo", "--folder", "ok.toml/x"], 74, "can't write into ok.toml/x: Not a directory"),
-        (["predict", "none", "a.nii", "-o", "b.nii"], 73, "no checkpoint here"),
+        (["predict", "none", "ok.toml", "-o", "b.nii"], 73, "no checkpoint here"),
         (["predict", "none", "a.nii"], 2, "--output"),
         (["data", "nifti", "nowhere", "x"], 65, "nowhere: no such folder"),
         (["data", "ct", "x", "--count", "0"], 2, "count=0: at least 1 volume"),

@@ -154,7 +154,7 @@ def _write(files: MadeFiles, source: Source, storage: Storage, classes: int) -> 
     earlier = files.read(name)
     kept = None if earlier is None else _read_again(name, earlier, source.recipe)
     volume = source.make() if kept is None else kept
-    image = as_stored(volume.image, storage.dtype, name)
+    image = as_stored(volume.image, storage.dtype, name, ": use float32")
     label = volume.label.astype(_label_type(volume.label), copy=False)
     highest = int(label.max())
     if classes and highest >= classes:
@@ -188,11 +188,11 @@ def _write(files: MadeFiles, source: Source, storage: Storage, classes: int) -> 
     return _Made(entry, image.shape[0], highest, _foreground(image, label))
 
 
-def as_stored(image: npt.NDArray[Any], dtype: str, name: str) -> npt.NDArray[Any]:
+def as_stored(image: npt.NDArray[Any], dtype: str, name: str, advice: str = "") -> npt.NDArray[Any]:
     """The image in a set's type; rounded to whole units for int16.
 
     Raises:
-        DataError: its values do not fit; `name` says whose.
+        DataError: its values do not fit; `name` says whose, `advice` what to do.
     """
     if image.dtype == dtype:
         return image
@@ -201,7 +201,7 @@ def as_stored(image: npt.NDArray[Any], dtype: str, name: str) -> npt.NDArray[Any
             image = np.rint(image)
         low, high = image.min(), image.max()
         if low < -(1 << 15) or high >= 1 << 15:
-            raise DataError(f"{name}: values from {low} to {high} do not fit int16: use float32")
+            raise DataError(f"{name}: values from {low} to {high} do not fit int16{advice}")
     return image.astype(dtype)
 
 
