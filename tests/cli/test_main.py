@@ -105,6 +105,19 @@ def test_a_mistake_is_one_line_and_the_right_exit_code(tmp_path, arguments, code
     assert "Traceback" not in ended.stderr
 
 
+def test_a_handler_can_be_registered_right_after_the_import(tmp_path):
+    """As refusals and docs/extending.md have it."""
+    program = (
+        "import torch, pydist\n"
+        "@pydist.tensor.implements(torch.fft.fftn)\n"
+        "def fftn(x, *args, **kwargs):\n"
+        "    return torch.fft.fftn(x.full_tensor(), *args, **kwargs)\n"
+        "assert pydist.tensor.HANDLERS[torch.fft.fftn] is fftn\n"
+        "assert torch.conv3d in pydist.tensor.HANDLERS"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60, check=True)
+
+
 def test_options_override_the_file():
     config = override(Config(), ["--train.steps", "20", "--mesh.spatial", "2", "1", "1"], "pydist")
     assert config.train.steps == 20
