@@ -227,7 +227,7 @@ def test_too_small_disk_is_noticed_before_work(tmp_path: Path) -> None:
 
 def test_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
-    with pytest.raises(DiskError, match="x: File exists"):
+    with pytest.raises(DiskError, match="x: it is a file, and a folder is needed"):
         generate_universes(tmp_path / "x", SMALL)
 
 
