@@ -36,7 +36,7 @@ _HOMES = {
     "parallelize": "pydist.parallel",
     "run_local": "pydist.comm",
 }
-_MODULES = ("data", "inference", "models", "optim", "profile")
+_MODULES = ("check", "data", "inference", "models", "optim", "profile", "tensor")
 
 __all__ = [  # noqa: RUF022  the order of use
     "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "Layout", "Split",
@@ -52,6 +52,8 @@ def __getattr__(name: str) -> Any:
         # Whoever makes a sharded tensor needs the handlers of torch's calls.
         importlib.import_module("pydist.ops")
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "tensor":
+        importlib.import_module("pydist.ops")  # what users register comes after its own handlers
     if name in _MODULES:
         return importlib.import_module(f"pydist.{name}")
     raise AttributeError(f"module 'pydist' has no attribute {name!r}")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from pydist.check.compare import Differences, SplitRun, WholeRun
+from pydist.check.compare import NOISE, Differences, SplitRun, WholeRun
 from pydist.check.report import Report
 from pydist.comm import run_local
 from pydist.comm.transport import Transport
@@ -18,7 +18,7 @@ from pydist.mesh import Mesh
 
 _FLOORS = {torch.float64: 1e-12, torch.float32: 1e-6}
 """Never asked for less than that."""
-_NOISE = 4.0
+_TIMES = 4.0
 """How many times as far as one device is from float64 (or from itself, with noise in the last bit)
 a split run may be."""
 
@@ -82,7 +82,7 @@ def check(
     kinds = {path: type(m).__name__ for path, m in model.named_modules()}
     return Report(
         sample=tuple(sample), spatial=tuple(spatial), batch=batch, dtype=dtype,
-        found=found, bounds=_bounds(found, scale, dtype, tolerance),
+        found=found, bounds=_bounds(found, scale, whole.gradient_scales, dtype, tolerance),
         calls=calls, kinds=kinds, dropout_off=off if train else [],
     )  # fmt: skip
 
@@ -120,17 +120,30 @@ def _jittered(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
 
 
 def _bounds(
-    found: Differences, scale: Differences, dtype: torch.dtype, tolerance: float | None
+    found: Differences,
+    scale: Differences,
+    gradient_scales: dict[str, float],
+    dtype: torch.dtype,
+    tolerance: float | None,
 ) -> Differences:
     floor = _FLOORS[dtype]
+    largest = max(gradient_scales.values(), default=0.0)
 
     def bound(names: dict[str, float], noise: dict[str, float]) -> dict[str, float]:
         if tolerance is not None:
             return dict.fromkeys(names, tolerance)
-        return {name: max(floor, _NOISE * noise.get(name, 0.0)) for name in names}
+        return {name: max(floor, _TIMES * noise.get(name, 0.0)) for name in names}
+
+    gradients = bound(found.gradients, scale.gradients)
+    for name, limit in gradients.items():
+        own = gradient_scales.get(name, 0.0)
+        if tolerance is None and (limit > NOISE or own == 0):
+            # Of what cancels to zero only the size is known: that of rounding, in a sum of numbers
+            # as large as the other gradients. Relative to itself, noise is any multiple of noise.
+            gradients[name] = max(limit, floor * largest / (own or 1.0))
 
     return Differences(
         bound(found.outputs, scale.outputs),
-        bound(found.gradients, scale.gradients),
+        gradients,
         bound(found.buffers, scale.buffers),
     )

@@ -20,6 +20,9 @@ from pydist.ops.redistribute import shard_of_plain
 from pydist.parallel import parallelize
 from pydist.tensor import ShardedTensor
 
+NOISE = 1e-3
+"""A tensor that noise in the last bit moves by more, relative to itself, is nothing but noise."""
+
 INPUT = "input"
 """The name under which the gradient with respect to the sample is listed."""
 
@@ -75,6 +78,11 @@ class WholeRun:
             loss_of(net(leaf)).backward()
         self._grads = _gradients(net, leaf)
         self._buffers = _buffers(net)
+
+    @property
+    def gradient_scales(self) -> dict[str, float]:
+        """The largest absolute value of each gradient."""
+        return {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in self._grads.items()}
 
     def differences(self, model: nn.Module, x: Tensor) -> Differences:
         """Of another run on one device."""

@@ -47,14 +47,18 @@ def _made(factory: Callable[[], object], name: str) -> nn.Module:
 
 
 def _load(where: str) -> ModuleType:
-    if not where.endswith(".py"):
-        try:
-            return importlib.import_module(where)
-        except ModuleNotFoundError as error:
-            raise UsageError(f"no module {error.name!r}") from None
-    path = Path(where).resolve()
-    if not path.is_file():
+    if where.endswith(".py") and not Path(where).is_file():
         raise UsageError(f"{where}: no such file")
+    try:
+        if where.endswith(".py"):
+            return _load_file(Path(where).resolve())
+        return importlib.import_module(where)
+    except Exception as error:  # whatever a file of the user's raises
+        why = " ".join(str(error).split())
+        raise UsageError(f"can't import {where}: {type(error).__name__}: {why}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 from pydist.check.calls import Call
-from pydist.check.compare import INPUT, Differences
+from pydist.check.compare import INPUT, NOISE, Differences
 
-_NOISE = 1e-3
-"""A tensor that noise in the last bit moves by more is nothing but noise."""
 _AXES = {1: "C", 2: "D", 3: "H", 4: "W"}
 
 
@@ -79,7 +77,7 @@ class Report:
                 (found.buffers, bounds.buffers),
             )
             for name, value in values.items()
-            if limits[name] <= _NOISE
+            if limits[name] <= NOISE
         ]
         return math.nan if any(map(math.isnan, every)) else max(every, default=0.0)
 
@@ -181,7 +179,7 @@ def _layers(report: Report) -> Iterator[str]:
 
 
 def _is_noise(bound: float) -> bool:
-    return bound > _NOISE
+    return bound > NOISE
 
 
 def _number(value: float) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +11,8 @@ from typing import Literal
 import tyro
 
 from pydist.cli.options import parse
-from pydist.errors import PydistError, UsageError
+from pydist.errors import PydistError, UsageError, exit_code_of
+from pydist.launch.failures import describe
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,13 @@ def check(arguments: Sequence[str]) -> int:
             factory, sample, spatial, batch=options.batch, dtype=getattr(torch, options.dtype),
             train=not options.eval, tolerance=options.tolerance, seed=options.seed,
         )  # fmt: skip
-    except (PydistError, KeyboardInterrupt):
+    except PydistError:
         raise
+    except KeyboardInterrupt as error:
+        # Ranks are threads that still compute, and the interpreter can't end in order beside them.
+        sys.stderr.write(describe(error))
+        sys.stderr.flush()
+        os._exit(exit_code_of(error))
     except Exception as error:
         what = f"{type(error).__name__}: {error}".splitlines()[0]
         raise PydistError(f"{options.factory} failed on {options.sample}: {what}") from error

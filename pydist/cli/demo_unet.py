@@ -18,7 +18,7 @@ from pydist.cli.demo import prepare
 from pydist.cli.options import parse
 from pydist.cli.progress import ProgressView
 from pydist.cli.train import launch_training
-from pydist.errors import PydistError
+from pydist.errors import PydistError, UsageError
 from pydist.train.config import (
     CheckpointConfig,
     Config,
@@ -31,6 +31,9 @@ from pydist.train.config import (
 )
 
 RANKS = 2
+_MULTIPLE = 8
+"""Of voxels along a side: the network halves them three times."""
+
 GOALS = {"liver": 0.90, "tumour": 0.60}
 """Dice that the demo promises on unseen volumes, mean over them."""
 
@@ -56,6 +59,8 @@ def demo_unet(arguments: Sequence[str]) -> int:
     from pydist.train.log import read
 
     options = parse(_Arguments, arguments, "pydist demo unet")
+    if options.width % _MULTIPLE or options.width < 1:
+        raise UsageError(f"--width {options.width}: multiples of {_MULTIPLE} are possible")
     # Threads that spin while they wait for each other crawl when the cores are busy otherwise.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     began = time.perf_counter()

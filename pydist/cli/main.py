@@ -77,7 +77,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
         if command is not None:
             function = getattr(importlib.import_module(command.module), command.function)
             return int(function(arguments[words:]))
-    raise UsageError(f"no command {arguments[0]!r}; there are: {', '.join(COMMANDS)}")
+    group = any(name.startswith(f"{arguments[0]} ") for name in COMMANDS)
+    given = " ".join(arguments[: 2 if group else 1])
+    raise UsageError(f"no command {given!r}; there are: {', '.join(COMMANDS)}")
 
 
 def _usage() -> str:

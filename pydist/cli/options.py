@@ -51,8 +51,10 @@ def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
 
 def _plain(box: str) -> str:
     """One line out of the framed text that tyro prints."""
-    lines = (line.strip("│╭╮╰╯─ \t") for line in box.splitlines()[1:])
-    text = " ".join(" ".join(lines).split())
+    lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
+    lines = [line for line in lines if line.strip("-")]  # where only ASCII goes, rules are dashes
+    text = " ".join(" ".join(lines[1:]).split())  # after the frame's title
     text = re.split(r" Argument helptext| For full helptext| Got errors", text)[0]
+    text = re.sub(r"^Error parsing [a-z._]+: ", "", text)  # of a table: the rest names the option
     text, *suggestion = text.split("Perhaps you meant: ")
     return text.strip() + (f"; did you mean {suggestion[0].split()[0]}?" if suggestion else "")

@@ -11,7 +11,7 @@ from typing import Annotated
 import tyro
 
 from pydist.cli.options import parse
-from pydist.errors import UsageError
+from pydist.errors import DataError, DiskError, UsageError
 
 PROG = "pydist predict"
 
@@ -38,8 +38,8 @@ class _Arguments:
     """How often depth, height and width are split; by default the depth, over all ranks."""
     sliding: int | None = None
     """Predict window by window, of so many voxels along a side, what does not fit as a whole."""
-    overlap: float = 0.25
-    """Part that neighbouring windows share."""
+    overlap: float | None = None
+    """Part that neighbouring windows share; by default a quarter."""
 
 
 def predict(arguments: Sequence[str]) -> int:
@@ -49,17 +49,43 @@ def predict(arguments: Sequence[str]) -> int:
         raise UsageError(
             "no image was given, as in: pydist predict RUN case.nii.gz -o labels.nii.gz"
         )
+    _check(options)  # errors show here, before any rank starts or predicts
     if options.ranks is None:
         return _predict_here(options)
     from pydist.launch import launch
 
-    own = ["--output", str(options.output), "--overlap", str(options.overlap)]
+    own = ["--output", str(options.output)]
     if options.spatial is not None:
         own += ["--spatial", *map(str, options.spatial)]
     if options.sliding is not None:
         own += ["--sliding", str(options.sliding)]
+    if options.overlap is not None:
+        own += ["--overlap", str(options.overlap)]
     files = [str(options.checkpoint), *map(str, options.images)]
     return launch(options.ranks, ["-m", "pydist", "predict", *files, *own], options.mpi)
+
+
+def _check(options: _Arguments) -> None:
+    """What can be known before the network is read.
+
+    Raises:
+        UsageError: options that do not go together, or an output of another kind than the input.
+        DataError: an image is not there.
+        DiskError: there is no folder for the output.
+    """
+    from pydist.data.medical.nifti import require_suffix
+
+    if options.overlap is not None and options.sliding is None:
+        raise UsageError("--overlap is of windows: give --sliding as well, as in --sliding 96")
+    for image in options.images:
+        if not image.exists():
+            raise DataError(f"{image}: no such file or folder")
+        if image.is_dir() and len(options.images) > 1:
+            raise UsageError(f"{image} is a folder: give it alone, or the files of one volume")
+    if not options.images[0].is_dir():
+        require_suffix(options.output)
+        if not options.output.parent.is_dir():
+            raise DiskError(f"{options.output.parent}: no such folder")
 
 
 def _predict_here(options: _Arguments) -> int:
@@ -72,7 +98,10 @@ def _predict_here(options: _Arguments) -> int:
     place = identity.detect()
     spatial = options.spatial or (1 if place is None else place.size, 1, 1)
     cases = _cases(options.images, options.output)
-    sliding = None if options.sliding is None else Sliding(options.sliding, options.overlap)
+    sliding = None
+    if options.sliding is not None:
+        overlap = {} if options.overlap is None else {"overlap": options.overlap}
+        sliding = Sliding(options.sliding, **overlap)
     mesh = init(1, spatial)
     predictor = Predictor(options.checkpoint, mesh, sliding)
     if mesh.rank == 0 and len(options.images) == 1 and options.images[0].is_dir():

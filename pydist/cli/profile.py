@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydist.cli.own_options import OwnOptions
 from pydist.cli.train import load_config
 from pydist.errors import PydistError, Stopped, UsageError
 
@@ -101,7 +102,7 @@ def _profile_here(config: Config, options: argparse.Namespace) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="pydist profile", add_help=False, allow_abbrev=False)
+    parser = OwnOptions(prog="pydist profile", add_help=False, allow_abbrev=False)
     parser.add_argument("config", nargs="?", type=Path)
     parser.add_argument("-n", dest="ranks", type=int)
     parser.add_argument("--mpi", default="auto")

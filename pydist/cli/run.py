@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
+from pydist.cli.own_options import OwnOptions
 from pydist.errors import UsageError
 from pydist.launch import launch
 
@@ -13,7 +13,7 @@ _OPTIONS = ("-n", "--mpi")
 
 def run(arguments: Sequence[str]) -> int:
     """Runs `pydist run`; see `pydist run --help`."""
-    parser = argparse.ArgumentParser(
+    parser = OwnOptions(
         prog="pydist run",
         usage="pydist run -n RANKS [--mpi NAME] SCRIPT | -m MODULE [ARGUMENT ...]",
         description="Starts a Python program on several ranks of this machine. "

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydist.cli.own_options import OwnOptions
 from pydist.errors import UsageError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def _train_here(config: Config) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="pydist train", add_help=False, allow_abbrev=False)
+    parser = OwnOptions(prog="pydist train", add_help=False, allow_abbrev=False)
     parser.add_argument("config", nargs="?", type=Path)
     parser.add_argument("-n", dest="ranks", type=int)
     parser.add_argument("--mpi", default="auto")

@@ -199,7 +199,10 @@ class Manifest:
 
 def _missing(root: Path) -> str:
     if not root.is_dir():
-        return f"{root}: no such folder; `pydist data universes {root}` makes a synthetic data set"
+        return (
+            f"{root}: no such folder; `pydist data universes {root}` and `pydist data ct {root}` "
+            "make synthetic data sets"
+        )
     found = sorted(p.name for p in root.iterdir())[:5]
     return f"{root}: no {FILE_NAME} in it; it has {', '.join(found) or 'nothing'}"
 

@@ -47,6 +47,8 @@ def make_folder(folder: Path) -> None:
     """Makes a folder, and those above it, unless it is there; raises `DiskError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise DiskError(f"{folder}: it is a file, and a folder is needed") from error
     except OSError as error:
         raise DiskError(f"{folder}: {error.strerror}") from error
 

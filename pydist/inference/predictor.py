@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import shorten
 
 import numpy as np
 import numpy.typing as npt
@@ -81,7 +82,7 @@ class Predictor:
             try:
                 network.load_state_dict(weights)
             except RuntimeError as error:
-                reason = " ".join(str(error).split())
+                reason = shorten(str(error), 200)  # it may name every parameter
                 raise CheckpointError(f"{checkpoint}: its weights do not fit: {reason}") from error
             self._multiple = 1 << model.levels
             if sliding is not None:
@@ -124,7 +125,7 @@ class Predictor:
             if group.rank == 0:
                 image, first = read_image(tuple(Path(i) for i in images), self.grid)
                 header = first.block
-        labels = self.predict(image)
+        labels = self._predict(image, str(images[0]))
         with together(group):
             if labels is not None:
                 kind = "uint8" if len(self.class_names) <= 256 else "uint16"
@@ -144,7 +145,11 @@ class Predictor:
         Raises:
             DataError: another number of channels, or values that do not fit.
         """
-        x = self._input(image)
+        return self._predict(image, "the image")
+
+    def _predict(self, image: ArrayLike | None, name: str) -> npt.NDArray[np.generic] | None:
+        """See `predict`; `name` says in errors whose image it is."""
+        x = self._input(image, name)
         with torch.no_grad():
             scores = self.model(x) if self._sliding is None else self._by_windows(x, self._sliding)
         labels = scores.argmax(1)
@@ -153,7 +158,7 @@ class Predictor:
         whole = on_first_rank(labels)
         return None if whole is None else whole[0].numpy()
 
-    def _input(self, image: ArrayLike | None) -> ShardedTensor:
+    def _input(self, image: ArrayLike | None, name: str) -> ShardedTensor:
         """The normalised volume, of which each rank has its block."""
         group = self.mesh.sample
         facts = b""
@@ -161,7 +166,7 @@ class Predictor:
         with together(group):
             if group.rank == 0:
                 assert image is not None
-                stored = self._checked(as_tensor(image).numpy(force=True))
+                stored = self._checked(as_tensor(image).numpy(force=True), name)
                 mean = float(stored.mean(dtype=np.float64))
                 facts = json.dumps([stored.shape, mean]).encode()
                 whole = torch.from_numpy(np.ascontiguousarray(stored))[None]
@@ -173,19 +178,18 @@ class Predictor:
         self._normalizer(stored_block.numpy(), 0, mean, block.numpy())
         return ShardedTensor.from_local(block[None], layout)
 
-    def _checked(self, image: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    def _checked(self, image: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
         """The image as the training data were stored."""
         channels = self._manifest.sample_shape[0]
         if image.ndim != 4 or image.shape[0] != channels:
             raise DataError(
-                f"an image of shape {image.shape}; the network takes [{channels}, D, H, W]"
+                f"{name}: the shape {image.shape}; the network takes [{channels}, D, H, W]"
             )
         if any(extent % self._multiple for extent in image.shape[1:]):
             raise DataError(
-                f"an image of {image.shape[1:]} voxels; the network takes multiples of "
-                f"{self._multiple}"
+                f"{name}: {image.shape[1:]} voxels; the network takes multiples of {self._multiple}"
             )
-        return as_stored(image, self._manifest.dtype, "the image")
+        return as_stored(image, self._manifest.dtype, name, ", as which training data were stored")
 
     def _by_windows(self, x: ShardedTensor, sliding: Sliding) -> Tensor:
         """Scores of the whole volume, on every rank."""

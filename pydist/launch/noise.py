@@ -9,8 +9,14 @@ import re
 import sys
 
 _RULE = re.compile(rb"^-{20,}\s*$")
-_BLOCK_ECHOES = (b"MPI_ABORT was invoked", b'calling\n"abort"')
+_BLOCK_ECHOES = (
+    b"MPI_ABORT was invoked",
+    b'calling\n"abort"',
+    b"one or more processes exited with non-zero status",
+)
 _LINE_ECHO = re.compile(rb"^Abort\(\d+\) on node \d+ ")
+_NOTHING = b" \t\r\n\0"
+"""Open MPI ends what a failed rank wrote with a zero byte."""
 
 
 class StderrFilter:
@@ -53,7 +59,7 @@ class StderrFilter:
                     self._write(text)
         elif rule:
             self._block = [line]
-        elif not _LINE_ECHO.match(line) and line.strip():
+        elif not _LINE_ECHO.match(line) and line.strip(_NOTHING):
             self._write(line)
 
     @staticmethod

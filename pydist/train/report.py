@@ -117,12 +117,14 @@ def blocks_of(extents: Sequence[int], spatial: Sequence[int]) -> list[Box]:
 
 def draw_curves(axes: Axes, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
     """Draws training losses by step."""
-    # The runs lie on top of each other if all is well: the first is a broad band below the rest.
+    # Several runs lie on top of each other if all is well: the first then is a broad band below.
     styles: list[dict[str, Any]] = [
         {"linewidth": 6, "alpha": 0.3, "color": "tab:blue"},
         {"linewidth": 1.4, "color": "black", "linestyle": (0, (4, 3))},
         {"linewidth": 1.0, "color": "tab:red", "linestyle": ":"},
     ]
+    if len(curves) == 1:
+        styles[0] = {"linewidth": 1.4, "color": "tab:blue"}
     for (name, losses), style in zip(curves.items(), styles, strict=False):
         axes.plot(list(losses), list(losses.values()), label=name, **style)
     axes.set(xlabel="step", ylabel=label, title="Loss")
@@ -157,6 +159,8 @@ def _draw_universe(axes: Axes, universe: NDArray[Any], spatial: Sequence[int]) -
 
 def draw_blocks(axes: Axes, extents: Sequence[int], spatial: Sequence[int], width: int) -> None:
     """Draws the ranks' blocks over a slice at `width` that shows depth and height."""
+    from matplotlib.patheffects import withStroke
+
     for index, block in enumerate(blocks_of(extents, spatial)):
         if block.empty or not block.lo[2] <= width < block.hi[2]:
             continue
@@ -175,4 +179,5 @@ def draw_blocks(axes: Axes, extents: Sequence[int], spatial: Sequence[int], widt
             ha="center",
             va="center",
             fontsize=13,
+            path_effects=[withStroke(linewidth=3, foreground="black")],  # legible on any voxels
         )

@@ -127,9 +127,12 @@ def _run(
             state, task, validation_loader, log, config.train, config.checkpoint, checkpoints
         )
         _announce(log, config, trainer)
+        began = state.step
         validation = trainer.fit()
     with together(mesh.world):
-        if mesh.rank == 0:
+        # Of a run that was complete already the picture stays: its validation is not at hand.
+        drawn = state.step == began and (config.output.folder / report.PICTURE_FILE).exists()
+        if mesh.rank == 0 and not drawn:
             _write_results(config, task, data, mesh, validation, log)
     return Result(state.step, trainer.loss, validation)
 

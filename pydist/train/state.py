@@ -12,6 +12,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -73,7 +74,7 @@ class State:
                 self.scheduler.load_state_dict(parts["scheduler"])
                 self.scaler.load_state_dict(parts["scaler"])
             except (RuntimeError, ValueError, KeyError) as error:
-                reason = " ".join(str(error).split())
+                reason = shorten(str(error), 200)  # it may name every parameter
                 raise CheckpointError(
                     f"checkpoint {path} does not match this model and optimizer: {reason}"
                 ) from error

@@ -56,6 +56,28 @@ def kinds(report: Report) -> dict[str, dict[int, tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_gradient_that_is_nothing_but_rounding_is_judged_by_its_size(dtype, monkeypatch):
+    """That of a bias before a norm: relative to itself it is any number."""
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.Tanh())
+
+    for seed in range(6):
+        report = check(network, (1, 8, 8, 6), (2, 2, 1), dtype=dtype, seed=seed)
+        assert report.ok, report.failures
+    assert "noise: zero but for rounding" in format_report(report)
+
+    def shifted(x, *args, **kwargs):
+        found = real(x, *args, **kwargs)
+        return found + 1e-3 * x.mean()
+
+    real = HANDLERS[F.instance_norm]
+    monkeypatch.setitem(HANDLERS, F.instance_norm, shifted)
+    assert "gradient of 0.bias" in check(network, (1, 8, 8, 6), (2, 2, 1), dtype=dtype).failures
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_network_that_is_right(dtype):
     report = check(network, (2, 12, 8, 8), (2, 1, 2), dtype=dtype)
     assert report.ok, format_report(report)
@@ -136,7 +158,7 @@ def test_command(tmp_path, capsys):
         (["{file}:no_module", "--sample", "1,6,4,4"], "makes a int; expected a torch.nn.Module"),
         (["{file}", "--sample", "1,6,4,4"], "expected FILE.py:FACTORY or MODULE:FACTORY"),
         (["nowhere.py:good", "--sample", "1,6,4,4"], "nowhere.py: no such file"),
-        (["no_such_package:good", "--sample", "1,6,4,4"], "no module 'no_such_package'"),
+        (["no_such_package:good", "--sample", "1,6,4,4"], "No module named 'no_such_package'"),
         (["{file}:good", "--sample", "1,6,a,4"], "expected numbers with commas"),
         (["{file}:good", "--sample", "1"], "expected channels and one to three extents"),
         (["{file}:good", "--sample", "1,6,4,4", "--spatial", "2,0,1"], "counts of at least 1"),

@@ -86,7 +86,7 @@ def test_version_is_that_of_the_package(capsys):
         (["run", "-n", "2"], 2, "no script was given"),
         (["run", "-n", "2", "nowhere.py"], 2, "no script 'nowhere.py'"),
         (["demo", "--folder", "ok.toml/x"], 74, "can't write into ok.toml/x: Not a directory"),
-        (["predict", "none", "a.nii", "-o", "b.nii"], 73, "no checkpoint here"),
+        (["predict", "none", "ok.toml", "-o", "b.nii"], 73, "no checkpoint here"),
         (["predict", "none", "a.nii"], 2, "--output"),
         (["data", "nifti", "nowhere", "x"], 65, "nowhere: no such folder"),
         (["data", "ct", "x", "--count", "0"], 2, "count=0: at least 1 volume"),
@@ -103,6 +103,19 @@ def test_a_mistake_is_one_line_and_the_right_exit_code(tmp_path, arguments, code
     assert message in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
     assert "Traceback" not in ended.stderr
+
+
+def test_a_handler_can_be_registered_right_after_the_import(tmp_path):
+    """As refusals and docs/extending.md have it."""
+    program = (
+        "import torch, pydist\n"
+        "@pydist.tensor.implements(torch.fft.fftn)\n"
+        "def fftn(x, *args, **kwargs):\n"
+        "    return torch.fft.fftn(x.full_tensor(), *args, **kwargs)\n"
+        "assert pydist.tensor.HANDLERS[torch.fft.fftn] is fftn\n"
+        "assert torch.conv3d in pydist.tensor.HANDLERS"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, timeout=60, check=True)
 
 
 def test_options_override_the_file():

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from meter import Meter
 from reading import first_block
+from torch.utils.data import DataLoader
 
 from pydist.data import ShardDataset, UniverseOptions, generate_universes
 from pydist.errors import UsageError
@@ -222,6 +223,16 @@ def test_no_open_file_crosses_a_fork(universes: Path) -> None:
     assert torch.equal(dataset.read_block(0), expected)
     assert len(meter.files) == 1
     dataset.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_torch_s_loader_with_workers_reads_the_same(universes: Path) -> None:
+    dataset = ShardDataset(universes)
+    dataset.read_block(0)  # a file is open when the workers start
+    alone, shared = (list(DataLoader(dataset, 8, num_workers=n)) for n in (0, 2))
+    assert len(alone) == len(shared) == 3
+    for expected, found in zip(alone, shared, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def test_goes_to_another_process_by_pickle(universes: Path) -> None:

@@ -2,6 +2,8 @@
 
 The wheels on PyPI are built for CUDA; beside a CPU build of torch their library finds no CUDA, and
 the import ends at the first operator that it describes. The video networks need none of them.
+Called before any import of torchvision, or of what imports it where it is there (torchmetrics,
+Lightning, Accelerate).
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,10 +60,8 @@ def torchvision(name: str) -> Callable[[], nn.Module]:
 
 
 def _video() -> Any:
-    if importlib.util.find_spec("torchvision") is None:
-        pytest.skip("torchvision is not installed")
     declare_missing_operators()
-    return importlib.import_module("torchvision.models.video")
+    return pytest.importorskip("torchvision.models.video")
 
 
 def _squeeze_and_excitation() -> nn.Module:

@@ -97,6 +97,9 @@ def test_a_resumed_run_is_bit_identical(segmentation, tmp_path):
 def test_the_picture_is_drawn_with_and_without_a_validation_set(segmentation, tmp_path):
     drawn = change(segmentation, output={"plot": True}, train={"epochs": 1})
     run_local(job, 2, drawn, 1, (1, 2, 1))
+    first = (drawn.output.folder / "result.png").read_bytes()
+    run_local(job, 2, drawn, 1, (1, 2, 1))  # complete: nothing new to draw, no slices at hand
+    assert (drawn.output.folder / "result.png").read_bytes() == first
     generate_ct(tmp_path / "data", CTOptions(count=2, shape=(8, 8, 8), validation=0))
     without = change(
         drawn, data={"path": tmp_path / "data"}, output={"folder": tmp_path / "without"}

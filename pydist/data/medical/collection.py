@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.file_image import RECIPE, file_image, storage_options
+from pydist.data.made import MadeFiles, checksum_of
 from pydist.data.manifest import FILE_NAME, DataFile, Intensity, Manifest
-from pydist.data.publish import make_folder, publish, remove_temporaries
+from pydist.data.publish import make_folder, remove_temporaries
 from pydist.data.safe_open import safe_open
 from pydist.errors import DataError, UsageError
 
@@ -90,7 +91,7 @@ def write_set(
     """Makes a set of volumes: HDF5 files and `dataset.json` in `root`.
 
     Every file appears whole or not at all, and the manifest last. A run that was interrupted can
-    be repeated: files that are there already, made from the same, are kept.
+    be repeated: files that are there already, made from the same and not damaged since, are kept.
 
     Args:
         root: the folder, made if missing.
@@ -109,13 +110,14 @@ def write_set(
         DiskError: not enough space, or the folder can't be written.
     """
     make_folder(root)
-    replaced = _check_folder(root, origin, overwrite)
+    before = _check_folder(root, origin, overwrite)
+    files = MadeFiles(root, before)
     remove_temporaries(root)
     made: list[_Made] = []
     rejected: dict[str, str] = {}
     for done, source in enumerate(sources, 1):
         try:
-            made.append(_write(root, source, storage, len(class_names)))
+            made.append(_write(files, source, storage, len(class_names)))
         except DataError as error:
             if not skip_bad:
                 raise
@@ -129,6 +131,8 @@ def write_set(
     told = {**origin, "rejected": rejected}
     manifest = _manifest(made, storage, class_names, channel_names, told)
     manifest.save(root)
+    files.complete()
+    replaced = {file.path for file in before.files} if before else set()
     for path in replaced - {file.path for file in manifest.files}:
         (root / path).unlink(missing_ok=True)
     return manifest
@@ -145,36 +149,38 @@ class _Made:
     """[C, n]: values of labelled voxels."""
 
 
-def _write(root: Path, source: Source, storage: Storage, classes: int) -> _Made:
-    path = root / f"{source.name}.hdf5"
-    kept = _read_again(path, source.recipe)
+def _write(files: MadeFiles, source: Source, storage: Storage, classes: int) -> _Made:
+    name = f"{source.name}.hdf5"
+    earlier = files.read(name)
+    kept = None if earlier is None else _read_again(name, earlier, source.recipe)
     volume = source.make() if kept is None else kept
-    image = as_stored(volume.image, storage.dtype, path.name)
+    image = as_stored(volume.image, storage.dtype, name, ": use float32")
     label = volume.label.astype(_label_type(volume.label), copy=False)
     highest = int(label.max())
     if classes and highest >= classes:
         raise DataError(f"{source.name}: labels go up to {highest}; there are {classes} classes")
 
     def fill(file: h5py.File) -> None:
-        for name, array, channel_axis in ((VOLUME, image, 0), (LABEL, label, None)):
+        for dataset, array, channel_axis in ((VOLUME, image, 0), (LABEL, label, None)):
             chosen = storage_options(
                 storage.storage, storage.compression, array.shape, channel_axis
             )
-            file.create_dataset(name, data=array, **chosen)
-        for name, text in {**volume.attributes, RECIPE: source.recipe}.items():
-            file.attrs[name] = np.bytes_(text)
+            file.create_dataset(dataset, data=array, **chosen)
+        for attribute, text in {**volume.attributes, RECIPE: source.recipe}.items():
+            file.attrs[attribute] = np.bytes_(text)
 
-    if kept is None:
+    content: bytes | memoryview
+    if earlier is None or kept is None:
         content = file_image(fill)
-        publish(path, content)
+        files.publish(name, content)
     else:
-        content = memoryview(path.read_bytes())
+        content = earlier
     depth, height, width = image.shape[1:]
     entry = DataFile(
-        path.name,
+        name,
         source.split,
         len(content),
-        f"{zlib.crc32(content):08x}",
+        checksum_of(content),
         ((0, 0, 0),),
         (float(image.mean(dtype=np.float64)),),
         (depth, height, width),
@@ -182,11 +188,11 @@ def _write(root: Path, source: Source, storage: Storage, classes: int) -> _Made:
     return _Made(entry, image.shape[0], highest, _foreground(image, label))
 
 
-def as_stored(image: npt.NDArray[Any], dtype: str, name: str) -> npt.NDArray[Any]:
+def as_stored(image: npt.NDArray[Any], dtype: str, name: str, advice: str = "") -> npt.NDArray[Any]:
     """The image in a set's type; rounded to whole units for int16.
 
     Raises:
-        DataError: its values do not fit; `name` says whose.
+        DataError: its values do not fit; `name` says whose, `advice` what to do.
     """
     if image.dtype == dtype:
         return image
@@ -195,7 +201,7 @@ def as_stored(image: npt.NDArray[Any], dtype: str, name: str) -> npt.NDArray[Any
             image = np.rint(image)
         low, high = image.min(), image.max()
         if low < -(1 << 15) or high >= 1 << 15:
-            raise DataError(f"{name}: values from {low} to {high} do not fit int16: use float32")
+            raise DataError(f"{name}: values from {low} to {high} do not fit int16{advice}")
     return image.astype(dtype)
 
 
@@ -210,26 +216,26 @@ def _foreground(image: npt.NDArray[Any], label: npt.NDArray[Any]) -> npt.NDArray
     return image.reshape(image.shape[0], -1)[:, found[picks]]
 
 
-def _read_again(path: Path, recipe: str) -> LabelledVolume | None:
-    """The content of an earlier run's file, if it is there and made from the same."""
+def _read_again(name: str, content: bytes, recipe: str) -> LabelledVolume | None:
+    """What an earlier run's file holds, if it was made from the same."""
     try:
-        with safe_open(path) as file:
+        with safe_open(name, driver=io.BytesIO(content)) as file:
             if file.text(RECIPE) != recipe:
                 return None
             return LabelledVolume(file.dataset(VOLUME)[...], file.dataset(LABEL)[...])
-    except (DataError, OSError):
+    except DataError:
         return None
 
 
-def _check_folder(root: Path, origin: Mapping[str, Any], overwrite: bool) -> set[str]:
-    """Checks that the folder may be written; the files of the data set that is there now."""
+def _check_folder(root: Path, origin: Mapping[str, Any], overwrite: bool) -> Manifest | None:
+    """Checks that the folder may be written; the manifest of the data set that is there now."""
     before = Manifest.load(root) if (root / FILE_NAME).exists() else None
     if before is not None and not overwrite and before.origin.get(RECIPE) != origin[RECIPE]:
         raise UsageError(
             f"{root} holds a data set that was made from something else; choose another folder, "
             "or overwrite to replace it"
         )
-    return {file.path for file in before.files} if before else set()
+    return before
 
 
 def _manifest(

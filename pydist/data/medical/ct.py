@@ -9,6 +9,7 @@ that training works, no more.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from math import inf
 from typing import Any, Literal
 
 import numpy as np
@@ -66,12 +67,13 @@ class CTOptions:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        lengths = all(0 < mm < inf for mm in self.spacing)
         faults = [
             (self.count < 1, f"count={self.count}: at least 1 volume"),
             (self.seed < 0, f"seed={self.seed}: 0 or more"),
             (min(self.shape) < 8, f"shape={self.shape}: at least 8 voxels along each side"),
-            (min(self.spacing) <= 0, f"spacing={self.spacing}: lengths in mm > 0"),
-            (self.noise < 0, f"noise={self.noise}: 0 or more Hounsfield units"),
+            (not lengths, f"spacing={self.spacing}: lengths in mm > 0"),
+            (not 0 <= self.noise < inf, f"noise={self.noise}: 0 or more Hounsfield units"),
             (not 0 <= self.validation < 1, f"validation={self.validation}: a fraction in [0, 1)"),
             (
                 self.compression == "gzip" and self.storage == "contiguous",

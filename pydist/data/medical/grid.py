@@ -44,7 +44,7 @@ class GridOptions:
             raise UsageError("cube and spacing: choose one of the two")
         if self.cube is not None and self.cube < 1:
             raise UsageError(f"cube={self.cube}: at least 1 voxel")
-        if self.spacing is not None and not min(self.spacing) > 0:
+        if self.spacing is not None and not all(0 < mm < math.inf for mm in self.spacing):
             raise UsageError(f"spacing={self.spacing}: lengths in mm > 0")
         if self.multiple < 1:
             raise UsageError(f"multiple={self.multiple}: at least 1")

@@ -66,7 +66,12 @@ def find_cases(source: str | Path, labels: str | Path | None = None) -> Found:
     folder = Path(source)
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder")
-    if labels is None and (folder / "dataset.json").is_file():
+    described = (folder / "dataset.json").is_file()
+    if labels is None and not described and (folder / "imagesTr").is_dir():
+        raise DataError(
+            f"{folder}: it has imagesTr and no dataset.json, which says what the labels are"
+        )
+    if labels is None and described:
         record = _read_json(folder / "dataset.json")
         if "channel_names" in record:
             return _nnunet(folder, record)
@@ -110,7 +115,13 @@ def _nnunet(folder: Path, record: Mapping[str, Any]) -> Found:
                 f"{len(channels)}"
             )
         cases.append(Case(name, images, folder / "labelsTr" / f"{name}{ending}"))
-    return Found(_with_labels(cases), classes, channels)
+    found = _with_labels(cases)
+    labels = {case.label.name for case in found}
+    for path in _files(folder / "labelsTr"):
+        if path.name not in labels:
+            image = folder / "imagesTr" / f"{stem(path)}_0000{ending}"
+            raise DataError(f"{path}: its image {image} is missing")
+    return Found(found, classes, channels)
 
 
 def _decathlon(folder: Path, record: Mapping[str, Any]) -> Found:

@@ -91,6 +91,12 @@ def is_nifti(path: Path) -> bool:
     return path.name.endswith(SUFFIXES) and not path.name.startswith(".")
 
 
+def require_suffix(path: Path) -> None:
+    """Raises `UsageError` if a file's name is not that of a NIfTI file."""
+    if not path.name.endswith(SUFFIXES):
+        raise UsageError(f"{path}: the name of a NIfTI file ends in {' or '.join(SUFFIXES)}")
+
+
 def stem(path: Path) -> str:
     """A file's name without .nii or .nii.gz."""
     return path.name.removesuffix(".gz").removesuffix(".nii")
@@ -203,8 +209,7 @@ def write_nifti(
         DiskError: the disk is full, or the folder can't be written.
     """
     name = Path(path)
-    if not name.name.endswith(SUFFIXES):
-        raise UsageError(f"{name}: the name of a NIfTI file ends in {' or '.join(SUFFIXES)}")
+    require_suffix(name)
     header = header_of(block, str(name))
     if dtype is not None:
         header.set_data_dtype(np.dtype(dtype))

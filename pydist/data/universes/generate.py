@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 import itertools
-import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.file_image import RECIPE, file_image, recipe_hash, storage_options
+from pydist.data.made import MadeFiles, checksum_of
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
-from pydist.data.publish import make_folder, need_space, publish, remove_temporaries
+from pydist.data.publish import make_folder, need_space, remove_temporaries
 from pydist.data.safe_open import safe_open
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES, UniverseOptions
 from pydist.data.universes.simulate import Parameters, draw_parameters, simulate
@@ -32,8 +33,9 @@ def generate_universes(
     """Makes a set of universes: HDF5 files and `dataset.json` in `out_dir`.
 
     Every file appears whole or not at all, and the manifest last. A run that was interrupted can
-    be repeated: files that are there already, made with the same options, are kept. Equal options
-    give equal files, on any number of workers. One process at a time may write to a folder.
+    be repeated: files that are there already, made with the same options and not damaged since, are
+    kept. Equal options give equal files, on any number of workers. One process at a time may write
+    to a folder.
 
     Args:
         out_dir: the folder, made if missing.
@@ -50,11 +52,12 @@ def generate_universes(
     root = Path(out_dir)
     recipe = recipe_hash(options.recipe())
     make_folder(root)
-    replaced = _check_folder(root, options, recipe)
+    before = _check_folder(root, options, recipe)
+    files = MadeFiles(root, before)
     remove_temporaries(root)
     made: list[_Made] = []
     with ThreadPoolExecutor(options.workers, "universes") as pool:
-        jobs = [pool.submit(_make, root, options, recipe, i) for i in range(options.count)]
+        jobs = [pool.submit(_make, files, options, recipe, i) for i in range(options.count)]
         try:
             for job in jobs:
                 made.append(job.result())
@@ -65,6 +68,8 @@ def generate_universes(
             raise
     manifest = _manifest(options, made)
     manifest.save(root)
+    files.complete()
+    replaced = {file.path for file in before.files} if before else set()
     for path in replaced - {file.path for file in manifest.files}:
         (root / path).unlink(missing_ok=True)
     return manifest
@@ -82,19 +87,22 @@ class _Made:
     log_square: npt.NDArray[np.float64]
 
 
-def _make(root: Path, options: UniverseOptions, recipe: str, index: int) -> _Made:
+def _make(made: MadeFiles, options: UniverseOptions, recipe: str, index: int) -> _Made:
     """Makes the files of one universe, unless they are there."""
     split = "train" if index < options.count - options.validation_count else "val"
-    kept = _read_again(root, options, recipe, index)
-    counts = simulate(options, index) if kept is None else kept
+    kept = _read_again(made, options, recipe, index)
+    counts, contents = (simulate(options, index), {}) if kept is None else kept
     parameters = draw_parameters(options, index)
     files = []
     for name, offsets, part in _cut(options, index, counts):
-        content = _image(options, recipe, parameters, part)
+        content: bytes | memoryview
         if kept is None:
-            publish(root / name, content)
+            content = _image(options, recipe, parameters, part)
+            made.publish(name, content)
+        else:
+            content = contents[name]
         means = [float(_sample(options, part, o).mean(dtype=np.float64)) for o in offsets]
-        checksum = f"{zlib.crc32(content):08x}"
+        checksum = checksum_of(content)
         files.append(DataFile(name, split, len(content), checksum, offsets, tuple(means)))
     logs = [np.log1p(channel, dtype=np.float64) for channel in counts]
     return _Made(
@@ -155,25 +163,30 @@ def _image(
 
 
 def _read_again(
-    root: Path, options: UniverseOptions, recipe: str, index: int
-) -> npt.NDArray[Any] | None:
-    """The counts in the files of an earlier run, if all are there and made with these options."""
+    made: MadeFiles, options: UniverseOptions, recipe: str, index: int
+) -> tuple[npt.NDArray[Any], dict[str, bytes]] | None:
+    """The counts in an earlier run's files and these files, if all are as they were made."""
+    contents = {}
     shape = (len(options.redshifts), *(options.box,) * 3)
     counts = np.empty(shape, dtype=options.dtype)
     for name, _, part in _cut(options, index, counts):
+        content = made.read(name)
+        if content is None:
+            return None
         try:
-            with safe_open(root / name) as file:
+            with safe_open(name, driver=io.BytesIO(content)) as file:
                 if file.text(RECIPE) != recipe:
                     return None
                 stored = file.dataset("full")[...]
-        except (DataError, OSError):
+        except DataError:
             return None
         part[...] = np.moveaxis(stored, -1, 0) if options.layout == "cosmoflow" else stored
-    return counts
+        contents[name] = content
+    return counts, contents
 
 
-def _check_folder(root: Path, options: UniverseOptions, recipe: str) -> set[str]:
-    """Checks that the folder may be written; the files of the data set that is there now."""
+def _check_folder(root: Path, options: UniverseOptions, recipe: str) -> Manifest | None:
+    """Checks that the folder may be written; the manifest of the data set that is there now."""
     before = Manifest.load(root) if (root / FILE_NAME).exists() else None
     if before is None and options.compression == "none":
         item = np.dtype(options.dtype).itemsize
@@ -183,7 +196,7 @@ def _check_folder(root: Path, options: UniverseOptions, recipe: str) -> set[str]
             f"{root} holds a data set that was made with other options; choose another folder, "
             "or overwrite=True to replace it"
         )
-    return {file.path for file in before.files} if before else set()
+    return before
 
 
 def _manifest(options: UniverseOptions, made: list[_Made]) -> Manifest:

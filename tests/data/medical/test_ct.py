@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
+from damage import flip_bit, interrupt_at_the_end
 
 from pydist.data import ShardDataset
 from pydist.data.index import verify_dataset
 from pydist.data.medical import CTOptions, convert_nifti, generate_ct
+from pydist.data.medical.collection import VOLUME
 from pydist.data.medical.ct import CLASS_NAMES, LEVELS, make_volume
 from pydist.errors import UsageError
 
@@ -44,6 +48,22 @@ def test_up_to_ten_tumours_and_sometimes_none():
     tumours = [(make_volume(options, i)[1] == 2).sum() for i in range(30)]
     assert 0 in tumours
     assert max(tumours) > 50
+
+
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "interrupted"])
+def test_a_bit_that_flipped_after_an_earlier_run_is_not_blessed(tmp_path, complete):
+    options = CTOptions(count=2, shape=(8, 8, 8))
+    generate_ct(tmp_path / "whole", options)
+    root = tmp_path / "again"
+    with nullcontext() if complete else pytest.raises(KeyboardInterrupt):
+        generate_ct(root, options, None if complete else interrupt_at_the_end)
+    kept = (root / "ct_0000.hdf5").stat().st_ino
+    flip_bit(root / "ct_0001.hdf5", VOLUME)
+    generate_ct(root, options)
+    assert (root / "ct_0000.hdf5").stat().st_ino == kept
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (root / path.name).read_bytes()
+    assert len(list(root.iterdir())) == 3
 
 
 def test_hdf5_and_nifti_hold_the_same_volumes(tmp_path):

@@ -8,14 +8,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from damage import flip_bit, interrupt_at_the_end
 
 from pydist.data import Manifest, UniverseOptions, generate_universes
 from pydist.data import publish as publishing
+from pydist.data.publish import TEMPORARY
 from pydist.data.universes import generate
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES
 from pydist.data.universes.simulate import choose_array_module, draw_parameters, simulate
@@ -173,6 +176,22 @@ def test_damaged_leftover_is_made_again(tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("layout", ["channel-first", "cosmoflow"])
+@pytest.mark.parametrize("complete", [True, False], ids=["complete", "interrupted"])
+def test_a_bit_that_flipped_after_an_earlier_run_is_not_blessed(tmp_path, layout, complete):
+    options = UniverseOptions(count=2, width=8, box_width=8, seed=3, layout=layout)
+    generate_universes(tmp_path / "whole", options)
+    root = tmp_path / "again"
+    with nullcontext() if complete else pytest.raises(KeyboardInterrupt):
+        generate_universes(root, options, None if complete else interrupt_at_the_end)
+    assert (root / "dataset.json").exists() == complete
+    flip_bit(next(root.glob("univ_000001*.hdf5")), "full")
+    told: list[str] = []
+    generate_universes(root, options, lambda done, total, what: told.append(what))
+    assert told == ["universe 0 kept", "universe 1 made"]
+    assert contents(root) == contents(tmp_path / "whole")
+
+
 def test_other_data_is_not_overwritten_unasked(tmp_path: Path) -> None:
     generate_universes(tmp_path, SMALL)
     with pytest.raises(UsageError, match="made with other options"):
@@ -198,7 +217,7 @@ def test_full_disk_leaves_nothing_under_a_final_name(
         generate_universes(tmp_path, SMALL)
     left = [p.name for p in tmp_path.iterdir()]
     assert "dataset.json" not in left
-    assert not [name for name in left if name.startswith(".")]
+    assert not [name for name in left if TEMPORARY in name]
 
 
 def test_too_small_disk_is_noticed_before_work(tmp_path: Path) -> None:
@@ -208,7 +227,7 @@ def test_too_small_disk_is_noticed_before_work(tmp_path: Path) -> None:
 
 def test_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("")
-    with pytest.raises(DiskError, match="x: File exists"):
+    with pytest.raises(DiskError, match="x: it is a file, and a folder is needed"):
         generate_universes(tmp_path / "x", SMALL)
 
 

@@ -1,0 +1,75 @@
+"""Which files of a data set are still as they were made.
+
+A run that makes a data set may be interrupted and repeated; what is there already is kept. But a
+file may have been damaged meanwhile, and its checksum, taken anew, would bless the damage. So each
+file's checksum is noted when it is made: in a journal beside the files until there is a manifest,
+and in the manifest then. A file without one, or with another, is made again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import zlib
+from pathlib import Path
+
+from pydist.data.manifest import Manifest
+from pydist.data.publish import publish
+from pydist.errors import DiskError
+
+JOURNAL = ".made.jsonl"
+
+
+class MadeFiles:
+    """The files of a folder whose checksums were noted when they were made. Threads may share it.
+
+    Args:
+        root: the folder.
+        manifest: that of the data set that is there already, if there is one.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest | None) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._checksums = {file.path: file.crc32 for file in manifest.files} if manifest else {}
+        with contextlib.suppress(FileNotFoundError):
+            for line in (root / JOURNAL).read_bytes().splitlines():
+                with contextlib.suppress(ValueError):  # the last one may be cut short
+                    name, checksum = json.loads(line)
+                    self._checksums[name] = checksum
+
+    def publish(self, name: str, content: bytes | memoryview) -> None:
+        """Writes a file atomically, and notes its checksum.
+
+        Raises:
+            DiskError: the disk is full, or the folder can't be written.
+        """
+        publish(self._root / name, content)
+        line = json.dumps([name, checksum_of(content)])
+        try:
+            with self._lock, (self._root / JOURNAL).open("a", encoding="utf-8") as journal:
+                journal.write(f"\n{line}\n")  # the first ends a line that was cut short
+        except OSError as error:
+            raise DiskError(f"{self._root / JOURNAL}: {error.strerror}") from error
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file that is there, if it is what was written when it was made."""
+        noted = self._checksums.get(name)
+        if noted is None:
+            return None
+        try:
+            content = (self._root / name).read_bytes()
+        except OSError:
+            return None
+        return content if checksum_of(content) == noted else None
+
+    def complete(self) -> None:
+        """Removes the journal: the manifest has the checksums now."""
+        with contextlib.suppress(OSError):
+            (self._root / JOURNAL).unlink(missing_ok=True)
+
+
+def checksum_of(content: bytes | memoryview) -> str:
+    """CRC-32, as manifests have it."""
+    return f"{zlib.crc32(content):08x}"

@@ -1,0 +1,122 @@
+"""Wrong input to commands: one line that says what was given and what is possible."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nibabel as nib
+import numpy as np
+import pytest
+
+from pydist.cli.main import main
+from pydist.data.medical import CTOptions, generate_ct
+
+CASE = "scans/imagesTr/ct_0001_0000.nii.gz"
+LABEL = "scans/labelsTr/ct_0001.nii.gz"
+NETWORKS = """
+from torch import nn
+def fits(): return nn.Conv3d(1, 2, 3)
+def fails(): raise ValueError("no\\nweights")
+def number(): return 3
+"""
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory) -> Path:
+    """Two volumes in the folders of nnU-Net."""
+    folder = tmp_path_factory.mktemp("scans")
+    generate_ct(folder, CTOptions(count=2, shape=(8, 8, 8), format="nifti"))
+    return folder
+
+
+@pytest.fixture
+def place(scans, tmp_path, monkeypatch) -> Path:
+    shutil.copytree(scans, tmp_path / "scans")
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "nets.py").write_text(NETWORKS)
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def refused(capsys, arguments: list[str], code: int) -> str:
+    """The one line that a command ends with."""
+    assert main(arguments) == code
+    said = capsys.readouterr().err
+    assert len(said.strip().splitlines()) == 1
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ("data foo", 2, "no command 'data foo'; there are: data universes"),
+        ("data nifti scans out --cube 0", 2, "error: cube=0: at least 1 voxel"),
+        ("data nifti scans out --spacing nan 1 1", 2, "lengths in mm > 0"),
+        ("data nifti scans file", 74, "file: it is a file, and a folder is needed"),
+        ("data ct out --spacing inf 1 1", 2, "lengths in mm > 0"),
+        ("data ct out --noise nan", 2, "noise=nan: 0 or more"),
+        ("predict run nowhere.nii -o x.nii", 65, "nowhere.nii: no such file or folder"),
+        ("predict run file -o x.png", 2, r"x.png: the name of a NIfTI file ends in"),
+        ("predict run file -o nowhere/x.nii", 74, "nowhere: no such folder"),
+        ("predict run scans/imagesTr file -o x", 2, "is a folder: give it alone"),
+        ("predict run file -o x.nii --overlap 0.5", 2, "give --sliding as well"),
+        ("predict run file -o x.nii -n 0", 2, "0 ranks: at least 1 is needed"),
+        ("run file", 2, "arguments are required: -n; pydist run --help tells more"),
+        ("train file -n x", 2, "argument -n: invalid int value: 'x'"),
+        ("demo unet --width 20", 2, "--width 20: multiples of 8 are possible"),
+        ("check broken.py:f --sample 1,8", 2, "can't import broken.py: SyntaxError: invalid"),
+        ("check nets.py:fails --sample 1,8,8,8", 71, "ValueError: no"),
+        ("check nets.py:number --sample 1,8,8,8", 2, "makes a int; expected"),
+        ("check nets.py:fits --sample 2,8,8,8", 71, "failed on 2,8,8,8: RuntimeError"),
+    ],
+)
+def test_a_mistake_is_one_line(place, capsys, arguments, code, message):
+    assert message in refused(capsys, arguments.split(), code)
+    assert not list(place.glob("out/*"))
+    assert not list(place.glob("x*"))
+
+
+def cut(path: str) -> None:
+    Path(path).write_bytes(Path(path).read_bytes()[:-50])
+
+
+def wrong_checksum(path: str) -> None:
+    raw = bytearray(Path(path).read_bytes())
+    raw[-5] ^= 1
+    Path(path).write_bytes(raw)
+
+
+def smaller(path: str) -> None:
+    nib.save(nib.load(path).slicer[:-1], path)
+
+
+def four_dims(path: str) -> None:
+    volume = nib.load(path)
+    nib.save(nib.Nifti1Image(np.stack([np.asarray(volume.dataobj)] * 2, -1), volume.affine), path)
+
+
+def missing(path: str) -> None:
+    Path(path).unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "path", "message"),
+    [
+        (cut, CASE, f"{CASE}: cut short"),
+        (wrong_checksum, CASE, f"{CASE}: damaged gzip data: CRC check failed"),
+        (wrong_checksum, LABEL, f"{LABEL}: damaged gzip data: CRC check failed"),
+        (smaller, LABEL, f"{LABEL} has (7, 8, 8) voxels, {CASE} (8, 8, 8)"),
+        (four_dims, LABEL, f"{LABEL} has 2 channels; one is expected"),
+        (missing, LABEL, f"its label {LABEL} is missing"),
+        (missing, CASE, f"its image {CASE} is missing"),
+        (missing, "scans/dataset.json", "imagesTr and no dataset.json"),
+    ],
+)
+def test_a_bad_case_is_named_and_nothing_is_half_written(place, capsys, damage, path, message):
+    damage(path)
+    assert message in refused(capsys, ["data", "nifti", "scans", "out"], 65)
+    left = {file.name for file in place.glob("out/*")}
+    assert left <= {"ct_0000.hdf5", ".made.jsonl"}
