@@ -301,8 +301,13 @@ def distribute_tensor(
     return ShardedTensor.from_local(shard_of_plain(plain(tensor), layout), layout, first_sample)
 
 
-def adopt_local(x: ShardedTensor, local: Tensor) -> ShardedTensor:
+def adopt_local(x: ShardedTensor, local: Tensor, changed: bool = True) -> ShardedTensor:
     """Makes `local`, the result of a call in place, the shard of `x`.
+
+    Args:
+        x: the tensor.
+        local: its shard from now on.
+        changed: whether its numbers are others; whoever kept them for backward then notices.
 
     Raises:
         NotSupported: `x` is a copy of what would be a view in torch, of a tensor still in use.
@@ -314,6 +319,8 @@ def adopt_local(x: ShardedTensor, local: Tensor) -> ShardedTensor:
             "assign to the other tensor with x[...] = value"
         )
     x._shard = local
+    if changed and not of_wrapper(torch.Tensor.is_inference, x):
+        torch.autograd.graph.increment_version(x)
     if local.requires_grad and not of_wrapper(GET_REQUIRES_GRAD, x):
         of_wrapper(torch.Tensor.requires_grad_, x)
         set_tripwire(x)

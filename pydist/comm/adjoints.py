@@ -79,7 +79,7 @@ class _Scale(Function):
 
 def enter(x: Tensor, factor: float) -> Tensor:
     """A value held `factor` times as often as the result it goes into; its gradient × factor."""
-    if factor == 1 or not x.requires_grad:
+    if factor == 1 or not x.requires_grad or not torch.is_grad_enabled():
         return x
     return _Enter.apply(x, factor)
 

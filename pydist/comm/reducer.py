@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,13 +112,15 @@ class Reducer:
             self._transport.progress()
 
     @torch.no_grad()
-    def finish_gathering_values(self, buckets: Iterable[ScatteredBucket]) -> None:
-        """Waits until all parameters of these buckets are there. Collective."""
+    def finish_gathering_values(self, bucket: ScatteredBucket, changed: Collection[int]) -> None:
+        """Waits until a bucket's parameters are there. Collective.
+
+        Args:
+            bucket: the bucket.
+            changed: ids of the parameters that may have new values.
+        """
         with self._mesh.timers.measure("gradients"):
-            for bucket in buckets:
-                bucket.finish_gathering_values()
-                # Written behind torch's back: whoever kept a value for backward must notice.
-                torch.autograd.graph.increment_version(bucket.parameters)
+            bucket.finish_gathering_values(changed)
 
     def _before_accumulation(self, grad: Tensor, index: int) -> Tensor | None:
         returned = _fate(self._nodes[index]) == "returned"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -176,14 +176,17 @@ class ScatteredBucket(Bucket):
         own = self._row[self._lo : self._hi]
         self._work = self._transport.all_gather_async(own, self._row, self.counts)
 
-    def finish_gathering_values(self) -> None:
-        """Waits until the parameters are whole and equal on all ranks."""
+    def finish_gathering_values(self, changed: Collection[int]) -> None:
+        """Waits until those parameters, by their ids, are whole and equal on all ranks."""
         assert self._work is not None
         assert self._row is not None
         self._work.wait()
-        if len(self.parameters) > 1:
-            for parameter, piece in self._pieces(self._row):
-                parameter.detach().copy_(piece)
+        for parameter, piece in self._pieces(self._row):
+            if id(parameter) in changed and parameter.grad is not None:
+                if len(self.parameters) > 1:
+                    parameter.detach().copy_(piece)
+                # Written behind torch's back: whoever kept a value for backward must notice.
+                torch.autograd.graph.increment_version(parameter)
         self._row = self._work = None
 
     def _packed_values(self) -> Tensor:

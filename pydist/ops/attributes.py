@@ -98,7 +98,7 @@ def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTenso
     local_of(x).requires_grad_(requires_grad)
     if not requires_grad:
         of_wrapper(torch.Tensor.requires_grad_, x, False)
-    return adopt_local(x, x._local)
+    return adopt_local(x, x._local, changed=False)
 
 
 @implements(_descriptor("requires_grad").__set__)

@@ -156,23 +156,36 @@ class ShardedOptimizer(Optimizer):
         for parameter in rest.values():
             if isinstance(parameter.grad, ScatteredGradient):
                 refuse_pending(parameter.grad)  # before a first message leaves
-        buckets = []
+        started = []
+        failure: Exception | None = None
         for bucket in reducer.scattered:
             some = {id(p) for p in bucket.parameters if rest.pop(id(p), None) is not None}
             if some:
-                buckets.append(bucket)
-                self._step_some(some, reducer)
-                # Its values travel while the next one is stepped.
+                failure = failure or self._step_some(some, reducer)
+                # Its values travel while the next one is stepped; after a failure as well, as
+                # other ranks, which may have nothing of what failed, wait for them.
                 reducer.start_gathering_values(bucket)
-        self._step_some(rest.keys(), reducer)
-        reducer.finish_gathering_values(buckets)
+                started.append((bucket, some))
+        failure = failure or self._step_some(rest.keys(), reducer)
+        for bucket, some in started:
+            reducer.finish_gathering_values(bucket, some)
+        if failure is not None:
+            raise failure
         return loss
 
-    def _step_some(self, some: Collection[int], reducer: Reducer) -> None:
-        """Steps this rank's parts of some parameters, which are given by their ids."""
+    def _step_some(self, some: Collection[int], reducer: Reducer) -> Exception | None:
+        """Steps this rank's parts of some parameters, which are given by their ids.
+
+        Returns:
+            What the optimizer raised.
+        """
         with self._mesh.timers.measure("optimizer"), self._on_own_parts(some, reducer) as there_are:
-            if there_are:
-                self._inner.step()
+            try:
+                if there_are:
+                    self._inner.step()
+            except Exception as error:
+                return error
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state, whole on every rank. Collective."""

@@ -12,7 +12,7 @@ from shared_steps import OPTIMIZERS, adam, check, train
 from torch import nn
 from torch.optim import SGD, Adam, lr_scheduler
 
-from pydist import parallelize
+from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.optim import ShardedOptimizer, gather_gradients, sharded
 from pydist.optim.sharded import WORTHWHILE
@@ -166,6 +166,65 @@ def test_values_kept_for_backward_are_protected():
             kept.backward()
 
     on_ranks((2, 1, 1), body)
+
+
+class TwoHeads(nn.Module):
+    """A trunk and two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Conv3d(4, 4, 3, padding=1)
+        self.first, self.second = nn.Conv3d(4, 2, 1), nn.Conv3d(4, 2, 1)
+
+    def forward(self, x):
+        features = self.trunk(x)
+        return self.first(features), self.second(features)
+
+
+def test_two_optimizers_with_a_backward_between_their_steps():
+    """The step of one leaves alone what the other's backward needs."""
+    torch.manual_seed(0)
+    start, x = TwoHeads().double(), randn(2, 4, 8, 4, 4)
+
+    def trained(model, x, wrap):
+        one = wrap(SGD(model.first.parameters(), 0.1))
+        two = wrap(SGD([*model.trunk.parameters(), *model.second.parameters()], 0.1))
+        a, b = model(x)
+        a.square().mean().backward(retain_graph=True)
+        one.step()
+        b.square().mean().backward()
+        two.step()
+        return [p.detach() for p in model.parameters()]
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(start), mesh)
+        part = distribute_tensor(x, mesh)
+        return trained(model, part, lambda o: sharded(o, model, "always"))
+
+    expected = trained(copy.deepcopy(start), x, lambda o: o)
+    for found in on_ranks((2, 1, 1), body):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_a_step_that_fails_leaves_equal_parameters():
+    def body(mesh):
+        model, optimizer = train(mesh, "always", steps=1)
+        optimizer.param_groups[-1]["lr"] = "fast"
+        loss_of(model, mesh).backward()
+        with pytest.raises((TypeError, RuntimeError, ValueError)):
+            optimizer.step()
+        values = [p.detach().clone() for p in model.parameters()]
+        optimizer.param_groups[-1]["lr"] = 1e-3
+        optimizer.zero_grad()
+        loss_of(model, mesh).backward()
+        optimizer.step()
+        return values
+
+    first, *others = on_ranks((2, 1, 1), body)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            assert torch.equal(a, b)
 
 
 # -- state dicts ----------------------------------------------------------------------------

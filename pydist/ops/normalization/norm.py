@@ -80,6 +80,12 @@ class Normalization:
         self._operands = x, scale, shift, n, mean, var, self._values
         self._call = _Call(plan, eps, centred)
 
+    @property
+    def learns(self) -> bool:
+        """Whether the result is to be differentiable."""
+        operands = self._operands[:3]
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
+
     def result(self, out: Tensor | None = None, negative_slope: float = 1.0) -> Tensor:
         """act((x - mean) / sqrt(var + eps) · scale + shift), differentiable twice.
 

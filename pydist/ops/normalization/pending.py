@@ -50,7 +50,9 @@ class PendingNorm:
         # Without a graph to be made, the shard's own would be lost.
         if self._norm is None or (shard.requires_grad and not torch.is_grad_enabled()):
             return None
-        return self._take().result(self._out, negative_slope)
+        # A norm made under no_grad is a constant, wherever its ReLU is.
+        with torch.set_grad_enabled(shard.requires_grad):
+            return self._take().result(self._out, negative_slope)
 
     def _take(self) -> Normalization:
         norm, self._norm = self._norm, None
@@ -88,10 +90,19 @@ def normalized(norm: Normalization, layout: Layout, input: ShardedTensor) -> Sha
         layout: of the result.
         input: what was asked to be normalised.
     """
-    if norm.x.is_inference():  # these don't say whether they were changed
+    if norm.x.is_inference() or not (norm.learns or _is_sole_user(norm.x)):
+        # Others may change its memory; inference tensors would not even say so. Where something
+        # learns, torch forbids it too.
         return wrap(norm.result(), layout, input)
     out = torch.empty_like(norm.x)
     result = wrap(norm.node(out), layout, input)
     pending = PendingNorm(norm, out)
     result._pending, input._pending = pending, _Before(pending)
     return result
+
+
+def _is_sole_user(x: Tensor) -> bool:
+    """Whether no other tensor shares the memory of `x`, as a view of it or of what it views."""
+    # One use is the tensor's, one that of the object that is asked here.
+    storage = x.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) <= 2

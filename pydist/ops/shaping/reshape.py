@@ -192,9 +192,10 @@ def reshape(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
 def contiguous(
     input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> ShardedTensor:
-    """Each shard in a memory format: itself where it lies so."""
-    local = local_of(input).contiguous(memory_format=memory_format)
-    return view_of(input, apart(input, local), input._layout)
+    """Each shard in a memory format; the tensor itself where its shard lies so."""
+    local = local_of(input)
+    ordered = apart(input, local.contiguous(memory_format=memory_format))
+    return input if ordered is local else view_of(input, ordered, input._layout)
 
 
 @implements(torch.Tensor.view_as, torch.Tensor.reshape_as)

@@ -281,3 +281,40 @@ def test_inference_tensors_are_written_at_once(slopes):
 
     torch.testing.assert_close(ranks_see(rectify, x), normed(x).relu())
     assert set(slopes) == {1.0}
+
+
+def test_a_norm_without_graph_keeps_none_behind_a_relu_with_one():
+    x = randn(2, 3, 6, 4, 4)
+
+    def gradient(x):
+        h = x.requires_grad_() * 1.0
+        with torch.no_grad():
+            y = normed(h)
+        F.relu_(y)
+        assert not y.requires_grad
+        (y * y * h).sum().backward()
+        return x.grad
+
+    found = ranks_see(lambda part: gradient(part).full_tensor(), x)
+    torch.testing.assert_close(found, gradient(x.clone()))
+
+
+@pytest.mark.parametrize("alias", ["slice", "chunk", "detach", "contiguous"])
+def test_memory_of_the_input_that_others_change(alias):
+    """Where nothing learns, torch lets them."""
+    x = randn(1, 4, 6, 4, 4)
+
+    @torch.no_grad()
+    def change(x):
+        if alias == "contiguous":
+            h, other = x.contiguous(), x
+        elif alias == "detach":
+            h, other = x.detach(), x
+        else:
+            h, other = x.chunk(2, 1) if alias == "chunk" else (x[:, :2], x[:, 2:])
+        y = normed(h)
+        F.relu_(other.add_(1.0))
+        return F.relu_(y)
+
+    found = ranks_see(lambda part: change(part).full_tensor(), x)
+    torch.testing.assert_close(found, change(x.clone()))
