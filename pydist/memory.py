@@ -47,6 +47,9 @@ VARIABLE = "PYDIST_KEEP_FREED_MEMORY"
 _GROWTH_BYTES = 4 << 20
 """From so much on it is worth looking for free memory: that takes about a millisecond."""
 
+_PROBE_BYTES = 8 << 20
+"""Of a block that is allocated to see where from: no other thread frees as much meanwhile."""
+
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _SETTINGS = ("mmap_max", "mmap_threshold", "trim_threshold", "top_pad")
 
@@ -60,6 +63,22 @@ class _DlInfo(ctypes.Structure):
         ("dli_sname", ctypes.c_char_p),
         ("dli_saddr", ctypes.c_void_p),
     )
+
+
+class _MallInfo2(ctypes.Structure):
+    """`struct mallinfo2` of <malloc.h>."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    )  # fmt: skip
+
+    def in_use(self) -> int:
+        """Bytes that are allocated."""
+        return int(self.uordblks + self.hblkhd)
 
 
 def keep_freed_memory() -> bool:
@@ -160,10 +179,29 @@ def _glibc_in_use() -> ctypes.CDLL | None:
     process = ctypes.CDLL(None)
     try:
         home = _library_of(process, "gnu_get_libc_version")
-        used = {_library_of(process, name) for name in ("malloc", "posix_memalign", "mallopt")}
+        others = {_library_of(process, name) for name in ("posix_memalign", "mallopt")}
+        of_malloc = _library_of(process, "malloc")
     except AttributeError:
         return None
-    return process if used == {home} else None
+    if others != {home}:
+        return None
+    return process if of_malloc == home or _allocates_here(process) else None
+
+
+def _allocates_here(process: ctypes.CDLL) -> bool:
+    """Whether `malloc` takes memory from glibc, by glibc's own count.
+
+    In an executable at a fixed address, as Debian has Python, the symbol is a jump that names none.
+    """
+    if os.environ.get("LD_PRELOAD") or not hasattr(process, "mallinfo2"):
+        return False
+    process.mallinfo2.restype = _MallInfo2
+    process.malloc.restype = ctypes.c_void_p
+    before = process.mallinfo2().in_use()
+    block = process.malloc(ctypes.c_size_t(_PROBE_BYTES))
+    taken = process.mallinfo2().in_use() - before
+    process.free(ctypes.c_void_p(block))
+    return bool(taken >= _PROBE_BYTES)
 
 
 def _library_of(process: ctypes.CDLL, symbol: str) -> int:

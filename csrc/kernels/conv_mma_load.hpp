@@ -130,7 +130,7 @@ struct MmaLoad {
     const auto* const source = static_cast<const Storage*>(problem.out.data) +
                                (g * problem.out_channels + columns.first) * stride;
     const int word = thread % kTileWords;
-    index_t offsets[kPack];
+    index_t offsets[kPack] = {};
     for (int p = 0; p < kPack; ++p) {
       const int i = word * kPack + p;
       offsets[p] = gather.offset_of(gather.position(i < k.count ? k.first + i : 0));
@@ -155,7 +155,7 @@ struct MmaLoad {
                                g * gather.problem.out_channels * weight.strides[0] +
                                columns.first * of_column;
     const int word = thread % kTileWords;
-    index_t offsets[kPack];
+    index_t offsets[kPack] = {};
     for (int p = 0; p < kPack; ++p) {
       const int i = word * kPack + p;
       if (i >= k.count) continue;

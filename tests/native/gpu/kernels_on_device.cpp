@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -152,13 +153,13 @@ void convolution(Random& random) {
       };
       const double tolerance = 4 * tolerance_of(dtype);
       cpu::boundary_conv_forward(on_host(0.01));
-      cuda::boundary_conv_forward(on_device(0.01), queue);
+      cuda::boundary_conv_forward(on_device(0.01), std::nullopt, queue);
       expect("boundary_conv_forward", out, tolerance);
       cpu::boundary_conv_dgrad(on_host(1));
-      cuda::boundary_conv_dgrad(on_device(1), queue);
+      cuda::boundary_conv_dgrad(on_device(1), std::nullopt, queue);
       expect("boundary_conv_dgrad", in, tolerance);
       cpu::boundary_conv_wgrad(on_host(1));
-      cuda::boundary_conv_wgrad(on_device(1), queue);
+      cuda::boundary_conv_wgrad(on_device(1), std::nullopt, queue);
       expect("boundary_conv_wgrad", weight, tolerance);
     }
   }
