@@ -43,7 +43,8 @@ def as_tensor(x: ArrayLike) -> Tensor:
             return _of_cuda_interface(x)
         if hasattr(x, "__array_interface__"):
             return _of_numpy(np.asarray(x))
-    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+    # torch without CUDA answers with an AssertionError.
+    except (TypeError, ValueError, BufferError, RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"an array of {type(x).__name__} can't be a tensor: {reason}") from error
     raise UsageError(

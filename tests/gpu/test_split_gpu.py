@@ -15,7 +15,7 @@ from pydist.comm import Transport
 from pydist.comm.held import HeldGradients
 from pydist.comm.nccl_place import SHARE, missing
 from pydist.comm.scattered import Family
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.runtime import connect
 from pydist.tensor import ShardedTensor, distribute_tensor
@@ -115,3 +115,17 @@ def test_flags_of_gradients_are_agreed_on_the_device(devices: Transport) -> None
         assert [held.anywhere(i) for i in range(3)] == [True, False, True]
     held.start([False, False, True], devices.device).wait()
     assert [held.anywhere(i) for i in range(3)] == [False, False, True]
+
+
+def test_a_capture_takes_the_flags_of_the_step_before(devices: Transport) -> None:
+    """And only these: nothing is sent, and nothing read."""
+    held, device = HeldGradients(devices), devices.device
+    own = [devices.rank == 0, False, True]
+    held.start(own, device).wait()
+    assert [held.anywhere(i) for i in range(3)] == [True, False, True]
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)
+        held.start(own, device).wait()
+        assert [held.anywhere(i) for i in range(3)] == [True, False, True]
+        with pytest.raises(NotSupported, match="other gradients than the last one"):
+            held.start([True, True, True], device)
