@@ -43,7 +43,8 @@ def as_tensor(x: ArrayLike) -> Tensor:
             return _of_cuda_interface(x)
         if hasattr(x, "__array_interface__"):
             return _of_numpy(np.asarray(x))
-    except (TypeError, ValueError, BufferError, RuntimeError) as error:
+    # torch without CUDA answers with an AssertionError.
+    except (TypeError, ValueError, BufferError, RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"an array of {type(x).__name__} can't be a tensor: {reason}") from error
     raise UsageError(
@@ -59,9 +60,34 @@ def _of_numpy(x: np.ndarray[Any, Any]) -> Tensor:
 
 
 def _of_cuda_interface(x: Any) -> Tensor:
-    tensor = torch.as_tensor(x, device="cuda")
-    stream = x.__cuda_array_interface__.get("stream")
+    interface = x.__cuda_array_interface__
+    device = _device_of(interface)
+    stream = interface.get("stream")
     if stream:  # version 3: where the owner's work is queued
-        with torch.cuda.device(tensor.device):
+        with torch.cuda.device(device):
             torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(stream))
-    return tensor
+    return torch.as_tensor(x, device=device)
+
+
+class _FirstByte:
+    """The first byte of an array."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (1,),
+            "typestr": "|u1",
+            "data": interface["data"],
+            "version": interface["version"],
+        }
+
+
+def _device_of(interface: dict[str, Any]) -> torch.device:
+    """Where an array lies: there torch shares its memory, elsewhere it would make a copy."""
+    here = torch.cuda.current_device()
+    if 0 not in interface["shape"]:
+        for index in sorted(range(torch.cuda.device_count()), key=lambda i: i != here):
+            device = torch.device("cuda", index)
+            byte = torch.as_tensor(_FirstByte(interface), device=device)
+            if byte.data_ptr() == interface["data"][0]:
+                return device
+    return torch.device("cuda", here)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -79,6 +80,17 @@ def test_tensors_are_themselves():
 def test_anything_else_is_refused(given, message):
     with pytest.raises(UsageError, match=message):
         as_tensor(given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_an_array_on_a_device_where_there_is_none_is_refused():
+    class OnDevice:
+        __cuda_array_interface__: ClassVar = {
+            "shape": (2,), "typestr": "<f4", "data": (4096, False), "strides": None, "version": 3,
+        }  # fmt: skip
+
+    with pytest.raises(UsageError, match=r"OnDevice can't be a tensor: .*(CUDA|NVIDIA)"):
+        as_tensor(OnDevice())
 
 
 @pytest.mark.parametrize("kind", [torch.from_numpy, lambda a: a, Exported])

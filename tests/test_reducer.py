@@ -153,6 +153,25 @@ def test_a_parameter_used_by_one_group_alone():
                 torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_a_parameter_that_one_group_alone_begins_to_use():
+    """The other group has what it had before, and learns of it all the same."""
+
+    def body(mesh):
+        model = parallelize(Branches(), mesh)
+        rows, found = [slice(0, 2), slice(2, 4)][mesh.data_index], []
+        for begins in (False, True, False):
+            model.zero_grad()
+            _group_loss(model, rows, use=begins and mesh.data_index == 0).backward()
+            found.append(model.sometimes.grad)
+        return found
+
+    ranks = on_ranks((2, 1, 1), body, data=2)
+    for before, meanwhile, after in ranks:
+        assert (before, after) == (None, None)
+        assert torch.equal(meanwhile, ranks[0][1])
+        assert meanwhile.abs().sum() > 0
+
+
 def _group_loss(model, rows, use):
     return F.mse_loss(model(randn(*SHAPE)[rows], use=use), randn(BATCH, 3, seed=100)[rows])
 

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from pydist import memory
 from pydist.comm.adjoints import mean_ranks
 from pydist.comm.buckets import make_buckets
+from pydist.comm.held import HeldGradients
 from pydist.comm.scattered import Family, ScatteredGradient
 from pydist.comm.scattered_bucket import Part, ScatteredBucket
 from pydist.errors import NotSupported
@@ -70,6 +71,7 @@ class Reducer:
         self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters}
         self._order = [p for b in self._buckets for p in b.parameters]
         self._index = {id(p): i for i, p in enumerate(self._order)}
+        self._held = HeldGradients(transport)
         # The nodes are kept: a parameter's AccumulateGrad dies with its last user.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._order]
         me = weakref.ref(self)
@@ -162,17 +164,14 @@ class Reducer:
             with self._mesh.timers.measure("gradients"):
                 while self._next < len(self._buckets):
                     self._start_next()
-                held = torch.tensor(
-                    [b.has_gradient(p) for b in self._buckets for p in b.parameters],
-                    dtype=torch.int32,
-                )
-                agreed = self._transport.all_reduce_async(held, "max")
+                own = [b.has_gradient(p) for b in self._buckets for p in b.parameters]
+                agreed = self._held.start(own, self._order[0].device)
                 for bucket in self._buckets:
                     bucket.wait()
                 agreed.wait()
                 family = Family(self._transport)
                 for bucket in self._buckets:
-                    bucket.finish(family, lambda p: bool(held[self._index[id(p)]]))
+                    bucket.finish(family, lambda p: self._held.anywhere(self._index[id(p)]))
         finally:
             self._reset()
 

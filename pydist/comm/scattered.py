@@ -29,17 +29,14 @@ class Family:
         return len(self._pieces) - 1
 
     def norm(self, member: int, order: float) -> Tensor:
-        """The norm of one whole gradient, in fp64, equal on all ranks.
+        """The norm of one whole gradient, in fp64 on its device, equal on all ranks.
 
         Collective: at the first call those of the whole family are found, with one message.
         """
         if not order > 0:
             raise _refusal(f"norm of order {order:g}")
         if order not in self._norms:
-            total = torch.zeros(len(self._pieces), dtype=torch.float64)
-            for i, piece in enumerate(self._pieces):
-                if piece.numel():
-                    total[i] = torch.linalg.vector_norm(piece, order, dtype=torch.float64)
+            total = torch.stack([_norm_of_piece(piece, order) for piece in self._pieces])
             if order == float("inf"):
                 self.transport.all_reduce(total, "max")
             else:
@@ -52,6 +49,12 @@ class Family:
     def forget_norms(self) -> None:
         """One of the gradients has changed."""
         self._norms.clear()
+
+
+def _norm_of_piece(piece: Tensor, order: float) -> Tensor:
+    if not piece.numel():  # of which torch refuses some norms
+        return piece.new_zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(piece, order, dtype=torch.float64)
 
 
 _Handler = Callable[..., Any]

@@ -98,6 +98,8 @@ class Read(NamedTuple):
     """By position in the group's batch."""
     arrival: Arrival | None
     """When it will be on the device, if that is where it goes."""
+    lent: list[Tensor]
+    """Memory of the source that is read until then; its owner may fill it again when it goes."""
 
 
 def layout_of(dataset: BlockSource, mesh: Mesh, plan: GroupBatch) -> Layout:
@@ -148,7 +150,7 @@ def read_group(
             read_sample(dataset, index, layout, inputs[n], targets[n])
         except BadSample as error:
             bad[n] = error
-    return Read(plan, inputs, targets, bad, None)
+    return Read(plan, inputs, targets, bad, None, [])
 
 
 def read_sample(
@@ -159,6 +161,8 @@ def read_sample(
     block = dataset.read_block(index, block_of(layout), inputs if on_host else None)
     _keep(block, inputs)
     _keep(_read_target(dataset, index, layout, targets if on_host else None), targets)
+    if not on_host:  # what the source gave is read until then
+        torch.cuda.current_stream(inputs.device).synchronize()
 
 
 def block_of(layout: Layout) -> Box:
@@ -174,10 +178,17 @@ def _read_target(dataset: BlockSource, index: int, layout: Layout, out: Tensor |
     return dataset.target(index)
 
 
-def _keep(array: ArrayLike, out: Tensor) -> None:
-    """Puts what a source gave into `out`, unless it is there."""
-    if array is not out:
-        out.copy_(as_tensor(array), non_blocking=True)
+def _keep(array: ArrayLike, out: Tensor) -> list[Tensor]:
+    """Puts what a source gave into `out`, unless it is there.
+
+    Returns:
+        The source's memory, where the copy is only queued; from pageable memory it is not.
+    """
+    if array is out:
+        return []
+    given = as_tensor(array)
+    out.copy_(given, non_blocking=True)
+    return [given] if given.is_cuda or (out.is_cuda and given.is_pinned()) else []
 
 
 def _target_shape(dataset: BlockSource, layout: Layout) -> tuple[int, ...]:
@@ -202,28 +213,31 @@ def _read_to_device(
     targets = torch.zeros(shape, dtype=dtype, **on_device)
     found = torch.zeros(len(plan.indices), dtype=torch.int32, **on_device)
     bad: dict[int, BadSample] = {}
+    lent: list[Tensor] = []
     for n, index in enumerate(plan.indices):
         try:
-            _send_block(dataset, index, block_of(layout), through, inputs[n], found[n : n + 1])
+            box = block_of(layout)
+            lent += _send_block(dataset, index, box, through, inputs[n], found[n : n + 1])
             staged = through.staging(shape[1:], dtype)
-            _keep(_read_target(dataset, index, layout, staged), staged)
+            lent += _keep(_read_target(dataset, index, layout, staged), staged)
             through.send(staged, targets[n])
         except BadSample as error:
             bad[n] = error
-    return Read(plan, inputs, targets, bad, through.arrival(found))
+    return Read(plan, inputs, targets, bad, through.arrival(found), lent)
 
 
 def _send_block(
     dataset: BlockSource, index: int, box: Box, through: DeviceInput, inputs: Tensor, found: Tensor
-) -> None:
+) -> list[Tensor]:
+    """Queues the way of a block to the device; returns the source's memory that is read on it."""
     if isinstance(dataset, StoredSource):
         stored = through.staging(inputs.shape, dataset.stored_dtype)
         dataset.read_stored(index, box, stored)
         dataset.normalize(index, box.lo[0], through.send(stored), inputs, found)
-        return
+        return []
     staged = through.staging(inputs.shape, inputs.dtype)
     block = dataset.read_block(index, box, staged)
     if block is staged:
         through.send(staged, inputs)
-    else:  # an array of the source's own, perhaps on the device already
-        _keep(block, inputs)
+        return []
+    return _keep(block, inputs)  # an array of the source's own, perhaps on the device already

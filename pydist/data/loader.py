@@ -303,8 +303,12 @@ class Loader:
     def _batch(self, read: Read) -> Batch:
         plan = read.plan
         size = len(plan.indices)
-        weight = torch.full((size,), float(plan.count > 0), dtype=self.dataset.dtype)
-        weight[list(read.bad)] = 0
+        # Made where it is wanted: a copy from the host would hold that until the device is done.
+        weight = torch.full(
+            (size,), float(plan.count > 0), dtype=self.dataset.dtype, device=self.device
+        )
+        for n in read.bad:
+            weight[n] = 0
         layout = layout_of(self.dataset, self.mesh, plan)
         targets = read.targets
         if self.dataset.labelled:
@@ -312,7 +316,7 @@ class Loader:
         return Batch(
             inputs=ShardedTensor.from_local(read.inputs, layout, plan.first_sample),
             targets=targets,
-            weight=weight.to(self.device, non_blocking=True),
+            weight=weight,
             indices=plan.indices,
             count=plan.count,
             first_sample=plan.first_sample,

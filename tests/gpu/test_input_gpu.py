@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from convert_cases import INPUTS, MAPS, SMALL, WIDE, block, flag, table
 from pydist import _native as native
 from pydist.comm.local import LocalTransport
 from pydist.data import BadSample, Loader, ShardDataset, UniverseOptions, generate_universes
+from pydist.data.blocks import read_group
+from pydist.data.device_input import DeviceInput
+from pydist.data.sampler import MeshSampler
 from pydist.data.universes.simulate import simulate
 from pydist.interop import as_tensor
 from pydist.mesh import Mesh
@@ -121,6 +125,74 @@ def test_arrays_on_a_device_are_shared():
         total = as_tensor(array).sum()
     expected = (1 << 20) * ((1 << 20) - 1) / 2 + 50 * (1 << 20)
     assert total.item() == pytest.approx(expected, rel=1e-5)
+
+
+class Queued:
+    """An array whose owner is still at work on it, on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        stream = torch.cuda.Stream(device)
+        self._values = torch.zeros(1 << 20, device=device)
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000_000)
+            self._values += 1
+        stream_of_it = {"stream": stream.cuda_stream, "version": 3}
+        self.__cuda_array_interface__ = {**self._values.__cuda_array_interface__, **stream_of_it}
+        self._stream = stream
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_array_is_shared_where_it_lies_and_read_behind_its_owner(index):
+    if index >= torch.cuda.device_count():
+        pytest.skip("needs a second GPU")
+    device = torch.device("cuda", index)
+    array = Queued(device)
+    found = as_tensor(array)
+    assert found.device == device
+    assert found.data_ptr() == array._values.data_ptr()
+    assert found.to("cuda:0").sum().item() == 1 << 20
+
+
+class OnDevice:
+    """A source whose samples are arrays on the device, for one call each."""
+
+    sample_shape = (1, 32, 32, 32)
+    num_targets = 1
+    labelled = False
+    dtype = torch.float32
+    identity = "on device"
+
+    def __init__(self) -> None:
+        self.given = []
+
+    def __len__(self) -> int:
+        return 4
+
+    def shape_of(self, index):
+        return self.sample_shape
+
+    def read_block(self, index, box=None, out=None):
+        array = Described(torch.full(self.sample_shape, float(index), device="cuda"))
+        self.given.append(weakref.ref(array))
+        return array
+
+    def target(self, index):
+        return torch.zeros(1)
+
+
+def test_arrays_of_a_source_live_until_they_are_copied():
+    source, mesh = OnDevice(), Mesh(LocalTransport())
+    device_input = DeviceInput(torch.device("cuda", 0))
+    read = read_group(
+        source, mesh, MeshSampler(4, 1, 0, 2, shuffle=False).batch(0, 0), device_input
+    )
+    assert all(given() is not None for given in source.given)
+    read.arrival.hand_over(read.inputs, read.targets)
+    assert read.arrival.not_finite() == []
+    assert read.inputs[:, 0, 0, 0, 0].tolist() == [0.0, 1.0]
+    del read
+    assert all(given() is None for given in source.given)
 
 
 @pytest.mark.parametrize("assignment", ["ngp", "cic"])

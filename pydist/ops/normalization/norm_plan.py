@@ -17,6 +17,7 @@ from torch import Tensor
 from pydist.comm.transport import Transport
 from pydist.layout import Layout
 from pydist.mesh import Mesh
+from pydist.ops.constants import Constant
 from pydist.ops.normalization.statistics import Moments, merged, moments
 
 
@@ -44,11 +45,11 @@ class NormPlan:
         return self.mesh.group(self.axes)
 
     @cached_property
-    def known_counts(self) -> Tensor | None:
+    def known_counts(self) -> Constant | None:
         """The counts as [ranks, 1]; `None` where other sample groups have counts of their own."""
         if len(self.counts) < self.group.size:
             return None
-        return torch.tensor(self.counts, dtype=torch.float64).view(-1, 1)
+        return Constant(torch.tensor(self.counts, dtype=torch.float64).view(-1, 1))
 
     def of_rows(self, statistics: Tensor) -> Tensor:
         """Values a statistic, repeated for all rows that share it."""
@@ -117,10 +118,10 @@ class Gathering:
             return Moments(*(part.unsqueeze(0) for part in self._own))
         with self._plan.mesh.timers.measure("statistics"):
             self._work.wait()
-        counts, rows = self._plan.known_counts, self._rows
-        if counts is None:
-            counts, rows = rows[:, :1], rows[:, 1:]
-        return Moments(counts.to(rows.device), *rows.chunk(2, 1))
+        known, rows = self._plan.known_counts, self._rows
+        if known is None:
+            return Moments(rows[:, :1], *rows[:, 1:].chunk(2, 1))
+        return Moments(known.on(rows.device), *rows.chunk(2, 1))
 
     def merged(self) -> Moments:
         """The statistics of the union."""

@@ -19,6 +19,7 @@ from torch.autograd import Function
 from pydist._loader import native
 from pydist.comm.adjoints import begin_backward, exchange_marker
 from pydist.comm.exchanger import in_memory
+from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of, start
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box, Footprint
@@ -30,7 +31,8 @@ class Averaging:
 
     Attributes:
         window: without dilation.
-        scales: for each spatial dim, one float64 factor an output of the whole domain.
+        scales: for each spatial dim, one float64 factor an output of the whole domain, in
+            host memory.
     """
 
     window: Window
@@ -52,7 +54,7 @@ class Averaging:
         if y.numel() and x.numel():
             native.pool_sum_forward(
                 in_3d(in_memory(x)), in_3d(y), lo_of(inputs), lo_of(outputs),
-                self._footprints, self._scales(outputs), into is not None,
+                self._footprints, self._scales(outputs, x.device), into is not None,
             )  # fmt: skip
         elif into is None:
             y.zero_()
@@ -64,7 +66,7 @@ class Averaging:
         if grad_x.numel() and grad.numel():
             native.pool_sum_backward(
                 in_3d(in_memory(grad)), in_3d(grad_x), lo_of(outputs), lo_of(inputs),
-                self._footprints, self._scales(outputs), into is not None,
+                self._footprints, self._scales(outputs, grad.device), into is not None,
             )  # fmt: skip
         elif into is None:
             grad_x.zero_()
@@ -74,13 +76,20 @@ class Averaging:
     def _footprints(self) -> list[Footprint]:
         return footprints_of(self.window)
 
-    def _scales(self, outputs: Box) -> list[Tensor]:
-        one = torch.ones(1, dtype=torch.float64)
+    def _scales(self, outputs: Box, device: torch.device) -> list[Tensor]:
         own = [
-            scale[lo:hi]
-            for scale, lo, hi in zip(self.scales, outputs.lo[2:], outputs.hi[2:], strict=True)
+            scale.on(device)[lo:hi]
+            for scale, lo, hi in zip(self._constants, outputs.lo[2:], outputs.hi[2:], strict=True)
         ]
-        return [one] * (3 - len(own)) + own
+        return [self._one.on(device)] * (3 - len(own)) + own
+
+    @cached_property
+    def _constants(self) -> list[Constant]:
+        return [Constant(scale) for scale in self.scales]
+
+    @cached_property
+    def _one(self) -> Constant:
+        return Constant(torch.ones(1, dtype=torch.float64))
 
 
 class AveragePlan(PoolPlan):

@@ -9,6 +9,7 @@ hands gradients to the taps: those in slabs go home while the rest is computed.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd import Function
 from pydist._loader import native
 from pydist.comm.adjoints import begin_backward, with_true_gradient
 from pydist.comm.exchanger import in_memory
+from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, in_3d, lo_of
 from pydist.ops.windows import WindowPlan
 from pydist.partition import Box
@@ -89,13 +91,22 @@ class MaxPlan(PoolPlan):
         extents = (1,) * (5 - taps.dim()) + self.plan.layout.shape[2:]
         flat = torch.zeros_like(number)
         for dim, footprint in enumerate(self.footprints):
-            lo = lo_of(self.out)[dim]
-            first = [footprint.needs(o, o + 1)[0] for o in range(lo, lo + number.shape[2 + dim])]
-            starts = torch.tensor(first, dtype=torch.int64).view(-1, *(1,) * (2 - dim))
+            starts = self._starts[dim].on(taps.device)
             flat = flat * extents[dim] + starts + along[dim] * footprint.dilation
         for _ in range(5 - taps.dim()):
             flat = flat.squeeze(2)
         return flat
+
+    @cached_property
+    def _starts(self) -> list[Constant]:
+        """Along each of three spatial dims: where the windows of this rank's outputs begin."""
+        found = []
+        extents = (1,) * (5 - len(self.out.lo)) + tuple(self.out.shape[2:])
+        for dim, (footprint, lo) in enumerate(zip(self.footprints, lo_of(self.out), strict=True)):
+            first = [footprint.needs(o, o + 1)[0] for o in range(lo, lo + extents[dim])]
+            starts = torch.tensor(first, dtype=torch.int64).view(-1, *(1,) * (2 - dim))
+            found.append(Constant(starts))
+        return found
 
     def _merge(self, x: Tensor, box: Box, y: Tensor, taps: Tensor, *, accumulate: bool) -> None:
         native.pool_max_forward(

@@ -119,11 +119,12 @@ def _coordinates(flat: Tensor, extents: Sequence[int]) -> list[Tensor]:
 
 def _reach(places: Tensor, source: Layout, target: Layout, window: Window) -> float:
     """Whether all of this rank's indices lie in their values' windows, or in the result."""
-    in_windows = torch.ones((), dtype=torch.bool)
-    inside = torch.ones((), dtype=torch.bool)
+    in_windows = torch.ones((), dtype=torch.bool, device=places.device)
+    inside = torch.ones_like(in_windows)
     for dim, at in enumerate(_coordinates(places, target.shape[2:])):
         inside = inside & ((at >= 0) & (at < target.shape[dim + 2])).all()
-        outputs = torch.arange(source.box.lo[dim + 2], source.box.hi[dim + 2])
+        lo, hi = source.box.lo[dim + 2], source.box.hi[dim + 2]
+        outputs = torch.arange(lo, hi, device=places.device)
         start = outputs * window.stride[dim] - window.padding[dim][0]
         start = start.view(-1, *(1,) * (places.dim() - dim - 3))
         in_windows = in_windows & ((at >= start) & (at < start + window.kernel[dim])).all()

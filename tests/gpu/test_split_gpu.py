@@ -1,0 +1,131 @@
+"""Networks whose samples two ranks split on a device, against the same split on the CPU."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pydist import layout_for_sample, parallelize
+from pydist.comm import Transport
+from pydist.comm.held import HeldGradients
+from pydist.comm.nccl_place import SHARE, missing
+from pydist.comm.scattered import Family
+from pydist.errors import NotSupported, UsageError
+from pydist.mesh import Mesh
+from pydist.runtime import connect
+from pydist.tensor import ShardedTensor, distribute_tensor
+
+# Only where there is something to run does a job of two ranks start.
+pytestmark = [pytest.mark.skipif(missing() != "", reason=missing())]
+if not missing():
+    pytestmark = [pytest.mark.ranks(2)]
+
+SHAPE = (2, 3, 12, 8, 8)
+
+
+@pytest.fixture(scope="module")
+def devices() -> Transport:
+    if torch.cuda.device_count() < 2:
+        os.environ[SHARE] = "1"
+    try:
+        return connect("nccl")
+    except UsageError as error:  # the same on all ranks
+        pytest.skip(f"NCCL does not connect two ranks on one GPU here: {error}")
+
+
+class Network(nn.Module):
+    """Weights, merged statistics, and poolings with all that their plans hand to kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv3d(3, 4, 3, padding=1), nn.BatchNorm3d(4)
+        self.head, self.unused = nn.Linear(4, 2), nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        y = F.avg_pool3d(self.norm(self.conv(x)), 3, 1, 1)
+        y, indices = F.max_pool3d(y, 2, return_indices=True)
+        y = F.adaptive_avg_pool3d(F.max_unpool3d(y, indices, 2), (5, 3, 2))
+        return self.head(y.mean((2, 3, 4)))
+
+
+def test_a_step_is_that_of_the_cpu(devices: Transport) -> None:
+    mesh = Mesh(devices, 1, (2, 1, 1))
+    generator = torch.Generator().manual_seed(0)
+    network, x = Network().double(), torch.randn(SHAPE, generator=generator).double()
+    for p in network.parameters():
+        nn.init.normal_(p, generator=generator)
+
+    def step(device: torch.device) -> list[torch.Tensor]:
+        model = parallelize(copy.deepcopy(network).to(device), mesh)
+        for _ in range(2):
+            model.zero_grad()
+            out = model(distribute_tensor(x.to(device), mesh))
+            out.square().mean().backward()
+        assert model.unused.grad is None
+        used = [p.grad for p in model.parameters() if p is not model.unused]
+        return [out.full_tensor().detach().cpu(), *(grad.cpu() for grad in used)]
+
+    expected, found = step(torch.device("cpu")), step(devices.device)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+def test_a_merged_norm_is_captured(devices: Transport) -> None:
+    mesh = Mesh(devices, 1, (2, 1, 1))
+    layout = layout_for_sample(mesh, SHAPE)
+    x = torch.randn(layout.local_shape, device=devices.device)
+
+    def step() -> torch.Tensor:
+        return F.batch_norm(
+            ShardedTensor.from_local(x, layout), None, None, training=True
+        ).to_local()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        y = step()
+    x.copy_(torch.randn_like(x) * (2 + devices.rank))
+    graph.replay()
+    torch.testing.assert_close(y, step())
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_norms_of_scattered_gradients_are_found_on_the_device(devices: Transport, order) -> None:
+    whole = torch.randn(2, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    family = Family(devices)
+    family.add(whole[devices.rank].to(devices.device))
+    family.add(whole[0, : 3 * devices.rank].to(devices.device))
+    for member, expected in enumerate((whole, whole[0, :3])):
+        norm = family.norm(member, order)
+        assert norm.device == devices.device
+        assert norm.item() == pytest.approx(torch.linalg.vector_norm(expected, order).item())
+
+
+def test_flags_of_gradients_are_agreed_on_the_device(devices: Transport) -> None:
+    held = HeldGradients(devices)
+    for whose in (0, 1, 1, 0):  # the rank that has the first gradient
+        held.start([devices.rank == whose, False, True], devices.device).wait()
+        assert [held.anywhere(i) for i in range(3)] == [True, False, True]
+    held.start([False, False, True], devices.device).wait()
+    assert [held.anywhere(i) for i in range(3)] == [False, False, True]
+
+
+def test_a_capture_takes_the_flags_of_the_step_before(devices: Transport) -> None:
+    """And only these: nothing is sent, and nothing read."""
+    held, device = HeldGradients(devices), devices.device
+    own = [devices.rank == 0, False, True]
+    held.start(own, device).wait()
+    assert [held.anywhere(i) for i in range(3)] == [True, False, True]
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)
+        held.start(own, device).wait()
+        assert [held.anywhere(i) for i in range(3)] == [True, False, True]
+        with pytest.raises(NotSupported, match="other gradients than the last one"):
+            held.start([True, True, True], device)
