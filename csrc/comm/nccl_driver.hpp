@@ -32,7 +32,6 @@ class CudaDriver {
   int (*context_pop)(void**);
   int (*priority_range)(int*, int*);
   int (*stream_create)(void**, unsigned, int);
-  int (*stream_destroy)(void*);
   int (*stream_wait)(void*, void*, unsigned);
   int (*stream_capturing)(void*, int*);
   int (*event_create)(void**, unsigned);
@@ -66,6 +65,7 @@ class DeviceContext {
   };
 
   const CudaDriver& driver() const { return *driver_; }
+  void* handle() const { return context_; }
 
  private:
   std::shared_ptr<const CudaDriver> driver_;
@@ -75,6 +75,9 @@ class DeviceContext {
 
 // A stream of the device's greatest priority: a few blocks that copy must not queue behind the many
 // that compute. It does not wait for the legacy default stream, nor that one for it.
+//
+// It outlives its owner, and serves the next one: torch's allocator records events on it when it
+// frees memory that was used there, whenever that is.
 class Stream {
  public:
   explicit Stream(std::shared_ptr<const DeviceContext> context);
