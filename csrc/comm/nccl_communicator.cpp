@@ -324,7 +324,7 @@ void NcclCommunicator::end() {
     }
     over->set_value();
   }).detach();
-  over->get_future().wait_for(kAbortLimit);
+  if (over->get_future().wait_for(kAbortLimit) == std::future_status::timeout) stream_.retire();
 }
 
 void NcclCommunicator::close() {

@@ -84,7 +84,8 @@ Stream::Stream(std::shared_ptr<const DeviceContext> context) : context_(std::mov
 Stream::~Stream() {
   int status = 0;
   const int asked = context_->driver().stream_capturing(stream_, &status);
-  if (asked != CudaDriver::kSuccess || status != 0) return;  // in a capture: of no use to others
+  const bool usable = asked == CudaDriver::kSuccess && status == 0;  // in no capture
+  if (retired_ || !usable) return;
   const std::lock_guard lock(resting);
   rested()[context_->handle()].push_back(stream_);
 }

@@ -2,6 +2,7 @@
 // streams of torch in a build without CUDA kernels too.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -87,10 +88,13 @@ class Stream {
 
   void* handle() const { return stream_; }
   bool capturing() const;
+  // Nobody shall have it after this owner: what is on it may never end. From any thread.
+  void retire() { retired_ = true; }
 
  private:
   std::shared_ptr<const DeviceContext> context_;
   void* stream_ = nullptr;
+  std::atomic<bool> retired_ = false;
 };
 
 // A place in a stream's order. The calls need the context to be current.

@@ -224,6 +224,9 @@ def test_an_abort_that_does_not_return_is_left_alone(recorder: Recorder) -> None
     with pytest.raises(UsageError, match="invalid usage"):
         group.exchange([(0, buffer.data_ptr(), 8)], [], 0)
     assert time.monotonic() - began < 5
+    stuck = group.stream
+    del group
+    assert recorder.group(recorder.nccl().unique_id(), 0, 1).stream != stuck, "nobody's after it"
 
 
 def test_a_peer_that_there_is_not_leaves_no_group_of_calls_open(recorder: Recorder) -> None:
