@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <future>
 #include <numeric>
 #include <thread>
 #include <utility>
+
+#include "core/errors.hpp"
 
 namespace pydist::comm {
 namespace {
@@ -13,6 +16,7 @@ using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
 constexpr std::size_t kNamedMessages = 4;
+constexpr auto kAbortLimit = std::chrono::seconds(2);
 
 bool fine(NcclResult result) {
   return result == NcclResult::kSuccess || result == NcclResult::kInProgress;
@@ -55,6 +59,13 @@ void note(std::vector<std::uint64_t>& prints, const NcclMessage& message, int ta
   }
 }
 
+void require_peers(const std::vector<NcclMessage>& messages, int size) {
+  for (const NcclMessage& each : messages) {
+    PYDIST_EXPECT(each.peer >= 0 && each.peer < size, "NCCL: rank " + std::to_string(each.peer) +
+                                                          " is none of " + std::to_string(size));
+  }
+}
+
 std::string of_bytes(const char* call, std::size_t bytes) {
   return std::string(call) + " of " + std::to_string(bytes) + " bytes";
 }
@@ -89,6 +100,8 @@ NcclCommunicator::~NcclCommunicator() { abort(); }
 void NcclCommunicator::exchange(const std::vector<NcclMessage>& sends,
                                 const std::vector<NcclMessage>& receives, int tag, void* caller,
                                 const Done& done) {
+  require_peers(sends, size_);  // here: what throws within a group of NCCL leaves it open
+  require_peers(receives, size_);
   const auto what = [sends, receives] {
     const char* between = sends.empty() || receives.empty() ? "" : "; ";
     return "exchange (" + list("to rank ", sends) + between + list("from rank ", receives) + ")";
@@ -224,6 +237,9 @@ void NcclCommunicator::run(Describe what, void* caller, const Done& done,
   state_ = result;
   what_ = std::move(what);
   done_ = done;
+  // The thread of NCCL and this one may not add to one graph at a time. Nobody is waited for: what
+  // is captured has run before, so the ranks are connected.
+  if (stream_.capturing()) issue();
 }
 
 void NcclCommunicator::issue() {
@@ -278,7 +294,7 @@ void NcclCommunicator::fail(NcclResult result, const std::string& what) {
 
 void NcclCommunicator::give_up(NcclError::Fault fault, const std::string& what) {
   aborted_ = true;
-  if (NcclComm* comm = comm_.exchange(nullptr)) library_->comm_abort(comm);
+  end();
   throw NcclError(fault, "NCCL " + version_text(library_->version()) + ": rank " +
                              std::to_string(rank_) + " of " + std::to_string(size_) + ": " + what);
 }
@@ -292,10 +308,23 @@ void NcclCommunicator::abort() {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     lock = std::unique_lock(mutex_, std::try_to_lock);
   }
+  end();
+}
+
+void NcclCommunicator::end() {
   NcclComm* comm = comm_.exchange(nullptr);
   if (comm == nullptr) return;
-  const DeviceContext::Current current(*context_);
-  library_->comm_abort(comm);
+  // On a thread, as NCCL waits without limit for graphs that hold operations of it to be destroyed.
+  const auto over = std::make_shared<std::promise<void>>();
+  std::thread([library = library_, context = context_, comm, over] {
+    try {
+      const DeviceContext::Current current(*context);
+      library->comm_abort(comm);
+    } catch (const DriverError&) {  // there is no device any more, and nothing to end
+    }
+    over->set_value();
+  }).detach();
+  if (over->get_future().wait_for(kAbortLimit) == std::future_status::timeout) stream_.retire();
 }
 
 void NcclCommunicator::close() {

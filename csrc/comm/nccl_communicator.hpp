@@ -106,6 +106,8 @@ class NcclCommunicator {
   void require_sound(const Describe& what);
   [[noreturn]] void fail(NcclResult result, const std::string& what);
   [[noreturn]] void give_up(NcclError::Fault fault, const std::string& what);
+  // Aborts the communicator, if there is one; a device that hangs is waited for with a limit.
+  void end();
 
   std::shared_ptr<const NcclLibrary> library_;
   std::shared_ptr<const DeviceContext> context_;

@@ -1,12 +1,22 @@
 #include "comm/nccl_driver.hpp"
 
+#include <map>
+#include <mutex>
 #include <utility>
+#include <vector>
 
 namespace pydist::comm {
 namespace {
 
 constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
 constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
+
+std::mutex resting;
+// By context: the streams that nobody owns at the moment. Never destroyed, as they are not.
+std::map<void*, std::vector<void*>>& rested() {
+  static auto& streams = *new std::map<void*, std::vector<void*>>;
+  return streams;
+}
 
 }  // namespace
 
@@ -19,7 +29,6 @@ CudaDriver::CudaDriver(const std::string& path) : library_("the CUDA driver", ""
   library_.find("cuCtxPopCurrent_v2", context_pop);
   library_.find("cuCtxGetStreamPriorityRange", priority_range);
   library_.find("cuStreamCreateWithPriority", stream_create);
-  library_.find("cuStreamDestroy_v2", stream_destroy);
   library_.find("cuStreamWaitEvent", stream_wait);
   library_.find("cuStreamIsCapturing", stream_capturing);
   library_.find("cuEventCreate", event_create);
@@ -55,6 +64,15 @@ DeviceContext::Current::~Current() {
 }
 
 Stream::Stream(std::shared_ptr<const DeviceContext> context) : context_(std::move(context)) {
+  {
+    const std::lock_guard lock(resting);
+    std::vector<void*>& streams = rested()[context_->handle()];
+    if (!streams.empty()) {
+      stream_ = streams.back();
+      streams.pop_back();
+      return;
+    }
+  }
   const DeviceContext::Current current(*context_);
   const CudaDriver& driver = context_->driver();
   int least = 0, greatest = 0;
@@ -63,7 +81,14 @@ Stream::Stream(std::shared_ptr<const DeviceContext> context) : context_(std::mov
                "cuStreamCreateWithPriority");
 }
 
-Stream::~Stream() { context_->driver().stream_destroy(stream_); }
+Stream::~Stream() {
+  int status = 0;
+  const int asked = context_->driver().stream_capturing(stream_, &status);
+  const bool usable = asked == CudaDriver::kSuccess && status == 0;  // in no capture
+  if (retired_ || !usable) return;
+  const std::lock_guard lock(resting);
+  rested()[context_->handle()].push_back(stream_);
+}
 
 bool Stream::capturing() const {
   int status = 0;

@@ -2,6 +2,7 @@
 // streams of torch in a build without CUDA kernels too.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -32,7 +33,6 @@ class CudaDriver {
   int (*context_pop)(void**);
   int (*priority_range)(int*, int*);
   int (*stream_create)(void**, unsigned, int);
-  int (*stream_destroy)(void*);
   int (*stream_wait)(void*, void*, unsigned);
   int (*stream_capturing)(void*, int*);
   int (*event_create)(void**, unsigned);
@@ -66,6 +66,7 @@ class DeviceContext {
   };
 
   const CudaDriver& driver() const { return *driver_; }
+  void* handle() const { return context_; }
 
  private:
   std::shared_ptr<const CudaDriver> driver_;
@@ -75,6 +76,9 @@ class DeviceContext {
 
 // A stream of the device's greatest priority: a few blocks that copy must not queue behind the many
 // that compute. It does not wait for the legacy default stream, nor that one for it.
+//
+// It outlives its owner, and serves the next one: torch's allocator records events on it when it
+// frees memory that was used there, whenever that is.
 class Stream {
  public:
   explicit Stream(std::shared_ptr<const DeviceContext> context);
@@ -84,10 +88,13 @@ class Stream {
 
   void* handle() const { return stream_; }
   bool capturing() const;
+  // Nobody shall have it after this owner: what is on it may never end. From any thread.
+  void retire() { retired_ = true; }
 
  private:
   std::shared_ptr<const DeviceContext> context_;
   void* stream_ = nullptr;
+  std::atomic<bool> retired_ = false;
 };
 
 // A place in a stream's order. The calls need the context to be current.

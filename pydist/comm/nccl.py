@@ -169,11 +169,15 @@ class NcclTransport(Transport):
         self.host.abort(reason, exit_code)
 
     def close(self) -> None:
-        """See `Transport.close`."""
-        if self._made is not None:
-            self._made.close()
-            self._place.groups.remove(self._made)
-            self._made = None
+        """See `Transport.close`; the transport over all ranks closes what was split off it too."""
+        groups = self._place.groups
+        made = [] if self._made is None else [self._made]
+        self._made = None
+        # The last one first, as on all ranks: each waits for the others.
+        for each in made if self._owns_host else reversed(groups[:]):
+            if each in groups:
+                groups.remove(each)
+                each.close()
         if self._owns_host:
             self.host.close()
 

@@ -12,19 +12,16 @@ Capture and replay follow https://docs.pytorch.org/docs/stable/notes/cuda.html#c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.torch_version import TorchVersion
 
-from pydist.errors import UsageError
-from pydist.ops.pointwise.keyed import ReplayedKeys
-from pydist.tensor import ShardedTensor
+from pydist.errors import PydistError, RankFailed, RankLost, UsageError
 from pydist.train.agree import any_rank
+from pydist.train.captured import CapturedStep
 from pydist.train.device import host_transport
 from pydist.train.step import TrainStep
 
@@ -35,12 +32,18 @@ WARMUP = 5
 """Steps of a size before it is captured: they make plans, buffers and optimizer state, choose
 kernels, and prove what later ones trust."""
 
+RECOVERS = "2.13"
+"""The first torch whose allocator takes memory back after a capture that failed: before it, the
+next ones run out of memory (https://github.com/pytorch/pytorch/pull/180395)."""
+
 
 class GraphedStep:
     """Takes training steps, by a graph as soon and as far as that is possible.
 
-    All ranks decide alike: by the size of the global batch, by what they were given, and together
-    where a capture has failed.
+    All ranks decide alike: by the size of the global batch, and together on what they were given.
+    On one rank, steps go on without a graph after a capture that failed. With more, the ranks may
+    have come to different places in the step, each with exchanges that others do not know of: there
+    the job ends.
 
     Args:
         step: the step.
@@ -53,11 +56,17 @@ class GraphedStep:
 
     def __init__(self, step: TrainStep, wanted: str, notify: Callable[[str], None]) -> None:
         self._step, self._wanted, self._notify = step, wanted, notify
-        self._captured: _Captured | None = None
+        self._captured: CapturedStep | None = None
         self._size, self._alike = 0, 0
         self._given_up = wanted == "never"
         if not self._given_up:
-            self._give_up_if(obstacle(step))
+            self._give_up_if(obstacle(step) or risk(wanted))
+
+    def close(self) -> None:
+        """Lets go of the graph: NCCL closes no group while a graph holds operations of it."""
+        if self._captured is not None:
+            self._captured.close()
+        self._captured = None
 
     @property
     def captured(self) -> bool:
@@ -69,9 +78,13 @@ class GraphedStep:
 
         Raises:
             UsageError: "always", and something is in the way that only a step could show.
+            PydistError: the step can't be captured, and other ranks take part in it.
         """
         if self._given_up:
             return self._step(batch, batch.loss_scale)
+        if self._captured is not None and self._captured.is_outdated():
+            self.close()
+            self._alike = 0
         if self._captured is not None and batch.global_size == self._size:
             return self._captured.replay(batch)
         if self._captured is None and self._ready(batch):
@@ -86,18 +99,22 @@ class GraphedStep:
         self._size = batch.global_size
         return self._alike > WARMUP
 
-    def _capture(self, batch: Batch) -> _Captured | None:
+    def _capture(self, batch: Batch) -> CapturedStep | None:
         """Captures the step, or gives up if something is in the way of that on any rank."""
         reason = obstacle(self._step)  # a profile may have begun
-        if reason is None:
-            try:
-                self._captured = _Captured(self._step, batch)
-            except (RuntimeError, AssertionError) as error:
-                said = " ".join(str(error).split()) or type(error).__name__
-                reason = f"the step can't be captured: {said}"
         if any_rank(self._step.mesh.world, reason is not None):
-            self._captured = None
-            self._give_up_if(reason or "the step can't be captured on another rank")
+            self._give_up_if(reason or "something is in its way on another rank")
+            return None
+        try:
+            self._captured = CapturedStep(self._step, batch)
+        except (RankFailed, RankLost):
+            raise
+        except (RuntimeError, AssertionError, PydistError) as error:
+            said = " ".join(str(error).split()) or type(error).__name__
+            reason = f"the step can't be captured: {said}"
+            if self._step.mesh.size > 1:
+                raise PydistError(f'{reason}; train.cuda_graph = "never" goes without') from error
+            self._give_up_if(reason)
         return self._captured
 
     def _give_up_if(self, reason: str | None) -> None:
@@ -127,6 +144,16 @@ def obstacle(step: TrainStep) -> str | None:
     return _obstacle_in_optimizer(step)
 
 
+def risk(wanted: str) -> str | None:
+    """Why nothing is tried that may fail; nobody is kept from demanding it."""
+    if wanted == "auto" and TorchVersion(torch.__version__) < RECOVERS:
+        return (
+            f"torch {torch.__version__} loses memory where a capture fails, {RECOVERS} is the first"
+            ' that does not; train.cuda_graph = "always" takes the risk'
+        )
+    return None
+
+
 def _obstacle_in_optimizer(step: TrainStep) -> str | None:
     optimizer = step.state.optimizer
     if not all(group.get("fused") for group in optimizer.param_groups):
@@ -135,101 +162,3 @@ def _obstacle_in_optimizer(step: TrainStep) -> str | None:
     if asks:
         return "fp16 with an optimizer step shared by the ranks asks the device whether to take it"
     return None
-
-
-class _Captured:
-    """A captured step, with the memory that it reads what changes from."""
-
-    def __init__(self, step: TrainStep, batch: Batch) -> None:
-        self._step = step
-        self._inputs = batch.inputs.to_local().clone()
-        self._targets = _local(batch.targets).clone()
-        self._scale = torch.tensor(batch.loss_scale, device=step.device)
-        groups = step.state.optimizer.param_groups
-        self._rates = [torch.tensor(float(g["lr"]), device=step.device) for g in groups]
-        self._layout, self._first = batch.inputs.layout, batch.first_sample
-        static = replace(
-            batch,
-            inputs=ShardedTensor.from_local(self._inputs, self._layout, self._first),
-            targets=_like(batch.targets, self._targets, self._first),
-        )
-        self._graph = torch.cuda.CUDAGraph()
-        self._keys = ReplayedKeys(step.mesh, step.device)
-        # The loader's thread goes on meanwhile: what it does on its stream is none of ours.
-        captured = torch.cuda.graph(
-            self._graph,
-            stream=torch.cuda.current_stream(step.device),
-            capture_error_mode="thread_local",
-        )
-        with (
-            _not_counted(step, self._keys),
-            capturable(step.state.optimizer, self._rates),
-            captured,
-        ):
-            self._loss = step(static, self._scale)
-
-    def replay(self, batch: Batch) -> Tensor:
-        """Takes the step on another batch."""
-        if batch.inputs.layout != self._layout or batch.first_sample != self._first:
-            raise AssertionError("batches of one size lie differently: please report this")
-        self._inputs.copy_(batch.inputs.to_local(), non_blocking=True)
-        self._targets.copy_(_local(batch.targets), non_blocking=True)
-        self._scale.fill_(batch.loss_scale)
-        for rate, group in zip(self._rates, self._step.state.optimizer.param_groups, strict=True):
-            rate.fill_(float(group["lr"]))
-        self._step.mesh.forwards += 1
-        self._keys.renew()
-        self._graph.replay()
-        return self._loss
-
-
-@contextmanager
-def capturable(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
-    """Learning rates are read from tensors within the block, and numbers again after it.
-
-    So schedules and checkpoints know numbers only.
-    """
-    groups = optimizer.param_groups
-    before = [dict(group) for group in groups]
-    try:
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
-            if "capturable" in group:
-                group["capturable"] = True
-        yield
-    finally:
-        for group, old in zip(groups, before, strict=True):
-            group.update({name: old[name] for name in ("lr", "capturable") if name in old})
-
-
-@contextmanager
-def _not_counted(step: TrainStep, keys: ReplayedKeys) -> Iterator[None]:
-    """A captured step has not happened: counters stand afterwards as they stood before.
-
-    After a capture that failed, nothing of the step that was begun is left either.
-    """
-    mesh, state = step.mesh, step.state
-    forwards, mesh.replayed_keys = mesh.forwards, keys
-    try:
-        yield
-    except BaseException:
-        state.optimizer.zero_grad()
-        for name in ("grad_scale", "found_inf"):
-            state.optimizer.__dict__.pop(name, None)
-        state.scaler.__dict__.get("_per_optimizer_states", {}).clear()  # none if it is disabled
-        raise
-    finally:
-        mesh.replayed_keys = None
-        mesh.draws.pop(mesh.forwards, None)
-        mesh.forwards = forwards
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
-
-
-def _like(tensor: Tensor, local: Tensor, first_sample: int) -> Tensor:
-    """`local`, sharded if `tensor` is."""
-    if not isinstance(tensor, ShardedTensor):
-        return local
-    return ShardedTensor.from_local(local, tensor.layout, first_sample)

@@ -61,7 +61,8 @@ class Trainer:
         self._take_step = GraphedStep(
             step, config.cuda_graph, lambda text: log.emit("notice", text=text)
         )
-        self.clock = StepClock(self.mesh.timers, lambda: self.loader.waited_s)
+        loader = self.loader  # alone: a trainer that holds itself would live on, with its graph
+        self.clock = StepClock(self.mesh.timers, lambda: loader.waited_s)
         self.stop = StopRequest()
         self.loss = math.nan
         """Global loss of the last step."""
@@ -86,14 +87,17 @@ class Trainer:
             DiskError: a checkpoint could not be written.
         """
         result = None
-        with self.stop.listening():
-            while self.state.step < self.last_step:
-                epoch = self._epoch()
-                ended = self.state.step >= self.last_step
-                every = self.config.validate_every
-                if ended or (every and (epoch + 1) % every == 0):
-                    result = self._validate_if_possible(epoch)
-            self._save()
+        try:
+            with self.stop.listening():
+                while self.state.step < self.last_step:
+                    epoch = self._epoch()
+                    ended = self.state.step >= self.last_step
+                    every = self.config.validate_every
+                    if ended or (every and (epoch + 1) % every == 0):
+                        result = self._validate_if_possible(epoch)
+                self._save()
+        finally:
+            self._take_step.close()
         return result
 
     def _epoch(self) -> int:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+import threading
+import time
+from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +15,9 @@ from recorder import RecordedTransport, Recorder, build
 from transport_contract import CHECKS, Check
 
 from pydist import _native as native
-from pydist.comm import Channel, Transport, run_local
+from pydist.comm import Channel, LocalTransport, Transport, run_local
 from pydist.comm.exchanger import Exchanger
+from pydist.comm.nccl_device import DeviceTransport
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost, UsageError
 from pydist.partition import Box
 
@@ -26,6 +32,8 @@ def recorder(built: Recorder) -> Iterator[Recorder]:
     built.notes()
     yield built
     built.delay(0)
+    built.capture(False)
+    built.abort_takes(0)
     built.version(23203)
 
 
@@ -86,12 +94,46 @@ def test_an_exchange_is_one_group_between_events(recorder: Recorder) -> None:
 
 
 def test_streams_have_the_greatest_priority_and_do_not_wait_for_the_default_one(
-    recorder: Recorder,
+    built: Recorder, tmp_path: Path
 ) -> None:
-    run(recorder, lambda t: t.split(0, t.rank), 2)
-    made = [line for line in recorder.notes() if line.startswith("create")]
+    anew = Recorder(shutil.copy(built.path, tmp_path))  # one whose streams nobody has had
+    run(anew, lambda t: t.split(0, t.rank), 2)
+    made = [line for line in anew.notes() if line.startswith("create")]
     assert len(made) == 4  # a stream for each group of each rank
     assert all(line.endswith("flags 1 priority -5") for line in made)
+
+
+def test_a_stream_outlives_its_group_and_serves_the_next(recorder: Recorder) -> None:
+    """The allocator may record events on it long after."""
+
+    def stream_of_a_group() -> int:
+        group = recorder.group(recorder.nccl().unique_id(), 0, 1)
+        group.close()
+        return group.stream
+
+    first = stream_of_a_group()
+    recorder.notes()
+    assert stream_of_a_group() == first
+    assert not [line for line in recorder.notes() if line.startswith("create")]
+
+
+def test_in_a_capture_an_operation_that_has_started_is_on_the_stream(recorder: Recorder) -> None:
+    """So that NCCL's thread and this one never add to one graph at a time."""
+
+    def body(t: Transport) -> None:
+        channel = t.channel([(0, torch.ones(4))], [(0, torch.zeros(4))], 3)
+        repeat(channel)
+        recorder.notes()
+        recorder.capture(True)
+        channel.start()
+        recorder.capture(False)
+        started = recorder.notes()
+        assert started[-2] == "issued"
+        assert started[-1].startswith("record stream")
+        channel.wait()
+        assert recorder.notes() == ["wait caller"]
+
+    run(recorder, body, 1)
 
 
 def test_an_operation_shows_when_it_is_complete(recorder: Recorder) -> None:
@@ -170,6 +212,62 @@ def test_errors_are_of_the_class_of_whose_fault_they_are(
         group.exchange([(0, buffer.data_ptr(), 8)], [], 0)
     assert type(caught.value) is error
     assert recorder.notes().count("abort") == 1
+
+
+def test_an_abort_that_does_not_return_is_left_alone(recorder: Recorder) -> None:
+    """NCCL waits in it for graphs that hold operations of the group."""
+    group = recorder.group(recorder.nccl().unique_id(), 0, 1)
+    recorder.fail_next_send(5, "")
+    recorder.abort_takes(seconds=6)
+    buffer = torch.zeros(2)
+    began = time.monotonic()
+    with pytest.raises(UsageError, match="invalid usage"):
+        group.exchange([(0, buffer.data_ptr(), 8)], [], 0)
+    assert time.monotonic() - began < 5
+    stuck = group.stream
+    del group
+    assert recorder.group(recorder.nccl().unique_id(), 0, 1).stream != stuck, "nobody's after it"
+
+
+def test_a_peer_that_there_is_not_leaves_no_group_of_calls_open(recorder: Recorder) -> None:
+    group = recorder.group(recorder.nccl().unique_id(), 0, 1)
+    sent, received = torch.ones(2), torch.zeros(2)
+    for peer in (1, -1):
+        recorder.notes()
+        with pytest.raises(UsageError, match=f"rank {peer} is none of 1"):
+            group.exchange([(0, sent.data_ptr(), 8)], [(peer, received.data_ptr(), 8)], 0)
+        assert recorder.notes() == []
+    group.exchange([(0, sent.data_ptr(), 8)], [(0, received.data_ptr(), 8)], 0).wait(0)
+    assert torch.equal(received, sent)
+    group.close()
+
+
+def test_what_was_split_off_is_closed_with_the_world_the_last_first(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = defaultdict(list)
+    close = DeviceTransport.close
+
+    def watch(self: DeviceTransport) -> None:
+        closed[threading.get_ident()].append(self)
+        close(self)
+
+    monkeypatch.setattr(DeviceTransport, "close", watch)
+
+    def body(host: LocalTransport) -> None:
+        world = RecordedTransport.of(recorder, host)
+        parts = [world.split(0, world.rank), world.split(world.rank, 0), world.split(0, 0)]
+        made = list(world._place.groups)
+        gone = made.pop(1)
+        parts[0].close()
+        world.close()
+        assert closed[threading.get_ident()] == [gone, *reversed(made)]
+        for each in (*parts, world):
+            each.close()  # once is enough
+        assert len(closed[threading.get_ident()]) == len(made) + 1 > 2
+
+    run_local(body, 2)
+    assert "abort" not in recorder.notes()
 
 
 def test_ranks_that_do_not_come_are_waited_for_with_a_limit(recorder: Recorder) -> None:

@@ -119,6 +119,27 @@ def test_a_step_with_an_exchange_is_captured_and_replayed(devices: Transport) ->
         assert torch.equal(result, torch.full_like(result, 2.0 * (value + peer)))
 
 
+def test_a_group_closes_when_the_graph_with_its_operations_is_gone(devices: Transport) -> None:
+    """NCCL waits for that without limit; and what it carried is still freed in good order."""
+    group = devices.split(0, devices.rank)
+    tensor = torch.ones(1 << 10, device=devices.device)
+    group.all_reduce(tensor)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        group.all_reduce(tensor)
+    graph.replay()
+    assert torch.equal(tensor, torch.full_like(tensor, 4.0))
+    torch.cuda.synchronize()
+    graph.reset()
+    kept = torch.ones(1 << 10, device=devices.device)
+    kept.record_stream(torch.cuda.ExternalStream(group._on_device._group.stream))
+    group.close()
+    del group, kept  # the allocator records an event on the stream
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+
+
 def test_tensors_elsewhere_are_refused(devices: Transport) -> None:
     with pytest.raises(PydistError, match="tensor on meta"):
         devices.all_reduce(torch.empty(2, device="meta"))

@@ -30,7 +30,9 @@ using namespace recorder;
 namespace {
 
 int version_shown = 23203;
-int failing_send = 0;  // the result of the next ncclSend, if not 0
+std::atomic<int> capturing = 0;  // what every stream says of itself
+std::atomic<long> abort_us = 0;  // that an abort takes
+int failing_send = 0;            // the result of the next ncclSend, if not 0
 
 std::mutex joining;
 std::map<std::string, std::shared_ptr<Hub>> hubs;
@@ -69,6 +71,8 @@ EXPORT const char* recorder_notes() {
 }
 EXPORT void recorder_version(int version) { version_shown = version; }
 EXPORT void recorder_delay(long microseconds) { delay_us = microseconds; }
+EXPORT void recorder_capture(int status) { capturing = status; }
+EXPORT void recorder_abort_takes(long microseconds) { abort_us = microseconds; }
 EXPORT void recorder_fail_next_send(int result, const char* why) {
   failing_send = result;
   last_error = why;
@@ -97,8 +101,7 @@ EXPORT int cuStreamCreateWithPriority(void** stream, unsigned flags, int priorit
        std::to_string(priority));
   return *stream = made, 0;
 }
-EXPORT int cuStreamDestroy_v2(void* stream) { return delete static_cast<Stream*>(stream), 0; }
-EXPORT int cuStreamIsCapturing(void*, int* status) { return *status = 0; }
+EXPORT int cuStreamIsCapturing(void*, int* status) { return *status = capturing, 0; }
 EXPORT int cuEventCreate(void** event, unsigned) {
   static std::atomic<int> count = 0;
   auto made = std::make_shared<Event>();
@@ -195,6 +198,7 @@ EXPORT NcclResult ncclCommDestroy(NcclComm* comm) {
 }
 EXPORT NcclResult ncclCommAbort(NcclComm* comm) {
   note("abort");
+  std::this_thread::sleep_for(std::chrono::microseconds(abort_us.load()));
   {
     const std::lock_guard lock(comm->hub->mutex);
     comm->hub->ended = true;

@@ -43,6 +43,7 @@ class Recorder:
         self.path = str(library)
         self._calls = ctypes.CDLL(self.path)
         self._calls.recorder_notes.restype = ctypes.c_char_p
+        self._calls.recorder_abort_takes.argtypes = [ctypes.c_long]
         self.driver = native.CudaDriver(self.path)
 
     def nccl(self) -> native.NcclLibrary:
@@ -58,6 +59,14 @@ class Recorder:
 
     def version(self, number: int) -> None:
         self._calls.recorder_version(number)
+
+    def capture(self, status: bool) -> None:
+        """Makes all streams say that a graph is captured on them."""
+        self._calls.recorder_capture(int(status))
+
+    def abort_takes(self, seconds: float) -> None:
+        """Makes an abort return late."""
+        self._calls.recorder_abort_takes(int(seconds * 1e6))
 
     def fail_next_send(self, result: int, why: str) -> None:
         self._calls.recorder_fail_next_send(result, why.encode())

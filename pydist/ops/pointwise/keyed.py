@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
+from pydist.errors import NotSupported
 from pydist.tensor import ShardedTensor, local_of, module_path, refusal
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 # Forward passes whose draws are remembered, for activation checkpointing's second run.
 _REMEMBERED = 64
+
+# Draws that a captured step may have.
+_REPLAYED = 4096
 
 
 def keyed_uniform(func: Callable[..., Any], x: ShardedTensor, dims: int | None = None) -> Tensor:
@@ -78,20 +82,35 @@ class ReplayedKeys:
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh, self._device = mesh, device
-        self._places: dict[tuple[str, int], Tensor] = {}
+        self._mesh = mesh
+        # Made before the capture: every replay would fill again what is filled within it.
+        self._table = torch.zeros(_REPLAYED, dtype=torch.int64, device=device)
+        self._places: dict[tuple[str, int], int] = {}
 
     def place_of(self, layer: str, number: int) -> Tensor:
-        """Where the key of a module's draw lies."""
-        return self._places.setdefault(
-            (layer, number), torch.zeros(1, dtype=torch.int64, device=self._device)
-        )
+        """Where the key of a module's draw lies, one int64.
+
+        Raises:
+            NotSupported: the step draws too often.
+        """
+        place = self._places.setdefault((layer, number), len(self._places))
+        if place >= _REPLAYED:
+            raise NotSupported(f"a step that draws more than {_REPLAYED} times")
+        return self._table[place : place + 1]
 
     def renew(self) -> None:
         """Queues the keys of the mesh's current forward pass."""
-        for (layer, number), place in self._places.items():
-            key = _key(self._mesh, self._mesh.forwards, layer, number)
-            place.fill_(key - (1 << 64) if key >> 63 else key)
+        if not self._places:
+            return
+        mesh = self._mesh
+        keys = [_key(mesh, mesh.forwards, layer, number) for layer, number in self._places]
+        # Pinned: nobody waits for the copy, and torch keeps the memory until it is done.
+        signed = torch.tensor(
+            [key - (1 << 64) if key >> 63 else key for key in keys],
+            dtype=torch.int64,
+            pin_memory=self._table.is_cuda,
+        )
+        self._table[: len(keys)].copy_(signed, non_blocking=True)
 
 
 def _key(mesh: Mesh, forward: int, layer: str, number: int) -> int:

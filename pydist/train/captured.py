@@ -1,0 +1,177 @@
+"""A training step in a CUDA graph: capture, replay, and what both leave behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pydist.errors import PydistError
+from pydist.ops.pointwise.keyed import ReplayedKeys
+from pydist.tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from pydist.data.loader import Batch
+    from pydist.train.step import TrainStep
+
+
+class CapturedStep:
+    """A captured step, with the memory that it reads what changes from.
+
+    Args:
+        step: the step; its plans, buffers and optimizer state are there.
+        batch: of the size that all batches of replays have.
+
+    Raises:
+        Exception: what the step raised while it was captured; nothing of it is left.
+    """
+
+    def __init__(self, step: TrainStep, batch: Batch) -> None:
+        self._step = step
+        self._inputs = batch.inputs.to_local().clone()
+        self._targets = _local(batch.targets).clone()
+        self._scale = torch.tensor(batch.loss_scale, device=step.device)
+        groups = step.state.optimizer.param_groups
+        self._rates = [torch.tensor(float(g["lr"]), device=step.device) for g in groups]
+        self._layout, self._first = batch.inputs.layout, batch.first_sample
+        static = replace(
+            batch,
+            inputs=ShardedTensor.from_local(self._inputs, self._layout, self._first),
+            targets=_like(batch.targets, self._targets, self._first),
+        )
+        self._graph = torch.cuda.CUDAGraph()
+        self._keys = ReplayedKeys(step.mesh, step.device)
+        with (
+            _not_counted(step, self._keys),
+            capturable(step.state.optimizer, self._rates),
+            _captured(self._graph, step.device),
+        ):
+            self._loss = step(static, self._scale)
+            # A stream that is not joined by the end is an error.
+            for transport in step.mesh.transports:
+                if transport.unfinished is not None:
+                    transport.unfinished()
+        self._found = _surroundings(step)
+
+    def is_outdated(self) -> bool:
+        """Whether parameters, optimizer state or the reducer are others than were captured."""
+        return _surroundings(self._step) != self._found
+
+    def close(self) -> None:
+        """Destroys the graph."""
+        self._graph.reset()
+
+    def replay(self, batch: Batch) -> Tensor:
+        """Takes the step on another batch; returns the loss, which the next one overwrites.
+
+        Raises:
+            PydistError: the batch lies otherwise than the captured one.
+        """
+        if batch.inputs.layout != self._layout or batch.first_sample != self._first:
+            raise PydistError(
+                f"a batch of {batch.global_size} samples is {batch.inputs.layout} from sample"
+                f" {batch.first_sample}, the one captured {self._layout} from {self._first}:"
+                ' please report this; train.cuda_graph = "never" takes both'
+            )
+        self._inputs.copy_(batch.inputs.to_local(), non_blocking=True)
+        self._targets.copy_(_local(batch.targets), non_blocking=True)
+        self._scale.fill_(batch.loss_scale)
+        for rate, group in zip(self._rates, self._step.state.optimizer.param_groups, strict=True):
+            rate.fill_(float(group["lr"]))
+        self._step.mesh.forwards += 1
+        self._keys.renew()
+        self._graph.replay()
+        return self._loss
+
+
+@contextmanager
+def _captured(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
+    """Captures the block; what it raises is not hidden by what the end of the capture then says."""
+    failure: Exception | None = None
+    try:
+        # The loader's thread goes on meanwhile: what it does on its stream is none of ours.
+        with torch.cuda.graph(
+            graph,
+            stream=torch.cuda.current_stream(device),
+            capture_error_mode="thread_local",
+        ):
+            try:
+                yield
+            except Exception as error:
+                failure = error
+                raise
+    except Exception:
+        if failure is not None:
+            raise failure from None
+        raise
+
+
+def _surroundings(step: TrainStep) -> list[object]:
+    """Where a step finds what it computes with besides its batch: a graph knows only that."""
+    state = step.state
+    found: list[object] = [r() for r in step.mesh.reducers if r() is not None]
+    for parameter in state.model.parameters():
+        found += (parameter.data_ptr(), parameter.requires_grad)
+    found += [buffer.data_ptr() for buffer in state.model.buffers()]
+    for values in state.optimizer.state.values():
+        found += [each.data_ptr() for each in values.values() if isinstance(each, Tensor)]
+    return found
+
+
+@contextmanager
+def capturable(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
+    """Learning rates are read from tensors within the block, and numbers again after it.
+
+    So schedules and checkpoints know numbers only.
+    """
+    groups = optimizer.param_groups
+    before = [dict(group) for group in groups]
+    try:
+        for group, rate in zip(groups, rates, strict=True):
+            group["lr"] = rate
+            if "capturable" in group:
+                group["capturable"] = True
+        yield
+    finally:
+        for group, old in zip(groups, before, strict=True):
+            group.update({name: old[name] for name in ("lr", "capturable") if name in old})
+
+
+@contextmanager
+def _not_counted(step: TrainStep, keys: ReplayedKeys) -> Iterator[None]:
+    """A captured step has not happened: counters stand afterwards as they stood before.
+
+    After a capture that failed, nothing of the step that was begun is left either.
+    """
+    mesh, state = step.mesh, step.state
+    forwards, mesh.replayed_keys = mesh.forwards, keys
+    try:
+        yield
+    except BaseException:
+        for transport in mesh.transports:
+            transport.unfinished = None  # its events lie in a graph that there will never be
+        state.optimizer.zero_grad()
+        for name in ("grad_scale", "found_inf"):
+            state.optimizer.__dict__.pop(name, None)
+        state.scaler.__dict__.get("_per_optimizer_states", {}).clear()  # none if it is disabled
+        raise
+    finally:
+        mesh.replayed_keys = None
+        mesh.draws.pop(mesh.forwards, None)
+        mesh.forwards = forwards
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, ShardedTensor) else tensor
+
+
+def _like(tensor: Tensor, local: Tensor, first_sample: int) -> Tensor:
+    """`local`, sharded if `tensor` is."""
+    if not isinstance(tensor, ShardedTensor):
+        return local
+    return ShardedTensor.from_local(local, tensor.layout, first_sample)

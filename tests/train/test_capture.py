@@ -1,0 +1,297 @@
+"""Capture of a training step, and what is left of one that fails, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import copy
+import re
+import threading
+import weakref
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.optim import Adam
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from training import change, job
+
+from pydist.comm import run_local
+from pydist.comm.local import LocalTransport
+from pydist.data.loader import Batch
+from pydist.errors import NotSupported, PydistError, RankFailed, RankLost
+from pydist.mesh import Mesh
+from pydist.tensor import distribute_tensor
+from pydist.train import captured, checkpoint, graph, loop
+from pydist.train.config import TrainConfig
+from pydist.train.step import TrainStep
+
+
+class Computed:
+    """In a graph's place: what is "captured" is computed at once, so that all its traces are there.
+
+    `reset` counts in `gone`.
+    """
+
+    gone = 0
+
+    def reset(self):
+        Computed.gone += 1
+
+
+CAPTURING: set[int] = set()
+
+
+@contextmanager
+def compute(*_, **__):
+    """A capture; as torch's, its end raises as well if something went wrong within it."""
+    CAPTURING.add(threading.get_ident())
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError("operation failed due to a previous error during capture") from error
+    finally:
+        CAPTURING.discard(threading.get_ident())
+
+
+@pytest.fixture
+def computed_capture(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Computed)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph", compute)
+    monkeypatch.setattr(graph, "obstacle", lambda step: None)
+    monkeypatch.setattr(graph, "risk", lambda wanted: None)
+    monkeypatch.setattr(graph, "WARMUP", 1)
+
+
+REFUSAL = "operation not permitted when stream is capturing"
+
+
+@pytest.fixture
+def refused_capture(computed_capture):
+    """The forward and the backward pass succeed, and the optimizer's step fails."""
+
+    def refuse(*_):
+        if threading.get_ident() in CAPTURING:
+            raise RuntimeError(REFUSAL)
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    yield
+    handle.remove()
+
+
+def test_a_capture_that_fails_leaves_the_run_as_it_was(
+    config, tmp_path, monkeypatch, refused_capture
+):
+    """With dropout, after some steps."""
+    config = change(config, train={"steps": 4, "validate_every": 0, "clip_norm": 1.0})
+    plain = change(config, output={"folder": tmp_path / "plain"}, train={"cuda_graph": "never"})
+    job(LocalTransport(), plain)
+    tried = []
+    monkeypatch.setattr(graph.GraphedStep, "_give_up_if", watched(tried))
+    job(LocalTransport(), config)
+    assert tried == [f"the step can't be captured: {REFUSAL}"], "once, by what came first"
+    found, expected = (
+        checkpoint.read(checkpoint.complete(c.output.folder / "ckpt")[-1])["model"]
+        for c in (config, plain)
+    )
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_on_several_ranks_a_capture_that_fails_ends_the_job(config, refused_capture):
+    """They may have come to different exchanges, and none could know."""
+    config = change(config, train={"steps": 4, "validate_every": 0})
+    said = f'can\'t be captured: {REFUSAL}; train.cuda_graph = "never" goes without'
+    with pytest.raises(PydistError, match=re.escape(said)):
+        run_local(job, 2, config, 1, (2, 1, 1))
+
+
+@pytest.mark.parametrize("error", [RankFailed("rank 1: it"), RankLost("rank 1: it")])
+def test_the_loss_of_a_rank_is_not_taken_for_a_capture_that_fails(monkeypatch, error):
+    with pytest.raises(type(error), match="rank 1: it"):
+        captured_with(monkeypatch, error)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError, PydistError, NotSupported])
+def test_one_rank_goes_on_without_a_graph_whatever_is_in_its_way(monkeypatch, error):
+    assert captured_with(monkeypatch, error("cuEventRecord failed")) == [
+        "no CUDA graph: the step can't be captured: cuEventRecord failed"
+    ]
+
+
+def captured_with(monkeypatch, error: Exception) -> list[str]:
+    """What is said when the capture raises, after which steps are taken without one."""
+
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(graph, "obstacle", lambda step: None)
+    monkeypatch.setattr(graph, "risk", lambda wanted: None)
+    monkeypatch.setattr(graph, "CapturedStep", refuse)
+    said, taken = [], []
+    step = counted(taken)
+    graphed = graph.GraphedStep(step, "auto", said.append)
+    for _ in range(graph.WARMUP + 2):
+        graphed(SimpleNamespace(global_size=4, loss_scale=1))
+    assert len(taken) == graph.WARMUP + 2
+    return said
+
+
+def counted(taken: list, device="cuda"):
+    """A step that only notes that it was taken."""
+
+    def step(batch, scale):
+        taken.append(scale)
+
+    step.mesh, step.device = Mesh(LocalTransport()), torch.device(device)
+    return step
+
+
+def test_what_is_in_the_way_on_one_rank_keeps_all_from_trying(monkeypatch):
+    def body(world):
+        said, taken = [], []
+        step = counted(taken)
+        step.mesh = Mesh(world)
+        graphed = graph.GraphedStep(step, "auto", said.append)
+        rank = threading.current_thread()
+        if world.rank == 1:
+            in_the_way.add(rank)
+        for _ in range(graph.WARMUP + 2):
+            graphed(SimpleNamespace(global_size=4, loss_scale=1))
+        assert len(taken) == graph.WARMUP + 2
+        return said
+
+    in_the_way = set()
+    monkeypatch.setattr(
+        graph,
+        "obstacle",
+        lambda step: "profiled" if threading.current_thread() in in_the_way else None,
+    )
+    monkeypatch.setattr(graph, "risk", lambda wanted: None)
+    # Rank 1 has it from the first step on, but is asked again only where a graph is to be made.
+    assert run_local(body, 2) == [
+        ["no CUDA graph: something is in its way on another rank"],
+        ["no CUDA graph: profiled"],
+    ]
+
+
+def small_step():
+    """A step on a linear layer and a norm, and its batch."""
+    mesh = Mesh(LocalTransport())
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = Adam(model.parameters(), 0.1, fused=True)
+    state = SimpleNamespace(
+        mesh=mesh,
+        model=model,
+        optimizer=optimizer,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        loader=SimpleNamespace(device=torch.device("cpu")),
+    )
+    task = SimpleNamespace(loss=lambda output, batch: (output - batch.targets).square().mean())
+    step = TrainStep(state, task, TrainConfig())
+    inputs = distribute_tensor(torch.rand(4, 3, 1, 1, 1), mesh)
+    state.model.forward = lambda x: torch.nn.Sequential.forward(model, x.to_local().flatten(1))
+    batch = Batch(inputs, torch.rand(4, 2), torch.ones(4), (0, 1, 2, 3), 4, 0, 4, 1.0, 0, 0)
+    return step, batch
+
+
+def test_what_a_step_leaves_under_way_is_completed_within_the_capture(computed_capture):
+    step, batch = small_step()
+    completed = []
+
+    def complete():
+        completed.append(threading.get_ident() in CAPTURING)
+        step.mesh.world.unfinished = None
+
+    step.mesh.world.unfinished = complete
+    captured.CapturedStep(step, batch)
+    assert completed == [True]
+
+
+def test_after_a_capture_that_failed_nothing_is_waited_for(refused_capture):
+    step, batch = small_step()
+    step.mesh.world.unfinished = lambda: pytest.fail("its events lie in a dead capture")
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        captured.CapturedStep(step, batch)
+    assert step.mesh.world.unfinished is None
+
+
+def changed_storage(state):
+    weight = state.model[0].weight
+    weight.data = weight.data.clone()
+
+
+@pytest.mark.parametrize(
+    "change_it",
+    [
+        changed_storage,
+        lambda state: state.model[0].bias.requires_grad_(False),
+        lambda state: setattr(state.model[1], "running_mean", torch.zeros(2)),
+        lambda state: state.optimizer.load_state_dict(copy.deepcopy(state.optimizer.state_dict())),
+        lambda state: state.mesh.reducers.append(weakref.ref(state.model)),
+    ],
+)
+def test_a_graph_is_outdated_when_what_it_computes_with_has_moved(computed_capture, change_it):
+    step, batch = small_step()
+    step(batch, 1.0)
+    made = captured.CapturedStep(step, batch)
+    step(batch, 1.0)
+    assert not made.is_outdated()
+    change_it(step.state)
+    assert made.is_outdated()
+
+
+def test_an_outdated_graph_is_let_go_and_the_count_starts_anew(computed_capture, monkeypatch):
+    step, batch = small_step()
+    replayed, before = [], Computed.gone
+    monkeypatch.setattr(captured.CapturedStep, "replay", lambda self, _: replayed.append(self))
+    graphed = graph.GraphedStep(step, "auto", print)
+    for _ in range(graph.WARMUP + 2):
+        graphed(batch)
+    assert len(replayed) == 2
+    changed_storage(step.state)
+    graphed(batch)
+    assert (len(replayed), Computed.gone - before, graphed.captured) == (2, 1, False)
+    graphed(batch)
+    assert (len(replayed), graphed.captured) == (3, True)
+    assert replayed[1] is not replayed[2]
+    graphed.close()
+    assert (Computed.gone - before, graphed.captured) == (2, False)
+
+
+def test_a_batch_that_lies_otherwise_is_refused_in_one_line(computed_capture):
+    step, batch = small_step()
+    made = captured.CapturedStep(step, batch)
+    with pytest.raises(PydistError, match=r"4 samples .* from sample 4, .* captured .* from 0"):
+        made.replay(replace(batch, first_sample=4))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_lets_go_of_its_graph_however_it_ends(config, monkeypatch, fails):
+    """NCCL waits at the end of a group for graphs that hold operations of it."""
+    closed = []
+
+    def close(self):
+        closed.append(self)
+
+    monkeypatch.setattr(graph.GraphedStep, "close", close)
+    config = change(config, train={"steps": 1, "validate_every": 0})
+    if not fails:
+        job(LocalTransport(), config)
+    else:
+        monkeypatch.setattr(loop.Trainer, "_save", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            job(LocalTransport(), config)
+    assert len(closed) == 1
+
+
+def watched(reasons):
+    give_up = graph.GraphedStep._give_up_if
+
+    def watch(self, reason):
+        if reason is not None:
+            reasons.append(reason)
+        give_up(self, reason)
+
+    return watch
