@@ -141,6 +141,10 @@ void translate(std::exception_ptr error) {
 void bind_communicator(py::module_& module) {
   using Group = std::shared_ptr<NcclCommunicator>;
   using NoGil = py::call_guard<py::gil_scoped_release>;
+  // Known to pybind11 before anything takes it as an argument.
+  py::class_<NcclCommunicator, Group> communicator(
+      module, "NcclCommunicator", "Ranks that NCCL connects, and the stream they use.");
+
   py::class_<Ticket>(module, "NcclTicket", "An operation under way.")
       .def("wait", &Ticket::wait, "caller"_a, NoGil(), "Orders the stream `caller` behind it.")
       .def("reached", &Ticket::reached, NoGil(), "Whether it is complete on the device.");
@@ -151,8 +155,7 @@ void bind_communicator(py::module_& module) {
       .def("start", &Channel::start, "caller"_a, NoGil())
       .def("wait", &Channel::wait, "caller"_a, NoGil());
 
-  py::class_<NcclCommunicator, Group>(module, "NcclCommunicator",
-                                      "Ranks that NCCL connects, and the stream they use.")
+  communicator
       .def(py::init([](std::shared_ptr<NcclLibrary> library, std::shared_ptr<CudaDriver> driver,
                        const py::bytes& id, int rank, int size, int device, double connect_seconds,
                        double issue_seconds) {

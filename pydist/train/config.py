@@ -157,8 +157,8 @@ class TrainConfig(_Table):
     """Whether input and weights lie with the channels last; "auto" does so on CUDA devices with
     mixed precision. On CPUs the layers choose for themselves."""
     cuda_graph: Literal["auto", "always", "never"] = "auto"
-    """Whether whole steps are captured as one CUDA graph; "auto" says why it is not. On several
-    ranks a capture that fails midway ends the job, with the reason."""
+    """Whether whole steps are captured as one CUDA graph; "auto" does it on one rank, or says why
+    not. On several say "always": there a capture that fails midway ends the job, with the reason."""
     validate_every: CountOrZero = 1
     """Epochs between validations; 0 never validates."""
 

@@ -60,7 +60,7 @@ class GraphedStep:
         self._size, self._alike = 0, 0
         self._given_up = wanted == "never"
         if not self._given_up:
-            self._give_up_if(obstacle(step) or risk(wanted))
+            self._give_up_if(obstacle(step) or risk(wanted, step.mesh.size))
 
     def close(self) -> None:
         """Lets go of the graph: NCCL closes no group while a graph holds operations of it."""
@@ -144,8 +144,13 @@ def obstacle(step: TrainStep) -> str | None:
     return _obstacle_in_optimizer(step)
 
 
-def risk(wanted: str) -> str | None:
+def risk(wanted: str, ranks: int) -> str | None:
     """Why nothing is tried that may fail; nobody is kept from demanding it."""
+    if wanted == "auto" and ranks > 1:
+        return (
+            "with several ranks a capture that fails ends the job; "
+            'train.cuda_graph = "always" takes the risk'
+        )
     if wanted == "auto" and TorchVersion(torch.__version__) < RECOVERS:
         return (
             f"torch {torch.__version__} loses memory where a capture fails, {RECOVERS} is the first"

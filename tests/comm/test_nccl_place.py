@@ -56,6 +56,7 @@ def test_a_job_without_gpus_ends_with_one_line(tmp_path: Path) -> None:
         timeout=100,
         check=False,
         env=child_environment(),
+        cwd=tmp_path,  # where no source tree hides the installed package
     )
     assert result.returncode == NotSupported.exit_code
     (line,) = result.stderr.splitlines()

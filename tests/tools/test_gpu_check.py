@@ -31,7 +31,8 @@ def tree(tmp_path: Path) -> Path:
     program(tmp_path / "bin/compute-sanitizer", "echo '========= ERROR SUMMARY: 0 errors'")
     program(
         tmp_path / "bin/python3",
-        f'case $1 in tools/*) exec {sys.executable} "$@" ;; -m) echo "3 passed, 1 skipped" ;; esac',
+        f'case $1 in tools/*) exec "{sys.executable}" "$@" ;; '
+        '-m) echo "3 passed, 1 skipped" ;; esac',
     )
     return tmp_path
 

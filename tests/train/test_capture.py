@@ -60,7 +60,7 @@ def computed_capture(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph", compute)
     monkeypatch.setattr(graph, "obstacle", lambda step: None)
-    monkeypatch.setattr(graph, "risk", lambda wanted: None)
+    monkeypatch.setattr(graph, "risk", lambda wanted, ranks: None)
     monkeypatch.setattr(graph, "WARMUP", 1)
 
 
@@ -126,7 +126,7 @@ def captured_with(monkeypatch, error: Exception) -> list[str]:
         raise error
 
     monkeypatch.setattr(graph, "obstacle", lambda step: None)
-    monkeypatch.setattr(graph, "risk", lambda wanted: None)
+    monkeypatch.setattr(graph, "risk", lambda wanted, ranks: None)
     monkeypatch.setattr(graph, "CapturedStep", refuse)
     said, taken = [], []
     step = counted(taken)
@@ -167,7 +167,7 @@ def test_what_is_in_the_way_on_one_rank_keeps_all_from_trying(monkeypatch):
         "obstacle",
         lambda step: "profiled" if threading.current_thread() in in_the_way else None,
     )
-    monkeypatch.setattr(graph, "risk", lambda wanted: None)
+    monkeypatch.setattr(graph, "risk", lambda wanted, ranks: None)
     # Rank 1 has it from the first step on, but is asked again only where a graph is to be made.
     assert run_local(body, 2) == [
         ["no CUDA graph: something is in its way on another rank"],

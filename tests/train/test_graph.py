@@ -90,7 +90,12 @@ def test_steps_of_other_sizes_start_the_count_anew(monkeypatch):
         graph.GraphedStep, "_capture", lambda self, batch: sizes.append(batch.global_size)
     )
     taken = []
-    step = graph.GraphedStep(lambda batch, scale: taken.append(scale), "auto", print)
+
+    def plain(batch, scale):
+        taken.append(scale)
+
+    plain.mesh = SimpleNamespace(size=1)
+    step = graph.GraphedStep(plain, "auto", print)
     for size in [4] * graph.WARMUP + [3] + [4] * (graph.WARMUP + 1):
         step(SimpleNamespace(global_size=size, loss_scale=size / 8))
     assert sizes == [4], "after so many steps of one size, and not before"
@@ -100,8 +105,9 @@ def test_steps_of_other_sizes_start_the_count_anew(monkeypatch):
 @pytest.mark.parametrize("version", ["2.10.0", "2.12.1+cu130", "2.13.0+cu130", "2.14.0"])
 def test_an_old_torch_gets_a_graph_only_on_demand(monkeypatch, version):
     monkeypatch.setattr(torch, "__version__", version)
-    assert graph.risk("always") is None
-    reason = graph.risk("auto")
+    assert graph.risk("always", 2) is None
+    assert "several ranks" in (graph.risk("auto", 2) or "")
+    reason = graph.risk("auto", 1)
     if version < graph.RECOVERS:
         assert reason.startswith(f"torch {version} loses memory where a capture fails, 2.13 is")
     else:
