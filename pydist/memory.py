@@ -54,6 +54,10 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _SETTINGS = ("mmap_max", "mmap_threshold", "trim_threshold", "top_pad")
 
 
+_kept: list[bool] = []
+"""Whether freed memory is kept, once somebody asked for that."""
+
+
 class _DlInfo(ctypes.Structure):
     """`Dl_info` of <dlfcn.h>: in which library a symbol lies."""
 
@@ -105,7 +109,13 @@ def keep_freed_memory() -> bool:
         return False
     # Blocks of any size come from the heap, and its end stays where it is. Either alone is not
     # enough: a large block at the end of the heap would be given back as soon as it is free.
-    return bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1))
+    _kept[:] = [bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1))]
+    return is_kept()
+
+
+def is_kept() -> bool:
+    """Whether freed memory stays in this process, as `keep_freed_memory` has it."""
+    return any(_kept)
 
 
 def give_back() -> bool:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pydist import memory
 from pydist.backend.conv import (
     DGRAD,
     FORWARD,
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
 
 # Below this a convolution takes less than a few milliseconds, and the rule is as good.
 _MEASURED_FLOPS = 200_000_000
-_REPEATS = 2
+# Runs behind the first: at least two, and as many as go into that time.
+_FEWEST, _MOST, _SECONDS = 2, 8, 0.05
 _ROLES = ("forward", "dgrad", "wgrad")
 # A kernel that is this much slower than the best is run once only.
 _HOPELESS = 2.0
@@ -221,8 +223,11 @@ def _measure_roles(
 
 def _time(seconds: dict[str, float], name: str, run: Callable[[], Tensor]) -> None:
     best = math.inf
-    for _ in range(1 + _REPEATS):
+    start = time.perf_counter()
+    for count in range(1 + _MOST):
         begin = time.perf_counter()
+        if count > _FEWEST and begin - start > _SECONDS:
+            break
         run()
         best = min(best, time.perf_counter() - begin)
         if seconds and best > _HOPELESS * min(seconds.values()):
@@ -243,6 +248,8 @@ def _store(problems: Sequence[ConvProblem]) -> Store:
         "cpu": [platform.processor(), torch.backends.cpu.get_cpu_capability()],
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        # Fresh pages cost some kernels more than others.
+        "keeps_freed_memory": memory.is_kept(),
     }
     return Store("conv", facts, partial(_is_usable, problems))
 

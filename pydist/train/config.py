@@ -158,7 +158,7 @@ class TrainConfig(_Table):
     mixed precision. On CPUs the layers choose for themselves."""
     cuda_graph: Literal["auto", "always", "never"] = "auto"
     """Whether whole steps are captured as one CUDA graph; "auto" does it on one rank, or says why
-    not. On several say "always": there a capture that fails midway ends the job, with the reason."""
+    not. On several say "always": there a capture that fails midway ends the job, with a reason."""
     validate_every: CountOrZero = 1
     """Epochs between validations; 0 never validates."""
 
