@@ -78,6 +78,8 @@ class Quiet:
     def all_gather_async(self, tensor: Tensor, out: Tensor, counts: Any = None) -> Work:
         if self._speaks(tensor):
             return self._transport.all_gather_async(tensor, out, counts)
+        if counts is None:  # statistics: values like everyone's, or what follows runs on garbage
+            out.detach().view(self.size, -1).copy_(tensor.detach().reshape(1, -1))
         return Work()
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
