@@ -14,6 +14,7 @@
 #include "cpu/conv_support.hpp"
 #include "cpu/isa.hpp"
 #include "cpu/scratch.hpp"
+#include "cpu/wgrad_rows.hpp"
 #include "kernels/dispatch.hpp"
 #include "launch/thread_pool.hpp"
 
@@ -298,6 +299,7 @@ class WeightGradient {
 }  // namespace
 
 void boundary_conv_wgrad(const ConvProblem& problem) {
+  if (add_wgrad_by_rows(problem)) return;
   kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
     WeightGradient<Storage>(problem).run();
   });

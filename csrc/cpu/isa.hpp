@@ -47,6 +47,32 @@ struct ConvIsa {
   void (*dot[4][6])(const DotTile<T>&);
 };
 
+inline constexpr int kMaxWgradInputs = 24;
+
+// sums[r * sum_run + i * sum_step + lane] += sum over j < count of
+//   in[r * in_run + j * in_step + i] * grad[j * grad_step + lane].
+template <class T>
+struct WgradRow {
+  const T* in;
+  const T* grad;
+  std::int64_t in_run, in_step, grad_step, count;
+  T* sums;
+  std::int64_t sum_run, sum_step;
+};
+
+template <class T>
+struct WgradIsa {
+  int lanes;                                                   // of a vector
+  int inputs;                                                  // at most, of all runs of a call
+  void (*add[kMaxWgradInputs])(const WgradRow<T>&);            // one run; [inputs - 1]
+  void (*add_three[kMaxWgradInputs / 3])(const WgradRow<T>&);  // [inputs of each - 1]
+};
+
+struct WgradTable {
+  WgradIsa<float> f32;
+  WgradIsa<double> f64;
+};
+
 // Positions [begin, end) that one sum takes.
 struct PoolSpan {
   std::int64_t begin, end;
@@ -191,6 +217,7 @@ struct Isa {
   const PoolMaxTable* pool_max;
   const ConvertTable* convert;
   const NormTable* norm;
+  const WgradTable* wgrad;
 };
 
 // The best one that this CPU has; PYDIST_ISA=base|x86-64-v3|x86-64-v4 in the environment lowers it.

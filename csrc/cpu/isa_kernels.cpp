@@ -310,6 +310,7 @@ constexpr PoolLineIsa<Storage, T> pool_line_isa() {
 extern const PoolMaxTable kPoolMax;  // isa_pool_max.cpp
 extern const ConvertTable kConvert;  // isa_convert.cpp
 extern const NormTable kNorm;        // isa_norm.cpp
+extern const WgradTable kWgrad;      // isa_wgrad.cpp
 
 extern const Isa kIsa;
 const Isa kIsa = {PYDIST_STRING_OF(PYDIST_ISA_NAME),
@@ -325,6 +326,7 @@ const Isa kIsa = {PYDIST_STRING_OF(PYDIST_ISA_NAME),
                   pool_line_isa<double, double>(),
                   &kPoolMax,
                   &kConvert,
-                  &kNorm};
+                  &kNorm,
+                  &kWgrad};
 
 }  // namespace pydist::cpu::PYDIST_ISA_NAME

@@ -9,6 +9,7 @@
 
 #include "conv_cases.hpp"
 #include "cpu/boundary_conv.hpp"
+#include "cpu/wgrad_rows.hpp"
 #include "kernels/conv_tile.hpp"
 #include "launch/emulate.hpp"
 
@@ -113,6 +114,65 @@ TEST(BoundaryConvOnCpu, LargePlanesAreTheDefinition) {
   EXPECT_EQ(forward.out.memory, expected<ConvOp::kForward>(given).memory);
   EXPECT_EQ(dgrad.in.memory, expected<ConvOp::kDgrad>(given).memory);
   EXPECT_EQ(wgrad.weight.memory, expected<ConvOp::kWgrad>(given).memory);
+}
+
+Array channels_last(Random& random, const Coords& shape) {
+  Array array(random, shape);
+  const index_t channels = shape[1], width = channels * shape[4], height = width * shape[3];
+  array.view.strides = {height * shape[2], 1, height, width, channels};
+  return array;
+}
+
+// Rows long enough for several pieces, channels of several vectors in every instruction set.
+ConvCase rows_case(unsigned seed) {
+  Random random(seed);
+  Coords kernel(3), in(3), out(3), in_lo(3), out_lo(3), stride(3), padding(3), dilation(3);
+  for (int dim = 0; dim < 3; ++dim) {
+    kernel[dim] = random.between(1, 4);
+    stride[dim] = random.between(1, 2);
+    padding[dim] = random.between(0, 2);
+    dilation[dim] = random.between(1, 2);
+    in_lo[dim] = random.between(-2, 2);
+    out_lo[dim] = random.between(-1, 1);
+    in[dim] = dim < 2 ? random.between(1, 4) : random.between(8, 20);
+    out[dim] = dim < 2 ? random.between(1, 4) : random.between(8, 20);
+  }
+  const index_t batch = random.between(1, 2);
+  const index_t ci = random.between(1, 11), co = 8 * random.between(1, 3);
+  return {channels_last(random, {batch, ci, in[0], in[1], in[2]}),
+          Array(random, {co, ci, kernel[0], kernel[1], kernel[2]}),
+          channels_last(random, {batch, co, out[0], out[1], out[2]}),
+          {in_lo, out_lo, stride, padding, dilation, 1}};
+}
+
+TEST(WgradRows, AreTheDefinition) {
+  for (unsigned seed = 0; seed < 40; ++seed) {
+    const ConvCase given = rows_case(seed);
+    ConvCase added = given;
+    ASSERT_TRUE(cpu::add_wgrad_by_rows(added.problem())) << "seed " << seed;
+    ASSERT_EQ(added.weight.memory, expected<ConvOp::kWgrad>(given).memory) << "seed " << seed;
+  }
+}
+
+// More planes than tasks, and rows longer than one sum takes.
+TEST(WgradRows, OfLargeArraysAreTheDefinition) {
+  Random random(3);
+  ConvCase given{channels_last(random, {1, 1, 37, 2, 600}),
+                 Array(random, {8, 1, 3, 3, 3}),
+                 channels_last(random, {1, 8, 37, 2, 600}),
+                 {{0, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, 1}};
+  const Array wanted = expected<ConvOp::kWgrad>(given);
+  ASSERT_TRUE(cpu::add_wgrad_by_rows(given.problem()));
+  EXPECT_EQ(given.weight.memory, wanted.memory);
+}
+
+TEST(WgradRows, LeaveWhatLiesOtherwiseAlone) {
+  ConvCase given = rows_case(0);
+  given.in.view.strides = Random(1).strides_for(given.in.view.shape);
+  given.in.view.strides[1] = 2;
+  const std::vector<double> before = given.weight.memory;
+  EXPECT_FALSE(cpu::add_wgrad_by_rows(given.problem()));
+  EXPECT_EQ(given.weight.memory, before);
 }
 
 TEST(ConvTile, HasNothingToDoWhereTheSlabReachesNothing) {
