@@ -1,0 +1,163 @@
+"""Writes docs/performance.md: what benchmarks/results holds, as tables to read.
+
+python benchmarks/python/tables.py > docs/performance.md
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+SPLITS = ("depth", "height", "width")
+
+INTRODUCTION = """\
+# Performance
+
+What was measured on one small machine: 2 cores, one thread a rank, Open MPI. Each table is of one
+run in which all contestants took turns; the figures are medians. Every contestant was first held to
+a double-precision reference. [`benchmarks/results`](../benchmarks/results) holds the runs whole,
+with quartiles, page faults, errors and the machine; `tools/bench NAME` repeats one, and
+`python benchmarks/python/tables.py > docs/performance.md` makes this page. Nothing here was
+measured on a GPU.
+"""
+
+STEP = """\
+## A training step
+
+Seconds: forward, backward, Adam; batch 1. In brackets, how many times faster than plain torch with
+both cores. "Of the bound": the time of the same shards, kernels and optimizer on both ranks at once
+with nothing exchanged, over ours (for CosmoFlow, halo and statistics alone).
+"""
+
+STACK = """\
+## The same split, done by others
+
+Four 3×3×3 convolutions with ReLU, 4 → 16 → 16 → 16 → 16 channels, forward and backward, on 2 ranks:
+time over pydist's, so above 1 is slower than pydist. "+ malloc" has pydist's allocator settings,
+"+ oneDNN" its convolution path as well. At 48³ a shard falls below the size from which torch's own
+convolution takes oneDNN.
+"""
+
+HALO = """\
+## A halo exchange
+
+Packing, sending and unpacking one face between 2 ranks, over bare MPI (the faster of persistent and
+immediate calls) of the same bytes, whose send buffer is written anew each time.
+"""
+
+MEMORY = """\
+## Memory
+
+Of a 128³ CosmoFlow step a rank needs, over model and optimizer, by resident pages:
+"""
+
+ACTIVATIONS = """\
+Of activations, as the allocator's events count them (peak of a step):
+"""
+
+
+def main() -> None:
+    """Prints the page."""
+    sys.stdout.write(page())
+
+
+def page() -> str:
+    """The page, as Markdown."""
+    parts = [INTRODUCTION, STEP, _steps(), STACK, _stack(), HALO, _halo(), MEMORY, _memory()]
+    return "\n".join([*parts, ACTIVATIONS, _activations()])
+
+
+def _steps() -> str:
+    names = ("cosmoflow_step_64", "cosmoflow_step_128", "unet_step_monai_96", "unet_step_paper_64")
+    titles = ("CosmoFlow, 64³", "CosmoFlow, 128³", "MONAI UNet, 96³", "the paper's U-Net, 64³")
+    head = ["", "torch, 2 threads", "pydist, 1 rank", *(f"2 ranks, {s}" for s in SPLITS)]
+    return _table(
+        [*head, "of the bound"],
+        [[title, *_step_row(_result(name))] for title, name in zip(titles, names, strict=True)],
+    )
+
+
+def _step_row(result: Mapping[str, Any]) -> Iterator[str]:
+    rows = {row["name"]: row for row in result["rows"]}
+    torch = rows["plain torch, 2 threads"]["median"]
+    yield _seconds(torch)
+    ours = ["pydist, 1 rank", *(f"pydist, 2 ranks, {split}" for split in SPLITS)]
+    for name in ours:
+        seconds = rows[name]["median"]
+        yield f"{_seconds(seconds)} ({torch / seconds:.2f}×)"
+    costs = {cost["name"]: 1 / cost["halo_and_statistics"] for cost in result.get("costs", ())
+             if cost["halo_and_statistics"]}  # fmt: skip
+    bounds = costs or {name: rows[name]["of_bound"] for name in ours}
+    yield " / ".join(f"{bounds[name]:.2f}" for name in ours[1:])
+
+
+def _stack() -> str:
+    results = [_result(f"conv_stack_{width}") for width in (48, 64, 128)]
+    columns = [{row["name"]: row["over_pydist"] for row in each["rows"]} for each in results]
+    rows = [[name, *(f"{column[name]:.2f}" for column in columns)] for name in columns[0]]
+    table = _table(["", "48³", "64³", "128³"], rows)
+    absent = {each["name"]: each["reason"] for each in results[0]["not_run"]}
+    absences = [f"{name} ({reason})" for name, reason in absent.items() if "+" not in name]
+    return table + ("\nNot run: " + "; ".join(absences) + ".\n" if absences else "")
+
+
+def _halo() -> str:
+    rows = _result("halo_exchange")["rows"]
+    sizes = sorted({row["bytes"] for row in rows})
+    kinds = list(dict.fromkeys((row["face"], row["layout"]) for row in rows))
+    ratios = {(row["face"], row["layout"], row["bytes"]): row["over_bare"] for row in rows}
+    return _table(
+        ["face", *(f"{size >> 10} KiB" for size in sizes)],
+        [
+            [", ".join(kind), *(_ratio(ratios.get((*kind, size))) for size in sizes)]
+            for kind in kinds
+        ],
+    )
+
+
+def _memory() -> str:
+    return _table(
+        ["", "ranks", "allocator", "MB a rank", "of one rank"],
+        [
+            [r["name"], str(r["ranks"]), r["malloc"], f"{r['step_mb']:.0f}", _ratio(r["ratio"])]
+            for r in _result("memory_128")["rows"]
+        ],
+    )
+
+
+def _activations() -> str:
+    named = {"MONAI UNet, 96³": "monai_96", "the paper's U-Net, 64³": "paper_64"}
+    return _table(
+        ["network", "", "ranks", "MB a rank", "of one rank"],
+        [
+            [title, row["name"], str(row["ranks"]), f"{row['peak_mb']:.0f}", _ratio(row["ratio"])]
+            for title, name in named.items()
+            for row in _result(f"activations_{name}")["rows"]
+        ],
+    )
+
+
+def _result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return found
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    main()
