@@ -26,12 +26,12 @@ from pydist.backend.conv import (
     DGRAD,
     FORWARD,
     WGRAD,
-    ConvProblem,
     candidates,
     formats,
     in_format,
     transposed,
 )
+from pydist.backend.problem import ConvProblem
 from pydist.backend.store import NEVER, UNKNOWN, Store, agree
 
 if TYPE_CHECKING:

@@ -72,9 +72,14 @@ class Bucket:
         """Whether this rank has one."""
         return parameter.grad is not None
 
-    def abandon(self) -> None:
-        """Waits for what a backward that raised left under way: until then memory is written."""
-        if self._work is not None:
+    def abandon(self, *, wait: bool = True) -> None:
+        """Lets go of what a backward that raised left under way.
+
+        Args:
+            wait: for its messages, as until then memory is written; not for those of a CUDA graph
+                that there will never be.
+        """
+        if wait and self._work is not None:
             self._work.wait()
         self._row = self._work = None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from pydist._loader import native
@@ -168,8 +169,21 @@ class NcclTransport(Transport):
         thread.join(_ABORT_SECONDS)
         self.host.abort(reason, exit_code)
 
+    def captured_in(self, graph: torch.cuda.CUDAGraph) -> None:
+        """See `Transport.captured_in`; holds for all groups of the device."""
+        self._place.graphs.add(graph)
+
+    def forget_capture(self) -> None:
+        """See `Transport.forget_capture`."""
+        super().forget_capture()
+        if self._made is not None:
+            self._made.forget_capture()
+
     def close(self) -> None:
         """See `Transport.close`; the transport over all ranks closes what was split off it too."""
+        for graph in list(self._place.graphs):
+            graph.reset()
+        self._place.graphs.clear()
         groups = self._place.groups
         made = [] if self._made is None else [self._made]
         self._made = None

@@ -145,6 +145,11 @@ class DeviceTransport(HostTransport):
                     " please report this"
                 )
 
+    def forget_capture(self) -> None:
+        """See `Transport.forget_capture`; a step has waited for all that came before it."""
+        super().forget_capture()
+        self._under_way.clear()
+
     def close(self) -> None:
         """See `Transport.close`."""
         self._group.close()

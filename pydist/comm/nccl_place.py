@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 
@@ -32,12 +33,15 @@ class Place:
         device: the device.
         groups: what was connected on the device and is not closed, in the order in which all ranks
             did so; when a rank fails, all of it ends.
+        graphs: those that hold operations of groups, for which NCCL would wait without limit where
+            a group closes. Not owned: who lets go of one has destroyed it.
     """
 
     library: native.NcclLibrary
     driver: native.CudaDriver
     device: torch.device
     groups: list[DeviceTransport] = field(default_factory=list)
+    graphs: WeakSet[torch.cuda.CUDAGraph] = field(default_factory=WeakSet)
 
 
 @dataclass(frozen=True)

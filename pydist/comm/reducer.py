@@ -87,9 +87,17 @@ class Reducer:
     def forget_unfinished(self) -> None:
         """Starts afresh after a backward that raised."""
         if self._queued:
-            for bucket in self._buckets:
-                bucket.abandon()
-            self._reset()
+            self._abandon(wait=True)
+
+    def forget_capture(self) -> None:
+        """Starts afresh after a capture that failed: see `Transport.forget_capture`."""
+        self._transport.forget_capture()
+        self._abandon(wait=False)
+
+    def _abandon(self, *, wait: bool) -> None:
+        for bucket in self._buckets:
+            bucket.abandon(wait=wait)
+        self._reset()
 
     def expect_end_of_backward(self) -> None:
         """Asks the engine, once, to call when the running backward is over."""

@@ -117,9 +117,9 @@ class ScatteredBucket(Bucket):
             parameter.grad = ScatteredGradient(parameter, piece, family)
         self._forget()
 
-    def abandon(self) -> None:
+    def abandon(self, *, wait: bool = True) -> None:
         """See `Bucket.abandon`."""
-        super().abandon()
+        super().abandon(wait=wait)
         for parameter in self.parameters:
             if id(parameter) in self.kept:
                 parameter.grad = self.kept[id(parameter)]

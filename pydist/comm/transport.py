@@ -427,6 +427,17 @@ class Transport(ABC):
             exit_code: see `pydist.errors`.
         """
 
+    def captured_in(self, graph: torch.cuda.CUDAGraph) -> None:  # noqa: B027  only NCCL cares
+        """Take note of a CUDA graph with operations of these ranks: it can't outlive the group.
+
+        Args:
+            graph: is reset before the group closes, if somebody still has it then.
+        """
+
+    def forget_capture(self) -> None:
+        """After a capture that failed: nothing of what was started within it will ever happen."""
+        self.unfinished = None
+
     def close(self) -> None:  # noqa: B027  a transport may hold nothing
         """Release what the transport holds. Collective, idempotent."""
 

@@ -159,11 +159,6 @@ class Loader:
         """Global batches in an epoch."""
         return len(self.sampler)
 
-    @property
-    def batches_per_epoch(self) -> int:
-        """Global batches in an epoch."""
-        return len(self.sampler)
-
     def __enter__(self) -> Loader:
         return self
 

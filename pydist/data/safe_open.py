@@ -12,63 +12,21 @@ block's bytes from the disk and no more (with HDF5's default of 64 kB, a cut of 
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 import h5py
-from h5py import h5d, h5f, h5fd, h5l, h5p, h5t, h5z
+from h5py import h5d, h5f, h5fd, h5l, h5p, h5t
 
+from pydist.data.hdf5_rules import Limits, check_filters, check_size, check_type
 from pydist.errors import DataError
-
-GIB = 1 << 30
-
-FILTERS = {
-    h5z.FILTER_DEFLATE: "deflate",
-    h5z.FILTER_SHUFFLE: "shuffle",
-    h5z.FILTER_FLETCHER32: "fletcher32",
-    h5z.FILTER_SZIP: "szip",
-    h5z.FILTER_NBIT: "nbit",
-    h5z.FILTER_SCALEOFFSET: "scaleoffset",
-    h5z.FILTER_LZF: "lzf",
-}
-"""The filters that are compiled into HDF5 and h5py. Any other is a plugin: code from a path."""
 
 HDF5_ERRORS = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
 """What h5py raises for damaged files, by where the damage is met."""
-
-_KINDS = {
-    h5t.STRING: "strings",
-    h5t.COMPOUND: "compound values",
-    h5t.ENUM: "an enumeration",
-    h5t.VLEN: "values of variable length",
-    h5t.REFERENCE: "references",
-    h5t.OPAQUE: "opaque bytes",
-    h5t.ARRAY: "arrays",
-}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How much a file may declare.
-
-    Attributes:
-        declared_bytes: a dataset above this must hold at least `ratio` of what it declares.
-        ratio: how many times what it holds.
-        chunk_bytes: the largest chunk, which is what one read may have to unpack.
-        depth: components of a dataset's name, and links followed.
-        names: how many names an error message shows.
-    """
-
-    declared_bytes: int = 4 * GIB
-    ratio: int = 1000
-    chunk_bytes: int = GIB
-    depth: int = 16
-    names: int = 20
 
 
 class Readable(Protocol):
@@ -234,7 +192,7 @@ class SafeFile:
     def _check(self, name: str, dataset: h5py.Dataset) -> None:
         """Raises `DataError` if the dataset breaks a rule."""
         where = f"{self.path}: {name!r}"
-        _check_type(where, dataset.id.get_type())
+        check_type(where, dataset.id.get_type())
         if dataset.id.get_space().get_simple_extent_type() != h5py.h5s.SIMPLE:
             raise DataError(f"{where} is not an array")
         creation = dataset.id.get_create_plist()
@@ -246,13 +204,8 @@ class SafeFile:
         if creation.get_layout() == h5d.VIRTUAL:
             self._check_sources(where, creation)
             return
-        for filter_id in _filters(creation):
-            if filter_id not in FILTERS:
-                raise DataError(
-                    f"{where} needs the filter plugin {filter_id}; possible are "
-                    f"{', '.join(FILTERS.values())}"
-                )
-        self._check_size(where, dataset, creation)
+        check_filters(where, creation)
+        check_size(where, dataset, creation, self._limits, self._file.id.get_filesize())
 
     def _check_sources(self, where: str, creation: h5p.PropDCID) -> None:
         """A virtual dataset: every source must be allowed, and pass the checks itself."""
@@ -265,42 +218,6 @@ class SafeFile:
                 raise DataError(f"{what}: sources by pattern are never opened")
             source = self if file == "." else self._linked_file(file, what)
             source.dataset(name)
-
-    def _check_size(self, where: str, dataset: h5py.Dataset, creation: h5p.PropDCID) -> None:
-        """Refuses shape bombs, and data that was declared and never written."""
-        limits, shape = self._limits, dataset.shape
-        declared = math.prod(shape) * dataset.dtype.itemsize
-        stored = dataset.id.get_storage_size()
-        if declared > limits.declared_bytes and declared > limits.ratio * max(stored, 1):
-            raise DataError(f"{where} declares {declared} bytes and holds {stored}")
-        if creation.get_layout() == h5d.CHUNKED:
-            chunk = creation.get_chunk()
-            size = math.prod(chunk) * dataset.dtype.itemsize
-            if size > limits.chunk_bytes:
-                raise DataError(
-                    f"{where} has chunks of {size} bytes; {limits.chunk_bytes} are possible"
-                )
-            expected = math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
-            written = dataset.id.get_num_chunks()
-            if written < expected:
-                raise DataError(f"{where}: {expected - written} of {expected} chunks are missing")
-            self._check_chunks(where, dataset, size)
-        elif stored < declared:
-            raise DataError(f"{where} was never written in full: {stored} of {declared} bytes")
-
-    def _check_chunks(self, where: str, dataset: h5py.Dataset, size: int) -> None:
-        """Refuses chunks that can't be: HDF5 2.0 ends the process when it reads one of 0 bytes."""
-        end = self._file.id.get_filesize()
-
-        def check(chunk: h5d.StoreInfo) -> None:
-            inside = 0 <= chunk.byte_offset <= end - chunk.size
-            if not 0 < chunk.size <= 2 * size + 64 or not inside:
-                raise DataError(
-                    f"{where} is damaged: the chunk at {chunk.chunk_offset} has {chunk.size} bytes "
-                    f"at {chunk.byte_offset} of {end}"
-                )
-
-        dataset.id.chunk_iter(check)
 
 
 def _open(path: Path, driver: Readable | None) -> h5py.File:
@@ -325,24 +242,6 @@ def _check_file(path: Path) -> None:
         raise DataError(f"{path}: empty, not an HDF5 file")
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: no permission to read it")
-
-
-def _check_type(where: str, kind: h5t.TypeID) -> None:
-    possible = "integers and floating-point numbers are possible"
-    if kind.get_class() not in (h5t.INTEGER, h5t.FLOAT):
-        raise DataError(
-            f"{where} holds {_KINDS.get(kind.get_class(), 'something else')}; {possible}"
-        )
-    if kind.get_size() > 8:
-        raise DataError(f"{where} holds numbers of {kind.get_size()} bytes; up to 8 are possible")
-    # Damaged files may declare numbers of 3 bits at bit 60; HDF5 converts such without a check.
-    if not kind.equal(h5t.py_create(kind.dtype)):
-        raise DataError(f"{where} holds numbers of an unusual form; {possible}")
-
-
-def _filters(creation: h5p.PropDCID) -> Iterator[int]:
-    for i in range(creation.get_nfilters()):
-        yield creation.get_filter(i)[0]
 
 
 def _names(group: h5py.Group, most: int) -> list[str]:

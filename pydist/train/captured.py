@@ -45,6 +45,7 @@ class CapturedStep:
             targets=_like(batch.targets, self._targets, self._first),
         )
         self._graph = torch.cuda.CUDAGraph()
+        step.mesh.world.captured_in(self._graph)
         self._keys = ReplayedKeys(step.mesh, step.device)
         with (
             _not_counted(step, self._keys),
@@ -154,7 +155,11 @@ def _not_counted(step: TrainStep, keys: ReplayedKeys) -> Iterator[None]:
         yield
     except BaseException:
         for transport in mesh.transports:
-            transport.unfinished = None  # its events lie in a graph that there will never be
+            transport.forget_capture()
+        for reference in mesh.reducers:
+            reducer = reference()
+            if reducer is not None:
+                reducer.forget_capture()
         state.optimizer.zero_grad()
         for name in ("grad_scale", "found_inf"):
             state.optimizer.__dict__.pop(name, None)

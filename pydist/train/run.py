@@ -18,7 +18,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pydist import __version__
-from pydist.data import ShardDataset
+from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Loader
 from pydist.errors import CheckpointError, DiskError, Stopped, UsageError
 from pydist.optim import linear_decay, sharded
@@ -149,12 +149,16 @@ def _prepare(folder: Path, config: Config) -> None:
 def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDataset | None]:
     """The training set, and the validation set if there is one."""
     wanted = config.data
-    train = ShardDataset(wanted.path, "train", normalize=wanted.normalize, window=wanted.window)
-    task.check(train)
-    if "val" not in train.manifest.splits:
-        return train, None
-    unseen = ShardDataset(wanted.path, "val", normalize=wanted.normalize, window=wanted.window)
-    return train, unseen
+    manifest = Manifest.load(wanted.path)
+    # First, and as stored: a normalisation that does not fit is mostly the network's that does not.
+    task.check(ShardDataset(wanted.path, "train", normalize="none", manifest=manifest))
+
+    def normalized(split: str) -> ShardDataset:
+        return ShardDataset(
+            wanted.path, split, normalize=wanted.normalize, window=wanted.window, manifest=manifest
+        )
+
+    return normalized("train"), normalized("val") if "val" in manifest.splits else None
 
 
 def make_loader(config: Config, data: ShardDataset, mesh: Mesh, training: bool = True) -> Loader:

@@ -15,7 +15,8 @@ from equivalence import layout_at, on_ranks, randn, shard
 from pydist import Mesh
 from pydist.backend import choice
 from pydist.backend.choice import ConvKernels, by_rule
-from pydist.backend.conv import ConvProblem, candidates, formats
+from pydist.backend.conv import candidates, formats
+from pydist.backend.problem import ConvProblem
 from pydist.ops.convolution.local_conv import ConvChooser
 
 SHAPE = (1, 8, 12, 8, 8)

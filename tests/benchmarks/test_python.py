@@ -88,11 +88,9 @@ def test_cosmoflow_step(tmp_path):
     assert cost["halo_and_statistics"] > 0
 
 
-@pytest.mark.parametrize("network", ["monai", "paper"])
-def test_unet_step(tmp_path, network):
-    if network == "monai":
-        pytest.importorskip("monai")
-    result = run("unet_step", tmp_path, "--network", network)
+def test_unet_step(tmp_path):
+    pytest.importorskip("monai")
+    result = run("unet_step", tmp_path, "--network", "monai")
     rows = {row["name"]: row for row in result["rows"]}
     split = "pydist, 2 ranks, depth"
     silent = split + ", nothing exchanged"
@@ -149,9 +147,9 @@ def test_memory(tmp_path):
 
 def test_activations(tmp_path):
     pytest.importorskip("monai")
-    result = run("activations", tmp_path, "--ranks", "4")
+    result = run("activations", tmp_path, "--ranks", "2")
     rows = {(row["name"], row["ranks"]): row for row in result["rows"]}
-    assert rows.keys() == {("plain torch", 1), ("pydist", 1), ("pydist", 4)}
+    assert rows.keys() == {("plain torch", 1), ("pydist", 1), ("pydist", 2)}
     assert rows["plain torch", 1]["peak_mb"] > 0
     # The deepest weights' gradients, which are not cut, outweigh shards of so small a cube.
-    assert rows["pydist", 4]["ratio"] < 0.9
+    assert rows["pydist", 2]["ratio"] < 0.9

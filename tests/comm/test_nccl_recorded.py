@@ -270,6 +270,46 @@ def test_what_was_split_off_is_closed_with_the_world_the_last_first(
     assert "abort" not in recorder.notes()
 
 
+@pytest.mark.parametrize("closes", ["the world", "a group"])
+def test_a_graph_that_is_still_there_is_reset_before_a_group_closes(
+    recorder: Recorder, closes: str
+) -> None:
+    """NCCL would wait for it without limit; one that is gone is nobody's."""
+    happened = []
+
+    class Graph:
+        def reset(self) -> None:
+            happened.append(recorder.notes().count("destroy"))
+
+    world = RecordedTransport.of(recorder, LocalTransport())
+    group = world.split(0, 0)
+    kept, dropped = Graph(), Graph()
+    for each in (world, group):
+        each.captured_in(kept)
+        each.captured_in(dropped)
+        repeat(each.channel([(0, torch.ones(4))], [(0, torch.zeros(4))], 3))
+    del dropped
+    recorder.notes()
+    (world if closes == "the world" else group).close()
+    assert happened == [0], "once, and before"
+    assert "destroy" in recorder.notes()
+    world.close()
+    assert happened == [0]
+    del kept
+
+
+def test_works_of_a_capture_that_failed_are_let_go(recorder: Recorder) -> None:
+    world = RecordedTransport.of(recorder, LocalTransport())
+    tensor = torch.ones(3)
+    world._on_device._all_reduce_async(tensor, "sum")
+    world.unfinished = lambda: None
+    assert world._made._under_way
+    world.forget_capture()
+    assert not world._made._under_way
+    assert world.unfinished is None
+    world.close()
+
+
 def test_ranks_that_do_not_come_are_waited_for_with_a_limit(recorder: Recorder) -> None:
     with pytest.raises(RankLost, match="rank 0 of 3: connecting 3 ranks on CUDA device 0: not all"):
         recorder.group(recorder.nccl().unique_id(), 0, 3, seconds=0.05)

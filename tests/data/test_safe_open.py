@@ -13,7 +13,8 @@ from h5py import h5d, h5p, h5s, h5t, h5z
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pydist.data.safe_open import Limits, safe_open
+from pydist.data.hdf5_rules import Limits
+from pydist.data.safe_open import safe_open
 from pydist.errors import DataError
 
 

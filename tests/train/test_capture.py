@@ -17,7 +17,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training import change, job
 
 from pydist.comm import run_local
+from pydist.comm.handles import Work
 from pydist.comm.local import LocalTransport
+from pydist.comm.reducer import Reducer
 from pydist.data.loader import Batch
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost
 from pydist.mesh import Mesh
@@ -175,9 +177,9 @@ def test_what_is_in_the_way_on_one_rank_keeps_all_from_trying(monkeypatch):
     ]
 
 
-def small_step():
+def small_step(world=None):
     """A step on a linear layer and a norm, and its batch."""
-    mesh = Mesh(LocalTransport())
+    mesh = Mesh(world or LocalTransport())
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = Adam(model.parameters(), 0.1, fused=True)
@@ -209,12 +211,46 @@ def test_what_a_step_leaves_under_way_is_completed_within_the_capture(computed_c
     assert completed == [True]
 
 
+def test_the_ranks_that_a_graph_exchanges_with_know_of_it(computed_capture):
+    """NCCL closes no group while there is a graph with operations of it."""
+    step, batch = small_step()
+    known = []
+    step.mesh.world.captured_in = known.append
+    made = captured.CapturedStep(step, batch)
+    assert known == [made._graph]
+
+
 def test_after_a_capture_that_failed_nothing_is_waited_for(refused_capture):
     step, batch = small_step()
     step.mesh.world.unfinished = lambda: pytest.fail("its events lie in a dead capture")
     with pytest.raises(RuntimeError, match=REFUSAL):
         captured.CapturedStep(step, batch)
     assert step.mesh.world.unfinished is None
+
+
+def test_what_a_dead_capture_has_begun_is_forgotten_and_not_waited_for(computed_capture):
+    """A bucket on its way, and the end of backward that was asked for."""
+
+    class Dead(Work):
+        def wait(self):
+            pytest.fail("its event lies in a dead capture")
+
+    def body(world):
+        step, batch = small_step(world)
+        reducer = Reducer(step.state.model.parameters(), step.mesh, world.split(0, world.rank))
+        (bucket,) = reducer._buckets
+
+        def begin(*_):
+            bucket._work, reducer._queued, reducer._next = Dead(), True, 1
+            raise RuntimeError(REFUSAL)
+
+        step.state.optimizer.register_step_pre_hook(begin)
+        with pytest.raises(RuntimeError, match=REFUSAL):
+            captured.CapturedStep(step, batch)
+        reducer.forget_unfinished()  # what the next forward pass does
+        assert (bucket._work, reducer._queued, reducer._next) == (None, False, 0)
+
+    run_local(body, 2)
 
 
 def changed_storage(state):

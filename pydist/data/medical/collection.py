@@ -25,6 +25,8 @@ Progress = Callable[[int, int, str], None]
 VOLUME, LABEL = "volume", "segmentation"
 """Names of the arrays in a file, as LBANN's reader of LiTS has them."""
 
+_SUFFIX = ".hdf5"
+
 _FOREGROUND_SAMPLES = 10_000
 """Labelled voxels that a volume adds to the statistics, as in nnU-Net (which draws them)."""
 
@@ -117,7 +119,8 @@ def write_set(
     rejected: dict[str, str] = {}
     for done, source in enumerate(sources, 1):
         try:
-            made.append(_write(files, source, storage, len(class_names)))
+            like = made[0] if made else None
+            made.append(_write(files, source, storage, len(class_names), like))
         except DataError as error:
             if not skip_bad:
                 raise
@@ -149,11 +152,17 @@ class _Made:
     """[C, n]: values of labelled voxels."""
 
 
-def _write(files: MadeFiles, source: Source, storage: Storage, classes: int) -> _Made:
-    name = f"{source.name}.hdf5"
+def _write(
+    files: MadeFiles, source: Source, storage: Storage, classes: int, like: _Made | None
+) -> _Made:
+    """Makes one file, with as many channels as one that was made before."""
+    name = f"{source.name}{_SUFFIX}"
     earlier = files.read(name)
     kept = None if earlier is None else _read_again(name, earlier, source.recipe)
     volume = source.make() if kept is None else kept
+    if like is not None and len(volume.image) != like.channels:
+        other = like.file.path.removesuffix(_SUFFIX)
+        raise DataError(unlike(source.name, len(volume.image), other, like.channels))
     image = as_stored(volume.image, storage.dtype, name, ": use float32")
     label = volume.label.astype(_label_type(volume.label), copy=False)
     highest = int(label.max())
@@ -186,6 +195,11 @@ def _write(files: MadeFiles, source: Source, storage: Storage, classes: int) -> 
         (depth, height, width),
     )
     return _Made(entry, image.shape[0], highest, _foreground(image, label))
+
+
+def unlike(name: str, channels: int, other: str, its: int) -> str:
+    """Says that two volumes can't be in one set."""
+    return f"{name} has {channels} channels, {other} {its}: a data set has one number of them"
 
 
 def as_stored(image: npt.NDArray[Any], dtype: str, name: str, advice: str = "") -> npt.NDArray[Any]:
@@ -245,17 +259,11 @@ def _manifest(
     channel_names: Sequence[str],
     origin: Mapping[str, Any],
 ) -> Manifest:
-    channels = made[0].channels
-    for each in made:
-        if each.channels != channels:
-            raise DataError(
-                f"{each.file.path} has {each.channels} channels, {made[0].file.path} {channels}"
-            )
     extents = [each.file.extents or (0, 0, 0) for each in made]
     depth, height, width = (max(n) for n in zip(*extents, strict=True))
     highest = max(each.highest_label for each in made)
     return Manifest(
-        sample_shape=(channels, depth, height, width),
+        sample_shape=(made[0].channels, depth, height, width),
         axes="CDHW",
         dtype=storage.dtype,
         files=tuple(each.file for each in made),

@@ -7,6 +7,7 @@ are read and no others.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,16 +16,11 @@ from typing import Any, Literal
 from pydist.data.file_image import RECIPE, recipe_hash
 from pydist.data.manifest import Manifest
 from pydist.data.medical.case import convert_case
-from pydist.data.medical.collection import (
-    Progress,
-    Source,
-    Storage,
-    write_set,
-)
+from pydist.data.medical.collection import Progress, Source, Storage, unlike, write_set
 from pydist.data.medical.grid import GridOptions
 from pydist.data.medical.layouts import Case, find_cases
-from pydist.data.medical.nifti import header_of
-from pydist.errors import UsageError
+from pydist.data.medical.nifti import Outline, outline_of
+from pydist.errors import DataError, UsageError
 
 _ORIGIN = "NIfTI files"
 
@@ -94,7 +90,13 @@ def convert_nifti(
     """
     options = options or NiftiOptions()
     found = find_cases(source, options.labels)
-    dtype = _dtype(found.cases) if options.dtype == "auto" else options.dtype
+    outlines = {case.name: _outlines(case) for case in found.cases}
+    if options.on_bad_case == "stop":
+        _require_one_number_of_channels(outlines)
+    dtype: str = options.dtype
+    if dtype == "auto":
+        integers = all(each.integers for told in outlines.values() for each in told)
+        dtype = "int16" if integers else "float32"
     first_validation = len(found.cases) - round(len(found.cases) * options.validation)
     recipes = [_recipe(options, dtype, case) for case in found.cases]
     sources = [
@@ -124,30 +126,21 @@ def convert_nifti(
     )
 
 
-def _dtype(cases: tuple[Case, ...]) -> str:
-    """Int16 if every image holds integers, by the headers."""
-    for case in cases:
-        for path in case.images:
-            if not _holds_integers(path):
-                return "float32"
-    return "int16"
-
-
-def _holds_integers(path: Path) -> bool:
-    import gzip
-    import zlib
-
+def _outlines(case: Case) -> list[Outline]:
+    """Of a case's images; none if one can't be read: reading it whole says what is wrong."""
     try:
-        with path.open("rb") as file:
-            packed = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-            start = gzip.GzipFile(fileobj=file).read(540) if packed else file.read(540)
-    except (OSError, EOFError, zlib.error):
-        return True  # reading it says what is wrong
-    header = header_of(start, str(path))
-    slope, intercept = header.get_slope_inter()
-    whole = slope is None or (float(slope).is_integer() and float(intercept).is_integer())
-    return header.get_data_dtype().kind in "iu" and whole
+        return [outline_of(path) for path in case.images]
+    except DataError:
+        return []
+
+
+def _require_one_number_of_channels(outlines: Mapping[str, Sequence[Outline]]) -> None:
+    """Before hours of converting."""
+    counts = {name: sum(each.channels for each in told) for name, told in outlines.items() if told}
+    first = next(iter(counts), "")
+    for name, count in counts.items():
+        if count != counts[first]:
+            raise DataError(unlike(name, count, first, counts[first]))
 
 
 def _recipe(options: NiftiOptions, dtype: str, case: Case) -> str:

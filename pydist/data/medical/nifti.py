@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import gzip
 import logging
+import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,8 @@ SUFFIXES = (".nii", ".nii.gz")
 
 MISSING_LIBRARY = "NIfTI files need nibabel: pip install 'pydist[medical]'"
 
+_HEADER = 540
+"""Bytes of the longer of the two headers."""
 _GZIP = b"\x1f\x8b"
 _GZIP_RATIO = 1040
 """More than gzip can pack: a file that declares more than this times its size is cut short."""
@@ -122,6 +125,39 @@ def read_nifti(path: str | Path) -> Nifti:
                 return _read(name, unpacked, packed * _GZIP_RATIO)
     except OSError as error:
         raise DataError(f"{name}: {error.strerror or error}") from error
+
+
+class Outline(NamedTuple):
+    """What the header of a NIfTI file says of its voxels."""
+
+    channels: int
+    integers: bool
+    """Whether all values are, with slope and intercept applied."""
+
+
+def outline_of(path: Path) -> Outline:
+    """Reads the header alone.
+
+    Raises:
+        DataError: as `read_nifti`, as far as the header shows it.
+        UsageError: nibabel is not installed.
+    """
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == _GZIP
+            file.seek(0)
+            if packed:
+                with _gzip_errors(path):
+                    start = gzip.GzipFile(fileobj=file).read(_HEADER)
+            else:
+                start = file.read(_HEADER)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror or error}") from error
+    header = header_of(start, str(path))
+    slope, intercept = header.get_slope_inter()
+    whole = slope is None or (float(slope).is_integer() and float(intercept).is_integer())
+    channels = math.prod(_extents(header, str(path))[3:])
+    return Outline(channels, header.get_data_dtype().kind in "iu" and whole)
 
 
 def header_of(block: bytes, where: str) -> Nifti1Header:
@@ -239,7 +275,7 @@ def write_nifti(
 
 def _read(path: Path, file: BufferedReader | gzip.GzipFile, at_most: int) -> Nifti:
     """Header and voxels; `at_most` bytes can be in the file."""
-    start = file.read(540)
+    start = file.read(_HEADER)
     header = header_of(start, str(path))
     block = start[: int(header["sizeof_hdr"])]
     kind = header.get_data_dtype()

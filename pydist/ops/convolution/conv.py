@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.backend.conv import ConvProblem
+from pydist.backend.problem import ConvProblem
 from pydist.layout import Layout
 from pydist.ops.convolution.boundary import PendingBoundary
 from pydist.ops.convolution.correction import CorrectionPlan, corrected_conv, lines_up

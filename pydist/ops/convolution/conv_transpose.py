@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.backend.conv import ConvProblem
+from pydist.backend.problem import ConvProblem
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.convolution.correction import CorrectionPlan

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist.backend.choice import ConvKernels, by_rule, choose
-from pydist.backend.conv import ConvProblem, padded
+from pydist.backend.conv import padded
+from pydist.backend.problem import ConvProblem
 from pydist.mesh import Mesh
 
 

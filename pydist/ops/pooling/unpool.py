@@ -35,9 +35,10 @@ def max_unpool(
 ) -> ShardedTensor:
     """Every value at its index in the flattened spatial dims of the result, which is 0 elsewhere.
 
-    Of several values for one place the last one stays, in the order of the input; all of them get
-    the gradient of that place, as under torch. Values come from the neighbours whose windows reach
-    a block, or from all ranks if any index lies outside its value's window.
+    Of several values for one place the last one stays, in the order of the input, on every device
+    (torch on a GPU keeps any of them); all of them get the gradient of that place, as under torch.
+    Values come from the neighbours whose windows reach a block, or from all ranks if any index lies
+    outside its value's window.
 
     Raises:
         UsageError: indices of another shape or dtype, or beyond the result; an `output_size` that
@@ -166,9 +167,28 @@ def _placed(values: Tensor, places: Tensor, layout: Layout) -> Tensor:
         inside &= (at >= box.lo[dim]) & (at < box.hi[dim])
         flat = flat * box.shape[dim] + at - box.lo[dim]
     flat = torch.where(inside, flat, count).flatten(2)
-    # Plain scatter: one value after the other, so that the last one stays.
-    block = values.new_zeros(*box.shape[:2], count + 1).scatter(2, flat, values.flatten(2))
+    values = values.flatten(2)
+    block = values.new_zeros(*box.shape[:2], count + 1).scatter(2, flat, values)
+    if values.is_cuda:
+        _let_last_stay(block, flat, values)
     return block[..., :count].reshape(box.shape)
+
+
+@torch.no_grad()
+def _let_last_stay(block: Tensor, flat: Tensor, values: Tensor) -> None:
+    """Makes what lies at every place the last of the values for it.
+
+    On a CPU a scatter leaves that, as it writes one value after the other; a GPU writes them in any
+    order, so that there all that go to one place have to be equal.
+
+    Args:
+        block: [N, C, places], a scatter's result; its gradient stays that of all values.
+        flat: [N, C, values], the place of each.
+        values: [N, C, values].
+    """
+    order = torch.arange(flat.shape[2], device=flat.device).expand_as(flat)
+    last = torch.zeros_like(block, dtype=torch.int64).scatter_reduce_(2, flat, order, "amax")
+    block.scatter_(2, flat, values.gather(2, last.gather(2, flat)))
 
 
 def _register() -> None:

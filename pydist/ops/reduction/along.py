@@ -1,4 +1,4 @@
-"""Calls along one dim: softmax over split dims as well, scans and sorts over whole ones."""
+"""Calls along one dim: softmax and differences over split ones, scans and sorts over whole ones."""
 
 from __future__ import annotations
 
@@ -99,4 +99,25 @@ for _name in ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"):
 for _name in ("sort", "argsort"):
     _keeps_the_shape(_name, ("dim", "descending"))
 _keeps_the_shape("topk", ("k", "dim", "largest", "sorted"))
-_keeps_the_shape("diff", ("n", "dim"))
+
+
+@implements(torch.diff, torch.Tensor.diff)
+@numpy_names
+def diff(
+    input: ShardedTensor,
+    n: int = 1,
+    dim: int = -1,
+    prepend: Tensor | None = None,
+    append: Tensor | None = None,
+) -> Tensor:
+    """Differences of neighbours, `n` times; along a split dim the ranks exchange the first ones."""
+    if n < 0 or input.dim() == 0:
+        raise RuntimeError(f"diff of order {n} and {input.dim()} dims: 0 and more, and 1 and more")
+    d = canonical(dim, input.dim())
+    parts = [part for part in (prepend, input, append) if part is not None]
+    x: Tensor = torch.cat(parts, d) if n > 0 and len(parts) > 1 else input
+    for _ in range(n):
+        count = max(x.shape[d] - 1, 0)
+        upper, lower = x.narrow(d, x.shape[d] - count, count), x.narrow(d, 0, count)
+        x = upper.logical_xor(lower) if x.dtype == torch.bool else upper - lower
+    return x if n > 0 else x.clone()

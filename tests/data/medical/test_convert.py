@@ -118,6 +118,23 @@ def test_cases_of_several_shapes(tmp_path, write, scan):
         data.read_block(0, Box([0, 0, 0, 0], [1, 8, 8, 24]))
 
 
+def test_other_channels_are_found_before_anything_is_converted(tmp_path, write, scan):
+    for name, channels in (("a", 1), ("b", 2), ("c", 1)):
+        voxels = np.stack([scan[0]] * channels, -1) if channels > 1 else scan[0]
+        write(tmp_path / "s" / "images" / f"{name}.nii.gz", voxels)
+        write(tmp_path / "s" / "labels" / f"{name}.nii.gz", scan[1])
+    cut(tmp_path / "s" / "images" / "a.nii.gz")  # would be the first to be converted
+    out = tmp_path / "out"
+    message = "b has 2 channels, a 1: a data set has one number of them"
+    with pytest.raises(DataError, match=message):
+        convert(tmp_path / "s", out)
+    assert not out.exists()
+    write(tmp_path / "s" / "images" / "a.nii.gz", scan[0])
+    manifest = convert(tmp_path / "s", out, on_bad_case="skip", validation=0)
+    assert [file.path for file in manifest.files] == ["a.hdf5", "c.hdf5"]
+    assert manifest.origin["rejected"] == {"b": message}
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 

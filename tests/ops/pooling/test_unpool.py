@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from strategies import WindowCase, cuts, windows
 
 from pydist.errors import UsageError
+from pydist.ops.pooling import unpool
 
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 UNPOOL = {1: F.max_unpool1d, 2: F.max_unpool2d, 3: F.max_unpool3d}
@@ -51,6 +54,22 @@ def test_to_any_place(dims, data):
     indices = randint(most, *x.shape, seed=data.draw(st.integers(0, 99), "seed"))
     points = data.draw(cuts(extents))
     check_exact(lambda x, i: UNPOOL[dims](x, i, 2, stride=2), x, points, Cut(indices, points))
+
+
+def test_the_last_value_stays_whatever_the_order_in_which_they_are_written():
+    """As on a GPU: what is there first is a scatter's that wrote in another order."""
+    generator = torch.Generator().manual_seed(1)
+    values = torch.rand(2, 3, 40, generator=generator, requires_grad=True)
+    places = torch.randint(12, (2, 3, 40), generator=generator)
+    expected = torch.zeros(2, 3, 12)
+    for n, c, i in itertools.product(range(2), range(3), range(40)):
+        expected[n, c, places[n, c, i]] = values[n, c, i].detach()
+    found = torch.zeros(2, 3, 12).scatter(2, places.flip(2), values.flip(2))
+    assert not torch.equal(found, expected)
+    unpool._let_last_stay(found, places, values)
+    assert torch.equal(found, expected)
+    found.backward(weights := torch.rand(2, 3, 12, generator=generator))
+    assert torch.equal(values.grad, weights.gather(2, places)), "all get the gradient of the place"
 
 
 def test_indices_cut_otherwise_plain_and_without_a_batch_dim():

@@ -34,6 +34,10 @@ CALLS = {
     "topk": lambda x: x.topk(2, 1).values * torch.topk(x, 1, dim=0, largest=False)[0].sum(),
     "cumsum of nothing": lambda x: x[:, :0].cumsum(1).sum() + x,
     "diff": lambda x: x.diff(dim=1) * torch.diff(x, 2, 1).sum(),
+    "diff over split dims": lambda x: x.diff(dim=2).square().sum() * torch.diff(x, 2, axis=3),
+    "diff with ends": lambda x: torch.diff(x, dim=2, prepend=x[:, :, -2:], append=x[:, :, :1] * 2),
+    "diff of nothing left": lambda x: x + x.diff(99, dim=2).sum() + x.diff(0),
+    "diff of flags": lambda x: (x > 0).diff(dim=2) * x.diff(dim=2),
 }
 
 

@@ -1,0 +1,164 @@
+"""One convolution, as far as speed depends on it, and what torch and oneDNN make of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+_OF_ONEDNN = (torch.float32, torch.bfloat16)
+# Below this N·C·D·H torch's fp32 convolution of one sample leaves oneDNN (aten's ConvParams).
+_TORCH_IS_SLOW_BELOW = 20_480
+# Input channels of a group below which oneDNN's channels-last wgrad adds all positions in one row,
+# and is ten times as far from fp64 as its plain one.
+_FEW_CHANNELS = 16
+
+
+@dataclass(frozen=True)
+class ConvProblem:
+    """One convolution, as far as speed depends on it.
+
+    Attributes:
+        input: [N, Ci, ...] with two or three spatial dims.
+        weight: [Co, Ci / groups, ...].
+        stride: one number a spatial dim, as padding (before and after alike) and dilation.
+        padding: zeros around the input.
+        dilation: between the taps.
+        groups: of channels.
+        dtype: of input and weight.
+        device: type of the device that computes.
+    """
+
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype
+    device: str = "cpu"
+
+    @cached_property
+    def output(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        extents = (
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(
+                self.input[2:], self.weight[2:], self.stride, self.padding, self.dilation,
+                strict=True,
+            )
+        )  # fmt: skip
+        return (self.input[0], self.weight[0], *extents)
+
+    @cached_property
+    def flops(self) -> int:
+        """Of the forward convolution; dgrad and wgrad take as many each."""
+        outputs = torch.Size(self.output).numel()
+        return 2 * outputs * torch.Size(self.weight[1:]).numel()
+
+    @cached_property
+    def onednn(self) -> bool:
+        """Whether oneDNN takes it."""
+        return (
+            self.device == "cpu"
+            and self.dtype in _OF_ONEDNN
+            and len(self.input) in (4, 5)
+            and torch.backends.mkldnn.is_available()
+            and (self.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        )
+
+    @cached_property
+    def torch_is_slow(self) -> bool:
+        """Whether torch's own convolution would not take oneDNN."""
+        if not self.onednn or self.dtype != torch.float32:
+            return False
+        if self.is_pointwise:
+            return True
+        large_kernel = all(k > 3 for k in self.weight[-2:])
+        elements = torch.Size(self.input[:4]).numel()
+        return (
+            self.groups == 1
+            and not large_kernel
+            and self.input[0] == 1
+            and elements <= _TORCH_IS_SLOW_BELOW
+        )
+
+    @cached_property
+    def is_pointwise(self) -> bool:
+        """Whether the last dims have one tap, which torch computes itself on one thread."""
+        return set(self.weight[-2:]) == set(self.stride) == set(self.dilation) == {1}
+
+    @cached_property
+    def folds(self) -> bool:
+        """Whether the one sample, channels-last, is two samples of half the depth but for a seam.
+
+        So it is for odd kernels of stride 1 with "same" padding and an even depth.
+        """
+        if len(self.input) != 5 or self.input[0] != 1 or self.is_pointwise:
+            return False
+        half = self.input[2] // 2
+        return (
+            self.input[2] % 2 == 0
+            and self.stride[0] == 1
+            and 2 * self.padding[0] == self.dilation[0] * (self.weight[2] - 1)
+            and half >= self.padding[0]
+        )
+
+    @cached_property
+    def has_few_channels(self) -> bool:
+        """Whether an output sees so few input channels that oneDNN's wgrad loses accuracy."""
+        return self.weight[1] < _FEW_CHANNELS
+
+    @cached_property
+    def reach(self) -> tuple[int, ...]:
+        """How far the last tap of a window is from its first, in every spatial dim."""
+        return tuple(d * (k - 1) for d, k in zip(self.dilation, self.weight[2:], strict=True))
+
+    @cached_property
+    def rest(self) -> list[int]:
+        """Inputs at the end that no window reaches: output padding, if transposed."""
+        return [
+            n - ((o - 1) * s - 2 * q + reach + 1)
+            for n, o, s, q, reach in zip(
+                self.input[2:], self.output[2:], self.stride, self.padding, self.reach,
+                strict=True,
+            )
+        ]  # fmt: skip
+
+    @cached_property
+    def is_overpadded(self) -> bool:
+        """Whether a window lies in the padding as a whole."""
+        return any(p > r for p, r in zip(self.padding, self.reach, strict=True))
+
+    @cached_property
+    def padding_is_modest(self) -> bool:
+        """Whether padding is at most that of a "same" convolution."""
+        return all(2 * p <= r for p, r in zip(self.padding, self.reach, strict=True))
+
+    @cached_property
+    def unpadded(self) -> ConvProblem:
+        """The same convolution of an input that holds its padding."""
+        extents = (n + 2 * p for n, p in zip(self.input[2:], self.padding, strict=True))
+        none = (0,) * len(self.padding)
+        return replace(self, input=(*self.input[:2], *extents), padding=none)
+
+    @cached_property
+    def is_ordinary(self) -> bool:
+        """Stride 1, no dilation, no groups, odd kernels with "same" padding that fit the input."""
+        return (
+            self.groups == 1
+            and set(self.stride) == set(self.dilation) == {1}
+            and all(2 * p + 1 == k for p, k in zip(self.padding, self.weight[2:], strict=True))
+            and all(n >= k for n, k in zip(self.input[2:], self.weight[2:], strict=True))
+        )
+
+    @cached_property
+    def is_wide(self) -> bool:
+        """Whether activations outweigh the weights, as they do but in a network's last layers.
+
+        There, plain weights are brought into the order that channels-last kernels want at a price
+        above that of the convolution.
+        """
+        activations = torch.Size(self.input).numel() + torch.Size(self.output).numel()
+        return activations > 2 * torch.Size(self.weight).numel()
