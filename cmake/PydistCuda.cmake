@@ -1,6 +1,21 @@
 # PYDIST_HAS_CUDA: whether the CUDA kernels are built. AUTO builds them if nvcc is there and works.
 include(CheckLanguage)
 
+# Keeps ptxas's report of every object; tests/native/spills has the tests that read them. The PTX
+# of sm_90, which newer devices compile for themselves, is compiled for sm_100 too, if the compiler
+# can: it has other limits.
+macro(pydist_report_spills)
+  set(CMAKE_CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/tools/ptxas_report")
+  string(REGEX REPLACE "-(real|virtual)" "" PYDIST_REPORTED_ARCHITECTURES
+         "${CMAKE_CUDA_ARCHITECTURES}")
+  execute_process(COMMAND "${CMAKE_CUDA_COMPILER}" --list-gpu-code
+                  OUTPUT_VARIABLE PYDIST_GPU_CODE ERROR_QUIET)
+  if(PYDIST_GPU_CODE MATCHES "sm_100\n" AND "90" IN_LIST CMAKE_CUDA_ARCHITECTURES)
+    string(APPEND CMAKE_CUDA_FLAGS " -gencode=arch=compute_90,code=sm_100")
+    list(APPEND PYDIST_REPORTED_ARCHITECTURES 100)
+  endif()
+endmacro()
+
 set(PYDIST_HAS_CUDA OFF)
 if(PYDIST_CUDA STREQUAL "AUTO" OR PYDIST_CUDA)
   check_language(CUDA)
@@ -12,6 +27,9 @@ if(PYDIST_CUDA STREQUAL "AUTO" OR PYDIST_CUDA)
     endif()
     enable_language(CUDA)
     find_package(CUDAToolkit REQUIRED)
+    if(PYDIST_CHECK_SPILLS)
+      pydist_report_spills()
+    endif()
     if(NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION) # CMake 3.25 with nvcc 12 or later
       set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
       set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")

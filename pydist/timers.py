@@ -4,22 +4,50 @@ from __future__ import annotations
 
 from collections import defaultdict
 from time import perf_counter
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from pydist.comm.handles import Channel
+
+
+COMPUTATION = frozenset({"compute", "convolution", "dgrad", "wgrad"})
+"""The parts that are a layer's own work, and neither communication nor waiting."""
 
 
 class Recorder(Protocol):
     """Takes the spans of one rank, in the order in which they end."""
 
-    def add(self, part: str, layer: str, start: float, stop: float, own: float) -> None:
+    def begin(self, part: str, layer: str) -> Any:
+        """A span begins.
+
+        Args:
+            part: what is done; see `Timers`.
+            layer: path of the module it is done for, "" if none.
+
+        Returns:
+            What `end` is given when the span is over.
+        """
+        ...
+
+    def end(self, begun: Any, part: str, layer: str, start: float, stop: float, own: float) -> None:
         """A span has ended.
 
         Args:
-            part: what was done; see `Timers`.
+            begun: what `begin` returned; `None` if the span is older than the recording.
+            part: what was done.
             layer: path of the module it was done for, "" if none.
             start: `time.perf_counter` when it began.
             stop: when it ended.
-            own: seconds of it that no nested span took; 0 for a span that runs beside others.
+            own: seconds of it that no nested span took.
         """
+        ...
+
+    def launch(self, layer: str) -> Any:
+        """A halo is posted; returns what `land` is given for it."""
+        ...
+
+    def land(self, flight: Any, channel: Channel) -> None:
+        """Waits for a halo, and records for how long it was on its way, beside other spans."""
         ...
 
 
@@ -32,9 +60,12 @@ class Timers:
     ==============  ============================================================================
     part            what it is
     ==============  ============================================================================
-    compute         a layer's own work, the main convolution among it
+    compute         a layer's own work, but for these of a convolution:
+    convolution     the main one, on the shard
+    dgrad           its gradient by the input
+    wgrad           its gradient by the weight
     pack            a halo is packed and posted
-    halo            waiting for a halo: what computation did not hide
+    halo            waiting for a halo (what computation did not hide), and unpacking it
     halo in flight  from posting to arrival, beside the others: recorded, not summed
     boundary        what the halo contributes to the planes at a shard's faces
     statistics      sums over ranks for a norm or a reduction
@@ -45,8 +76,10 @@ class Timers:
     profiler        what a profiler does for itself between the others
     ==============  ============================================================================
 
+    These are seconds of the host. On a CUDA device a recorder measures its own beside them.
+
     A rank measures in its own thread, or in the one that runs its backward while the first waits:
-    an object serves one at a time. What other threads do is handed to `record`.
+    an object serves one at a time.
     """
 
     def __init__(self) -> None:
@@ -67,7 +100,7 @@ class Timers:
         """
         return Span(self, part, layer)
 
-    def add(self, part: str, start: float, stop: float) -> None:
+    def add(self, part: str, start: float, stop: float, begun: Any = None) -> None:
         """Adds a span that the caller has measured and that no other one lies in.
 
         As `measure` for the layer at work, in half the time.
@@ -76,25 +109,12 @@ class Timers:
             part: what was done; see above.
             start: `time.perf_counter` when it began.
             stop: when it ended.
+            begun: what the recorder's `begin` returned, if there is one.
         """
         self._seconds[part] += stop - start
         self._nested += stop - start
         if self.recorder is not None:
-            self.recorder.add(part, self.layer, start, stop, stop - start)
-
-    def record(self, part: str, layer: str, start: float, stop: float) -> None:
-        """Records a span that was measured elsewhere and runs beside the others.
-
-        It is not added to the sums, as it overlaps what they count.
-
-        Args:
-            part: what was done.
-            layer: path of the module it was done for, "" if none.
-            start: `time.perf_counter` when it began.
-            stop: when it ended.
-        """
-        if self.recorder is not None:
-            self.recorder.add(part, layer, start, stop, 0.0)
+            self.recorder.end(begun, part, self.layer, start, stop, stop - start)
 
     def snapshot(self) -> dict[str, float]:
         """Seconds by part."""
@@ -108,7 +128,7 @@ class Timers:
 class Span:
     """One measurement under way, made by `Timers.measure`; a class, as it opens faster."""
 
-    __slots__ = ("_layer", "_outer", "_part", "_start", "_timers")
+    __slots__ = ("_begun", "_layer", "_outer", "_part", "_start", "_timers")
 
     def __init__(self, timers: Timers, part: str, layer: str) -> None:
         self._timers, self._part, self._layer = timers, part, layer
@@ -117,6 +137,8 @@ class Span:
         timers = self._timers
         self._layer = self._layer or timers.layer
         self._outer, timers._nested = timers._nested, 0.0
+        recorder = timers.recorder
+        self._begun = None if recorder is None else recorder.begin(self._part, self._layer)
         self._start = perf_counter()
 
     def __exit__(self, *_: object) -> None:
@@ -127,4 +149,4 @@ class Span:
         timers._nested = self._outer + whole
         timers._seconds[self._part] += own
         if timers.recorder is not None:
-            timers.recorder.add(self._part, self._layer, self._start, stop, own)
+            timers.recorder.end(self._begun, self._part, self._layer, self._start, stop, own)

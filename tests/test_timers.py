@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from pydist import timers as module
@@ -12,7 +14,11 @@ class Recorder:
     def __init__(self) -> None:
         self.spans: list[tuple] = []
 
-    def add(self, *span) -> None:
+    def begin(self, part, layer):
+        return f"{layer} {part}"
+
+    def end(self, begun, *span) -> None:
+        assert begun in (f"{span[1]} {span[0]}", None)
         self.spans.append(span)
 
 
@@ -49,18 +55,37 @@ def test_spans_name_their_layer_and_what_is_their_own(timers):
         timers.layer = "elsewhere"
         with timers.measure("halo", "features.conv2"):
             pass
-    timers.record("halo in flight", "features.conv1", 0.5, 2.5)
     assert recorder.spans == [
         ("halo", "features.conv2", 1, 2, 1),
         ("compute", "features.conv1", 0, 3, 2),
-        ("halo in flight", "features.conv1", 0.5, 2.5, 0),
     ]
 
 
-def test_what_runs_beside_the_others_is_not_in_the_sums(timers):
-    with timers.measure("compute"):
-        timers.record("halo in flight", "", 0.0, 100.0)
-    assert timers.snapshot() == {"compute": 1}
+def test_what_the_caller_measured_is_a_span_as_well(timers):
+    timers.recorder = recorder = Recorder()
+    timers.layer = "conv"
+    with timers.measure("compute"):  # 0 to 1
+        timers.add("pack", 0.25, 0.5, "conv pack")
+    assert recorder.spans == [("pack", "conv", 0.25, 0.5, 0.25), ("compute", "conv", 0, 1, 0.75)]
+    assert timers.snapshot() == {"pack": 0.25, "compute": 0.75}
+
+
+def test_a_recorder_that_comes_late_is_given_what_it_has_not_seen_begin(timers):
+    with timers.measure("halo"):
+        timers.recorder = recorder = Recorder()
+    assert recorder.spans == [("halo", "", 0, 1, 1)]
+
+
+def test_without_a_recorder_a_span_is_three_calls_and_two_looks_at_the_clock(timers):
+    seen = []
+    sys.setprofile(lambda frame, event, _: seen.append((event, frame)))
+    with timers.measure("halo"):
+        pass
+    sys.setprofile(None)
+    called = [frame.f_code.co_name for event, frame in seen if event == "call"]
+    # The clock of these tests is a Python function.
+    clock = ["<lambda>"]
+    assert called == ["measure", "__init__", "__enter__", *clock, "__exit__", *clock]
 
 
 def test_reset_starts_at_zero(timers):

@@ -21,13 +21,14 @@ class Quiet:
     Attributes:
         quiet: whether nothing is sent any more, by the groups made of this one either; set it when
             models and meshes are made.
+        awaited: whether every exchange over a channel is awaited as soon as it has started.
         kept: bytes that were given to be sent since then, and were not.
     """
 
     def __init__(self, transport: Transport, parent: Quiet | None = None) -> None:
         self._transport = transport
         self._first = parent._first if parent is not None else self
-        self._quiet = False
+        self._quiet = self._awaited = False
         self.kept = 0
 
     @property
@@ -37,6 +38,14 @@ class Quiet:
     @quiet.setter
     def quiet(self, value: bool) -> None:
         self._first._quiet = value
+
+    @property
+    def awaited(self) -> bool:
+        return self._first._awaited
+
+    @awaited.setter
+    def awaited(self, value: bool) -> None:
+        self._first._awaited = value
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -169,6 +178,7 @@ class _QuietChannel(Channel):
     ) -> None:
         self._owner, self._bytes = owner, sum(buffer.nbytes for _, buffer in sends)
         self._channel = owner._transport.channel(sends, recvs, tag)
+        self.stream = self._channel.stream
         self._started = False
 
     def start(self) -> None:
@@ -177,6 +187,8 @@ class _QuietChannel(Channel):
         else:
             self._started = True
             self._channel.start()
+            if self._owner.awaited:
+                self.wait()
 
     def wait(self) -> None:
         if self._started:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 from time import perf_counter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -70,19 +70,24 @@ class Pending:
         self.of_shard = list(zip(outgoing, exchanger._outgoing, strict=True))
         self.kind = kind
         self._timers, self._is_local = exchanger.timers, exchanger.is_local
-        self._posted, self._layer = 0.0, ""
+        self._flight: Any = None
+        """What a recorder knows of the exchange under way."""
 
     def post(self) -> None:
         """Sends the send buffer off; does not wait."""
-        self._posted, self._layer = perf_counter(), self._timers.layer
+        timers = self._timers
+        if timers.recorder is not None and not self._is_local:
+            self._flight = timers.recorder.launch(timers.layer)
         self._channel.start()
 
     def wait(self) -> None:
         """Waits for all messages; `recv` is valid until the exchanger has the buffers back."""
-        self._channel.wait()
-        timers = self._timers
-        if timers.recorder is not None and not self._is_local:
-            timers.record("halo in flight", self._layer, self._posted, perf_counter())
+        flight, self._flight = self._flight, None
+        recorder = self._timers.recorder
+        if flight is None or recorder is None:
+            self._channel.wait()
+        else:
+            recorder.land(flight, self._channel)
 
 
 def _split(buffer: Tensor, counts: Sequence[int]) -> list[Tensor]:
@@ -145,12 +150,14 @@ class Exchanger:
     def start(self, local: Tensor) -> Pending:
         """Packs what others need of `local` and sends it off; does not wait."""
         self._announce()
+        timers = self.timers
+        begun = None if timers.recorder is None else timers.recorder.begin("pack", timers.layer)
         began = perf_counter()
         pending = self._pending((local.dtype, local.device, False))
         if self._sends:
             _pack(local, self._all_outgoing, pending.send)
         pending.post()
-        self.timers.add("pack", began, perf_counter())
+        timers.add("pack", began, perf_counter(), begun)
         return pending
 
     def finish(self, pending: Pending, slots: Sequence[Tensor]) -> None:
@@ -184,12 +191,14 @@ class Exchanger:
         A rank may have no slots: `like` has their dtype and device.
         """
         self._announce()
+        timers = self.timers
+        begun = None if timers.recorder is None else timers.recorder.begin("pack", timers.layer)
         began = perf_counter()
         pending = self._pending((like.dtype, like.device, True))
         for slot, piece, regions in pending.of_slots:
             _pack(slots[slot], regions, piece)
         pending.post()
-        self.timers.add("pack", began, perf_counter())
+        timers.add("pack", began, perf_counter(), begun)
         return pending
 
     def finish_back(self, pending: Pending, local: Tensor) -> None:

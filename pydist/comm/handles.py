@@ -26,6 +26,9 @@ class Channel(ABC):
     One `start` and one `wait` make a round; the buffers must not be touched between the two.
     """
 
+    stream: int | None = None
+    """The CUDA stream that carries the messages, if one does."""
+
     @abstractmethod
     def start(self) -> None:
         """Start all sends and receives. Does not block."""

@@ -219,6 +219,7 @@ class NcclChannel(Channel):
         tag: int,
     ) -> None:
         self._transport = transport
+        self.stream = transport._group.stream
         self._buffers = [each for _, each in (*sends, *recvs)]
         for each in self._buffers:
             transport.keep(each)

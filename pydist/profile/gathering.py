@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,6 @@ import torch
 from pydist.profile.recorder import Span
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pydist.comm.transport import Transport
 
 _ROUNDS = 9
@@ -23,8 +22,17 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
+class Timeline:
+    """Spans by one clock."""
+
+    bounds: Sequence[float]
+    """Where steps begin and end: one more than there are steps."""
+    spans: Sequence[Span]
+
+
+@dataclass(frozen=True)
 class RankSpans:
-    """What one rank did in the steps that were measured."""
+    """What one rank, or its device, did in the steps that were measured."""
 
     rank: int
     layers: list[str]
@@ -32,6 +40,8 @@ class RankSpans:
     bounds: list[float]
     """Where steps begin and end: one more than there are steps."""
     spans: list[Span]
+    device: RankSpans | None = None
+    """What the rank's device did meanwhile, if it has one that works behind the host's back."""
 
     @property
     def steps(self) -> int:
@@ -40,29 +50,44 @@ class RankSpans:
 
 
 def gather_spans(
-    world: Transport, layers: Sequence[str], bounds: Sequence[float], spans: Sequence[Span]
+    world: Transport, layers: Sequence[str], host: Timeline, device: Timeline | None = None
 ) -> list[RankSpans]:
     """Brings what every rank recorded to rank 0, in time of rank 0. Collective.
+
+    Args:
+        world: the ranks.
+        layers: in the order of their first call.
+        host: what the rank did.
+        device: what its device did, by the same clock.
 
     Returns:
         On rank 0 one entry a rank, in rank order; elsewhere none.
     """
     offset = clock_offset(world)
-    # A span that began in a step and was not over at its end belongs to none.
-    inside = [s for s in spans if bounds and bounds[0] <= s.start and s.stop <= bounds[-1]]
-    mine = {"layers": list(layers), "bounds": list(bounds), "spans": inside, "offset": offset}
+    mine = {
+        "layers": list(layers),
+        "host": _encode(host, offset),
+        "device": None if device is None else _encode(device, offset),
+    }
     return [_decode(rank, text) for rank, text in enumerate(_gather(world, json.dumps(mine)))]
+
+
+def _encode(timeline: Timeline, offset: float) -> tuple[list[float], list[Span]]:
+    bounds = timeline.bounds
+    # A span that began in a step and was not over at its end belongs to none.
+    inside = [s for s in timeline.spans if bounds and bounds[0] <= s.start and s.stop <= bounds[-1]]
+    return [bound + offset for bound in bounds], [span.shifted(offset) for span in inside]
 
 
 def _decode(rank: int, text: str) -> RankSpans:
     found = json.loads(text)
-    offset = found["offset"]
-    return RankSpans(
-        rank,
-        found["layers"],
-        [bound + offset for bound in found["bounds"]],
-        [Span(*fields).shifted(offset) for fields in found["spans"]],
-    )
+    layers = found["layers"]
+    device = None
+    if found["device"] is not None:
+        bounds, spans = found["device"]
+        device = RankSpans(rank, layers, bounds, [Span(*fields) for fields in spans])
+    bounds, spans = found["host"]
+    return RankSpans(rank, layers, bounds, [Span(*fields) for fields in spans], device)
 
 
 def clock_offset(world: Transport) -> float:

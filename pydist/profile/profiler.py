@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
@@ -15,7 +16,9 @@ from torch.optim.optimizer import (
 )
 
 from pydist.errors import UsageError
-from pydist.profile.gathering import RankSpans, gather_spans
+from pydist.profile.clock import DeviceClock
+from pydist.profile.device import device_of
+from pydist.profile.gathering import RankSpans, Timeline, gather_spans
 from pydist.profile.layers import LayerHooks
 from pydist.profile.recorder import SpanRecorder
 from pydist.profile.summary import Summary, summarize
@@ -42,6 +45,10 @@ class Profiler:
     hooks that measure it; that costs some 40 µs a module and step. Entering and leaving the block
     is collective: all ranks profile, or none. Results are on rank 0, after the block.
 
+    Where the model lies on a CUDA device, all times are the device's, from events around the same
+    spans on the streams that they queue work on (the trace has both); and the spans are NVTX
+    ranges, for Nsight Systems. A step that is profiled is never one CUDA graph.
+
     Args:
         mesh: the mesh that the model was parallelized on.
         model: the model.
@@ -56,6 +63,7 @@ class Profiler:
         if warmup < 0:
             raise UsageError(f"warmup={warmup}: 0 or more steps are possible")
         self.mesh, self.model, self.warmup = mesh, model, warmup
+        self._clock: DeviceClock | None = None
         self._recorder = SpanRecorder()
         self._bounds: list[float] = []
         self._ranks: list[RankSpans] | None = None
@@ -67,6 +75,9 @@ class Profiler:
         self.mesh.world.barrier()
         self._layers = LayerHooks(self.model, self.mesh.timers)
         self._optimizers = _OptimizerHooks(self.mesh)
+        device = device_of(chain(self.model.parameters(), self.model.buffers()))
+        self._clock = None if device is None else DeviceClock(device)
+        self._recorder = SpanRecorder(self._clock)
         self.mesh.timers.recorder = self._recorder
         self.mesh.world.barrier()
         self._left_out = 0
@@ -80,6 +91,8 @@ class Profiler:
             self._left_out += 1
             self._bounds.clear()
             self._recorder.spans.clear()
+            if self._clock is not None:
+                self._clock.forget()
         self._mark()
 
     def __exit__(
@@ -95,10 +108,13 @@ class Profiler:
         self._layers.remove()
         self._optimizers.remove()
         if kind is None:
-            bounds = self._bounds if self._left_out == self.warmup else []
-            self._ranks = gather_spans(
-                self.mesh.world, self._layers.paths, bounds, self._recorder.spans
-            )
+            complete = self._left_out == self.warmup
+            host = Timeline(self._bounds if complete else [], self._recorder.spans)
+            device = None
+            if self._clock is not None:
+                self._clock.finish()
+                device = Timeline(self._clock.bounds if complete else [], self._clock.spans)
+            self._ranks = gather_spans(self.mesh.world, self._layers.paths, host, device)
 
     @property
     def ranks(self) -> list[RankSpans]:
@@ -117,7 +133,10 @@ class Profiler:
         return self._ranks
 
     def summary(self) -> Summary | None:
-        """Mean seconds by layer and part, on rank 0; None elsewhere. Raises as `ranks`."""
+        """Mean seconds by layer and part, on rank 0; None elsewhere. Raises as `ranks`.
+
+        Of the ranks' devices, if all of them have one.
+        """
         return summarize(self.ranks) if self.ranks else None
 
     def table(self) -> str:
@@ -137,6 +156,8 @@ class Profiler:
 
     def _mark(self) -> None:
         self._bounds.append(perf_counter())
+        if self._clock is not None:
+            self._clock.step()
 
 
 def _described(mesh: Mesh) -> str:

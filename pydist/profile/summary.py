@@ -5,11 +5,12 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from pydist.profile.clock import MAIN_STREAM
 from pydist.profile.gathering import RankSpans
-from pydist.profile.recorder import Span
-from pydist.profile.trace import IN_FLIGHT
+from pydist.profile.recorder import HALO_WAIT, IN_FLIGHT, Span
+from pydist.timers import COMPUTATION
 
 COLUMNS = (
     "forward", "backward", "posted", "exposed", "boundary", "statistics", "gradients", "optimizer",
@@ -17,7 +18,9 @@ COLUMNS = (
 )  # fmt: skip
 """Computation in forward and in backward; the halo, posted and waited for; the other parts; and
 the rest: redistribution, the profiler, what nothing measures (the loop, the loss, the engine)."""
-_COLUMN_OF_PART = {"pack": "posted", "halo": "exposed"}
+_COLUMN_ON_HOST = {"pack": "posted", "halo": "exposed"}
+# There the wait is measured by itself, and what else "halo" is unpacks what came.
+_COLUMN_ON_DEVICE = {"pack": "posted", HALO_WAIT: "exposed", "halo": "boundary"}
 
 Seconds = Mapping[str, float]
 """By column."""
@@ -37,6 +40,7 @@ class Summary:
         most: that of the rank with the most.
         in_flight: time in which halos were on their way, mean over ranks.
         hidden: part of it in which the rank did not wait; None if no halo was.
+        on_device: whether the times are those of the ranks' devices.
     """
 
     steps: int
@@ -48,10 +52,14 @@ class Summary:
     most: Seconds
     in_flight: float
     hidden: float | None
+    on_device: bool = False
 
 
 def summarize(ranks: Sequence[RankSpans]) -> Summary:
-    """Sums up what all ranks did."""
+    """Sums up what all ranks did, or their devices, if all have one."""
+    devices = [rank.device for rank in ranks if rank.device is not None]
+    if len(devices) == len(ranks):
+        return replace(summarize(devices), on_device=True)
     each = [_of_rank(rank) for rank in ranks]
     totals = [{c: sum(row[c] for row in rows.values()) for c in COLUMNS} for rows in each]
     flights = [f for rank in ranks for f in rank.spans if f.part == IN_FLIGHT]
@@ -81,6 +89,8 @@ def _of_rank(rank: RankSpans) -> defaultdict[str, defaultdict[str, float]]:
     rows: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     rest = rank.bounds[-1] - rank.bounds[0]
     for span in rank.spans:
+        if span.stream > MAIN_STREAM:  # beside the others
+            continue
         rows[span.layer][_column(span)] += span.own / rank.steps
         rest -= span.own
     rows[""]["other"] += rest / rank.steps
@@ -88,15 +98,18 @@ def _of_rank(rank: RankSpans) -> defaultdict[str, defaultdict[str, float]]:
 
 
 def _column(span: Span) -> str:
-    if span.part == "compute":
+    if span.part in COMPUTATION:
         return "backward" if span.backward else "forward"
-    column = _COLUMN_OF_PART.get(span.part, span.part)
+    columns = _COLUMN_ON_DEVICE if span.stream else _COLUMN_ON_HOST
+    column = columns.get(span.part, span.part)
     return column if column in COLUMNS else "other"
 
 
 def _waited(rank: RankSpans) -> float:
     """Seconds in which a rank waited for halos that were on their way."""
-    waits = sorted((s.start, s.stop) for s in rank.spans if s.part == "halo")
+    waits = sorted(
+        (s.start, s.stop) for s in rank.spans if s.part == (HALO_WAIT if s.stream else "halo")
+    )
     waited = 0.0
     for flight in (s for s in rank.spans if s.part == IN_FLIGHT):
         # Waits follow each other, so none that begins before the one found here reaches further.

@@ -27,7 +27,7 @@ def format_table(summary: Summary, mesh: str) -> str:
     lines = [
         f"step {1e3 * summary.step:.1f} ms: mean of {summary.steps} "
         f"step{'s' if summary.steps > 1 else ''} on {mesh}; "
-        "the table in ms a step, mean over ranks",
+        f"the table in ms a step{' of the device' if summary.on_device else ''}, mean over ranks",
         "",
         head,
         "-" * len(head),

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from pydist.timers import COMPUTATION
+
 if TYPE_CHECKING:
     from pydist.timers import Timers
 
@@ -36,7 +38,8 @@ class StepClock:
         """
         seconds = time.perf_counter() - self._began
         spent = {name: now - self._before.get(name, 0.0) for name, now in self._read().items()}
-        spent.pop("compute", None)  # layers measure some of it themselves; here it is the rest
+        for part in COMPUTATION:  # layers measure some of it themselves; here it is the rest
+            spent.pop(part, None)
         return seconds, {"compute": max(seconds - sum(spent.values()), 0.0), **spent}
 
     def _read(self) -> dict[str, float]:

@@ -106,9 +106,8 @@ def test_halos_travel_while_the_main_convolution_runs(convolutions, layer, backw
         packs = within(convolutions, frame, "pack", layer, backward)
         waits = within(convolutions, frame, "halo", layer, backward)
         (flight,) = within(convolutions, frame, "halo in flight", layer, backward)
-        computed = within(convolutions, frame, "compute", layer, backward)
-        inner = [s for s in computed if not s.holds(packs[0])]
-        main = max(inner, key=lambda s: s.stop - s.start)
+        part = "dgrad" if backward else "convolution"
+        (main,) = within(convolutions, frame, part, layer, backward)
         assert packs[0].start <= flight.start <= packs[-1].stop <= main.start
         assert main.stop <= waits[0].start <= flight.stop <= waits[-1].stop
 
@@ -126,7 +125,7 @@ def test_gradients_travel_while_backward_runs(tmp_path):
     spans = trace_of(model, x, tmp_path / "trace.json", LATENCY)
     for rank in range(2):
         for frame in in_steps(spans, rank):
-            first = within(spans, frame, "compute", "0", backward=True)
+            first = within(spans, frame, "wgrad", "0", backward=True)
             posted = [s for s in spans if s.part == "gradients" and s.backward and frame.holds(s)]
             assert min(s.start for s in posted) < max(s.stop for s in first)
             # ... and they are waited for when it is through.

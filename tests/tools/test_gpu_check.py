@@ -22,9 +22,6 @@ def tree(tmp_path: Path) -> Path:
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)
     native = tmp_path / "build/dev/tests/native/gpu"
     native.mkdir(parents=True)
-    (tmp_path / "benchmarks/python").mkdir(parents=True)
-    (tmp_path / "benchmarks/python/gpu_first.py").touch()
-    (tmp_path / "benchmarks/python/gpu_second.py").touch()
     program(tmp_path / "tools/dev-build", 'echo "$@"')
     program(native / "pydist_gpu_tests", "echo 40 passed, 0 failed")
     program(tmp_path / "bin/nvidia-smi", "echo 'NVIDIA H200, 580.159.04, 9.0'")
@@ -56,7 +53,15 @@ def parts_of(folder: Path) -> dict[str, dict]:
     return {part["name"]: part for part in found}
 
 
-PARTS = ("build kernels tests memcheck racecheck initcheck synccheck gpu_first gpu_second").split()
+PARTS = [
+    "build", "kernels", "tests", "memcheck", "gpu_step", "gpu_boundary", "gpu_pack", "racecheck",
+    "gpu_overlap", "gpu_shards", "initcheck", "synccheck", "gpu_input",
+]  # fmt: skip
+
+
+def test_every_gpu_benchmark_is_run():
+    scripts = {path.stem for path in (ROOT / "benchmarks/python").glob("gpu_*.py")}
+    assert scripts == {name for name in PARTS if name.startswith("gpu_")}
 
 
 def test_without_a_gpu_it_is_one_line_and_exit_code_2(tree):
@@ -81,7 +86,7 @@ def test_all_parts_are_run_and_counted(tree):
     assert (parts["tests"]["passed"], parts["tests"]["skipped"]) == (3, 1)
     assert parts["memcheck"]["errors"] == 0
     assert "-DPYDIST_CUDA_ARCHITECTURES=90" in (tree / "out/logs/build.log").read_text()
-    assert "9 of 9 parts passed" in found.stdout
+    assert "13 of 13 parts passed" in found.stdout
 
 
 def test_a_failure_is_shown_and_does_not_end_it(tree):
@@ -91,8 +96,8 @@ def test_a_failure_is_shown_and_does_not_end_it(tree):
     parts = parts_of(tree / "out")
     assert list(parts) == PARTS
     assert (parts["racecheck"]["verdict"], parts["racecheck"]["errors"]) == ("FAILED", 2)
-    assert parts["gpu_second"]["verdict"] == "passed"
-    assert "5 of 9 parts passed" in found.stdout
+    assert parts["gpu_input"]["verdict"] == "passed"
+    assert "9 of 13 parts passed" in found.stdout
 
 
 def test_what_there_is_no_time_for_is_told(tree):

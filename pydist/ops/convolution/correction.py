@@ -92,7 +92,7 @@ class _CorrectedConv(Function):
         plan = boundary.plan
         timers = plan.mesh.timers
         boundary.start(x, weight)
-        with timers.measure("compute"):
+        with timers.measure("convolution"):
             y = kernels.run_forward(x, weight, bias)
         boundary.outputs = y
         ctx.plan, ctx.kernels, ctx.layer = plan, kernels, timers.layer
@@ -118,7 +118,7 @@ class _CorrectedConv(Function):
         pending = exchanges.grad_halo.start(grad) if for_x else None
         if for_weight:
             # All of wgrad comes first: the halo has the longer to travel.
-            with timers.measure("compute", layer):
+            with timers.measure("wgrad", layer):
                 grad_weight = kernels.run_wgrad(x, grad, weight).contiguous()
             plan.mesh.world.progress()
             out_lo = plan.plan.out.box.lo[2:]
@@ -127,7 +127,7 @@ class _CorrectedConv(Function):
                 for i, (slab, box) in enumerate(received):
                     slab_kernels.add("wgrad", i, slab, grad, grad_weight, box.lo[2:], out_lo)
         if pending is not None:
-            with timers.measure("compute", layer):
+            with timers.measure("dgrad", layer):
                 grad_x = kernels.run_dgrad(x, grad, weight)
             slabs = exchanges.receive(exchanges.grad_halo, pending, grad, layer)
             in_lo = plan.plan.layout.box.lo[2:]

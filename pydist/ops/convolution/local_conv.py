@@ -13,6 +13,7 @@ from pydist.backend.choice import ConvKernels, by_rule, choose
 from pydist.backend.conv import padded
 from pydist.backend.problem import ConvProblem
 from pydist.mesh import Mesh
+from pydist.timers import Timers
 
 
 class ConvChooser:
@@ -57,7 +58,7 @@ class _LocalConv(Function):
     ) -> Tensor:
         ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.timers.layer
         ctx.save_for_backward(x, weight, bias)
-        with mesh.timers.measure("compute"):
+        with mesh.timers.measure("convolution"):
             return kernels.run_forward(x, weight, bias)
 
     @staticmethod
@@ -71,8 +72,8 @@ class _LocalConv(Function):
             y = unpadded_conv(padded(p, x), weight, bias, p.stride, p.dilation, p.groups)
             grads = differentiable(y, (x, weight, bias), ctx.needs_input_grad, grad)
         else:
-            with ctx.mesh.timers.measure("compute", ctx.layer):
-                grads = gradients(ctx.kernels, x, grad, weight, ctx.needs_input_grad)
+            needed = ctx.needs_input_grad
+            grads = gradients(ctx.kernels, x, grad, weight, needed, ctx.mesh.timers, ctx.layer)
         return (*grads, None, None)
 
 
@@ -86,15 +87,24 @@ def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
 
 
 def gradients(
-    kernels: ConvKernels, x: Tensor, grad: Tensor, weight: Tensor, needed: Sequence[bool]
+    kernels: ConvKernels,
+    x: Tensor,
+    grad: Tensor,
+    weight: Tensor,
+    needed: Sequence[bool],
+    timers: Timers,
+    layer: str,
 ) -> list[Tensor | None]:
     """dL/dx, dL/dweight and dL/dbias of a convolution, each if it is needed."""
     grad = kernels.in_format(grad)
-    return [
-        kernels.run_dgrad(x, grad, weight) if needed[0] else None,
-        kernels.run_wgrad(x, grad, weight) if needed[1] else None,
-        bias_gradient(grad) if needed[2] else None,
-    ]
+    grad_x = grad_weight = None
+    if needed[0]:
+        with timers.measure("dgrad", layer):
+            grad_x = kernels.run_dgrad(x, grad, weight)
+    if needed[1]:
+        with timers.measure("wgrad", layer):
+            grad_weight = kernels.run_wgrad(x, grad, weight)
+    return [grad_x, grad_weight, bias_gradient(grad) if needed[2] else None]
 
 
 def bias_gradient(grad: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ class _LocalTransposed(Function):
         ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.timers.layer
         ctx.starts, ctx.extents = starts, extents
         ctx.save_for_backward(x, weight, bias)
-        with mesh.timers.measure("compute"):
+        with mesh.timers.measure("convolution"):
             y = kernels.run_transposed(x, weight, bias)
             y = kernels.in_format(_cut(y, starts, extents))
             # Of a view made in here torch allows no change in place.
@@ -54,12 +54,17 @@ class _LocalTransposed(Function):
 
             return (*second_order(again, ctx, grad), None, None, None, None)
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        with ctx.mesh.timers.measure("compute", ctx.layer):
-            grad = kernels.in_format(grad)
-            grad_bias = bias_gradient(grad) if for_bias else None
-            grad = kernels.in_format(_uncut(grad, ctx.starts, p.input[2:]))
-            grad_x = kernels.run_forward(grad, weight, None) if for_x else None
-            grad_weight = kernels.run_wgrad(grad, x, weight) if for_weight else None
+        timers, layer = ctx.mesh.timers, ctx.layer
+        grad = kernels.in_format(grad)
+        grad_bias = bias_gradient(grad) if for_bias else None
+        grad = kernels.in_format(_uncut(grad, ctx.starts, p.input[2:]))
+        grad_x = grad_weight = None
+        if for_x:
+            with timers.measure("dgrad", layer):
+                grad_x = kernels.run_forward(grad, weight, None)
+        if for_weight:
+            with timers.measure("wgrad", layer):
+                grad_weight = kernels.run_wgrad(grad, x, weight)
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 

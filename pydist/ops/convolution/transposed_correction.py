@@ -54,7 +54,7 @@ class _CorrectedTransposed(Function):
         exchanges, timers = plan.plan.exchanges(kernels.channels_last), plan.mesh.timers
         halo = exchanges.grad_halo
         pending = halo.start(x)
-        with timers.measure("compute"):
+        with timers.measure("convolution"):
             y = kernels.run_transposed(x, weight, bias)
         slabs = exchanges.receive(halo, pending, x)
         lo = plan.plan.layout.box.lo[2:]
@@ -87,7 +87,7 @@ class _CorrectedTransposed(Function):
         out_lo, in_lo = plan.plan.layout.box.lo[2:], plan.plan.out.box.lo[2:]
         if for_weight:
             # All of wgrad comes first: the halo has the longer to travel.
-            with timers.measure("compute", layer):
+            with timers.measure("wgrad", layer):
                 grad_weight = kernels.run_wgrad(grad, x, weight).contiguous()
             plan.mesh.world.progress()
             with timers.measure("boundary", layer):
@@ -95,7 +95,7 @@ class _CorrectedTransposed(Function):
                 for i, (slab, box) in enumerate(received):
                     slab_kernels.add("wgrad", i, grad, slab, grad_weight, out_lo, box.lo[2:])
         if pending is not None:
-            with timers.measure("compute", layer):
+            with timers.measure("dgrad", layer):
                 grad_x = kernels.run_forward(grad, weight, None)
             slabs = exchanges.receive(exchanges.halo, pending, grad, layer)
             with timers.measure("boundary", layer):

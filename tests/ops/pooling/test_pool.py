@@ -15,6 +15,7 @@ from strategies import WindowCase, windows
 from torch import Tensor
 
 from pydist.errors import NotSupported
+from pydist.profile.recorder import SpanRecorder
 
 LP = {1: F.lp_pool1d, 2: F.lp_pool2d, 3: F.lp_pool3d}
 AVG = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
@@ -99,20 +100,16 @@ def test_channels_last_stays_channels_last(pool):
 def spans_of(pool, points, backward=True):
     """The parts of every rank's step in the order in which they ended, and what it saved."""
 
-    class Spans(list):
-        def add(self, part, layer, start, stop, own):
-            self.append(part)
-
     def body(mesh):
         x = shard(randn(1, 2, 8, 8, 8), layout_at(mesh, (1, 2, 8, 8, 8), points))
         pool(x)  # makes the plan
-        spans, saved = Spans(), []
-        mesh.timers.recorder = spans
+        recorder, saved = SpanRecorder(), []
+        mesh.timers.recorder = recorder
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             y = pool(x)
         if backward:
             y.to_local().sum().backward()
-        return spans, sum(t.numel() for t in saved)
+        return [span.part for span in recorder.spans], sum(t.numel() for t in saved)
 
     return on_ranks((2, 1, 1), body)
 

@@ -1,0 +1,151 @@
+"""A rank without its neighbours: their part in an exchange is left out, or played by streams.
+
+One device shows so what one rank of many does. Shapes, kernels and bookkeeping are those of the
+split run, values are not: what neighbours would send is zeros, or what they were sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from gpu import Stopwatch
+from torch import Tensor
+
+from pydist.comm import Transport
+from pydist.comm.handles import Channel, Work
+
+
+class Alone(Transport):
+    """A rank of a group whose others are not there, split along one axis of the mesh.
+
+    Args:
+        rank: which one.
+        size: of the group.
+    """
+
+    name = "alone"
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def split(self, color: int, key: int) -> Transport:
+        """A mesh that is split along one axis asks for groups of one, beside that of all."""
+        return Alone(0, 1)
+
+    def _subgroup(self, members: Sequence[int]) -> Transport:
+        raise NotImplementedError("groups come from `split`")
+
+    def _check(self, call: str, tensor: Tensor) -> None:
+        self._check_elements(call, tensor)
+
+    def _channel(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
+    ) -> Channel:
+        for _, buffer in recvs:
+            buffer.zero_()
+        return _Nothing()
+
+    def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        """Nobody listens."""
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
+        tensor.zero_()
+
+    def _barrier(self) -> None:
+        """Nobody is late."""
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        """The root has said the same."""
+
+    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
+        return [tensor.clone() for _ in range(self.size)]
+
+    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
+        if tensors is not None:
+            out.copy_(tensors[self.rank])
+
+    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        out.copy_(tensor.expand_as(out))
+
+    def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
+        for peer, each in enumerate(outputs):
+            if peer != self.rank:
+                each.zero_()
+        return Work()
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
+        """All others have zeros."""
+
+    def _all_reduce_async(self, tensor: Tensor, op: Any) -> Work:
+        return Work()
+
+    def abort(self, reason: str, exit_code: int) -> None:
+        """There is nobody to end."""
+
+
+class Neighbours(Alone):
+    """Streams that play the neighbours: what they were sent comes back over a link.
+
+    Args:
+        rank: this rank.
+        size: of the group.
+        device: where the tensors lie.
+        bytes_per_s: of the link, each way.
+        latency: seconds of a message before its first byte.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, bytes_per_s: float, latency: float = 5e-6
+    ) -> None:
+        super().__init__(rank, size)
+        self.device, self.bytes_per_s, self.latency = device, bytes_per_s, latency
+        self.watch = Stopwatch(device)
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def _channel(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
+    ) -> Channel:
+        return _Echo(self, [each for _, each in sends], [each for _, each in recvs])
+
+
+class _Nothing(Channel):
+    def start(self) -> None:
+        """Nothing is sent."""
+
+    def wait(self) -> None:
+        """Nothing comes."""
+
+
+class _Echo(Channel):
+    def __init__(self, owner: Neighbours, sent: list[Tensor], received: list[Tensor]) -> None:
+        self._owner, self._sent, self._received = owner, sent, received
+        if owner.stream is not None:
+            self.stream = owner.stream.cuda_stream
+        # Both directions at once, and each neighbour has a link of its own.
+        most = max([each.nbytes for each in (*sent, *received)], default=0)
+        self._seconds = owner.latency + most / owner.bytes_per_s
+        for each in received:
+            each.zero_()
+
+    def start(self) -> None:
+        """The messages leave behind what the current stream has been given."""
+        stream = self._owner.stream
+        if stream is None:
+            self._copy()
+            return
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._owner.watch.sleep(self._seconds)
+            self._copy()
+
+    def wait(self) -> None:
+        """The current stream waits for them."""
+        if self._owner.stream is not None:
+            torch.cuda.current_stream().wait_stream(self._owner.stream)
+
+    def _copy(self) -> None:
+        for sent, received in zip(self._sent, self._received, strict=False):
+            count = min(sent.numel(), received.numel())
+            received.view(-1)[:count].copy_(sent.view(-1)[:count])

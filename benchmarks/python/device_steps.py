@@ -1,0 +1,178 @@
+"""Training steps on one device by plain torch and by pydist, with and without a CUDA graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import pydist
+from pydist.data.loader import Batch
+from pydist.layout import layout_for_sample
+from pydist.mesh import Mesh
+from pydist.train.captured import capturable
+from pydist.train.graph import WARMUP, GraphedStep
+from pydist.train.step import TrainStep
+
+RATE = 1e-4
+_BEFORE = 3
+"""Steps that make optimizer state and choose kernels."""
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """As MLPerf's rules have it."""
+    return torch.optim.SGD(parameters, RATE, momentum=0.9, fused=True)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    """As the paper's networks are trained."""
+    return torch.optim.Adam(parameters, RATE, fused=True)
+
+
+class Plain:
+    """torch as it is. Batches are copied into place: their memory is another one each time.
+
+    Args:
+        model: on the device, in the memory format of `inputs`.
+        inputs: [N, C, D, H, W].
+        targets: [N, T].
+        amp: whether convolutions run in bfloat16.
+        make_optimizer: of the parameters.
+        graph: whether the step is one CUDA graph.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: Tensor,
+        targets: Tensor,
+        amp: bool,
+        make_optimizer: Optimizer,
+        graph: bool,
+    ) -> None:
+        self._model, self._amp = model, amp
+        self._given = inputs, targets
+        self._inputs, self._targets = inputs.clone(), targets.clone()
+        self._optimizer = make_optimizer(model.parameters())
+        self._graph: torch.cuda.CUDAGraph | None = None
+        for _ in range(_BEFORE):
+            self.loss = self._work()
+        if graph:
+            self._graph = torch.cuda.CUDAGraph()
+            rates = [
+                torch.tensor(float(group["lr"]), device=inputs.device)
+                for group in self._optimizer.param_groups
+            ]
+            stream = torch.cuda.current_stream(inputs.device)
+            with (
+                capturable(self._optimizer, rates),
+                torch.cuda.graph(self._graph, stream=stream),
+            ):
+                self.loss = self._work()
+
+    def step(self) -> None:
+        """A training step."""
+        self._inputs.copy_(self._given[0], non_blocking=True)
+        self._targets.copy_(self._given[1], non_blocking=True)
+        if self._graph is None:
+            self.loss = self._work()
+        else:
+            self._graph.replay()
+
+    def close(self) -> None:
+        """Gives the graph's memory back."""
+        if self._graph is not None:
+            self._graph.reset()
+
+    def _work(self) -> Tensor:
+        device = self._inputs.device.type
+        with torch.autocast(device, torch.bfloat16) if self._amp else nullcontext():
+            loss = F.mse_loss(self._model(self._inputs).float(), self._targets)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return loss.detach()
+
+
+class Task:
+    """What is learned."""
+
+    def loss(self, output: Tensor, batch: Batch) -> Tensor:
+        """Mean squared error."""
+        return F.mse_loss(output.float(), batch.targets)
+
+
+class Split:
+    """pydist's training step on one shard: the whole sample, or a rank's part of it.
+
+    Args:
+        model: on the device, in the memory format of `shard`.
+        mesh: the mesh.
+        shape: of the global batch.
+        shard: this rank's part of it.
+        targets: [N, T].
+        amp: whether convolutions run in bfloat16.
+        make_optimizer: of the parameters.
+        graph: whether the step is one CUDA graph.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        shape: tuple[int, ...],
+        shard: Tensor,
+        targets: Tensor,
+        amp: bool,
+        make_optimizer: Optimizer,
+        graph: bool = False,
+    ) -> None:
+        layout = layout_for_sample(mesh, shape)
+        count = shape[0]
+        inputs = pydist.ShardedTensor.from_local(shard, layout, 0)
+        self._batch = Batch(
+            inputs, targets, torch.ones(count), tuple(range(count)), count, 0, count, 1.0, 0, 0
+        )
+        model = pydist.parallelize(model, mesh)
+        state = SimpleNamespace(
+            mesh=mesh,
+            model=model,
+            optimizer=make_optimizer(model.parameters()),
+            scaler=torch.amp.GradScaler(shard.device.type, enabled=False),
+            loader=SimpleNamespace(device=shard.device, dataset=_OneShape(shape[1:])),
+        )
+        config = SimpleNamespace(amp="bf16" if amp else "off", clip_norm=None)
+        train: Any = TrainStep(state, Task(), config)  # type: ignore[arg-type]
+        self._graphed = GraphedStep(train, "always" if graph else "never", print)
+        for _ in range(WARMUP + 2 if graph else _BEFORE):
+            self.step()
+        if graph and not self._graphed.captured:
+            raise SystemExit("pydist's step was not captured")
+
+    def step(self) -> None:
+        """A training step."""
+        self.loss = self._graphed(self._batch)
+
+    def close(self) -> None:
+        """Gives the graph's memory back."""
+        self._graphed.close()
+
+
+class _OneShape:
+    """A data set as far as a captured step asks for one."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+
+    def __len__(self) -> int:
+        return 1
+
+    def shape_of(self, index: int) -> tuple[int, ...]:
+        return self._shape

@@ -1,0 +1,229 @@
+"""What the gpu_*.py benchmarks share: the device, times by its events, results.
+
+On one H200 each of them ends in less than a minute. With `--device cpu` they run through at tiny
+sizes, to test themselves: such times mean nothing and are written only where `--json` says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import common
+import jobs
+import torch
+
+from pydist._loader import native
+
+Call = Callable[[], object]
+
+_WARM_UP = 2
+_HEAD_START = 1e-3
+"""Seconds for which the device is kept busy while the host queues what is timed."""
+
+
+def options_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """A parser with the options of all GPU benchmarks.
+
+    Args:
+        description: the script's docstring.
+        rounds: how often each contestant is timed by default.
+    """
+    made = common.parser(description, rounds)
+    made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a self-test")
+    made.add_argument(
+        "--seconds", type=float, default=45.0, help="what does not fit is left out, and told (45)"
+    )
+    return made
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    """The device to measure; ends the script with one line where there is none.
+
+    Tiny sizes on the CPU: they are set in `options`.
+    """
+    if options.device == "cpu":
+        options.quick = True
+        options.rounds = min(options.rounds, 2)
+        return torch.device("cpu")
+    if not native.has_cuda or not torch.cuda.is_available():
+        sys.exit(f"{name()}: needs a CUDA device, torch and pydist built with CUDA")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def name() -> str:
+    """Of the benchmark: that of the script."""
+    return Path(sys.argv[0]).stem
+
+
+@contextmanager
+def precision(kind: str) -> Iterator[None]:
+    """float32 products as "fp32" or "tf32"; cuDNN picks its algorithms by measuring."""
+    backends = torch.backends
+    before = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32, backends.cudnn.benchmark
+    backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = kind == "tf32"
+    backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32 = before[:2]
+        backends.cudnn.benchmark = before[2]
+
+
+def l2_bytes(device: torch.device) -> int:
+    """The device's last cache."""
+    if device.type == "cpu":
+        return 1 << 16
+    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
+
+
+class Stopwatch:
+    """Times calls on a device, behind a head start that hides how long the host takes to queue.
+
+    Args:
+        device: the device; of the CPU, times are the host's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cycles_a_second = 0.0
+        if device.type == "cuda":
+            torch.cuda._sleep(1000)
+            taken = self._between(lambda: torch.cuda._sleep(10_000_000))
+            self._cycles_a_second = 10_000_000 / taken
+
+    def steps(self, call: Call, repeats: int) -> float:
+        """Seconds a call of several in a row, what the device waits for the host included."""
+        return self._between(lambda: [call() for _ in range(repeats)]) / repeats
+
+    def kernels(self, calls: Sequence[Call]) -> float:
+        """Seconds a call of several that are queued before the device comes to the first.
+
+        Raises:
+            SystemExit: the host is slower than any head start that makes sense.
+        """
+        if self._device.type == "cpu":
+            return self._between(lambda: [call() for call in calls]) / len(calls)
+        ahead = _HEAD_START
+        while ahead < 1.0:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(int(ahead * self._cycles_a_second))
+            start, stop = self._event(), self._event()
+            start.record()
+            for call in calls:
+                call()
+            stop.record()
+            in_time = not start.query()
+            stop.synchronize()
+            if in_time:
+                return float(start.elapsed_time(stop)) / 1e3 / len(calls)
+            ahead *= 2
+        sys.exit(f"{name()}: {len(calls)} calls are not queued within a second")
+
+    def sleep(self, seconds: float) -> None:
+        """Keeps the current stream busy."""
+        torch.cuda._sleep(int(seconds * self._cycles_a_second))
+
+    def _between(self, call: Call) -> float:
+        if self._device.type == "cpu":
+            began = time.perf_counter()
+            call()
+            return time.perf_counter() - began
+        start, stop = self._event(), self._event()
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1e3
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
+
+
+class Budget:
+    """The time that a script has.
+
+    Attributes:
+        left_out: what it did not come to.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._ends = time.monotonic() + seconds
+        self.left_out: list[str] = []
+
+    @property
+    def left(self) -> float:
+        """Seconds."""
+        return self._ends - time.monotonic()
+
+    def allows(self, what: str) -> bool:
+        """Whether there is time for more; what there is none for is noted."""
+        if self.left > 0:
+            return True
+        self.left_out.append(what)
+        return False
+
+
+def timed(
+    contestants: dict[Any, Callable[[], float]], rounds: int, most: float | None = None
+) -> dict[Any, list[float]]:
+    """Seconds of all contestants, interleaved, in an order that changes from round to round.
+
+    Args:
+        contestants: by name, what takes a time.
+        rounds: how often.
+        most: seconds that all of it may take, as far as one round tells; at least two are taken.
+            None for any: ranks that exchange have to take as many rounds.
+    """
+    began = time.monotonic()
+    for contestant in contestants.values():
+        contestant()
+    one = time.monotonic() - began
+    if most is not None:
+        rounds = max(2, min(rounds, int(most / max(one, 1e-9)) - _WARM_UP))
+    return jobs.interleave(
+        list(contestants), rounds, lambda each, _: contestants[each](), warm_up=_WARM_UP - 1
+    )
+
+
+def report(
+    options: argparse.Namespace, device: torch.device, budget: Budget | None = None, **content: Any
+) -> None:
+    """Says what was left out, and writes the result with the machine's and device's description."""
+    left_out = budget.left_out if budget is not None else []
+    if left_out:
+        print(f"no time was left for {', '.join(left_out)}")
+    found = {"machine": common.machine(**_about(device)), **content, "not_run": left_out}
+    common.write(found, name() if device.type == "cuda" else f"{name()}_cpu", options)
+
+
+def _about(device: torch.device) -> dict[str, Any]:
+    if device.type == "cpu":
+        return {"device": "none: a self-test on the CPU"}
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "device_memory_gb": round(properties.total_memory / 1e9, 1),
+        "l2_mb": round(l2_bytes(device) / 1e6, 1),
+        "driver": _driver(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def _driver() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return said.stdout.split("\n")[0].strip()

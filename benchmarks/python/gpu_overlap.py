@@ -1,0 +1,185 @@
+"""What of the halo's time a step still waits for, where ranks share a GPU.
+
+A step of the paper's CosmoFlow, in three ways in turn: halos behind the main convolutions
+("overlapped"), each halo awaited as soon as it is posted ("awaited"), and nothing sent ("silent").
+What the first takes longer than the last is exposed; goal: 10 % of what the second takes longer.
+
+Neighbours are played by streams (`alone.py`), that bring back what they were sent over a link of a
+given bandwidth; and, where NCCL lets several ranks share a GPU (2.30, with
+NCCL_MULTI_RANK_GPU_ENABLE=1) and it works, two processes exchange over it. At the end the table of
+`pydist.profile` tells what each layer waited for. A step works on more than the L2 cache holds.
+
+    python benchmarks/python/gpu_overlap.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import common
+import gpu
+import torch
+from alone import Neighbours
+from device_steps import Split, adam
+from quiet import Quiet
+
+from pydist.comm import Transport
+from pydist.comm.nccl_place import SHARE, missing, open_nccl
+from pydist.launch import identity
+from pydist.layout import layout_for_sample
+from pydist.mesh import Mesh
+from pydist.models import CosmoFlow
+from pydist.profile import Profiler
+from pydist.train.device import in_format, own_stream
+
+GOAL = 0.10
+RANKS = 4
+"""In the group, of which one in the middle runs; two where they are processes."""
+LINKS = {"NVLink, 200 GB/s": 200e9, "400 Gb/s, 50 GB/s": 50e9}
+SHARING = 23000
+"""The first NCCL that lets ranks share a GPU."""
+WAYS = ("overlapped", "awaited", "silent")
+
+
+def measure(
+    world: Transport,
+    precision: str,
+    options: argparse.Namespace,
+    device: torch.device,
+    most: float | None,
+) -> dict[str, Any]:
+    """Step times in the three ways, and what the layers waited for. Collective over `world`."""
+    width = 32 if options.quick else 256
+    amp = precision == "bf16"
+    memory_format = torch.channels_last_3d if amp else torch.contiguous_format
+    activations = Quiet(world)
+    mesh = Mesh(activations, 1, (world.size, 1, 1), seed=1)  # type: ignore[arg-type]
+    mesh.world = world  # gradients go through it, in all three ways
+    shape = (1, 4, width, width, width)
+    torch.manual_seed(0)
+    model = CosmoFlow(width, dropout=0.0).to(device)
+    in_format(model, memory_format)
+    shard = torch.rand(layout_for_sample(mesh, shape).local_shape, device=device)
+    shard = shard.contiguous(memory_format=memory_format)
+    targets = torch.zeros(1, 4, device=device)
+    watch = gpu.Stopwatch(device)
+    steps = 1 if options.quick else 3
+
+    def step(way: str) -> float:
+        activations.awaited, activations.quiet = way == "awaited", way == "silent"
+        return watch.steps(split.step, steps)
+
+    with gpu.precision(precision):
+        split = Split(model, mesh, shape, shard, targets, amp, adam)
+        seconds = gpu.timed({way: partial(step, way) for way in WAYS}, options.rounds, most)
+        step("overlapped")
+        with Profiler(mesh, model, warmup=1) as profiler:
+            for _ in range(2 if options.quick else 4):
+                split.step()
+                profiler.step()
+    split.close()
+    exposed = common.paired(seconds["overlapped"], seconds["silent"])
+    whole = common.paired(seconds["awaited"], seconds["silent"])
+    row = {way: common.summary(taken) for way, taken in seconds.items()}
+    summary = profiler.summary()
+    layers = {} if summary is None else {p: dict(r) for p, r in summary.layers.items()}
+    return {
+        **row, "precision": precision, "ranks": world.size, "exposed": exposed, "halo": whole,
+        "ratio": exposed / whole if whole > 0 else None, "layers": layers,
+        "table": profiler.table(),
+    }  # fmt: skip
+
+
+def by_streams(
+    options: argparse.Namespace, device: torch.device, budget: gpu.Budget
+) -> list[dict[str, Any]]:
+    """Rows with neighbours that streams play."""
+    rows = []
+    for precision in ("fp32",) if options.quick else ("bf16", "fp32"):
+        for link, bytes_per_s in LINKS.items():
+            if budget.allows(f"streams, {link}, {precision}"):
+                world = Neighbours(RANKS // 2, RANKS, device, bytes_per_s)
+                row = measure(world, precision, options, device, most=4.0)
+                rows.append({"neighbours": f"streams, {link}", **row})
+    return rows
+
+
+def by_nccl(options: argparse.Namespace, budget: gpu.Budget) -> list[dict[str, Any]]:
+    """Rows of two processes that share the GPU, or none, and the reason among what was left out."""
+    obstacle = missing()
+    if not obstacle and open_nccl().version < SHARING:
+        obstacle = f"NCCL {open_nccl().version} lets no ranks share a GPU"
+    if not obstacle and budget.left < 15:
+        obstacle = "no time"
+    if not obstacle:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "rows.json")
+            command = [
+                sys.executable, "-m", "pydist.launch", "2", "auto", str(Path(__file__).resolve()),
+                "--rounds", str(options.rounds), "--json", str(path),
+            ]  # fmt: skip
+            environment = {**os.environ, SHARE: "1"}
+            try:
+                ended = subprocess.run(
+                    command, env=environment, cwd=Path(__file__).parent, timeout=budget.left,
+                    capture_output=True, text=True, check=False,
+                )  # fmt: skip
+                if ended.returncode == 0:
+                    rows: list[dict[str, Any]] = json.loads(path.read_text())
+                    return rows
+                said = (ended.stderr.strip() or "no reason given").splitlines()[-1]
+                obstacle = f"{ended.returncode}: {said}"
+            except subprocess.TimeoutExpired:
+                obstacle = "it took too long"
+    budget.left_out.append(f"two processes over NCCL ({obstacle})")
+    return []
+
+
+def rank_of_nccl(options: argparse.Namespace) -> None:
+    """What each of the two processes does."""
+    from pydist.runtime import connect
+
+    world = connect("nccl")
+    device = torch.device("cuda", torch.cuda.current_device())
+    with own_stream(device):
+        row = measure(world, "bf16", options, device, most=None)
+    if world.rank == 0:
+        options.json.write_text(json.dumps([{"neighbours": "two processes, NCCL", **row}]))
+
+
+def main() -> None:
+    options = gpu.options_of(__doc__, rounds=10).parse_args()
+    device = gpu.device_of(options)
+    if identity.detect() is not None:
+        rank_of_nccl(options)
+        return
+    budget = gpu.Budget(options.seconds)
+    with own_stream(device):
+        rows = by_streams(options, device, budget)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        rows += by_nccl(options, budget)
+    for row in rows:
+        print(f"{row['neighbours']}, {row['precision']}\n{row.pop('table')}\n")
+    common.show(
+        ["", "", *(f"{way} ms" for way in WAYS), "exposed ms", "halo ms", "ratio"],
+        [
+            [row["neighbours"], row["precision"], *(row[way]["median"] * 1e3 for way in WAYS),
+             row["exposed"] * 1e3, row["halo"] * 1e3, row["ratio"]]
+            for row in rows
+        ],
+    )  # fmt: skip
+    print(f"goal: exposed at most {GOAL:.0%} of what is awaited without overlap")
+    gpu.report(options, device, budget, rows=rows, goal=GOAL)
+
+
+if __name__ == "__main__":
+    main()

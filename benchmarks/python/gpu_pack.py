@@ -1,0 +1,158 @@
+"""Packing, unpacking and adding the faces of a cube, against a copy within the device.
+
+Faces of more than 8 MB, as ranks exchange them: plane after plane, so that they come from memory
+("memory": together they are more than twice the L2 cache), and one plane again and again ("cache":
+as where the convolution has just written it). Each is compared with copies of as many bytes under
+the same condition, as bytes read and written a second. Goals, from memory: 0.85 for depth and
+height, for width 0.8 channels-last and 0.4 contiguous, where each element has a sector of its own.
+
+    python benchmarks/python/gpu_pack.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import common
+import gpu
+import torch
+from torch import Tensor
+
+from pydist._loader import native
+
+FACES = {"depth": 2, "height": 3, "width": 4}
+FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last_3d}
+GOALS = {"depth": 0.85, "height": 0.85, "width": 0.8}
+WIDTH_CONTIGUOUS = 0.4
+# Arrays that each call reads or writes, of the face's bytes.
+KERNELS = {"pack": 2, "unpack": 2, "unpack_add": 3}
+
+
+class Case(NamedTuple):
+    kernel: str
+    face: str
+    format: str
+    source: str
+
+
+def planes(x: Tensor, dim: int, count: int) -> list[native.Regions]:
+    """Planes across a dim, as far apart as they can be: neighbours share sectors."""
+    order = (0, 2, 3, 4, 1) if x.is_contiguous(memory_format=torch.channels_last_3d) else None
+    found = []
+    for at in range(0, x.shape[dim], max(1, x.shape[dim] // count)):
+        lo, hi = [0] * 5, list(x.shape)
+        lo[dim], hi[dim] = at, at + 1
+        found.append(native.Regions([native.Box(lo, hi)], order))
+    return found[:count]
+
+
+def check(x: Tensor, dim: int, regions: native.Regions, at: int) -> None:
+    """That the kernels move what torch moves.
+
+    Raises:
+        SystemExit: they do not.
+    """
+    last = x.is_contiguous(memory_format=torch.channels_last_3d)
+    face = x.narrow(dim, at, 1)
+    expected = (face.movedim(1, -1) if last else face).reshape(-1)
+    buffer = torch.full_like(expected, torch.nan)
+    native.pack(x, regions, buffer)
+    target = torch.zeros_like(x)
+    native.unpack(buffer, regions, target)
+    native.unpack_add(buffer, regions, target)
+    same = torch.equal(buffer, expected) and torch.equal(target.narrow(dim, at, 1), face * 2)
+    target.narrow(dim, at, 1).zero_()
+    if not same or bool(target.any()):
+        raise SystemExit(f"gpu_pack: a face across dim {dim} came out wrong")
+
+
+def calls(x: Tensor, dim: int, count: int) -> dict[str, list[Callable[[], object]]]:
+    """By kernel: a call for every plane, each with a buffer of its own."""
+    regions = planes(x, dim, count)
+    check(x, dim, regions[-1], (len(regions) - 1) * max(1, x.shape[dim] // count))
+    buffers = [x.new_empty(each.elements).normal_() for each in regions]
+    each_one = list(zip(regions, buffers, strict=True))
+    return {
+        "pack": [partial(native.pack, x, r, b) for r, b in each_one],
+        "unpack_add": [partial(native.unpack_add, b, r, x) for r, b in each_one],
+        "unpack": [partial(native.unpack, b, r, x) for r, b in each_one],
+    }
+
+
+def main() -> None:
+    options = gpu.options_of(__doc__, rounds=25).parse_args()
+    device = gpu.device_of(options)
+    width, channels = (16, 4) if options.quick else (256, 32)
+    face_bytes = 4 * channels * width**2
+    # 64 bytes between contiguous floats: planes closer than that come from memory together.
+    count = max(2, width // 16)
+    watch = gpu.Stopwatch(device)
+    contestants: dict[Any, Callable[[], float]] = {}
+
+    def add(key: Any, each: list[Callable[[], object]]) -> None:
+        sources = {"memory": each, "cache": each[:1] * len(each)}
+        for source, some in sources.items():
+            contestants[(*key, source)] = partial(watch.kernels, some)
+
+    pairs = [torch.randn(2, face_bytes // 4, device=device) for _ in range(count)]
+    add(("copy", "", ""), [partial(pair[1].copy_, pair[0]) for pair in pairs])
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (1, channels, width, width, width)
+    for format_name, memory_format in FORMATS.items():
+        x = torch.randn(shape, device=device, generator=generator)
+        x = x.contiguous(memory_format=memory_format)
+        for face, dim in FACES.items():
+            for kernel, some in calls(x, dim, count).items():
+                add((kernel, face, format_name), some)
+    if device.type == "cuda" and count * face_bytes < 2 * gpu.l2_bytes(device):
+        print("the planes go into twice the L2 cache: what is called memory is in part the cache")
+    seconds = gpu.timed(contestants, options.rounds, options.seconds - 15)
+    rows = rows_of(seconds, face_bytes)
+    head = ["", "MB", "µs", "GB/s", "of copy", "cache: µs", "of copy", "goal", ""]
+    common.show(head, [cells(row) for row in rows])
+    gpu.report(options, device, rows=rows, planes=count, rounds=len(next(iter(seconds.values()))))
+
+
+def rows_of(seconds: dict[Any, list[float]], face_bytes: int) -> list[dict[str, Any]]:
+    """A row a kernel, face and format."""
+    median = {Case(*key): common.summary(taken)["median"] for key, taken in seconds.items()}
+    rows = []
+    for case in median:
+        if case.source == "cache":
+            continue
+        kernel, face, format_name, _ = case
+        row: dict[str, Any] = {
+            "kernel": kernel, "face": face, "format": format_name, "bytes": face_bytes,
+        }  # fmt: skip
+        moved = KERNELS.get(kernel, 2) * face_bytes
+        for source in ("memory", "cache"):
+            taken = median[case._replace(source=source)]
+            copy = median[Case("copy", "", "", source)]
+            rate = moved / taken
+            row[source] = {
+                "seconds": taken, "bytes_per_s": rate, "of_copy": rate / (2 * face_bytes / copy),
+                "summary": common.summary(seconds[tuple(case._replace(source=source))]),
+            }  # fmt: skip
+        if face:
+            contiguous = face == "width" and format_name == "contiguous"
+            row["goal"] = WIDTH_CONTIGUOUS if contiguous else GOALS[face]
+            row["met"] = row["memory"]["of_copy"] >= row["goal"]
+        rows.append(row)
+    return rows
+
+
+def cells(row: dict[str, Any]) -> list[Any]:
+    """Of the table."""
+    memory, cache = row["memory"], row["cache"]
+    what = ", ".join(part for part in (f"{row['kernel']} {row['face']}", row["format"]) if part)
+    met = {True: "met", False: "missed"}.get(row.get("met"))
+    return [
+        what, row["bytes"] / 1e6, memory["seconds"] * 1e6, memory["bytes_per_s"] / 1e9,
+        memory["of_copy"], cache["seconds"] * 1e6, cache["of_copy"], row.get("goal"), met,
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Shards of a 512³ sample on one device: step time and memory of a rank of 8, 16 and 32.
+
+The paper's CosmoFlow, split over depth. One rank of the group runs on the device by itself, with
+what its neighbours would send left out (`alone.py`): packing, boundary kernels and all bookkeeping
+are in its times, the link is not. The first rank and one in the middle are measured, and the
+slower one counts. Beside them: the whole sample on one device, 1/P of which is the ideal, and
+52.7/P GiB, the paper's count of activations and error signals in float32.
+
+    python benchmarks/python/gpu_shards.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from functools import partial
+from typing import Any
+
+import common
+import gpu
+import torch
+from alone import Alone
+from device_steps import Split, adam
+
+from pydist.comm.local import LocalTransport
+from pydist.layout import layout_for_sample
+from pydist.mesh import Mesh
+from pydist.models import CosmoFlow
+from pydist.train.device import in_format, own_stream
+
+WIDTH, RANKS = 512, (8, 16, 32)
+PAPER_GIB = 52.7
+"""Of a whole 512³ sample in float32."""
+GIB = 1 << 30
+
+
+def measure(
+    ranks: int, rank: int, precision: str, options: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    """Step time and peak memory of one rank."""
+    width = 32 if options.quick else WIDTH
+    amp = precision == "bf16"
+    memory_format = torch.channels_last_3d if amp else torch.contiguous_format
+    world = LocalTransport() if ranks == 1 else Alone(rank, ranks)
+    mesh = Mesh(world, 1, (ranks, 1, 1), seed=1)
+    shape = (1, 4, width, width, width)
+    torch.manual_seed(0)
+    model = CosmoFlow(width, dropout=0.0).to(device)
+    in_format(model, memory_format)
+    shard = torch.rand(layout_for_sample(mesh, shape).local_shape, device=device)
+    shard = shard.contiguous(memory_format=memory_format)
+    targets = torch.rand(1, 4, device=device)
+    row: dict[str, Any] = {"ranks": ranks, "rank": rank, "precision": precision}
+    with gpu.precision(precision):
+        split = Split(model, mesh, shape, shard, targets, amp, adam)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+            gc.collect()
+            before = torch.cuda.memory_allocated() - shard.nbytes
+            torch.cuda.reset_peak_memory_stats()
+            split.step()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+            row |= {"peak_gib": peak / GIB, "step_gib": (peak - before) / GIB}
+        watch = gpu.Stopwatch(device)
+        steps = {"step": partial(watch.steps, split.step, 1 if options.quick else 2)}
+        taken = gpu.timed(steps, options.rounds, most=1.5)["step"]
+    split.close()
+    return {**row, **common.summary(taken)}
+
+
+def rows_of(
+    options: argparse.Namespace, device: torch.device, budget: gpu.Budget
+) -> list[dict[str, Any]]:
+    """A row a precision and number of ranks: that of the slower rank, beside the whole."""
+    rows: list[dict[str, Any]] = []
+    for precision in ("fp32",) if options.quick else ("fp32", "bf16"):
+        whole: float | None = None
+        for ranks in (1, *((2,) if options.quick else RANKS)):
+            if not budget.allows(f"{ranks} ranks, {precision}"):
+                continue
+            found = []
+            for rank in sorted({0, ranks // 2}):
+                try:
+                    found.append(measure(ranks, rank, precision, options, device))
+                except torch.OutOfMemoryError:
+                    budget.left_out.append(f"{ranks} ranks, {precision}: more than the memory")
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+            if not found:
+                continue
+            row = dict(max(found, key=lambda each: each["median"]))
+            row["ranks_measured"] = found
+            whole = row["median"] if ranks == 1 else whole
+            row["of_ideal"] = row["median"] * ranks / whole if whole is not None else None
+            row["paper_gib"] = PAPER_GIB / ranks
+            if "step_gib" in row:
+                row["step_gib"] = max(each["step_gib"] for each in found)
+                row["peak_gib"] = max(each["peak_gib"] for each in found)
+                row["below_paper"] = row["step_gib"] < row["paper_gib"]
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    options = gpu.options_of(__doc__, rounds=6).parse_args()
+    device = gpu.device_of(options)
+    budget = gpu.Budget(options.seconds - 5)
+    with own_stream(device):
+        rows = rows_of(options, device, budget)
+    common.show(
+        ["", "ms", "of 1/P", "step GiB", "peak GiB", "paper GiB"],
+        [
+            [f"{r['precision']}, {r['ranks']} ranks", r["median"] * 1e3, r["of_ideal"],
+             r.get("step_gib"), r.get("peak_gib"), r["paper_gib"]]
+            for r in rows
+        ],
+    )  # fmt: skip
+    gpu.report(options, device, budget, rows=rows, split="depth")
+
+
+if __name__ == "__main__":
+    main()

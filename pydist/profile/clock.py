@@ -1,0 +1,190 @@
+"""What a rank's device did in its spans: events around them, on the host's clock.
+
+The host only queues work, so its own times say when that was queued. Here an event is recorded on
+the current stream when a span begins and another when it ends. They are read when the device has
+reached them, without waiting for it before the profile is over, and set to the host's clock by one
+event that is awaited at the start. What the device lies idle for within a span counts as the
+span's: then the host is what is too slow.
+
+While a CUDA graph is captured nothing is recorded: its events would be part of the graph, and
+have no time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from pydist.errors import UsageError
+from pydist.profile.recorder import IN_FLIGHT, Span, in_backward
+
+if TYPE_CHECKING:
+    from pydist.profile.device import Device
+
+_ROUNDS = 5
+MAIN_STREAM = 1
+"""`Span.stream` of the stream that the training steps run on."""
+
+
+@dataclass(slots=True)
+class Mark:
+    """A point in the work of a stream, and the anchor before it."""
+
+    event: Any
+    stream: int
+    anchor: int
+
+
+@dataclass(slots=True, eq=False)
+class DeviceSpan:
+    """A span under way, or one whose events the device has yet to reach."""
+
+    outer: DeviceSpan | None
+    start: Mark | None
+    part: str
+    layer: str
+    backward: bool = False
+    nested: float = 0.0
+
+
+class DeviceClock:
+    """The spans of one rank on its device.
+
+    Args:
+        device: the device; it is awaited here, and again in `finish`.
+
+    Attributes:
+        bounds: where steps begin and end; complete after `finish`.
+        spans: that the device has gone through, in time of the host's `time.perf_counter`.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.bounds: list[float] = []
+        self.spans: list[Span] = []
+        self._device = device
+        self._open: DeviceSpan | None = None
+        self._unread: deque[tuple[DeviceSpan, Mark, Mark]] = deque()
+        self._streams: list[int] = []
+        # Times are read from the anchor before them: a float of milliseconds reaches only so far.
+        self._anchors: list[Any] = []
+        self._anchor_times: list[float] = []
+        self._steps: list[int] = []
+        self._set_to_host()
+
+    def _set_to_host(self) -> None:
+        best = float("inf")
+        for _ in range(_ROUNDS):
+            before = perf_counter()
+            recorded = self._device.record()
+            if recorded is None:
+                raise UsageError("a profile can't begin while a CUDA graph is captured")
+            self._device.wait(recorded[0])
+            after = perf_counter()
+            if after - before < best:
+                best = after - before
+                self._anchors, self._anchor_times = [recorded[0]], [(before + after) / 2]
+
+    def begin(self, part: str, layer: str) -> DeviceSpan:
+        """A span begins on the current stream; returns what `end` is given."""
+        self._device.push(f"{layer} {part}" if layer else part)
+        self._open = DeviceSpan(self._open, self.mark(), part, layer)
+        return self._open
+
+    def end(self, span: DeviceSpan) -> None:
+        """A span ends on the current stream, and with it those in it that an exception left."""
+        if not self._is_open(span):
+            return
+        while self._open is not span:
+            self._close()
+        self._close()
+        stop = self.mark()
+        span.backward = in_backward()
+        if span.start is not None and stop is not None:
+            self._unread.append((span, span.start, stop))
+
+    def _is_open(self, span: DeviceSpan) -> bool:
+        each = self._open
+        while each is not None and each is not span:
+            each = each.outer
+        return each is span
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._device.pop()
+            self._open = self._open.outer
+
+    def mark(self, stream: int | None = None) -> Mark | None:
+        """A point in the work of a stream, by default the current one."""
+        recorded = self._device.record(stream)
+        return None if recorded is None else Mark(*recorded, len(self._anchors) - 1)
+
+    def flight(self, layer: str, start: Mark | None, stream: int | None) -> None:
+        """A halo has been on its way since `start`, and arrives behind the work of `stream`."""
+        stop = self.mark(stream)
+        if start is not None and stop is not None:
+            span = DeviceSpan(None, start, IN_FLIGHT, layer, in_backward())
+            self._unread.append((span, start, stop))
+
+    def step(self) -> None:
+        """A step ends on the current stream, and the next begins."""
+        recorded = self._device.record()
+        if recorded is not None:
+            self._anchors.append(recorded[0])
+            if not self._steps:
+                self._streams = [recorded[1]]
+            self._steps.append(len(self._anchors) - 1)
+        self._read(wait=False)
+
+    def forget(self) -> None:
+        """Drops all that was recorded so far: it belongs to the warm-up."""
+        self._read(wait=False)
+        self._unread.clear()
+        self.spans.clear()
+        self._steps.clear()
+
+    def finish(self) -> None:
+        """Waits for the device; then `bounds` and `spans` are complete."""
+        self._read(wait=True)
+        self.bounds = [self._anchor_time(step) for step in self._steps]
+
+    def _read(self, wait: bool) -> None:
+        while self._unread:
+            span, start, stop = self._unread[0]
+            anchors = self._anchors[start.anchor], self._anchors[stop.anchor]
+            events = (*anchors, start.event, stop.event)
+            if wait:
+                for event in events:
+                    self._device.wait(event)
+            elif not all(self._device.reached(event) for event in events):
+                return
+            self._unread.popleft()
+            self._keep(span, start, stop)
+            self._device.free(start.event)
+            self._device.free(stop.event)
+
+    def _keep(self, span: DeviceSpan, start: Mark, stop: Mark) -> None:
+        began, ended = self._time(start), self._time(stop)
+        own = 0.0 if span.part == IN_FLIGHT else ended - began - span.nested
+        outer = span.outer
+        if outer is not None and outer.start is not None and outer.start.stream == start.stream:
+            outer.nested += ended - began
+        number = self._number(stop.stream)
+        self.spans.append(Span(span.part, span.layer, span.backward, began, ended, own, number))
+
+    def _number(self, stream: int) -> int:
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return MAIN_STREAM + self._streams.index(stream)
+
+    def _time(self, mark: Mark) -> float:
+        anchor = self._anchors[mark.anchor]
+        return self._anchor_time(mark.anchor) + self._device.seconds(anchor, mark.event)
+
+    def _anchor_time(self, number: int) -> float:
+        times, anchors = self._anchor_times, self._anchors
+        for known in range(len(times), number + 1):
+            self._device.wait(anchors[known])
+            times.append(times[-1] + self._device.seconds(anchors[known - 1], anchors[known]))
+        return times[number]

@@ -1,0 +1,124 @@
+"""Each GPU benchmark goes through on the CPU at a tiny size: no session on a GPU ends in a typing
+error. Times of a test run mean nothing, and are never written as those of a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "python"
+
+
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Runs a script in this process, which has torch already; returns what it writes."""
+    known = set(sys.modules)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
+    written = tmp_path / "result.json"
+
+    def main(name: str, *arguments: str) -> dict[str, Any]:
+        script = str(FOLDER / f"{name}.py")
+        monkeypatch.setattr(sys, "argv", [script, "--json", str(written), *arguments])
+        runpy.run_path(script, run_name="__main__")
+        result = json.loads(written.read_text())
+        assert result["benchmark"] == f"{name}_cpu"
+        assert result["machine"]["device"] == "none: a self-test on the CPU"
+        assert result["not_run"] == []
+        return result
+
+    yield main
+    for name in set(sys.modules) - known:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(FOLDER)):
+            del sys.modules[name]  # their names are nobody's own
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_is_one_line(run, capsys):
+    for script in sorted(FOLDER.glob("gpu_*.py")):
+        with pytest.raises(SystemExit) as ended:
+            run(script.stem)
+        said = f"{script.stem}: needs a CUDA device, torch and pydist built with CUDA"
+        assert ended.value.code == said
+    assert capsys.readouterr().out == ""
+
+
+def test_pack(run, capsys):
+    rows = run("gpu_pack", "--device", "cpu")["rows"]
+    assert {(r["kernel"], r["face"], r["format"]) for r in rows if r["face"]} == {
+        (kernel, face, layout)
+        for kernel in ("pack", "unpack", "unpack_add")
+        for face in ("depth", "height", "width")
+        for layout in ("contiguous", "channels-last")
+    }
+    goals = {(r["face"], r["format"]): r["goal"] for r in rows if r["face"]}
+    assert goals["depth", "contiguous"] == goals["height", "channels-last"] == 0.85
+    assert (goals["width", "contiguous"], goals["width", "channels-last"]) == (0.4, 0.8)
+    (copy,) = (r for r in rows if not r["face"])
+    for row in rows:
+        for source in ("memory", "cache"):
+            taken, one = row[source], copy[source]
+            arrays = 3 if row["kernel"] == "unpack_add" else 2
+            expected = arrays / 2 * one["seconds"] / taken["seconds"]
+            assert taken["of_copy"] == pytest.approx(expected)
+    assert "unpack_add width, channels-last" in capsys.readouterr().out
+
+
+def test_boundary(run, capsys):
+    result = run("gpu_boundary", "--device", "cpu")
+    for row in result["rows"]:
+        assert row["seconds"].keys() == {"library", "plain"}
+        assert row["chosen"] == "plain"
+        assert row["gain"] == row["seconds"]["library"] / row["seconds"]["plain"]
+    assert {row["role"] for row in result["rows"]} == {"forward", "dgrad", "wgrad"}
+    low, high = (f(row["gain"] for row in result["rows"]) for f in (min, max))
+    assert low <= result["gain"] <= high
+    assert result["met"] == (result["gain"] >= 1.3 and not result["slower_by_choice"])
+    assert "goal 1.3" in capsys.readouterr().out
+
+
+def test_step(run):
+    result = run("gpu_step", "--device", "cpu")
+    assert {(r["network"], r["precision"]) for r in result["rows"]} == {
+        ("mlperf", "bf16"), ("paper", "fp32")
+    }  # fmt: skip
+    for row in result["rows"]:
+        assert row["steps"].keys() == row["losses"].keys() == {"torch", "pydist"}
+        assert row["samples_per_s"] == row["batch"] / row["steps"]["pydist"]["median"]
+    assert result["worst_ratio"] == {
+        "as they are": max(row["ratio"] for row in result["rows"]), "as graphs": None
+    }  # fmt: skip
+
+
+def test_shards(run):
+    rows = run("gpu_shards", "--device", "cpu")["rows"]
+    whole, half = rows
+    assert (whole["ranks"], half["ranks"]) == (1, 2)
+    assert whole["of_ideal"] == 1
+    assert half["of_ideal"] == 2 * half["median"] / whole["median"]
+    assert half["median"] == max(each["median"] for each in half["ranks_measured"])
+    assert half["paper_gib"] == 52.7 / 2
+
+
+def test_overlap(run, capsys):
+    rows = run("gpu_overlap", "--device", "cpu")["rows"]
+    assert len(rows) == 2
+    for row in rows:
+        for way in ("overlapped", "awaited", "silent"):
+            assert 0 < row[way]["min"] <= row[way]["median"]
+        assert row["ratio"] is None or row["ratio"] == row["exposed"] / row["halo"]
+        assert row["layers"]["features.conv1"]["exposed"] > 0
+    assert "features.conv1" in capsys.readouterr().out
+
+
+def test_input(run):
+    rows = run("gpu_input", "--device", "cpu")["rows"]
+    assert [row["what"] for row in rows] == ["copy", "log1p", "standardize"]
+    assert rows[0]["of_copy"] == 1
