@@ -66,7 +66,7 @@ def faults(found: list[Use], archs: list[str]) -> list[str]:
     for arch in archs:
         missing = names - {use.kernel for use in found if use.arch == arch}
         if missing:
-            wrong.append(f"sm_{arch}: {len(missing)} kernels are missing, {min(missing)} is one")
+            wrong.append(f"sm_{arch}: {len(missing)} kernels missing, such as {min(missing)}")
     return wrong
 
 

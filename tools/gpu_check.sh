@@ -66,18 +66,18 @@ sanitize() {
   part "$1" 60 "$sanitizer" --tool "$1" --error-exitcode 9 "$native"
 }
 benchmark() {
-  part "$1" 60 "$python" "benchmarks/python/$1.py" --seconds 35 --json "$out/$1.json"
+  part "$1" 60 "$python" "benchmarks/python/$1.py" --seconds "$2" --json "$out/$1.json"
 }
 sanitize memcheck
-benchmark gpu_step
-benchmark gpu_boundary
-benchmark gpu_pack
+benchmark gpu_step 40
+benchmark gpu_boundary 35
+benchmark gpu_pack 25
 sanitize racecheck
-benchmark gpu_overlap
-benchmark gpu_shards
+benchmark gpu_overlap 45
+benchmark gpu_shards 35
 sanitize initcheck
 sanitize synccheck
-benchmark gpu_input
+benchmark gpu_input 15
 
 DEVICE=$device COMMIT=${COMMIT:-$(git rev-parse HEAD 2>/dev/null)} \
   "$python" tools/gpu_summary.py "$logs" "$out/gpu_check.json" || failed=1

@@ -6,15 +6,47 @@ split run, values are not: what neighbours would send is zeros, or what they wer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from gpu import Stopwatch
 from torch import Tensor
 
+from pydist.backend import choice, slab_choice
+from pydist.backend.store import UNKNOWN, Store
 from pydist.comm import Transport
 from pydist.comm.handles import Channel, Work
+
+
+@contextmanager
+def choosing_alone() -> Iterator[None]:
+    """Kernels are chosen by what this rank measures: the first of the group, who is asked, is gone.
+
+    Nothing of it is remembered.
+    """
+    with (
+        mock.patch.object(choice, "agree", _agree),
+        mock.patch.object(slab_choice, "agree", _agree),
+    ):
+        yield
+
+
+def _agree(
+    store: Store,
+    group: Transport,
+    measure: Callable[[], Any],
+    pick: Callable[[Sequence[Any]], Any],
+    worth_it: bool,
+) -> bytes:
+    """As `pydist.backend.store.agree`, with a group in which all say what this rank says."""
+    if not worth_it:
+        return UNKNOWN
+    measured = json.loads(json.dumps(measure()))
+    return json.dumps(pick([measured] * group.size)).encode()
 
 
 class Alone(Transport):

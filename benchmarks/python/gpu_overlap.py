@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 import common
 import gpu
 import torch
-from alone import Neighbours
+from alone import Neighbours, choosing_alone
 from device_steps import Split, adam
 from quiet import Quiet
 
@@ -46,6 +47,8 @@ RANKS = 4
 LINKS = {"NVLink, 200 GB/s": 200e9, "400 Gb/s, 50 GB/s": 50e9}
 SHARING = 23000
 """The first NCCL that lets ranks share a GPU."""
+NCCL_SECONDS = 25.0
+"""What two processes take to start and to connect, and some."""
 WAYS = ("overlapped", "awaited", "silent")
 
 
@@ -77,7 +80,8 @@ def measure(
         activations.awaited, activations.quiet = way == "awaited", way == "silent"
         return watch.steps(split.step, steps)
 
-    with gpu.precision(precision):
+    alone = choosing_alone() if isinstance(world, Neighbours) else nullcontext()
+    with gpu.precision(precision), alone:
         split = Split(model, mesh, shape, shard, targets, amp, adam)
         seconds = gpu.timed({way: partial(step, way) for way in WAYS}, options.rounds, most)
         step("overlapped")
@@ -107,38 +111,42 @@ def by_streams(
         for link, bytes_per_s in LINKS.items():
             if budget.allows(f"streams, {link}, {precision}"):
                 world = Neighbours(RANKS // 2, RANKS, device, bytes_per_s)
-                row = measure(world, precision, options, device, most=4.0)
+                row = measure(world, precision, options, device, most=2.0)
                 rows.append({"neighbours": f"streams, {link}", **row})
     return rows
 
 
-def by_nccl(options: argparse.Namespace, budget: gpu.Budget) -> list[dict[str, Any]]:
-    """Rows of two processes that share the GPU, or none, and the reason among what was left out."""
+def nccl_obstacle() -> str:
+    """Why two processes can't share the GPU over NCCL, as far as that is known without trying."""
     obstacle = missing()
     if not obstacle and open_nccl().version < SHARING:
         obstacle = f"NCCL {open_nccl().version} lets no ranks share a GPU"
-    if not obstacle and budget.left < 15:
-        obstacle = "no time"
-    if not obstacle:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, "rows.json")
-            command = [
-                sys.executable, "-m", "pydist.launch", "2", "auto", str(Path(__file__).resolve()),
-                "--rounds", str(options.rounds), "--json", str(path),
-            ]  # fmt: skip
-            environment = {**os.environ, SHARE: "1"}
-            try:
+    return obstacle
+
+
+def by_nccl(
+    options: argparse.Namespace, budget: gpu.Budget, obstacle: str, seconds: float
+) -> list[dict[str, Any]]:
+    """Rows of two processes that share the GPU, or none, and the reason among what was left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        command = [
+            sys.executable, "-m", "pydist.launch", "2", "auto", str(Path(__file__).resolve()),
+            "--rounds", str(options.rounds), "--json", str(path),
+        ]  # fmt: skip
+        try:
+            if not obstacle:
                 ended = subprocess.run(
-                    command, env=environment, cwd=Path(__file__).parent, timeout=budget.left,
-                    capture_output=True, text=True, check=False,
+                    command, env={**os.environ, SHARE: "1"}, cwd=Path(__file__).parent,
+                    timeout=seconds, capture_output=True, text=True, check=False,
                 )  # fmt: skip
                 if ended.returncode == 0:
                     rows: list[dict[str, Any]] = json.loads(path.read_text())
                     return rows
                 said = (ended.stderr.strip() or "no reason given").splitlines()[-1]
-                obstacle = f"{ended.returncode}: {said}"
-            except subprocess.TimeoutExpired:
-                obstacle = "it took too long"
+                obstacle = f"exit code {ended.returncode}: {said}"
+        except subprocess.TimeoutExpired:
+            obstacle = f"not done within {seconds:.0f} s"
     budget.left_out.append(f"two processes over NCCL ({obstacle})")
     return []
 
@@ -161,12 +169,14 @@ def main() -> None:
     if identity.detect() is not None:
         rank_of_nccl(options)
         return
-    budget = gpu.Budget(options.seconds)
+    obstacle = nccl_obstacle() if device.type == "cuda" else ""
+    kept = NCCL_SECONDS if device.type == "cuda" and not obstacle else 0.0
+    budget = gpu.Budget(options.seconds - kept)
     with own_stream(device):
         rows = by_streams(options, device, budget)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        rows += by_nccl(options, budget)
+        rows += by_nccl(options, budget, obstacle, kept + max(0.0, budget.left))
     for row in rows:
         print(f"{row['neighbours']}, {row['precision']}\n{row.pop('table')}\n")
     common.show(

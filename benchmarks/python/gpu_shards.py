@@ -3,8 +3,9 @@
 The paper's CosmoFlow, split over depth. One rank of the group runs on the device by itself, with
 what its neighbours would send left out (`alone.py`): packing, boundary kernels and all bookkeeping
 are in its times, the link is not. The first rank and one in the middle are measured, and the
-slower one counts. Beside them: the whole sample on one device, 1/P of which is the ideal, and
-52.7/P GiB, the paper's count of activations and error signals in float32.
+slower one counts. Beside them: the whole sample on one device, 1/P of which is the ideal (8 times
+that of 256³ where cuDNN takes no tensor of 2^31 elements, or the memory ends), and 52.7/P GiB, the
+paper's count of activations and error signals in float32.
 
     python benchmarks/python/gpu_shards.py
 """
@@ -19,7 +20,7 @@ from typing import Any
 import common
 import gpu
 import torch
-from alone import Alone
+from alone import Alone, choosing_alone
 from device_steps import Split, adam
 
 from pydist.comm.local import LocalTransport
@@ -35,10 +36,14 @@ GIB = 1 << 30
 
 
 def measure(
-    ranks: int, rank: int, precision: str, options: argparse.Namespace, device: torch.device
+    ranks: int,
+    rank: int,
+    precision: str,
+    width: int,
+    options: argparse.Namespace,
+    device: torch.device,
 ) -> dict[str, Any]:
     """Step time and peak memory of one rank."""
-    width = 32 if options.quick else WIDTH
     amp = precision == "bf16"
     memory_format = torch.channels_last_3d if amp else torch.contiguous_format
     world = LocalTransport() if ranks == 1 else Alone(rank, ranks)
@@ -50,8 +55,8 @@ def measure(
     shard = torch.rand(layout_for_sample(mesh, shape).local_shape, device=device)
     shard = shard.contiguous(memory_format=memory_format)
     targets = torch.rand(1, 4, device=device)
-    row: dict[str, Any] = {"ranks": ranks, "rank": rank, "precision": precision}
-    with gpu.precision(precision):
+    row: dict[str, Any] = {"ranks": ranks, "rank": rank, "precision": precision, "width": width}
+    with gpu.precision(precision), choosing_alone():
         split = Split(model, mesh, shape, shard, targets, amp, adam)
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -73,33 +78,44 @@ def rows_of(
     options: argparse.Namespace, device: torch.device, budget: gpu.Budget
 ) -> list[dict[str, Any]]:
     """A row a precision and number of ranks: that of the slower rank, beside the whole."""
+    width = 32 if options.quick else WIDTH
     rows: list[dict[str, Any]] = []
+
+    def tried(ranks: int, rank: int, precision: str, width: int) -> list[dict[str, Any]]:
+        """One measurement, or none, and the reason among what was left out."""
+        what = f"{precision}, {width}³, rank {rank} of {ranks}"
+        if not budget.allows(what):
+            return []
+        try:
+            return [measure(ranks, rank, precision, width, options, device)]
+        except RuntimeError as error:
+            budget.left_out.append(f"{what} ({str(error).splitlines()[0]})")
+        finally:
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        return []
+
     for precision in ("fp32",) if options.quick else ("fp32", "bf16"):
-        whole: float | None = None
-        for ranks in (1, *((2,) if options.quick else RANKS)):
-            if not budget.allows(f"{ranks} ranks, {precision}"):
-                continue
-            found = []
-            for rank in sorted({0, ranks // 2}):
-                try:
-                    found.append(measure(ranks, rank, precision, options, device))
-                except torch.OutOfMemoryError:
-                    budget.left_out.append(f"{ranks} ranks, {precision}: more than the memory")
-                gc.collect()
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-            if not found:
-                continue
-            row = dict(max(found, key=lambda each: each["median"]))
-            row["ranks_measured"] = found
-            whole = row["median"] if ranks == 1 else whole
-            row["of_ideal"] = row["median"] * ranks / whole if whole is not None else None
-            row["paper_gib"] = PAPER_GIB / ranks
-            if "step_gib" in row:
-                row["step_gib"] = max(each["step_gib"] for each in found)
-                row["peak_gib"] = max(each["peak_gib"] for each in found)
-                row["below_paper"] = row["step_gib"] < row["paper_gib"]
-            rows.append(row)
+        whole = tried(1, 0, precision, width) or tried(1, 0, precision, width // 2)
+        rows += whole
+        ideal = whole[0]["median"] * (width // whole[0]["width"]) ** 3 if whole else None
+        for ranks in (2,) if options.quick else RANKS:
+            found = [
+                row for rank in (0, ranks // 2) for row in tried(ranks, rank, precision, width)
+            ]
+            if found:
+                row = dict(max(found, key=lambda each: each["median"]))
+                row["ranks_measured"] = found
+                for key in ("step_gib", "peak_gib"):
+                    if key in row:
+                        row[key] = max(each[key] for each in found)
+                row["of_ideal"] = row["median"] * ranks / ideal if ideal is not None else None
+                rows.append(row)
+    for row in rows:
+        row["paper_gib"] = PAPER_GIB * (row["width"] / WIDTH) ** 3 / row["ranks"]
+        if "step_gib" in row:
+            row["below_paper"] = row["step_gib"] < row["paper_gib"]
     return rows
 
 
@@ -112,8 +128,8 @@ def main() -> None:
     common.show(
         ["", "ms", "of 1/P", "step GiB", "peak GiB", "paper GiB"],
         [
-            [f"{r['precision']}, {r['ranks']} ranks", r["median"] * 1e3, r["of_ideal"],
-             r.get("step_gib"), r.get("peak_gib"), r["paper_gib"]]
+            [f"{r['precision']}, {r['width']}³ / {r['ranks']}", r["median"] * 1e3,
+             r.get("of_ideal"), r.get("step_gib"), r.get("peak_gib"), r["paper_gib"]]
             for r in rows
         ],
     )  # fmt: skip
