@@ -166,8 +166,9 @@ def _fit(world: int, data: int | None, spatial: tuple[int, ...]) -> tuple[int, i
     given = f"spatial={'×'.join(map(str, spatial))} needs {group} ranks a sample"
     if data is None:
         if world % group:
+            started = "1 rank was" if world == 1 else f"{world} ranks were"
             raise UsageError(
-                f"{given}, but {world} ranks were started; possible are multiples of {group}, "
+                f"{given}, but {started} started; possible are multiples of {group}, "
                 f"or a split into {' or '.join(str(d) for d in _divisors(world))}"
             )
         data = world // group

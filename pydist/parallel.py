@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pydist.comm.reducer import Reducer
 from pydist.comm.transport import Transport
@@ -48,8 +49,8 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
         The same object.
 
     Raises:
-        UsageError: `batch_norm` is none of these, or the model or a part of it is parallelized
-            already.
+        UsageError: `batch_norm` is none of these, the model or a part of it is parallelized
+            already, or ranks can't send a parameter or buffer to each other.
     """
     if batch_norm not in STATISTICS:
         raise UsageError(f"batch_norm={batch_norm!r}; possible are {', '.join(STATISTICS)}")
@@ -57,6 +58,10 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
         if "_pydist_path" in module.__dict__:
             part = f"its part {path!r}" if path else f"this {type(model).__name__}"
             raise UsageError(f"{part} is parallelized already; parallelize the whole, once")
+    if mesh.size > 1:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if (why := _obstacle(tensor)) is not None:
+                raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
     entry = Entry(mesh, batch_norm)
@@ -193,6 +198,19 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers; one that several modules share comes once."""
     yield from module.parameters()
     yield from module.buffers()
+
+
+def _obstacle(tensor: Tensor) -> str | None:
+    """Why ranks can't send a parameter or buffer to each other, if they can't."""
+    if is_lazy(tensor):
+        return "has no shape yet: call the network once on a plain tensor before it is parallelized"
+    if tensor.is_meta:
+        return "has no values (device meta): give it some on rank 0, and memory on all ranks"
+    if tensor.layout != torch.strided:
+        return f"has the layout {tensor.layout}; dense is possible"
+    if tensor.is_complex():
+        return f"holds {tensor.dtype}; keep the parts of complex numbers apart (torch.view_as_real)"
+    return None
 
 
 def _broadcast(tensors: Iterable[Tensor], mesh: Mesh) -> None:

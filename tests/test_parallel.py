@@ -326,6 +326,30 @@ def test_twice_is_refused():
     on_ranks((2, 1, 1), body)
 
 
+UNSENDABLE = {
+    "'weight' of this LazyConv3d has no shape yet: call": lambda: nn.LazyConv3d(2, 3),
+    "'weight' of this Linear has no values": lambda: nn.Linear(2, 2, device="meta"),
+    "'0' of this ParameterList holds torch.complex": lambda: nn.ParameterList([torch.ones(1) * 1j]),
+    "'sparse' of this Identity has the layout torch.sparse_coo": lambda: with_sparse(nn.Identity()),
+}
+
+
+def with_sparse(module):
+    module.register_buffer("sparse", torch.eye(3).to_sparse())
+    return module
+
+
+@pytest.mark.parametrize(("said", "make"), UNSENDABLE.items())
+def test_what_ranks_can_not_send_is_named_before_anything_is_sent(said, make):
+    def body(mesh):
+        model = make()
+        for _ in range(2):  # nothing is left behind that says it were parallelized
+            with pytest.raises(UsageError, match=said):
+                parallelize(model, mesh)
+
+    on_ranks((2, 1, 1), body)
+
+
 def test_a_network_with_a_part_that_is_parallelized_is_refused():
     def body(mesh):
         model = small()

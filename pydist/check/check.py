@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from pydist.check.compare import NOISE, Differences, SplitRun, WholeRun
 from pydist.check.report import Report
@@ -18,6 +19,8 @@ from pydist.mesh import Mesh
 
 _FLOORS = {torch.float64: 1e-12, torch.float32: 1e-6}
 """Never asked for less than that."""
+_UNSTEADY = {torch.float64: NOISE, torch.float32: 0.1}
+"""A network's output that is so far from itself on one device is drawn at random, or chaotic."""
 _TIMES = 4.0
 """How many times as far as one device is from float64 (or from itself, with noise in the last bit)
 a split run may be."""
@@ -59,11 +62,16 @@ def check(
         What was called and how far the layers are apart; `report.ok` is the verdict.
 
     Raises:
-        UsageError: sample, split or dtype make no sense.
+        UsageError: sample, split, dtype or tolerance make no sense, or the network is one of
+            which nothing can be compared.
         PydistError: a rank failed.
     """
     _check_arguments(sample, spatial, batch, dtype)
-    model = copy.deepcopy(factory()).to(dtype).train(train)
+    if tolerance is not None and not tolerance >= 0:
+        raise UsageError(f"tolerance={tolerance}: 0 or more")
+    made = factory()
+    _check_network(made)
+    model = copy.deepcopy(made).to(dtype).train(train)
     off = [path for path, m in model.named_modules() if isinstance(m, _Dropout) and m.p > 0]
     for path in off:
         model.get_submodule(path).eval()
@@ -84,6 +92,7 @@ def check(
         sample=tuple(sample), spatial=tuple(spatial), batch=batch, dtype=dtype,
         found=found, bounds=_bounds(found, scale, whole.gradient_scales, dtype, tolerance),
         calls=calls, kinds=kinds, dropout_off=off if train else [],
+        unsteady=tolerance is None and scale.outputs.get("", 0.0) > _UNSTEADY[dtype],
     )  # fmt: skip
 
 
@@ -102,6 +111,14 @@ def _check_arguments(
         )
     if dtype not in _FLOORS:
         raise UsageError(f"dtype {dtype}: possible are torch.float64 and torch.float32")
+
+
+def _check_network(model: nn.Module) -> None:
+    if any(is_lazy(t) for t in (*model.parameters(), *model.buffers())):
+        raise UsageError(
+            "the network's parameters have no shape yet (lazy modules): call it once, on a plain"
+            " tensor, where it is made"
+        )
 
 
 def _jittered(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pydist.check.calls import Call, CallRecorder, sample_layout
+from pydist.errors import UsageError
 from pydist.mesh import Mesh
 from pydist.ops.redistribute import shard_of_plain
 from pydist.parallel import parallelize
@@ -75,7 +76,12 @@ class WholeRun:
 
         leaf = self.x.clone().requires_grad_()
         with _watching(net, keep):
-            loss_of(net(leaf)).backward()
+            loss = loss_of(net(leaf))
+        if not isinstance(loss, Tensor):
+            raise UsageError("the network returns no tensor of real numbers: nothing to compare")
+        if not loss.requires_grad:
+            raise UsageError("the network's output has no gradient: it was detached on its way")
+        loss.backward()
         self._grads = _gradients(net, leaf)
         self._buffers = _buffers(net)
 
@@ -153,8 +159,12 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return worst / (scale or 1.0)
 
 
-def loss_of(outputs: Any) -> Tensor:
-    """A number on which every element of every floating-point output weighs differently."""
+def loss_of(outputs: Any) -> Any:
+    """A number on which every element of every floating-point output weighs differently.
+
+    Returns:
+        A scalar; 0.0 where there is no such output.
+    """
     total: Any = 0.0
     for number, y in enumerate(_floating(outputs)):
         generator = torch.Generator().manual_seed(number)

@@ -28,6 +28,8 @@ class Report:
         calls: of every rank, in order.
         kinds: class of each module, by path.
         dropout_off: modules that were switched off for the comparison.
+        unsteady: whether nothing can be said, as noise in the last bit changes the whole output on
+            one device as well: it is drawn at random, or chaotic.
     """
 
     sample: tuple[int, ...]
@@ -39,11 +41,12 @@ class Report:
     calls: list[list[Call]]
     kinds: dict[str, str]
     dropout_off: list[str] = field(default_factory=list)
+    unsteady: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether nothing was refused and nothing differs by more than its bound."""
-        return not self.refusals and not self.failures
+        return not self.refusals and not self.failures and not self.unsteady
 
     @property
     def refusals(self) -> list[str]:
@@ -112,7 +115,13 @@ def format_report(report: Report) -> str:
     verdict = "NOT the same" if report.failures else "split equals whole"
     if report.refusals:
         verdict += ", but for what was refused and computed on whole tensors"
-    lines.append(f"{verdict}: largest difference {report.largest:.1e}")
+    verdict += f": largest difference {report.largest:.1e}"
+    if report.unsteady:
+        verdict = (
+            "NOTHING can be said: the output is another one whenever the network runs (does it draw"
+            " random numbers? in evaluation mode it may not), or noise in the last bit changes it"
+        )
+    lines.append(verdict)
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -163,10 +172,10 @@ def _layers(report: Report) -> Iterator[str]:
         grads = _number(max(found.gradients[n] for n in real)) if real else "–"
         if len(real) < len(names):
             grads = f"{grads}, noise" if real else "noise"
-        largest = max(limit for limit in limits if not _is_noise(limit))
+        steady = [limit for limit in limits if not _is_noise(limit)]
         rows.append([
             path or "(network)", report.kinds.get(path, ""), _number(found.outputs[path]), grads,
-            _number(largest),
+            _number(max(steady)) if steady else "noise",
         ])  # fmt: skip
     owned = {n for p in paths for n in found.gradients if n.rpartition(".")[0] == p}
     for name in (n for n in found.gradients if n not in owned):

@@ -86,6 +86,11 @@ def _check(options: _Arguments) -> None:
         require_suffix(options.output)
         if not options.output.parent.is_dir():
             raise DiskError(f"{options.output.parent}: no such folder")
+    cases = _cases(options.images, options.output)
+    images = {path.resolve() for files, _ in cases for path in files}
+    for _, output in cases:
+        if output.resolve() in images:
+            raise UsageError(f"{output}: its labels would overwrite an image; choose another place")
 
 
 def _predict_here(options: _Arguments) -> int:

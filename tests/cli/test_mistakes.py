@@ -19,6 +19,13 @@ from torch import nn
 def fits(): return nn.Conv3d(1, 2, 3)
 def fails(): raise ValueError("no\\nweights")
 def number(): return 3
+class Through(nn.Module):
+    def __init__(self, change): super().__init__(); self.change = change
+    def forward(self, x): return self.change(x * 2)
+def nothing(): return Through(lambda x: None)
+def indices(): return Through(lambda x: x.argmax(1))
+def detached(): return Through(lambda x: x.detach())
+def lazy(): return nn.LazyConv3d(2, 3)
 """
 
 
@@ -36,6 +43,8 @@ def place(scans, tmp_path, monkeypatch) -> Path:
     (tmp_path / "file").write_text("a file")
     (tmp_path / "nets.py").write_text(NETWORKS)
     (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "plain").mkdir()
+    shutil.copy(tmp_path / CASE, tmp_path / "plain" / "case.nii.gz")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -70,6 +79,13 @@ def refused(capsys, arguments: list[str], code: int) -> str:
         ("check broken.py:f --sample 1,8", 2, "can't import broken.py: SyntaxError: invalid"),
         ("check nets.py:fails --sample 1,8,8,8", 71, "ValueError: no"),
         ("check nets.py:number --sample 1,8,8,8", 2, "makes a int; expected"),
+        ("check nets.py:fits --sample 1,8,8,8 --tolerance nan", 2, "tolerance=nan: 0 or more"),
+        ("check nets.py:nothing --sample 1,8,8,8", 2, "returns no tensor of real numbers"),
+        ("check nets.py:indices --sample 1,8,8,8", 2, "returns no tensor of real numbers"),
+        ("check nets.py:detached --sample 1,8,8,8", 2, "output has no gradient: it was detached"),
+        ("check nets.py:lazy --sample 1,8,8,8", 2, "have no shape yet (lazy modules): call it"),
+        (f"predict run {CASE} -o {CASE}", 2, f"{CASE}: its labels would overwrite an image"),
+        ("predict run plain -o plain", 2, "plain/case.nii.gz: its labels would overwrite an image"),
         ("check nets.py:fits --sample 2,8,8,8", 71, "failed on 2,8,8,8: RuntimeError"),
     ],
 )

@@ -165,6 +165,7 @@ F.hinge_embedding_loss(x, y.sign().detach())
     "Products": """
 F.linear(x.movedim(1, -1), p(3, 4), p(3))
 F.linear(x.flatten(1), p(3, 384))
+F.bilinear(x.movedim(1, -1), y.movedim(1, -1), p(3, 4, 4), p(3))
 torch.matmul(p(3, 4), x.flatten(2))
 x @ p(4, 5)
 x.flatten(2) @ x.flatten(2).mT

@@ -53,6 +53,13 @@ def _term(term: str, dims: int, equation: str) -> list[str]:
     return [*before, *(f".{i}" for i in range(covered, 0, -1)), *after]
 
 
+@implements(torch.bilinear)
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    """Every output a bilinear form of the last dims of two tensors."""
+    y = einsum("...i,oij,...j->...o", input1, weight, input2)
+    return y if bias is None else y + bias
+
+
 @implements(torch.outer, torch.ger, torch.Tensor.outer, torch.Tensor.ger)
 def outer(input: Tensor, vec2: Tensor) -> Any:
     """The products of all elements of two vectors."""

@@ -51,6 +51,8 @@ CALLS = {
     "einsum with a plain one": lambda x: torch.einsum("ncdhw,hk->nckdw", x, randn(4, 2)),
     "tensordot": lambda x: torch.tensordot(x, x.permute(2, 3, 4, 0, 1), 3),
     "tensordot of named dims": lambda x: torch.tensordot(x, x, ([0, 2, 3, 4], [0, 2, 3, 4])),
+    "bilinear": lambda x: F.bilinear(x, x * 2, randn(2, 3, 3), randn(2, seed=1)),
+    "bilinear over channels": lambda x: F.bilinear(x.mT, x.mT, randn(2, 4, 4)),
     "outer": lambda x: torch.outer(x[0, 0, :, 0, 0], randn(3)),
     "outer of two": lambda x: torch.outer(x[0, :, 0, 0, 0], x[1, 1, 1, 1]),
     "with a plain matrix": lambda x: x @ randn(3, 2) + (randn(2, 4) @ x).sum(),
@@ -196,7 +198,6 @@ REFUSED = {
         "dropout",
     ),
     "a sharded weight": (lambda x: F.linear(randn(2, 3), x), "the input is plain"),
-    "bilinear": (lambda x: F.bilinear(x, x, randn(2, 3, 3)), "bilinear"),
 }  # fmt: skip
 
 
