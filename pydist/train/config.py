@@ -99,7 +99,7 @@ class MeshConfig(_Table):
     """Number of sample groups; by default as many as the ranks allow."""
     spatial: tuple[Count, Count, Count] = (1, 1, 1)
     """How often depth, height and width of a sample are split."""
-    transport: Literal["auto", "mpi", "c10d", "local", "nccl"] = "auto"
+    transport: Literal["auto", "mpi", "c10d", "local", "nccl", "ipc", "cuda-mpi", "cuda"] = "auto"
     """What carries the bytes between ranks; "auto" follows the launcher."""
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorder import RecordedTransport, Recorder, build
+from recorder import RecordedTransport, Recorder
 from transport_contract import CHECKS, Check
 
 from pydist import _native as native
@@ -20,11 +20,6 @@ from pydist.comm.exchanger import Exchanger
 from pydist.comm.nccl_device import DeviceTransport
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost, UsageError
 from pydist.partition import Box
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
-    return Recorder(build(tmp_path_factory.mktemp("recorder")))
 
 
 @pytest.fixture
