@@ -19,15 +19,27 @@ struct IpcHandle {
 // Words of 32 bits by which streams of different processes wait for each other.
 using Flag = std::uint32_t;
 
-// The entry points of libcuda for that, beside those of CudaDriver. Addresses are CUdeviceptr.
+// The entry points of libcuda for that. tests/comm/test_cuda_abi.py holds them against cuda.h.
+struct IpcCalls {
+  using Address = std::uint64_t;  // CUdeviceptr
+
+  int (*allocate)(Address*, std::size_t);
+  int (*release)(Address);
+  int (*fill)(Address, unsigned, std::size_t, void*);
+  int (*synchronize)(void*);
+  int (*export_block)(IpcHandle*, Address);
+  int (*map)(Address*, IpcHandle, unsigned);
+  int (*unmap)(Address);
+  int (*copy)(Address, Address, std::size_t, void*);
+  int (*set)(void*, Address, Flag, unsigned);
+  int (*await)(void*, Address, Flag, unsigned);
+  int (*attribute)(int*, int, int);
+};
+
+// What pydist does with them; beside CudaDriver. Failures are DriverErrors.
 class IpcDriver {
  public:
-  using Address = std::uint64_t;
-
   explicit IpcDriver(std::shared_ptr<const CudaDriver> driver);
-
-  const CudaDriver& cuda() const { return *driver_; }
-  const std::shared_ptr<const CudaDriver>& shared() const { return driver_; }
 
   std::byte* allocate(std::size_t bytes) const;
   void release(std::byte* block) const;
@@ -42,23 +54,13 @@ class IpcDriver {
   void copy(std::byte* to, const std::byte* from, std::size_t bytes, void* stream) const;
   void set(Flag* flag, Flag value, void* stream) const;
   void await(const Flag* flag, Flag value, bool flush, void* stream) const;
-  // Whether a device can be told to let what others wrote arrive before it goes on. Where it can't,
-  // a flag never overtakes what was written before it.
+  // Whether a device can be told to let what others wrote before a flag arrive first. cuda.h has
+  // that (`flush`) for devices that reorder remote writes; await does so wherever it is possible.
   bool can_flush(int device) const;
 
  private:
   std::shared_ptr<const CudaDriver> driver_;
-  int (*allocate_)(Address*, std::size_t);
-  int (*release_)(Address);
-  int (*fill_)(Address, unsigned, std::size_t, void*);
-  int (*synchronize_)(void*);
-  int (*export_)(IpcHandle*, Address);
-  int (*map_)(Address*, IpcHandle, unsigned);
-  int (*unmap_)(Address);
-  int (*copy_)(Address, Address, std::size_t, void*);
-  int (*set_)(void*, Address, Flag, unsigned);
-  int (*await_)(void*, Address, Flag, unsigned);
-  int (*attribute_)(int*, int, int);
+  IpcCalls calls_;
 };
 
 }  // namespace pydist::comm

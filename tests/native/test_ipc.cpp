@@ -3,7 +3,7 @@
 // here; under the sanitizers this is what looks for races and leaks.
 #include <gtest/gtest.h>
 
-#include <barrier>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -48,10 +48,16 @@ void introduce(std::vector<std::unique_ptr<IpcChannel>>& channels) {
   }
 }
 
-// All ranks send to all others, from buffers of one int to those of as many; the rounds of one rank
-// follow each other without waiting for those of another one, nor for its own.
+// Keeps a stream busy for as many operations, each of which is late by the recorder's delay.
+void idle(const IpcDriver& driver, int operations, void* stream) {
+  static std::vector<int> nothing(1);
+  for (int i = 0; i < operations; ++i) driver.copy(bytes(nothing), bytes(nothing), 0, stream);
+}
+
+// All ranks send to all others. What is sent is there late on the caller's stream; the rounds of a
+// rank follow each other on streams, and its host waits for none.
 TEST(Ipc, RoundsFollowEachOtherOnStreamsAlone) {
-  constexpr int kSize = 3, kRounds = 20;
+  constexpr int kSize = 3, kRounds = 8;
   set_delay(50);
   std::vector<Rank> ranks;
   std::vector<std::vector<int>> sent(kSize, std::vector<int>(1)), received(kSize);
@@ -82,6 +88,7 @@ TEST(Ipc, RoundsFollowEachOtherOnStreamsAlone) {
       void* caller = callers[at]->stream().handle();
       const IpcDriver& copies = ranks[at].memory->driver();
       for (std::size_t round = 0; round < kRounds; ++round) {
+        idle(copies, 40, caller);
         copies.copy(bytes(sent[at]), bytes(values[round]), sizeof(int), caller);
         channels[at]->start(caller);
         channels[at]->issue();
@@ -101,6 +108,46 @@ TEST(Ipc, RoundsFollowEachOtherOnStreamsAlone) {
   channels.clear();
   for (Rank& each : ranks) each.memory->unmap();
   for (Rank& each : ranks) each.memory->release();
+  set_delay(0);
+}
+
+// One rank only sends, and is far ahead of the other one, which only receives.
+TEST(Ipc, NothingIsWrittenBeforeItsReceiverIsDone) {
+  constexpr std::size_t kRounds = 8;
+  set_delay(50);
+  const Rank ahead(0, 2), behind(1, 2);
+  std::vector<int> sent(1), received(1);
+  std::vector<std::vector<int>> values(kRounds, std::vector<int>(1)), kept = values;
+  std::vector<std::unique_ptr<IpcChannel>> channels;
+  channels.push_back(std::make_unique<IpcChannel>(
+      ahead.group, IpcChannel::Messages{{1, bytes(sent), sizeof(int)}}, IpcChannel::Messages{}));
+  channels.push_back(
+      std::make_unique<IpcChannel>(behind.group, IpcChannel::Messages{},
+                                   IpcChannel::Messages{{0, bytes(received), sizeof(int)}}));
+  introduce(channels);
+  IpcGroup of_ahead(ahead.memory, 0, 1), of_behind(behind.memory, 0, 1);
+  for (std::size_t round = 0; round < kRounds; ++round) {
+    values[round][0] = static_cast<int>(round) + 1;
+    void* caller = of_ahead.stream().handle();
+    ahead.memory->driver().copy(bytes(sent), bytes(values[round]), sizeof(int), caller);
+    channels[0]->start(caller);
+    channels[0]->issue();
+    channels[0]->wait(caller);
+  }
+  for (std::size_t round = 0; round < kRounds; ++round) {
+    void* caller = of_behind.stream().handle();
+    idle(behind.memory->driver(), 60, caller);
+    channels[1]->start(caller);
+    channels[1]->issue();
+    channels[1]->wait(caller);
+    behind.memory->driver().copy(bytes(kept[round]), bytes(received), sizeof(int), caller);
+  }
+  of_behind.rest(20);
+  of_ahead.rest(20);
+  EXPECT_EQ(kept, values);
+  channels.clear();
+  for (const Rank* each : {&ahead, &behind}) each->memory->unmap();
+  for (const Rank* each : {&ahead, &behind}) each->memory->release();
   set_delay(0);
 }
 

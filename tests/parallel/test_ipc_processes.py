@@ -20,7 +20,7 @@ from pydist.partition import Box
 
 CHANNEL_CHECKS = [check for check in CHECKS if "channel" in check.__name__]
 
-pytestmark = pytest.mark.ranks(3, mpi=("openmpi", "gloo"))
+pytestmark = pytest.mark.ranks(3, mpi="openmpi")
 
 
 @pytest.fixture(scope="module")
