@@ -2,73 +2,30 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import copy
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from children import child_environment
-from recorder import RecordedIpc, Recorder
+from recorder import RecordedIpc, Recorder, run_ipc
+from torch import nn
 from transport_contract import CHECKS, Check
 
 from pydist import _native as native
+from pydist import distribute_tensor, parallelize
 from pydist.comm import Transport, run_local
 from pydist.comm.exchanger import Exchanger
 from pydist.comm.ipc_channel import IpcChannel
-from pydist.comm.ipc_place import Tried, agree, reachable
-from pydist.errors import DataError, NotSupported, PydistError, RankFailed, RankLost, UsageError
+from pydist.mesh import Mesh
 from pydist.partition import Box
 
-JOB = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import torch
-from recorder import RecordedIpc, Recorder
-from pydist.errors import DataError
-from pydist.runtime import connect
-
-t = RecordedIpc.among_processes(Recorder(sys.argv[2]), connect())
-channel = t.channel([(1 - t.rank, torch.ones(3))], [(1 - t.rank, torch.zeros(3))], 5)
-for round_ in range(4):
-    if round_ == 2 and t.rank == 1:
-        raise DataError("this file is torn")
-    channel.start()
-    channel.wait()
-"""
-
 CHANNEL_CHECKS = [check for check in CHECKS if "channel" in check.__name__]
-
-
-@pytest.fixture
-def recorder(built: Recorder) -> Iterator[Recorder]:
-    built.notes()
-    yield built
-    built.delay(0)
-    built.capture(False)
-    assert not [line for line in built.notes() if "mismatch" in line]
-
-
-def run(recorder: Recorder, function, size: int, far: frozenset[int] = frozenset()):
-    def body(host):
-        transport = RecordedIpc.among_threads(recorder, host, far)
-        result = function(transport)
-        transport.close()
-        transport.close()
-        return result
-
-    before = recorder.blocks()
-    results = run_local(body, size)
-    assert recorder.blocks() == before
-    return results
 
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract(recorder: Recorder, check: Check, size: int) -> None:
-    run(recorder, check, size)
+    run_ipc(recorder, check, size)
 
 
 @pytest.mark.parametrize("far", [frozenset(), frozenset({1})])
@@ -76,7 +33,7 @@ def test_contract(recorder: Recorder, check: Check, size: int) -> None:
 def test_contract_on_late_streams(recorder: Recorder, check: Check, far: frozenset[int]) -> None:
     """A wait that is missing would see what was there before; some ranks are not to be reached."""
     recorder.delay(300)
-    run(recorder, check, 4, far)
+    run_ipc(recorder, check, 4, far)
 
 
 def test_an_exchange_is_put_on_the_stream_in_this_order(recorder: Recorder) -> None:
@@ -99,7 +56,7 @@ def test_an_exchange_is_put_on_the_stream_in_this_order(recorder: Recorder) -> N
         channel.wait()
         assert received.tolist() == [[float(peer)] * 4] * 2
 
-    run(recorder, body, 2)
+    run_ipc(recorder, body, 2)
     assert lines[0] == "record caller"
     stream = lines[1].removeprefix("wait ")
     assert lines[1:] == [
@@ -144,7 +101,7 @@ def test_no_host_waits_once_the_ranks_know_each_other(recorder: Recorder) -> Non
                 channel.wait()
         assert received.tolist() == [1.0 + peer] * 4
 
-    run(recorder, body, 2)
+    run_ipc(recorder, body, 2)
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -167,7 +124,7 @@ def test_nothing_is_written_before_its_receiver_is_done(recorder: Recorder, late
                 assert buffer.tolist() == [float(round_)] * count
 
     recorder.delay(100)
-    run(recorder, body, 2)
+    run_ipc(recorder, body, 2)
 
 
 def test_halos_come_and_go_home(recorder: Recorder) -> None:
@@ -193,7 +150,37 @@ def test_halos_come_and_go_home(recorder: Recorder) -> None:
             times = torch.tensor([1.0 + (t.rank > 0), 1, 1, 1.0 + (t.rank < size - 1)])
             assert torch.equal(back, local * times)
 
-    run(recorder, body, size)
+    run_ipc(recorder, body, size)
+
+
+def test_a_network_has_the_bits_of_another_transport(recorder: Recorder) -> None:
+    """Halos of faces and edges, forward and backward, while blocks are completed late."""
+    generator = torch.Generator().manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv3d(2, 4, 3, padding=1),
+        nn.BatchNorm3d(4),
+        nn.ReLU(inplace=True),
+        nn.Conv3d(4, 3, 5, padding=2, stride=2),
+        nn.AvgPool3d(3, 1, 1),
+    ).double()
+    x = torch.randn(1, 2, 8, 10, 6, generator=generator).double()
+
+    def steps(t: Transport) -> list[torch.Tensor]:
+        mesh = Mesh(t, 1, (2, 2, 1))
+        model = parallelize(copy.deepcopy(network), mesh)
+        for _ in range(2):
+            model.zero_grad()
+            y = model(distribute_tensor(x, mesh))
+            y.square().mean().backward()
+        grads = [p.grad for p in model.parameters()]
+        return [y.full_tensor().detach(), *(grad for grad in grads if grad is not None)]
+
+    recorder.delay(30)
+    found, expected = run_ipc(recorder, steps, 4), run_local(steps, 4)
+    assert len(expected[0]) == 1 + len(list(network.parameters()))
+    for ours, others in zip(found, expected, strict=True):
+        for one, other in zip(ours, others, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_groups_may_be_used_in_different_orders(recorder: Recorder) -> None:
@@ -215,7 +202,7 @@ def test_groups_may_be_used_in_different_orders(recorder: Recorder) -> None:
             assert received.flatten().tolist() == [peer, 10.0 + peer]
         other.close()
 
-    run(recorder, body, 2)
+    run_ipc(recorder, body, 2)
 
 
 def test_an_exchange_that_waits_for_its_peers_is_not_overtaken(recorder: Recorder) -> None:
@@ -234,7 +221,7 @@ def test_an_exchange_that_waits_for_its_peers_is_not_overtaken(recorder: Recorde
             channel.wait()
         assert received.flatten().tolist() == [peer, 10.0 + peer, 20.0 + peer]
 
-    run(recorder, body, 2)
+    run_ipc(recorder, body, 2)
 
 
 def test_memory_of_channels_that_are_gone_serves_again(recorder: Recorder) -> None:
@@ -255,7 +242,7 @@ def test_memory_of_channels_that_are_gone_serves_again(recorder: Recorder) -> No
             t.barrier()
         assert recorder.blocks() == blocks  # 36,000 of 65,536 bytes each: one a block
 
-    run(recorder, body, 2)
+    run_ipc(recorder, body, 2)
 
 
 def test_what_a_graph_may_replay_is_nobody_elses(recorder: Recorder) -> None:
@@ -279,153 +266,4 @@ def test_what_a_graph_may_replay_is_nobody_elses(recorder: Recorder) -> None:
         assert places[2] not in places[:2]
         assert places[3] == places[2]
 
-    run(recorder, body, 2)
-
-
-def test_a_failure_names_the_exchange_and_ends_the_group(recorder: Recorder) -> None:
-    def body(t: Transport) -> None:
-        channel = t.channel([(t.rank, torch.ones(6))], [(t.rank, torch.zeros(6))], 0)
-        recorder.fail_next_copy(700)
-        with pytest.raises(PydistError) as caught:
-            channel.start()
-        assert str(caught.value) == (
-            "CUDA IPC: rank 0 of 1: exchange (to rank 0 24 bytes; from rank 0 24 bytes):"
-            " cuMemcpyAsync failed: CUDA_ERROR_RECORDED"
-        )
-        with pytest.raises(RankFailed, match="the group was ended before"):
-            channel.start()
-
-    run_local(lambda host: body(RecordedIpc.among_threads(recorder, host)), 1)
-
-
-def test_memory_that_cant_be_mapped_is_named(recorder: Recorder) -> None:
-    def body(t: Transport) -> None:
-        channel = t.channel([(1 - t.rank, torch.ones(6))], [(1 - t.rank, torch.zeros(6))], 0)
-        if t.rank == 1:
-            t.barrier()
-            return
-        recorder.fail_next_map(205)
-        channel.start()
-        with pytest.raises(PydistError) as caught:
-            channel.wait()
-        assert str(caught.value) == (
-            "CUDA IPC: rank 0 can't map the memory of rank 1: cuIpcOpenMemHandle failed:"
-            " CUDA_ERROR_RECORDED"
-        )
-        t.barrier()
-
-    run_local(lambda host: body(RecordedIpc.among_threads(recorder, host)), 2)
-
-
-def test_other_byte_counts_are_refused(recorder: Recorder) -> None:
-    def body(t: Transport) -> None:
-        channel = t.channel(
-            [(1 - t.rank, torch.ones(3))], [(1 - t.rank, torch.ones(3 + t.rank))], 0
-        )
-        channel.start()
-        with pytest.raises(UsageError) as caught:
-            channel.wait()
-        assert str(caught.value) == (
-            "rank 0 sends 12 bytes in 1 messages where rank 1 expects 16 bytes in 1 messages"
-        )
-        t.barrier()
-
-    run_local(lambda host: body(RecordedIpc.among_threads(recorder, host)), 2)
-    with pytest.raises(UsageError, match="sends itself 4 bytes and expects 8"):
-        run_local(
-            lambda host: RecordedIpc.among_threads(recorder, host).channel(
-                [(0, torch.ones(1))], [(0, torch.ones(2))], 0
-            ),
-            1,
-        )
-
-
-def test_a_peer_that_does_not_come_is_waited_for_with_a_limit(
-    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(RecordedIpc, "seconds", 0.05)
-
-    def body(t: Transport) -> None:
-        if t.rank == 1:
-            t.barrier()
-            return
-        channel = t.channel([], [(1, torch.zeros(2))], 0)
-        channel.start()
-        with pytest.raises(RankLost, match=r"rank 0 of 2: rank 1 has not come to an exchange"):
-            channel.wait()
-        t.barrier()
-
-    run_local(lambda host: body(RecordedIpc.among_threads(recorder, host)), 2)
-
-
-def test_a_device_that_never_rests_is_waited_for_with_a_limit(recorder: Recorder) -> None:
-    def body(t: RecordedIpc) -> None:
-        channel = t.channel([(0, torch.ones(2))], [(0, torch.zeros(2))], 0)
-        recorder.delay(300_000)
-        channel.start()
-        with pytest.raises(RankLost, match=r"the end of all exchanges: another rank has not"):
-            t._links.group.rest(0.01)
-        recorder.delay(0)
-        channel.wait()
-
-    run_local(lambda host: body(RecordedIpc.among_threads(recorder, host)), 1)
-
-
-def test_ranks_of_one_process_do_not_map_each_other(recorder: Recorder) -> None:
-    def body(host: Transport) -> None:
-        with pytest.raises(NotSupported, match=r"'ipc' needs ranks that map .* processes of one"):
-            agree(host, recorder.driver, 0, 1 << 16)
-
-    before = recorder.blocks()
-    run_local(body, 2)
-    assert recorder.blocks() == before
-    (alone,) = run_local(lambda host: agree(host, recorder.driver, 0, 1 << 16), 1)
-    assert not alone.near
-    alone.memory.release()
-
-
-def test_a_rank_that_cant_share_memory_is_named_on_all(recorder: Recorder) -> None:
-    def body(host: Transport) -> None:
-        device = 7 * host.rank  # there is but one
-        with pytest.raises(NotSupported, match=r"rank 1 on .*: cuDeviceGet failed: .*; use 'nccl'"):
-            agree(host, recorder.driver, device, 1 << 16)
-
-    run_local(body, 2)
-
-
-def test_ranks_reach_whom_they_map_and_who_maps_them() -> None:
-    tried = [
-        Tried("a", [1, 2]),
-        Tried("a", [0]),
-        Tried("a", [], "the memory of rank 0: so"),
-        Tried("b", []),
-    ]
-    assert [reachable(tried, rank) for rank in range(4)] == [{1}, {0}, set(), set()]
-    with pytest.raises(NotSupported) as caught:
-        reachable([Tried("a", [1]), Tried("a", [], "the memory of rank 0: cuX failed: Y")], 0)
-    assert str(caught.value) == (
-        "transport 'ipc' needs ranks that map the memory of each other's devices: rank 1 on a: the"
-        " memory of rank 0: cuX failed: Y; use 'nccl'"
-    )
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes share the recorder's memory there")
-def test_a_rank_that_fails_in_the_midst_ends_all(recorder: Recorder, tmp_path: Path) -> None:
-    """The other one's device waits for it, and its host for the device."""
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    support = Path(__file__).parents[1] / "support"
-    arguments = [str(script), str(support), recorder.path]
-    began = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-m", "pydist.launch", "2", "gloo", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=child_environment(),
-        cwd=tmp_path,
-    )
-    assert result.returncode == DataError.exit_code
-    assert result.stderr.splitlines() == ["rank 1: error: this file is torn"]
-    assert time.monotonic() - began < 40
+    run_ipc(recorder, body, 2)

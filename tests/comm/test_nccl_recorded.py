@@ -6,7 +6,6 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,16 +19,6 @@ from pydist.comm.exchanger import Exchanger
 from pydist.comm.nccl_device import DeviceTransport
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost, UsageError
 from pydist.partition import Box
-
-
-@pytest.fixture
-def recorder(built: Recorder) -> Iterator[Recorder]:
-    built.notes()
-    yield built
-    built.delay(0)
-    built.capture(False)
-    built.abort_takes(0)
-    built.version(23203)
 
 
 def run(recorder: Recorder, function, size: int):

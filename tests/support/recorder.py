@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pydist import _native as native
-from pydist.comm import LocalTransport, Transport
+from pydist.comm import LocalTransport, Transport, run_local
 from pydist.comm.ipc import IpcTransport
 from pydist.comm.ipc_channel import IpcLinks
 from pydist.comm.ipc_place import IpcPlace, agree
@@ -187,3 +187,20 @@ class RecordedIpc(IpcTransport):
         group = native.IpcGroup(self._place.memory, self.rank, self.size)
         carrier = ThreadOffers(offers) if isinstance(offers, LocalTransport) else offers
         return LinksOnHostMemory(group, carrier, CPU, self.seconds)
+
+
+def run_ipc(recorder: Recorder, function, size: int, far: frozenset[int] = frozenset()):
+    """Calls it on ranks that are threads; some may be out of reach."""
+
+    def body(host):
+        transport = RecordedIpc.among_threads(recorder, host, far)
+        result = function(transport)
+        transport.close()
+        transport.close()
+        return result
+
+    before = recorder.blocks()
+    results = run_local(body, size)
+    assert recorder.blocks() == before
+    assert not [line for line in recorder.notes() if "mismatch" in line]
+    return results
