@@ -19,11 +19,11 @@ from torch.distributed.rendezvous import rendezvous
 
 from pydist.comm.local import LocalTransport
 from pydist.comm.transport import Transport
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.launch import backends, failures, identity
 from pydist.launch.identity import Identity
 
-TRANSPORTS = ("auto", "mpi", "c10d", "local", "nccl")
+TRANSPORTS = ("auto", "mpi", "c10d", "local", "nccl", "ipc", "cuda-mpi", "cuda")
 
 _CLAIM = "pydist/failed"
 _CLAIM_TIMEOUT = timedelta(seconds=3)
@@ -42,15 +42,19 @@ def connect(transport: str = "auto") -> Transport:
     Args:
         transport: "auto" follows the launcher: "mpi" under `mpirun`, "c10d" under `torchrun`, one
             rank if there is none. "nccl" is that one and, for tensors on CUDA devices, NCCL; each
-            rank has a device of its own. "local" is one rank on its own, whatever the launcher.
+            rank has a device of its own. "ipc" is "nccl" with exchanges by copies between devices
+            of one machine. "cuda-mpi" is an MPI that takes device memory. "cuda" is "nccl" where
+            that is possible, else "cuda-mpi". "local" is one rank on its own, whatever the
+            launcher.
 
     Returns:
         The transport; the same one on every call.
 
     Raises:
         UsageError: no such transport, the launcher and the MPI library do not fit, or there are
-            fewer GPUs than ranks for "nccl".
-        NotSupported: a rank has no GPU or no NCCL for "nccl".
+            fewer GPUs than ranks for "nccl" and "ipc".
+        NotSupported: a rank has no GPU, or not what carries its memory: NCCL, a device that
+            another rank can map, a CUDA-aware MPI.
     """
     if transport not in TRANSPORTS:
         raise UsageError(f"transport '{transport}' is none of {', '.join(TRANSPORTS)}")
@@ -63,8 +67,10 @@ def _join(transport: str) -> Transport:
     if transport == "local":
         return LocalTransport()
     who = identity.detect()
-    if transport == "nccl":
-        return _join_nccl(who)
+    if transport == "cuda":
+        return _join_cuda(who)
+    if transport in ("nccl", "ipc", "cuda-mpi"):
+        return _join_devices(transport, who)
     if transport == "auto":
         transport = _follow(who)
     world = _join_mpi(who) if transport == "mpi" else _join_c10d(who)
@@ -75,14 +81,39 @@ def _join(transport: str) -> Transport:
     return world
 
 
-def _join_nccl(who: Identity | None) -> Transport:
-    """NCCL between devices, over the transport of the launcher."""
-    from pydist.comm import nccl_place
-    from pydist.comm.nccl import NcclTransport
+def _join_cuda(who: Identity | None) -> Transport:
+    """The first transport that carries the devices' memory here; the same on all ranks."""
+    reasons = []
+    for transport in ("nccl", "cuda-mpi") if _follow(who) == "mpi" else ("nccl",):
+        try:
+            return connect(transport)
+        except (NotSupported, UsageError) as error:
+            reasons.append(str(error))
+    raise NotSupported("; ".join(reasons))
 
-    if who is None and (lacks := nccl_place.missing()):
-        raise nccl_place.refusal(lacks)  # nobody else is to hear of it
-    world = NcclTransport.over(connect(), 0 if who is None else who.local_rank)
+
+def _join_devices(transport: str, who: Identity | None) -> Transport:
+    """A transport between devices, over that of the launcher."""
+    from pydist.comm import nccl_place
+
+    local_rank = 0 if who is None else who.local_rank
+    world: Transport
+    if transport == "cuda-mpi":
+        host = connect("mpi")
+        from pydist.comm.cuda_mpi import CudaMpiTransport
+
+        world = CudaMpiTransport.over(host, local_rank)
+    else:
+        from pydist.comm.ipc import IpcTransport
+        from pydist.comm.nccl import NcclTransport
+
+        if who is None and (lacks := nccl_place.missing()):
+            raise nccl_place.refusal(lacks, transport)  # nobody else is to hear of it
+        host = connect()
+        if transport == "ipc":
+            world = IpcTransport.over(host, local_rank)
+        else:
+            world = NcclTransport.over(host, local_rank)
     failures.install(world.rank, world.size, abort=_abort(world))
     atexit.register(world.close)  # before that of the host's transport
     return world

@@ -30,7 +30,8 @@ def init(
     Args:
         data: number of sample groups (data parallelism); by default what the ranks allow.
         spatial: how often depth, height and width of every sample are split.
-        transport: "auto", "mpi", "c10d", or "nccl" for tensors on CUDA devices, one device a rank.
+        transport: "auto", "mpi", "c10d"; for tensors on CUDA devices "nccl" (one device a rank),
+            "ipc", "cuda-mpi" or "cuda"; see `pydist.runtime.connect`.
         seed: start of all random numbers that pydist draws (dropout, shuffling).
         keep_freed_memory: False leaves the allocator's settings alone and keeps the peak low, as
             PYDIST_KEEP_FREED_MEMORY=0 in the environment does.
@@ -40,7 +41,7 @@ def init(
 
     Raises:
         UsageError: the mesh does not fit the number of ranks that were started.
-        NotSupported: "nccl", and a rank has no GPU or no NCCL.
+        NotSupported: one for CUDA devices, and a rank has no GPU or not what carries its memory.
     """
     if not (keep_freed_memory and memory.keep_freed_memory()):
         memory.allow_relief()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from children import child_environment
 
+from pydist.comm import nccl_place
 from pydist.errors import NotSupported, UsageError
 from pydist.launch import available
 from pydist.runtime import connect
@@ -30,8 +31,15 @@ def run(source: str, *launcher: str, **variables: str) -> subprocess.CompletedPr
 def test_unknown_and_future_transports_are_refused() -> None:
     with pytest.raises(UsageError, match="'smoke' is none of auto, mpi, c10d, local, nccl"):
         connect("smoke")
-    with pytest.raises(NotSupported, match="device memory"):
-        connect("nccl")
+
+
+@pytest.mark.skipif(nccl_place.missing() == "", reason="there is a GPU")
+def test_transports_of_devices_are_refused_where_there_is_none() -> None:
+    for asked, tried in (("nccl", "nccl"), ("ipc", "ipc"), ("cuda", "nccl")):
+        with pytest.raises(
+            NotSupported, match=f"^transport '{tried}' carries device memory: torch"
+        ):
+            connect(asked)
 
 
 def test_local_is_one_rank_and_leaves_the_process_as_it_is() -> None:

@@ -24,5 +24,6 @@ void bind_pool(py::module_& module);     // pool.cpp: sums over pooling windows
 void bind_convert(py::module_& module);  // convert.cpp: stored numbers to inputs
 void bind_comm(py::module_& module);     // comm.cpp: what transports need natively
 void bind_nccl(py::module_& module);     // nccl.cpp: NCCL, opened at run time
+void bind_ipc(py::module_& module);      // ipc.cpp: memory that processes share on devices
 
 }  // namespace pydist::bindings

@@ -19,8 +19,8 @@ namespace {
 
 using namespace py::literals;
 using comm::CudaDriver;
+using comm::GroupError;
 using comm::NcclCommunicator;
-using comm::NcclError;
 using comm::NcclLibrary;
 using Address = std::uintptr_t;
 using Messages = std::vector<std::tuple<int, Address, std::size_t>>;
@@ -31,8 +31,8 @@ constexpr int kNoTag = -1;
 std::byte* pointer(Address address) { return reinterpret_cast<std::byte*>(address); }
 void* stream(Address number) { return reinterpret_cast<void*>(number); }
 
-std::vector<comm::NcclMessage> messages(const Messages& list) {
-  std::vector<comm::NcclMessage> result;
+std::vector<comm::DeviceMessage> messages(const Messages& list) {
+  std::vector<comm::DeviceMessage> result;
   for (const auto& [peer, address, bytes] : list) result.push_back({peer, pointer(address), bytes});
   return result;
 }
@@ -102,7 +102,7 @@ class Channel {
  private:
   std::shared_ptr<NcclCommunicator> group_;
   Ticket ticket_;
-  std::vector<comm::NcclMessage> sends_, receives_;
+  std::vector<comm::DeviceMessage> sends_, receives_;
   int tag_;
 };
 
@@ -124,15 +124,15 @@ void translate(std::exception_ptr error) {
     raise("NotSupported", fault.what());
   } catch (const comm::DriverError& fault) {
     raise("PydistError", fault.what());
-  } catch (const NcclError& fault) {
+  } catch (const GroupError& fault) {
     switch (fault.fault()) {
-      case NcclError::Fault::kUsage:
+      case GroupError::Fault::kUsage:
         return raise("UsageError", fault.what());
-      case NcclError::Fault::kOtherRank:
+      case GroupError::Fault::kOtherRank:
         return raise("RankFailed", fault.what());
-      case NcclError::Fault::kTimeout:
+      case GroupError::Fault::kTimeout:
         return raise("RankLost", fault.what());
-      case NcclError::Fault::kLibrary:
+      case GroupError::Fault::kLibrary:
         return raise("PydistError", fault.what());
     }
   }

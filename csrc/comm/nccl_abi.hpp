@@ -24,6 +24,11 @@ enum class NcclResult : int {
   kInProgress = 7,
 };
 
+// An operation goes well so far.
+constexpr bool fine(NcclResult result) {
+  return result == NcclResult::kSuccess || result == NcclResult::kInProgress;
+}
+
 // ncclDataType_t
 enum class NcclType : int {
   kInt8 = 0,

@@ -3,11 +3,8 @@
 #include <algorithm>
 #include <chrono>
 #include <future>
-#include <numeric>
 #include <thread>
 #include <utility>
-
-#include "core/errors.hpp"
 
 namespace pydist::comm {
 namespace {
@@ -15,59 +12,19 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-constexpr std::size_t kNamedMessages = 4;
 constexpr auto kAbortLimit = std::chrono::seconds(2);
 
-bool fine(NcclResult result) {
-  return result == NcclResult::kSuccess || result == NcclResult::kInProgress;
-}
-
-bool equal(const std::vector<std::size_t>& counts) {
-  return std::ranges::adjacent_find(counts, std::not_equal_to{}) == counts.end();
-}
-
-NcclError::Fault fault_of(NcclResult result) {
+GroupError::Fault fault_of(NcclResult result) {
   switch (result) {
     case NcclResult::kInvalidArgument:
     case NcclResult::kInvalidUsage:
-      return NcclError::Fault::kUsage;
+      return GroupError::Fault::kUsage;
     case NcclResult::kRemoteError:
     case NcclResult::kSystemError:  // a connection that broke is one
-      return NcclError::Fault::kOtherRank;
+      return GroupError::Fault::kOtherRank;
     default:
-      return NcclError::Fault::kLibrary;
+      return GroupError::Fault::kLibrary;
   }
-}
-
-std::string list(const char* direction, const std::vector<NcclMessage>& messages) {
-  std::string text;
-  for (std::size_t i = 0; i < std::min(messages.size(), kNamedMessages); ++i) {
-    text += std::string(i == 0 ? "" : ", ") + direction + std::to_string(messages[i].peer) + " " +
-            std::to_string(messages[i].bytes) + " bytes";
-  }
-  if (messages.size() > kNamedMessages) {
-    text += ", and " + std::to_string(messages.size() - kNamedMessages) + " more";
-  }
-  return text;
-}
-
-// Takes a message up into the fingerprint of those with its peer (FNV-1a, by words).
-void note(std::vector<std::uint64_t>& prints, const NcclMessage& message, int tag) {
-  std::uint64_t& print = prints.at(static_cast<std::size_t>(message.peer));
-  for (const auto word : {static_cast<std::uint64_t>(tag) + 1, std::uint64_t{message.bytes}}) {
-    print = (print ^ word) * 0x100000001b3U;
-  }
-}
-
-void require_peers(const std::vector<NcclMessage>& messages, int size) {
-  for (const NcclMessage& each : messages) {
-    PYDIST_EXPECT(each.peer >= 0 && each.peer < size, "NCCL: rank " + std::to_string(each.peer) +
-                                                          " is none of " + std::to_string(size));
-  }
-}
-
-std::string of_bytes(const char* call, std::size_t bytes) {
-  return std::string(call) + " of " + std::to_string(bytes) + " bytes";
 }
 
 }  // namespace
@@ -96,96 +53,6 @@ NcclCommunicator::NcclCommunicator(std::shared_ptr<const NcclLibrary> library,
 }
 
 NcclCommunicator::~NcclCommunicator() { abort(); }
-
-void NcclCommunicator::exchange(const std::vector<NcclMessage>& sends,
-                                const std::vector<NcclMessage>& receives, int tag, void* caller,
-                                const Done& done) {
-  require_peers(sends, size_);  // here: what throws within a group of NCCL leaves it open
-  require_peers(receives, size_);
-  const auto what = [sends, receives] {
-    const char* between = sends.empty() || receives.empty() ? "" : "; ";
-    return "exchange (" + list("to rank ", sends) + between + list("from rank ", receives) + ")";
-  };
-  run(what, caller, done, [&] {
-    NcclResult result = NcclResult::kSuccess;
-    for (const NcclMessage& each : sends) {
-      if (each.bytes == 0 || !fine(result)) continue;
-      note(sent_, each, tag);
-      result = library_->send(each.address, each.bytes, NcclType::kUint8, each.peer, comm_,
-                              stream_.handle());
-    }
-    for (const NcclMessage& each : receives) {
-      if (each.bytes == 0 || !fine(result)) continue;
-      note(received_, each, tag);
-      result = library_->recv(each.address, each.bytes, NcclType::kUint8, each.peer, comm_,
-                              stream_.handle());
-    }
-    return result;
-  });
-}
-
-void NcclCommunicator::broadcast(std::byte* address, std::size_t bytes, int root, void* caller,
-                                 const Done& done) {
-  const auto what = [bytes, root] {
-    return of_bytes("broadcast", bytes) + " from rank " + std::to_string(root);
-  };
-  run(what, caller, done, [&] {
-    return library_->broadcast(address, address, bytes, NcclType::kUint8, root, comm_,
-                               stream_.handle());
-  });
-}
-
-void NcclCommunicator::all_reduce(std::byte* address, std::size_t count, NcclType type, NcclOp op,
-                                  void* caller, const Done& done) {
-  const auto what = [count] { return "all-reduce of " + std::to_string(count) + " elements"; };
-  run(what, caller, done, [&] {
-    return library_->all_reduce(address, address, count, type, op, comm_, stream_.handle());
-  });
-}
-
-void NcclCommunicator::all_gather(std::byte* row, const std::vector<std::size_t>& bytes,
-                                  void* caller, const Done& done) {
-  const std::size_t total = std::reduce(bytes.begin(), bytes.end());
-  const auto what = [total] { return of_bytes("all-gather", total); };
-  run(what, caller, done, [&] {
-    if (equal(bytes)) {
-      const std::size_t own = bytes[static_cast<std::size_t>(rank_)];
-      return library_->all_gather(row + static_cast<std::size_t>(rank_) * own, row, own,
-                                  NcclType::kUint8, comm_, stream_.handle());
-    }
-    NcclResult result = NcclResult::kSuccess;
-    std::byte* slice = row;
-    for (std::size_t root = 0; root < bytes.size() && fine(result); slice += bytes[root++]) {
-      if (bytes[root] == 0) continue;
-      result = library_->broadcast(slice, slice, bytes[root], NcclType::kUint8,
-                                   static_cast<int>(root), comm_, stream_.handle());
-    }
-    return result;
-  });
-}
-
-void NcclCommunicator::reduce_scatter(const std::byte* row, const std::vector<std::size_t>& counts,
-                                      std::size_t element, NcclType type, std::byte* out,
-                                      void* caller, const Done& done) {
-  const std::size_t total = element * std::reduce(counts.begin(), counts.end());
-  const auto what = [total] { return of_bytes("reduce-scatter", total); };
-  run(what, caller, done, [&] {
-    if (equal(counts)) {
-      return library_->reduce_scatter(row, out, counts[0], type, NcclOp::kSum, comm_,
-                                      stream_.handle());
-    }
-    NcclResult result = NcclResult::kSuccess;
-    const std::byte* slice = row;
-    for (std::size_t root = 0; root < counts.size() && fine(result);
-         slice += element * counts[root++]) {
-      if (counts[root] == 0) continue;
-      result =
-          library_->reduce(slice, static_cast<int>(root) == rank_ ? out : nullptr, counts[root],
-                           type, NcclOp::kSum, static_cast<int>(root), comm_, stream_.handle());
-    }
-    return result;
-  });
-}
 
 void NcclCommunicator::wait(const Done& done, void* caller) {
   const std::lock_guard lock(mutex_);
@@ -251,9 +118,9 @@ void NcclCommunicator::issue() {
 
 void NcclCommunicator::require_sound(const Describe& what) {
   if (aborted_ || comm_ == nullptr) {
-    throw NcclError(NcclError::Fault::kOtherRank, "NCCL: rank " + std::to_string(rank_) + " of " +
-                                                      std::to_string(size_) + ": " + what() +
-                                                      ": the group was ended before");
+    throw GroupError(GroupError::Fault::kOtherRank, "NCCL: rank " + std::to_string(rank_) + " of " +
+                                                        std::to_string(size_) + ": " + what() +
+                                                        ": the group was ended before");
   }
   NcclResult state = NcclResult::kSuccess;
   const NcclResult asked = library_->comm_get_async_error(comm_, &state);
@@ -266,11 +133,12 @@ void NcclCommunicator::settle(NcclResult state, double seconds, const Describe& 
   while (state == NcclResult::kInProgress) {
     const Seconds elapsed = Clock::now() - began;
     if (aborted_) {
-      give_up(NcclError::Fault::kOtherRank, what() + ": ended, as this rank or another one failed");
+      give_up(GroupError::Fault::kOtherRank,
+              what() + ": ended, as this rank or another one failed");
     }
     if (elapsed.count() > seconds) {
-      give_up(NcclError::Fault::kTimeout, what() + ": not all ranks have come to it within " +
-                                              std::to_string(static_cast<long>(seconds)) + " s");
+      give_up(GroupError::Fault::kTimeout, what() + ": not all ranks have come to it within " +
+                                               std::to_string(static_cast<long>(seconds)) + " s");
     }
     // Mostly some ten microseconds; while others are still to come, as long as that takes.
     if (elapsed < std::chrono::microseconds(200)) {
@@ -292,11 +160,11 @@ void NcclCommunicator::fail(NcclResult result, const std::string& what) {
   give_up(fault_of(result), text);
 }
 
-void NcclCommunicator::give_up(NcclError::Fault fault, const std::string& what) {
+void NcclCommunicator::give_up(GroupError::Fault fault, const std::string& what) {
   aborted_ = true;
   end();
-  throw NcclError(fault, "NCCL " + version_text(library_->version()) + ": rank " +
-                             std::to_string(rank_) + " of " + std::to_string(size_) + ": " + what);
+  throw GroupError(fault, "NCCL " + version_text(library_->version()) + ": rank " +
+                              std::to_string(rank_) + " of " + std::to_string(size_) + ": " + what);
 }
 
 void NcclCommunicator::abort() {

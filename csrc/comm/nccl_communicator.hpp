@@ -14,32 +14,15 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "comm/nccl_driver.hpp"
+#include "comm/cuda_driver.hpp"
+#include "comm/device_message.hpp"
+#include "comm/group_error.hpp"
 #include "comm/nccl_library.hpp"
 
 namespace pydist::comm {
-
-// An operation failed; the communicator was aborted, here, so that nothing waits on the device.
-class NcclError : public std::runtime_error {
- public:
-  enum class Fault { kUsage, kOtherRank, kTimeout, kLibrary };
-
-  NcclError(Fault fault, const std::string& message) : std::runtime_error(message), fault_(fault) {}
-  Fault fault() const { return fault_; }
-
- private:
-  Fault fault_;
-};
-
-struct NcclMessage {
-  int peer;
-  std::byte* address;
-  std::size_t bytes;
-};
 
 // How long the host may wait, in seconds.
 struct NcclLimits {
@@ -63,10 +46,10 @@ class NcclCommunicator {
   const std::shared_ptr<const DeviceContext>& context() const { return context_; }
   void* stream() const { return stream_.handle(); }
 
-  // Each starts one operation behind what is on the stream `caller`; `done` will come behind it.
-  // Messages between two ranks match in the order in which both started them; a message of 0 bytes
-  // is none. Empty slices take part in nothing.
-  void exchange(const std::vector<NcclMessage>& sends, const std::vector<NcclMessage>& receives,
+  // Each (nccl_operations.cpp) starts one operation behind what is on the stream `caller`; `done`
+  // will come behind it. Messages between two ranks match in the order in which both started them;
+  // a message of 0 bytes is none. Empty slices take part in nothing.
+  void exchange(const std::vector<DeviceMessage>& sends, const std::vector<DeviceMessage>& receives,
                 int tag, void* caller, const Done& done);
   void broadcast(std::byte* address, std::size_t bytes, int root, void* caller, const Done& done);
   void all_reduce(std::byte* address, std::size_t count, NcclType type, NcclOp op, void* caller,
@@ -105,7 +88,7 @@ class NcclCommunicator {
   void settle(NcclResult state, double seconds, const Describe& what);
   void require_sound(const Describe& what);
   [[noreturn]] void fail(NcclResult result, const std::string& what);
-  [[noreturn]] void give_up(NcclError::Fault fault, const std::string& what);
+  [[noreturn]] void give_up(GroupError::Fault fault, const std::string& what);
   // Aborts the communicator, if there is one; a device that hangs is waited for with a limit.
   void end();
 

@@ -2,38 +2,9 @@
 
 #include <dlfcn.h>
 
-#include <utility>
+#include <stdexcept>
 
 namespace pydist::comm {
-
-DynamicLibrary::DynamicLibrary(std::string what, const std::string& loaded,
-                               const std::vector<std::string>& paths)
-    : what_(std::move(what)) {
-  // Never RTLD_GLOBAL: its symbols are nobody else's.
-  if (!loaded.empty()) {
-    handle_ = dlopen(loaded.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
-    path_ = loaded;
-  }
-  std::string tried;
-  for (const std::string& path : paths) {
-    if (handle_ != nullptr) break;
-    handle_ = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-    path_ = path;
-    // The linker's message begins with the path.
-    if (handle_ == nullptr) tried += (tried.empty() ? "" : "; ") + std::string(dlerror());
-  }
-  if (handle_ == nullptr) {
-    throw LibraryMissing(what_ + " can't be opened: " + (tried.empty() ? "no path given" : tried));
-  }
-}
-
-void* DynamicLibrary::address(const char* symbol) const {
-  void* found = dlsym(handle_, symbol);
-  if (found == nullptr) {
-    throw LibraryMissing(what_ + " (" + path_ + ") has no function " + symbol);
-  }
-  return found;
-}
 
 NcclLibrary::NcclLibrary(const std::vector<std::string>& paths, bool use_loaded)
     : library_("NCCL", use_loaded ? "libnccl.so.2" : "", paths) {

@@ -23,6 +23,7 @@ class C10dTransport(HostTransport):
     """One rank of a gloo process group."""
 
     name = "c10d"
+    concurrent = True
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, order: Sequence[int] | None = None

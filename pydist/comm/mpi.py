@@ -59,9 +59,9 @@ class MpiTransport(HostTransport):
         self._messages = self._comm.Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         self._owns_engine = engine is None
+        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         if engine is None:
-            threads = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-            engine = ProgressEngine.from_environment(partial(_poll, self._comm), threads)
+            engine = ProgressEngine.from_environment(partial(_poll, self._comm), self.concurrent)
         self._engine = engine
         self._sums = SliceSums(self._comm, engine)
         # Buffered sends that MPI has not finished: the requests, and the copy that they send.
@@ -85,7 +85,10 @@ class MpiTransport(HostTransport):
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
         while self._pending and MPI.Request.Testall(self._pending[0][0]):
             self._pending.popleft()
-        copy = tensor.clone()
+        self._post(tensor.clone(), dest, tag)
+
+    def _post(self, copy: Tensor, dest: int, tag: int) -> None:
+        """Send what is kept until MPI has it."""
         requests = [self._messages.Isend(part, dest, tag) for part in _parts(copy)]
         self._pending.append((requests, copy))
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.comm.handles import Channel, Work
 from pydist.comm.nccl_device import DeviceTransport
 from pydist.comm.nccl_place import Place, agree
-from pydist.comm.transport import ReduceOp, Transport
-from pydist.errors import NotSupported, UsageError
+from pydist.comm.routed import RoutedTransport
+from pydist.comm.transport import Transport
+from pydist.errors import UsageError
 
 CONNECT_SECONDS = 120.0
 """Within which all ranks have come to a new group, or those that have raise `RankLost`."""
@@ -26,7 +26,7 @@ ISSUE_SECONDS = 600.0
 _ABORT_SECONDS = 5.0
 
 
-class NcclTransport(Transport):
+class NcclTransport(RoutedTransport):
     """One rank of a group, on one CUDA device.
 
     Tensors of the device are carried by NCCL, in the order in which ranks start to: of two
@@ -39,6 +39,7 @@ class NcclTransport(Transport):
     """
 
     name = "nccl"
+    device: torch.device
 
     def __init__(self, host: Transport, place: Place, *, owns_host: bool = False) -> None:
         """Connect the devices of all ranks of a transport. Collective.
@@ -55,18 +56,19 @@ class NcclTransport(Transport):
         self._made: DeviceTransport | None = self._connect() if self.size > 1 else None
 
     @classmethod
-    def over(cls, host: Transport, local_rank: int) -> NcclTransport:
+    def over(cls, host: Transport, local_rank: int, name: str = "nccl") -> NcclTransport:
         """Choose this rank's device and connect it to those of the others. Collective.
 
         Args:
             host: connects all ranks of the job.
             local_rank: index among the ranks of this machine; chooses among its devices.
+            name: of the transport that stands on this one, for messages.
 
         Raises:
             NotSupported: a rank has no device or no NCCL; the same on all ranks.
             UsageError: ranks would share a device; the same on all ranks.
         """
-        return cls(host, agree(host, local_rank))
+        return cls(host, agree(host, local_rank, name))
 
     @property
     def _on_device(self) -> DeviceTransport:
@@ -92,35 +94,13 @@ class NcclTransport(Transport):
         return made
 
     def _of(self, tensors: Sequence[Tensor]) -> Transport:
-        """What carries these."""
         kinds = {each.device.type for each in tensors}
         if len(kinds) > 1:
             raise UsageError("tensors of one call lie in host memory and on a CUDA device")
         return self._on_device if "cuda" in kinds else self.host
 
-    def _check(self, call: str, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu" and tensor.device != self.device:
-            raise NotSupported(
-                f"{call}: tensor on {tensor.device}; rank {self.rank} works on {self.device}"
-            )
-        self._check_elements(call, tensor)
-
     def _subgroup(self, members: Sequence[int]) -> NcclTransport:
         return NcclTransport(self.host._subgroup(members), self._place, owns_host=True)
-
-    def _channel(
-        self,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        tag: int,
-    ) -> Channel:
-        return self._of([each for _, each in (*sends, *recvs)])._channel(sends, recvs, tag)
-
-    def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
-        self._of([tensor])._send(tensor, dest, tag)
-
-    def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
-        self._of([tensor])._recv(tensor, source, tag)
 
     def _barrier(self) -> None:
         # Comes before files are written: a place to see whether what they will hold is right.
@@ -129,33 +109,6 @@ class NcclTransport(Transport):
         for each in made if self._owns_host else self._place.groups:
             each.check_order()
         self.host._barrier()
-
-    def _broadcast(self, tensor: Tensor, root: int) -> None:
-        self._of([tensor])._broadcast(tensor, root)
-
-    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
-        return self._of([tensor])._gather(tensor, root)
-
-    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
-        self._of([out, *(tensors or ())])._scatter(tensors, out, root)
-
-    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        self._of([tensor])._all_gather(tensor, out)
-
-    def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
-        return self._of([tensor, out])._all_gather_async(tensor, parts, out)
-
-    def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
-        return self._of([*inputs, *outputs])._all_to_all_async(inputs, outputs)
-
-    def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
-        return self._of([*parts, out])._reduce_scatter_async(parts, out, divisor)
-
-    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        self._of([tensor])._all_reduce(tensor, op)
-
-    def _all_reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
-        return self._of([tensor])._all_reduce_async(tensor, op)
 
     def progress(self) -> None:
         """See `Transport.progress`; NCCL needs none."""

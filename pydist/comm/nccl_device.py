@@ -92,7 +92,7 @@ class DeviceTransport(HostTransport):
     def _exchange_async(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
     ) -> Work:
-        ticket = self._group.exchange(_messages(sends), _messages(recvs), self.queue())
+        ticket = self._group.exchange(as_messages(sends), as_messages(recvs), self.queue())
         return NcclWork(self, ticket, [each for _, each in (*sends, *recvs)])
 
     def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
@@ -224,7 +224,9 @@ class NcclChannel(Channel):
         for each in self._buffers:
             transport.keep(each)
         # NCCL matches by order; the tag is for `check_order`.
-        self._native = native.NcclChannel(transport._group, _messages(sends), _messages(recvs), tag)
+        self._native = native.NcclChannel(
+            transport._group, as_messages(sends), as_messages(recvs), tag
+        )
 
     def start(self) -> None:
         """See `Channel.start`."""
@@ -235,7 +237,8 @@ class NcclChannel(Channel):
         self._native.wait(self._transport.queue())
 
 
-def _messages(pairs: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
+def as_messages(pairs: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
+    """Peer, address and bytes of each buffer."""
     return [(peer, each.data_ptr(), each.nbytes) for peer, each in pairs]
 
 

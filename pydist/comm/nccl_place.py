@@ -79,13 +79,21 @@ def _wheel_paths() -> list[str]:
     return [str(path) for path in paths if path.exists()]
 
 
-def missing() -> str:
-    """What this process lacks for NCCL, as one line; "" if nothing."""
+def device_missing() -> str:
+    """What this process lacks to compute on a device, as one line; "" if nothing."""
     if not torch.cuda.is_available():
         built = f"torch {torch.__version__}"
         return f"{built} has no CUDA" if torch.version.cuda is None else f"{built} sees no GPU"
     if not native.has_cuda:
         return "pydist was built without CUDA kernels (install it where nvcc is found)"
+    return ""
+
+
+def missing() -> str:
+    """What this process lacks for NCCL, as one line; "" if nothing."""
+    lacks = device_missing()
+    if lacks:
+        return lacks
     try:
         open_nccl()
         native.CudaDriver()
@@ -94,27 +102,28 @@ def missing() -> str:
     return ""
 
 
-def refusal(reason: str) -> NotSupported:
+def refusal(reason: str, transport: str = "nccl") -> NotSupported:
     """Says why there is no NCCL, and what there is."""
     return NotSupported(
-        f"transport 'nccl' carries device memory: {reason}; use 'mpi' or 'c10d', which carry host"
-        " memory"
+        f"transport '{transport}' carries device memory: {reason}; use 'mpi' or 'c10d', which carry"
+        " host memory"
     )
 
 
-def agree(host: Transport, local_rank: int) -> Place:
+def agree(host: Transport, local_rank: int, transport: str) -> Place:
     """Find this rank's device, and check that all ranks have one. Collective over `host`.
 
     Args:
         host: connects all ranks.
         local_rank: index among the ranks of this machine.
+        transport: for which; messages name it.
 
     Raises:
         NotSupported: a rank has no device or no NCCL.
         UsageError: ranks would share a device, or have different versions of NCCL.
     """
     rows = host.all_gather_bytes(json.dumps(asdict(_look(local_rank))).encode())
-    check([Found(**json.loads(row)) for row in rows], os.environ)
+    check([Found(**json.loads(row)) for row in rows], os.environ, transport)
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return Place(open_nccl(), native.CudaDriver(), device)
@@ -129,17 +138,18 @@ def _look(local_rank: int) -> Found:
     return Found("", socket.gethostname(), gpus, str(uuid), open_nccl().version)
 
 
-def check(found: Sequence[Found], environment: Mapping[str, str]) -> None:
+def check(found: Sequence[Found], environment: Mapping[str, str], transport: str = "nccl") -> None:
     """Refuses what NCCL can't connect; the same on all ranks, as all have the same list.
 
     Args:
         found: what each rank has found, in rank order.
         environment: that of the process.
+        transport: for which; messages name it.
     """
     for rank, each in enumerate(found):
         if each.missing:
             where = f"rank {rank} on {each.machine}: " if len(found) > 1 else ""
-            raise refusal(where + each.missing)
+            raise refusal(where + each.missing, transport)
     versions = sorted({each.version for each in found})
     if len({version // 100 for version in versions}) > 1:
         raise UsageError(f"ranks have different versions of NCCL: {versions}; they need the same")

@@ -4,9 +4,9 @@ The public methods check their arguments and treat the trivial cases (one rank, 
 operations) once, here; a transport implements the methods with a leading underscore. All tensors
 are contiguous and lie in host memory, and every rank of a collective passes the same dtype and
 count. Collectives match by the order in which each rank calls them, point-to-point messages by
-(sender, receiver, tag) in the order in which they were sent. Only `nccl` takes tensors of a CUDA
-device as well; there "complete" means that what the caller puts on its current stream from then on
-comes behind.
+(sender, receiver, tag) in the order in which they were sent. Only `nccl`, `ipc` and `cuda-mpi` take
+tensors of a CUDA device as well; there "complete" means that what the caller puts on its current
+stream from then on comes behind.
 
 Results are bit-identical on all ranks of the transport: replicas that diverge in the last bit
 diverge for good. float16 and bfloat16 are summed in float32 and rounded once.
@@ -60,6 +60,9 @@ class Transport(ABC):
             the next exchange calls it before it starts.
         watcher: is told of every exchanger that starts here, and of every tensor that is reduced
             or collected.
+        concurrent: whether threads of a rank may call it at once; else they take turns.
+        device: the CUDA device whose tensors it takes as well as those of host memory; None for
+            most.
     """
 
     name: ClassVar[str]
@@ -67,6 +70,8 @@ class Transport(ABC):
     size: int
     unfinished: Callable[[], None] | None = None
     watcher: Callable[[Exchanger | Tensor], None] | None = None
+    concurrent: bool = False
+    device: torch.device | None = None
 
     def _tell(self, tensor: Tensor) -> None:
         if self.watcher is not None:
@@ -444,10 +449,11 @@ class Transport(ABC):
     # -- checks -----------------------------------------------------------------------------
 
     def _check(self, call: str, tensor: Tensor) -> None:
-        if tensor.device.type != "cpu":
-            raise NotSupported(
-                f"{call}: tensor on {tensor.device}; transport '{self.name}' carries host memory"
-            )
+        if tensor.device.type != "cpu" and tensor.device != self.device:
+            where = f"rank {self.rank} works on {self.device}"
+            if self.device is None:
+                where = f"transport '{self.name}' carries host memory"
+            raise NotSupported(f"{call}: tensor on {tensor.device}; {where}")
         self._check_elements(call, tensor)
 
     @staticmethod

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_DEVICE_TRANSPORTS = ("nccl",)
+_DEVICE_TRANSPORTS = ("nccl", "ipc", "cuda-mpi")
 """Those that carry the memory of CUDA devices."""
 
 
@@ -54,6 +54,13 @@ def host_transport(mesh: Mesh) -> str | None:
     if mesh.size == 1 or mesh.world.name in _DEVICE_TRANSPORTS:
         return None
     return f"transport '{mesh.world.name}' carries host memory"
+
+
+def waiting_transport(mesh: Mesh) -> str | None:
+    """Says so if ranks wait on the host for their exchanges, or these travel through its memory."""
+    if mesh.size > 1 and mesh.world.name == "cuda-mpi":
+        return f"the host waits in transport '{mesh.world.name}'"
+    return host_transport(mesh)
 
 
 @contextmanager

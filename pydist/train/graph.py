@@ -22,7 +22,7 @@ from torch.torch_version import TorchVersion
 from pydist.errors import PydistError, RankFailed, RankLost, UsageError
 from pydist.train.agree import any_rank
 from pydist.train.captured import CapturedStep
-from pydist.train.device import host_transport
+from pydist.train.device import waiting_transport
 from pydist.train.step import TrainStep
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def obstacle(step: TrainStep) -> str | None:
     mesh, state = step.mesh, step.state
     if step.device.type != "cuda":
         return f"the step runs on the {step.device.type.upper()}"
-    transport = host_transport(mesh)
+    transport = waiting_transport(mesh)
     if transport is not None:
         return transport
     if mesh.timers.recorder is not None:

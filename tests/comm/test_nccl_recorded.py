@@ -6,12 +6,11 @@ import shutil
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from recorder import RecordedTransport, Recorder, build
+from recorder import RecordedTransport, Recorder
 from transport_contract import CHECKS, Check
 
 from pydist import _native as native
@@ -20,21 +19,6 @@ from pydist.comm.exchanger import Exchanger
 from pydist.comm.nccl_device import DeviceTransport
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost, UsageError
 from pydist.partition import Box
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Recorder:
-    return Recorder(build(tmp_path_factory.mktemp("recorder")))
-
-
-@pytest.fixture
-def recorder(built: Recorder) -> Iterator[Recorder]:
-    built.notes()
-    yield built
-    built.delay(0)
-    built.capture(False)
-    built.abort_takes(0)
-    built.version(23203)
 
 
 def run(recorder: Recorder, function, size: int):

@@ -10,13 +10,17 @@ import os
 
 import pytest
 import torch
+from device_exchanges import (
+    DTYPES,
+    a_step_with_an_exchange_is_captured_and_replayed,
+    halos_on_a_stream_of_the_caller,
+    started_exchanges_do_not_hold_the_host,
+)
 from transport_contract import CHECKS, Check
 
 from pydist.comm import Transport
-from pydist.comm.exchanger import Exchanger
 from pydist.comm.nccl_place import SHARE, missing
 from pydist.errors import PydistError, UsageError
-from pydist.partition import Box
 from pydist.runtime import connect
 
 # Only where there is something to run does a job of two ranks start.
@@ -46,77 +50,18 @@ def test_contract_in_host_memory(check: Check, devices: Transport) -> None:
     check(devices)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_halos_on_a_stream_of_the_caller(devices: Transport, dtype, channels_last: bool) -> None:
-    size, width = devices.size, 32
-    owned = [Box((0, 0, width * r, 0, 0), (1, 3, width * (r + 1), 40, 40)) for r in range(size)]
-    needed = [
-        [
-            Box(
-                (0, 0, max(0, width * r - 2), 0, 0),
-                (1, 3, min(width * size, width * r + 34), 40, 40),
-            )
-        ]
-        for r in range(size)
-    ]
-    exchanger = Exchanger(devices, owned, needed, channels_last=channels_last)
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(1, 3, width * size, 40, 40, generator=generator).to(dtype)
-    lo, hi = (needed[devices.rank][0].lo[2], needed[devices.rank][0].hi[2])
-    own = whole[:, :, width * devices.rank : width * (devices.rank + 1)]
-    stream = torch.cuda.Stream(devices.device)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        for round_ in range(4):
-            # Busy first, so that what is packed is late on the device.
-            busy = torch.randn(2000, 2000, device=devices.device)
-            for _ in range(10):
-                busy = busy @ busy / 2000
-            local = own.to(devices.device, non_blocking=True) + round_
-            slots = exchanger.empty_slots(local)
-            exchanger.gather(local, slots)
-            expected = whole[:, :, lo:hi].to(devices.device) + round_
-            assert torch.equal(slots[0], expected)
+    halos_on_a_stream_of_the_caller(devices, dtype, channels_last)
 
 
 def test_started_exchanges_do_not_hold_the_host(devices: Transport) -> None:
-    peer = 1 - devices.rank
-    sent = torch.full((1 << 20,), float(devices.rank), device=devices.device)
-    received = torch.empty_like(sent)
-    channel = devices.channel([(peer, sent)], [(peer, received)], 5)
-    channel.start()
-    channel.wait()  # connected
-    devices.barrier()
-    torch.cuda._sleep(1_000_000_000)  # cycles, before what is sent is ready
-    before = torch.cuda.Event()
-    before.record()
-    channel.start()
-    channel.wait()
-    assert not before.query()
-    assert torch.equal(received, torch.full_like(received, float(peer)))
+    started_exchanges_do_not_hold_the_host(devices)
 
 
 def test_a_step_with_an_exchange_is_captured_and_replayed(devices: Transport) -> None:
-    peer = 1 - devices.rank
-    source, sent, received, result = (torch.zeros(1 << 12, device=devices.device) for _ in range(4))
-    channel = devices.channel([(peer, sent)], [(peer, received)], 6)
-
-    def step() -> None:
-        sent.copy_(source)
-        channel.start()
-        channel.wait()
-        result.copy_(received * 2)
-
-    step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        step()
-    for value in range(3):
-        source.fill_(value + devices.rank)
-        graph.replay()
-        assert torch.equal(result, torch.full_like(result, 2.0 * (value + peer)))
+    a_step_with_an_exchange_is_captured_and_replayed(devices)
 
 
 def test_a_group_closes_when_the_graph_with_its_operations_is_gone(devices: Transport) -> None:

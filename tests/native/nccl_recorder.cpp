@@ -1,12 +1,6 @@
-// A recorder: a shared library with the names of NCCL and of the CUDA driver. It is not NCCL and
-// proves nothing about it. It runs what pydist puts on streams, on host memory, and writes down the
-// calls, so that their order, their matching over ranks (here threads) and their errors are tested
-// where there is no device.
-//
-// A stream is a thread with a queue; the stream 0 is the calling thread itself, so that what a test
-// computes on tensors in host memory is "on the stream of the caller". As in NCCL with
-// communicators that do not block, a thread puts a group on its stream some time after
-// ncclGroupEnd: an event recorded too early does not cover it.
+// The recorder's NCCL; driver_recorder.cpp is its CUDA driver, and says what a recorder is. Ranks
+// are threads. As in NCCL with communicators that do not block, a thread puts a group on its stream
+// some time after ncclGroupEnd: an event recorded too early does not cover it.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
@@ -19,6 +13,7 @@
 #include <vector>
 
 #include "comm/nccl_abi.hpp"
+#include "driver_recorder_memory.hpp"
 #include "nccl_recorder_hub.hpp"
 #include "nccl_recorder_streams.hpp"
 
@@ -30,7 +25,6 @@ using namespace recorder;
 namespace {
 
 int version_shown = 23203;
-std::atomic<int> capturing = 0;  // what every stream says of itself
 std::atomic<long> abort_us = 0;  // that an abort takes
 int failing_send = 0;            // the result of the next ncclSend, if not 0
 
@@ -55,96 +49,15 @@ NcclResult add(NcclComm* comm, Stream* stream, const Call& call, const char* nam
 const std::byte* in(const void* p) { return static_cast<const std::byte*>(p); }
 std::byte* out(void* p) { return static_cast<std::byte*>(p); }
 
-using EventHandle = std::shared_ptr<Event>*;
-
 }  // namespace
-
-#define EXPORT extern "C" __attribute__((visibility("default")))
 
 // -- for tests --------------------------------------------------------------------------------
 
-EXPORT const char* recorder_notes() {
-  static thread_local std::string copy;
-  const std::lock_guard lock(noting);
-  copy = std::exchange(notes, "");
-  return copy.c_str();
-}
 EXPORT void recorder_version(int version) { version_shown = version; }
-EXPORT void recorder_delay(long microseconds) { delay_us = microseconds; }
-EXPORT void recorder_capture(int status) { capturing = status; }
 EXPORT void recorder_abort_takes(long microseconds) { abort_us = microseconds; }
 EXPORT void recorder_fail_next_send(int result, const char* why) {
   failing_send = result;
   last_error = why;
-}
-
-// -- the driver -------------------------------------------------------------------------------
-
-EXPORT int cuGetErrorName(int, const char** name) {
-  *name = "CUDA_ERROR_RECORDED";
-  return 0;
-}
-EXPORT int cuDeviceGet(int* device, int ordinal) {
-  return *device = ordinal, ordinal == 0 ? 0 : 101;
-}
-EXPORT int cuDevicePrimaryCtxRetain(void** context, int) { return *context = &hubs, 0; }
-EXPORT int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
-EXPORT int cuCtxPushCurrent_v2(void*) { return 0; }
-EXPORT int cuCtxPopCurrent_v2(void**) { return 0; }
-EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
-  return *least = 0, *greatest = -5, 0;
-}
-EXPORT int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
-  static std::atomic<int> count = 0;
-  auto* made = new Stream(count++);
-  note("create " + name_of(made) + " flags " + std::to_string(flags) + " priority " +
-       std::to_string(priority));
-  return *stream = made, 0;
-}
-EXPORT int cuStreamIsCapturing(void*, int* status) { return *status = capturing, 0; }
-EXPORT int cuEventCreate(void** event, unsigned) {
-  static std::atomic<int> count = 0;
-  auto made = std::make_shared<Event>();
-  made->number = count++;
-  return *event = new std::shared_ptr<Event>(made), 0;
-}
-EXPORT int cuEventDestroy_v2(void* event) { return delete static_cast<EventHandle>(event), 0; }
-EXPORT int cuEventRecord(void* handle, void* where) {
-  const std::shared_ptr<Event> event = *static_cast<EventHandle>(handle);
-  auto* stream = static_cast<Stream*>(where);
-  note("record " + name_of(stream));
-  long count = 0;
-  {
-    const std::lock_guard lock(event->mutex);
-    count = ++event->recorded;
-  }
-  if (stream == nullptr) {
-    event->complete(count);
-  } else {
-    stream->put([event, count] { event->complete(count); });
-  }
-  return 0;
-}
-EXPORT int cuStreamWaitEvent(void* where, void* handle, unsigned) {
-  const std::shared_ptr<Event> event = *static_cast<EventHandle>(handle);
-  auto* stream = static_cast<Stream*>(where);
-  note("wait " + name_of(stream));
-  long count = 0;
-  {
-    const std::lock_guard lock(event->mutex);
-    count = event->recorded;
-  }
-  if (stream == nullptr) {
-    event->await(count);
-  } else {
-    stream->put([event, count] { event->await(count); });
-  }
-  return 0;
-}
-EXPORT int cuEventQuery(void* handle) {
-  Event& event = **static_cast<EventHandle>(handle);
-  const std::lock_guard lock(event.mutex);
-  return event.completed >= event.recorded ? 0 : 600;
 }
 
 // -- NCCL -------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-// The recorder's streams and events, and its notes; see nccl_recorder.cpp.
+// The recorder's streams and events, and its notes; see driver_recorder.cpp.
 #pragma once
 
 #include <algorithm>

@@ -156,7 +156,7 @@ TEST(Nccl, AnAbortEndsAnExchangeThatNobodyAnswers) {
             group.wait(done, nullptr);
           }
         },
-        NcclError);
+        GroupError);
   });
 }
 
@@ -164,8 +164,8 @@ TEST(Nccl, AConnectionHasATimeLimit) {
   try {
     const NcclCommunicator group(library(), driver(), library()->unique_id(), 0, 2, 0, {0.02, 1});
     FAIL();
-  } catch (const NcclError& error) {
-    EXPECT_EQ(error.fault(), NcclError::Fault::kTimeout);
+  } catch (const GroupError& error) {
+    EXPECT_EQ(error.fault(), GroupError::Fault::kTimeout);
   }
 }
 

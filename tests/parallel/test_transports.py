@@ -1,4 +1,8 @@
-"""Ranks as processes: the contract over mpi (Open MPI, MPICH) and c10d (gloo)."""
+"""Ranks as processes: the contract over mpi (Open MPI, MPICH) and c10d (gloo).
+
+No MPI here takes device memory. So for `cuda-mpi` the libraries are asked whether they do, and the
+data path is tested on host memory.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,8 @@ import torch
 import torch.distributed as dist
 from transport_contract import CHECKS, Check
 
-from pydist.comm import Transport
-from pydist.errors import UsageError
+from pydist.comm import Transport, nccl_place
+from pydist.errors import NotSupported, UsageError
 from pydist.runtime import connect
 
 pytestmark = pytest.mark.ranks(3, mpi=("openmpi", "mpich", "gloo"))
@@ -68,3 +72,62 @@ def test_c10d_and_local_under_any_launcher(world: Transport) -> None:
     c10d.barrier()
     local = connect("local")
     assert (local.rank, local.size) == (0, 1)
+
+
+@pytest.fixture(scope="module")
+def cuda_mpi(world: Transport) -> Iterator[Transport]:
+    """Takes host memory for that of a device."""
+    if world.name != "mpi":
+        pytest.skip("only of MPI there is one that takes device memory")
+    from late_mpi import OnHostMemory
+
+    transport = OnHostMemory()
+    yield transport
+    transport.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract_of_cuda_mpi(check: Check, cuda_mpi: Transport) -> None:
+    check(cuda_mpi)
+
+
+@pytest.mark.usefixtures("cuda_mpi")
+def test_every_call_of_cuda_mpi_waits_for_the_stream(cuda_mpi: Transport) -> None:
+    from late_mpi import every_call_waits_for_the_stream
+
+    every_call_waits_for_the_stream(cuda_mpi)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("cuda_mpi")
+def test_a_library_that_is_not_cuda_aware_is_refused() -> None:
+    from pydist.comm import cuda_aware
+
+    if cuda_aware.query() == 1:
+        pytest.skip("this one is CUDA-aware")
+    reason = r"(Open MPI|MPICH) v?[\d.]+ is not CUDA-aware \(MPIX_Query_cuda_support gives 0\)"
+    with pytest.raises(NotSupported, match=f"'cuda-mpi' .*: rank 0 on .*: {reason}; use 'nccl'"):
+        connect("cuda-mpi")
+
+
+@pytest.mark.usefixtures("cuda_mpi")
+def test_what_a_library_says_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pydist.comm import cuda_aware
+
+    for kinds, answer, reason in (
+        ("mpi,system,cuda:device", None, ""),
+        ("mpi,system", 1, ""),
+        ("mpi,system", 0, "is not CUDA-aware"),
+        ("", None, "does not say that it is CUDA-aware"),
+        ("rocm,cudart", None, "does not say that it is CUDA-aware"),
+    ):
+        monkeypatch.setattr(cuda_aware, "memory_kinds", lambda kinds=kinds: kinds)
+        monkeypatch.setattr(cuda_aware, "query", lambda answer=answer: answer)
+        assert reason in cuda_aware.missing()
+        assert bool(reason) == bool(cuda_aware.missing())
+
+
+@pytest.mark.skipif(nccl_place.device_missing() == "", reason="there is a GPU")
+def test_cuda_names_all_that_is_missing(world: Transport) -> None:
+    second = "; transport 'cuda-mpi' carries" if world.name == "mpi" else ""
+    with pytest.raises(NotSupported, match=f"transport 'nccl' carries .*host memory{second}"):
+        connect("cuda")

@@ -1,7 +1,7 @@
-"""NCCL's place taken by a recorder (tests/native/nccl_recorder.cpp), on host memory.
+"""NCCL's and the CUDA driver's place taken by a recorder (tests/native/driver_recorder.cpp).
 
 It shows what pydist puts on streams, in which order, and that this carries the right numbers if
-NCCL and CUDA do what they promise. It says nothing about NCCL itself: that is for tests/gpu.
+NCCL and CUDA do what they promise. It says nothing about them themselves: that is for tests/gpu.
 """
 
 from __future__ import annotations
@@ -10,12 +10,17 @@ import ctypes
 import shutil
 import subprocess
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import torch
+from torch import Tensor
 
 from pydist import _native as native
-from pydist.comm import LocalTransport, Transport
+from pydist.comm import LocalTransport, Transport, run_local
+from pydist.comm.ipc import IpcTransport
+from pydist.comm.ipc_channel import IpcLinks
+from pydist.comm.ipc_place import IpcPlace, agree
 from pydist.comm.nccl import NcclTransport
 from pydist.comm.nccl_device import DeviceTransport
 from pydist.comm.nccl_place import Place
@@ -30,9 +35,10 @@ def build(folder: Path) -> Path:
     if compiler is None:
         pytest.skip("no C++ compiler for the recorder")
     library = folder / "librecorder.so"
-    source = ROOT / "tests" / "native" / "nccl_recorder.cpp"
+    native_tests = ROOT / "tests" / "native"
+    sources = [str(native_tests / f"{name}_recorder.cpp") for name in ("driver", "nccl")]
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([*command, str(source), "-o", str(library)], check=True, timeout=100)
+    subprocess.run([*command, *sources, "-o", str(library)], check=True, timeout=100)
     return library
 
 
@@ -67,6 +73,16 @@ class Recorder:
     def abort_takes(self, seconds: float) -> None:
         """Makes an abort return late."""
         self._calls.recorder_abort_takes(int(seconds * 1e6))
+
+    def fail_next_copy(self, status: int) -> None:
+        self._calls.recorder_fail_next_copy(status)
+
+    def fail_next_map(self, status: int) -> None:
+        self._calls.recorder_fail_next_map(status)
+
+    def blocks(self) -> int:
+        """Allocations of this process."""
+        return self._calls.recorder_blocks()
 
     def fail_next_send(self, result: int, why: str) -> None:
         self._calls.recorder_fail_next_send(result, why.encode())
@@ -106,3 +122,85 @@ class RecordedTransport(NcclTransport):
 
     def _subgroup(self, members) -> RecordedTransport:
         return RecordedTransport(self.host._subgroup(members), self._place, owns_host=True)
+
+
+BLOCK_BYTES = 1 << 16
+"""Small: some messages of the contract are longer."""
+
+
+class LinksOnHostMemory(IpcLinks):
+    """Its stream 0 is the calling thread itself."""
+
+    def queue(self) -> int:
+        return 0
+
+    def capturing(self) -> bool:
+        return False
+
+
+_offers: dict[object, Queue[Tensor]] = {}
+
+
+class ThreadOffers:
+    """Carries offers between threads: their hub takes one call of a rank at a time."""
+
+    def __init__(self, host: LocalTransport) -> None:
+        self.rank, self.size, self.close = host.rank, host.size, host.close
+        self._group = (host._hub, host._group)
+
+    def _box(self, source: int, dest: int, tag: int) -> Queue[Tensor]:
+        return _offers.setdefault((self._group, source, dest, tag), Queue())
+
+    def send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        self._box(self.rank, dest, tag).put(tensor.clone())
+
+    def recv(self, tensor: Tensor, source: int, tag: int) -> None:
+        tensor.copy_(self._box(source, self.rank, tag).get())
+
+
+class RecordedIpc(IpcTransport):
+    """Channels of host memory go where those of a device would."""
+
+    seconds = 20.0
+
+    @classmethod
+    def among_threads(
+        cls, recorder: Recorder, base: Transport, far: frozenset[int] = frozenset()
+    ) -> RecordedIpc:
+        """Over ranks of one process, whose memory CUDA itself would not map."""
+        near = frozenset(range(base.size)) - {base.rank}
+        if base.rank in far:
+            near = frozenset()
+        place = IpcPlace(native.IpcMemory(recorder.driver, 0, BLOCK_BYTES), near - far)
+        return cls(base, place, sorted(place.near), world=True)
+
+    @classmethod
+    def among_processes(cls, recorder: Recorder, base: Transport) -> RecordedIpc:
+        """Over ranks that find each other as they would with devices."""
+        place = agree(base, recorder.driver, 0, BLOCK_BYTES)
+        return cls(base, place, sorted(place.near), world=True)
+
+    def _on_device(self, tensors) -> bool:
+        return True
+
+    def _link(self, offers: Transport) -> IpcLinks:
+        group = native.IpcGroup(self._place.memory, self.rank, self.size)
+        carrier = ThreadOffers(offers) if isinstance(offers, LocalTransport) else offers
+        return LinksOnHostMemory(group, carrier, CPU, self.seconds)
+
+
+def run_ipc(recorder: Recorder, function, size: int, far: frozenset[int] = frozenset()):
+    """Calls it on ranks that are threads; some may be out of reach."""
+
+    def body(host):
+        transport = RecordedIpc.among_threads(recorder, host, far)
+        result = function(transport)
+        transport.close()
+        transport.close()
+        return result
+
+    before = recorder.blocks()
+    results = run_local(body, size)
+    assert recorder.blocks() == before
+    assert not [line for line in recorder.notes() if "mismatch" in line]
+    return results

@@ -55,6 +55,7 @@ SHARED = SimpleNamespace(param_groups=[{"fused": True}])
     [
         ({"device": "cpu"}, "the step runs on the CPU"),
         ({"world": "mpi"}, "transport 'mpi' carries host memory"),
+        ({"world": "cuda-mpi"}, "the host waits in transport 'cuda-mpi'"),
         ({"recorder": object()}, "the step is being profiled"),
         ({"dataset": Shapes(8, 16, 8)}, "samples have 2 different shapes"),
         ({"optimizer": SGD([torch.zeros(1)], 0.1)}, "without fused=True"),
@@ -65,7 +66,7 @@ def test_what_is_in_the_way_is_named(given, reason):
     assert reason in graph.obstacle(step_on(**given))
 
 
-@pytest.mark.parametrize("given", [{}, {"amp": "fp16"}, {"amp": "bf16"}, {"world": "nccl"}])
+@pytest.mark.parametrize("given", [{}, {"amp": "fp16"}, {"amp": "bf16"}, {"world": "ipc"}])
 def test_nothing_is_in_the_way_of_a_plain_step_on_a_device(given):
     assert graph.obstacle(step_on(**given)) is None
 

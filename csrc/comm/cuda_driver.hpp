@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "comm/nccl_library.hpp"
+#include "comm/dynamic_library.hpp"
 
 namespace pydist::comm {
 
@@ -23,6 +23,8 @@ class CudaDriver {
   explicit CudaDriver(const std::string& path);
 
   void check(int status, const char* what) const;
+  // Where further entry points are found.
+  const DynamicLibrary& library() const { return library_; }
 
   static constexpr int kSuccess = 0, kNotReady = 600;
 
@@ -67,6 +69,7 @@ class DeviceContext {
 
   const CudaDriver& driver() const { return *driver_; }
   void* handle() const { return context_; }
+  int device() const { return device_; }  // a CUdevice
 
  private:
   std::shared_ptr<const CudaDriver> driver_;

@@ -1,4 +1,4 @@
-#include "comm/nccl_driver.hpp"
+#include "comm/cuda_driver.hpp"
 
 #include <map>
 #include <mutex>

@@ -1,0 +1,185 @@
+// A recorder: a shared library with the names of the CUDA driver and (nccl_recorder.cpp) of NCCL.
+// It is neither and proves nothing about them. It runs what pydist puts on streams, on host memory,
+// and writes down the calls, so that their order, their matching over ranks and their errors are
+// tested where there is no device.
+//
+// A stream is a thread with a queue; the stream 0 is the calling thread itself, so that what a test
+// computes on tensors in host memory is "on the stream of the caller". Memory of the device is
+// memory that other processes can map (driver_recorder_memory.hpp): there, ranks are threads or
+// processes.
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "driver_recorder_memory.hpp"
+#include "nccl_recorder_streams.hpp"
+
+using namespace recorder;
+
+namespace {
+
+using EventHandle = std::shared_ptr<Event>*;
+using Address = std::uint64_t;
+
+std::atomic<int> capturing = 0;     // what every stream says of itself
+std::atomic<int> failing_copy = 0;  // the status of the next copy, if not 0
+std::atomic<int> failing_map = 0;
+
+template <class T>
+T* at(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+// -- for tests --------------------------------------------------------------------------------
+
+EXPORT const char* recorder_notes() {
+  static thread_local std::string copy;
+  const std::lock_guard lock(noting);
+  copy = std::exchange(notes, "");
+  return copy.c_str();
+}
+EXPORT void recorder_delay(long microseconds) { delay_us = microseconds; }
+EXPORT void recorder_capture(int status) { capturing = status; }
+EXPORT void recorder_fail_next_copy(int status) { failing_copy = status; }
+EXPORT void recorder_fail_next_map(int status) { failing_map = status; }
+EXPORT int recorder_blocks() { return memory().blocks(); }
+
+// -- streams and events -------------------------------------------------------------------------
+
+EXPORT int cuGetErrorName(int, const char** name) {
+  *name = "CUDA_ERROR_RECORDED";
+  return 0;
+}
+EXPORT int cuDeviceGet(int* device, int ordinal) {
+  return *device = ordinal, ordinal == 0 ? 0 : 101;
+}
+EXPORT int cuDevicePrimaryCtxRetain(void** context, int) {
+  static char place;  // of this copy of the recorder, unlike what headers have
+  return *context = &place, 0;
+}
+EXPORT int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
+EXPORT int cuCtxPushCurrent_v2(void*) { return 0; }
+EXPORT int cuCtxPopCurrent_v2(void**) { return 0; }
+EXPORT int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  return *least = 0, *greatest = -5, 0;
+}
+EXPORT int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
+  static std::atomic<int> count = 0;
+  auto* made = new Stream(count++);
+  note("create " + name_of(made) + " flags " + std::to_string(flags) + " priority " +
+       std::to_string(priority));
+  return *stream = made, 0;
+}
+EXPORT int cuStreamIsCapturing(void*, int* status) { return *status = capturing, 0; }
+EXPORT int cuEventCreate(void** event, unsigned) {
+  static std::atomic<int> count = 0;
+  auto made = std::make_shared<Event>();
+  made->number = count++;
+  return *event = new std::shared_ptr<Event>(made), 0;
+}
+EXPORT int cuEventDestroy_v2(void* event) { return delete static_cast<EventHandle>(event), 0; }
+EXPORT int cuEventRecord(void* handle, void* where) {
+  const std::shared_ptr<Event> event = *static_cast<EventHandle>(handle);
+  auto* stream = static_cast<Stream*>(where);
+  note("record " + name_of(stream));
+  long count = 0;
+  {
+    const std::lock_guard lock(event->mutex);
+    count = ++event->recorded;
+  }
+  if (stream == nullptr) {
+    event->complete(count);
+  } else {
+    stream->put([event, count] { event->complete(count); });
+  }
+  return 0;
+}
+EXPORT int cuStreamWaitEvent(void* where, void* handle, unsigned) {
+  const std::shared_ptr<Event> event = *static_cast<EventHandle>(handle);
+  auto* stream = static_cast<Stream*>(where);
+  note("wait " + name_of(stream));
+  long count = 0;
+  {
+    const std::lock_guard lock(event->mutex);
+    count = event->recorded;
+  }
+  if (stream == nullptr) {
+    event->await(count);
+  } else {
+    stream->put([event, count] { event->await(count); });
+  }
+  return 0;
+}
+EXPORT int cuEventQuery(void* handle) {
+  Event& event = **static_cast<EventHandle>(handle);
+  const std::lock_guard lock(event.mutex);
+  return event.completed >= event.recorded ? 0 : 600;
+}
+EXPORT int cuStreamSynchronize(void* where) {
+  std::promise<void> reached;
+  static_cast<Stream*>(where)->put([&reached] { reached.set_value(); });
+  reached.get_future().wait();
+  return 0;
+}
+
+// -- memory -------------------------------------------------------------------------------------
+
+EXPORT int cuDeviceGetAttribute(int* value, int, int) { return *value = 1, 0; }
+EXPORT int cuMemAlloc_v2(Address* block, std::size_t bytes) {
+  *block = reinterpret_cast<Address>(memory().allocate(bytes));
+  return *block == 0 ? 2 : 0;
+}
+EXPORT int cuMemFree_v2(Address block) { return memory().release(at<std::byte>(block)) ? 0 : 1; }
+EXPORT int cuIpcGetMemHandle(Handle* handle, Address block) {
+  return memory().name(at<std::byte>(block), *handle) ? 0 : 1;
+}
+EXPORT int cuIpcOpenMemHandle_v2(Address* block, Handle handle, unsigned flags) {
+  if (const int status = failing_map.exchange(0)) return status;
+  *block = flags == 1 ? reinterpret_cast<Address>(memory().map(handle)) : 0;
+  return *block == 0 ? 205 : 0;
+}
+EXPORT int cuIpcCloseMemHandle(Address block) {
+  return memory().unmap(at<std::byte>(block)) ? 0 : 1;
+}
+EXPORT int cuMemsetD32Async(Address to, unsigned value, std::size_t words, void* where) {
+  static_cast<Stream*>(where)->put([=] {
+    for (std::size_t i = 0; i < words; ++i) at<unsigned>(to)[i] = value;
+  });
+  return 0;
+}
+EXPORT int cuMemcpyAsync(Address to, Address from, std::size_t bytes, void* where) {
+  if (const int status = failing_copy.exchange(0)) return status;
+  auto* stream = static_cast<Stream*>(where);
+  note("copy " + std::to_string(bytes) + " on " + name_of(stream));
+  stream->put([=] { std::memcpy(at<std::byte>(to), at<std::byte>(from), bytes); });
+  return 0;
+}
+EXPORT int cuStreamWriteValue32_v2(void* where, Address flag, std::uint32_t value, unsigned) {
+  auto* stream = static_cast<Stream*>(where);
+  const bool own = memory().owns(at<std::byte>(flag));
+  note(std::string(own ? "set own " : "set ") + std::to_string(value) + " on " + name_of(stream));
+  stream->put(
+      [=] { std::atomic_ref(*at<std::uint32_t>(flag)).store(value, std::memory_order_release); });
+  return 0;
+}
+EXPORT int cuStreamWaitValue32_v2(void* where, Address flag, std::uint32_t value, unsigned how) {
+  if ((how & 1) == 0) return 1;  // pydist waits for equality alone
+  auto* stream = static_cast<Stream*>(where);
+  const bool own = memory().owns(at<std::byte>(flag));
+  note(std::string(own ? "await own " : "mismatch: await ") + std::to_string(value) + " on " +
+       name_of(stream));
+  stream->put([=] {
+    const std::atomic_ref word(*at<std::uint32_t>(flag));
+    while (word.load(std::memory_order_acquire) != value) {
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+    }
+  });
+  return 0;
+}
