@@ -16,6 +16,8 @@ from pydist.comm import Transport, run_local
 from pydist.comm.ipc_place import Tried, agree, reachable
 from pydist.errors import DataError, NotSupported, PydistError, RankFailed, RankLost, UsageError
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CUDA IPC is for Linux")
+
 JOB = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -161,7 +163,6 @@ def test_ranks_reach_whom_they_map_and_who_maps_them() -> None:
     )
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes share the recorder's memory there")
 def test_a_rank_that_fails_in_the_midst_ends_all(recorder: Recorder, tmp_path: Path) -> None:
     """The other one's device waits for it, and its host for the device."""
     script = tmp_path / "job.py"

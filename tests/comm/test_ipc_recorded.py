@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 
 import pytest
@@ -18,6 +19,8 @@ from pydist.comm.exchanger import Exchanger
 from pydist.comm.ipc_channel import IpcChannel
 from pydist.mesh import Mesh
 from pydist.partition import Box
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CUDA IPC is for Linux")
 
 CHANNEL_CHECKS = [check for check in CHECKS if "channel" in check.__name__]
 

@@ -34,7 +34,11 @@ class Memory {
  public:
   std::byte* allocate(std::size_t bytes) {
     const std::size_t size = pages(bytes) + kPage;
+#ifdef __linux__
     const int file = memfd_create("recorder", 0);
+#else
+    const int file = -1;  // there is no CUDA IPC either
+#endif
     if (file < 0 || ftruncate(file, static_cast<off_t>(size)) != 0) return nullptr;
     std::byte* start = map_file(file, size);
     if (start == nullptr) return nullptr;

@@ -5,6 +5,7 @@ The recorder takes the driver's place; its memory of devices is mapped by other 
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,9 @@ from pydist.partition import Box
 
 CHANNEL_CHECKS = [check for check in CHECKS if "channel" in check.__name__]
 
-pytestmark = pytest.mark.ranks(3, mpi="openmpi")
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="CUDA IPC is for Linux")]
+if sys.platform == "linux":
+    pytestmark = [pytest.mark.ranks(2, mpi="openmpi")]
 
 
 @pytest.fixture(scope="module")
