@@ -15,6 +15,7 @@
 namespace pydist::cpu {
 namespace {
 
+using kernels::Activation;
 using kernels::BFloat16;
 using kernels::ConvArray;
 using kernels::Float16;
@@ -32,18 +33,18 @@ constexpr index_t kChannelStep = 16;
 
 template <class Storage>
 const auto& line_isa() {
-  if constexpr (std::is_same_v<Storage, Float16>) return isa().pool_lines_f16;
-  if constexpr (std::is_same_v<Storage, BFloat16>) return isa().pool_lines_bf16;
-  if constexpr (std::is_same_v<Storage, float>) return isa().pool_lines_f32;
-  if constexpr (std::is_same_v<Storage, double>) return isa().pool_lines_f64;
+  if constexpr (std::is_same_v<Storage, Float16>) return isa().pool_sum->lines_f16;
+  if constexpr (std::is_same_v<Storage, BFloat16>) return isa().pool_sum->lines_bf16;
+  if constexpr (std::is_same_v<Storage, float>) return isa().pool_sum->lines_f32;
+  if constexpr (std::is_same_v<Storage, double>) return isa().pool_sum->lines_f64;
 }
 
 template <class T>
 const PoolWidthIsa<T>& width_isa() {
   if constexpr (std::is_same_v<T, float>) {
-    return isa().pool_width_f32;
+    return isa().pool_sum->width_f32;
   } else {
-    return isa().pool_width_f64;
+    return isa().pool_sum->width_f64;
   }
 }
 
@@ -70,7 +71,8 @@ class Pooler {
         depth_spans_(spans_of<kOp>(problem.dims[0], depth_)),
         height_spans_(spans_of<kOp>(problem.dims[1], height_)),
         isa_(line_isa<Storage>()),
-        width_isa_(width_isa<T>()) {
+        width_isa_(width_isa<T>()),
+        rectifier_(static_cast<int>(kernels::activation_of(problem.slope))) {
     for (int dim = 0; dim < kernels::kSpatialDims; ++dim) {
       const PoolDim& along = problem.dims[dim];
       factors_[dim].assign(along.scale, along.scale + along.out_extent);
@@ -244,10 +246,11 @@ class Pooler {
     sum.to = task.buffer + (width_.sources.begin - width_.origin) * task.channels;
     sum.target = pitch;
     sum.runs = {count, task.channels, source_.strides[4], task.channels};
+    sum.slope = static_cast<T>(problem_.slope);
     for (index_t y = 0; y < task.lines; y += lines_) {
       sum.targets = std::min(lines_, task.lines - y);
       if (task.channels == 1 || source_.strides[1] == 1) {
-        isa_.gather(sum);
+        isa_.gather[kForward ? rectifier_ : 0](sum);
       } else {
         gather_strided(sum);
       }
@@ -274,7 +277,7 @@ class Pooler {
         const Storage* const row = sum.from + y * sum.line + i * sum.row;
         const T factor = sum.factors[y * sum.target_factor + i * sum.row_factor];
         const auto add = [&](index_t x, index_t c) {
-          to[x * channels + c] += factor * kernels::load_as(row[x * along + c * across]);
+          to[x * channels + c] += factor * value_of(row[x * along + c * across]);
         };
         if (std::abs(along) < std::abs(across)) {
           for (index_t c = 0; c < channels; ++c) {
@@ -287,6 +290,14 @@ class Pooler {
         }
       }
     }
+  }
+
+  // A source, behind the ReLU of forward.
+  T value_of(Storage source) const {
+    const T value = kernels::load_as(source), slope = static_cast<T>(problem_.slope);
+    if (!kForward || rectifier_ == 0) return value;
+    if (slope == 0) return kernels::activated<Activation::kRelu>(value, slope);
+    return kernels::activated<Activation::kLeakyRelu>(value, slope);
   }
 
   // The buffer's lines, summed along the width.
@@ -326,7 +337,15 @@ class Pooler {
     sum.runs = {width_.targets.size(), task.channels, task.channels, target_.strides[4]};
     sum.accumulate = problem_.accumulate;
     sum.stream = stream_;
-    isa_.scatter(sum);
+    sum.slope = static_cast<T>(problem_.slope);
+    if (!kForward && rectifier_ != 0) sum.gate = gate_of(sum.to);
+    isa_.scatter[kForward ? 0 : rectifier_](sum);
+  }
+
+  // What gates a target.
+  const Storage* gate_of(const Storage* target) const {
+    return static_cast<const Storage*>(problem_.gate) +
+           (target - static_cast<const Storage*>(target_.data));
   }
 
   const PoolProblem& problem_;
@@ -344,6 +363,7 @@ class Pooler {
   index_t channel_step_ = 1, height_step_ = 1;     // of a task
   index_t lines_ = 1;                              // of a buffer, at most
   bool stream_ = false;
+  const int rectifier_;  // 0 for none, as of PoolLineIsa
 };
 
 template <PoolOp kOp>

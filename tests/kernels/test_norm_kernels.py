@@ -56,8 +56,8 @@ REFUSED = {
     "other rows": (lambda: native.norm_moments(X, SUMS[..., :2].clone()), "each channel"),
     "sums in float32": (lambda: native.norm_moments(X, SUMS.float()), "float64 (parts, 2, rows)"),
     "gaps": (lambda: native.norm_moments(X[..., ::2], SUMS), "must be dense"),
-    "values in float64": (lambda: native.norm_apply(X, X, VALUES.double(), 1.0), "float32 (3, "),
-    "two values": (lambda: native.norm_apply(X, X, VALUES[:2], 1.0), "float32 (3, "),
+    "values in float64": (lambda: native.norm_apply(X, X, VALUES.double(), 1.0), "float32 (3 or 4, "),
+    "two values": (lambda: native.norm_apply(X, X, VALUES[:2], 1.0), "float32 (3 or 4, "),
     "another order": (
         lambda: native.norm_apply(X, X.transpose(1, 2).contiguous().transpose(1, 2), VALUES, 1.0),
         "same order in memory",
