@@ -49,6 +49,12 @@ def norm(x: Tensor, weight: Tensor, fused: bool) -> Tensor:
     return F.prelu(y, weight)
 
 
+def gradient(function: Callable[..., Tensor], x: Tensor, parameter: Tensor, fused: bool) -> Tensor:
+    y = function(x, parameter, fused)
+    (found,) = torch.autograd.grad(y.square().sum(), x)
+    return found.to_local()
+
+
 def timed(function: Callable[[], Tensor], world: pydist.comm.transport.Transport) -> float:
     world.barrier()
     start = time.perf_counter()
@@ -85,15 +91,18 @@ def main() -> None:
     rows = []
     for name, (function, x, parameter) in cases.items():
         parameter.requires_grad_()
+        one, two = (gradient(function, x, parameter, fused) for fused in (True, False))
+        if not torch.allclose(one, two, rtol=1e-4, atol=1e-5):
+            raise SystemExit(f"{name}: fused and apart differ")
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for i in range(rounds + 2):
             for fused in (True, False):
                 found = timed(lambda f=function, w=parameter, on=fused, x=x: f(x, w, on), world)
                 if i >= 2:
                     seconds[fused].append(found)
-        one, two = (statistics.median(seconds[fused]) for fused in (True, False))
+        medians = {n: statistics.median(seconds[f]) for n, f in (("fused", True), ("apart", False))}
         saved = common.paired(seconds[False], seconds[True])
-        rows.append({"name": name, "fused": one, "apart": two, "saved": saved})
+        rows.append({"name": name, **medians, "saved": saved})
     if world.rank:
         return
     print(f"{CHANNELS} channels, {width}³, {world.size} ranks: seconds of forward and backward")

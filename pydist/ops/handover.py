@@ -1,9 +1,10 @@
-"""What one node's backward leaves to that of the node before it, where both are one pass."""
+"""What two nodes of the graph that are one pass have to know of each other."""
 
 from __future__ import annotations
 
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -27,3 +28,12 @@ class Handover(Generic[T]):
         """What was left with `grad`, `None` if that is an ordinary gradient."""
         given, self._given = self._given, None
         return given[1] if given is not None and given[0] is grad else None
+
+
+def hook_on_saved() -> object | None:
+    """What packs tensors that are saved for backward now (checkpointing, offloading), if anything.
+
+    Calls under different hooks are not to be fused: the second may be run again, without the first.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if hooks is None else hooks[0]

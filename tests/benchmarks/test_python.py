@@ -155,3 +155,9 @@ def test_activations(tmp_path):
     assert rows["plain torch", 1]["peak_mb"] > 0
     # The deepest weights' gradients, which are not cut, outweigh shards of so small a cube.
     assert rows["pydist", 4]["ratio"] < 0.9
+
+
+def test_fused_activations(tmp_path):
+    rows = run("fused_activations", tmp_path)["rows"]
+    assert len(rows) == 3
+    assert all(row["fused"] > 0 and row["apart"] > 0 for row in rows)

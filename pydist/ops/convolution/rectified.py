@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist.ops.convolution.finish import finish_
-from pydist.ops.handover import Handover
+from pydist.ops.handover import Handover, hook_on_saved
 
 if TYPE_CHECKING:
     from pydist.ops.convolution.boundary import PendingBoundary
@@ -82,7 +82,7 @@ class PendingRectifier:
 
         Once only: the gradients of two would be added before the ReLU's backward sees them.
         """
-        if self.seen.is_made or self._is_read:
+        if self.seen.is_made or self._is_read or hook_on_saved() is not None:
             return False
         self._is_read = True
         if self._boundary is not None:
@@ -134,7 +134,7 @@ def may_wait(shard: Tensor) -> bool:
         return False
     if shard.requires_grad and not torch.is_grad_enabled():
         return False
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    return hook_on_saved() is None
 
 
 def rectified(shard: Tensor, pending: PendingRectifier) -> Tensor:

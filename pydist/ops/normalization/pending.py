@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pydist.errors import UsageError
 from pydist.layout import Layout
+from pydist.ops.handover import hook_on_saved
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.prelu import regain
 from pydist.tensor import ShardedTensor, wrap
@@ -34,6 +35,7 @@ class PendingNorm:
         self._out = out
         self._version = norm.x._version
         self._read = False  # by a PReLU
+        self._hook = hook_on_saved()
 
     def complete(self) -> None:
         """Writes the result without a ReLU; does nothing when that has been done."""
@@ -70,7 +72,7 @@ class PendingNorm:
         Returns:
             a new shard; `None` if it is too late for that, or has been done.
         """
-        if self._norm is None or self._read:
+        if self._norm is None or self._read or hook_on_saved() is not self._hook:
             return None
         norm = self._checked(self._norm)
         self._read = True

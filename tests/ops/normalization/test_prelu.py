@@ -196,6 +196,17 @@ def test_under_checkpointing_and_hooks_on_what_is_saved():
             torch.testing.assert_close(found, expected)
 
 
+def test_checkpointing_that_begins_behind_the_norm():
+    def gradient(x):
+        y = normed(x.requires_grad_())
+        checkpoint(lambda y: F.prelu(y, SLOPE).pow(3), y, use_reentrant=False).sum().backward()
+        return x.grad
+
+    x = randn(2, 3, 6, 4, 4)
+    found = ranks_see(lambda part: gradient(part).full_tensor(), x)
+    torch.testing.assert_close(found, gradient(x.clone()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_narrow_types_are_rounded_once(dtype):
     x, slope = randn(2, 3, 8, 8, 8).to(dtype), SLOPE.to(dtype)

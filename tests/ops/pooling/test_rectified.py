@@ -146,6 +146,11 @@ def relu_without_graph(x):
     return F.avg_pool3d(y, 3, 2, 1)
 
 
+def checkpointed_from_the_pool_on(x):
+    z = act(conv(x), 0.3)
+    return checkpoint(lambda z: F.avg_pool3d(z, 3, 2, 1).square(), z, use_reentrant=False)
+
+
 def offloaded(x):
     with torch.autograd.graph.save_on_cpu():
         return net(x)
@@ -153,7 +158,8 @@ def offloaded(x):
 
 OTHERS = [
     skip_after, skip_before, two_pools, hook_after, hook_before, relu_alone,
-    relu_of_a_constant, relu_without_graph, offloaded,
+    relu_of_a_constant, relu_without_graph,
+    checkpointed_from_the_pool_on, offloaded,
 ]  # fmt: skip
 
 
