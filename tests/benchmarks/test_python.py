@@ -153,8 +153,9 @@ def test_activations(tmp_path):
     rows = {(row["name"], row["ranks"]): row for row in result["rows"]}
     assert rows.keys() == {("plain torch", 1), ("pydist", 1), ("pydist", 4)}
     assert rows["plain torch", 1]["peak_mb"] > 0
-    # The deepest weights' gradients, which are not cut, outweigh shards of so small a cube.
-    assert rows["pydist", 4]["ratio"] < 0.9
+    # The deepest weights' gradients, which are not cut, outweigh shards of so small a cube: what
+    # four ranks save over one is little, what they save over plain torch is not.
+    assert rows["pydist", 4]["peak_mb"] < 0.5 * rows["plain torch", 1]["peak_mb"]
 
 
 def test_fused_activations(tmp_path):
