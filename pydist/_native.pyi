@@ -208,6 +208,7 @@ def pool_sum_forward(
     footprints: Sequence[Footprint],
     scales: Sequence[Lendable],
     accumulate: bool,
+    negative_slope: float = ...,
 ) -> None: ...
 def pool_sum_backward(
     grad: Lendable,
@@ -217,6 +218,8 @@ def pool_sum_backward(
     footprints: Sequence[Footprint],
     scales: Sequence[Lendable],
     accumulate: bool,
+    gate: Lendable | None = ...,
+    negative_slope: float = ...,
 ) -> None: ...
 def pool_max_forward(
     source: Lendable,

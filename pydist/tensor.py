@@ -73,8 +73,13 @@ class Pending(Protocol):
     def complete(self) -> None:
         """Does it; nothing when it has been done."""
 
-    def rectified(self, shard: Tensor, negative_slope: float) -> Tensor | None:
-        """Does it along with a ReLU in place: the new shard, or `None` if that can't be."""
+    def rectified(
+        self, shard: Tensor, negative_slope: float
+    ) -> tuple[Tensor, Pending | None] | None:
+        """Does it along with a ReLU in place: the new shard, and what is still to be done for it.
+
+        `None` if that can't be.
+        """
 
 
 class ShardedTensor(torch.Tensor):

@@ -34,6 +34,7 @@ struct Fixture {
     problem = {DType::kFloat32,
                {shape.samples, shape.channels, shape.positions, channels_last, false},
                0.0,
+               false,
                x.data(),
                grad.data(),
                out.data(),

@@ -1,4 +1,5 @@
-// Average pooling 3/2/1, forward and backward, on activations of CosmoFlow's first layers.
+// Average pooling 3/2/1, forward and backward, on activations of CosmoFlow's first layers; alone,
+// and with the leaky ReLU before it in the same pass.
 #include <benchmark/benchmark.h>
 
 #include <cmath>
@@ -88,9 +89,15 @@ bool adjoint(Fixture& fixture) {
   return forward != 0 && std::abs(forward - backward) < 1e-4 * std::sqrt(dot(x, x));
 }
 
-void bench(benchmark::State& state, const Shape& shape, bool channels_last, bool forward) {
+void bench(benchmark::State& state, const Shape& shape, bool channels_last, bool forward,
+           bool rectified) {
   Fixture fixture(shape.in, channels_last);
   if (!adjoint(fixture)) return state.SkipWithError("forward and backward disagree");
+  const Array gate(shape.in, channels_last);
+  if (rectified) {
+    fixture.problem.slope = 0.01;
+    fixture.problem.gate = gate.view.data;
+  }
   for (auto _ : state) {
     if (forward) {
       cpu::pool_sum_forward(fixture.problem);
@@ -100,19 +107,23 @@ void bench(benchmark::State& state, const Shape& shape, bool channels_last, bool
     benchmark::ClobberMemory();
   }
   // Bytes read and written: twice what memcpy's figure counts.
+  const index_t gated = rectified && !forward ? gate.view.bytes() : 0;
   state.SetBytesProcessed(state.iterations() *
-                          (fixture.in.view.bytes() + fixture.out.view.bytes()));
+                          (fixture.in.view.bytes() + fixture.out.view.bytes() + gated));
 }
 
 const bool kRegistered = [] {
   for (const Shape& shape : kShapes) {
     for (const bool channels_last : {false, true}) {
-      const std::string name =
-          std::string("/") + shape.name + (channels_last ? "/channels_last" : "");
-      benchmark::RegisterBenchmark(("pool_sum_forward" + name).c_str(), bench, shape, channels_last,
-                                   true);
-      benchmark::RegisterBenchmark(("pool_sum_backward" + name).c_str(), bench, shape,
-                                   channels_last, false);
+      for (const bool rectified : {false, true}) {
+        const std::string name = std::string("/") + shape.name +
+                                 (channels_last ? "/channels_last" : "") +
+                                 (rectified ? "/leaky_relu" : "");
+        benchmark::RegisterBenchmark(("pool_sum_forward" + name).c_str(), bench, shape,
+                                     channels_last, true, rectified);
+        benchmark::RegisterBenchmark(("pool_sum_backward" + name).c_str(), bench, shape,
+                                     channels_last, false, rectified);
+      }
     }
   }
   return true;

@@ -65,18 +65,33 @@ void check_alike(const char* name, const TensorView& view, const TensorView& x,
           ": they must have one shape and the same order in memory");
 }
 
-const void* values_of(const char* name, const TensorView& view, const TensorView& x) {
+// `most`: how many values a row may have, from 3 on.
+const void* values_of(const char* name, const TensorView& view, const TensorView& x, index_t most) {
   const DType needed = x.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
-  PYDIST_EXPECT(view.ndim() == 2 && view.shape[0] == 3 && view.dtype == needed,
-                describe(name, view) + "; it must be " + std::string(name_of(needed)) +
-                    " (3, rows) for " + describe("x", x));
+  PYDIST_EXPECT(
+      view.ndim() == 2 && view.shape[0] >= 3 && view.shape[0] <= most && view.dtype == needed,
+      describe(name, view) + "; it must be " + std::string(name_of(needed)) +
+          (most > 3 ? " (3 or 4, rows) for " : " (3, rows) for ") + describe("x", x));
   return view.data;
 }
 
+// The activation is that of one slope, or its rows have slopes of their own.
+void set_values(NormProblem& problem, const TensorView& values, const TensorView& x,
+                double negative_slope) {
+  problem.values = values_of("values", values, x, 4);
+  problem.learned = values.shape[0] == 4;
+  PYDIST_EXPECT(!problem.learned || negative_slope == 1,
+                describe("values", values) + " holds slopes, and the negative slope is " +
+                    std::to_string(negative_slope) + "; it must be 1 then");
+  problem.slope = negative_slope;
+}
+
 void set_sums(NormProblem& problem, const TensorView& sums) {
+  const index_t count = problem.learned ? 3 : 2;
   PYDIST_EXPECT(
-      sums.ndim() == 3 && sums.shape[0] >= 1 && sums.shape[1] == 2 && sums.dtype == DType::kFloat64,
-      describe("sums", sums) + "; it must be float64 (parts, 2, rows)");
+      sums.ndim() == 3 && sums.shape[0] >= 1 && sums.shape[1] == count &&
+          sums.dtype == DType::kFloat64,
+      describe("sums", sums) + "; it must be float64 (parts, " + std::to_string(count) + ", rows)");
   problem.sums = static_cast<double*>(sums.data);
   problem.parts = sums.shape[0];
 }
@@ -100,9 +115,8 @@ void apply(py::handle x, py::handle out, py::handle values, double negative_slop
   require_rows("values", given.view());
   NormProblem problem = problem_of("x", input.view(), "values", given.view());
   check_alike("out", y.view(), input.view(), problem);
-  problem.values = values_of("values", given.view(), input.view());
+  set_values(problem, given.view(), input.view(), negative_slope);
   problem.out = y->data;
-  problem.slope = negative_slope;
   on_device(input, [&] { cpu::norm_apply(problem); }, PYDIST_ON_CUDA(norm_apply(problem, queue)));
 }
 
@@ -115,10 +129,9 @@ void grad_sums(py::handle grad, py::handle x, py::handle values, py::handle sums
   NormProblem problem = problem_of("x", input.view(), "values", given.view());
   check_alike("grad", dy.view(), input.view(), problem);
   problem_of("x", input.view(), "sums", found.view());
+  set_values(problem, given.view(), input.view(), negative_slope);
   set_sums(problem, found.view());
-  problem.values = values_of("values", given.view(), input.view());
   problem.grad = dy->data;
-  problem.slope = negative_slope;
   on_device(
       input, [&] { cpu::norm_grad_sums(problem); }, PYDIST_ON_CUDA(norm_grad_sums(problem, queue)));
 }
@@ -134,11 +147,10 @@ void grad_input(py::handle grad, py::handle x, py::handle out, py::handle values
   check_alike("grad", dy.view(), input.view(), problem);
   check_alike("out", dx.view(), input.view(), problem);
   problem_of("x", input.view(), "coefficients", more.view());
-  problem.values = values_of("values", given.view(), input.view());
-  problem.coefficients = values_of("coefficients", more.view(), input.view());
+  set_values(problem, given.view(), input.view(), negative_slope);
+  problem.coefficients = values_of("coefficients", more.view(), input.view(), 3);
   problem.grad = dy->data;
   problem.out = dx->data;
-  problem.slope = negative_slope;
   on_device(
       input, [&] { cpu::norm_grad_input(problem); },
       PYDIST_ON_CUDA(norm_grad_input(problem, queue)));
@@ -161,13 +173,14 @@ void bind_norm(py::module_& module) {
       "Args:\n"
       "    x: as of norm_moments.\n"
       "    out: of the shape and memory order of `x`, or `x` itself.\n"
-      "    values: [3, R], mean, factor and offset; float32, or float64 for a float64 `x`.\n"
+      "    values: [3, R], mean, factor and offset; float32, or float64 for a float64 `x`. Or\n"
+      "        [4, R]: the last ones are the slopes of the rows, of PReLU; the slope must be 1.\n"
       "    negative_slope: 1 for no activation, 0 for ReLU.");
   module.def(
       "norm_grad_sums", &grad_sums, "grad"_a, "x"_a, "values"_a, "sums"_a, "negative_slope"_a,
       "sums[0] = the sums of g and of g (x - mean) of every row, g = grad times act'.\n\n"
       "`grad` is dL/dout of norm_apply with the same `x`, `values` and slope; `sums` is as of\n"
-      "norm_moments.");
+      "norm_moments. With slopes of the rows it is [parts, 3, R]: last come their gradients.");
   module.def(
       "norm_grad_input", &grad_input, "grad"_a, "x"_a, "out"_a, "values"_a, "coefficients"_a,
       "negative_slope"_a,

@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -83,28 +84,58 @@ PoolProblem check_pool(const TensorView& in, const TensorView& out,
   return kernels::pool_problem(in, out, attributes, data, accumulate);
 }
 
+// The slope of a ReLU that is part of the pooling.
+void set_slope(PoolProblem& problem, double negative_slope) {
+  PYDIST_EXPECT(negative_slope >= 0 && negative_slope <= 1,
+                "a negative slope of " + std::to_string(negative_slope) + ": 0 to 1 is possible");
+  problem.slope = negative_slope;
+}
+
 void pool_forward(py::handle source, py::handle out, const Coords& source_lo, const Coords& out_lo,
-                  const Footprints& footprints, const py::sequence& scales, bool accumulate) {
+                  const Footprints& footprints, const py::sequence& scales, bool accumulate,
+                  double negative_slope) {
   const Borrowed in = borrow(source, "source"), y = borrow(out, "out", Access::kWrite);
   const PoolAttributes attributes{source_lo, out_lo, footprints};
   check_arrays("source", in.view(), "out", y.view(), attributes);
   check_values("source", in.view(), "out", y.view());
   const std::vector<Borrowed> factors = borrow_scales(scales, "out", y.view());
-  const PoolProblem problem = check_pool(in.view(), y.view(), attributes, factors, accumulate);
+  PoolProblem problem = check_pool(in.view(), y.view(), attributes, factors, accumulate);
+  set_slope(problem, negative_slope);
   check_writable("out", y.view());
   on_device(
       y, [&] { cpu::pool_sum_forward(problem); }, PYDIST_ON_CUDA(pool_sum_forward(problem, queue)));
 }
 
+void check_gate(const TensorView& gate, const TensorView& target) {
+  require_same_dtype("gate", gate, "source_grad", target);
+  require_same_device("gate", gate, "source_grad", target);
+  bool alike = gate.shape == target.shape;
+  for (int dim = 0; alike && dim < gate.ndim(); ++dim) {
+    alike = gate.shape[dim] == 1 || gate.strides[dim] == target.strides[dim];
+  }
+  PYDIST_EXPECT(alike, describe("gate", gate) + ", " + describe("source_grad", target) +
+                           ": they must have one shape and the same strides");
+}
+
 void pool_backward(py::handle grad, py::handle source_grad, const Coords& out_lo,
                    const Coords& source_lo, const Footprints& footprints,
-                   const py::sequence& scales, bool accumulate) {
+                   const py::sequence& scales, bool accumulate, py::handle gate,
+                   double negative_slope) {
   const Borrowed y = borrow(grad, "grad"), in = borrow(source_grad, "source_grad", Access::kWrite);
   const PoolAttributes attributes{source_lo, out_lo, footprints};
   check_arrays("source_grad", in.view(), "grad", y.view(), attributes);
   check_values("source_grad", in.view(), "grad", y.view());
   const std::vector<Borrowed> factors = borrow_scales(scales, "grad", y.view());
-  const PoolProblem problem = check_pool(in.view(), y.view(), attributes, factors, accumulate);
+  PoolProblem problem = check_pool(in.view(), y.view(), attributes, factors, accumulate);
+  set_slope(problem, negative_slope);
+  PYDIST_EXPECT(gate.is_none() == (negative_slope == 1),
+                "a gate and a negative slope below 1 come together");
+  std::optional<Borrowed> values;
+  if (!gate.is_none()) {
+    values.emplace(borrow(gate, "gate"));
+    check_gate(values->view(), in.view());
+    problem.gate = (*values)->data;
+  }
   check_writable("source_grad", in.view());
   on_device(
       in, [&] { cpu::pool_sum_backward(problem); },
@@ -172,7 +203,7 @@ void max_pick(py::handle source, py::handle taps, py::handle out, const Coords& 
 void bind_pool(py::module_& module) {
   module.def(
       "pool_sum_forward", &pool_forward, "source"_a, "out"_a, "source_lo"_a, "out_lo"_a,
-      "footprints"_a, "scales"_a, "accumulate"_a,
+      "footprints"_a, "scales"_a, "accumulate"_a, "negative_slope"_a = 1.0,
       "out = (or +=) the scaled sums over pooling windows, of the inputs in `source`.\n\n"
       "out[n, c, o] = scale(o) * the sum of source[n, c, i] over the inputs i that output o reads\n"
       "by its footprints, of the inputs and outputs that lie in the given arrays; o and i are\n"
@@ -183,14 +214,18 @@ void bind_pool(py::module_& module) {
       "    footprints: one a spatial dim, without dilation.\n"
       "    scales: a float64 array for each spatial dim, as long as `out` is along it.\n"
       "    accumulate: add to `out`, and leave alone what no input reaches; else all of `out`\n"
-      "        is written, with 0 there.");
+      "        is written, with 0 there.\n"
+      "    negative_slope: by which inputs below 0 are taken, as by a leaky ReLU.");
   module.def(
       "pool_sum_backward", &pool_backward, "grad"_a, "source_grad"_a, "out_lo"_a, "source_lo"_a,
-      "footprints"_a, "scales"_a, "accumulate"_a,
+      "footprints"_a, "scales"_a, "accumulate"_a, "gate"_a = py::none(), "negative_slope"_a = 1.0,
       "source_grad = (or +=) what a piece of the outputs' gradient gives to the inputs'.\n\n"
       "The adjoint of pool_sum_forward: `grad` [N, C, *o] begins at the output coordinates\n"
       "`out_lo` and `scales` belong to its outputs; `source_grad` [N, C, *s] begins at the input\n"
-      "coordinates `source_lo`.");
+      "coordinates `source_lo`. `gate`, of the shape and strides of `source_grad`, is what "
+      "forward\n"
+      "took through the leaky ReLU, or what came out: where it is not above 0, the negative slope\n"
+      "is a factor of what is added up.");
   module.def(
       "pool_max_forward", &max_forward, "source"_a, "out"_a, "taps"_a, "source_lo"_a, "out_lo"_a,
       "footprints"_a, "accumulate"_a,

@@ -100,13 +100,16 @@ struct PoolLines {
   bool accumulate;
   bool stream;         // write past the caches, where that is possible; not with `accumulate`
   std::int64_t ahead;  // elements by which rows but the first are fetched ahead; 0: not
+  T slope;             // of a ReLU
+  const To* gate;      // laid out as the targets
 };
 
 // Lines between the arrays and the type that sums are formed in.
 template <class Storage, class T>
 struct PoolLineIsa {
-  void (*gather)(const PoolLines<Storage, T, T>&);
-  void (*scatter)(const PoolLines<T, Storage, T>&);
+  // With no ReLU, a ReLU, a leaky one: of the rows; and gated, of the sums' gradient.
+  void (*gather[3])(const PoolLines<Storage, T, T>&);
+  void (*scatter[3])(const PoolLines<T, Storage, T>&);
 };
 
 // Along the width, in the type that sums are formed in.
@@ -123,6 +126,16 @@ struct PoolWidthIsa {
                 T* sums);
   // values[j][c] *= factors[j], c < channels, j < count.
   void (*scale)(T* values, const T* factors, std::int64_t count, std::int64_t channels);
+};
+
+// Sums over pooling windows.
+struct PoolSumTable {
+  PoolWidthIsa<float> width_f32;
+  PoolWidthIsa<double> width_f64;
+  PoolLineIsa<kernels::Float16, float> lines_f16;
+  PoolLineIsa<kernels::BFloat16, float> lines_bf16;
+  PoolLineIsa<float, float> lines_f32;
+  PoolLineIsa<double, double> lines_f64;
 };
 
 // A tap of pooling windows, for the lanes [begin, end) of a line: lane 0 is at `from`.
@@ -178,8 +191,9 @@ struct NormBlock {
   std::int64_t elements, columns;
   const T *mean, *factor, *offset;  // [columns], as are the others; see kernels/norm.hpp
   const T *a, *b, *d;
+  const T* slopes;  // learned ones; else
   T slope;
-  T *first, *second;  // sums of the columns
+  T *first, *second, *third;  // sums of the columns
 };
 
 // What each kernel takes of a block. Those with an activation are there for each of them.
@@ -189,9 +203,9 @@ struct NormIsa {
   int lanes, tile;     // columns that are best a multiple of it
   Kernel total;        // first = sum x
   Kernel moments;      // first = sum x - mean, second = sum (x - mean)^2
-  Kernel apply[3];     // out
-  Kernel sums[3];      // first = sum g, second = sum g (x - mean)
-  Kernel gradient[3];  // out
+  Kernel apply[4];     // out
+  Kernel sums[4];      // first = sum g, second = sum g (x - mean), third = sum of the slopes' part
+  Kernel gradient[4];  // out
 };
 
 struct NormTable {
@@ -208,12 +222,7 @@ struct Isa {
   // out[j] = uniform(counter first + j), j < count; see kernels/philox.hpp.
   void (*uniform_f32)(float* out, std::int64_t count, std::uint64_t key, std::uint64_t first);
   void (*uniform_f64)(double* out, std::int64_t count, std::uint64_t key, std::uint64_t first);
-  PoolWidthIsa<float> pool_width_f32;
-  PoolWidthIsa<double> pool_width_f64;
-  PoolLineIsa<kernels::Float16, float> pool_lines_f16;
-  PoolLineIsa<kernels::BFloat16, float> pool_lines_bf16;
-  PoolLineIsa<float, float> pool_lines_f32;
-  PoolLineIsa<double, double> pool_lines_f64;
+  const PoolSumTable* pool_sum;
   const PoolMaxTable* pool_max;
   const ConvertTable* convert;
   const NormTable* norm;

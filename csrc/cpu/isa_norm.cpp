@@ -22,17 +22,20 @@ PYDIST_HD void tile(const NormBlock<Storage, T>& block, std::int64_t column, std
   constexpr bool kGrads = kPass == Pass::kSums || kPass == Pass::kGradient;
   constexpr bool kWrites = kPass == Pass::kApply || kPass == Pass::kGradient;
   constexpr bool kSums = !kWrites;
+  constexpr bool kLearned = kActivation == Activation::kPrelu;
   constexpr bool kNormalizes =
       kPass == Pass::kApply || (kGrads && kActivation != Activation::kNone);
   Vector mean[kVectors] = {}, factor[kVectors] = {}, offset[kVectors] = {};
   Vector a[kVectors] = {}, b[kVectors] = {}, d[kVectors] = {};
-  Vector first[kVectors] = {}, second[kVectors] = {};
+  Vector slope[kVectors] = {};
+  Vector first[kVectors] = {}, second[kVectors] = {}, third[kVectors] = {};
   for (int v = 0; v < kVectors; ++v) {
     const std::int64_t c = column + v * kLanes;
     if constexpr (kPass != Pass::kTotal) mean[v] = widen<kLanes, T>(block.mean + c);
     if constexpr (kNormalizes) {
       factor[v] = widen<kLanes, T>(block.factor + c);
       offset[v] = widen<kLanes, T>(block.offset + c);
+      slope[v] = kLearned ? widen<kLanes, T>(block.slopes + c) : block.slope - Vector{};
     }
     if constexpr (kPass == Pass::kGradient) {
       a[v] = widen<kLanes, T>(block.a + c);
@@ -40,7 +43,6 @@ PYDIST_HD void tile(const NormBlock<Storage, T>& block, std::int64_t column, std
       d[v] = widen<kLanes, T>(block.d + c);
     }
   }
-  const Vector slope = block.slope - Vector{};
   const std::int64_t columns = block.columns;
   for (std::int64_t r = 0; r < rows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
@@ -58,14 +60,15 @@ PYDIST_HD void tile(const NormBlock<Storage, T>& block, std::int64_t column, std
       [[maybe_unused]] Vector value{};
       if constexpr (kNormalizes) value = kernels::normalized(centred, factor[v], offset[v]);
       if constexpr (kPass == Pass::kApply) {
-        narrow<kLanes, T>(kernels::activated<kActivation>(value, slope), block.out + at);
+        narrow<kLanes, T>(kernels::activated<kActivation>(value, slope[v]), block.out + at);
       }
       if constexpr (kGrads) {
-        const Vector grad = kernels::activation_gradient<kActivation>(
-            value, widen<kLanes, T>(block.grad + at), slope);
+        const Vector given = widen<kLanes, T>(block.grad + at);
+        const Vector grad = kernels::activation_gradient<kActivation>(value, given, slope[v]);
         if constexpr (kPass == Pass::kSums) {
           first[v] += grad;
           second[v] += grad * centred;
+          if constexpr (kLearned) third[v] += kernels::slope_gradient(value, given);
         } else {
           narrow<kLanes, T>(a[v] * grad + (b[v] * centred + d[v]), block.out + at);
         }
@@ -78,6 +81,7 @@ PYDIST_HD void tile(const NormBlock<Storage, T>& block, std::int64_t column, std
       if constexpr (kPass != Pass::kTotal) {
         narrow<kLanes, T>(second[v], block.second + column + v * kLanes);
       }
+      if constexpr (kLearned) narrow<kLanes, T>(third[v], block.third + column + v * kLanes);
     }
   }
 }
@@ -109,17 +113,17 @@ void run(const NormBlock<Storage, T>& given) {
 template <class Storage, class T>
 constexpr NormIsa<Storage, T> norm_isa() {
   constexpr auto kNone = Activation::kNone, kRelu = Activation::kRelu,
-                 kLeaky = Activation::kLeakyRelu;
+                 kLeaky = Activation::kLeakyRelu, kPrelu = Activation::kPrelu;
   return {VectorOf<T>::kLanes,
           kTile * VectorOf<T>::kLanes,
           &run<Pass::kTotal, kNone, Storage, T>,
           &run<Pass::kMoments, kNone, Storage, T>,
           {&run<Pass::kApply, kNone, Storage, T>, &run<Pass::kApply, kRelu, Storage, T>,
-           &run<Pass::kApply, kLeaky, Storage, T>},
+           &run<Pass::kApply, kLeaky, Storage, T>, &run<Pass::kApply, kPrelu, Storage, T>},
           {&run<Pass::kSums, kNone, Storage, T>, &run<Pass::kSums, kRelu, Storage, T>,
-           &run<Pass::kSums, kLeaky, Storage, T>},
+           &run<Pass::kSums, kLeaky, Storage, T>, &run<Pass::kSums, kPrelu, Storage, T>},
           {&run<Pass::kGradient, kNone, Storage, T>, &run<Pass::kGradient, kRelu, Storage, T>,
-           &run<Pass::kGradient, kLeaky, Storage, T>}};
+           &run<Pass::kGradient, kLeaky, Storage, T>, &run<Pass::kGradient, kPrelu, Storage, T>}};
 }
 
 }  // namespace

@@ -1,12 +1,10 @@
 #include "cpu/pool.hpp"
 
 #include <algorithm>
-#include <cstdlib>
 #include <type_traits>
 #include <vector>
 
-#include "cpu/isa.hpp"
-#include "cpu/pool_plan.hpp"
+#include "cpu/pool_passes.hpp"
 #include "cpu/scratch.hpp"
 #include "kernels/dispatch.hpp"
 #include "launch/cpu.hpp"
@@ -15,10 +13,6 @@
 namespace pydist::cpu {
 namespace {
 
-using kernels::BFloat16;
-using kernels::ConvArray;
-using kernels::Float16;
-using kernels::PoolDim;
 using kernels::PoolOp;
 using kernels::PoolProblem;
 using kernels::Span;
@@ -30,53 +24,24 @@ constexpr index_t kPageBytes = 4 << 10;     // hardware fetches ahead as far as 
 constexpr index_t kMinLines = 4;            // of a task, along depth and height
 constexpr index_t kChannelStep = 16;
 
-template <class Storage>
-const auto& line_isa() {
-  if constexpr (std::is_same_v<Storage, Float16>) return isa().pool_lines_f16;
-  if constexpr (std::is_same_v<Storage, BFloat16>) return isa().pool_lines_bf16;
-  if constexpr (std::is_same_v<Storage, float>) return isa().pool_lines_f32;
-  if constexpr (std::is_same_v<Storage, double>) return isa().pool_lines_f64;
-}
-
-template <class T>
-const PoolWidthIsa<T>& width_isa() {
-  if constexpr (std::is_same_v<T, float>) {
-    return isa().pool_width_f32;
-  } else {
-    return isa().pool_width_f64;
-  }
-}
-
-// One call. `Storage` is the arrays' type, `T` the one computed in.
+// One call.
 //
 // Forward: lines of targets are added up along the height (gather) in each plane of sources, then
 // along the width, and planes of those along the depth, into the targets (scatter). So each source
 // is fetched once. Backward is the adjoint: lines of sources are added up along the depth for each
 // plane of targets, then along the width, and lines of those along the height, into the targets.
 template <class Storage, PoolOp kOp>
-class Pooler {
-  using T = kernels::accumulator_t<Storage>;
-  static constexpr bool kForward = kOp == PoolOp::kForward;
+class Pooler : PoolPasses<Storage, kOp> {
+  using Passes = PoolPasses<Storage, kOp>;
+  using Passes::depth_, Passes::height_, Passes::width_, Passes::depth_spans_;
+  using Passes::height_spans_, Passes::factors_, Passes::lines_, Passes::stream_;
+  using Passes::kForward, Passes::problem_, Passes::source_, Passes::target_, Passes::together_;
+  using Passes::line_pitch, Passes::gather, Passes::scatter;
+  using typename Passes::T;
+  using typename Passes::Task;
 
  public:
-  explicit Pooler(const PoolProblem& problem)
-      : problem_(problem),
-        source_(kForward ? problem.in : problem.out),
-        target_(kForward ? problem.out : problem.in),
-        together_(problem.channels > 1 && target_.strides[1] == 1),
-        depth_(problem.targets<kOp>(0)),
-        height_(problem.targets<kOp>(1)),
-        width_(problem.dims[2], problem.targets<kOp>(2), together_ ? problem.channels : 1),
-        depth_spans_(spans_of<kOp>(problem.dims[0], depth_)),
-        height_spans_(spans_of<kOp>(problem.dims[1], height_)),
-        isa_(line_isa<Storage>()),
-        width_isa_(width_isa<T>()) {
-    for (int dim = 0; dim < kernels::kSpatialDims; ++dim) {
-      const PoolDim& along = problem.dims[dim];
-      factors_[dim].assign(along.scale, along.scale + along.out_extent);
-    }
-    scaled_ =
-        std::any_of(factors_[2].begin(), factors_[2].end(), [](T factor) { return factor != 1; });
+  explicit Pooler(const PoolProblem& problem) : Passes(problem) {
     for (const PoolSpan& span : depth_spans_) planes_ = std::max(planes_, span.end - span.begin);
   }
 
@@ -115,17 +80,6 @@ class Pooler {
     return problem_.batch * problem_.channels * depth_.size() * height_.size() *
            width_.targets.size() * static_cast<index_t>(sizeof(Storage));
   }
-
-  // What a task works on, and its memory.
-  struct Task {
-    index_t channels;
-    const Storage* source;  // at its sample, channels and first position of the width
-    Storage* target;        // at its sample, channels and first target of the whole
-    Span depth, height;     // its targets, from the first one of the whole
-    index_t lines;          // of a plane of sums: of targets forward, of sources backward
-    T *buffer, *even, *odd;
-    T* sums;  // [forward: planes][lines][line_pitch][channels], summed along the width
-  };
 
   // Tasks are blocks along the height in which the depth runs: their sums stay in the second cache,
   // and lines on their way there in the first.
@@ -178,8 +132,6 @@ class Pooler {
     task.sums = task.odd + half;
     std::fill_n(task.buffer, size, T{});  // zeros around the sources stay
   }
-
-  index_t line_pitch(const Task& task) const { return width_.line_pitch * task.channels; }
 
   void forward(const Task& task) const {
     const index_t plane = task.lines * line_pitch(task);
@@ -238,112 +190,8 @@ class Pooler {
     }
   }
 
-  // to[line][x][c] = the sum of source rows, and along the width. `sum` says which rows.
-  void gather(const Task& task, PoolLines<Storage, T, T> sum, T* to) const {
-    const index_t pitch = width_.pitch * task.channels, count = width_.sources.size();
-    sum.to = task.buffer + (width_.sources.begin - width_.origin) * task.channels;
-    sum.target = pitch;
-    sum.runs = {count, task.channels, source_.strides[4], task.channels};
-    for (index_t y = 0; y < task.lines; y += lines_) {
-      sum.targets = std::min(lines_, task.lines - y);
-      if (task.channels == 1 || source_.strides[1] == 1) {
-        isa_.gather(sum);
-      } else {
-        gather_strided(sum);
-      }
-      for (index_t line = 0; !kForward && scaled_ && line < sum.targets; ++line) {
-        width_isa_.scale(sum.to + line * pitch, factors_[2].data() + width_.sources.begin, count,
-                         task.channels);
-      }
-      sum_width(task, sum.targets, to + y * line_pitch(task));
-      sum.from += sum.targets * sum.line;
-      sum.spans += sum.targets * sum.span_step;
-      sum.factors += sum.targets * sum.target_factor;
-    }
-  }
-
-  // Where channels are adjacent in the targets alone; along the shorter stride first.
-  void gather_strided(const PoolLines<Storage, T, T>& sum) const {
-    const index_t count = sum.runs.count, channels = sum.runs.length;
-    const index_t along = source_.strides[4], across = source_.strides[1];
-    for (index_t y = 0; y < sum.targets; ++y) {
-      T* const to = sum.to + y * sum.target;
-      std::fill_n(to, count * channels, T{});
-      const PoolSpan span = sum.spans[y * sum.span_step];
-      for (index_t i = span.begin; i < span.end; ++i) {
-        const Storage* const row = sum.from + y * sum.line + i * sum.row;
-        const T factor = sum.factors[y * sum.target_factor + i * sum.row_factor];
-        const auto add = [&](index_t x, index_t c) {
-          to[x * channels + c] += factor * kernels::load_as(row[x * along + c * across]);
-        };
-        if (std::abs(along) < std::abs(across)) {
-          for (index_t c = 0; c < channels; ++c) {
-            for (index_t x = 0; x < count; ++x) add(x, c);
-          }
-        } else {
-          for (index_t x = 0; x < count; ++x) {
-            for (index_t c = 0; c < channels; ++c) add(x, c);
-          }
-        }
-      }
-    }
-  }
-
-  // The buffer's lines, summed along the width.
-  void sum_width(const Task& task, index_t lines, T* to) const {
-    const PoolDim& dim = problem_.dims[2];
-    const index_t channels = task.channels, count = width_.targets.size();
-    const index_t positions = lines * width_.pitch;
-    const index_t even_taps = ceil_div(dim.kernel, 2), odd_taps = dim.kernel / 2;
-    if (!width_.padded) {
-      for (index_t line = 0; line < lines; ++line) {
-        width_isa_.spans(task.buffer + line * width_.pitch * channels, width_.spans.data(), count,
-                         channels, to + line * line_pitch(task));
-      }
-    } else if (dim.stride == 1) {
-      width_isa_.windows(task.buffer, dim.kernel, nullptr, 0, positions, to);
-    } else if (kForward) {
-      width_isa_.split(task.buffer, positions / 2, task.even, task.odd);
-      width_isa_.windows(task.even, even_taps, task.odd, odd_taps, positions / 2, to);
-    } else {
-      width_isa_.windows(task.buffer, even_taps, nullptr, 0, positions, task.even);
-      width_isa_.windows(task.buffer + even_taps - odd_taps, odd_taps, nullptr, 0, positions,
-                         task.odd);
-      width_isa_.merge(task.even, task.odd, positions, to);
-    }
-    for (index_t line = 0; kForward && scaled_ && line < lines; ++line) {
-      width_isa_.scale(to + line * line_pitch(task), factors_[2].data() + width_.targets.begin,
-                       count, channels);
-    }
-  }
-
-  // The task's targets of plane z, from rows of the sums. `sum` says which.
-  void scatter(const Task& task, PoolLines<T, Storage, T> sum, index_t z) const {
-    sum.from += width_.first * task.channels;
-    sum.to = task.target + z * target_.strides[2] + task.height.begin * target_.strides[3];
-    sum.targets = task.height.size();
-    sum.target = target_.strides[3];
-    sum.runs = {width_.targets.size(), task.channels, task.channels, target_.strides[4]};
-    sum.accumulate = problem_.accumulate;
-    sum.stream = stream_;
-    isa_.scatter(sum);
-  }
-
-  const PoolProblem& problem_;
-  const ConvArray& source_;
-  const ConvArray& target_;
-  const bool together_;        // channels are adjacent in the targets: lines hold many of them
-  const Span depth_, height_;  // of targets
-  const WidthPlan<kOp> width_;
-  const std::vector<PoolSpan> depth_spans_, height_spans_;
-  const PoolLineIsa<Storage, T>& isa_;
-  const PoolWidthIsa<T>& width_isa_;
-  std::vector<T> factors_[kernels::kSpatialDims];  // the outputs' scales
-  bool scaled_;                                    // those of the width are not all 1
-  index_t planes_ = 1;                             // that a target sums, at most
-  index_t channel_step_ = 1, height_step_ = 1;     // of a task
-  index_t lines_ = 1;                              // of a buffer, at most
-  bool stream_ = false;
+  index_t planes_ = 1;                          // that a target sums, at most
+  index_t channel_step_ = 1, height_step_ = 1;  // of a task
 };
 
 template <PoolOp kOp>

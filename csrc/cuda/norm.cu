@@ -1,7 +1,8 @@
 #include "cuda/kernels.hpp"
 #include "cuda/runtime.cuh"
 #include "kernels/dispatch.hpp"
-#include "kernels/norm_bodies.hpp"
+#include "kernels/norm_sums.hpp"
+#include "kernels/norm_write.hpp"
 #include "launch/cuda.cuh"
 
 namespace pydist::cuda {
@@ -14,7 +15,7 @@ using kernels::NormProblem;
 template <class F>
 void dispatch(const NormProblem& problem, const F& f) {
   kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage> type) {
-    kernels::dispatch_activation(problem.slope, [&](auto activation) { f(type, activation); });
+    kernels::dispatch_activation(problem, [&](auto activation) { f(type, activation); });
   });
 }
 

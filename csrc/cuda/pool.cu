@@ -14,8 +14,10 @@ template <PoolOp kOp>
 void pool(const PoolProblem& problem, const Queue& queue, const char* what) {
   const DeviceGuard guard(queue.device);
   kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
-    const auto body = kernels::PoolBody<kOp, Storage>::make(problem);
-    check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
+    kernels::dispatch_rectifier(problem.slope, [&](auto activation) {
+      const auto body = kernels::PoolBody<kOp, Storage, activation()>::make(problem);
+      check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
+    });
   });
 }
 

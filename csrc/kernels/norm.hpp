@@ -8,40 +8,16 @@
 
 #include "core/dtype.hpp"
 #include "core/index.hpp"
+#include "kernels/activation.hpp"
 #include "launch/host_device.hpp"
 
 namespace pydist::kernels {
-
-enum class Activation { kNone, kRelu, kLeakyRelu };
-
-inline constexpr int kActivations = 3;
-
-// The activation that takes negative values times `slope`.
-PYDIST_HD Activation activation_of(double slope) {
-  if (slope == 1) return Activation::kNone;
-  return slope == 0 ? Activation::kRelu : Activation::kLeakyRelu;
-}
 
 // What forward computes of an element before the activation. Backward finds the activation's sign
 // by the same expression, so that they agree wherever a result is 0 but for rounding.
 template <class V>
 PYDIST_HD V normalized(V centred, V factor, V offset) {
   return centred * factor + offset;
-}
-
-// torch's rules: of ReLU, NaN stays NaN; what is not above 0 has no gradient, or the slope's.
-template <Activation kActivation, class V>
-PYDIST_HD V activated(V value, [[maybe_unused]] V slope) {
-  if constexpr (kActivation == Activation::kRelu) return value <= V{} ? V{} : value;
-  if constexpr (kActivation == Activation::kLeakyRelu) return value > V{} ? value : value * slope;
-  return value;
-}
-
-template <Activation kActivation, class V>
-PYDIST_HD V activation_gradient([[maybe_unused]] V value, V grad, [[maybe_unused]] V slope) {
-  if constexpr (kActivation == Activation::kRelu) return value <= V{} ? V{} : grad;
-  if constexpr (kActivation == Activation::kLeakyRelu) return value > V{} ? grad : grad * slope;
-  return grad;
 }
 
 // A dense array [samples, channels, positions], or [samples, positions, channels] in memory.
@@ -71,21 +47,31 @@ struct NormShape {
 // and double for double. With c = x - mean:
 //   moments:    sums = mean and the sum of (x - mean)^2 of each row; without `mean`
 //   apply:      out = activation(c factor + offset)
-//   grad_sums:  sums = sum of g and sum of g c, where g = grad times the activation's gradient
+//   grad_sums:  sums = sum of g and sum of g c, where g = grad times the activation's gradient;
+//               of learned slopes, the sum of what they get as well
 //   grad_input: out = a g + (b c + d)
 struct NormProblem {
   DType dtype;  // of x, grad and out
   NormShape shape;
   double slope;  // of the activation, see activation_of
+  bool learned;  // the slopes are values[3], of PReLU
   const void *x, *grad;
   void* out;
-  const void* values;        // T[3][rows]: mean, factor, offset
+  const void* values;        // T[3 or 4][rows]: mean, factor, offset, slope
   const void* coefficients;  // T[3][rows]: a, b, d
-  // [parts][2][rows]: sums of the parts of the positions; then those of all, in place of the first.
+  // [parts][2 or 3][rows]: sums of the parts of the positions; then those of all, in place of the
+  // first.
   double* sums;
   index_t parts;
 
+  PYDIST_HD Activation activation() const {
+    return learned ? Activation::kPrelu : activation_of(slope);
+  }
   PYDIST_HD index_t part_begin(index_t part) const { return part * shape.positions / parts; }
+  // The first of a part's sums of a row; the others follow `shape.rows()` apart.
+  PYDIST_HD double* sums_of(index_t part, index_t row) const {
+    return sums + (learned ? 3 : 2) * part * shape.rows() + row;
+  }
 };
 
 // Mean and sum of squared deviations of `count` values.
@@ -116,20 +102,22 @@ template <bool kMoments>
 PYDIST_HD void merge_parts(const NormProblem& problem, index_t row) {
   const index_t rows = problem.shape.rows();
   RowMoments all{0, 0, 0};
-  double first = 0, second = 0;
+  double first = 0, second = 0, third = 0;
   PYDIST_ROLLED
   for (index_t part = 0; part < problem.parts; ++part) {
-    const double* const sums = problem.sums + 2 * part * rows + row;
+    const double* const sums = problem.sums_of(part, row);
     if constexpr (kMoments) {
       const index_t positions = problem.part_begin(part + 1) - problem.part_begin(part);
       all.merge({static_cast<double>(problem.shape.values(positions)), sums[0], sums[rows]});
     } else {
       first += sums[0];
       second += sums[rows];
+      if (problem.learned) third += sums[2 * rows];
     }
   }
   problem.sums[row] = kMoments ? all.mean : first;
   problem.sums[rows + row] = kMoments ? all.m2 : second;
+  if (!kMoments && problem.learned) problem.sums[2 * rows + row] = third;
 }
 
 }  // namespace pydist::kernels

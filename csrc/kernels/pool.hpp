@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/view.hpp"
+#include "kernels/activation.hpp"
 #include "kernels/half.hpp"
 #include "kernels/pool_windows.hpp"
 #include "launch/run_body.hpp"
@@ -13,12 +14,16 @@ namespace pydist::kernels {
 // out[n, c, o] = scale(o) * sum of in[n, c, i] over the inputs i of window o, or its adjoint;
 // scale(o) is the product of the three dims' scales. With `accumulate` the sums are added to the
 // target, and what they do not reach is left alone; else all of the target is written.
+// A ReLU before the pooling, leaky or not, is part of it: in goes through it as it is read, and
+// what the adjoint adds up, through its derivative at `gate`, of which the signs count.
 struct PoolProblem {
   DType dtype;
   index_t batch, channels;
   PoolDim dims[kSpatialDims];
   ConvArray in, out;
   bool accumulate;
+  double slope = 1;            // of the ReLU, see activation_of; 1: none
+  const void* gate = nullptr;  // of the adjoint, of the strides of `in`
 
   template <PoolOp kOp>
   PYDIST_HD Span targets(int dim) const {
@@ -52,13 +57,16 @@ inline PoolProblem pool_problem(const TensorView& in, const TensorView& out,
 // Traffic: kernel volume / stride volume reads a source (caches hold most), one write a target.
 // Proof: tests/native/test_kernels_pool.cpp emulates it against a plain loop, in three thread
 //   orders; the CPU's loops (csrc/cpu/pool.cpp) are others, as they sum one dim after the other.
-template <PoolOp kOp, class Storage>
+template <PoolOp kOp, class Storage, Activation kActivation = Activation::kNone>
 struct PoolBody {
   using T = accumulator_t<Storage>;
+  static constexpr bool kGates = kOp == PoolOp::kBackward && kActivation != Activation::kNone;
   BasicPoolDim<std::int32_t> dims[kSpatialDims];
   PoolLanes lanes;
   ConvArray source, target;
   bool accumulate;
+  T slope;
+  const void* gate;
 
   using ShortSpan = BasicSpan<std::int32_t>;
   struct Run {
@@ -74,6 +82,8 @@ struct PoolBody {
     body.source = kOp == PoolOp::kForward ? problem.in : problem.out;
     body.target = kOp == PoolOp::kForward ? problem.out : problem.in;
     body.accumulate = problem.accumulate;
+    body.slope = static_cast<T>(problem.slope);
+    body.gate = problem.gate;
     Span targets[kSpatialDims];
     for (int dim = 0; dim < kSpatialDims; ++dim) {
       body.dims[dim] = shorten(problem.dims[dim]);
@@ -109,8 +119,13 @@ struct PoolBody {
     loop(run_length(), [this, run](index_t j) {
       const index_t channel = lanes.along_channels ? j : 0;
       const std::int32_t width = run.width + static_cast<std::int32_t>(j - channel);
-      const T sum = sum_of(run, run.source + channel * source.strides[1], width);
+      T sum = sum_of(run, run.source + channel * source.strides[1], width);
       Storage& element = run.target[j * target.strides[lanes.lane_dim()]];
+      if constexpr (kGates) {
+        const index_t at = &element - static_cast<const Storage*>(target.data);
+        const T sign = load_as(static_cast<const Storage*>(gate)[at]);
+        sum = activation_gradient<kActivation>(sign, sum, slope);
+      }
       element = store_as<Storage>(accumulate ? load_as(element) + sum : sum);
     });
   }
@@ -129,6 +144,7 @@ struct PoolBody {
         PYDIST_ROLLED
         for (std::int32_t k = 0; k < width.size(); ++k) {
           T value = load_as(line[k * source.strides[4]]);
+          if (kOp == PoolOp::kForward) value = activated<kActivation>(value, slope);
           if (kOp == PoolOp::kBackward) value *= static_cast<T>(dims[2].scale[width.begin + k]);
           part += value;
         }

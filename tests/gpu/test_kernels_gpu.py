@@ -131,7 +131,8 @@ def test_boundary_convolution_equals_the_cpu(dtype, thin, stride, dilation, grou
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_pool_sums_equal_the_cpu(dtype, layout, accumulate):
+@pytest.mark.parametrize("slope", [1.0, 0.0, 0.25])
+def test_pool_sums_equal_the_cpu(dtype, layout, accumulate, slope):
     torch.manual_seed(0)
     x = torch.randn(2, 20, 13, 18, 41).to(dtype).contiguous(memory_format=layout)
     y = torch.randn(2, 20, 7, 9, 21).to(dtype).contiguous(memory_format=layout)
@@ -139,13 +140,15 @@ def test_pool_sums_equal_the_cpu(dtype, layout, accumulate):
     windows = [native.Footprint(k, 2, 1, p, p) for k, p in ((3, 1), (4, 1), (3, 2))]
     attributes = ((1, 0, -1), (0, 1, 0), windows)
     swapped = (attributes[1], attributes[0], windows)
-    for kernel, source, target, tail in [
-        (native.pool_sum_forward, x, y, attributes),
-        (native.pool_sum_backward, y, x, swapped),
+    gates = (None, None) if slope == 1 else (x.flip(0), x.flip(0).cuda())
+    for kernel, source, target, tail, rectifier in [
+        (native.pool_sum_forward, x, y, attributes, [(slope,)] * 2),
+        (native.pool_sum_backward, y, x, swapped, [(gate, slope) for gate in gates]),
     ]:
         on_cpu, on_gpu = target.clone(), target.cuda()
-        kernel(source, on_cpu, *tail, scales, accumulate)
-        kernel(source.cuda(), on_gpu, *tail, [s.cuda() for s in scales], accumulate)
+        kernel(source, on_cpu, *tail, scales, accumulate, *rectifier[0])
+        on_device = [s.cuda() for s in scales]
+        kernel(source.cuda(), on_gpu, *tail, on_device, accumulate, *rectifier[1])
         error = float((on_gpu.cpu().double() - on_cpu.double()).abs().max())
         assert error <= TOLERANCE[dtype] * float(on_cpu.abs().max()), kernel
 

@@ -26,7 +26,7 @@ SHAPES = [(2, 5, 21, 34, 47), (3, 64, 8, 8, 8), (1, 33, 7), (2, 3, 0)]
 
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("per_sample", [False, True])
-@pytest.mark.parametrize("slope", [1.0, 0.0, 0.1])
+@pytest.mark.parametrize("slope", [1.0, 0.0, 0.1, "of each row"])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_passes_equal_the_cpus(dtype, shape, slope, per_sample, channels_last):
@@ -36,6 +36,8 @@ def test_passes_equal_the_cpus(dtype, shape, slope, per_sample, channels_last):
         x, grad = (t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (x, grad))
     rows = shape[0] * shape[1] if per_sample else shape[1]
     values, coefficients = (torch.randn(3, rows).to(statistics_dtype(dtype)) for _ in range(2))
+    if slope == "of each row":
+        values, slope = torch.cat([values, coefficients[:1]]), 1.0
 
     def results(device):
         on = [t.to(device) for t in (x, grad, values, coefficients)]

@@ -53,10 +53,27 @@ class Network(nn.Module):
         return self.head(y.mean((2, 3, 4)))
 
 
-def test_a_step_is_that_of_the_cpu(devices: Transport) -> None:
+class Fused(nn.Module):
+    """Layers of which two or three are one pass: biases, ReLUs, a pool, a norm, a PReLU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv3d(3, 4, 3, padding=1), nn.LeakyReLU(0.1, inplace=True), nn.AvgPool3d(3, 2, 1),
+            nn.InstanceNorm3d(4), nn.PReLU(), nn.BatchNorm3d(4), nn.PReLU(4),
+            nn.Conv3d(4, 2, 3, padding=1), nn.ReLU(inplace=True),
+        )  # fmt: skip
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return self.layers(x).mean((2, 3, 4))
+
+
+@pytest.mark.parametrize("kind", [Network, Fused])
+def test_a_step_is_that_of_the_cpu(devices: Transport, kind: type[nn.Module]) -> None:
     mesh = Mesh(devices, 1, (2, 1, 1))
     generator = torch.Generator().manual_seed(0)
-    network, x = Network().double(), torch.randn(SHAPE, generator=generator).double()
+    network, x = kind().double(), torch.randn(SHAPE, generator=generator).double()
     for p in network.parameters():
         nn.init.normal_(p, generator=generator)
 

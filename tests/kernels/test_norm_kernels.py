@@ -10,29 +10,31 @@ from pydist import _native as native
 FORMATS = [torch.contiguous_format, torch.channels_last_3d]
 
 
-def passes(x, grad, parts):
-    """The results of all four kernels."""
+def passes(x, grad, parts, learned):
+    """The results of all four kernels; the slopes are one, or learned."""
     rows = x.shape[1]
-    values = torch.linspace(0.5, 2, 3 * rows).view(3, rows)
-    sums = [torch.empty(parts, 2, rows, dtype=torch.float64) for _ in range(2)]
+    values = torch.linspace(0.5, 2, 4 * rows).view(4, rows)
+    given, slope = (values, 1.0) if learned else (values[:3], 0.1)
+    sums = [torch.empty(parts, n, rows, dtype=torch.float64) for n in (2, len(given) - 1)]
     out, grad_in = torch.empty_like(x), torch.empty_like(x)
     native.norm_moments(x, sums[0])
-    native.norm_apply(x, out, values, 0.1)
-    native.norm_grad_sums(grad, x, values, sums[1], 0.1)
-    native.norm_grad_input(grad, x, grad_in, values, values, 0.1)
+    native.norm_apply(x, out, given, slope)
+    native.norm_grad_sums(grad, x, given, sums[1], slope)
+    native.norm_grad_input(grad, x, grad_in, given, values[:3], slope)
     return [sums[0][0], sums[1][0], out, grad_in]
 
 
+@pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("memory_format", FORMATS)
-def test_threads_change_no_bit(memory_format):
+def test_threads_change_no_bit(memory_format, learned):
     torch.manual_seed(0)
     x, grad = (torch.randn(2, 6, 41, 40, 39).to(memory_format=memory_format) for _ in range(2))
     before = native.get_num_threads()
     try:
         native.set_num_threads(1)
-        expected = passes(x, grad, parts=7)
+        expected = passes(x, grad, 7, learned)
         native.set_num_threads(3)
-        found = passes(x, grad, parts=7)
+        found = passes(x, grad, 7, learned)
     finally:
         native.set_num_threads(before)
     for one, three in zip(expected, found, strict=True):
@@ -56,8 +58,14 @@ REFUSED = {
     "other rows": (lambda: native.norm_moments(X, SUMS[..., :2].clone()), "each channel"),
     "sums in float32": (lambda: native.norm_moments(X, SUMS.float()), "float64 (parts, 2, rows)"),
     "gaps": (lambda: native.norm_moments(X[..., ::2], SUMS), "must be dense"),
-    "values in float64": (lambda: native.norm_apply(X, X, VALUES.double(), 1.0), "float32 (3, "),
-    "two values": (lambda: native.norm_apply(X, X, VALUES[:2], 1.0), "float32 (3, "),
+    "values in float64": (lambda: native.norm_apply(X, X, VALUES.double(), 1.0), "float32 (3 or 4"),
+    "slopes and a slope": (
+        lambda: native.norm_apply(X, X, torch.zeros(4, 3), 0.5), "holds slopes",
+    ),
+    "no sum for slopes": (
+        lambda: native.norm_grad_sums(X, X, torch.zeros(4, 3), SUMS, 1.0), "(parts, 3, rows)",
+    ),
+    "two values": (lambda: native.norm_apply(X, X, VALUES[:2], 1.0), "float32 (3 or 4"),
     "another order": (
         lambda: native.norm_apply(X, X.transpose(1, 2).contiguous().transpose(1, 2), VALUES, 1.0),
         "same order in memory",

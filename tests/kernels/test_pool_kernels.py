@@ -391,6 +391,40 @@ def test_backward_checks_its_arguments_as_forward_does():
     with pytest.raises(ValueError, match=r"scales\[0\] is float64 \(3,\) .* grad is float32"):
         native.pool_sum_backward(y[:, :, :2], x, *tail)
 
+    with pytest.raises(ValueError, match=r"a gate and a negative slope below 1 come together"):
+        native.pool_sum_backward(y, x, *tail, None, 0.5)
+    with pytest.raises(ValueError, match=r"gate is float32 .* one shape and the same strides"):
+        native.pool_sum_backward(y, x, *tail, x.transpose(3, 4), 0.5)
+    with pytest.raises(ValueError, match=r"negative slope of 1.5.*: 0 to 1 is possible"):
+        native.pool_sum_backward(y, x, *tail, x, 1.5)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.25])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", ["plain", "channels last", "channels last in one"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_relu_in_the_pass_gives_the_bits_of_one_apart(accumulate, layout, dtype, slope):
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 20, 13, 18, 41).to(dtype), torch.randn(2, 20, 7, 9, 21).to(dtype)
+    if layout != "plain":
+        y = y.contiguous(memory_format=torch.channels_last_3d)
+    if layout == "channels last":
+        x = x.contiguous(memory_format=torch.channels_last_3d)
+    x[0, 0, 0, 0, :3] = torch.tensor([torch.nan, -torch.inf, 0.0])
+    windows = footprints((3, 3, 3), (2, 2, 2), (1, 1, 1))
+    tail = (ORIGIN, ORIGIN, windows, [torch.rand(n).double() for n in y.shape[2:]], accumulate)
+    act = torch.nn.LeakyReLU(slope) if slope else torch.nn.ReLU()
+    apart, fused = y.clone(), y.clone()
+    native.pool_sum_forward(act(x), apart, *tail)
+    native.pool_sum_forward(x, fused, *tail, slope)
+    torch.testing.assert_close(fused, apart, rtol=0, atol=0, equal_nan=True)
+    apart, fused = torch.zeros_like(x), torch.zeros_like(x)
+    native.pool_sum_backward(y, apart, *tail)
+    native.pool_sum_backward(y, fused, *tail, x, slope)
+    apart *= torch.where(x > 0, 1.0, slope)
+    apart[x.isnan()] = fused[x.isnan()]  # ReLU and leaky ReLU differ there, as in torch
+    torch.testing.assert_close(fused, apart, rtol=0, atol=0)
+
 
 @settings(deadline=None, max_examples=25)
 @given(triples(st.integers(1, 8)), triples(st.integers(1, 10)), st.booleans())

@@ -8,7 +8,8 @@
 
 #include "cpu/norm.hpp"
 #include "kernels/half.hpp"
-#include "kernels/norm_bodies.hpp"
+#include "kernels/norm_sums.hpp"
+#include "kernels/norm_write.hpp"
 #include "launch/emulate.hpp"
 #include "random_cases.hpp"
 
@@ -33,6 +34,7 @@ struct Case {
   using T = kernels::accumulator_t<Storage>;
   NormShape shape;
   double slope;
+  bool learned;
   index_t parts;
   std::vector<Storage> x, grad, out;
   std::vector<T> values, coefficients;
@@ -49,6 +51,7 @@ struct Case {
                                               random.chance(0.5), random.chance(0.5)};
     const double slopes[] = {1, 0, 0.125};
     test.slope = slopes[random.between(0, 2)];
+    test.learned = random.chance(0.3);
     test.parts = random.between(1, 5);
     const auto fill = [&](auto& array, index_t count, double middle) {
       using Element = typename std::remove_reference_t<decltype(array)>::value_type;
@@ -62,15 +65,31 @@ struct Case {
     test.out.resize(test.x.size());
     fill(test.values, test.shape.rows(), centre);
     fill(test.values, 2 * test.shape.rows(), 0);
+    if (test.learned) fill(test.values, test.shape.rows(), 0);
     fill(test.coefficients, 3 * test.shape.rows(), 0);
-    test.sums.assign(static_cast<std::size_t>(2 * test.parts * test.shape.rows()), std::nan(""));
+    const index_t sums = (test.learned ? 3 : 2) * test.parts * test.shape.rows();
+    test.sums.assign(static_cast<std::size_t>(sums), std::nan(""));
     return test;
   }
 
   NormProblem problem() {
-    return {dtype_of<Storage>(), shape,      slope,         x.data(),
-            grad.data(),         out.data(), values.data(), coefficients.data(),
-            sums.data(),         parts};
+    return {dtype_of<Storage>(),
+            shape,
+            slope,
+            learned,
+            x.data(),
+            grad.data(),
+            out.data(),
+            values.data(),
+            coefficients.data(),
+            sums.data(),
+            parts};
+  }
+  // Statistics know no activation.
+  NormProblem plain() {
+    NormProblem problem = this->problem();
+    problem.learned = false;
+    return problem;
   }
 
   // Calls f(row, element) for all elements.
@@ -97,19 +116,20 @@ struct Case {
   double linear(std::size_t row, std::size_t i) const {
     return centred(row, i) * given(values, 1, row) + given(values, 2, row);
   }
+  double slope_of(std::size_t row) const { return learned ? given(values, 3, row) : slope; }
   double gradient(std::size_t row, std::size_t i) const {
-    return value(grad, i) * (linear(row, i) > 0 ? 1 : slope);
+    return value(grad, i) * (linear(row, i) > 0 ? 1 : slope_of(row));
   }
 };
 
 // What the kernels are to find, by plain loops.
 template <class Storage>
 struct Wanted {
-  std::vector<double> mean, m2, grads, products, out, grad_input;
+  std::vector<double> mean, m2, grads, products, slopes, out, grad_input;
 
   explicit Wanted(const Case<Storage>& test) {
     const auto rows = static_cast<std::size_t>(test.shape.rows());
-    for (auto* sums : {&mean, &m2, &grads, &products}) sums->assign(rows, 0);
+    for (auto* sums : {&mean, &m2, &grads, &products, &slopes}) sums->assign(rows, 0);
     out.resize(test.x.size());
     grad_input.resize(test.x.size());
     const auto count = static_cast<double>(test.shape.values(test.shape.positions));
@@ -120,7 +140,8 @@ struct Wanted {
       m2[row] += off * off;
       grads[row] += g;
       products[row] += g * c;
-      out[i] = y > 0 ? y : y * test.slope;
+      slopes[row] += y > 0 ? 0 : y * test.value(test.grad, i);
+      out[i] = y > 0 ? y : y * test.slope_of(row);
       grad_input[i] =
           test.given(test.coefficients, 0, row) * g +
           (test.given(test.coefficients, 1, row) * c + test.given(test.coefficients, 2, row));
@@ -157,7 +178,7 @@ void emulated(Kernel kernel, const NormProblem& problem, launch::ThreadOrder ord
       run(kernels::NormWriteBody<kForward, false, kActivation, Storage>::make(problem));
     }
   };
-  kernels::dispatch_activation(problem.slope, [&](auto activation) {
+  kernels::dispatch_activation(problem, [&](auto activation) {
     constexpr auto kActivation = decltype(activation)::value;
     if (kernel == Kernel::kMoments) sum.template operator()<true, kActivation>();
     if (kernel == Kernel::kGradSums) sum.template operator()<false, kActivation>();
@@ -194,10 +215,11 @@ void check(const Case<Storage>& given, double tolerance, double rounding,
         where + (backend == 0 ? ", cpu" : ", emulated") + std::to_string(backend) + ": ";
     const auto run = [&](Kernel kernel) {
       Case<Storage> test = given;
+      const NormProblem problem = kernel == Kernel::kMoments ? test.plain() : test.problem();
       if (backend == 0) {
-        on_cpu(kernel, test.problem());
+        on_cpu(kernel, problem);
       } else {
-        emulated<Storage>(kernel, test.problem(), launch::kThreadOrders[backend - 1]);
+        emulated<Storage>(kernel, problem, launch::kThreadOrders[backend - 1]);
       }
       return test;
     };
@@ -209,8 +231,13 @@ void check(const Case<Storage>& given, double tolerance, double rounding,
       ASSERT_NO_FATAL_FAILURE(
           expect_elements(run(Kernel::kGradInput), wanted.grad_input, place + "dL/dx"));
     }
-    ASSERT_NO_FATAL_FAILURE(expect_sums(run(Kernel::kGradSums), wanted.grads, wanted.products,
-                                        4 * (count + 1), place + "gradient sums"));
+    const Case<Storage> summed = run(Kernel::kGradSums);
+    ASSERT_NO_FATAL_FAILURE(expect_sums(summed, wanted.grads, wanted.products, 4 * (count + 1),
+                                        place + "gradient sums"));
+    for (std::size_t r = 0; given.learned && r < rows; ++r) {
+      ASSERT_NEAR(summed.sums[2 * rows + r], wanted.slopes[r], tolerance * 64 * (count + 1))
+          << place << "gradient of slope " << r;
+    }
   }
 }
 
@@ -246,6 +273,7 @@ TEST(NormActivation, NaNStaysAndInfinityIsCutOff) {
   test.x = {std::nanf(""), -INFINITY, INFINITY, 0};
   test.values = {0, 1, 0};
   test.slope = 0;
+  test.learned = false;
   cpu::norm_apply(test.problem());
   EXPECT_TRUE(std::isnan(test.out[0]));
   EXPECT_EQ(test.out[1], 0);

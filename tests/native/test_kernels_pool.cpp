@@ -24,11 +24,16 @@ struct PoolCase {
   PoolAttributes attributes;
   std::vector<double> scales[3];
   bool accumulate;
+  double slope;  // of a ReLU before the pooling
+  Array gate;    // as `in`
 
   PoolProblem problem() const {
-    return kernels::pool_problem(in.view, out.view, attributes,
-                                 {scales[0].data(), scales[1].data(), scales[2].data()},
-                                 accumulate);
+    PoolProblem problem =
+        kernels::pool_problem(in.view, out.view, attributes,
+                              {scales[0].data(), scales[1].data(), scales[2].data()}, accumulate);
+    problem.slope = slope;
+    if (slope != 1) problem.gate = gate.memory.data();
+    return problem;
   }
 
   static PoolCase make(unsigned seed) {
@@ -60,11 +65,14 @@ struct PoolCase {
     }
     Array in_array(random, in, some_strides(random, in));
     Array out_array(random, out, some_strides(random, out));
+    const double slopes[] = {1, 0, 0.125};
     return {in_array,
             out_array,
             {in_lo, out_lo, footprints},
             {scales[0], scales[1], scales[2]},
-            random.chance(0.5)};
+            random.chance(0.5),
+            slopes[random.between(0, 2)],
+            Array(random, in, in_array.view.strides)};
   }
 };
 
@@ -96,9 +104,10 @@ std::vector<double> expected(const PoolCase& given) {
         if (i[2 + dim] < 0 || i[2 + dim] >= given.in.view.shape[2 + dim]) return;
       }
       if constexpr (kOp == PoolOp::kForward) {
-        sums.out.at(o) += scale * operands.in.at(i);
+        const double value = operands.in.at(i);
+        sums.out.at(o) += scale * value * (value > 0 ? 1 : given.slope);
       } else {
-        sums.in.at(i) += scale * operands.out.at(o);
+        sums.in.at(i) += scale * operands.out.at(o) * (operands.gate.at(i) > 0 ? 1 : given.slope);
       }
     });
   });
@@ -115,10 +124,12 @@ void check_case(unsigned seed) {
   ASSERT_EQ(target_of<kOp>(on_cpu).memory, wanted) << "cpu, seed " << seed;
   for (const launch::ThreadOrder order : launch::kThreadOrders) {
     PoolCase emulated = given;
-    const auto body = kernels::PoolBody<kOp, double>::make(emulated.problem());
-    if (body.rows() > 0) {
-      launch::emulate_runs(body, launch::run_grid(body.rows(), body.run_length()), order);
-    }
+    kernels::dispatch_rectifier(given.slope, [&](auto activation) {
+      const auto body = kernels::PoolBody<kOp, double, activation()>::make(emulated.problem());
+      if (body.rows() > 0) {
+        launch::emulate_runs(body, launch::run_grid(body.rows(), body.run_length()), order);
+      }
+    });
     ASSERT_EQ(target_of<kOp>(emulated).memory, wanted)
         << "emulated in order " << static_cast<int>(order) << ", seed " << seed;
   }

@@ -1,8 +1,8 @@
 """The boundary outputs of a convolution whose halo is still on its way.
 
 They are completed when somebody asks for the shard: the slabs' part is added in the native kernel.
-Where that is an in-place ReLU, the kernel applies it to what it has just added up, so the boundary
-planes are read and written once; the interior has been through it by then.
+Where an in-place ReLU is behind, the kernel applies it to what it has just added up, so the
+boundary planes are read and written once; the interior has been through it by then.
 Only in place: otherwise the linear values must be there as well.
 """
 
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from pydist.backend.slab_library import rectify_
+from pydist.ops.convolution.finish import finish_
+from pydist.ops.convolution.rectified import PendingRectifier, may_wait, rectified
 from pydist.ops.windows import Window
 from pydist.partition import Box, subtract
 from pydist.tensor import ShardedTensor, adopt_local
@@ -105,17 +106,25 @@ class PendingBoundary:
         plan: of the convolution.
         channels_last: the memory format in which the halo travels.
         kernels: that add the slabs' parts.
+        bias: [C], if it is added when all else is there: `finish_`.
 
     Attributes:
         plan: of the convolution.
         kernels: that add the slabs' parts.
+        bias: as given.
         outputs: the shard of the result, but for what the halo adds to it; `None` where nobody
-            can ask for it any more.
+            can ask for it any more. Who has saved it for backward need not know of that.
         slabs: the halo, once complete.
     """
 
-    def __init__(self, plan: CorrectionPlan, channels_last: bool, kernels: SlabKernels) -> None:
-        self.plan, self.kernels = plan, kernels
+    def __init__(
+        self,
+        plan: CorrectionPlan,
+        channels_last: bool,
+        kernels: SlabKernels,
+        bias: Tensor | None = None,
+    ) -> None:
+        self.plan, self.kernels, self.bias = plan, kernels, bias
         self.outputs: Tensor | None = None
         self.slabs: list[Tensor] = []
         self._exchanges = plan.plan.exchanges(channels_last)
@@ -138,17 +147,27 @@ class PendingBoundary:
         """Whether a ReLU may still be applied along with the halo's part."""
         return self._under_way is not None and self.plan.boundary.pieces is not None
 
-    def rectified(self, shard: Tensor, negative_slope: float) -> Tensor | None:
+    def rectified(
+        self, shard: Tensor, negative_slope: float
+    ) -> tuple[Tensor, PendingRectifier] | None:
         """The outputs behind a ReLU in place, completed along with it; `None` if it is too late.
 
         Args:
             shard: the outputs.
             negative_slope: 0 for a ReLU; in [0, 1).
+
+        Returns:
+            the shard, and what is still to be done for it.
         """
-        if not self.is_fusible:
+        if not self.is_fusible or self.outputs is None:
             return None
-        rectified: Tensor = _RectifyAll.apply(shard, self, negative_slope)
-        return rectified
+        # Without a graph to be made, the shard's own would be lost.
+        if shard.requires_grad and not torch.is_grad_enabled():
+            return None
+        pending = PendingRectifier(self.outputs, negative_slope, self)
+        if not may_wait(shard):
+            pending.complete()
+        return rectified(shard, pending), pending
 
     def complete(self, negative_slope: float = 1.0) -> None:
         """Waits for the halo and adds its part; does nothing when that has been done.
@@ -163,18 +182,23 @@ class PendingBoundary:
         outputs, self.outputs = self.outputs, None
         halo, timers = self._exchanges.halo, self.plan.mesh.timers
         halo.transport.unfinished = None
-        if negative_slope != 1.0 and outputs is not None:
+        # Together with the bias the ReLU comes last.
+        at_once = negative_slope if self.bias is None else 1.0
+        if at_once != 1.0 and outputs is not None:
             with torch.no_grad(), timers.measure("compute", self._layer):
                 for box in self.plan.boundary.interior:
-                    rectify_(self._part(outputs, box), negative_slope)
+                    rectify_(self._part(outputs, box), at_once)
         self.slabs = self._exchanges.receive(halo, pending, x, self._layer)
         if outputs is not None:
             with timers.measure("boundary", self._layer):
                 kernel = weight.detach().contiguous()
-                for slab, part, lo, slope in self._steps(outputs, negative_slope):
+                for slab, part, lo, slope in self._steps(outputs, at_once):
                     where = halo.slots[slab].lo[2:], lo
                     received = self.slabs[slab]
                     self.kernels.add("forward", slab, received, kernel, part, *where, slope)
+            if self.bias is not None:
+                with timers.measure("compute", self._layer):
+                    finish_(outputs, self.bias, negative_slope)
 
     def _steps(
         self, outputs: Tensor, slope: float
@@ -196,27 +220,6 @@ class PendingBoundary:
         return part
 
 
-class _RectifyAll(Function):
-    """A ReLU, leaky or not, in place on outputs whose boundary is pending."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, boundary: PendingBoundary, negative_slope: float) -> Tensor:
-        boundary.complete(negative_slope)
-        ctx.mark_dirty(y)
-        ctx.negative_slope = negative_slope
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (result,) = ctx.saved_tensors
-        aten = torch.ops.aten
-        if ctx.negative_slope == 0.0:
-            return aten.threshold_backward(grad, result, 0), None, None
-        slope = ctx.negative_slope
-        return aten.leaky_relu_backward(grad, result, slope, True), None, None
-
-
 def rectify_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | None:
     """Applies a ReLU along with what is still to be done for `x`: a convolution's halo, a norm.
 
@@ -229,8 +232,8 @@ def rectify_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor |
     """
     if x._pending is None or not 0.0 <= negative_slope < 1.0:
         return None
-    rectified = x._pending.rectified(x._shard, negative_slope)
-    if rectified is None:
+    done = x._pending.rectified(x._shard, negative_slope)
+    if done is None:
         return None
-    x._pending = None
-    return adopt_local(x, rectified)
+    shard, x._pending = done
+    return adopt_local(x, shard)

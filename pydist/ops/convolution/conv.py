@@ -13,7 +13,9 @@ from pydist.backend.problem import ConvProblem
 from pydist.layout import Layout
 from pydist.ops.convolution.boundary import PendingBoundary
 from pydist.ops.convolution.correction import CorrectionPlan, corrected_conv, lines_up
+from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import ConvChooser, in_autocast_type, local_conv
+from pydist.ops.convolution.rectified import PendingOutputs
 from pydist.ops.placement import choose_layout, conv_work
 from pydist.ops.redistribute import parameter_for, redistribute
 from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
@@ -57,9 +59,9 @@ def conv(
     local, weight, bias = in_autocast_type(local, weight, bias)
     plan = _plan(input._layout, window, tuple(weight.shape), groups, local)
     with torch.autocast(device, enabled=False):
-        shard, boundary = plan.run(wrap(local, input._layout, input), weight, bias)
+        shard, pending = plan.run(wrap(local, input._layout, input), weight, bias)
     result = wrap(shard, plan.out, input)
-    result._pending = boundary
+    result._pending = pending
     return result
 
 
@@ -104,17 +106,21 @@ class _ConvPlan:
 
     def run(
         self, input: ShardedTensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, PendingBoundary | None]:
-        """This rank's part of the result, and what its boundary waits for."""
+    ) -> tuple[Tensor, PendingBoundary | PendingOutputs]:
+        """This rank's part of the result, and what that waits for."""
         if self._correction is not None:
             return corrected_conv(local_of(input), weight, bias, self._correction)
         compute = partial(
             local_conv, weight=weight, bias=bias, chooser=self._chooser, mesh=self._mesh
         )
         if self._in_place:
-            return compute(local_of(input)), None
+            local = local_of(input)
+            behind = bias_behind(local, bias)
+            shard = compute(local, adds_bias=behind is None)
+            return shard, PendingOutputs(shard, behind)
         channels_last = self._chooser.kernels_ahead(weight).channels_last
-        return self._plan.apply(compute, input, channels_last=channels_last), None
+        shard = self._plan.apply(compute, input, channels_last=channels_last)
+        return shard, PendingOutputs(shard)
 
 
 def _plan(

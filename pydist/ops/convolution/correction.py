@@ -18,6 +18,7 @@ from torch.autograd import Function
 from pydist.backend.choice import ConvKernels
 from pydist.comm.adjoints import begin_backward
 from pydist.ops.convolution.boundary import BoundaryPieces, PendingBoundary
+from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
     bias_gradient,
@@ -93,8 +94,8 @@ class _CorrectedConv(Function):
         timers = plan.mesh.timers
         boundary.start(x, weight)
         with timers.measure("convolution"):
-            y = kernels.run_forward(x, weight, bias)
-        boundary.outputs = y
+            y = kernels.run_forward(x, weight, bias if boundary.bias is None else None)
+        boundary.outputs = y.data
         ctx.plan, ctx.kernels, ctx.layer = plan, kernels, timers.layer
         ctx.boundary = boundary if ctx.needs_input_grad[1] else None
         ctx.boundary_kernels = boundary.kernels
@@ -154,7 +155,7 @@ def _backward_by_gathering(
 
 def corrected_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan
-) -> tuple[Tensor, PendingBoundary | None]:
+) -> tuple[Tensor, PendingBoundary]:
     """This rank's part of the convolution, from its shard and the slabs of its neighbours.
 
     Args:
@@ -171,5 +172,6 @@ def corrected_conv(
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)
     slab_kernels = plan.slab_chooser.kernels(x, weight, kernels.channels_last)
-    boundary = PendingBoundary(plan, kernels.channels_last, slab_kernels)
+    behind = bias_behind(x, bias)
+    boundary = PendingBoundary(plan, kernels.channels_last, slab_kernels, behind)
     return _CorrectedConv.apply(x, weight, bias, boundary, kernels), boundary

@@ -55,11 +55,12 @@ class _LocalConv(Function):
         bias: Tensor | None,
         kernels: ConvKernels,
         mesh: Mesh,
+        adds_bias: bool,
     ) -> Tensor:
         ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.timers.layer
         ctx.save_for_backward(x, weight, bias)
         with mesh.timers.measure("convolution"):
-            return kernels.run_forward(x, weight, bias)
+            return kernels.run_forward(x, weight, bias if adds_bias else None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -74,7 +75,7 @@ class _LocalConv(Function):
         else:
             needed = ctx.needs_input_grad
             grads = gradients(ctx.kernels, x, grad, weight, needed, ctx.mesh.timers, ctx.layer)
-        return (*grads, None, None)
+        return (*grads, None, None, None)
 
 
 def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
@@ -142,7 +143,12 @@ def unpadded_conv(
 
 
 def local_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chooser: ConvChooser, mesh: Mesh
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    chooser: ConvChooser,
+    mesh: Mesh,
+    adds_bias: bool = True,
 ) -> Tensor:
     """A convolution of whole inputs, with zero padding as the chooser's problem says.
 
@@ -152,14 +158,15 @@ def local_conv(
         bias: [Co] or `None`.
         chooser: of this convolution; with one spatial dim, of that with a dim of 1 before it.
         mesh: the mesh.
+        adds_bias: if not, the caller does so, and only the gradients are here.
 
     Returns:
         [N, Co, ...], channels-last where that was chosen.
     """
     if x.dim() == 3:
         x, weight = x.unsqueeze(2), weight.unsqueeze(2)
-        return local_conv(x, weight, bias, chooser, mesh).squeeze(2)
+        return local_conv(x, weight, bias, chooser, mesh, adds_bias).squeeze(2)
     kernels = chooser.kernels(x, weight)
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)
-    return _LocalConv.apply(x, weight, bias, kernels, mesh)
+    return _LocalConv.apply(x, weight, bias, kernels, mesh, adds_bias)

@@ -9,7 +9,7 @@ results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,9 @@ from torch.autograd import Function
 
 from pydist.comm.adjoints import begin_backward, enter, sum_ranks
 from pydist.ops.convolution.local_conv import differentiable
+from pydist.ops.handover import Handover
 from pydist.ops.normalization.norm_plan import NormPlan
+from pydist.ops.normalization.prelu import Handed, parametric, regain, release
 from pydist.ops.normalization.statistics import (
     Moments,
     Transform,
@@ -39,6 +41,7 @@ class _Call:
     eps: float
     centred: bool
     negative_slope: float = 1.0
+    handover: Handover[Handed] = field(default_factory=Handover)
 
 
 class Normalization:
@@ -106,9 +109,21 @@ class Normalization:
         return result
 
     def write(self, out: Tensor, negative_slope: float = 1.0) -> None:
-        """Writes the result into `out`."""
+        """Writes the result into `out`, which may have been released."""
         if self.x.numel():
+            regain(out)
             apply(out, self.x.detach(), Transform(self._values, negative_slope))
+
+    def parametric(self, y: Tensor, slope: Tensor) -> Tensor:
+        """PReLU of the result, written in one pass; differentiable twice.
+
+        Args:
+            y: the result as `node` made it, yet to be written: it loses its memory until then.
+            slope: [1] or [C].
+        """
+        release(y)
+        x, call = self.x.detach(), self._call
+        return parametric(y, slope, x, self._values, call.plan, call.handover)
 
 
 class _Normalize(Function):
@@ -140,9 +155,13 @@ class _Normalize(Function):
         rest = (None,) * 6
         if torch.is_grad_enabled():
             return (*_by_composition(ctx, x, scale, shift, n, grad), *rest)
+        handed = call.handover.take(grad)
         grad = strided_like(grad, x)
-        transform = Transform(values, call.negative_slope)
-        sums = gradient_sums(grad, x, transform)
+        if handed is not None:
+            transform, sums = handed
+        else:
+            transform = Transform(values, call.negative_slope)
+            sums = gradient_sums(grad, x, transform)
         # There the mean is rounded; far from zero that counts.
         lost = plan.of_rows(mean) - values[0]
         sums[1] -= sums[0] * lost

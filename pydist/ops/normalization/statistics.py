@@ -42,7 +42,8 @@ class Transform:
     """y = act((x - mean) factor + offset), of every row.
 
     Attributes:
-        values: mean, factor and offset, [3, R], in the dtype for statistics.
+        values: mean, factor and offset, [3, R], in the dtype for statistics. Or [4, R]: by the last
+            ones act takes negative values, as PReLU does.
         negative_slope: by which act takes negative values: 1 for none, 0 for ReLU.
     """
 
@@ -115,6 +116,7 @@ def gradient_sums(grad: Tensor, x: Tensor, transform: Transform) -> Tensor:
     """Σ g and Σ g (x - mean) of every row, [2, R] in fp64; x and dy are read once.
 
     g is dy times the derivative of the activation. The mean is that of the transform, rounded.
+    Where rows have slopes of their own, a third sum is dL/d slope.
 
     Args:
         grad: dL/dy, of the shape and strides of x.
@@ -122,7 +124,7 @@ def gradient_sums(grad: Tensor, x: Tensor, transform: Transform) -> Tensor:
         transform: what y is.
     """
     per_sample = transform.values.shape[1] != x.shape[1]
-    sums = _sums(x, per_sample)
+    sums = _sums(x, per_sample, len(transform.values) - 1)
     native.norm_grad_sums(grad, x, transform.values, sums, transform.negative_slope)
     return sums[0]
 
@@ -142,14 +144,14 @@ def combine(
     native.norm_grad_input(grad, x, out, transform.values, coefficients, transform.negative_slope)
 
 
-def _sums(x: Tensor, per_sample: bool) -> Tensor:
-    """Memory [parts, 2, R] for sums: as many parts as the kernels may work on side by side."""
+def _sums(x: Tensor, per_sample: bool, count: int = 2) -> Tensor:
+    """Memory [parts, count, R] for sums: as many parts as the kernels work on side by side."""
     samples, channels = x.shape[:2]
     rows = samples * channels if per_sample else channels
     # Rows are summed apart; where their values alternate in memory, all of a sample together.
     apart = rows if x.is_contiguous() else rows // max(1, channels)
     parts = min(MOST_PARTS, x.numel() // (PART * max(1, apart)))
-    return x.new_empty((max(1, parts), 2, rows), dtype=torch.float64)
+    return x.new_empty((max(1, parts), count, rows), dtype=torch.float64)
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:

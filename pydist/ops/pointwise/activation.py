@@ -1,4 +1,4 @@
-"""ReLUs in place: fused with the boundary of the convolution before, where that is pending."""
+"""ReLUs in place and PReLU: fused with the convolution or norm before, where that is pending."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.ops.convolution.boundary import rectify_in_place
+from pydist.ops.normalization.pending import parametric
 from pydist.ops.pointwise.elementwise import elementwise
-from pydist.tensor import ShardedTensor, implements
+from pydist.ops.redistribute import operand_for, parameter_for
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
 
 @implements(F.relu)
@@ -43,3 +45,20 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01) -> Any:
     if fused is None:
         return elementwise(torch._C._nn.leaky_relu_, input, negative_slope)
     return fused
+
+
+@implements(torch.prelu, F.prelu, torch.Tensor.prelu)
+def prelu(input: Tensor, weight: Tensor) -> ShardedTensor:
+    """PReLU: its weight has one entry a channel (dim 1), or one in all."""
+    if not isinstance(input, ShardedTensor):
+        raise refusal(torch.prelu, (input, weight), {}, "the weight is sharded, the input is not")
+    layout = input._layout
+    if weight.numel() > 1 and input.dim() > 1 and layout.splits[1] is not None:
+        by_channel = weight.reshape(-1, *(1 for _ in layout.shape[2:]))
+        own = operand_for(by_channel, layout, layout.shape).flatten()
+    else:
+        own = parameter_for(weight, layout)
+        fused = parametric(input, own.flatten())
+        if fused is not None:
+            return wrap(fused, layout, input)
+    return wrap(torch.prelu(local_of(input), own), layout, input)

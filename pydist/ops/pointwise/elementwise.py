@@ -13,7 +13,7 @@ from torch import Tensor
 from pydist.errors import UsageError
 from pydist.layout import Layout, Split
 from pydist.ops.pointwise.in_place import in_place_on_plain
-from pydist.ops.redistribute import operand_for, parameter_for, refuse_shard_shaped
+from pydist.ops.redistribute import operand_for, refuse_shard_shaped
 from pydist.tensor import (
     HANDLERS,
     ShardedTensor,
@@ -177,20 +177,6 @@ def _register() -> None:
 
 
 _register()
-
-
-@implements(torch.prelu, F.prelu, torch.Tensor.prelu)
-def prelu(input: Tensor, weight: Tensor) -> ShardedTensor:
-    """PReLU: its weight has one entry a channel (dim 1), or one in all."""
-    if not isinstance(input, ShardedTensor):
-        raise refusal(torch.prelu, (input, weight), {}, "the weight is sharded, the input is not")
-    layout = input._layout
-    if weight.numel() > 1 and input.dim() > 1 and layout.splits[1] is not None:
-        by_channel = weight.reshape(-1, *(1 for _ in layout.shape[2:]))
-        own = operand_for(by_channel, layout, layout.shape).flatten()
-    else:
-        own = parameter_for(weight, layout)
-    return wrap(torch.prelu(local_of(input), own), layout, input)
 
 
 @implements(torch.Tensor.to)

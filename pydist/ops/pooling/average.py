@@ -38,7 +38,14 @@ class Averaging:
     window: Window
     scales: Sequence[Tensor]
 
-    def means(self, x: Tensor, inputs: Box, outputs: Box, into: Tensor | None = None) -> Tensor:
+    def means(
+        self,
+        x: Tensor,
+        inputs: Box,
+        outputs: Box,
+        into: Tensor | None = None,
+        negative_slope: float = 1.0,
+    ) -> Tensor:
         """The part of the outputs that comes from a box of inputs.
 
         Args:
@@ -46,6 +53,7 @@ class Averaging:
             inputs: a box of the domain.
             outputs: a box in the outputs' own indices.
             into: of the shape of `outputs`; what comes from x is added to it.
+            negative_slope: of a ReLU that x goes through first; 1 for none.
 
         Returns:
             `into`, or a new tensor in the memory format of x.
@@ -55,18 +63,40 @@ class Averaging:
             native.pool_sum_forward(
                 in_3d(in_memory(x)), in_3d(y), lo_of(inputs), lo_of(outputs),
                 self._footprints, self._scales(outputs, x.device), into is not None,
+                negative_slope,
             )  # fmt: skip
         elif into is None:
             y.zero_()
         return y
 
-    def spread(self, grad: Tensor, outputs: Box, inputs: Box, into: Tensor | None = None) -> Tensor:
-        """The adjoint of `means`: dL/dx of a box of inputs, as far as it comes from `outputs`."""
-        grad_x = empty(inputs, grad) if into is None else into
+    def spread(
+        self,
+        grad: Tensor,
+        outputs: Box,
+        inputs: Box,
+        into: Tensor | None = None,
+        x: Tensor | None = None,
+        negative_slope: float = 1.0,
+    ) -> Tensor:
+        """The adjoint of `means`: dL/dx of a box of inputs, as far as it comes from `outputs`.
+
+        Args:
+            grad: dL/dy.
+            outputs: its box.
+            inputs: the box.
+            into: of the shape of `inputs`; what comes from `grad` is added to it.
+            x: where a ReLU is part of it, what has gone through that, or come out; dL/dx gets
+                its memory format.
+            negative_slope: of the ReLU; 1 for none.
+        """
+        grad_x = (
+            (empty(inputs, grad) if x is None else torch.empty_like(x)) if into is None else into
+        )
         if grad_x.numel() and grad.numel():
             native.pool_sum_backward(
                 in_3d(in_memory(grad)), in_3d(grad_x), lo_of(outputs), lo_of(inputs),
                 self._footprints, self._scales(outputs, grad.device), into is not None,
+                None if x is None else in_3d(x), negative_slope,
             )  # fmt: skip
         elif into is None:
             grad_x.zero_()
@@ -99,36 +129,50 @@ class AveragePlan(PoolPlan):
         super().__init__(plan)
         self.averaging = averaging
 
-    def pool(self, x: Tensor) -> Tensor:
-        """The shard [N, C, ...] of the result, from the shard of the input."""
+    def pool(self, x: Tensor, negative_slope: float = 1.0) -> Tensor:
+        """The shard [N, C, ...] of the result, from the shard of the input.
+
+        Args:
+            x: the shard.
+            negative_slope: of a ReLU that all inputs go through first; 1 for none.
+        """
         timers = self.mesh.timers
         exchanges = self.exchanges(x)
         halo = exchanges.halo
         pending = start(halo, x)
         with timers.measure("compute"):
-            y = self.averaging.means(x, self.own, self.out)
+            y = self.averaging.means(x, self.own, self.out, None, negative_slope)
         if pending is None:
             return y
         slabs = exchanges.receive(halo, pending, x)
         with timers.measure("boundary"):
             for slab, box in zip(slabs, halo.slots, strict=True):
-                self.averaging.means(slab, box, self.out, into=y)
+                self.averaging.means(slab, box, self.out, y, negative_slope)
         return y
 
-    def spread(self, grad: Tensor, layer: str) -> Tensor:
-        """The shard of dL/dx, from the shard of dL/dy; `layer` is for the timers."""
+    def spread(
+        self, grad: Tensor, layer: str, x: Tensor | None = None, negative_slope: float = 1.0
+    ) -> Tensor:
+        """The shard of dL/dx, from the shard of dL/dy.
+
+        Args:
+            grad: dL/dy.
+            layer: for the timers.
+            x: where a ReLU comes first, the shard before or behind it.
+            negative_slope: of the ReLU; 1 for none.
+        """
         timers = self.mesh.timers
         exchanges = self.exchanges(grad)
         grad_halo = exchanges.grad_halo
         pending = start(grad_halo, grad)
         with timers.measure("compute", layer):
-            grad_x = self.averaging.spread(grad, self.out, self.own)
+            grad_x = self.averaging.spread(grad, self.out, self.own, None, x, negative_slope)
         if pending is None:
             return grad_x
         slabs = exchanges.receive(grad_halo, pending, grad, layer)
         with timers.measure("boundary", layer):
             for slab, box in zip(slabs, grad_halo.slots, strict=True):
-                self.averaging.spread(slab, box, self.own, into=grad_x)
+                self.averaging.spread(slab, box, self.own, grad_x, x, negative_slope)
         return grad_x
 
 
@@ -139,6 +183,11 @@ def average(x: Tensor, plan: AveragePlan) -> Tensor:
     shard takes part.
     """
     return _Average.apply(x, plan)
+
+
+def spread(grad: Tensor, plan: AveragePlan, layer: str) -> Tensor:
+    """The adjoint of `average`, differentiable to any order; `layer` is for the timers."""
+    return _Spread.apply(grad, plan, layer)
 
 
 class _Average(Function):
@@ -152,7 +201,7 @@ class _Average(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         _ = ctx.saved_tensors
         begin_backward(ctx.plan.mesh)
-        return _Spread.apply(grad, ctx.plan, ctx.layer), None
+        return spread(grad, ctx.plan, ctx.layer), None
 
 
 class _Spread(Function):

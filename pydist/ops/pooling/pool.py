@@ -22,6 +22,7 @@ from pydist.ops.pooling.pool_plan import (
     widened,
     with_indices,
 )
+from pydist.ops.pooling.rectified import average_rectified
 from pydist.ops.redistribute import redistribute
 from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
@@ -58,7 +59,10 @@ def avg_pool(
     input, window, plan = _plan(function, dims, input, kernel_size, stride, padding, 1, ceil_mode)
     pads = as_tuple(padding, dims)
     average_plan = _average_plan(plan, window, pads, count_include_pad, divisor_override)
-    return wrap(average(local_of(input), average_plan), plan.out, input)
+    shard = average_rectified(input, average_plan)
+    if shard is None:
+        shard = average(local_of(input), average_plan)
+    return wrap(shard, plan.out, input)
 
 
 def max_pool(
@@ -136,7 +140,9 @@ def _plan(
     window = Window(kernel, steps, as_tuple(dilation, dims), symmetric(pads))
     if ceil_mode:
         window = window.with_ceil(x.shape[2:])
-    x = redistribute(x, choose_layout(x._layout, pool_work(window, x.shape[1])))
+    layout = choose_layout(x._layout, pool_work(window, x.shape[1]))
+    if layout != x._layout:  # else nobody need ask for the shard yet
+        x = redistribute(x, layout)
     return x, window, plan_window(x._layout, window, x.shape[1])
 
 

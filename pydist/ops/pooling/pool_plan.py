@@ -96,10 +96,9 @@ def refuse_integers(function: Callable[..., Any], x: ShardedTensor) -> None:
 
 def widened(dims: int, x: ShardedTensor) -> ShardedTensor:
     """Autocast's rule for torch's calls with three dims: they are computed in fp32."""
-    local = local_of(x)
-    if dims < 3 or local.dtype.itemsize != 2 or not torch.is_autocast_enabled(local.device.type):
+    if dims < 3 or x.dtype.itemsize != 2 or not torch.is_autocast_enabled(x.device.type):
         return x
-    return wrap(local.float(), x._layout, x)
+    return wrap(local_of(x).float(), x._layout, x)
 
 
 def with_indices(handler: Callable[..., Any], positional: int, *args: Any, **kwargs: Any) -> Any:

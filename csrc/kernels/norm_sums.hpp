@@ -1,8 +1,5 @@
-// Norms on a device: the bodies that cuda.cuh and emulate.hpp run.
+// Sums of norms on a device: the bodies that cuda.cuh and emulate.hpp run.
 #pragma once
-
-#include <algorithm>
-#include <type_traits>
 
 #include "kernels/half.hpp"
 #include "kernels/norm.hpp"
@@ -28,7 +25,7 @@ struct NormSumsBody {
     RowMoments parts[kThreads];
   };
   struct Thread {
-    RowMoments own;  // of grad_sums: the two sums in the place of mean and m2
+    RowMoments own;  // of grad_sums: the sums in the place of mean, m2 and count
     int width;       // threads that still have something
   };
   NormProblem problem;
@@ -89,6 +86,7 @@ struct NormSumsBody {
     } else {
       state.own.mean += other.mean;
       state.own.m2 += other.m2;
+      if (kActivation == Activation::kPrelu) state.own.count += other.count;
     }
   }
 
@@ -96,10 +94,10 @@ struct NormSumsBody {
     const Place at = place(block, thread);
     if (thread >= lanes || at.channel >= problem.shape.channels) return;
     const index_t rows = problem.shape.rows();
-    double* const sums =
-        problem.sums + 2 * at.part * rows + problem.shape.row(at.sample, at.channel);
+    double* const sums = problem.sums_of(at.part, problem.shape.row(at.sample, at.channel));
     sums[0] = state.own.mean;
     sums[rows] = state.own.m2;
+    if (kActivation == Activation::kPrelu) sums[2 * rows] = state.own.count;
   }
 
  private:
@@ -129,21 +127,23 @@ struct NormSumsBody {
     const index_t row = problem.shape.row(at.sample, at.channel);
     const T* const values = static_cast<const T*>(problem.values) + row;
     const T mean = values[0], factor = values[rows], offset = values[2 * rows];
-    const T slope = static_cast<T>(problem.slope);
-    T sum{}, products{};
+    const T slope =
+        kActivation == Activation::kPrelu ? values[3 * rows] : static_cast<T>(problem.slope);
+    T sum{}, products{}, slopes{};
     for (index_t sample = at.sample; sample < samples; ++sample) {
       const index_t line = problem.shape.offset(sample, at.channel, 0);
       for (index_t p = begin; p < end; p += kThreads / lanes) {
         const index_t element = line + p * step;
         const T centred = load_as(static_cast<const Storage*>(problem.x)[element]) - mean;
-        const T grad = activation_gradient<kActivation>(
-            normalized(centred, factor, offset),
-            load_as(static_cast<const Storage*>(problem.grad)[element]), slope);
+        const T value = normalized(centred, factor, offset);
+        const T given = load_as(static_cast<const Storage*>(problem.grad)[element]);
+        const T grad = activation_gradient<kActivation>(value, given, slope);
         sum += grad;
         products += grad * centred;
+        if (kActivation == Activation::kPrelu) slopes += slope_gradient(value, given);
       }
     }
-    return {0, static_cast<double>(sum), static_cast<double>(products)};
+    return {static_cast<double>(slopes), static_cast<double>(sum), static_cast<double>(products)};
   }
 };
 
@@ -164,100 +164,5 @@ struct NormMergeBody {
 
   static constexpr int kRowsAtOnce = launch::kWarp;
 };
-
-// What is written: activations, or dL/dx.
-//
-// Traffic: reads x (and grad) once, writes out once. Runs are pieces of a channel, whose values
-// stay
-//   in registers, or the channels of one position.
-// Proof: as of NormSumsBody.
-template <bool kForward, bool kChannelsLast, Activation kActivation, class Storage>
-struct NormWriteBody {
-  using T = accumulator_t<Storage>;
-  NormProblem problem;
-  index_t pieces;  // of a channel's positions
-
-  static NormWriteBody make(const NormProblem& problem) {
-    return {problem, std::max<index_t>(ceil_div(problem.shape.positions, kPiece), 1)};
-  }
-
-  struct Run {
-    index_t row, begin, end;  // elements
-  };
-
-  PYDIST_HD index_t run_length() const {
-    return kChannelsLast ? problem.shape.channels : ceil_div(problem.shape.positions, pieces);
-  }
-  PYDIST_HD index_t rows() const {
-    return problem.shape.samples *
-           (kChannelsLast ? problem.shape.positions : problem.shape.channels * pieces);
-  }
-  PYDIST_HD Run row(index_t r) const {
-    const index_t channels = problem.shape.channels, positions = problem.shape.positions;
-    if constexpr (kChannelsLast) {
-      return {problem.shape.row(r / positions, 0), r * channels, (r + 1) * channels};
-    } else {
-      const index_t line = r / pieces, piece = r % pieces, start = line * positions;
-      return {problem.shape.per_sample ? line : line % channels, start + piece * positions / pieces,
-              start + (piece + 1) * positions / pieces};
-    }
-  }
-
-  template <class Loop>
-  PYDIST_HD void each(const Run& run, const Loop& loop) const {
-    if constexpr (kChannelsLast) {
-      loop(run.end - run.begin,
-           [this, run](index_t j) { write(run.begin + j, values_of(run.row + j)); });
-    } else {
-      const Values values = values_of(run.row);
-      loop(run.end - run.begin, [this, run, values](index_t j) { write(run.begin + j, values); });
-    }
-  }
-
- private:
-  static constexpr index_t kPiece = 2048;
-
-  struct Values {
-    T mean, factor, offset, a, b, d;
-  };
-  PYDIST_HD Values values_of(index_t row) const {
-    const index_t rows = problem.shape.rows();
-    const T* const values = static_cast<const T*>(problem.values) + row;
-    if constexpr (kForward) {
-      return {values[0], values[rows], values[2 * rows], T{}, T{}, T{}};
-    } else {
-      const T* const more = static_cast<const T*>(problem.coefficients) + row;
-      return {values[0], values[rows], values[2 * rows], more[0], more[rows], more[2 * rows]};
-    }
-  }
-
-  PYDIST_HD void write(index_t element, const Values& values) const {
-    const T centred = load_as(static_cast<const Storage*>(problem.x)[element]) - values.mean;
-    const T value = normalized(centred, values.factor, values.offset);
-    const T slope = static_cast<T>(problem.slope);
-    T result;
-    if constexpr (kForward) {
-      result = activated<kActivation>(value, slope);
-    } else {
-      const T grad = load_as(static_cast<const Storage*>(problem.grad)[element]);
-      result = values.a * activation_gradient<kActivation>(value, grad, slope) +
-               (values.b * centred + values.d);
-    }
-    static_cast<Storage*>(problem.out)[element] = store_as<Storage>(result);
-  }
-};
-
-// Calls f(std::integral_constant<Activation, a>) with the activation of a slope.
-template <class F>
-void dispatch_activation(double slope, const F& f) {
-  switch (activation_of(slope)) {
-    case Activation::kNone:
-      return f(std::integral_constant<Activation, Activation::kNone>{});
-    case Activation::kRelu:
-      return f(std::integral_constant<Activation, Activation::kRelu>{});
-    case Activation::kLeakyRelu:
-      return f(std::integral_constant<Activation, Activation::kLeakyRelu>{});
-  }
-}
 
 }  // namespace pydist::kernels

@@ -1,0 +1,163 @@
+"""ReLUs in place on a convolution's outputs, made when somebody asks for them.
+
+By then an average pool may have read the outputs, and applied the ReLU itself on the way
+(`pydist.ops.pooling.rectified`): nobody else needs the ReLU's result, whose sign, all that backward
+looks at, is that of the outputs. So they are neither read nor written for it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pydist.ops.convolution.finish import finish_
+from pydist.ops.handover import Handover, hook_on_saved
+
+if TYPE_CHECKING:
+    from pydist.ops.convolution.boundary import PendingBoundary
+
+
+class Seen:
+    """What the nodes of the graph know of a ReLU's result.
+
+    Attributes:
+        is_made: whether it was written, for somebody who asked for it.
+        handover: from the backward of who has read the outputs instead to the ReLU's.
+    """
+
+    def __init__(self) -> None:
+        self.is_made = False
+        self.handover: Handover[bool] = Handover()
+
+
+class PendingRectifier:
+    """A ReLU, leaky or not, that is still to be made on outputs that nobody else has.
+
+    Args:
+        outputs: to be changed. What saved them for backward need not know of it, as the signs
+            stay.
+        negative_slope: 0 for a ReLU; in [0, 1).
+        boundary: what they wait for themselves, if anything.
+        bias: [C], to be added before; `None` where there is none left.
+
+    Attributes:
+        negative_slope: as given.
+        seen: for the nodes of the graph.
+    """
+
+    def __init__(
+        self,
+        outputs: Tensor,
+        negative_slope: float,
+        boundary: PendingBoundary | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        self.negative_slope = negative_slope
+        self.seen = Seen()
+        self._outputs, self._boundary, self._bias = outputs.data, boundary, bias
+        self._is_read = False
+
+    def complete(self) -> None:
+        """Applies it; does nothing when that has been done."""
+        if self.seen.is_made:
+            return
+        self.seen.is_made = True
+        boundary, self._boundary = self._boundary, None
+        if boundary is not None and boundary.is_fusible:
+            boundary.complete(self.negative_slope)
+            return
+        if boundary is not None:
+            boundary.complete()
+        finish_(self._outputs, self._take_bias(), self.negative_slope)
+
+    def rectified(self, shard: Tensor, negative_slope: float) -> None:
+        """A second ReLU comes too late."""
+        return
+
+    def read(self) -> bool:
+        """Whether the outputs may be read as they are before the ReLU, by one who applies it.
+
+        Once only: the gradients of two would be added before the ReLU's backward sees them.
+        """
+        if self.seen.is_made or self._is_read or hook_on_saved() is not None:
+            return False
+        self._is_read = True
+        if self._boundary is not None:
+            self._boundary.complete()
+        if self._bias is not None:
+            finish_(self._outputs, self._take_bias(), 1.0)
+        return True
+
+    def _take_bias(self) -> Tensor | None:
+        bias, self._bias = self._bias, None
+        return bias
+
+
+class PendingOutputs:
+    """A convolution's outputs that wait for no halo: a ReLU in place may be put off.
+
+    Args:
+        outputs: new memory that no other tensor shares, in the graph.
+        bias: [C], to be added; `None` if they wait for nothing.
+    """
+
+    def __init__(self, outputs: Tensor, bias: Tensor | None = None) -> None:
+        self._outputs, self._bias = outputs.data, bias
+
+    def complete(self) -> None:
+        """Adds the bias; does nothing when that has been done."""
+        bias, self._bias = self._bias, None
+        if bias is not None:
+            finish_(self._outputs, bias, 1.0)
+
+    def rectified(
+        self, shard: Tensor, negative_slope: float
+    ) -> tuple[Tensor, PendingRectifier] | None:
+        """The outputs behind a ReLU in place that is still to be made."""
+        if not may_wait(shard):
+            return None
+        pending = PendingRectifier(self._outputs, negative_slope, None, self._bias)
+        self._bias = None
+        return rectified(shard, pending), pending
+
+
+def may_wait(shard: Tensor) -> bool:
+    """Whether outputs may stay as they are behind a ReLU in place.
+
+    Not where hooks look at what is saved for backward (checkpointing, offloading), where the graph
+    knows nothing of the ReLU, or knows the outputs as a part of something else.
+    """
+    if shard.is_inference() or shard._is_view():
+        return False
+    if shard.requires_grad and not torch.is_grad_enabled():
+        return False
+    return hook_on_saved() is None
+
+
+def rectified(shard: Tensor, pending: PendingRectifier) -> Tensor:
+    """Outputs behind a ReLU in place in autograd's graph; what they hold is up to `pending`."""
+    result: Tensor = _Rectify.apply(shard, pending.negative_slope, pending.seen.handover)
+    return result
+
+
+class _Rectify(Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, negative_slope: float, handover: Handover[bool]) -> Tensor:
+        ctx.mark_dirty(y)
+        ctx.negative_slope, ctx.handover = negative_slope, handover
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (result,) = ctx.saved_tensors
+        if ctx.handover.take(grad):
+            return grad, None, None  # been through it
+        aten = torch.ops.aten
+        if ctx.negative_slope == 0.0:
+            return aten.threshold_backward(grad, result, 0), None, None
+        slope = ctx.negative_slope
+        return aten.leaky_relu_backward(grad, result, slope, True), None, None

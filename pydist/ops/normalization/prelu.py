@@ -1,0 +1,130 @@
+"""PReLU right behind a norm: one pass over memory for both, forward and backward.
+
+z = PReLU(y), y = norm(x). PReLU is not in place, so y is a tensor that others may ask for; until
+they do it is not written and has no memory. The graph is as everybody sees it, x → y → z. Backward
+of z reads dL/dz and x once, for what the slopes get and for the sums that the norm needs. Where
+nobody has asked for y, it hands both on, and the norm finds dL/dy on its way from x. Else z gives
+dL/dy as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pydist.errors import UsageError
+from pydist.ops.handover import Handover
+from pydist.ops.normalization.norm_plan import NormPlan
+from pydist.ops.normalization.statistics import (
+    Transform,
+    apply,
+    combine,
+    gradient_sums,
+    per_channel,
+    strided_like,
+)
+
+Handed = tuple[Transform, Tensor]
+"""The transform with the slopes, and the sums [2, R] of `gradient_sums`."""
+
+
+def release(y: Tensor) -> None:
+    """Gives the memory of a tensor back that nobody has asked for."""
+    y.untyped_storage().resize_(0)
+
+
+def is_released(y: Tensor) -> bool:
+    """Whether the tensor has no memory; true of empty ones."""
+    return y.untyped_storage().nbytes() == 0
+
+
+def regain(y: Tensor) -> None:
+    """Gives a dense tensor memory again; what is in it is left to others."""
+    if is_released(y):
+        y.untyped_storage().resize_(y.numel() * y.element_size())
+
+
+def parametric(
+    y: Tensor, slope: Tensor, x: Tensor, values: Tensor, plan: NormPlan, handover: Handover[Handed]
+) -> Tensor:
+    """PReLU of a norm's result, differentiable twice.
+
+    Args:
+        y: the norm's result in the graph, released.
+        slope: [1] or [C].
+        x: the norm's input, detached.
+        values: of the norm's transform, [3, R].
+        plan: of the norm.
+        handover: to the norm's backward.
+    """
+    rows = plan.of_samples(slope.detach().to(values.dtype).expand(x.shape[1]), x)
+    result: Tensor = _Prelu.apply(y, slope, x, torch.cat([values, rows[None]]), plan, handover)
+    return result
+
+
+class _Prelu(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        y: Tensor,
+        slope: Tensor,
+        x: Tensor,
+        values: Tensor,
+        plan: NormPlan,
+        handover: Handover[Handed],
+    ) -> Tensor:
+        ctx.plan, ctx.handover = plan, handover
+        # Not among what is saved: hooks on that may look at it, and it has no memory.
+        ctx.y, ctx.version = y, y._version
+        ctx.save_for_backward(slope, x, values)
+        z = torch.empty_like(x)
+        apply(z, x, Transform(values))
+        return z
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        slope, x, values = ctx.saved_tensors
+        rest = (None,) * 4
+        if torch.is_grad_enabled():
+            return (*_by_composition(ctx, grad), *rest)
+        for_y, for_slope, *_ = ctx.needs_input_grad
+        grad, transform = strided_like(grad, x), Transform(values)
+        sums = gradient_sums(grad, x, transform)
+        grad_slope = None
+        if for_slope:
+            of_channels = ctx.plan.over_samples(sums[2], x)
+            grad_slope = of_channels.sum().view(1) if slope.numel() == 1 else of_channels
+            grad_slope = grad_slope.to(slope.dtype)
+        if not for_y:
+            return None, grad_slope, *rest
+        if is_released(ctx.y):
+            ctx.handover.give(grad, (transform, sums[:2]))
+            return grad, grad_slope, *rest
+        grad_y = torch.empty_like(x)
+        ones = torch.zeros_like(values[:3])
+        ones[0] = 1
+        combine(grad_y, grad, x, transform, ones)
+        return grad_y, grad_slope, *rest
+
+
+def _by_composition(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients with a graph of their own, for which y has to be there."""
+    slope, x, values = ctx.saved_tensors
+    y: Tensor = ctx.y
+    if is_released(y):
+        regain(y)
+        apply(y.detach(), x, Transform(values[:3]))
+    elif y._version != ctx.version:
+        raise UsageError(
+            "the result of a norm was changed in place after a PReLU had used it, which needs it "
+            "for gradients of gradients; change a clone() of it"
+        )
+    above, own = y > 0, per_channel(slope, y) if slope.numel() > 1 else slope
+    grad_y = torch.where(above, grad, grad * own)
+    of_all = torch.where(above, 0.0, grad * y).transpose(0, 1).flatten(1).sum(1)
+    grad_slope = of_all if slope.numel() > 1 else of_all.sum().view(1)
+    for_y, for_slope, *_ = ctx.needs_input_grad
+    return grad_y if for_y else None, grad_slope if for_slope else None

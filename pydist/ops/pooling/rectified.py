@@ -1,0 +1,75 @@
+"""Average pooling of a convolution's outputs behind a ReLU in place: one pass for both.
+
+The pool reads the convolution's outputs and applies the ReLU as it adds them up; slabs of its halo
+travel as they were before the ReLU. Nobody writes the ReLU's result. Backward adds up dL/dz as the
+pool alone does and applies the ReLU's derivative, by the sign of the outputs, before it is written:
+that is dL/dy already, and the ReLU's own node hands it on.
+
+Of a convolution's outputs, elements read and written in memory by a step with a pool of stride 2,
+which has 1/8 as many: 2 (ReLU) + 1 1/8 (pool) forward, 1 1/8 + 3 backward; in one pass 1 1/8 and
+2 1/8.
+
+Whoever asks for the ReLU's result nonetheless, before or after, finds it, made in place then, and
+backward goes its separate ways. So it does for gradients of gradients.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pydist.comm.adjoints import begin_backward
+from pydist.ops.convolution.rectified import PendingRectifier
+from pydist.ops.pooling.average import AveragePlan, spread
+from pydist.tensor import ShardedTensor
+from pydist.wrappers import refuse_foreign_graph
+
+VARIABLE = "PYDIST_FUSED_POOL"
+
+
+def average_rectified(x: ShardedTensor, plan: AveragePlan) -> Tensor | None:
+    """The shard of the pooled x, if x waits for a ReLU that the pool may apply itself.
+
+    Args:
+        x: what is pooled; if it waits for a ReLU, it still does afterwards.
+        plan: of the pool.
+
+    Returns:
+        `None` if there is nothing to fuse with, or `PYDIST_FUSED_POOL=0` forbids it; nothing was
+        done.
+    """
+    pending = x._pending
+    if not isinstance(pending, PendingRectifier) or os.environ.get(VARIABLE) == "0":
+        return None
+    refuse_foreign_graph(x)
+    if not pending.read():
+        return None
+    result: Tensor = _RectifiedAverage.apply(x._shard, x._shard.detach(), pending, plan)
+    return result
+
+
+class _RectifiedAverage(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rectified: Tensor, linear: Tensor, pending: PendingRectifier, plan: AveragePlan
+    ) -> Tensor:
+        ctx.plan, ctx.layer, ctx.seen = plan, plan.mesh.timers.layer, pending.seen
+        ctx.negative_slope = pending.negative_slope
+        # The exchange's marker for checkpointing too.
+        ctx.save_for_backward(linear)
+        return plan.pool(linear, pending.negative_slope)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (linear,) = ctx.saved_tensors
+        plan, rest = ctx.plan, (None,) * 3
+        begin_backward(plan.mesh)
+        if torch.is_grad_enabled() or ctx.seen.is_made:
+            return spread(grad, plan, ctx.layer), *rest
+        grad_linear = plan.spread(grad, ctx.layer, linear, ctx.negative_slope)
+        ctx.seen.handover.give(grad_linear, True)
+        return grad_linear, *rest

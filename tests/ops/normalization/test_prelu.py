@@ -1,0 +1,222 @@
+"""PReLU, fused with the norm before it: each may be asked for, in any order."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import check_function, on_ranks, randn, shard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import cuts
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pydist import layout_for_sample, parallelize
+from pydist.errors import UsageError
+from pydist.ops.normalization import norm, prelu
+
+NORMS = {
+    "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+    "instance": lambda x, w, b: F.instance_norm(x, None, None, w, b),
+    "group": lambda x, w, b: F.group_norm(x, 2, w, b),
+}
+FORMATS = [torch.contiguous_format, torch.channels_last_3d]
+
+
+@pytest.fixture
+def written(monkeypatch):
+    """How many values the rows had of what was written: 3 for a norm, 4 with its PReLU."""
+    found = []
+
+    def recording(out, x, transform):
+        found.append(len(transform.values))
+        apply(out, x, transform)
+
+    apply = norm.apply
+    for module in (norm, prelu):
+        monkeypatch.setattr(module, "apply", recording)
+    return found
+
+
+@settings(max_examples=25)
+@given(
+    data=st.data(),
+    kind=st.sampled_from(sorted(NORMS)),
+    of_channels=st.booleans(),
+    memory_format=st.sampled_from(FORMATS),
+    second_order=st.booleans(),
+)
+def test_split_equals_whole(data, kind, of_channels, memory_format, second_order):
+    extents = [data.draw(st.integers(2, 5)) for _ in range(3)]
+    x = randn(2, 4, *extents) + 10
+    check_function(
+        lambda x, w, b, slope: F.prelu(NORMS[kind](x, w, b), slope),
+        x.to(memory_format=memory_format),
+        [randn(4, seed=1), randn(4, seed=2), randn(4 if of_channels else 1, seed=3)],
+        data.draw(cuts(extents)),
+        second_order=second_order,
+    )
+
+
+def ranks_see(function, x):
+    """What `function(part)` returns on one of two ranks."""
+    return on_ranks((2, 1, 1), lambda mesh: function(shard(x, layout_for_sample(mesh, x.shape))))[0]
+
+
+def normed(x):
+    return F.instance_norm(x)
+
+
+SLOPE = torch.tensor([0.25], dtype=torch.float64)
+
+
+def test_nobody_asks_for_the_norm(written):
+    def rectify(part):
+        slope = SLOPE.clone().requires_grad_()
+        z = F.prelu(normed(part.requires_grad_()), slope)
+        z.square().sum().backward()
+        names = z.to_local().grad_fn.name(), z.to_local().grad_fn.next_functions[0][0].name()
+        return z.full_tensor().detach(), names
+
+    z, names = ranks_see(rectify, randn(2, 3, 6, 4, 4))
+    torch.testing.assert_close(z, F.prelu(normed(randn(2, 3, 6, 4, 4)), SLOPE))
+    assert set(written) == {4}
+    assert "Prelu" in names[0]
+    assert "Normalize" in names[1]
+
+
+# What is done with y, the norm's result, before or after PReLU has used it.
+USES = {
+    "a hook before": (lambda y, seen: y.register_hook(seen.append), None),
+    "a hook after": (None, lambda y, seen: y.register_hook(seen.append)),
+    "its gradient": (lambda y, seen: y.retain_grad(), lambda y, seen: seen.append(y)),
+    "a skip connection": (None, lambda y, seen: y.square()),
+    "another PReLU": (None, lambda y, seen: F.prelu(y, 3 * torch.ones(1).double())),
+    "in place": (None, lambda y, seen: F.relu_(y.clone())),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_the_norms_own_result_and_gradient_are_there(use):
+    before, after = use
+
+    def gradients(x):
+        slope, seen = SLOPE.clone().requires_grad_(), []
+        y = normed(x.requires_grad_())
+        if before is not None:
+            before(y, seen)
+        z = F.prelu(y, slope)
+        more = None if after is None else after(y, seen)
+        loss = (z * z * z).sum()
+        loss = loss + (more * more).sum() if isinstance(more, torch.Tensor) else loss
+        loss.backward()
+        seen = [t.grad if t.grad is not None else t for t in seen]
+        return [x.grad, slope.grad, *seen, y]
+
+    def on_part(part):
+        x_grad, slope_grad, *rest = gradients(part)
+        return [x_grad.full_tensor(), slope_grad, *(t.full_tensor().detach() for t in rest)]
+
+    x = randn(2, 3, 6, 4, 4)
+    expected = gradients(x.clone())
+    for found, wanted in zip(ranks_see(on_part, x), expected, strict=True):
+        torch.testing.assert_close(found, wanted.detach())
+
+
+def test_a_gradient_of_the_norm_between_two_backwards():
+    def gradients(x):
+        slope = SLOPE.clone().requires_grad_()
+        y = normed(x.requires_grad_())
+        loss = F.prelu(y, slope).pow(3).sum()
+        loss.backward(retain_graph=True)
+        (of_y,) = torch.autograd.grad(loss, y, retain_graph=True)
+        loss.backward()
+        return x.grad, of_y
+
+    x = randn(2, 3, 6, 4, 4)
+    found = ranks_see(lambda part: [g.full_tensor() for g in gradients(part)], x)
+    torch.testing.assert_close(found, list(gradients(x.clone())))
+
+
+def test_no_gradient_of_gradients_of_a_norm_that_was_changed():
+    def change(part):
+        slope = SLOPE.clone().requires_grad_()
+        y = normed(part.requires_grad_())
+        loss = F.prelu(y, slope).pow(3).sum()
+        y.mul_(2.0)
+        with pytest.raises(UsageError, match="changed in place after a PReLU"):
+            torch.autograd.grad(loss, slope, create_graph=True)
+
+    ranks_see(change, randn(2, 3, 6, 4, 4))
+
+
+@pytest.mark.parametrize("learns", [(False, True), (True, False), (False, False)])
+def test_only_one_of_them_learns(learns, written):
+    def gradients(x):
+        slope = SLOPE.clone().requires_grad_(learns[1])
+        z = F.prelu(normed(x.requires_grad_(learns[0]) * 1.0), slope)
+        if any(learns):
+            z.pow(3).sum().backward()
+        return [z.detach(), *(t.grad for t, one in zip((x, slope), learns, strict=True) if one)]
+
+    x = randn(2, 3, 6, 4, 4)
+    found = ranks_see(
+        lambda part: [t if t.dim() == 1 else t.full_tensor() for t in gradients(part)], x
+    )
+    torch.testing.assert_close(found, gradients(x.clone()))
+    assert set(written) == {4}
+
+
+def test_under_checkpointing_and_hooks_on_what_is_saved():
+    x = randn(2, 3, 8, 6, 6)
+    model = nn.Sequential(
+        nn.Conv3d(3, 4, 3, bias=False), nn.InstanceNorm3d(4, affine=True), nn.PReLU(),
+        nn.Conv3d(4, 2, 3, bias=False), nn.BatchNorm3d(2), nn.PReLU(2),
+    ).double()  # fmt: skip
+
+    def gradients(net, x, offload):
+        if offload:
+            with torch.autograd.graph.save_on_cpu():
+                y = net(x)
+        else:
+            y = checkpoint(net, x, use_reentrant=False) * 1.0
+        y.square().sum().backward()
+        return [p.grad for p in net.parameters()]
+
+    def rank(mesh):
+        net = parallelize(copy.deepcopy(model), mesh)
+        return gradients(net, shard(x, layout_for_sample(mesh, x.shape)), offload)
+
+    for offload in (False, True):
+        expected = gradients(copy.deepcopy(model), x, offload)
+        for found in on_ranks((2, 1, 1), rank):
+            torch.testing.assert_close(found, expected)
+
+
+def test_checkpointing_that_begins_behind_the_norm():
+    def gradient(x):
+        y = normed(x.requires_grad_())
+        checkpoint(lambda y: F.prelu(y, SLOPE).pow(3), y, use_reentrant=False).sum().backward()
+        return x.grad
+
+    x = randn(2, 3, 6, 4, 4)
+    found = ranks_see(lambda part: gradient(part).full_tensor(), x)
+    torch.testing.assert_close(found, gradient(x.clone()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_narrow_types_are_rounded_once(dtype):
+    x, slope = randn(2, 3, 8, 8, 8).to(dtype), SLOPE.to(dtype)
+    expected = F.prelu(normed(x.double()), SLOPE)
+    found = ranks_see(lambda part: F.prelu(normed(part), slope).full_tensor().detach(), x)
+    assert found.dtype == dtype
+    error = (found.double() - expected).abs().max() / expected.abs().max()
+    assert error <= torch.finfo(dtype).eps
+
+
+def test_another_dtype_is_refused_as_torch_refuses_it():
+    with pytest.raises(RuntimeError, match="Type promoting not supported"):
+        ranks_see(lambda part: F.prelu(normed(part), SLOPE), randn(2, 3, 6, 4, 4).float())
