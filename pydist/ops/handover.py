@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+
+from pydist.errors import UsageError
 
 T = TypeVar("T")
 
@@ -14,20 +16,40 @@ class Handover(Generic[T]):
     """From the backward of a node to that of the node before.
 
     The gradient on the way is then not what it is to others, so it must be handed on only where
-    nobody else sees it, and be the very tensor that arrives.
+    nobody else sees it, to a node that runs, and be the very tensor that arrives.
     """
 
     def __init__(self) -> None:
         self._given: tuple[Tensor, T] | None = None
 
     def give(self, grad: Tensor, what: T) -> None:
-        """Leaves `what`; `grad` is what the node returns."""
+        """Leaves `what`; `grad` is what the node returns. Only if `runs` says that it is taken."""
         self._given = grad, what
 
     def take(self, grad: Tensor) -> T | None:
-        """What was left with `grad`, `None` if that is an ordinary gradient."""
+        """What was left with `grad`, `None` if that is an ordinary gradient.
+
+        Raises:
+            UsageError: something was left, and another tensor has arrived.
+        """
         given, self._given = self._given, None
-        return given[1] if given is not None and given[0] is grad else None
+        if given is None:
+            return None
+        if given[0] is not grad:
+            raise UsageError(
+                "a hook on a node of the graph has changed the gradient between two calls that "
+                "pydist makes as one; register it on the tensor between them (register_hook)"
+            )
+        return given[1]
+
+
+def runs(ctx: Any, argument: int) -> bool:
+    """Whether the backward under way goes on to the node that made an argument of this one's call.
+
+    It does not where gradients of other tensors alone are asked for (`torch.autograd.grad`).
+    """
+    node = ctx.next_functions[argument][0]
+    return node is not None and bool(torch._C._will_engine_execute_node(node))
 
 
 def hook_on_saved() -> object | None:

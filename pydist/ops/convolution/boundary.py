@@ -8,6 +8,7 @@ Only in place: otherwise the linear values must be there as well.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pydist.backend.slab_library import rectify_
+from pydist.errors import UsageError
 from pydist.ops.convolution.finish import finish_
 from pydist.ops.convolution.rectified import PendingRectifier, may_wait, rectified
 from pydist.ops.windows import Window
@@ -130,6 +132,8 @@ class PendingBoundary:
         self._exchanges = plan.plan.exchanges(channels_last)
         self._layer = plan.mesh.timers.layer
         self._under_way: tuple[Pending, Tensor, Tensor] | None = None
+        self._weight_version = 0
+        self._is_spoiled = False
 
     def start(self, x: Tensor, weight: Tensor) -> None:
         """Sends the halo off.
@@ -140,7 +144,8 @@ class PendingBoundary:
         """
         halo = self._exchanges.halo
         self._under_way = halo.start(x), x, weight
-        halo.transport.unfinished = self.complete
+        self._weight_version = _version_of(weight)
+        halo.transport.unfinished = self._finish
 
     @property
     def is_fusible(self) -> bool:
@@ -174,7 +179,18 @@ class PendingBoundary:
 
         Args:
             negative_slope: of a leaky ReLU that all outputs go through; 1 for none.
+
+        Raises:
+            UsageError: the weight is another by now.
         """
+        self._finish(negative_slope)
+        if self._is_spoiled:
+            raise UsageError(
+                "the weight of a convolution was changed in place (by an optimizer's step?) before "
+                "the convolution's result was used; use the result first: result.to_local()"
+            )
+
+    def _finish(self, negative_slope: float = 1.0) -> None:
         if self._under_way is None:
             return
         # First, as an exception on the way must not come again from everybody who asks later.
@@ -189,7 +205,11 @@ class PendingBoundary:
                 for box in self.plan.boundary.interior:
                     rectify_(self._part(outputs, box), at_once)
         self.slabs = self._exchanges.receive(halo, pending, x, self._layer)
-        if outputs is not None:
+        if _version_of(weight) != self._weight_version:
+            self._is_spoiled = True
+            if outputs is not None:
+                outputs.fill_(math.nan)  # should somebody go on in spite of the error
+        elif outputs is not None:
             with timers.measure("boundary", self._layer):
                 kernel = weight.detach().contiguous()
                 for slab, part, lo, slope in self._steps(outputs, at_once):
@@ -218,6 +238,11 @@ class PendingBoundary:
         for dim in range(2, part.dim()):
             part = part.narrow(dim, box.lo[dim] - own.lo[dim], box.hi[dim] - box.lo[dim])
         return part
+
+
+def _version_of(weight: Tensor) -> int:
+    """How often a tensor was changed in place; inference tensors do not say."""
+    return 0 if weight.is_inference() else weight._version
 
 
 def rectify_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | None:

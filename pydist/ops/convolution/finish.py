@@ -16,8 +16,11 @@ from pydist.ops.normalization.statistics import statistics_dtype as wide
 
 
 def bias_behind(x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The bias, if it is to be added behind a convolution of x, and not by it."""
-    return bias.detach() if bias is not None and x.is_cuda else None
+    """A copy of the bias, if it is to be added behind a convolution of x, and not by it.
+
+    By then an optimizer may have changed the bias itself.
+    """
+    return bias.detach().clone() if bias is not None and x.is_cuda else None
 
 
 def finish_(y: Tensor, bias: Tensor | None, negative_slope: float) -> None:

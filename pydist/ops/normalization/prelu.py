@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist.errors import UsageError
-from pydist.ops.handover import Handover
+from pydist.ops.handover import Handover, runs
 from pydist.ops.normalization.norm_plan import NormPlan
 from pydist.ops.normalization.statistics import (
     Transform,
@@ -78,7 +78,7 @@ class _Prelu(Function):
     ) -> Tensor:
         ctx.plan, ctx.handover = plan, handover
         # Not among what is saved: hooks on that may look at it, and it has no memory.
-        ctx.y, ctx.version = y, y._version
+        ctx.y, ctx.version = y, None if y.is_inference() else y._version
         ctx.save_for_backward(slope, x, values)
         z = torch.empty_like(x)
         apply(z, x, Transform(values))
@@ -100,7 +100,7 @@ class _Prelu(Function):
             grad_slope = grad_slope.to(slope.dtype)
         if not for_y:
             return None, grad_slope, *rest
-        if is_released(ctx.y):
+        if is_released(ctx.y) and runs(ctx, 0):
             ctx.handover.give(grad, (transform, sums[:2]))
             return grad, grad_slope, *rest
         grad_y = torch.empty_like(x)

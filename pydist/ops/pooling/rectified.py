@@ -24,6 +24,7 @@ from torch.autograd import Function
 
 from pydist.comm.adjoints import begin_backward
 from pydist.ops.convolution.rectified import PendingRectifier
+from pydist.ops.handover import runs
 from pydist.ops.pooling.average import AveragePlan, spread
 from pydist.tensor import ShardedTensor
 from pydist.wrappers import refuse_foreign_graph
@@ -68,7 +69,7 @@ class _RectifiedAverage(Function):
         (linear,) = ctx.saved_tensors
         plan, rest = ctx.plan, (None,) * 3
         begin_backward(plan.mesh)
-        if torch.is_grad_enabled() or ctx.seen.is_made:
+        if torch.is_grad_enabled() or ctx.seen.is_made or not runs(ctx, 0):
             return spread(grad, plan, ctx.layer), *rest
         grad_linear = plan.spread(grad, ctx.layer, linear, ctx.negative_slope)
         ctx.seen.handover.give(grad_linear, True)

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
 from pydist.backend import slabs
+from pydist.errors import UsageError
 from pydist.tensor import ShardedTensor
 
 # With slope 1 there is nothing to fuse.
@@ -199,3 +200,25 @@ def test_holes_are_left_to_two_passes(kernels):
     check_function(two, x, [weight], [[0, 1, 5, 9], None, None])
     assert 0.0 in kernels.slopes
     assert 1.0 in kernels.slopes
+
+
+@pytest.mark.parametrize("rectifies", [False, True])
+@pytest.mark.parametrize("another_follows", [False, True])
+def test_weights_that_change_before_the_result_is_used_are_refused(rectifies, another_follows):
+    def body(mesh):
+        shape = (1, 2, 6, 4, 4)
+        x = shard(randn(*shape), layout_for_sample(mesh, shape)).detach()
+        weight = randn(3, 2, 3, 3, 3).requires_grad_()
+        y = F.conv3d(x, weight, padding=1)
+        if rectifies:
+            y = F.relu_(y)
+        with torch.no_grad():
+            weight.mul_(2.0)
+        if another_follows:  # nobody has asked for y: the next is none the worse for it
+            expected = F.conv3d(x.full_tensor(), weight, padding=1)
+            torch.testing.assert_close(F.conv3d(x, weight, padding=1).full_tensor(), expected)
+        with pytest.raises(UsageError, match="weight of a convolution was changed"):
+            y.to_local()
+        assert bool(torch.isnan(y.to_local()).any())
+
+    on_ranks((2, 1, 1), body)

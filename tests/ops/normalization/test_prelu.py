@@ -220,3 +220,64 @@ def test_narrow_types_are_rounded_once(dtype):
 def test_another_dtype_is_refused_as_torch_refuses_it():
     with pytest.raises(RuntimeError, match="Type promoting not supported"):
         ranks_see(lambda part: F.prelu(normed(part), SLOPE), randn(2, 3, 6, 4, 4).float())
+
+
+def test_one_tensor_as_the_gradient_of_both():
+    def body(mesh):
+        layout = layout_for_sample(mesh, (2, 3, 8, 6, 4))
+        x, grad = shard(randn(2, 3, 8, 6, 4), layout), shard(randn(2, 3, 8, 6, 4), layout).detach()
+        slope = torch.full((3,), 0.2, dtype=torch.float64, requires_grad=True)
+
+        def gradients(x, grad):
+            y = F.instance_norm(x * 1.0)
+            z = F.prelu(y, slope)
+            (first,) = torch.autograd.grad(z, slope, grad, retain_graph=True)
+            return first, torch.autograd.grad(y, x, grad)[0]
+
+        ours = gradients(x, grad)
+        whole = gradients(x.full_tensor().detach().requires_grad_(), grad.full_tensor())
+        torch.testing.assert_close(ours[0], whole[0])
+        torch.testing.assert_close(ours[1].full_tensor(), whole[1])
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_gradient_of_the_slope_alone_keeps_none_on_the_way():
+    def body(mesh):
+        x = shard(randn(1, 2, 8, 4, 4), layout_for_sample(mesh, (1, 2, 8, 4, 4)))
+        slope = torch.full((2,), 0.2, dtype=torch.float64, requires_grad=True)
+        loss = F.prelu(F.instance_norm(x * 1.0), slope).square().sum()
+        torch.autograd.grad(loss, slope, retain_graph=True)
+        (alone,) = torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        torch.testing.assert_close(x.grad.full_tensor(), alone.full_tensor())
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_hook_on_the_norms_node_is_refused():
+    def body(mesh):
+        x = shard(randn(1, 2, 8, 4, 4), layout_for_sample(mesh, (1, 2, 8, 4, 4)))
+        slope = torch.full((2,), 0.2, dtype=torch.float64, requires_grad=True)
+        z = F.prelu(F.instance_norm(x * 1.0), slope)
+        node = z.grad_fn.next_functions[0][0]
+        node.register_prehook(lambda grads: (grads[0] * 2,))
+        with pytest.raises(UsageError, match="register_hook"):
+            z.sum().backward()
+
+    on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.parametrize("norm_inside", [False, True])
+def test_in_inference_mode(norm_inside):
+    def body(mesh):
+        x = shard(randn(1, 2, 8, 4, 4), layout_for_sample(mesh, (1, 2, 8, 4, 4))).detach()
+        slope = torch.full((2,), 0.2, dtype=torch.float64)
+        with torch.inference_mode():
+            y = F.instance_norm(x) if norm_inside else None
+            inside = F.prelu(F.instance_norm(x), slope)
+        outside = inside if y is None else F.prelu(y, slope)
+        expected = F.prelu(F.instance_norm(x.full_tensor()), slope)
+        torch.testing.assert_close(outside.full_tensor(), expected)
+
+    on_ranks((2, 1, 1), body)
