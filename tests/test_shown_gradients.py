@@ -311,3 +311,20 @@ def test_a_given_gradient_in_any_layout(given):
         assert_shown({"x": x.grad}, {"x": seed})
 
     on_shards(body, (2, 1, 1), shape)
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+def test_backward_into_some_inputs_only(by_function):
+    def body(x, mesh):
+        scale, other = (torch.ones((), dtype=torch.float64, requires_grad=True) for _ in range(2))
+        loss = (x * scale * other).square().sum()
+        if by_function:
+            torch.autograd.backward(loss, inputs=[x, scale], retain_graph=True)
+        else:
+            loss.backward(inputs=[x, scale], retain_graph=True)
+        assert other.grad is None
+        whole = x.full_tensor().detach()
+        torch.testing.assert_close(x.grad.full_tensor(), 2 * whole)
+        torch.testing.assert_close(scale.grad, 2 * whole.square().sum())
+
+    on_shards(body)

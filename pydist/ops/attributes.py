@@ -202,9 +202,8 @@ def backward(
         raise refusal(
             torch.Tensor.backward, (tensors,), {}, "it is not a scalar: give the gradient"
         )
-    torch.autograd.backward(
-        outputs, seeds, retain_graph, create_graph, None if inputs is None else _locals(inputs)
-    )
+    only = None if inputs is None else _locals(inputs)
+    torch.autograd.backward(outputs, seeds, retain_graph, create_graph, inputs=only)
 
 
 @implements(torch.autograd.grad)
