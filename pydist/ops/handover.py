@@ -17,9 +17,14 @@ class Handover(Generic[T]):
 
     The gradient on the way is then not what it is to others, so it must be handed on only where
     nobody else sees it, to a node that runs, and be the very tensor that arrives.
+
+    Attributes:
+        is_shared: whether others have asked for what lies between the nodes, so that gradients of
+            theirs may arrive as well, and nothing may be given.
     """
 
     def __init__(self) -> None:
+        self.is_shared = False
         self._given: tuple[Tensor, T] | None = None
 
     def give(self, grad: Tensor, what: T) -> None:

@@ -110,6 +110,7 @@ class Normalization:
 
     def write(self, out: Tensor, negative_slope: float = 1.0) -> None:
         """Writes the result into `out`, which may have been released."""
+        self._call.handover.is_shared = True
         if self.x.numel():
             regain(out)
             apply(out, self.x.detach(), Transform(self._values, negative_slope))

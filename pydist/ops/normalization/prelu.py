@@ -100,7 +100,7 @@ class _Prelu(Function):
             grad_slope = grad_slope.to(slope.dtype)
         if not for_y:
             return None, grad_slope, *rest
-        if is_released(ctx.y) and runs(ctx, 0):
+        if not ctx.handover.is_shared and runs(ctx, 0):
             ctx.handover.give(grad, (transform, sums[:2]))
             return grad, grad_slope, *rest
         grad_y = torch.empty_like(x)
@@ -114,6 +114,7 @@ def _by_composition(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | Non
     """Gradients with a graph of their own, for which y has to be there."""
     slope, x, values = ctx.saved_tensors
     y: Tensor = ctx.y
+    ctx.handover.is_shared = True
     if is_released(y):
         regain(y)
         apply(y.detach(), x, Transform(values[:3]))

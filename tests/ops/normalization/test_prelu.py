@@ -281,3 +281,13 @@ def test_in_inference_mode(norm_inside):
         torch.testing.assert_close(outside.full_tensor(), expected)
 
     on_ranks((2, 1, 1), body)
+
+
+def test_second_order_where_a_rank_has_nothing():
+    def function(x, weight, slope):
+        y = F.prelu(F.instance_norm(F.conv3d(x, weight, padding=1)), slope)
+        return F.prelu(F.batch_norm(F.relu(y), None, None, training=True), slope)
+
+    parameters = [randn(3, 3, 3, 3, 3, seed=2), randn(3, seed=4)]
+    points = ([0, 3, 3, 7], None, None)
+    check_function(function, randn(2, 3, 7, 6, 5), parameters, points, second_order=True)
