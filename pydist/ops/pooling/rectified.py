@@ -69,8 +69,11 @@ class _RectifiedAverage(Function):
         (linear,) = ctx.saved_tensors
         plan, rest = ctx.plan, (None,) * 3
         begin_backward(plan.mesh)
-        if torch.is_grad_enabled() or ctx.seen.is_made or not runs(ctx, 0):
+        handover = ctx.seen.handover
+        # Gradients of gradients reach the ReLU on other ways as well.
+        handover.is_shared |= torch.is_grad_enabled() or ctx.seen.is_made
+        if handover.is_shared or not runs(ctx, 0):
             return spread(grad, plan, ctx.layer), *rest
         grad_linear = plan.spread(grad, ctx.layer, linear, ctx.negative_slope)
-        ctx.seen.handover.give(grad_linear, True)
+        handover.give(grad_linear, True)
         return grad_linear, *rest

@@ -273,3 +273,14 @@ def test_narrow_types(dtype, memory_format):
             assert narrow.dtype == dtype
             error = (narrow.double() - wanted).abs().max() / wanted.abs().max()
             assert error <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.3])
+def test_second_order_behind_a_norm_and_a_prelu(slope):
+    def function(x, weight, factor):
+        y = F.conv3d(F.prelu(F.instance_norm(x), factor), weight, padding=1)
+        return F.avg_pool3d(act(y, slope), 2, 1).square() * factor.sum()
+
+    parameters = [randn(3, 3, 3, 3, 3, seed=2), randn(3, seed=4)]
+    points = ([0, 3, 5, 7], None, None)
+    check_function(function, randn(2, 3, 7, 6, 5), parameters, points, second_order=True)
