@@ -173,7 +173,8 @@ class WindowPlan:
         missing = [r - n for r, n in zip(self._reach, padded.shape[2:], strict=True)]
         one = F.pad(padded, [p for m in reversed(missing) for p in (0, max(0, m))])
         kept = tuple(slice(n) for n in self.out.local_shape)
-        return function(one)[kept].reshape(self.out.local_shape)
+        # Not a view: what is done to one in place has other nodes than the other ranks have.
+        return function(one)[kept].reshape(self.out.local_shape).clone()
 
 
 class Exchanges:

@@ -222,3 +222,12 @@ def test_weights_that_change_before_the_result_is_used_are_refused(rectifies, an
         assert bool(torch.isnan(y.to_local()).any())
 
     on_ranks((2, 1, 1), body)
+
+
+def test_second_order_in_place_where_a_rank_has_nothing():
+    def function(x, weight):
+        return F.batch_norm(F.relu_(F.conv3d(x, weight, padding=1)), None, None, training=True)
+
+    points = ([0, 3, 3, 7], None, None)
+    weight = randn(3, 3, 3, 3, 3, seed=2)
+    check_function(function, randn(2, 3, 7, 6, 5), [weight], points, second_order=True)
