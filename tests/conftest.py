@@ -43,7 +43,7 @@ _JOB_SECONDS = 120
 
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
 # The same examples in every run: to find more, `dev` draws others each time, `nightly` many.
-hypothesis.settings.register_profile("ci", max_examples=50, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
 # Ranks must draw the same examples; a database would be shared while they run.
 hypothesis.settings.register_profile(

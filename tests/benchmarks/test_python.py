@@ -88,9 +88,11 @@ def test_cosmoflow_step(tmp_path):
     assert cost["halo_and_statistics"] > 0
 
 
-def test_unet_step(tmp_path):
-    pytest.importorskip("monai")
-    result = run("unet_step", tmp_path, "--network", "monai")
+@pytest.mark.parametrize("network", ["monai", "paper"])
+def test_unet_step(tmp_path, network):
+    if network == "monai":
+        pytest.importorskip("monai")
+    result = run("unet_step", tmp_path, "--network", network)
     rows = {row["name"]: row for row in result["rows"]}
     split = "pydist, 2 ranks, depth"
     silent = split + ", nothing exchanged"

@@ -10,7 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from children import child_environment
+
+from pydist.launch import available
 
 SCRIPT = """
 import hashlib, json, sys
@@ -50,14 +53,16 @@ with open(f"{sys.argv[1]}.{mesh.rank}", "w") as file:
 """
 
 
-def test_fresh_processes_give_the_same_bits(tmp_path: Path) -> None:
-    """Under any launcher: that all of them sum alike is in the contract of transports."""
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_fresh_processes_give_the_same_bits(tmp_path: Path, mpi: str) -> None:
+    if mpi not in [each.name for each in available()]:
+        pytest.skip(f"{mpi} is not installed")
     script, cache = tmp_path / "train.py", tmp_path / "cache"
     script.write_text(SCRIPT)
 
     def train(name: str) -> list[dict[str, object]]:
         subprocess.run(
-            [sys.executable, "-m", "pydist.launch", "2", "auto", str(script), str(tmp_path / name)],
+            [sys.executable, "-m", "pydist.launch", "2", mpi, str(script), str(tmp_path / name)],
             timeout=120,
             check=True,
             cwd=tmp_path,

@@ -12,7 +12,7 @@ from equivalence import randn, shard
 from pydist import Mesh, ShardedTensor, layout_for_sample, parallelize
 from pydist.models import CosmoFlow
 
-pytestmark = pytest.mark.ranks(2, seconds=240)
+pytestmark = pytest.mark.ranks(2, mpi=("openmpi", "mpich"), seconds=240)
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def made(monkeypatch):
     found = []
 
     def recording(pending):
-        if not pending.seen.is_made:
+        if not pending.is_made:
             found.append(pending.negative_slope)
         complete(pending)
 
