@@ -20,19 +20,6 @@ if TYPE_CHECKING:
     from pydist.ops.convolution.boundary import PendingBoundary
 
 
-class Seen:
-    """What the nodes of the graph know of a ReLU's result.
-
-    Attributes:
-        is_made: whether it was written, for somebody who asked for it.
-        handover: from the backward of who has read the outputs instead to the ReLU's.
-    """
-
-    def __init__(self) -> None:
-        self.is_made = False
-        self.handover: Handover[bool] = Handover()
-
-
 class PendingRectifier:
     """A ReLU, leaky or not, that is still to be made on outputs that nobody else has.
 
@@ -45,7 +32,8 @@ class PendingRectifier:
 
     Attributes:
         negative_slope: as given.
-        seen: for the nodes of the graph.
+        is_made: whether it was applied, for somebody who asked.
+        handover: from the backward of who has read the outputs instead to the ReLU's.
     """
 
     def __init__(
@@ -56,15 +44,16 @@ class PendingRectifier:
         bias: Tensor | None = None,
     ) -> None:
         self.negative_slope = negative_slope
-        self.seen = Seen()
+        self.is_made = False
+        self.handover: Handover[bool] = Handover()
         self._outputs, self._boundary, self._bias = outputs.data, boundary, bias
         self._is_read = False
 
     def complete(self) -> None:
         """Applies it; does nothing when that has been done."""
-        if self.seen.is_made:
+        if self.is_made:
             return
-        self.seen.is_made = True
+        self.is_made = self.handover.is_shared = True
         boundary, self._boundary = self._boundary, None
         if boundary is not None and boundary.is_fusible:
             boundary.complete(self.negative_slope)
@@ -82,7 +71,7 @@ class PendingRectifier:
 
         Once only: the gradients of two would be added before the ReLU's backward sees them.
         """
-        if self.seen.is_made or self._is_read or hook_on_saved() is not None:
+        if self.is_made or self._is_read or hook_on_saved() is not None:
             return False
         self._is_read = True
         if self._boundary is not None:
@@ -139,7 +128,7 @@ def may_wait(shard: Tensor) -> bool:
 
 def rectified(shard: Tensor, pending: PendingRectifier) -> Tensor:
     """Outputs behind a ReLU in place in autograd's graph; what they hold is up to `pending`."""
-    result: Tensor = _Rectify.apply(shard, pending.negative_slope, pending.seen.handover)
+    result: Tensor = _Rectify.apply(shard, pending.negative_slope, pending.handover)
     return result
 
 

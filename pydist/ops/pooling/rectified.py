@@ -58,7 +58,7 @@ class _RectifiedAverage(Function):
     def forward(
         ctx: Any, rectified: Tensor, linear: Tensor, pending: PendingRectifier, plan: AveragePlan
     ) -> Tensor:
-        ctx.plan, ctx.layer, ctx.seen = plan, plan.mesh.timers.layer, pending.seen
+        ctx.plan, ctx.layer, ctx.handover = plan, plan.mesh.timers.layer, pending.handover
         ctx.negative_slope = pending.negative_slope
         # The exchange's marker for checkpointing too.
         ctx.save_for_backward(linear)
@@ -69,11 +69,10 @@ class _RectifiedAverage(Function):
         (linear,) = ctx.saved_tensors
         plan, rest = ctx.plan, (None,) * 3
         begin_backward(plan.mesh)
-        handover = ctx.seen.handover
         # Gradients of gradients reach the ReLU on other ways as well.
-        handover.is_shared |= torch.is_grad_enabled() or ctx.seen.is_made
-        if handover.is_shared or not runs(ctx, 0):
+        ctx.handover.is_shared |= torch.is_grad_enabled()
+        if ctx.handover.is_shared or not runs(ctx, 0):
             return spread(grad, plan, ctx.layer), *rest
         grad_linear = plan.spread(grad, ctx.layer, linear, ctx.negative_slope)
-        handover.give(grad_linear, True)
+        ctx.handover.give(grad_linear, True)
         return grad_linear, *rest
