@@ -17,10 +17,12 @@ SPLITS = ("depth", "height", "width")
 INTRODUCTION = """\
 # Performance
 
-What was measured on one small machine: 2 cores, one thread a rank, Open MPI. Each table is of one
-run in which all contestants took turns; the figures are medians. Every contestant was first held to
-a double-precision reference. [`benchmarks/results`](../benchmarks/results) holds the runs whole,
-with quartiles, page faults, errors and the machine; `tools/bench NAME` repeats one, and
+What was measured on one small machine: 2 cores, one thread a rank, Open MPI. Contestants of one
+run took turns: a row of the first table, a column of the second. Others are of other runs, at
+moments when the machine was faster or slower by up to 40 %, and of other commits: compare ratios.
+The figures are medians. Every contestant of a step was first held to a double-precision reference.
+[`benchmarks/results`](../benchmarks/results) holds the runs whole, with commit, quartiles, page
+faults, errors and the machine; `tools/bench NAME` repeats one, and
 `python benchmarks/python/tables.py > docs/performance.md` makes this page. Nothing here was
 measured on a GPU.
 """
