@@ -11,7 +11,7 @@ from equivalence import on_ranks, randn
 from networks import BATCH, SHAPE, check_use, gradients_of, initialised, loss_of, small
 from torch import nn
 
-import pydist.comm.buckets
+import pydist.comm.gradients.buckets
 from pydist import parallelize
 
 GRIDS = [(1, (2, 1, 1)), (2, (2, 1, 1)), (2, (1, 2, 2)), (1, (8, 1, 1))]
@@ -178,7 +178,7 @@ def _group_loss(model, rows, use):
 
 def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatch):
     """Its bucket starts at the end there, in the middle elsewhere: statistics must not mix in."""
-    monkeypatch.setattr(pydist.comm.buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(pydist.comm.gradients.buckets, "BUCKET_BYTES", 1)
 
     class Normed(nn.Module):
         def __init__(self):
@@ -286,8 +286,8 @@ def test_parameters_of_two_dtypes():
 @pytest.mark.parametrize("alone", [1, 2000, 1 << 30])
 @pytest.mark.parametrize("limit", [1, 500, 1 << 30])
 def test_buckets_of_any_size(limit, alone, monkeypatch):
-    monkeypatch.setattr(pydist.comm.buckets, "BUCKET_BYTES", limit)
-    monkeypatch.setattr(pydist.comm.buckets, "ALONE_BYTES", alone)
+    monkeypatch.setattr(pydist.comm.gradients.buckets, "BUCKET_BYTES", limit)
+    monkeypatch.setattr(pydist.comm.gradients.buckets, "ALONE_BYTES", alone)
 
     def use(model, mesh):
         for seed in (0, 1):

@@ -7,14 +7,14 @@ import torch
 from equivalence import group_slice, on_ranks, randn
 from networks import BATCH, SHAPE, check_use, gradients_of, loss_of, small
 
-import pydist.comm.buckets
+import pydist.comm.gradients.buckets
 from pydist import ShardedTensor, distribute_tensor, parallelize
 
 
 @pytest.fixture(params=[1, 1 << 30], ids=["alone", "together"], autouse=True)
 def sizes(request, monkeypatch):
     """Gradients travel out of their own memory, or copied together."""
-    monkeypatch.setattr(pydist.comm.buckets, "ALONE_BYTES", request.param)
+    monkeypatch.setattr(pydist.comm.gradients.buckets, "ALONE_BYTES", request.param)
 
 
 def test_a_penalty_written_by_hand():

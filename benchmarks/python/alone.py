@@ -18,8 +18,7 @@ from torch import Tensor
 
 from pydist.backend import choice, slab_choice
 from pydist.backend.store import UNKNOWN, Store
-from pydist.comm import Transport
-from pydist.comm.handles import Channel, Work
+from pydist.comm import Channel, Transport, Work
 
 
 @contextmanager

@@ -27,7 +27,7 @@ import torch
 
 from pydist.backend import slab_choice
 from pydist.backend.slabs import ROLES, SlabProblem, refusal, run
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
 
 GOAL = 1.3
 SLOWER = 1.05

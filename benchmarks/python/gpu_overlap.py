@@ -33,7 +33,7 @@ from device_steps import Split, adam
 from quiet import Quiet
 
 from pydist.comm import Transport
-from pydist.comm.nccl_place import SHARE, missing, open_nccl
+from pydist.comm.transports.nccl.place import SHARE, missing, open_nccl
 from pydist.launch import identity
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh

@@ -22,7 +22,7 @@ import gpu
 import torch
 from device_steps import Plain, Split, adam, sgd
 
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
 from pydist.mesh import Mesh
 from pydist.models import CosmoFlow
 from pydist.train.device import in_format, own_stream

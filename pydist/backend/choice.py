@@ -35,7 +35,7 @@ from pydist.backend.problem import ConvProblem
 from pydist.backend.store import NEVER, UNKNOWN, Store, agree
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm import Transport
 
 # Below this a convolution takes less than a few milliseconds, and the rule is as good.
 _MEASURED_FLOPS = 200_000_000

@@ -21,7 +21,7 @@ from pydist.backend.slabs import SlabProblem, refusal, run
 from pydist.backend.store import NEVER, UNKNOWN, Store, agree
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm import Transport
 
 _WARM_UP, _REPEATS = 3, 11
 

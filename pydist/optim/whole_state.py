@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pydist.comm.rows import shaped_like
-from pydist.comm.scattered_bucket import Part
+from pydist.comm.gradients.rows import shaped_like
+from pydist.comm.gradients.scattered_bucket import Part
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm import Transport
 
 State: TypeAlias = "dict[str, Any]"
 """Of one parameter: moments and the like, by name."""

@@ -13,7 +13,7 @@ from children import child_environment
 from recorder import RecordedIpc, Recorder
 
 from pydist.comm import Transport, run_local
-from pydist.comm.ipc_place import Tried, agree, reachable
+from pydist.comm.transports.ipc.place import Tried, agree, reachable
 from pydist.errors import DataError, NotSupported, PydistError, RankFailed, RankLost, UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CUDA IPC is for Linux")

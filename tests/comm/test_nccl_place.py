@@ -11,7 +11,7 @@ import pytest
 import torch
 from children import child_environment
 
-from pydist.comm.nccl_place import SHARE, Found, check, missing
+from pydist.comm.transports.nccl.place import SHARE, Found, check, missing
 from pydist.errors import NotSupported, UsageError
 
 A = Found(machine="n07", gpus=2, gpu="GPU-a", version=22705)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pydist.comm import run_local
-from pydist.comm.transport import Transport
+from pydist.comm import Transport, run_local
 from pydist.data import BadSample, Loader, ShardDataset
 from pydist.data.device_input import DeviceInput
 from pydist.errors import UsageError

@@ -7,7 +7,7 @@ from device_exchanges import DTYPES, halos_on_a_stream_of_the_caller
 from transport_contract import CHECKS, Check
 
 from pydist.comm import Transport
-from pydist.comm.nccl_place import device_missing
+from pydist.comm.transports.nccl.place import device_missing
 from pydist.errors import NotSupported, UsageError
 from pydist.runtime import connect
 

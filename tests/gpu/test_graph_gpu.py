@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.torch_version import TorchVersion
 
 from pydist import parallelize
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
 from pydist.data import Loader
 from pydist.mesh import Mesh
 from pydist.train.device import own_stream

@@ -11,7 +11,7 @@ import torch
 from convert_cases import INPUTS, MAPS, SMALL, WIDE, block, flag, table
 
 from pydist import _native as native
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
 from pydist.data import BadSample, Loader, ShardDataset, UniverseOptions, generate_universes
 from pydist.data.blocks import read_group
 from pydist.data.device_input import DeviceInput

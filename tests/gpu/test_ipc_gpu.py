@@ -19,9 +19,9 @@ from device_exchanges import (
 from transport_contract import CHECKS, Check
 
 from pydist.comm import Transport
-from pydist.comm.ipc import IpcTransport
-from pydist.comm.ipc_channel import IpcChannel
-from pydist.comm.nccl_place import SHARE, missing
+from pydist.comm.transports.ipc.channel import IpcChannel
+from pydist.comm.transports.ipc.transport import IpcTransport
+from pydist.comm.transports.nccl.place import SHARE, missing
 from pydist.errors import NotSupported, UsageError
 from pydist.runtime import connect
 

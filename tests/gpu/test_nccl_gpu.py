@@ -19,7 +19,7 @@ from device_exchanges import (
 from transport_contract import CHECKS, Check
 
 from pydist.comm import Transport
-from pydist.comm.nccl_place import SHARE, missing
+from pydist.comm.transports.nccl.place import SHARE, missing
 from pydist.errors import PydistError, UsageError
 from pydist.runtime import connect
 

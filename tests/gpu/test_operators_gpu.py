@@ -7,7 +7,7 @@ import torch
 from operator_cases import FAMILIES
 from operator_runs import cell, on_one_device
 
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
 from pydist.mesh import Mesh
 
 TEXTS = [text for family in FAMILIES.values() for text in family.strip().splitlines()]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from pydist import Mesh, distribute_tensor, parallelize
-from pydist.comm.local import LocalTransport
-from pydist.comm.nccl_place import SHARE, missing
+from pydist.comm import LocalTransport
+from pydist.comm.transports.nccl.place import SHARE, missing
 from pydist.errors import UsageError
 from pydist.profile import Profiler
 from pydist.profile.clock import DeviceClock

@@ -12,9 +12,9 @@ from torch import nn
 
 from pydist import layout_for_sample, parallelize
 from pydist.comm import Transport
-from pydist.comm.held import HeldGradients
-from pydist.comm.nccl_place import SHARE, missing
-from pydist.comm.scattered import Family
+from pydist.comm.gradients.held import HeldGradients
+from pydist.comm.gradients.scattered import Family
+from pydist.comm.transports.nccl.place import SHARE, missing
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.runtime import connect

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pydist.comm import Transport
-from pydist.comm.exchanger import Exchanger
+from pydist.comm.exchange.exchanger import Exchanger
 from pydist.partition import Box
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from pydist import _native as native
 from pydist.comm import LocalTransport, Transport, run_local
-from pydist.comm.ipc import IpcTransport
-from pydist.comm.ipc_channel import IpcLinks
-from pydist.comm.ipc_place import IpcPlace, agree
-from pydist.comm.nccl import NcclTransport
-from pydist.comm.nccl_device import DeviceTransport
-from pydist.comm.nccl_place import Place
+from pydist.comm.transports.ipc.channel import IpcLinks
+from pydist.comm.transports.ipc.place import IpcPlace, agree
+from pydist.comm.transports.ipc.transport import IpcTransport
+from pydist.comm.transports.nccl.device import DeviceTransport
+from pydist.comm.transports.nccl.place import Place
+from pydist.comm.transports.nccl.transport import NcclTransport
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

@@ -10,8 +10,7 @@ from torch.optim import SGD, Adam
 from training import change, job
 
 from pydist import _native as native
-from pydist.comm import run_local
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport, run_local
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.ops.pointwise.keyed import ReplayedKeys

@@ -25,7 +25,7 @@ from pydist.partition import Box, subtract
 from pydist.tensor import ShardedTensor, adopt_local
 
 if TYPE_CHECKING:
-    from pydist.comm.exchanger import Pending
+    from pydist.comm.exchange.exchanger import Pending
     from pydist.ops.convolution.correction import CorrectionPlan
     from pydist.ops.convolution.slab_kernels import SlabKernels
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist.backend.choice import ConvKernels
-from pydist.comm.adjoints import begin_backward
+from pydist.comm.exchange.adjoints import begin_backward
 from pydist.ops.convolution.boundary import BoundaryPieces, PendingBoundary
 from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (

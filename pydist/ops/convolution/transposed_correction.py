@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist.backend.choice import ConvKernels
-from pydist.comm.adjoints import begin_backward
+from pydist.comm.exchange.adjoints import begin_backward
 from pydist.ops.convolution.correction import CorrectionPlan
 from pydist.ops.convolution.local_conv import bias_gradient
 from pydist.ops.convolution.local_transposed import second_order, transposed_by_torch

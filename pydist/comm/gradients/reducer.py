@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from pydist import memory
-from pydist.comm.adjoints import mean_ranks
-from pydist.comm.buckets import make_buckets
-from pydist.comm.held import HeldGradients
-from pydist.comm.scattered import Family, ScatteredGradient
-from pydist.comm.scattered_bucket import Part, ScatteredBucket
+from pydist.comm.exchange.adjoints import mean_ranks
+from pydist.comm.gradients.buckets import make_buckets
+from pydist.comm.gradients.held import HeldGradients
+from pydist.comm.gradients.scattered import Family, ScatteredGradient
+from pydist.comm.gradients.scattered_bucket import Part, ScatteredBucket
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm.interface.transport import Transport
     from pydist.mesh import Mesh
 
 
@@ -27,11 +27,11 @@ class Reducer:
     """Reduces the gradients of a model's parameters to their mean over all ranks.
 
     What each rank accumulates has the true gradient as its mean over all ranks (see
-    `pydist.comm.adjoints`), whatever mixture of sharded and plain uses a parameter has. Buckets
-    fill in the reverse order of the parameters and start, in one fixed order, as soon as they are
-    full; the rest starts at the end of backward. Gradients are final when `backward()` returns; in
-    between they are not to be touched, as large ones are summed where they lie. A gradient that is
-    `None` on all ranks stays `None`.
+    `pydist.comm.exchange.adjoints`), whatever mixture of sharded and plain uses a parameter has.
+    Buckets fill in the reverse order of the parameters and start, in one fixed order, as soon as
+    they are full; the rest starts at the end of backward. Gradients are final when `backward()`
+    returns; in between they are not to be touched, as large ones are summed where they lie. A
+    gradient that is `None` on all ranks stays `None`.
 
     A mean is idempotent: parameters that were reduced before (a second backward without
     `zero_grad`) come out right.

@@ -1,8 +1,8 @@
 """Ranks that are MPI processes with a CUDA device each, under an MPI that takes device memory.
 
 MPI gets the addresses of tensors as they are, on the host or on a device: it tells them apart. It
-is asked before whether it can (`pydist.comm.cuda_aware`), as one that can't would crash, or copy
-through the host unseen.
+is asked before whether it can (`awareness`, beside), as one that can't would crash, or copy through
+the host unseen.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pydist.comm import cuda_aware
-from pydist.comm.handles import Work
-from pydist.comm.mpi import MpiChannel, MpiTransport
-from pydist.comm.nccl_place import device_missing
-from pydist.comm.progress import ProgressEngine
-from pydist.comm.transport import ReduceOp, Transport
+from pydist.comm.interface.handles import Work
+from pydist.comm.interface.transport import ReduceOp, Transport
+from pydist.comm.transports.cuda_mpi import awareness
+from pydist.comm.transports.mpi.progress import ProgressEngine
+from pydist.comm.transports.mpi.transport import MpiChannel, MpiTransport
+from pydist.comm.transports.nccl.place import device_missing
 from pydist.errors import NotSupported
 
 
@@ -65,7 +65,7 @@ class CudaMpiTransport(MpiTransport):
         Raises:
             NotSupported: the MPI is not CUDA-aware, or a rank has no device; the same on all ranks.
         """
-        lacks = cuda_aware.missing() or device_missing()
+        lacks = awareness.missing() or device_missing()
         found = json.dumps([socket.gethostname(), lacks]).encode()
         for rank, row in enumerate(host.all_gather_bytes(found)):
             machine, lack = json.loads(row)

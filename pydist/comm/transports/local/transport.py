@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.comm.handles import Channel, Work
-from pydist.comm.latency import Latency
-from pydist.comm.transport import ReduceOp, Transport
+from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.transport import ReduceOp, Transport
+from pydist.comm.transports.local.latency import Latency
 from pydist.errors import RankFailed, RankLost
 
 R = TypeVar("R")

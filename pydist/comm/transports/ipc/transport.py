@@ -12,12 +12,12 @@ from typing import TypeAlias
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.comm.handles import Channel
-from pydist.comm.ipc_channel import IpcChannel, IpcLinks
-from pydist.comm.ipc_place import BLOCK_BYTES, IpcPlace, agree
-from pydist.comm.nccl import ISSUE_SECONDS, NcclTransport
-from pydist.comm.routed import RoutedTransport
-from pydist.comm.transport import Transport
+from pydist.comm.interface.handles import Channel
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.ipc.channel import IpcChannel, IpcLinks
+from pydist.comm.transports.ipc.place import BLOCK_BYTES, IpcPlace, agree
+from pydist.comm.transports.nccl.transport import ISSUE_SECONDS, NcclTransport
+from pydist.comm.transports.routed import RoutedTransport
 from pydist.errors import NotSupported
 
 _Pair: TypeAlias = tuple[int, Tensor]

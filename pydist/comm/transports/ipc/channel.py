@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.comm.handles import Channel
-from pydist.comm.nccl_device import as_messages
-from pydist.comm.transport import Transport
+from pydist.comm.interface.handles import Channel
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.nccl.device import as_messages
 from pydist.errors import RankLost
 
 

@@ -2,7 +2,7 @@
 
 No library is linked: mpi4py finds the MPI of the launcher. MPI moves nothing between calls, so a
 message that is under way advances while some rank is inside a call of this transport: `progress`
-is there to be called between long computations, or by a thread (`pydist.comm.progress`).
+is there to be called between long computations, or by a thread (see the module beside).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pydist.comm.handles import Channel, Work
-from pydist.comm.host import HostTransport
-from pydist.comm.progress import ProgressEngine
-from pydist.comm.slice_sums import SliceSums, as_buffer
-from pydist.comm.transport import ReduceOp
+from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.transport import ReduceOp
+from pydist.comm.transports.host import HostTransport
+from pydist.comm.transports.mpi.progress import ProgressEngine
+from pydist.comm.transports.mpi.slice_sums import SliceSums, as_buffer
 from pydist.errors import UsageError
 
 MAX_BYTES = 1 << 30

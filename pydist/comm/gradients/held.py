@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pydist.comm.handles import Work
+from pydist.comm.interface.handles import Work
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm.interface.transport import Transport
 
 
 class HeldGradients:

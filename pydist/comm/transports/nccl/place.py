@@ -15,8 +15,8 @@ from weakref import WeakSet
 import torch
 
 from pydist._loader import native
-from pydist.comm.nccl_device import DeviceTransport
-from pydist.comm.transport import Transport
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.nccl.device import DeviceTransport
 from pydist.errors import NotSupported, PydistError, UsageError
 
 SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"

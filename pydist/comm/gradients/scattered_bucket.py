@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pydist.comm.bucket import Bucket, pending_gradient
-from pydist.comm.rows import in_order_of, memory_of
-from pydist.comm.scattered import Family, ScatteredGradient
+from pydist.comm.gradients.bucket import Bucket, pending_gradient
+from pydist.comm.gradients.rows import in_order_of, memory_of
+from pydist.comm.gradients.scattered import Family, ScatteredGradient
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm.interface.transport import Transport
 
 # Parts begin at whole cache lines and vectors, so that optimizers treat them as they treat wholes.
 _ALIGNMENT = 16

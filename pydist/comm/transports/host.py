@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pydist.comm.handles import Work
-from pydist.comm.transport import WIDER, ReduceOp, Transport
+from pydist.comm.interface.handles import Work
+from pydist.comm.interface.transport import WIDER, ReduceOp, Transport
 
 _GATHERED_BYTES = 1 << 24
 """Memory that a reduction by gathering may take at a time."""

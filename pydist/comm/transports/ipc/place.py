@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from pydist._loader import native
-from pydist.comm.ipc_channel import IpcLinks
-from pydist.comm.transport import Transport
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.ipc.channel import IpcLinks
 from pydist.errors import NotSupported, PydistError
 
 BLOCK_BYTES = 32 << 20

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from pydist.comm.rows import in_order_of, memory_of, shaped_like
-from pydist.comm.scattered import Family, ScatteredGradient
-from pydist.comm.transport import divide
+from pydist.comm.gradients.rows import in_order_of, memory_of, shaped_like
+from pydist.comm.gradients.scattered import Family, ScatteredGradient
+from pydist.comm.interface.transport import divide
 
 if TYPE_CHECKING:
-    from pydist.comm.handles import Work
-    from pydist.comm.transport import Transport
+    from pydist.comm.interface.handles import Work
+    from pydist.comm.interface.transport import Transport
 
 
 class Bucket:

@@ -11,7 +11,7 @@ from torch import Tensor
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm.interface.transport import Transport
 
 
 class Family:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from pydist.comm.bucket import Bucket
-from pydist.comm.rows import is_dense
-from pydist.comm.scattered_bucket import ScatteredBucket
+from pydist.comm.gradients.bucket import Bucket
+from pydist.comm.gradients.rows import is_dense
+from pydist.comm.gradients.scattered_bucket import ScatteredBucket
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm.interface.transport import Transport
 
 # Large enough that latency is nothing beside the transfer, small enough that the first bucket
 # leaves while most of backward is still to run.

@@ -16,9 +16,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pydist.comm.handles import Work
-from pydist.comm.progress import ProgressEngine
-from pydist.comm.transport import WIDER, divide
+from pydist.comm.interface.handles import Work
+from pydist.comm.interface.transport import WIDER, divide
+from pydist.comm.transports.mpi.progress import ProgressEngine
 
 PIECE_BYTES = 1 << 20
 """Longest message: longer ones are no faster, and what is summed stays in the cache."""

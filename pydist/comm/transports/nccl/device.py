@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.comm.handles import Channel, Work
-from pydist.comm.host import HostTransport
-from pydist.comm.transport import WIDER, ReduceOp, Transport, divide
+from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.transport import WIDER, ReduceOp, Transport, divide
+from pydist.comm.transports.host import HostTransport
 from pydist.errors import NotSupported, PydistError
 
 

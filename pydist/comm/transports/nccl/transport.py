@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.comm.nccl_device import DeviceTransport
-from pydist.comm.nccl_place import Place, agree
-from pydist.comm.routed import RoutedTransport
-from pydist.comm.transport import Transport
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.nccl.device import DeviceTransport
+from pydist.comm.transports.nccl.place import Place, agree
+from pydist.comm.transports.routed import RoutedTransport
 from pydist.errors import UsageError
 
 CONNECT_SECONDS = 120.0

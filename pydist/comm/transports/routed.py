@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pydist.comm.handles import Channel, Work
-from pydist.comm.transport import ReduceOp, Transport
+from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.transport import ReduceOp, Transport
 
 
 class RoutedTransport(Transport):

@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pydist.comm.exchanger import in_memory
+from pydist.comm.exchange.exchanger import in_memory
 
 if TYPE_CHECKING:
-    from pydist.comm.exchanger import Exchanger
-    from pydist.comm.transport import Transport
+    from pydist.comm.exchange.exchanger import Exchanger
+    from pydist.comm.interface.transport import Transport
     from pydist.mesh import Mesh
 
 

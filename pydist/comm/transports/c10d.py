@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pydist.comm.handles import Channel, Work
-from pydist.comm.host import HostTransport
-from pydist.comm.transport import ReduceOp
+from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.transport import ReduceOp
+from pydist.comm.transports.host import HostTransport
 from pydist.errors import UsageError
 
 _INTERNAL_TAG = 1 << 15  # above all tags that users may give

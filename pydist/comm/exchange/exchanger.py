@@ -19,8 +19,8 @@ from pydist.partition import Box, plan_exchange
 from pydist.timers import Timers
 
 if TYPE_CHECKING:
-    from pydist.comm.handles import Channel
-    from pydist.comm.transport import Transport
+    from pydist.comm.interface.handles import Channel
+    from pydist.comm.interface.transport import Transport
 
 # Tags below this are left to point-to-point calls that name their tag themselves.
 _FIRST_TAG = 1024

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from pydist.comm.handles import Channel, Work
+from pydist.comm.interface.handles import Channel, Work
 from pydist.errors import NotSupported, UsageError
 
 if TYPE_CHECKING:
-    from pydist.comm.exchanger import Exchanger
+    from pydist.comm.exchange.exchanger import Exchanger
 
 ReduceOp = Literal["sum", "max", "min"]
 
