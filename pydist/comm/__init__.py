@@ -13,7 +13,9 @@ Read bottom to top; imports run downwards only:
 from __future__ import annotations
 
 from pydist.comm.interface.handles import Channel, Work
-from pydist.comm.interface.transport import ReduceOp, Transport
-from pydist.comm.transports.local.transport import LocalTransport, run_local
+from pydist.comm.interface.reduction import ReduceOp
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.local.run import run_local
+from pydist.comm.transports.local.transport import LocalTransport
 
 __all__ = ["Channel", "LocalTransport", "ReduceOp", "Transport", "Work", "run_local"]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pydist.comm.gradients.rows import in_order_of, memory_of, shaped_like
 from pydist.comm.gradients.scattered import Family, ScatteredGradient
-from pydist.comm.interface.transport import divide
+from pydist.comm.interface.reduction import divide
 
 if TYPE_CHECKING:
     from pydist.comm.interface.handles import Work

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pydist.comm.interface.handles import Channel, Work
-from pydist.comm.interface.transport import ReduceOp
+from pydist.comm.interface.reduction import ReduceOp
 from pydist.comm.transports.host import HostTransport
 from pydist.errors import UsageError
 

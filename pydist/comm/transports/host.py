@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from pydist.comm.interface.handles import Work
-from pydist.comm.interface.transport import WIDER, ReduceOp, Transport
+from pydist.comm.interface.reduction import WIDER, ReduceOp
+from pydist.comm.interface.transport import Transport
 
 _GATHERED_BYTES = 1 << 24
 """Memory that a reduction by gathering may take at a time."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from pydist.comm.interface.handles import Channel, Work
-from pydist.comm.interface.transport import ReduceOp, Transport
+from pydist.comm.interface.reduction import ReduceOp
+from pydist.comm.interface.transport import Transport
 
 
 class RoutedTransport(Transport):

@@ -16,7 +16,8 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pydist.comm.interface.handles import Work
-from pydist.comm.interface.transport import ReduceOp, Transport
+from pydist.comm.interface.reduction import ReduceOp
+from pydist.comm.interface.transport import Transport
 from pydist.comm.transports.cuda_mpi import awareness
 from pydist.comm.transports.mpi.progress import ProgressEngine
 from pydist.comm.transports.mpi.transport import MpiChannel, MpiTransport

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pydist.comm.interface.handles import Work
-from pydist.comm.interface.transport import WIDER, divide
+from pydist.comm.interface.reduction import WIDER, divide
 from pydist.comm.transports.mpi.progress import ProgressEngine
 
 PIECE_BYTES = 1 << 20

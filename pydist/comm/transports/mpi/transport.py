@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pydist.comm.interface.handles import Channel, Work
-from pydist.comm.interface.transport import ReduceOp
+from pydist.comm.interface.reduction import ReduceOp
 from pydist.comm.transports.host import HostTransport
 from pydist.comm.transports.mpi.progress import ProgressEngine
 from pydist.comm.transports.mpi.slice_sums import SliceSums, as_buffer

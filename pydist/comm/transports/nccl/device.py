@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
+from pydist.comm.interface.checks import check_elements
 from pydist.comm.interface.handles import Channel, Work
-from pydist.comm.interface.transport import WIDER, ReduceOp, Transport, divide
+from pydist.comm.interface.reduction import WIDER, ReduceOp, divide
+from pydist.comm.interface.transport import Transport
 from pydist.comm.transports.host import HostTransport
 from pydist.errors import NotSupported, PydistError
 
@@ -58,7 +60,7 @@ class DeviceTransport(HostTransport):
             raise NotSupported(
                 f"{call}: tensor on {tensor.device}; rank {self.rank} works on {self.device}"
             )
-        self._check_elements(call, tensor)
+        check_elements(call, tensor)
 
     def _subgroup(self, members: Sequence[int]) -> Transport:
         raise AssertionError("groups are made from the host's, see NcclTransport")
