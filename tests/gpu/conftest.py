@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from device_contract import connected
 
 from pydist import _native as native
+from pydist.comm import Transport
 
 
 def _reason() -> str | None:
@@ -18,6 +20,12 @@ def _reason() -> str | None:
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} has no CUDA"
     return None
+
+
+@pytest.fixture(scope="class")
+def devices(request: pytest.FixtureRequest) -> Transport:
+    """Two ranks with a device each, or that share one; a test class names their `transport`."""
+    return connected(getattr(request.cls, "transport", "nccl"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

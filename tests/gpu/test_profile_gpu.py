@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 
 import pytest
 import torch
+from device_contract import two_ranks
 from torch import Tensor, nn
 
 from pydist import Mesh, distribute_tensor, parallelize
 from pydist.comm import LocalTransport
-from pydist.comm.transports.nccl.place import SHARE, missing
-from pydist.errors import UsageError
+from pydist.comm.transports.nccl.place import missing
 from pydist.profile import Profiler
 from pydist.profile.clock import DeviceClock
 from pydist.profile.device import CudaDevice
 from pydist.profile.recorder import IN_FLIGHT, SpanRecorder
-from pydist.runtime import connect
 from pydist.train.device import own_stream
 
 DEVICE = torch.device("cuda", 0)
-# Only where there is something to run does a job of two ranks start.
-two_ranks = pytest.mark.skip(reason=missing()) if missing() else pytest.mark.ranks(2)
 BUSY = 50_000_000
 """Cycles: some 25 ms."""
 
@@ -125,25 +121,19 @@ def test_a_graph_is_captured_while_a_recorder_is_set():
     assert torch.equal(x.cpu(), torch.full((8,), 2.0))
 
 
-@two_ranks
-def test_halos_of_two_ranks_fly_on_a_stream_of_their_own(tmp_path):
-    if torch.cuda.device_count() < 2:
-        os.environ[SHARE] = "1"
-    try:
-        world = connect("nccl")
-    except UsageError as error:  # the same on all ranks
-        pytest.skip(f"NCCL does not connect two ranks on one GPU here: {error}")
-    mesh = Mesh(world, 1, (2, 1, 1))
-    with own_stream(world.device):
-        model = nn.Sequential(*(nn.Conv3d(4, 4, 3, padding=1) for _ in range(2))).to(world.device)
+@two_ranks(missing())
+def test_halos_of_two_ranks_fly_on_a_stream_of_their_own(devices, tmp_path):
+    mesh = Mesh(devices, 1, (2, 1, 1))
+    with own_stream(devices.device):
+        model = nn.Sequential(*(nn.Conv3d(4, 4, 3, padding=1) for _ in range(2))).to(devices.device)
         model = parallelize(model, mesh)
-        x = torch.ones(1, 4, 32, 32, 32, device=world.device)
+        x = torch.ones(1, 4, 32, 32, 32, device=devices.device)
         with Profiler(mesh, model, warmup=2) as profiler:
             for _ in range(2 + 3):
                 model(distribute_tensor(x, mesh)).square().mean().backward()
                 profiler.step()
     profiler.write_trace(tmp_path / "trace.json")
-    if world.rank != 0:
+    if devices.rank != 0:
         return
     summary = profiler.summary()
     assert summary.on_device
