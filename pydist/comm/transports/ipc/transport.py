@@ -27,8 +27,9 @@ class IpcTransport(RoutedTransport):
     """One rank of a group, on one CUDA device.
 
     Channels between ranks that can map each other's memory are `IpcChannel`s, in the order in which
-    ranks start them: of two exchanges between the same ranks, all start the same one first. All
-    else is that of the transport below.
+    ranks start them: of two exchanges between the same ranks, all start the same one first, and
+    where two ranks do not, the one that comes second raises. All else is that of the transport
+    below.
     """
 
     name = "ipc"
