@@ -74,6 +74,10 @@ class Recorder:
         """Makes an abort return late."""
         self._calls.recorder_abort_takes(int(seconds * 1e6))
 
+    def hold_graphs(self, held: bool) -> None:
+        """Makes NCCL wait where a group closes, as for graphs that hold operations of it."""
+        self._calls.recorder_hold_graphs(int(held))
+
     def fail_next_copy(self, status: int) -> None:
         self._calls.recorder_fail_next_copy(status)
 
