@@ -31,7 +31,7 @@ def short_messages(world: Transport, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """Messages beyond 2 GiB are cut; here those beyond 24 bytes are, by the same code."""
     if world.name != "mpi":
         pytest.skip("only MPI counts in C ints")
-    monkeypatch.setattr("pydist.comm.transports.mpi.transport.MAX_BYTES", 24)
+    monkeypatch.setattr("pydist.comm.transports.mpi.messages.MAX_BYTES", 24)
     world.barrier()
     yield
     world.barrier()

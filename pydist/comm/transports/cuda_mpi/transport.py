@@ -19,8 +19,9 @@ from pydist.comm.interface.handles import Work
 from pydist.comm.interface.reduction import ReduceOp
 from pydist.comm.interface.transport import Transport
 from pydist.comm.transports.cuda_mpi import awareness
+from pydist.comm.transports.mpi.messages import MpiChannel
 from pydist.comm.transports.mpi.progress import ProgressEngine
-from pydist.comm.transports.mpi.transport import MpiChannel, MpiTransport
+from pydist.comm.transports.mpi.transport import MpiTransport
 from pydist.comm.transports.nccl.place import device_missing
 from pydist.errors import NotSupported
 

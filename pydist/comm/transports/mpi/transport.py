@@ -7,35 +7,30 @@ is there to be called between long computations, or by a thread (see the module 
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.handles import Work
 from pydist.comm.interface.reduction import ReduceOp
 from pydist.comm.transports.host import HostTransport
+from pydist.comm.transports.mpi.messages import (
+    MpiChannel,
+    MpiWork,
+    elements_of,
+    fits_one_message,
+    parts_of,
+)
 from pydist.comm.transports.mpi.progress import ProgressEngine
 from pydist.comm.transports.mpi.slice_sums import SliceSums, as_buffer
 from pydist.errors import UsageError
 
-MAX_BYTES = 1 << 30
-"""Longer messages are cut: counts are C ints in MPI libraries older than MPI-4."""
-
 # Tags of a transport's own communicator; `SLICES` of slice_sums.py is another one.
 _EXCHANGED, _NEVER_SENT = 0, 1
 
-_MPI_TYPES = {
-    torch.float32: MPI.FLOAT,
-    torch.float64: MPI.DOUBLE,
-    torch.int32: MPI.INT32_T,
-    torch.int64: MPI.INT64_T,
-    torch.uint8: MPI.UINT8_T,
-}
 _MPI_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 
@@ -89,12 +84,12 @@ class MpiTransport(HostTransport):
 
     def _post(self, copy: Tensor, dest: int, tag: int) -> None:
         """Send what is kept until MPI has it."""
-        requests = [self._messages.Isend(part, dest, tag) for part in _parts(copy)]
+        requests = [self._messages.Isend(part, dest, tag) for part in parts_of(copy)]
         self._pending.append((requests, copy))
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
         status = MPI.Status()
-        for part in _parts(tensor):
+        for part in parts_of(tensor):
             self._messages.Recv(part, source, tag, status)
             got, expected = status.Get_count(MPI.BYTE), part[0].nbytes
             if got != expected:  # MPI itself refuses longer messages only
@@ -107,7 +102,7 @@ class MpiTransport(HostTransport):
         self._comm.Barrier()
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
-        for part in _parts(tensor):
+        for part in parts_of(tensor):
             self._comm.Bcast(part, root)
 
     def _exchange_async(
@@ -116,23 +111,23 @@ class MpiTransport(HostTransport):
         requests = [
             self._comm.Irecv(part, peer, _EXCHANGED)
             for peer, each in recvs
-            for part in _parts(each)
+            for part in parts_of(each)
         ]
         requests += [
             self._comm.Isend(part, peer, _EXCHANGED)
             for peer, each in sends
-            for part in _parts(each)
+            for part in parts_of(each)
         ]
         return MpiWork(requests, self._engine, sends, recvs)
 
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        if out.nbytes > MAX_BYTES:
+        if not fits_one_message(out):
             super()._all_gather(tensor, out)
         else:
             self._comm.Allgather(as_buffer(tensor), as_buffer(out))
 
     def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
-        if out.nbytes > MAX_BYTES:
+        if not fits_one_message(out):
             return super()._all_gather_async(tensor, parts, out)
         memory, kind = as_buffer(out)
         counts = [part.nbytes for part in parts]
@@ -143,12 +138,12 @@ class MpiTransport(HostTransport):
         return self._sums.start(parts, out, divisor)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        for part in _elements(tensor):
+        for part in elements_of(tensor):
             self._comm.Allreduce(MPI.IN_PLACE, part, _MPI_OPS[op])
 
     def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
         requests = [
-            self._comm.Iallreduce(MPI.IN_PLACE, part, _MPI_OPS[op]) for part in _elements(tensor)
+            self._comm.Iallreduce(MPI.IN_PLACE, part, _MPI_OPS[op]) for part in elements_of(tensor)
         ]
         return MpiWork(requests, self._engine, tensor)
 
@@ -171,94 +166,6 @@ class MpiTransport(HostTransport):
         for comm in (self._messages, self._comm):
             if comm != MPI.COMM_NULL:
                 comm.Free()
-
-
-class MpiWork(Work):
-    """Requests under way and what must live as long as they do."""
-
-    def __init__(
-        self, requests: list[MPI.Request], engine: ProgressEngine, *buffers: object
-    ) -> None:
-        self._pending: tuple[list[MPI.Request], object] | None = (requests, buffers)
-        self._engine = engine
-        engine.started()
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        if self._pending is None:
-            return
-        MPI.Request.Waitall(self._pending[0])
-        self._pending = None
-        self._engine.ended()
-
-
-class MpiChannel(Channel):
-    """Persistent requests: peers, buffers and tags are given to MPI once."""
-
-    def __init__(
-        self,
-        comm: MPI.Comm,
-        engine: ProgressEngine,
-        sends: Sequence[tuple[int, Tensor]],
-        recvs: Sequence[tuple[int, Tensor]],
-        tag: int,
-    ) -> None:
-        self._buffers = (*sends, *recvs)  # keeps the memory that the requests point to
-        self._engine = engine
-        self._under_way = False
-        self._requests: list[MPI.Prequest] = [
-            comm.Recv_init(part, peer, tag) for peer, each in recvs for part in _parts(each)
-        ]
-        self._requests += [
-            comm.Send_init(part, peer, tag) for peer, each in sends for part in _parts(each)
-        ]
-
-    def start(self) -> None:
-        """See `Channel.start`."""
-        MPI.Prequest.Startall(self._requests)
-        if self._requests and not self._under_way:
-            self._under_way = True
-            self._engine.started()
-
-    def wait(self) -> None:
-        """See `Channel.wait`."""
-        MPI.Request.Waitall(self._requests)
-        if self._under_way:
-            self._under_way = False
-            self._engine.ended()
-
-    def close(self) -> None:
-        """See `Channel.close`."""
-        requests, self._requests = self._requests, []
-        for request in requests:
-            request.Free()
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # an interpreter that ends may have no MPI any more
-            if not MPI.Is_finalized():
-                self.close()
-
-
-def _parts(tensor: Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:
-    """The bytes of a tensor as messages that MPI can count; at least one, maybe empty."""
-    address, left = tensor.data_ptr(), tensor.nbytes
-    while True:
-        n = min(left, MAX_BYTES)
-        yield MPI.buffer.fromaddress(address, n), MPI.BYTE
-        address, left = address + n, left - n
-        if not left:
-            return
-
-
-def _numbers(tensor: Tensor) -> tuple[MPI.buffer, MPI.Datatype]:
-    """The elements of a tensor that MPI can count and add."""
-    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), _MPI_TYPES[tensor.dtype]
-
-
-def _elements(tensor: Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:
-    """The elements of a tensor in pieces that MPI can count."""
-    for piece in tensor.view(-1).split(MAX_BYTES // tensor.element_size()):
-        yield _numbers(piece)
 
 
 def _poll(comm: MPI.Comm) -> None:
