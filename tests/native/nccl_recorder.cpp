@@ -25,9 +25,8 @@ using namespace recorder;
 namespace {
 
 int version_shown = 23203;
-std::atomic<long> abort_us = 0;         // that an abort takes
-std::atomic<bool> graphs_held = false;  // NCCL waits for them where a group closes
-int failing_send = 0;                   // the result of the next ncclSend, if not 0
+std::atomic<long> abort_us = 0;  // that an abort takes
+int failing_send = 0;            // the result of the next ncclSend, if not 0
 
 std::mutex joining;
 std::map<std::string, std::shared_ptr<Hub>> hubs;
@@ -56,7 +55,6 @@ std::byte* out(void* p) { return static_cast<std::byte*>(p); }
 
 EXPORT void recorder_version(int version) { version_shown = version; }
 EXPORT void recorder_abort_takes(long microseconds) { abort_us = microseconds; }
-EXPORT void recorder_hold_graphs(int held) { graphs_held = held != 0; }
 EXPORT void recorder_fail_next_send(int result, const char* why) {
   failing_send = result;
   last_error = why;
@@ -104,6 +102,8 @@ EXPORT NcclResult ncclCommGetAsyncError(NcclComm* comm, NcclResult* state) {
   if (comm->issuing && *state == NcclResult::kSuccess) *state = NcclResult::kInProgress;
   return NcclResult::kSuccess;
 }
+static std::atomic<bool> graphs_held = false;  // NCCL waits here for them to be destroyed
+EXPORT void recorder_hold_graphs(int held) { graphs_held = held != 0; }
 EXPORT NcclResult ncclCommFinalize(NcclComm* comm) {
   return comm->polls = graphs_held ? 1 << 30 : 1, NcclResult::kInProgress;
 }
