@@ -1,6 +1,5 @@
 #include "comm/ipc_order.hpp"
 
-#include <atomic>
 #include <random>
 #include <string>
 #include <utility>
@@ -68,8 +67,11 @@ void close_file(int) {}
 
 #endif
 
-std::uint64_t read(const std::uint64_t* note) {
-  return std::atomic_ref(*const_cast<std::uint64_t*>(note)).load();
+// Sequentially consistent, between processes: builtins of GCC and Clang, as libc++ came late to
+// std::atomic_ref.
+std::uint64_t read(const std::uint64_t* note) { return __atomic_load_n(note, __ATOMIC_SEQ_CST); }
+void write(std::uint64_t* note, std::uint64_t value) {
+  __atomic_store_n(note, value, __ATOMIC_SEQ_CST);
 }
 
 }  // namespace
@@ -81,7 +83,7 @@ IpcOrder::IpcOrder(int rank, int size)
   std::random_device random;
   notes_ = notes;
   place_ = {own_process(), file, std::uint64_t{random()} << 32 | random()};
-  std::atomic_ref(*notes_).store(place_.key);
+  write(notes_, place_.key);
 }
 
 IpcOrder::~IpcOrder() {
@@ -114,8 +116,8 @@ bool IpcOrder::note(int peer, std::uint32_t own, std::uint32_t other) {
   const std::uint32_t number = ++started_[peer];
   if (notes_ == nullptr) return true;
   const std::size_t slot = 1 + number % kKept, row = static_cast<std::size_t>(peer);
-  // Both sequentially consistent: of two ranks that do this at once, one sees the other's note.
-  std::atomic_ref(notes_[slot + row * kKept]).store(std::uint64_t{number} << 32 | own);
+  // Of two ranks that do this at once, one sees the other's note.
+  write(notes_ + slot + row * kKept, std::uint64_t{number} << 32 | own);
   const auto found = of_peers_.find(peer);
   if (found == of_peers_.end() || found->second == nullptr) return true;
   const std::uint64_t there = read(found->second + slot + rank_ * kKept);
