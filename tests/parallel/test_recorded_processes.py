@@ -1,6 +1,6 @@
-"""Exchanges by copies into other ranks' memory, between real processes.
+"""Copies into other ranks' memory, and NCCL, between real processes.
 
-The recorder takes the driver's place; its memory of devices is mapped by other processes.
+The recorder takes the place of the driver, whose memory other processes map, and of NCCL.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorder import RecordedIpc, Recorder, build
+from recorder import RecordedIpc, RecordedTransport, Recorder, build, shared_memory
 from transport_contract import CHECKS, Check
 
 from pydist.comm import Transport
@@ -21,7 +21,9 @@ from pydist.partition import Box
 
 CHANNEL_CHECKS = [check for check in CHECKS if "channel" in check.__name__]
 
-pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="CUDA IPC is for Linux")]
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="the recorder's processes need Linux")
+]
 if sys.platform == "linux":
     pytestmark = [pytest.mark.ranks(2, mpi="openmpi")]
 
@@ -49,15 +51,34 @@ def transport(recorder: Recorder, world: Transport) -> Iterator[RecordedIpc]:
     assert not [line for line in recorder.notes() if "mismatch" in line]
 
 
+@pytest.fixture(scope="module")
+def nccl(recorder: Recorder, world: Transport) -> Iterator[RecordedTransport]:
+    before = shared_memory()
+    made = RecordedTransport.of(recorder, world.split(0, world.rank))
+    yield made
+    made.close()
+    made.host.close()
+    assert shared_memory() == before
+    assert not [line for line in recorder.notes() if "mismatch" in line]
+
+
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract(transport: RecordedIpc, check: Check) -> None:
     check(transport)
 
 
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_contract_of_nccl(nccl: RecordedTransport, check: Check) -> None:
+    check(nccl)
+
+
 @pytest.mark.parametrize("check", CHANNEL_CHECKS, ids=lambda check: check.__name__)
-def test_contract_on_late_streams(recorder: Recorder, transport: RecordedIpc, check: Check) -> None:
+def test_contract_on_late_streams(
+    recorder: Recorder, transport: RecordedIpc, nccl: RecordedTransport, check: Check
+) -> None:
     recorder.delay(200)
     check(transport)
+    check(nccl)
     recorder.delay(0)
 
 
