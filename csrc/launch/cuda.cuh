@@ -1,5 +1,5 @@
 // The CUDA launcher: the only place with <<<>>>. Launches go to the stream given and return at
-// once.
+// once. With PYDIST_CUDA=EMULATED, tests/native/emulated/launch/cuda.cuh is included instead.
 #pragma once
 
 #include <cuda_runtime.h>
