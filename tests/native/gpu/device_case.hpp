@@ -29,20 +29,21 @@ inline void check(cudaError_t status) {
 // An array on the host and, of exactly its size, on the device.
 class Array {
  public:
-  Array(Random& random, DType dtype, const Coords& shape, const Coords& strides)
+  // Multiples of `scale` / 8: by default, products and short sums are exact in every format.
+  Array(Random& random, DType dtype, const Coords& shape, const Coords& strides, double scale = 1)
       : memory_(static_cast<std::size_t>(volume_of(shape) * size_of(dtype))) {
     view_ = {memory_.data(), dtype, shape, strides, {}};
     kernels::dispatch(dtype, [&]<class T>(std::type_identity<T>) {
       T* const values = reinterpret_cast<T*>(memory_.data());
       for (index_t i = 0; i < view_.elements(); ++i) {
         if constexpr (requires { T::from(0.0f); }) {
-          values[i] = T::from(static_cast<float>(random.value()));
+          values[i] = T::from(static_cast<float>(scale * random.value()));
         } else if constexpr (std::is_same_v<T, bool>) {
           values[i] = random.chance(0.5);
         } else if constexpr (std::is_integral_v<T>) {
           values[i] = static_cast<T>(random.between(-16, 16));
         } else {
-          values[i] = static_cast<T>(random.value());
+          values[i] = static_cast<T>(scale * random.value());
         }
       }
     });

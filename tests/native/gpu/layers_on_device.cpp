@@ -49,12 +49,13 @@ struct Layer {
   bool channels_last;
 };
 
-// One operation, from arrays in which all products and sums are exact. Returns whether several
-// blocks shared a sum.
+// One operation, from values that the format of the products holds exactly; in three products, from
+// such as one of tf32 does not. Returns whether several blocks shared a sum.
 template <ConvOp kOp>
 bool on_tensor_cores(Random& random, DType dtype, kernels::ConvMath math, const Layer& layer) {
+  const double scale = math == kernels::ConvMath::kTf32x3 ? 1.0 / 3 : 1;
   const auto array = [&](const Coords& shape) {
-    return Array(random, dtype, shape, strides_of(shape, layer.channels_last));
+    return Array(random, dtype, shape, strides_of(shape, layer.channels_last), scale);
   };
   const Array in = array({2, layer.groups * layer.in_channels, 1, 20, 18});
   const Array weight = array({layer.groups * layer.out_channels, layer.in_channels, 3, 3, 3});
