@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdio>
@@ -26,15 +27,17 @@ inline void check(cudaError_t status) {
   std::exit(1);
 }
 
-// An array on the host and, of exactly its size, on the device.
+// An array on the host and on the device, up to the end of its memory. It may begin behind some
+// elements: a slice of a tensor is aligned to an element, not to a word.
 class Array {
  public:
   // Multiples of `scale` / 8: by default, products and short sums are exact in every format.
   Array(Random& random, DType dtype, const Coords& shape, const Coords& strides, double scale = 1)
-      : memory_(static_cast<std::size_t>(volume_of(shape) * size_of(dtype))) {
-    view_ = {memory_.data(), dtype, shape, strides, {}};
+      : begin_(random.chance(0.5) ? 0 : random.between(1, 3) * size_of(dtype)),
+        memory_(static_cast<std::size_t>(begin_ + volume_of(shape) * size_of(dtype))) {
+    view_ = {memory_.data() + begin_, dtype, shape, strides, {}};
     kernels::dispatch(dtype, [&]<class T>(std::type_identity<T>) {
-      T* const values = reinterpret_cast<T*>(memory_.data());
+      T* const values = static_cast<T*>(view_.data);
       for (index_t i = 0; i < view_.elements(); ++i) {
         if constexpr (requires { T::from(0.0f); }) {
           values[i] = T::from(static_cast<float>(scale * random.value()));
@@ -59,19 +62,21 @@ class Array {
   const TensorView& host() const { return view_; }
   TensorView device() const {
     TensorView view = view_;
-    view.data = device_;
+    view.data = static_cast<std::byte*>(device_) + begin_;
     view.device = {DeviceType::kCuda, 0};
     return view;
   }
 
-  // Largest difference between host and device, by the largest value.
+  // Largest difference between host and device, by the largest value. What lies before the array
+  // must not have been written.
   double error() const {
     std::vector<std::byte> found(memory_.size());
     check(cudaMemcpy(found.data(), device_, found.size(), cudaMemcpyDeviceToHost));
+    if (!std::equal(memory_.begin(), memory_.begin() + begin_, found.begin())) return 1e300;
     double worst = 0, largest = 1e-30;
     kernels::dispatch(view_.dtype, [&]<class T>(std::type_identity<T>) {
-      const T* const expected = reinterpret_cast<const T*>(memory_.data());
-      const T* const got = reinterpret_cast<const T*>(found.data());
+      const T* const expected = static_cast<const T*>(view_.data);
+      const T* const got = reinterpret_cast<const T*>(found.data() + begin_);
       for (index_t i = 0; i < view_.elements(); ++i) {
         const auto a = static_cast<double>(kernels::load_as(expected[i]));
         const auto b = static_cast<double>(kernels::load_as(got[i]));
@@ -83,6 +88,7 @@ class Array {
   }
 
  private:
+  index_t begin_;  // bytes
   std::vector<std::byte> memory_;
   TensorView view_;
   void* device_ = nullptr;
