@@ -5,11 +5,19 @@
 
 #include <cuda_runtime.h>
 
+#include <functional>
 #include <limits>
 #include <memory>
 #include <type_traits>
 
 #include "launch/emulate.hpp"
+
+// Of a simulated device, if the process has loaded one: whether what the calling thread launches is
+// being captured into a graph, and what keeps a launch for the graph's replays.
+extern "C" {
+__attribute__((weak)) bool simulated_capturing();
+__attribute__((weak)) void simulated_capture(const std::function<void()>& launch);
+}
 
 namespace pydist::launch {
 
@@ -22,8 +30,8 @@ inline ThreadOrder next_order() {
   return kThreadOrders[launches++ % std::size(kThreadOrders)];
 }
 
-// Runs emulate(body, order) as a launch would: on a copy of the body's bytes, and only if a device
-// takes a grid of so many blocks.
+// Runs emulate(body, order) as a launch would: on a copy of the body's bytes, only if a device
+// takes a grid of so many blocks, and if it is captured, with every replay.
 template <class Body, std::size_t kShared, class Emulate>
 cudaError_t launch_emulated(const Body& body, index_t blocks, cudaStream_t stream,
                             const Emulate& emulate) {
@@ -34,7 +42,14 @@ cudaError_t launch_emulated(const Body& body, index_t blocks, cudaStream_t strea
   if (blocks > std::numeric_limits<std::int32_t>::max()) {
     return emulated::done(cudaErrorInvalidConfiguration);
   }
-  emulate(*std::make_unique<const Body>(body), next_order());
+  const auto run = [copy = std::make_shared<const Body>(body), emulate] {
+    emulate(*copy, next_order());
+  };
+  if (simulated_capturing != nullptr && simulated_capturing()) {
+    simulated_capture(run);
+  } else {
+    run();
+  }
   return cudaGetLastError();
 }
 
@@ -44,7 +59,7 @@ cudaError_t run_on_cuda(const Body& body, index_t words, cudaStream_t stream) {
   const RunGrid grid = run_grid(body.rows(), words);
   return launch_emulated<Body, 0>(
       body, grid.blocks, stream,
-      [&grid](const Body& copy, ThreadOrder order) { emulate_runs(copy, grid, order); });
+      [grid](const Body& copy, ThreadOrder order) { emulate_runs(copy, grid, order); });
 }
 
 template <TileBody Body>
