@@ -10,7 +10,7 @@
 #include "cpu/pack.hpp"
 #include "cpu/uniform.hpp"
 #include "device_case.hpp"
-#include "layers_on_device.hpp"
+#include "on_device.hpp"
 
 namespace pydist {
 namespace {
@@ -126,7 +126,7 @@ int main() {
   queue = {0, stream};
   Random random(1);
   for (const auto test :
-       {packing, convolution, tensor_cores, pooling, norms, numbers, conversion}) {
+       {packing, convolution, tensor_cores, pooling, norms, numbers, conversion, empties}) {
     test(random);
   }
   check(cudaStreamDestroy(stream));

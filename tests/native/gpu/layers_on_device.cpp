@@ -1,5 +1,4 @@
-#include "layers_on_device.hpp"
-
+// The kernels of layers: convolutions, poolings, norms.
 #include <optional>
 #include <utility>
 #include <vector>
@@ -9,6 +8,7 @@
 #include "cpu/pool.hpp"
 #include "cpu/pool_max.hpp"
 #include "device_case.hpp"
+#include "on_device.hpp"
 
 namespace pydist {
 

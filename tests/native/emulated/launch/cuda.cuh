@@ -39,7 +39,7 @@ cudaError_t launch_emulated(const Body& body, index_t blocks, cudaStream_t strea
   static_assert(sizeof(Body) + sizeof(RunGrid) <= kParameterBytes);
   static_assert(kShared <= kSharedBytes);
   PYDIST_INVARIANT(stream == nullptr);  // the calling thread: another stream would have its own
-  if (blocks > std::numeric_limits<std::int32_t>::max()) {
+  if (blocks < 1 || blocks > std::numeric_limits<std::int32_t>::max()) {
     return emulated::done(cudaErrorInvalidConfiguration);
   }
   const auto run = [copy = std::make_shared<const Body>(body), emulate] {
