@@ -160,6 +160,7 @@ struct MaxBody {
   static PYDIST_HD std::int32_t tap_of(const BasicPoolDim<std::int32_t>& dim, std::int32_t o,
                                        std::int32_t i) {
     const std::int32_t distance = i - dim.first_of(o);
+    if (dim.dilation == 1) return distance;
     return distance % dim.dilation == 0 ? distance / dim.dilation : -1;
   }
 
