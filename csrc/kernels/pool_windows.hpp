@@ -82,8 +82,8 @@ struct BasicPoolDim {
   }
   PYDIST_HD TapSpan<Index> taps_of(Index o) const {
     const Index first = first_of(o), count = is_adaptive() ? end_of(o) - first : kernel;
-    const Index begin = first < 0 ? (dilation - 1 - first) / dilation : 0;
-    const Index end = first < in_extent ? (in_extent - 1 - first) / dilation + 1 : 0;
+    const Index begin = first < 0 ? taps_over(-first) : 0;
+    const Index end = first < in_extent ? taps_over(in_extent - first) : 0;
     return {first, begin, end < count ? end : count};
   }
 
@@ -110,6 +110,10 @@ struct BasicPoolDim {
 
  private:
   PYDIST_HD Index span() const { return (kernel - 1) * dilation + 1; }
+  // How many taps begin within a distance above 0.
+  PYDIST_HD Index taps_over(Index distance) const {
+    return dilation == 1 ? distance : (distance - 1) / dilation + 1;
+  }
   // How many outputs of the array have a window that begins at or before a position.
   PYDIST_HD Index outputs_up_to(Index position) const {
     return position < 0 ? 0 : clip(by_stride.quotient(position, stride) + 1, out_extent);
