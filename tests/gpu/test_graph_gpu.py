@@ -18,6 +18,7 @@ from pydist import parallelize
 from pydist.comm.local import LocalTransport
 from pydist.data import Loader
 from pydist.mesh import Mesh
+from pydist.optim.momentum import start_momentum
 from pydist.train.device import own_stream
 from pydist.train.graph import RECOVERS, WARMUP, GraphedStep
 from pydist.train.step import TrainStep
@@ -69,10 +70,13 @@ def network():
     )
 
 
-OPTIMIZERS = {
-    "adam": lambda p: Adam(p, 1e-3, fused=True),
-    "sgd": lambda p: SGD(p, 1e-2, momentum=0.9, fused=True),
-}
+def sgd(parameters):
+    optimizer = SGD(parameters, 1e-2, momentum=0.9, fused=True)
+    start_momentum(optimizer)
+    return optimizer
+
+
+OPTIMIZERS = {"adam": lambda p: Adam(p, 1e-3, fused=True), "sgd": sgd}
 
 
 def train(wanted, make, amp, clip, meddle=None):
