@@ -20,7 +20,9 @@ from pydist.comm.transport import Transport
 from pydist.errors import NotSupported, PydistError, UsageError
 
 SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""Set to 1, it lets NCCL 2.30 and later connect ranks that share a GPU."""
+"""Set to 1, it lets NCCL connect ranks that share a GPU."""
+SHARING = 23000
+"""The first NCCL that knows `SHARE`."""
 
 
 @dataclass
@@ -157,11 +159,14 @@ def check(found: Sequence[Found], environment: Mapping[str, str], transport: str
     for rank, each in enumerate(found):
         sharing[each.machine, each.gpu].append(rank)
     for (machine, _), ranks in sharing.items():
-        if len(ranks) > 1 and environment.get(SHARE) != "1":
+        may_share = environment.get(SHARE) == "1"
+        if len(ranks) > 1 and (not may_share or versions[0] < SHARING):
             there = sum(each.machine == machine for each in found)
             gpus = len({gpu for name, gpu in sharing if name == machine})
+            older = f", which this one, {versions[0]}, is not" if may_share else ""
             raise UsageError(
                 f"{there} ranks on {machine} for {gpus} GPU{'s' * (gpus > 1)} (ranks"
                 f" {', '.join(map(str, ranks))} would share one), and NCCL takes one rank a GPU:"
-                f" start fewer ranks there, or set {SHARE}=1 to let them share (NCCL 2.30 or newer)"
+                f" start fewer ranks there, or set {SHARE}=1 to let them share (NCCL 2.30 or newer"
+                f"{older})"
             )
