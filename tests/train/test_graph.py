@@ -96,7 +96,7 @@ def test_steps_of_other_sizes_start_the_count_anew(monkeypatch):
         taken.append(scale)
 
     plain.mesh = SimpleNamespace(size=1)
-    step = graph.GraphedStep(plain, "auto", print)
+    step = graph.GraphedStep(plain, "always", print)
     for size in [4] * graph.WARMUP + [3] + [4] * (graph.WARMUP + 1):
         step(SimpleNamespace(global_size=size, loss_scale=size / 8))
     assert sizes == [4], "after so many steps of one size, and not before"

@@ -137,7 +137,7 @@ def corrected_transposed(
     Returns:
         The shard [N, Co, D', H', W'] of the result.
     """
-    kernels = plan.chooser.kernels_ahead(weight)
+    kernels = plan.chooser.kernels_ahead(x, weight)
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)
     slab_kernels = plan.slab_chooser.kernels(x, weight, kernels.channels_last)
