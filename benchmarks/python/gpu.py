@@ -26,6 +26,10 @@ Call = Callable[[], object]
 _WARM_UP = 2
 _HEAD_START = 1e-3
 """Seconds for which the device is kept busy while the host queues what is timed."""
+_CYCLES = 20_000_000
+"""Of the clock, which is looked at over so many."""
+_SETTLING = 0.3, 2.0
+"""Seconds of work, at least and at most, until the clock has risen to where it stays."""
 
 
 def options_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -94,9 +98,17 @@ class Stopwatch:
         self._device = device
         self._cycles_a_second = 0.0
         if device.type == "cuda":
-            torch.cuda._sleep(1000)
-            taken = self._between(lambda: torch.cuda._sleep(10_000_000))
-            self._cycles_a_second = 10_000_000 / taken
+            self._cycles_a_second = self._settled()
+
+    def _settled(self) -> float:
+        """Cycles a second, once the device has been at work for a while: idle, it is slower."""
+        began, before = time.monotonic(), 0.0
+        while True:
+            found = _CYCLES / self._between(lambda: torch.cuda._sleep(_CYCLES))
+            least, most = (began + each < time.monotonic() for each in _SETTLING)
+            if most or (least and abs(found - before) < 0.01 * found):
+                return found
+            before = found
 
     def steps(self, call: Call, repeats: int) -> float:
         """Seconds a call of several in a row, what the device waits for the host included."""

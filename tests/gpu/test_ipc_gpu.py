@@ -14,6 +14,7 @@ from device_exchanges import (
     DTYPES,
     a_step_with_an_exchange_is_captured_and_replayed,
     halos_on_a_stream_of_the_caller,
+    no_two_ranks,
     started_exchanges_do_not_hold_the_host,
 )
 from transport_contract import CHECKS, Check
@@ -21,13 +22,13 @@ from transport_contract import CHECKS, Check
 from pydist.comm import Transport
 from pydist.comm.ipc import IpcTransport
 from pydist.comm.ipc_channel import IpcChannel
-from pydist.comm.nccl_place import SHARE, missing
+from pydist.comm.nccl_place import SHARE
 from pydist.errors import NotSupported, UsageError
 from pydist.runtime import connect
 
 # Only where there is something to run does a job of two ranks start.
-pytestmark = [pytest.mark.skipif(missing() != "", reason=missing())]
-if not missing():
+pytestmark = [pytest.mark.skipif(no_two_ranks() != "", reason=no_two_ranks())]
+if not no_two_ranks():
     pytestmark = [pytest.mark.ranks(2)]
 
 

@@ -8,11 +8,12 @@ import time
 
 import pytest
 import torch
+from device_exchanges import no_two_ranks
 from torch import Tensor, nn
 
 from pydist import Mesh, distribute_tensor, parallelize
 from pydist.comm.local import LocalTransport
-from pydist.comm.nccl_place import SHARE, missing
+from pydist.comm.nccl_place import SHARE
 from pydist.errors import UsageError
 from pydist.profile import Profiler
 from pydist.profile.clock import DeviceClock
@@ -23,15 +24,16 @@ from pydist.train.device import own_stream
 
 DEVICE = torch.device("cuda", 0)
 # Only where there is something to run does a job of two ranks start.
-two_ranks = pytest.mark.skip(reason=missing()) if missing() else pytest.mark.ranks(2)
+two_ranks = pytest.mark.skip(reason=no_two_ranks()) if no_two_ranks() else pytest.mark.ranks(2)
 BUSY = 50_000_000
 """Cycles: some 25 ms."""
 
 
 @pytest.fixture(scope="module")
 def busy_seconds() -> float:
-    """What `BUSY` takes."""
-    torch.cuda._sleep(BUSY)
+    """What `BUSY` takes, at the clock that the device has when it is at work."""
+    for _ in range(20):
+        torch.cuda._sleep(BUSY)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     torch.cuda._sleep(BUSY)

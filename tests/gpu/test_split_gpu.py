@@ -8,12 +8,13 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from device_exchanges import no_two_ranks
 from torch import nn
 
 from pydist import layout_for_sample, parallelize
 from pydist.comm import Transport
 from pydist.comm.held import HeldGradients
-from pydist.comm.nccl_place import SHARE, missing
+from pydist.comm.nccl_place import SHARE
 from pydist.comm.scattered import Family
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
@@ -21,8 +22,8 @@ from pydist.runtime import connect
 from pydist.tensor import ShardedTensor, distribute_tensor
 
 # Only where there is something to run does a job of two ranks start.
-pytestmark = [pytest.mark.skipif(missing() != "", reason=missing())]
-if not missing():
+pytestmark = [pytest.mark.skipif(no_two_ranks() != "", reason=no_two_ranks())]
+if not no_two_ranks():
     pytestmark = [pytest.mark.ranks(2)]
 
 SHAPE = (2, 3, 12, 8, 8)

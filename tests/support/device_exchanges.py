@@ -6,9 +6,21 @@ import torch
 
 from pydist.comm import Transport
 from pydist.comm.exchanger import Exchanger
+from pydist.comm.nccl_place import SHARING, missing, open_nccl
 from pydist.partition import Box
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def no_two_ranks() -> str:
+    """Why NCCL can't connect two ranks here, as far as one process knows; "" if it may.
+
+    Asked before a job of two ranks is started, which takes a while.
+    """
+    lacks = missing()
+    if not lacks and torch.cuda.device_count() < 2 and open_nccl().version < SHARING:
+        lacks = f"one GPU, which NCCL {open_nccl().version} lets no two ranks share"
+    return lacks
 
 
 def halos_on_a_stream_of_the_caller(t: Transport, dtype: torch.dtype, channels_last: bool) -> None:
