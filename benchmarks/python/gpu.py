@@ -165,11 +165,13 @@ class Budget:
 
     Attributes:
         left_out: what it did not come to.
+        failed: what it tried in vain; `report` ends the script with exit code 1 then.
     """
 
     def __init__(self, seconds: float) -> None:
         self._ends = time.monotonic() + seconds
         self.left_out: list[str] = []
+        self.failed: list[str] = []
 
     @property
     def left(self) -> float:
@@ -209,12 +211,19 @@ def timed(
 def report(
     options: argparse.Namespace, device: torch.device, budget: Budget | None = None, **content: Any
 ) -> None:
-    """Says what was left out, and writes the result with the machine's and device's description."""
-    left_out = budget.left_out if budget is not None else []
+    """Says what was left out, and writes the result with the machine's and device's description.
+
+    Raises:
+        SystemExit: something failed; what did not is written.
+    """
+    left_out, failed = ([], []) if budget is None else (budget.left_out, budget.failed)
     if left_out:
         print(f"no time was left for {', '.join(left_out)}")
     found = {"machine": common.machine(**_about(device)), **content, "not_run": left_out}
+    found |= {"failed": failed} if failed else {}
     common.write(found, name() if device.type == "cuda" else f"{name()}_cpu", options)
+    if failed:
+        sys.exit(f"{name()}: failed: {'; '.join(failed)}")
 
 
 def _about(device: torch.device) -> dict[str, Any]:
