@@ -1,7 +1,8 @@
 """Copies into the memory of other ranks' devices: the contract of all transports, on such memory.
 
 One rank a GPU where there are two of them, else two ranks that share the one: processes map each
-other's memory of the same device as well.
+other's memory of the same device as well. Where NCCL takes no two ranks of a GPU, what it would
+carry goes through the host.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from device_exchanges import (
     no_two_ranks,
     started_exchanges_do_not_hold_the_host,
 )
+from one_gpu import ranks_of_one_gpu
 from transport_contract import CHECKS, Check
 
 from pydist.comm import Transport
 from pydist.comm.ipc import IpcTransport
 from pydist.comm.ipc_channel import IpcChannel
-from pydist.comm.nccl_place import SHARE
+from pydist.comm.nccl_place import SHARE, missing
 from pydist.errors import NotSupported, UsageError
 from pydist.runtime import connect
 
 # Only where there is something to run does a job of two ranks start.
-pytestmark = [pytest.mark.skipif(no_two_ranks() != "", reason=no_two_ranks())]
-if not no_two_ranks():
+pytestmark = [pytest.mark.skipif(missing() != "", reason=missing())]
+if not missing():
     pytestmark = [pytest.mark.ranks(2)]
 
 
@@ -37,7 +39,7 @@ def devices() -> Transport:
     if torch.cuda.device_count() < 2:
         os.environ[SHARE] = "1"
     try:
-        return connect("ipc")
+        return ranks_of_one_gpu() if no_two_ranks() else connect("ipc")
     except (NotSupported, UsageError) as error:  # the same on all ranks
         pytest.skip(f"no exchange by copies here: {error}")
 
