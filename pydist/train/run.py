@@ -22,7 +22,7 @@ from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Loader
 from pydist.errors import CheckpointError, DiskError, Stopped, UsageError
 from pydist.optim import linear_decay, sharded
-from pydist.optim.momentum import start_momentum
+from pydist.optim.fused import start_momentum
 from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About

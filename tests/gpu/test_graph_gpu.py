@@ -18,7 +18,7 @@ from pydist import parallelize
 from pydist.comm.local import LocalTransport
 from pydist.data import Loader
 from pydist.mesh import Mesh
-from pydist.optim.momentum import start_momentum
+from pydist.optim.fused import start_momentum
 from pydist.train.device import own_stream
 from pydist.train.graph import RECOVERS, WARMUP, GraphedStep
 from pydist.train.step import TrainStep
