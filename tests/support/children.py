@@ -15,7 +15,9 @@ def child_environment(**variables: str) -> dict[str, str]:
     from there, where an installed one is to be tested.
     """
     package = Path(pydist.__path__[0]).parent
-    place = (
-        {} if package.name in ("site-packages", "dist-packages") else {"PYTHONPATH": str(package)}
-    )
+    place: dict[str, str] = {}
+    if package.name not in ("site-packages", "dist-packages"):
+        given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = dict.fromkeys([str(package), *given])
+        place["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return {**os.environ, **place, **variables}
