@@ -77,7 +77,7 @@ def contestants(
     case: SlabProblem, like: torch.Tensor, watch: gpu.Stopwatch, budget: gpu.Budget
 ) -> dict[str, Callable[[], float]]:
     """The kernels that take the problem; one whose result is not the library's has failed."""
-    operands = [slab_choice.filled(s, case, like) for s in (case.first, case.second, case.target)]
+    operands = slab_choice.operands(case, like)
     where = case.first_lo, case.target_lo
     names = case.candidates if like.is_cuda else ["library", "plain"]
     results = {}

@@ -101,10 +101,7 @@ def _measure(problems: Sequence[SlabProblem], like: Tensor) -> _Times:
     for problem in problems:
         if _key(problem) in times:
             continue
-        first, second, target = (
-            filled(shape, problem, like)
-            for shape in (problem.first, problem.second, problem.target)
-        )
+        first, second, target = operands(problem, like)
         where = problem.first_lo, problem.target_lo
         times[_key(problem)] = {
             name: seconds_of(partial(run, name, problem, first, second, target, *where))
@@ -114,10 +111,25 @@ def _measure(problems: Sequence[SlabProblem], like: Tensor) -> _Times:
     return times
 
 
-def filled(shape: tuple[int, ...], problem: SlabProblem, like: Tensor) -> Tensor:
-    """Small numbers: adding them up again and again must not overflow, and zeros run faster."""
-    numbers = torch.randn(shape, device=like.device).mul_(0.1).to(problem.dtype)
-    return in_format(numbers, problem.channels_last)
+def operands(problem: SlabProblem, like: Tensor) -> list[Tensor]:
+    """Operands as the kernels get them: of weights, and their gradients, plain copies.
+
+    Small numbers: adding them up again and again must not overflow, and zeros run faster.
+
+    Args:
+        problem: says of which shapes.
+        like: a tensor on the device.
+
+    Returns:
+        The first and the second one, and the target.
+    """
+    made = []
+    shapes = {"first": problem.first, "second": problem.second, "target": problem.target}
+    for name, shape in shapes.items():
+        numbers = torch.randn(shape, device=like.device).mul_(0.1).to(problem.dtype)
+        is_weight = name == ("target" if problem.role == "wgrad" else "second")
+        made.append(in_format(numbers, problem.channels_last and not is_weight))
+    return made
 
 
 def seconds_of(kernel: Callable[[], None]) -> float:
