@@ -112,24 +112,13 @@ def _measure(problems: Sequence[SlabProblem], like: Tensor) -> _Times:
 
 
 def operands(problem: SlabProblem, like: Tensor) -> list[Tensor]:
-    """Operands as the kernels get them: of weights, and their gradients, plain copies.
+    """The first and the second operand, and the target, all of the problem's memory format.
 
     Small numbers: adding them up again and again must not overflow, and zeros run faster.
-
-    Args:
-        problem: says of which shapes.
-        like: a tensor on the device.
-
-    Returns:
-        The first and the second one, and the target.
     """
-    made = []
-    shapes = {"first": problem.first, "second": problem.second, "target": problem.target}
-    for name, shape in shapes.items():
-        numbers = torch.randn(shape, device=like.device).mul_(0.1).to(problem.dtype)
-        is_weight = name == ("target" if problem.role == "wgrad" else "second")
-        made.append(in_format(numbers, problem.channels_last and not is_weight))
-    return made
+    shapes = (problem.first, problem.second, problem.target)
+    numbers = [torch.randn(shape, device=like.device).mul_(0.1) for shape in shapes]
+    return [in_format(each.to(problem.dtype), problem.channels_last) for each in numbers]
 
 
 def seconds_of(kernel: Callable[[], None]) -> float:

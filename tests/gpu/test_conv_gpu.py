@@ -62,12 +62,7 @@ def case(name: str, role: str, dtype: torch.dtype, channels_last: bool, tf32: bo
 
 
 def on_device(problem: SlabProblem, operands):
-    """As convolutions hand them over: weights, and their gradients, are plain."""
-    weight = 2 if problem.role == "wgrad" else 1
-    return [
-        in_format(t.to("cuda", problem.dtype), problem.channels_last and number != weight)
-        for number, t in enumerate(operands)
-    ]
+    return [in_format(t.to("cuda", problem.dtype), problem.channels_last) for t in operands]
 
 
 def add(name: str, problem: SlabProblem, operands, slope: float = 1.0):
