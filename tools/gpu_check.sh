@@ -76,8 +76,8 @@ tests() {
 }
 tests kernels 70 kernels conv norm
 tests operators 100 format operators
-tests steps 80 graph input profile
-tests ranks 100 split nccl ipc cuda_mpi
+tests steps 110 graph input profile
+tests ranks 160 split nccl ipc cuda_mpi
 # What matters most comes first: what is left has no time if the build was slow.
 sanitize() {
   part "$1" 60 "$sanitizer" --tool "$1" --error-exitcode 9 "$native"

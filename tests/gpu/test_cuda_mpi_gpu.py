@@ -14,7 +14,7 @@ from pydist.runtime import connect
 # Only where there is something to run does a job of two ranks start.
 pytestmark = [pytest.mark.skipif(device_missing() != "", reason=device_missing())]
 if not device_missing():
-    pytestmark = [pytest.mark.ranks(2, mpi=("openmpi", "mpich"))]
+    pytestmark = [pytest.mark.ranks(2, mpi=("openmpi", "mpich"), seconds=70)]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from pydist.runtime import connect
 # Only where there is something to run does a job of two ranks start.
 pytestmark = [pytest.mark.skipif(missing() != "", reason=missing())]
 if not missing():
-    pytestmark = [pytest.mark.ranks(2)]
+    pytestmark = [pytest.mark.ranks(2, seconds=70)]
 
 
 @pytest.fixture(scope="module")

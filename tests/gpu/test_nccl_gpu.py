@@ -27,7 +27,7 @@ from pydist.runtime import connect
 # Only where there is something to run does a job of two ranks start.
 pytestmark = [pytest.mark.skipif(no_two_ranks() != "", reason=no_two_ranks())]
 if not no_two_ranks():
-    pytestmark = [pytest.mark.ranks(2)]
+    pytestmark = [pytest.mark.ranks(2, seconds=70)]
 
 
 @pytest.fixture(scope="module")

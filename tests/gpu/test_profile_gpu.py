@@ -24,7 +24,9 @@ from pydist.train.device import own_stream
 
 DEVICE = torch.device("cuda", 0)
 # Only where there is something to run does a job of two ranks start.
-two_ranks = pytest.mark.skip(reason=no_two_ranks()) if no_two_ranks() else pytest.mark.ranks(2)
+two_ranks = pytest.mark.ranks(2, seconds=70)
+if no_two_ranks():
+    two_ranks = pytest.mark.skip(reason=no_two_ranks())
 BUSY = 50_000_000
 """Cycles: some 25 ms."""
 

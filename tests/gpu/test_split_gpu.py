@@ -25,7 +25,7 @@ from pydist.tensor import ShardedTensor, distribute_tensor
 # Only where there is something to run does a job of two ranks start.
 pytestmark = [pytest.mark.skipif(missing() != "", reason=missing())]
 if not missing():
-    pytestmark = [pytest.mark.ranks(2)]
+    pytestmark = [pytest.mark.ranks(2, seconds=70)]
 
 SHAPE = (2, 3, 12, 8, 8)
 
