@@ -17,7 +17,7 @@ function(pydist_configure_core target)
   endif()
   if(PYDIST_SANITIZE)
     target_compile_options(${target} INTERFACE
-      "$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${PYDIST_SANITIZE};-fno-omit-frame-pointer>")
+      "$<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${PYDIST_SANITIZE};-fno-sanitize-recover=all;-fno-omit-frame-pointer>")
     target_link_options(${target} INTERFACE "-fsanitize=${PYDIST_SANITIZE}")
   endif()
 endfunction()

@@ -65,7 +65,11 @@ def _of_cuda_interface(x: Any) -> Tensor:
     stream = interface.get("stream")
     if stream:  # version 3: where the owner's work is queued
         with torch.cuda.device(device):
-            torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(stream))
+            # 1 is the default stream there, and no handle that torch takes.
+            owner = (
+                torch.cuda.ExternalStream(stream) if stream != 1 else torch.cuda.default_stream()
+            )
+            torch.cuda.current_stream().wait_stream(owner)
     return torch.as_tensor(x, device=device)
 
 

@@ -17,8 +17,8 @@ from pydist.errors import UsageError
 from pydist.timers import Timers
 
 if TYPE_CHECKING:
-    from pydist.comm.reducer import Reducer
-    from pydist.comm.transport import Transport
+    from pydist.comm import Transport
+    from pydist.comm.gradients.reducer import Reducer
     from pydist.ops.pointwise.keyed import ReplayedKeys
 
 SPATIAL_AXES = ("depth", "height", "width")

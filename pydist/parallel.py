@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pydist.comm.reducer import Reducer
-from pydist.comm.transport import Transport
+from pydist.comm import Transport
+from pydist.comm.gradients.reducer import Reducer
 from pydist.errors import NotSupported, UsageError
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore, HashStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from pydist.comm.local import LocalTransport
-from pydist.comm.transport import Transport
+from pydist.comm import LocalTransport, Transport
 from pydist.errors import NotSupported, UsageError
 from pydist.launch import backends, failures, identity
 from pydist.launch.identity import Identity
@@ -94,18 +93,18 @@ def _join_cuda(who: Identity | None) -> Transport:
 
 def _join_devices(transport: str, who: Identity | None) -> Transport:
     """A transport between devices, over that of the launcher."""
-    from pydist.comm import nccl_place
+    from pydist.comm.transports.nccl import place as nccl_place
 
     local_rank = 0 if who is None else who.local_rank
     world: Transport
     if transport == "cuda-mpi":
         host = connect("mpi")
-        from pydist.comm.cuda_mpi import CudaMpiTransport
+        from pydist.comm.transports.cuda_mpi.transport import CudaMpiTransport
 
         world = CudaMpiTransport.over(host, local_rank)
     else:
-        from pydist.comm.ipc import IpcTransport
-        from pydist.comm.nccl import NcclTransport
+        from pydist.comm.transports.ipc.transport import IpcTransport
+        from pydist.comm.transports.nccl.transport import NcclTransport
 
         if who is None and (lacks := nccl_place.missing()):
             raise nccl_place.refusal(lacks, transport)  # nobody else is to hear of it
@@ -149,7 +148,7 @@ def _join_mpi(who: Identity | None) -> Transport:
             f"transport 'mpi' needs mpi4py and an MPI library ({error});"
             " pip install 'pydist[laptop]', or start the ranks with torchrun"
         ) from error
-    from pydist.comm.mpi import MpiTransport
+    from pydist.comm.transports.mpi.transport import MpiTransport
 
     comm = MPI.COMM_WORLD
     if who is not None and who.launcher != "torchrun" and comm.Get_size() != who.size:
@@ -167,7 +166,7 @@ def _join_mpi(who: Identity | None) -> Transport:
 
 
 def _join_c10d(who: Identity | None) -> Transport:
-    from pydist.comm.c10d import C10dTransport
+    from pydist.comm.transports.c10d import C10dTransport
 
     if not dist.is_initialized():
         if who is None:

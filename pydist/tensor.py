@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pydist.comm.adjoints import with_true_gradient
+from pydist.comm.exchange.adjoints import with_true_gradient
 from pydist.errors import NotSupported, UsageError
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout, layout_for_sample

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from pydist.comm.handles import Channel
+    from pydist.comm import Channel
 
 
 COMPUTATION = frozenset({"compute", "convolution", "dgrad", "wgrad"})

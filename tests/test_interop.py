@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import pydist
-from pydist.comm import run_local
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport, run_local
 from pydist.errors import UsageError
 from pydist.interop import as_tensor, is_array
 from pydist.layout import layout_for_sample

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pydist.backend import choice, slab_choice
 from pydist.backend.store import UNKNOWN, Store
-from pydist.comm import Transport
-from pydist.comm.handles import Channel, Work
+from pydist.comm import Channel, Transport, Work
+from pydist.comm.interface.checks import check_elements
 
 
 @contextmanager
@@ -70,7 +70,7 @@ class Alone(Transport):
         raise NotImplementedError("groups come from `split`")
 
     def _check(self, call: str, tensor: Tensor) -> None:
-        self._check_elements(call, tensor)
+        check_elements(call, tensor)
 
     def _channel(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import pydist
 from pydist.data.loader import Batch
+from pydist.errors import PydistError
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.train.captured import capturable
@@ -154,7 +155,7 @@ class Split:
         for _ in range(WARMUP + 2 if graph else _BEFORE):
             self.step()
         if graph and not self._graphed.captured:
-            raise SystemExit("pydist's step was not captured")
+            raise PydistError("pydist's step was not captured")
 
     def step(self) -> None:
         """A training step."""

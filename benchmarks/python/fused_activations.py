@@ -55,7 +55,7 @@ def gradient(function: Callable[..., Tensor], x: Tensor, parameter: Tensor, fuse
     return found.to_local()
 
 
-def timed(function: Callable[[], Tensor], world: pydist.comm.transport.Transport) -> float:
+def timed(function: Callable[[], Tensor], world: pydist.comm.Transport) -> float:
     world.barrier()
     start = time.perf_counter()
     y = function()

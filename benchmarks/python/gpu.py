@@ -26,6 +26,10 @@ Call = Callable[[], object]
 _WARM_UP = 2
 _HEAD_START = 1e-3
 """Seconds for which the device is kept busy while the host queues what is timed."""
+_CYCLES = 20_000_000
+"""Of the clock, which is looked at over so many."""
+_SETTLING = 0.3, 2.0
+"""Seconds of work, at least and at most, until the clock has risen to where it stays."""
 
 
 def options_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -94,9 +98,17 @@ class Stopwatch:
         self._device = device
         self._cycles_a_second = 0.0
         if device.type == "cuda":
-            torch.cuda._sleep(1000)
-            taken = self._between(lambda: torch.cuda._sleep(10_000_000))
-            self._cycles_a_second = 10_000_000 / taken
+            self._cycles_a_second = self._settled()
+
+    def _settled(self) -> float:
+        """Cycles a second, once the device has been at work for a while: idle, it is slower."""
+        began, before = time.monotonic(), 0.0
+        while True:
+            found = _CYCLES / self._between(lambda: torch.cuda._sleep(_CYCLES))
+            least, most = (began + each < time.monotonic() for each in _SETTLING)
+            if most or (least and abs(found - before) < 0.01 * found):
+                return found
+            before = found
 
     def steps(self, call: Call, repeats: int) -> float:
         """Seconds a call of several in a row, what the device waits for the host included."""
@@ -153,11 +165,13 @@ class Budget:
 
     Attributes:
         left_out: what it did not come to.
+        failed: what it tried in vain; `report` ends the script with exit code 1 then.
     """
 
     def __init__(self, seconds: float) -> None:
         self._ends = time.monotonic() + seconds
         self.left_out: list[str] = []
+        self.failed: list[str] = []
 
     @property
     def left(self) -> float:
@@ -197,12 +211,19 @@ def timed(
 def report(
     options: argparse.Namespace, device: torch.device, budget: Budget | None = None, **content: Any
 ) -> None:
-    """Says what was left out, and writes the result with the machine's and device's description."""
-    left_out = budget.left_out if budget is not None else []
+    """Says what was left out, and writes the result with the machine's and device's description.
+
+    Raises:
+        SystemExit: something failed; what did not is written.
+    """
+    left_out, failed = ([], []) if budget is None else (budget.left_out, budget.failed)
     if left_out:
         print(f"no time was left for {', '.join(left_out)}")
     found = {"machine": common.machine(**_about(device)), **content, "not_run": left_out}
+    found |= {"failed": failed} if failed else {}
     common.write(found, name() if device.type == "cuda" else f"{name()}_cpu", options)
+    if failed:
+        sys.exit(f"{name()}: failed: {'; '.join(failed)}")
 
 
 def _about(device: torch.device) -> dict[str, Any]:

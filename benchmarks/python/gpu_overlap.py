@@ -33,7 +33,7 @@ from device_steps import Split, adam
 from quiet import Quiet
 
 from pydist.comm import Transport
-from pydist.comm.nccl_place import SHARE, missing, open_nccl
+from pydist.comm.transports.nccl.place import SHARE, SHARING, missing, open_nccl
 from pydist.launch import identity
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
@@ -45,8 +45,6 @@ GOAL = 0.10
 RANKS = 4
 """In the group, of which one in the middle runs; two where they are processes."""
 LINKS = {"NVLink, 200 GB/s": 200e9, "400 Gb/s, 50 GB/s": 50e9}
-SHARING = 23000
-"""The first NCCL that lets ranks share a GPU."""
 NCCL_SECONDS = 25.0
 """What two processes take to start and to connect, and some."""
 WAYS = ("overlapped", "awaited", "silent")

@@ -23,7 +23,7 @@ import torch
 from alone import Alone, choosing_alone
 from device_steps import Split, adam
 
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.models import CosmoFlow

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +23,8 @@ import gpu
 import torch
 from device_steps import Plain, Split, adam, sgd
 
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
+from pydist.errors import PydistError
 from pydist.mesh import Mesh
 from pydist.models import CosmoFlow
 from pydist.train.device import in_format, own_stream
@@ -75,41 +77,56 @@ def contestants(config: Config, width: int, device: torch.device) -> dict[str, A
         in_format(made, memory_format)
         return made
 
-    made: dict[str, Any] = {}
+    made: dict[str, Callable[[], Plain | Split]] = {}
     for graph in (False, True) if device.type == "cuda" else (False,):
         suffix = ", graph" if graph else ""
-        made["torch" + suffix] = Plain(model(), inputs, targets, amp, optimizer, graph)
-        mesh = Mesh(LocalTransport(), seed=1)
-        made["pydist" + suffix] = Split(
-            model(), mesh, shape, inputs, targets, amp, optimizer, graph
+        made["torch" + suffix] = partial(
+            lambda graph: Plain(model(), inputs, targets, amp, optimizer, graph), graph
         )
+        made["pydist" + suffix] = partial(
+            lambda graph: Split(
+                model(), Mesh(LocalTransport(), seed=1), shape, inputs, targets, amp, optimizer,
+                graph,
+            ),
+            graph,
+        )  # fmt: skip
     return made
 
 
-def measure(config: Config, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Times of a configuration."""
+def measure(
+    config: Config, options: argparse.Namespace, device: torch.device, budget: gpu.Budget
+) -> dict[str, Any]:
+    """Times of a configuration; who can't take part is told among what was left out."""
     watch = gpu.Stopwatch(device)
     steps = 1 if options.quick else STEPS
+    made: dict[str, Plain | Split] = {}
     with gpu.precision(config.precision):
-        made = contestants(config, 32 if options.quick else 128, device)
+        for name, make in contestants(config, 32 if options.quick else 128, device).items():
+            try:
+                made[name] = make()
+            except (RuntimeError, PydistError) as error:
+                budget.failed.append(f"{config}, {name} ({str(error).splitlines()[0]})")
         seconds = gpu.timed(
             {name: partial(watch.steps, each.step, steps) for name, each in made.items()},
             options.rounds,
-            most=2.0,
+            most=4.0,
         )
         losses = {name: float(each.loss) for name, each in made.items()}
         for each in made.values():
             each.close()
     if not all(map(math.isfinite, losses.values())):
-        raise SystemExit(f"gpu_step: {config}: losses {losses}")
+        budget.failed.append(f"{config}: losses {losses}")
     row: dict[str, Any] = {**config._asdict(), "losses": losses}
     row["steps"] = {name: common.summary(taken) for name, taken in seconds.items()}
     for suffix in ("", ", graph"):
-        if "torch" + suffix in seconds:
+        if {"torch" + suffix, "pydist" + suffix} <= seconds.keys():
             ours, plain = seconds["pydist" + suffix], seconds["torch" + suffix]
             ratios = [one / other for one, other in zip(ours, plain, strict=True)]
             row["ratio" + suffix.replace(", ", "_")] = common.summary(ratios)["median"]
-    best = min(row["steps"][name]["median"] for name in row["steps"] if "pydist" in name)
+    best = min(
+        (row["steps"][name]["median"] for name in row["steps"] if "pydist" in name),
+        default=math.inf,
+    )
     row["samples_per_s"] = config.batch / best
     return row
 
@@ -123,7 +140,7 @@ def main() -> None:
         if not budget.allows(str(config)):
             continue
         with own_stream(device):
-            rows.append(measure(config, options, device))
+            rows.append(measure(config, options, device, budget))
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -134,16 +151,14 @@ def main() -> None:
             [
                 str(Config(row["network"], row["precision"], row["batch"])),
                 *(row["steps"][n]["median"] * 1e3 if n in row["steps"] else None for n in names),
-                row["ratio"], row.get("ratio_graph"), row["samples_per_s"],
+                row.get("ratio"), row.get("ratio_graph"), row["samples_per_s"],
             ]
             for row in rows
         ],
     )  # fmt: skip
     worst = {
-        "as they are": max(row["ratio"] for row in rows),
-        "as graphs": max(
-            (row["ratio_graph"] for row in rows if "ratio_graph" in row), default=None
-        ),
+        which: max((row[key] for row in rows if key in row), default=None)
+        for which, key in {"as they are": "ratio", "as graphs": "ratio_graph"}.items()
     }
     said = ", ".join(f"{each} {ratio:.3f}" for each, ratio in worst.items() if ratio is not None)
     mlperf = [row for row in rows if (row["network"], row["precision"]) == ("mlperf", "bf16")]

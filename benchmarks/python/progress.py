@@ -71,8 +71,8 @@ def measure(options: argparse.Namespace) -> None:
     import torch  # the parent needs none of these
 
     import pydist
-    from pydist.comm.mpi import MpiTransport
-    from pydist.comm.progress import VARIABLE
+    from pydist.comm.transports.mpi.progress import VARIABLE
+    from pydist.comm.transports.mpi.transport import MpiTransport
 
     world = pydist.init(transport="mpi").world
     peer = 1 - world.rank

@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pydist.comm import Transport
-from pydist.comm.handles import Channel, Work
+from pydist.comm import Channel, Transport, Work
 
 
 class Quiet:

@@ -1,4 +1,4 @@
-// The local transport's hub. Buffers come as (address, bytes): pydist/comm/transport.py has checked
+// The local transport's hub. Buffers come as (address, bytes): pydist/comm/interface has checked
 // device, contiguity and dtype, once for all transports, and holds the tensors until the call, or
 // `finish`, has returned.
 #include <pybind11/stl.h>

@@ -1,4 +1,4 @@
-// CUDA IPC for Python. Buffers come as (peer, address, bytes): pydist/comm/ipc_channel.py has
+// CUDA IPC for Python. Buffers come as (peer, address, bytes): pydist/comm/transports/ipc has
 // checked device and contiguity, and keeps the tensors. Streams come as the number that torch gives
 // them, offers as bytes.
 #include <pybind11/stl.h>

@@ -1,5 +1,6 @@
-// NCCL for Python. Buffers come as (address, bytes): pydist/comm/nccl_device.py has checked device,
-// contiguity and dtype, and keeps the tensors. Streams come as the number that torch gives them.
+// NCCL for Python. Buffers come as (address, bytes): pydist/comm/transports/nccl has checked
+// device, contiguity and dtype, and keeps the tensors. Streams come as the number that torch gives
+// them.
 #include <pybind11/stl.h>
 
 #include <cstdint>

@@ -25,7 +25,9 @@ IpcPlace moved(IpcPlace place, std::size_t bytes) {
 
 IpcChannel::IpcChannel(std::shared_ptr<IpcGroup> group, const Messages& sends,
                        const Messages& receives)
-    : group_(std::move(group)), done_(std::make_shared<Event>(group_->memory().context())) {
+    : group_(std::move(group)),
+      done_(std::make_shared<Event>(group_->memory().context())),
+      number_(group_->order().new_channel()) {
   require_peers(sends, group_->size(), "CUDA IPC");
   require_peers(receives, group_->size(), "CUDA IPC");
   for (const DeviceMessage& each : sends) {
@@ -72,7 +74,9 @@ IpcOffer IpcChannel::offer(int rank) const {
           .sent = peer.sends.size(),
           .sent_bytes = total(peer.sends),
           .received = peer.receives.size(),
-          .received_bytes = total(peer.receives)};
+          .received_bytes = total(peer.receives),
+          .notes = group_->order().place(),
+          .channel = number_};
 }
 
 void IpcChannel::accept(int rank, const IpcOffer& offer) {
@@ -88,6 +92,8 @@ void IpcChannel::accept(int rank, const IpcOffer& offer) {
                       text(expected, expected_bytes));
   };
   const int self = group_->rank();
+  peer.channel = static_cast<std::uint32_t>(offer.channel);
+  group_->order().meet(rank, offer.notes);
   require(rank, self, offer.sent, offer.sent_bytes, peer.receives.size(), total(peer.receives));
   require(self, rank, peer.sends.size(), total(peer.sends), offer.received, offer.received_bytes);
   try {
@@ -108,6 +114,7 @@ void IpcChannel::start(void* caller) {
 void IpcChannel::issue() {
   group_->run([this] { return what(); },
               [this] {
+                require_order();
                 group_->begin();
                 put_round(group_->stream().handle());
                 captured_ = captured_ || group_->stream().capturing();
@@ -118,6 +125,16 @@ void IpcChannel::issue() {
 
 void IpcChannel::wait(void* caller) {
   group_->run([this] { return what(); }, [&] { done_->delay(caller); });
+}
+
+void IpcChannel::require_order() {
+  for (const auto& [rank, peer] : peers_) {
+    if (group_->order().note(rank, number_, peer.channel)) continue;
+    throw GroupError(GroupError::Fault::kUsage,
+                     "rank " + std::to_string(rank) +
+                         " has started another exchange with this rank in its place; all ranks"
+                         " start their exchanges in one order");
+  }
 }
 
 void IpcChannel::put_round(void* stream) {

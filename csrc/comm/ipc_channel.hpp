@@ -13,7 +13,8 @@
 // So nothing is written before its receiver is done with what was there, nothing is read before it
 // is there, and no host waits. All flags have the same values in every round: a round that a graph
 // holds can be replayed. A rank sets flags of others and waits for its own, as a stream waits for
-// memory of its own device alone. Ranks start the exchanges of a group in one order.
+// memory of its own device alone. Ranks start the exchanges of a group in one order; where two do
+// not, one of them is refused (ipc_order.hpp).
 #pragma once
 
 #include <cstddef>
@@ -34,6 +35,8 @@ struct IpcOffer {
   IpcPlace filled;   // to be set by the peer when it has sent
   IpcPlace receive;  // where what the peer sends goes, message behind message
   std::uint64_t sent = 0, sent_bytes = 0, received = 0, received_bytes = 0;  // with that peer
+  IpcNotesPlace notes;        // in which order this rank starts its exchanges
+  std::uint64_t channel = 0;  // the number of this one there
 };
 
 class IpcChannel {
@@ -65,10 +68,12 @@ class IpcChannel {
     std::size_t receive_offset = 0;  // where its messages go in this rank's receive memory
     Flag *ready = nullptr, *filled = nullptr;  // its flags
     std::byte* target = nullptr;               // its receive memory for this rank
+    std::uint32_t channel = 0;                 // its number for this channel
   };
 
   Flag* ready_flag(const Peer& peer) const;
   Flag* filled_flag(const Peer& peer) const;
+  void require_order();
   void put_round(void* stream);
   std::string what() const;
 
@@ -77,6 +82,7 @@ class IpcChannel {
   Peer own_;  // messages of this rank to itself, which take no flags
   IpcPiece flags_, buffer_;
   std::shared_ptr<Event> done_;
+  std::uint32_t number_;  // among the channels of this rank
   bool issued_ = false, captured_ = false;
 };
 

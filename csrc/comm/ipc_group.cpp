@@ -12,7 +12,8 @@ IpcGroup::IpcGroup(std::shared_ptr<IpcMemory> memory, int rank, int size)
       rank_(rank),
       size_(size),
       stream_(memory_->context()),
-      ready_(memory_->context()) {}
+      ready_(memory_->context()),
+      order_(rank, size) {}
 
 void IpcGroup::run(const std::function<std::string()>& what, const std::function<void()>& calls) {
   const std::lock_guard lock(mutex_);
@@ -25,6 +26,9 @@ void IpcGroup::run(const std::function<std::string()>& what, const std::function
   } catch (const DriverError& error) {
     ended_ = true;
     throw GroupError(GroupError::Fault::kLibrary, named(what()) + ": " + error.what());
+  } catch (const GroupError& error) {
+    ended_ = true;
+    throw GroupError(error.fault(), named(what()) + ": " + error.what());
   }
 }
 

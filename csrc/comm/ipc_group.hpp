@@ -12,6 +12,7 @@
 
 #include "comm/group_error.hpp"
 #include "comm/ipc_memory.hpp"
+#include "comm/ipc_order.hpp"
 
 namespace pydist::comm {
 
@@ -23,10 +24,11 @@ class IpcGroup {
   int size() const { return size_; }
   IpcMemory& memory() const { return *memory_; }
   const Stream& stream() const { return stream_; }
+  IpcOrder& order() { return order_; }
 
   // Calls that put work on streams: one at a time, with the context current, as autograd's threads
-  // and the caller's take turns. A failure of the driver ends the group, as its stream may have
-  // half of an exchange; `what` names what was done.
+  // and the caller's take turns. A failure of the driver, or of other ranks, ends the group, as
+  // its stream may have half of an exchange; `what` names what was done.
   void run(const std::function<std::string()>& what, const std::function<void()>& calls);
 
   // What is on `caller` now comes before what is put on this stream behind `begin`.
@@ -43,6 +45,7 @@ class IpcGroup {
   int rank_, size_;
   Stream stream_;
   Event ready_;  // one will do: what was marked first has begun before the next is marked
+  IpcOrder order_;
   bool ended_ = false;
   std::mutex mutex_;
 };

@@ -128,7 +128,8 @@ void NcclCommunicator::require_sound(const Describe& what) {
   if (!fine(state)) fail(state, what());
 }
 
-void NcclCommunicator::settle(NcclResult state, double seconds, const Describe& what) {
+void NcclCommunicator::settle(NcclResult state, double seconds, const Describe& what,
+                              const char* late) {
   const Clock::time_point began = Clock::now();
   while (state == NcclResult::kInProgress) {
     const Seconds elapsed = Clock::now() - began;
@@ -137,7 +138,7 @@ void NcclCommunicator::settle(NcclResult state, double seconds, const Describe& 
               what() + ": ended, as this rank or another one failed");
     }
     if (elapsed.count() > seconds) {
-      give_up(GroupError::Fault::kTimeout, what() + ": not all ranks have come to it within " +
+      give_up(GroupError::Fault::kTimeout, what() + ": " + late + " within " +
                                                std::to_string(static_cast<long>(seconds)) + " s");
     }
     // Mostly some ten microseconds; while others are still to come, as long as that takes.
@@ -201,7 +202,9 @@ void NcclCommunicator::close() {
   const DeviceContext::Current current(*context_);
   issue();
   const auto what = [] { return std::string("closing"); };
-  settle(library_->comm_finalize(comm_), limits_.issue, what);
+  settle(library_->comm_finalize(comm_), limits_.issue, what,
+         "not all ranks have come to it, or a CUDA graph that holds operations of the group was not"
+         " reset,");
   const NcclResult result = library_->comm_destroy(comm_.exchange(nullptr));
   if (!fine(result)) fail(result, what());
 }

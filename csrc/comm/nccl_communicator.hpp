@@ -76,7 +76,8 @@ class NcclCommunicator {
 
   // Ends what is under way on this rank's device; later calls throw. From any thread.
   void abort();
-  // Collective: waits for what is under way on the device, and lets go. Idempotent.
+  // Collective: waits for what is under way on the device, and lets go. Idempotent. NCCL waits for
+  // CUDA graphs with operations of the group to be gone; after the limit for `issue` that is said.
   void close();
 
  private:
@@ -85,7 +86,9 @@ class NcclCommunicator {
   void run(Describe what, void* caller, const Done& done, const std::function<NcclResult()>& calls);
   // Waits until what was started last is on the stream, and puts its event behind it.
   void issue();
-  void settle(NcclResult state, double seconds, const Describe& what);
+  // `late`: what it may be if that takes longer.
+  void settle(NcclResult state, double seconds, const Describe& what,
+              const char* late = "not all ranks have come to it");
   void require_sound(const Describe& what);
   [[noreturn]] void fail(NcclResult result, const std::string& what);
   [[noreturn]] void give_up(GroupError::Fault fault, const std::string& what);

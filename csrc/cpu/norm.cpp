@@ -71,8 +71,10 @@ class Normalizer {
 
   template <bool kMoments>
   void merge() const {
-    for (index_t row = 0; row < problem_.shape.rows(); ++row)
-      kernels::merge_parts<kMoments>(problem_, row);
+    for (index_t row = 0; row < problem_.shape.rows(); ++row) {
+      const auto all = kernels::merged_parts<kMoments>(problem_, row, 0, 1);
+      kernels::set_sums<kMoments>(problem_, 0, row, all);
+    }
   }
 
   // The shift of each block is the mean of the one before (m_b of block b): what cancels then,

@@ -21,8 +21,8 @@ void dispatch(const NormProblem& problem, const F& f) {
 
 template <bool kMoments>
 void merge(const NormProblem& problem, const Queue& queue, const char* what) {
-  const kernels::NormMergeBody<kMoments> body{problem};
-  check(launch::run_on_cuda(body, body.kRowsAtOnce, stream_of(queue)), what);
+  const kernels::NormMergeBody<kMoments> body{{}, problem};
+  check(launch::run_tiles_on_cuda(body, stream_of(queue)), what);
 }
 
 template <bool kForward>

@@ -87,9 +87,7 @@ void unpack_add(const TensorView& buffer, const Regions& regions, const TensorVi
       launch_tables(runs, [&]<class Table>(const Table& table, index_t words) {
         const kernels::AddRuns<T, Table> body{static_cast<char*>(dst.data),
                                               static_cast<const char*>(buffer.data), table};
-        check(launch::run_on_cuda(body, words * (16 / static_cast<index_t>(sizeof(T))),
-                                  stream_of(queue)),
-              "launch of unpack_add");
+        check(launch::run_on_cuda(body, words, stream_of(queue)), "launch of unpack_add");
       });
     });
   }

@@ -1,32 +1,14 @@
 // Where the gathered side of a boundary convolution finds its elements.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <limits>
 #include <string>
 
 #include "kernels/conv_reach.hpp"
+#include "kernels/divisor.hpp"
 
 namespace pydist::kernels {
-
-// Division by a number that is known when a kernel is launched: a product and a shift
-// (Granlund and Montgomery 1994), exact for 0 <= n < 2^31.
-struct Divisor {
-  std::uint32_t multiplier;
-  std::int32_t shift, divisor;
-
-  static Divisor by(index_t divisor) {
-    const auto d = static_cast<std::uint32_t>(divisor);
-    const int bits = std::bit_width(d - 1);
-    return {static_cast<std::uint32_t>((std::uint64_t{1} << (31 + bits)) / d + 1), 31 + bits,
-            static_cast<std::int32_t>(divisor)};
-  }
-  PYDIST_HD std::int32_t quotient(std::int32_t n) const {
-    return static_cast<std::int32_t>((std::uint64_t{static_cast<std::uint32_t>(n)} * multiplier) >>
-                                     shift);
-  }
-};
 
 // The product that a boundary convolution is: target[p or q, n] += sum left * right, where "left"
 // is gathered from an array by a position p and by a pair q of a kernel index and a channel:

@@ -203,22 +203,29 @@ struct ConvMmaBody {
     for (int part = 0; part < 2 * kTilesM; ++part) {  // lanes have rows in both halves of a product
       const std::int32_t m = row + part * 8;
       if (m >= m_extent) continue;
-      Storage* const target = splits > 1 ? nullptr : target_row(group(block), m);
-      PYDIST_UNROLLED
-      for (int j = 0; j < 2 * kTilesN; ++j) {
-        const std::int32_t n = column + j / 2 * kMmaColumns + j % 2;
-        if (n >= n_extent) continue;
-        const float sum = state.sums[part / 2][j / 2].values[part % 2 * 2 + j % 2];
-        if (splits > 1) {
-          partial[partial_row(split(block), group(block), m) + n] = sum;
-        } else {
-          finish(target, n, sum);
+      const auto each = [&](const auto& f) {
+        PYDIST_UNROLLED
+        for (int j = 0; j < 2 * kTilesN; ++j) {
+          const std::int32_t n = column + j / 2 * kMmaColumns + j % 2;
+          if (n < n_extent) f(j, n, state.sums[part / 2][j / 2].values[part % 2 * 2 + j % 2]);
         }
+      };
+      if (splits > 1) {
+        float* const sums = partial + partial_row(split(block), group(block), m);
+        each([&](int, std::int32_t n, float sum) { sums[n] = sum; });
+        continue;
       }
+      // The row is read before its first element is written: one way to memory, not 2 kTilesN.
+      Storage* const target = target_row(group(block), m);
+      Storage before[2 * kTilesN]{};
+      each([&](int j, std::int32_t n, float) { before[j] = target[n * target_stride()]; });
+      each([&](int j, std::int32_t n, float sum) {
+        target[n * target_stride()] = finished(before[j], sum);
+      });
     }
   }
 
-  // Element 0 of row m of the target, and what becomes of its element n.
+  // Element 0 of row m of the target, how far apart its elements lie, and what becomes of one.
   PYDIST_HD Storage* target_row(std::int32_t g, std::int32_t m) const {
     const ConvProblem& p = gather.problem;
     if constexpr (kOp == ConvOp::kWgrad) {
@@ -232,13 +239,15 @@ struct ConvMmaBody {
              g * n_extent * placed.strides[1];
     }
   }
-  PYDIST_HD void finish(Storage* target_row, std::int32_t n, float sum) const {
-    const ConvProblem& p = gather.problem;
-    Storage& element =
-        target_row[n * (kOp == ConvOp::kWgrad ? p.weight.strides[0] : gather.placed().strides[1])];
-    sum += load_as(element);
-    if constexpr (kOp == ConvOp::kForward) sum = rectify(sum, static_cast<float>(p.negative_slope));
-    element = store_as<Storage>(sum);
+  PYDIST_HD index_t target_stride() const {
+    return kOp == ConvOp::kWgrad ? gather.problem.weight.strides[0] : gather.placed().strides[1];
+  }
+  PYDIST_HD Storage finished(const Storage& before, float sum) const {
+    sum += load_as(before);
+    if constexpr (kOp == ConvOp::kForward) {
+      sum = rectify(sum, static_cast<float>(gather.problem.negative_slope));
+    }
+    return store_as<Storage>(sum);
   }
   PYDIST_HD index_t partial_row(index_t split, index_t g, index_t m) const {
     return ((split * gather.problem.groups + g) * m_extent + m) * n_extent;

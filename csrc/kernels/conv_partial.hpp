@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "core/index.hpp"
-#include "launch/host_device.hpp"
+#include "launch/decomposition.hpp"
 
 namespace pydist::kernels {
 
@@ -15,6 +15,8 @@ namespace pydist::kernels {
 // Bytes an output: 4 a split, one element read and one written.
 template <class Conv>
 struct ConvPartialBody {
+  static constexpr int kRunBlocks = 3;  // what is read ahead takes registers
+
   Conv conv;
 
   struct Row {
@@ -34,9 +36,13 @@ struct ConvPartialBody {
     const float* const parts = conv.partial + conv.partial_row(0, row.group, row.m);
     const index_t step = conv.partial_row(1, 0, 0);
     loop(conv.n_extent, [&](index_t n) {
+      auto& element = target[n * conv.target_stride()];
+      const auto before = element;
       float sum = 0;
-      for (int split = 0; split < conv.splits; ++split) sum += parts[split * step + n];
-      conv.finish(target, static_cast<std::int32_t>(n), sum);
+      launch::LaneLoop{0, 1}(conv.splits,
+                             launch::Move{[=](index_t split) { return parts[split * step + n]; },
+                                          [&](index_t, float part) { sum += part; }});
+      element = conv.finished(before, sum);
     });
   }
 };

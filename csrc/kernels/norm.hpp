@@ -97,27 +97,37 @@ PYDIST_HD RowMoments shifted_moments(double count, double shift, double sum, dou
   return {count, shift + mean, m2 < 0 ? 0 : m2};  // NaN stays
 }
 
-// The sums of all parts of a row, in their order. Device threads and CPU tasks do this alike.
+// Of the parts first, first + step, ..., in their order: the moments of a row or, in the place of
+// mean, m2 and count, its sums. Device threads and CPU tasks do this alike.
 template <bool kMoments>
-PYDIST_HD void merge_parts(const NormProblem& problem, index_t row) {
+PYDIST_HD RowMoments merged_parts(const NormProblem& problem, index_t row, index_t first,
+                                  index_t step) {
   const index_t rows = problem.shape.rows();
   RowMoments all{0, 0, 0};
-  double first = 0, second = 0, third = 0;
   PYDIST_ROLLED
-  for (index_t part = 0; part < problem.parts; ++part) {
+  for (index_t part = first; part < problem.parts; part += step) {
     const double* const sums = problem.sums_of(part, row);
     if constexpr (kMoments) {
       const index_t positions = problem.part_begin(part + 1) - problem.part_begin(part);
       all.merge({static_cast<double>(problem.shape.values(positions)), sums[0], sums[rows]});
     } else {
-      first += sums[0];
-      second += sums[rows];
-      if (problem.learned) third += sums[2 * rows];
+      all.mean += sums[0];
+      all.m2 += sums[rows];
+      if (problem.learned) all.count += sums[2 * rows];
     }
   }
-  problem.sums[row] = kMoments ? all.mean : first;
-  problem.sums[rows + row] = kMoments ? all.m2 : second;
-  if (!kMoments && problem.learned) problem.sums[2 * rows + row] = third;
+  return all;
+}
+
+// Puts down what merged_parts found as that of one part.
+template <bool kMoments>
+PYDIST_HD void set_sums(const NormProblem& problem, index_t part, index_t row,
+                        const RowMoments& found) {
+  const index_t rows = problem.shape.rows();
+  double* const sums = problem.sums_of(part, row);
+  sums[0] = found.mean;
+  sums[rows] = found.m2;
+  if (!kMoments && problem.learned) sums[2 * rows] = found.count;
 }
 
 }  // namespace pydist::kernels

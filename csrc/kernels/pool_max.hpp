@@ -132,18 +132,21 @@ struct MaxBody {
     const Taps depth = dims[0].taps_of(at.z), height = dims[1].taps_of(at.y);
     const Taps width = dims[2].taps_of(at.x);
     Maximum<T, Tap> best{-std::numeric_limits<T>::infinity(), kNoTap<Tap>};
+    const auto first = [this](const Taps& taps, int dim) {
+      return taps.first + taps.begin * dims[dim].dilation;
+    };
+    const auto step = [this](int dim) { return dims[dim].dilation * in.strides[2 + dim]; };
+    const Storage* plane = element<const Storage>(
+        in, {at.sample, at.channel, first(depth, 0), first(height, 1), first(width, 2)});
     PYDIST_ROLLED
-    for (std::int32_t i = depth.begin; i < depth.end; ++i) {
+    for (std::int32_t i = depth.begin; i < depth.end; ++i, plane += step(0)) {
+      const Storage* line = plane;
       PYDIST_ROLLED
-      for (std::int32_t j = height.begin; j < height.end; ++j) {
-        Position from = at;
-        from.z = depth.first + i * dims[0].dilation;
-        from.y = height.first + j * dims[1].dilation;
-        from.x = width.first;
-        const Storage* const line = element<const Storage>(in, from);
+      for (std::int32_t j = height.begin; j < height.end; ++j, line += step(1)) {
+        const Storage* from = line;
         PYDIST_ROLLED
-        for (std::int32_t k = width.begin; k < width.end; ++k) {
-          const T value = load_as(line[k * dims[2].dilation * in.strides[4]]);
+        for (std::int32_t k = width.begin; k < width.end; ++k, from += step(2)) {
+          const T value = load_as(*from);
           const auto tap = static_cast<Tap>((i * dims[1].kernel + j) * dims[2].kernel + k);
           if (best.yields_to({value, tap})) best = {value, tap};
         }
@@ -160,6 +163,7 @@ struct MaxBody {
   static PYDIST_HD std::int32_t tap_of(const BasicPoolDim<std::int32_t>& dim, std::int32_t o,
                                        std::int32_t i) {
     const std::int32_t distance = i - dim.first_of(o);
+    if (dim.dilation == 1) return distance;
     return distance % dim.dilation == 0 ? distance / dim.dilation : -1;
   }
 

@@ -1,6 +1,7 @@
 // Pooling windows in local indices, shared by sums and maxima: along one dim, and as threads.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
@@ -9,6 +10,7 @@
 
 #include "core/footprint.hpp"
 #include "kernels/conv_problem.hpp"
+#include "kernels/divisor.hpp"
 #include "launch/host_device.hpp"
 
 namespace pydist::kernels {
@@ -31,6 +33,21 @@ struct TapSpan {
   Index first, begin, end;
 };
 
+// Quotients of indices by a stride. In 32 bits, as devices have them, by a product: each element
+// asks for some, and a division would take longer than what is read for it.
+template <class Index>
+struct StrideDivisor {
+  PYDIST_HD Index quotient(Index index, Index stride) const { return index / stride; }
+};
+template <>
+struct StrideDivisor<std::int32_t> {
+  Divisor divisor;
+
+  PYDIST_HD std::int32_t quotient(std::int32_t index, std::int32_t) const {
+    return divisor.quotient(index);
+  }
+};
+
 // One spatial dim of a Footprint: output o takes the inputs first_of(o) + k * dilation. Inputs and
 // outputs outside the given arrays take no part.
 template <class Index>
@@ -41,6 +58,7 @@ struct BasicPoolDim {
   Index in_extent, out_extent;
   Index inputs, outputs, out_lo;  // of adaptive windows: the domain's extents; else 0
   const double* scale;            // [out_extent], of sums
+  StrideDivisor<Index> by_stride;
 
   PYDIST_HD bool is_adaptive() const { return outputs > 0; }
   PYDIST_HD Index first_of(Index o) const {
@@ -60,13 +78,12 @@ struct BasicPoolDim {
       return {clip(global * outputs / inputs - out_lo, out_extent),
               clip(((global + 1) * outputs + inputs - 1) / inputs - out_lo, out_extent)};
     }
-    return {clip(quotient(i - base - span()) + 1, out_extent),
-            clip(quotient(i - base) + 1, out_extent)};
+    return {outputs_up_to(i - base - span()), outputs_up_to(i - base)};
   }
   PYDIST_HD TapSpan<Index> taps_of(Index o) const {
     const Index first = first_of(o), count = is_adaptive() ? end_of(o) - first : kernel;
-    const Index begin = first < 0 ? (dilation - 1 - first) / dilation : 0;
-    const Index end = first < in_extent ? (in_extent - 1 - first) / dilation + 1 : 0;
+    const Index begin = first < 0 ? taps_over(-first) : 0;
+    const Index end = first < in_extent ? taps_over(in_extent - first) : 0;
     return {first, begin, end < count ? end : count};
   }
 
@@ -93,9 +110,13 @@ struct BasicPoolDim {
 
  private:
   PYDIST_HD Index span() const { return (kernel - 1) * dilation + 1; }
-  // The quotient by the stride, rounded down.
-  PYDIST_HD Index quotient(Index position) const {
-    return position / stride - (position % stride < 0 ? 1 : 0);
+  // How many taps begin within a distance above 0.
+  PYDIST_HD Index taps_over(Index distance) const {
+    return dilation == 1 ? distance : (distance - 1) / dilation + 1;
+  }
+  // How many outputs of the array have a window that begins at or before a position.
+  PYDIST_HD Index outputs_up_to(Index position) const {
+    return position < 0 ? 0 : clip(by_stride.quotient(position, stride) + 1, out_extent);
   }
   static PYDIST_HD Index clip(Index index, Index extent) {
     return index < 0 ? 0 : index > extent ? extent : index;
@@ -122,8 +143,8 @@ inline PoolDim pool_dim(const PoolAttributes& attributes, int dim, index_t in_ex
                   "inputs at " + to_string(attributes.in_lo) + " or outputs at " +
                       to_string(attributes.out_lo) + " leave the domain of adaptive windows");
     return {
-        -in_lo, stride, 1, kernel, in_extent, out_extent, footprint.inputs(), footprint.outputs(),
-        out_lo, nullptr};
+        -in_lo, stride,  1, kernel, in_extent, out_extent, footprint.inputs(), footprint.outputs(),
+        out_lo, nullptr, {}};
   }
   const index_t base =
       checked_sub(checked_sub(checked_mul(out_lo, stride), footprint.padding_lo()), in_lo);
@@ -131,7 +152,7 @@ inline PoolDim pool_dim(const PoolAttributes& attributes, int dim, index_t in_ex
   checked_sub(checked_sub(0, base), span);
   checked_sub(in_extent, base);
   checked_add(checked_add(checked_mul(out_extent, stride), base), span);
-  return {base, stride, footprint.dilation(), kernel, in_extent, out_extent, 0, 0, 0, nullptr};
+  return {base, stride, footprint.dilation(), kernel, in_extent, out_extent, 0, 0, 0, nullptr, {}};
 }
 
 // 32 bits, for devices: they divide without a call, which would take registers.
@@ -147,17 +168,17 @@ inline BasicPoolDim<std::int32_t> shorten(const PoolDim& dim) {
   shorten(dim.out_extent * dim.stride + span);
   shorten(dim.in_extent + span);
   shorten((dim.inputs + 1) * (dim.outputs + 1));
-  return {shorten(dim.base),      shorten(dim.stride),
-          shorten(dim.dilation),  shorten(dim.kernel),
-          shorten(dim.in_extent), shorten(dim.out_extent),
-          shorten(dim.inputs),    shorten(dim.outputs),
-          shorten(dim.out_lo),    dim.scale};
+  return {shorten(dim.base),   shorten(dim.stride),      shorten(dim.dilation),
+          shorten(dim.kernel), shorten(dim.in_extent),   shorten(dim.out_extent),
+          shorten(dim.inputs), shorten(dim.outputs),     shorten(dim.out_lo),
+          dim.scale,           {Divisor::by(dim.stride)}};
 }
 
 // A device's rows: a run of lanes goes along the channels where they are adjacent in the target,
 // else along the width; the other dims number the rows.
 struct PoolLanes {
   std::int32_t first[2 + kSpatialDims], extent[2 + kSpatialDims];  // of the targets
+  Divisor extents[2 + kSpatialDims];
   std::int32_t row_count;
   bool along_channels;
 
@@ -175,6 +196,9 @@ struct PoolLanes {
       lanes.first[2 + dim] = shorten(targets[dim].begin);
       lanes.extent[2 + dim] = shorten(targets[dim].size());
     }
+    for (int dim = 0; dim < 2 + kSpatialDims; ++dim) {
+      lanes.extents[dim] = Divisor::by(std::max(lanes.extent[dim], 1));
+    }
     index_t rows = lanes.extent[lanes.lane_dim()] == 0 ? 0 : 1;
     for (int dim = 0; dim < 2 + kSpatialDims; ++dim) {
       if (dim != lanes.lane_dim()) rows = checked_mul(rows, lanes.extent[dim]);
@@ -187,14 +211,16 @@ struct PoolLanes {
   PYDIST_HD index_t run_length() const { return extent[lane_dim()]; }
 
   PYDIST_HD Position position(index_t row) const {
-    const int dim = along_channels ? 4 : 1;
     auto rest = static_cast<std::int32_t>(row);
-    const std::int32_t last = first[dim] + rest % extent[dim];
-    rest /= extent[dim];
-    const std::int32_t y = first[3] + rest % extent[3];
-    rest /= extent[3];
-    const std::int32_t z = first[2] + rest % extent[2];
-    return {rest / extent[2], along_channels ? 0 : last, z, y, along_channels ? last : first[4]};
+    const auto take = [this, &rest](int dim) {  // the index along a dim, which is taken off `rest`
+      const std::int32_t above = extents[dim].quotient(rest);
+      const std::int32_t index = first[dim] + (rest - above * extent[dim]);
+      rest = above;
+      return index;
+    };
+    const std::int32_t last = along_channels ? take(4) : take(1);
+    const std::int32_t y = take(3), z = take(2);
+    return {rest, along_channels ? 0 : last, z, y, along_channels ? last : first[4]};
   }
 };
 

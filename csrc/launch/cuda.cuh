@@ -1,5 +1,5 @@
 // The CUDA launcher: the only place with <<<>>>. Launches go to the stream given and return at
-// once.
+// once. With PYDIST_CUDA=EMULATED, tests/native/emulated/launch/cuda.cuh is included instead.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -69,15 +69,11 @@ struct AsyncCopies {
 #if defined(__CUDA_ARCH__)
     const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
     const int bytes = inside ? kBytes : 0;  // the rest becomes zero
-    if constexpr (kBytes == 16) {           // past the L1 cache
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(from),
-                   "r"(bytes)
-                   : "memory");
-    } else {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(address), "l"(from),
-                   "r"(bytes)
-                   : "memory");
-    }
+    // Through the L1 cache: copies of 16 bytes share sectors of 32, and kernel indices that are
+    // next to each other read the same places.
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from),
+                 "n"(kBytes), "r"(bytes)
+                 : "memory");
 #endif
   }
 

@@ -31,13 +31,44 @@ inline RunGrid run_grid(index_t rows, index_t words) {
   return {static_cast<int>(std::min<index_t>(blocks, kMaxRunBlocks)), lanes};
 }
 
+// How many elements a lane reads before it writes the first: what 64 bytes of registers hold. A
+// memory of 4 TB/s and 700 ns needs 20 KB under way on each multiprocessor; 32 warps with one
+// 16-byte word a lane have 16 KB, with one 2-byte element 2 KB.
+template <class Value>
+inline constexpr int kReadAhead = std::clamp(static_cast<int>(64 / sizeof(Value)), 2, 8);
+
 // The loop that one lane hands to RunBody::each: neighbouring lanes make neighbouring accesses.
 struct LaneLoop {
   int lane, lanes;
 
   template <class At>
   PYDIST_HD void operator()(index_t count, const At& at) const {
-    for (index_t j = lane; j < count; j += lanes) at(j);
+    if constexpr (TakenApart<At>) {
+      constexpr int kAhead = kReadAhead<decltype(at.read(index_t{}))>;
+      index_t first = lane;
+      // Whole batches ask nothing: a compiler would put the uses of what is read behind the same
+      // question, one after the other.
+      for (; first + (kAhead - 1) * lanes < count; first += kAhead * lanes) {
+        batch<kAhead, true>(first, count, at);
+      }
+      if (first < count) batch<kAhead, false>(first, count, at);
+    } else {
+      for (index_t j = lane; j < count; j += lanes) at(j);
+    }
+  }
+
+ private:
+  template <int kAhead, bool kWhole, class At>
+  PYDIST_HD void batch(index_t first, index_t count, const At& at) const {
+    decltype(at.read(first)) values[kAhead]{};
+    PYDIST_UNROLLED
+    for (int i = 0; i < kAhead; ++i) {
+      if (kWhole || first + i * lanes < count) values[i] = at.read(first + i * lanes);
+    }
+    PYDIST_UNROLLED
+    for (int i = 0; i < kAhead; ++i) {
+      if (kWhole || first + i * lanes < count) at.write(first + i * lanes, values[i]);
+    }
   }
 };
 

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
 #include "core/errors.hpp"
@@ -45,12 +46,21 @@ void emulate_runs(const Body& body, const RunGrid& grid, ThreadOrder order) {
   in_order(order, grid.threads(), [&](index_t thread) { run_thread(body, grid, thread); });
 }
 
+// What the threads of a block keep in registers: as on a device, nothing before they write it.
+template <class Thread>
+std::vector<Thread> fresh_threads(int count) {
+  static_assert(std::is_trivially_copyable_v<Thread>);
+  std::vector<Thread> threads(static_cast<std::size_t>(count));
+  std::memset(static_cast<void*>(threads.data()), 0xff, threads.size() * sizeof(Thread));
+  return threads;
+}
+
 template <TileBody Body>
 void emulate_tiles(const Body& body, ThreadOrder order) {
   using Shared = typename Body::Shared;
   const auto shared = std::make_unique<Shared>();
   in_order(order, body.blocks(), [&](index_t block) {
-    std::vector<typename Body::Thread> threads(Body::kThreads);
+    auto threads = fresh_threads<typename Body::Thread>(Body::kThreads);
     const auto each_thread = [&](const auto& phase) {
       in_order(order, Body::kThreads, [&](index_t thread) {
         phase(static_cast<int>(thread), threads[static_cast<std::size_t>(thread)]);
@@ -106,7 +116,7 @@ void emulate_warp_tiles(const Body& body, ThreadOrder order) {
   const auto memory = std::make_unique<Memory>();
   in_order(order, body.blocks(), [&](index_t block) {
     std::memset(static_cast<void*>(memory.get()), 0xff, sizeof(Memory));  // NaN in every format
-    std::vector<Thread> threads(Body::kThreads);
+    auto threads = fresh_threads<Thread>(Body::kThreads);
     in_order(order, Body::kThreads, [&](index_t thread) {
       body.begin(block, static_cast<int>(thread), threads[static_cast<std::size_t>(thread)],
                  memory->table);

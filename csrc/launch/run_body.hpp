@@ -4,6 +4,7 @@
 #include <concepts>
 
 #include "core/index.hpp"
+#include "launch/host_device.hpp"
 
 namespace pydist::launch {
 
@@ -28,6 +29,22 @@ concept RunBody = requires(const Body body, index_t r) {
   { body.rows() } -> std::convertible_to<index_t>;
   body.each(body.row(r), AnyLoop{});
 };
+
+// What is done to an element, in two halves: `read(j)` loads it, `write(j, value)` stores what
+// becomes of it. A device does not issue a load before an earlier store, which may be to the same
+// address: of elements so taken apart, it reads several before it writes the first.
+template <class Read, class Write>
+struct Move {
+  Read read;
+  Write write;
+
+  PYDIST_HD void operator()(index_t j) const { write(j, read(j)); }
+};
+template <class Read, class Write>
+Move(Read, Write) -> Move<Read, Write>;
+
+template <class At>
+concept TakenApart = requires(const At at, index_t j) { at.write(j, at.read(j)); };
 
 // A launcher's loop may offer to copy a contiguous run whole (memcpy on the CPU).
 template <class Loop>

@@ -35,7 +35,7 @@ from pydist.backend.problem import ConvProblem
 from pydist.backend.store import NEVER, UNKNOWN, Store, agree
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm import Transport
 
 # Below this a convolution takes less than a few milliseconds, and the rule is as good.
 _MEASURED_FLOPS = 200_000_000
@@ -75,23 +75,27 @@ class ConvKernels:
 
     def run_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The convolution of `x` with zero padding."""
-        weight = in_format(weight, channels_last=False)
+        weight = self._lying(weight)
         return self._run(lambda: FORWARD[self.forward](self.problem, x, weight, bias))
 
     def run_dgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """dL/dx from `grad` = dL/dy."""
-        weight = in_format(weight, channels_last=False)
+        weight = self._lying(weight)
         return self._run(lambda: DGRAD[self.dgrad](self.problem, x, grad, weight))
 
     def run_transposed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The transposed convolution of `x` of which the problem's is the adjoint."""
-        weight = in_format(weight, channels_last=False)
+        weight = self._lying(weight)
         return self._run(lambda: transposed(self.problem, x, weight, bias))
 
     def run_wgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """dL/dweight from `grad` = dL/dy."""
-        weight = in_format(weight, channels_last=False)
+        weight = self._lying(weight)
         return self._run(lambda: WGRAD[self.wgrad](self.problem, x, grad, weight))
+
+    def _lying(self, weight: Tensor) -> Tensor:
+        """The weight as the kernels take it: oneDNN's in plain memory, cuDNN's as activations."""
+        return in_format(weight, self.channels_last and self.problem.device != "cpu")
 
     def _run(self, kernel: Callable[[], Tensor]) -> Tensor:
         before = torch.get_num_threads()

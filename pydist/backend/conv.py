@@ -18,7 +18,8 @@ from torch import Tensor
 from pydist._loader import native
 from pydist.backend.problem import ConvProblem
 
-# Output planes that the native wgrad takes at once: their copies stay in the cache.
+# Output planes that the native wgrad takes at once. Where it copies them, the copies stay in the
+# cache; where it reads them in place nothing needs that, but the order of the sums is made by it.
 _PLANES_AT_ONCE = 8
 
 Forward = Callable[[ConvProblem, Tensor, Tensor, Tensor | None], Tensor]

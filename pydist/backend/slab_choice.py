@@ -21,7 +21,7 @@ from pydist.backend.slabs import SlabProblem, refusal, run
 from pydist.backend.store import NEVER, UNKNOWN, Store, agree
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm import Transport
 
 _WARM_UP, _REPEATS = 3, 11
 
@@ -101,10 +101,7 @@ def _measure(problems: Sequence[SlabProblem], like: Tensor) -> _Times:
     for problem in problems:
         if _key(problem) in times:
             continue
-        first, second, target = (
-            filled(shape, problem, like)
-            for shape in (problem.first, problem.second, problem.target)
-        )
+        first, second, target = operands(problem, like)
         where = problem.first_lo, problem.target_lo
         times[_key(problem)] = {
             name: seconds_of(partial(run, name, problem, first, second, target, *where))
@@ -114,10 +111,14 @@ def _measure(problems: Sequence[SlabProblem], like: Tensor) -> _Times:
     return times
 
 
-def filled(shape: tuple[int, ...], problem: SlabProblem, like: Tensor) -> Tensor:
-    """Small numbers: adding them up again and again must not overflow, and zeros run faster."""
-    numbers = torch.randn(shape, device=like.device).mul_(0.1).to(problem.dtype)
-    return in_format(numbers, problem.channels_last)
+def operands(problem: SlabProblem, like: Tensor) -> list[Tensor]:
+    """The first and the second operand, and the target, all of the problem's memory format.
+
+    Small numbers: adding them up again and again must not overflow, and zeros run faster.
+    """
+    shapes = (problem.first, problem.second, problem.target)
+    numbers = [torch.randn(shape, device=like.device).mul_(0.1) for shape in shapes]
+    return [in_format(each.to(problem.dtype), problem.channels_last) for each in numbers]
 
 
 def seconds_of(kernel: Callable[[], None]) -> float:

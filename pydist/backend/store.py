@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm import Transport
 
 UNKNOWN, NEVER = b"unknown", b"never"
 """What else than choices the file may say: that there are none, or that none are wanted."""

@@ -12,8 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from pydist.check.compare import NOISE, Differences, SplitRun, WholeRun
 from pydist.check.report import Report
-from pydist.comm import run_local
-from pydist.comm.transport import Transport
+from pydist.comm import Transport, run_local
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
 

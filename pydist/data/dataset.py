@@ -44,7 +44,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         root: folder with `dataset.json`, as `generate_universes`, `convert_nifti` and
             `index_folder` write it.
         split: which split, "train" or "val".
-        normalize: "none", "log1p", "mean", "standardize", "window" or "ct"; see `Normalizer`.
+        normalize: "none", "log1p", "mean", "standardize", "window" or "ct"; see `Normalizer`. By
+            default values are as they are stored, as in a run's configuration.
         window: for normalize="window".
         dtype: of samples and targets, `torch.float32` or `torch.float64`; labels are int64.
         allow_roots: folders that links and virtual datasets may lead to; see `safe_open`.
@@ -62,7 +63,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         root: str | Path,
         split: str = "train",
         *,
-        normalize: str = "log1p",
+        normalize: str = "none",
         window: tuple[float, float] | None = None,
         dtype: torch.dtype = torch.float32,
         allow_roots: Sequence[str | Path] = (),

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.comm.exchanger import Exchanger, Pending
+from pydist.comm.exchange.exchanger import Exchanger, Pending
 from pydist.errors import UsageError
 from pydist.layout import Layout, Split
 from pydist.ops.gathering import BoxGatherer

@@ -22,10 +22,10 @@ from torch.optim import (
     RMSprop,
 )  # fmt: skip
 
-from pydist.comm.reducer import Reducer
-from pydist.comm.rows import in_memory_order_of, memory_of
-from pydist.comm.scattered import ScatteredGradient, refuse_pending
-from pydist.comm.scattered_bucket import Part
+from pydist.comm.gradients.reducer import Reducer
+from pydist.comm.gradients.rows import in_memory_order_of, memory_of
+from pydist.comm.gradients.scattered import ScatteredGradient, refuse_pending
+from pydist.comm.gradients.scattered_bucket import Part
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.optim.whole_state import State, gather_state

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pydist.comm.rows import shaped_like
-from pydist.comm.scattered_bucket import Part
+from pydist.comm.gradients.rows import shaped_like
+from pydist.comm.gradients.scattered_bucket import Part
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm import Transport
 
 State: TypeAlias = "dict[str, Any]"
 """Of one parameter: moments and the like, by name."""
@@ -56,7 +56,7 @@ def gather_state(
             found = {
                 name: _gather(world, parameter, part, own.get(name), dtype)
                 if kind == "part"
-                else _decode(kind, dtype, value)
+                else _decode(kind, dtype, value, parameter)
                 for name, (kind, dtype, value) in told.items()
             }
         if found:
@@ -75,7 +75,9 @@ def _describe(state: State, part: Tensor) -> dict[str, tuple[str, str, Any]]:
         if value.shape == part.shape:
             described[name] = ("part", dtype, None)
         elif value.dim() == 0:
-            described[name] = ("scalar", dtype, value.item())
+            # Fused steps count on the device, others on the host.
+            kind = "scalar" if value.device == part.device else "scalar of the host"
+            described[name] = (kind, dtype, value.item())
         else:
             raise NotSupported(
                 f"the optimizer's state {name!r} of shape {tuple(value.shape)}, for a part of "
@@ -84,14 +86,17 @@ def _describe(state: State, part: Tensor) -> dict[str, tuple[str, str, Any]]:
     return described
 
 
-def _decode(kind: str, dtype: str, value: Any) -> Any:
-    return torch.tensor(value, dtype=getattr(torch, dtype)) if kind == "scalar" else value
+def _decode(kind: str, dtype: str, value: Any, parameter: Tensor) -> Any:
+    if kind == "value":
+        return value
+    device = parameter.device if kind == "scalar" else "cpu"
+    return torch.tensor(value, dtype=getattr(torch, dtype), device=device)
 
 
 def _gather(
     world: Transport, parameter: Tensor, part: Part, own: Tensor | None, dtype: str
 ) -> Tensor:
-    row = torch.empty(parameter.numel(), dtype=getattr(torch, dtype))
+    row = torch.empty(parameter.numel(), dtype=getattr(torch, dtype), device=parameter.device)
     mine = row[:0] if own is None else own
     world.all_gather_async(mine, row, part.counts).wait()
     return shaped_like(row, parameter)

@@ -15,7 +15,7 @@ import torch
 from pydist.profile.recorder import Span
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm import Transport
 
 _ROUNDS = 9
 _BOOT = Path("/proc/sys/kernel/random/boot_id")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from pydist.comm.handles import Channel
+    from pydist.comm import Channel
     from pydist.profile.clock import DeviceClock, DeviceSpan, Mark
 
 IN_FLIGHT = "halo in flight"

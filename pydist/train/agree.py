@@ -13,7 +13,7 @@ from pydist import errors
 from pydist.errors import PydistError, UsageError
 
 if TYPE_CHECKING:
-    from pydist.comm.transport import Transport
+    from pydist.comm import Transport
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Loader
 from pydist.errors import CheckpointError, DiskError, Stopped, UsageError
 from pydist.optim import linear_decay, sharded
+from pydist.optim.fused import start_momentum
 from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About
@@ -218,6 +219,8 @@ def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:
     optimizer: Optimizer
     if config.name == "sgd":
         optimizer = SGD(parameters, config.lr, config.momentum, weight_decay=decay, fused=True)
+        if config.momentum:
+            start_momentum(optimizer)
     else:
         optimizer = Adam(
             parameters, config.lr, config.betas, config.eps, weight_decay=decay, fused=True

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pydist.data.loader import Loader
 from pydist.errors import CheckpointError
 from pydist.mesh import Mesh
+from pydist.optim.fused import lie_as_parameters
 from pydist.train import checkpoint
 from pydist.train.agree import together
 
@@ -71,6 +72,7 @@ class State:
             try:
                 self.model.load_state_dict(parts["model"])
                 self.optimizer.load_state_dict(parts["optimizer"])
+                lie_as_parameters(self.optimizer)
                 self.scheduler.load_state_dict(parts["scheduler"])
                 self.scaler.load_state_dict(parts["scaler"])
             except (RuntimeError, ValueError, KeyError) as error:

@@ -20,4 +20,5 @@ def recorder(built: Recorder) -> Iterator[Recorder]:
     built.delay(0)
     built.capture(False)
     built.abort_takes(0)
+    built.hold_graphs(False)
     built.version(23203)

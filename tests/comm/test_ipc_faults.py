@@ -13,12 +13,12 @@ from children import child_environment
 from recorder import RecordedIpc, Recorder
 
 from pydist.comm import Transport, run_local
-from pydist.comm.ipc_place import Tried, agree, reachable
+from pydist.comm.transports.ipc.place import Tried, agree, reachable
 from pydist.errors import DataError, NotSupported, PydistError, RankFailed, RankLost, UsageError
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CUDA IPC is for Linux")
 
-JOB = """
+START = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
@@ -27,13 +27,47 @@ from pydist.errors import DataError
 from pydist.runtime import connect
 
 t = RecordedIpc.among_processes(Recorder(sys.argv[2]), connect())
-channel = t.channel([(1 - t.rank, torch.ones(3))], [(1 - t.rank, torch.zeros(3))], 5)
+
+def channel_of(tag):
+    return t.channel([(1 - t.rank, torch.ones(3))], [(1 - t.rank, torch.zeros(3))], tag)
+"""
+FAILS = """
+channel = channel_of(5)
 for round_ in range(4):
     if round_ == 2 and t.rank == 1:
         raise DataError("this file is torn")
     channel.start()
     channel.wait()
 """
+
+
+PARTS = """
+channels = [channel_of(tag) for tag in (5, 6)]
+for round_ in range(4):
+    for channel in reversed(channels) if t.rank == 1 and round_ == 2 else channels:
+        channel.start()
+    for channel in channels:
+        channel.wait()
+t.close()  # waits for the device
+"""
+
+
+def run_job(recorder: Recorder, folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Two processes."""
+    (folder / "job.py").write_text(START + script)
+    support = Path(__file__).parents[1] / "support"
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "pydist.launch", "2", "gloo"),
+            *(str(folder / "job.py"), str(support), recorder.path),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=child_environment(),
+        cwd=folder,
+    )
 
 
 def test_a_failure_names_the_exchange_and_ends_the_group(recorder: Recorder) -> None:
@@ -165,20 +199,24 @@ def test_ranks_reach_whom_they_map_and_who_maps_them() -> None:
 
 def test_a_rank_that_fails_in_the_midst_ends_all(recorder: Recorder, tmp_path: Path) -> None:
     """The other one's device waits for it, and its host for the device."""
-    script = tmp_path / "job.py"
-    script.write_text(JOB)
-    support = Path(__file__).parents[1] / "support"
-    arguments = [str(script), str(support), recorder.path]
     began = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-m", "pydist.launch", "2", "gloo", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=child_environment(),
-        cwd=tmp_path,
-    )
+    result = run_job(recorder, tmp_path, FAILS)
     assert result.returncode == DataError.exit_code
     assert result.stderr.splitlines() == ["rank 1: error: this file is torn"]
+    assert time.monotonic() - began < 40
+
+
+def test_ranks_that_start_exchanges_in_different_orders_are_told(
+    recorder: Recorder, tmp_path: Path
+) -> None:
+    """Their devices wait for each other; the host of the one that comes second knows."""
+    began = time.monotonic()
+    result = run_job(recorder, tmp_path, PARTS)
+    assert result.returncode == UsageError.exit_code
+    assert set(result.stderr.splitlines()) <= {
+        f"rank {rank}: error: CUDA IPC: rank {rank} of 2: exchange (to rank {1 - rank} 12 bytes;"
+        f" from rank {1 - rank} 12 bytes): rank {1 - rank} has started another exchange with this"
+        " rank in its place; all ranks start their exchanges in one order"
+        for rank in range(2)
+    }
     assert time.monotonic() - began < 40

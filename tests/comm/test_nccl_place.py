@@ -11,7 +11,7 @@ import pytest
 import torch
 from children import child_environment
 
-from pydist.comm.nccl_place import SHARE, Found, check, missing
+from pydist.comm.transports.nccl.place import SHARE, Found, check, missing
 from pydist.errors import NotSupported, UsageError
 
 A = Found(machine="n07", gpus=2, gpu="GPU-a", version=22705)
@@ -29,7 +29,10 @@ def test_ranks_that_would_share_a_gpu_are_named() -> None:
         "3 ranks on n07 for 2 GPUs (ranks 0, 2 would share one), and NCCL takes one rank a GPU:"
         f" start fewer ranks there, or set {SHARE}=1 to let them share (NCCL 2.30 or newer)"
     )
-    check([A, B, A], {SHARE: "1"})
+    with pytest.raises(UsageError, match=r"2\.30 or newer, which this one, 22705, is not"):
+        check([A, B, A], {SHARE: "1"})
+    newer = [replace(each, version=23000) for each in (A, B, A)]
+    check(newer, {SHARE: "1"})
 
 
 def test_the_first_rank_without_a_gpu_is_named() -> None:

@@ -15,8 +15,8 @@ from transport_contract import CHECKS, Check
 
 from pydist import _native as native
 from pydist.comm import Channel, LocalTransport, Transport, run_local
-from pydist.comm.exchanger import Exchanger
-from pydist.comm.nccl_device import DeviceTransport
+from pydist.comm.exchange.exchanger import Exchanger
+from pydist.comm.transports.nccl.device import DeviceTransport
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost, UsageError
 from pydist.partition import Box
 
@@ -211,6 +211,19 @@ def test_an_abort_that_does_not_return_is_left_alone(recorder: Recorder) -> None
     stuck = group.stream
     del group
     assert recorder.group(recorder.nccl().unique_id(), 0, 1).stream != stuck, "nobody's after it"
+
+
+def test_a_graph_that_was_not_reset_is_waited_for_with_a_limit(recorder: Recorder) -> None:
+    """A user's: NCCL lets a group go when no graph holds operations of it any more."""
+    group = recorder.group(recorder.nccl().unique_id(), 0, 1, seconds=1.0)
+    recorder.hold_graphs(True)
+    with pytest.raises(RankLost) as caught:
+        group.close()
+    assert str(caught.value) == (
+        "NCCL 2.32.3: rank 0 of 1: closing: not all ranks have come to it, or a CUDA graph that"
+        " holds operations of the group was not reset, within 1 s"
+    )
+    group.close()
 
 
 def test_a_peer_that_there_is_not_leaves_no_group_of_calls_open(recorder: Recorder) -> None:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pydist.comm.progress import VARIABLE, ProgressEngine
+from pydist.comm.transports.mpi.progress import VARIABLE, ProgressEngine
 from pydist.errors import UsageError
 
 

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from pydist.data import ShardDataset, UniverseOptions, generate_universes
 from pydist.errors import UsageError
 from pydist.partition import Box
+from pydist.train.config import DataConfig
 
 
 @st.composite
@@ -89,11 +90,18 @@ def test_stored_types(write_samples: Callable[..., Path], stored: str) -> None:
     np.testing.assert_allclose(dataset[0][0], np.log1p(counts.astype(np.float64)), rtol=1e-6)
 
 
+def test_by_default_values_are_as_they_are_stored(write_samples: Callable[..., Path]) -> None:
+    """As in a run's configuration; intensities may be negative."""
+    assert DataConfig().normalize == "none"
+    sample = np.random.default_rng(0).normal(-5, 900, (1, 4, 3, 2)).astype(np.float32)
+    np.testing.assert_array_equal(ShardDataset(write_samples([sample])).read_block(0), sample)
+
+
 def test_blocks_of_float_samples_equal_the_whole_to_the_bit(
     write_samples: Callable[..., Path],
 ) -> None:
     sample = np.random.default_rng(0).exponential(size=(2, 7, 9, 11)).astype(np.float32)
-    dataset = ShardDataset(write_samples([sample]))
+    dataset = ShardDataset(write_samples([sample]), normalize="log1p")
     whole = dataset.read_block(0)
     for axis in range(1, 4):
         for start in range(sample.shape[axis]):

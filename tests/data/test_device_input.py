@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pydist.comm import run_local
-from pydist.comm.transport import Transport
+from pydist.comm import Transport, run_local
 from pydist.data import BadSample, Loader, ShardDataset
 from pydist.data.device_input import DeviceInput
 from pydist.errors import UsageError
@@ -135,7 +134,8 @@ def test_what_is_not_finite_is_found_and_named(
 
     def job(transport: Transport) -> list[dict[int, str]]:
         mesh = Mesh(transport, 1, (2, 1, 1))
-        loader = Loader(ShardDataset(root), mesh, 4, training=False, on_bad_sample=on_bad_sample)
+        data = ShardDataset(root, normalize="log1p")
+        loader = Loader(data, mesh, 4, training=False, on_bad_sample=on_bad_sample)
         with through_device(loader):
             for batch in loader:
                 if on_bad_sample == "stop":

@@ -17,8 +17,7 @@ import torch
 from meter import Meter
 from torch import Tensor
 
-from pydist.comm import run_local
-from pydist.comm.transport import Transport
+from pydist.comm import Transport, run_local
 from pydist.data import BadSample, Batch, Loader, ShardDataset
 from pydist.errors import DataError, UsageError
 from pydist.mesh import Mesh

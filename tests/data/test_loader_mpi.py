@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pydist.comm.transport import Transport
+from pydist.comm import Transport
 from pydist.data import Loader, ShardDataset
 from pydist.mesh import Mesh
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from device_contract import connected
 
 from pydist import _native as native
+from pydist.comm import Transport
 
 
 def _reason() -> str | None:
@@ -20,11 +23,32 @@ def _reason() -> str | None:
     return None
 
 
+@pytest.fixture(scope="class")
+def devices(request: pytest.FixtureRequest) -> Transport:
+    """Two ranks with a device each, or that share one; a test class names their `transport`."""
+    return connected(getattr(request.cls, "transport", None))
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    """Convolutions and products of floats in float, not in TF32."""
+    settings = (torch.backends.cudnn, torch.backends.cuda.matmul)
+    before = [each.allow_tf32 for each in settings]
+    for each in settings:
+        each.allow_tf32 = False
+    yield
+    for each, value in zip(settings, before, strict=True):
+        each.allow_tf32 = value
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _reason()
+    simulated = reason is None and torch.cuda.get_device_name() == "simulated"
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
+            elif simulated and item.get_closest_marker("behind_the_host") is not None:
+                item.add_marker(pytest.mark.skip(reason="a simulated device is the host"))

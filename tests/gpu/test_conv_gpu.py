@@ -7,6 +7,7 @@ import torch
 
 from pydist import _native as native
 from pydist.backend import slab_choice
+from pydist.backend.conv import in_format
 from pydist.backend.slabs import SlabProblem, run
 
 KERNELS = {
@@ -61,8 +62,7 @@ def case(name: str, role: str, dtype: torch.dtype, channels_last: bool, tf32: bo
 
 
 def on_device(problem: SlabProblem, operands):
-    layout = torch.channels_last_3d if problem.channels_last else torch.contiguous_format
-    return [t.to("cuda", problem.dtype).contiguous(memory_format=layout) for t in operands]
+    return [in_format(t.to("cuda", problem.dtype), problem.channels_last) for t in operands]
 
 
 def add(name: str, problem: SlabProblem, operands, slope: float = 1.0):

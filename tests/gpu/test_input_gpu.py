@@ -11,7 +11,7 @@ import torch
 from convert_cases import INPUTS, MAPS, SMALL, WIDE, block, flag, table
 
 from pydist import _native as native
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
 from pydist.data import BadSample, Loader, ShardDataset, UniverseOptions, generate_universes
 from pydist.data.blocks import read_group
 from pydist.data.device_input import DeviceInput
@@ -128,30 +128,32 @@ def test_arrays_on_a_device_are_shared():
 
 
 class Queued:
-    """An array whose owner is still at work on it, on a stream of its own."""
+    """An array whose owner is still at work on it, on a stream of its own or the default one."""
 
-    def __init__(self, device: torch.device) -> None:
-        stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, on_default: bool) -> None:
+        stream = torch.cuda.default_stream(device) if on_default else torch.cuda.Stream(device)
         self._values = torch.zeros(1 << 20, device=device)
         torch.cuda.synchronize(device)
         with torch.cuda.stream(stream):
             torch.cuda._sleep(200_000_000)
             self._values += 1
-        stream_of_it = {"stream": stream.cuda_stream, "version": 3}
+        stream_of_it = {"stream": stream.cuda_stream or 1, "version": 3}  # 0 is not allowed
         self.__cuda_array_interface__ = {**self._values.__cuda_array_interface__, **stream_of_it}
         self._stream = stream
 
 
+@pytest.mark.parametrize("on_default", [False, True])
 @pytest.mark.parametrize("index", [0, 1])
-def test_an_array_is_shared_where_it_lies_and_read_behind_its_owner(index):
+def test_an_array_is_shared_where_it_lies_and_read_behind_its_owner(index, on_default):
     if index >= torch.cuda.device_count():
         pytest.skip("needs a second GPU")
     device = torch.device("cuda", index)
-    array = Queued(device)
-    found = as_tensor(array)
-    assert found.device == device
-    assert found.data_ptr() == array._values.data_ptr()
-    assert found.to("cuda:0").sum().item() == 1 << 20
+    array = Queued(device, on_default)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        found = as_tensor(array)
+        assert found.device == device
+        assert found.data_ptr() == array._values.data_ptr()
+        assert found.to("cuda:0").sum().item() == 1 << 20
 
 
 class OnDevice:

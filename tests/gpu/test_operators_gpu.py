@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from operator_cases import FAMILIES
 from operator_runs import cell, on_one_device
 
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
 from pydist.mesh import Mesh
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 TEXTS = [text for family in FAMILIES.values() for text in family.strip().splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def exact(monkeypatch):
-    """Convolutions and products of floats in float, not in TF32."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 
 import pytest
 import torch
+from device_contract import no_two_ranks, two_ranks
 from torch import Tensor, nn
 
 from pydist import Mesh, distribute_tensor, parallelize
-from pydist.comm.local import LocalTransport
-from pydist.comm.nccl_place import SHARE, missing
-from pydist.errors import UsageError
+from pydist.comm import LocalTransport
 from pydist.profile import Profiler
 from pydist.profile.clock import DeviceClock
 from pydist.profile.device import CudaDevice
 from pydist.profile.recorder import IN_FLIGHT, SpanRecorder
-from pydist.runtime import connect
 from pydist.train.device import own_stream
 
 DEVICE = torch.device("cuda", 0)
-# Only where there is something to run does a job of two ranks start.
-two_ranks = pytest.mark.skip(reason=missing()) if missing() else pytest.mark.ranks(2)
 BUSY = 50_000_000
 """Cycles: some 25 ms."""
 
 
 @pytest.fixture(scope="module")
 def busy_seconds() -> float:
-    """What `BUSY` takes."""
-    torch.cuda._sleep(BUSY)
+    """What `BUSY` takes, at the clock that the device has when it is at work."""
+    for _ in range(20):
+        torch.cuda._sleep(BUSY)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     torch.cuda._sleep(BUSY)
@@ -52,6 +48,7 @@ class Busy(nn.Module):
         return x * self.scale
 
 
+@pytest.mark.behind_the_host
 def test_a_layer_has_the_time_of_the_device(busy_seconds, tmp_path):
     mesh = Mesh(LocalTransport())
     with own_stream(DEVICE):
@@ -79,6 +76,7 @@ def test_a_layer_has_the_time_of_the_device(busy_seconds, tmp_path):
     assert {e["cat"] for e in on_device} >= {"step", "convolution", "wgrad", "optimizer"}
 
 
+@pytest.mark.behind_the_host
 def test_a_wait_is_what_the_stream_waits_and_not_the_host(busy_seconds):
     side = torch.cuda.Stream(DEVICE)
     with own_stream(DEVICE):
@@ -125,25 +123,19 @@ def test_a_graph_is_captured_while_a_recorder_is_set():
     assert torch.equal(x.cpu(), torch.full((8,), 2.0))
 
 
-@two_ranks
-def test_halos_of_two_ranks_fly_on_a_stream_of_their_own(tmp_path):
-    if torch.cuda.device_count() < 2:
-        os.environ[SHARE] = "1"
-    try:
-        world = connect("nccl")
-    except UsageError as error:  # the same on all ranks
-        pytest.skip(f"NCCL does not connect two ranks on one GPU here: {error}")
-    mesh = Mesh(world, 1, (2, 1, 1))
-    with own_stream(world.device):
-        model = nn.Sequential(*(nn.Conv3d(4, 4, 3, padding=1) for _ in range(2))).to(world.device)
+@two_ranks(no_two_ranks())
+def test_halos_of_two_ranks_fly_on_a_stream_of_their_own(devices, tmp_path):
+    mesh = Mesh(devices, 1, (2, 1, 1))
+    with own_stream(devices.device):
+        model = nn.Sequential(*(nn.Conv3d(4, 4, 3, padding=1) for _ in range(2))).to(devices.device)
         model = parallelize(model, mesh)
-        x = torch.ones(1, 4, 32, 32, 32, device=world.device)
+        x = torch.ones(1, 4, 32, 32, 32, device=devices.device)
         with Profiler(mesh, model, warmup=2) as profiler:
             for _ in range(2 + 3):
                 model(distribute_tensor(x, mesh)).square().mean().backward()
                 profiler.step()
     profiler.write_trace(tmp_path / "trace.json")
-    if world.rank != 0:
+    if devices.rank != 0:
         return
     summary = profiler.summary()
     assert summary.on_device

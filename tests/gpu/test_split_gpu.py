@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import pytest
 import torch
 import torch.nn.functional as F
+from device_contract import no_two_ranks, two_ranks
 from torch import nn
 
 from pydist import layout_for_sample, parallelize
 from pydist.comm import Transport
-from pydist.comm.held import HeldGradients
-from pydist.comm.nccl_place import SHARE, missing
-from pydist.comm.scattered import Family
-from pydist.errors import NotSupported, UsageError
+from pydist.comm.gradients.held import HeldGradients
+from pydist.comm.gradients.scattered import Family
+from pydist.comm.transports.nccl.place import missing
+from pydist.errors import NotSupported
 from pydist.mesh import Mesh
-from pydist.runtime import connect
 from pydist.tensor import ShardedTensor, distribute_tensor
 
-# Only where there is something to run does a job of two ranks start.
-pytestmark = [pytest.mark.skipif(missing() != "", reason=missing())]
-if not missing():
-    pytestmark = [pytest.mark.ranks(2)]
+pytestmark = two_ranks(missing())
 
 SHAPE = (2, 3, 12, 8, 8)
-
-
-@pytest.fixture(scope="module")
-def devices() -> Transport:
-    if torch.cuda.device_count() < 2:
-        os.environ[SHARE] = "1"
-    try:
-        return connect("nccl")
-    except UsageError as error:  # the same on all ranks
-        pytest.skip(f"NCCL does not connect two ranks on one GPU here: {error}")
 
 
 class Network(nn.Module):
@@ -92,6 +78,7 @@ def test_a_step_is_that_of_the_cpu(devices: Transport, kind: type[nn.Module]) ->
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.skipif(no_two_ranks() != "", reason=no_two_ranks())
 def test_a_merged_norm_is_captured(devices: Transport) -> None:
     mesh = Mesh(devices, 1, (2, 1, 1))
     layout = layout_for_sample(mesh, SHAPE)

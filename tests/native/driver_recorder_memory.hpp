@@ -1,26 +1,24 @@
 // The recorder's memory of devices: of the process, and mapped by others; see driver_recorder.cpp.
 //
-// An allocation is a file without a name, which other processes open through /proc while this one
-// lives; no name is left behind, however a process ends. A second mapping of it lies elsewhere, so
-// that ranks which are threads can do as processes do (CUDA itself maps no handle of the own
-// process). A page behind the memory counts the mappings: what is freed before all others have
-// unmapped it is a mistake that CUDA does not report.
+// An allocation is a file that all can open (recorder_file.hpp). A second mapping of it lies
+// elsewhere, so that ranks which are threads can do as processes do (CUDA itself maps no handle of
+// the own process). A page behind the memory counts the mappings: what is freed before all others
+// have unmapped it is a mistake that CUDA does not report.
 #pragma once
 
-#include <fcntl.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
-#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 
 #include "nccl_recorder_streams.hpp"
+#include "recorder_file.hpp"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -33,18 +31,12 @@ struct Handle {
 class Memory {
  public:
   std::byte* allocate(std::size_t bytes) {
-    const std::size_t size = pages(bytes) + kPage;
-#ifdef __linux__
-    const int file = memfd_create("recorder", 0);
-#else
-    const int file = -1;  // there is no CUDA IPC either
-#endif
-    if (file < 0 || ftruncate(file, static_cast<off_t>(size)) != 0) return nullptr;
-    std::byte* start = map_file(file, size);
+    File file = File::make(pages(bytes) + kPage);
+    std::byte* start = file ? file.map() : nullptr;
     if (start == nullptr) return nullptr;
     std::memset(start, 0xa5, std::min<std::size_t>(bytes, kPoisoned));  // nobody promises zeros
     const std::lock_guard lock(mutex_);
-    own_[start] = {file, size};
+    own_[start] = std::move(file);
     return start;
   }
 
@@ -52,10 +44,10 @@ class Memory {
     const std::lock_guard lock(mutex_);
     const auto found = own_.find(start);
     if (found == own_.end()) return false;
-    const int users = counter(start, found->second.size).load();
+    const std::size_t size = found->second.bytes();
+    const int users = counter(start, size).load();
     if (users > 0) note("mismatch: freed while " + std::to_string(users) + " had it mapped");
-    munmap(start, found->second.size);
-    close(found->second.file);
+    munmap(start, size);
     own_.erase(found);
     return true;
   }
@@ -64,21 +56,17 @@ class Memory {
     const std::lock_guard lock(mutex_);
     const auto found = own_.find(start);
     if (found == own_.end()) return false;
+    const std::string& name = found->second.name();
     handle = {};
-    std::snprintf(handle.reserved, sizeof handle.reserved, "/proc/%d/fd/%d %zu", getpid(),
-                  found->second.file, found->second.size);
-    return true;
+    name.copy(handle.reserved, sizeof handle.reserved - 1);
+    return name.size() < sizeof handle.reserved;
   }
 
   std::byte* map(const Handle& handle) {
-    char path[sizeof handle.reserved];
-    std::size_t size = 0;
-    if (std::sscanf(handle.reserved, "%63s %zu", path, &size) != 2) return nullptr;
-    const int file = open(path, O_RDWR);
-    if (file < 0) return nullptr;
-    std::byte* start = map_file(file, size);
-    close(file);
+    const File file = File::open(handle.reserved);
+    std::byte* start = file ? file.map() : nullptr;
     if (start == nullptr) return nullptr;
+    const std::size_t size = file.bytes();
     ++counter(start, size);
     const std::lock_guard lock(mutex_);
     mapped_[start] = size;
@@ -99,7 +87,7 @@ class Memory {
   bool owns(const std::byte* address) {
     const std::lock_guard lock(mutex_);
     auto next = own_.upper_bound(const_cast<std::byte*>(address));
-    return next != own_.begin() && address < (--next)->first + next->second.size;
+    return next != own_.begin() && address < (--next)->first + next->second.bytes();
   }
 
   int blocks() {
@@ -108,23 +96,15 @@ class Memory {
   }
 
  private:
-  struct Block {
-    int file = -1;
-    std::size_t size = 0;
-  };
   static constexpr std::size_t kPage = 4096, kPoisoned = 1 << 16;
 
   static std::size_t pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
-  static std::byte* map_file(int file, std::size_t size) {
-    void* start = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    return start == MAP_FAILED ? nullptr : static_cast<std::byte*>(start);
-  }
   static std::atomic_ref<int> counter(std::byte* start, std::size_t size) {
     return std::atomic_ref(*reinterpret_cast<int*>(start + size - kPage));
   }
 
   std::mutex mutex_;
-  std::map<std::byte*, Block> own_;
+  std::map<std::byte*, File> own_;
   std::map<std::byte*, std::size_t> mapped_;
 };
 

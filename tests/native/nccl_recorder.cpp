@@ -1,12 +1,13 @@
 // The recorder's NCCL; driver_recorder.cpp is its CUDA driver, and says what a recorder is. Ranks
-// are threads. As in NCCL with communicators that do not block, a thread puts a group on its stream
-// some time after ncclGroupEnd: an event recorded too early does not cover it.
+// are threads or processes of one machine: what one gives, others read from a file in memory, also
+// within a process. As in NCCL with communicators that do not block, a thread puts a group on its
+// stream some time after ncclGroupEnd: an event recorded too early does not cover it.
 #include <atomic>
 #include <chrono>
-#include <cstdio>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
 #include <thread>
 #include <utility>
@@ -14,7 +15,7 @@
 
 #include "comm/nccl_abi.hpp"
 #include "driver_recorder_memory.hpp"
-#include "nccl_recorder_hub.hpp"
+#include "nccl_recorder_member.hpp"
 #include "nccl_recorder_streams.hpp"
 
 using pydist::comm::NcclComm;
@@ -22,16 +23,45 @@ using pydist::comm::NcclConfig;
 using pydist::comm::NcclUniqueId;
 using namespace recorder;
 
+struct pydist::comm::NcclComm {
+  std::shared_ptr<Member> member;  // until it is destroyed or aborted
+  std::string id;
+  std::atomic<int> polls = 1;  // that still find it in progress
+  std::atomic<bool> issuing = false;
+  std::thread issuer = {};
+  std::mutex mutex = {};
+
+  // Groups on a stream keep it as well.
+  std::shared_ptr<Member> get() {
+    const std::lock_guard lock(mutex);
+    return member;
+  }
+  void drop() {
+    const std::lock_guard lock(mutex);
+    member = nullptr;
+  }
+  void join() {
+    if (issuer.joinable()) issuer.join();
+  }
+};
+
 namespace {
 
 int version_shown = 23203;
 std::atomic<long> abort_us = 0;  // that an abort takes
 int failing_send = 0;            // the result of the next ncclSend, if not 0
+std::string last_error;          // of no communicator
 
-std::mutex joining;
-std::map<std::string, std::shared_ptr<Hub>> hubs;
-// All that there were, kept to the end: a stream may be at work for one that was destroyed.
-auto& comms = *new std::vector<pydist::comm::NcclComm*>;
+std::mutex offering;
+// Boards that this process has made, by the names under which others find them until all have.
+auto& offers = *new std::map<std::string, File>;
+// All that there were, kept to the end: a thread may ask for one that another has aborted.
+auto& comms = *new std::vector<NcclComm*>;
+
+void withdraw(const std::string& id) {
+  const std::lock_guard lock(offering);
+  offers.erase(id);
+}
 
 struct Group {
   bool open = false;
@@ -41,6 +71,11 @@ thread_local Group group;
 
 NcclResult add(NcclComm* comm, Stream* stream, const Call& call, const char* name) {
   if (!group.open) return NcclResult::kInvalidUsage;
+  const auto member = comm->get();
+  if (member == nullptr || call.peer < 0 || call.peer >= member->size() ||
+      size_of(call.type) == 0) {
+    return NcclResult::kInvalidArgument;
+  }
   note(std::string(name) + " " + std::to_string(call.count) + " on " + name_of(stream));
   group.calls[{comm, stream}].push_back(call);
   return NcclResult::kSuccess;
@@ -66,58 +101,70 @@ EXPORT NcclResult ncclGetVersion(int* version) {
   return *version = version_shown, NcclResult::kSuccess;
 }
 EXPORT NcclResult ncclGetUniqueId(NcclUniqueId* id) {
-  static std::atomic<int> count = 0;
   *id = {};
-  std::snprintf(id->internal, sizeof id->internal, "recorder %d", count++);
+  File file = File::make(sizeof(Board));
+  std::byte* start = file ? file.map() : nullptr;
+  if (start == nullptr || file.name().size() >= sizeof id->internal)
+    return NcclResult::kSystemError;
+  munmap(new (start) Board(), sizeof(Board));
+  file.name().copy(id->internal, sizeof id->internal - 1);
+  const std::lock_guard lock(offering);
+  offers[file.name()] = std::move(file);
   return NcclResult::kSuccess;
 }
 EXPORT const char* ncclGetErrorString(NcclResult result) {
   return result == NcclResult::kInvalidUsage ? "invalid usage" : "recorded error";
 }
-EXPORT const char* ncclGetLastError(NcclComm*) { return last_error.c_str(); }
+EXPORT const char* ncclGetLastError(NcclComm* comm) {
+  static thread_local std::string copy;
+  const auto member = comm == nullptr ? nullptr : comm->get();
+  copy = member == nullptr ? "" : member->why();
+  return copy.empty() ? last_error.c_str() : copy.c_str();
+}
 EXPORT NcclResult ncclCommInitRankConfig(NcclComm** comm, int size, NcclUniqueId id, int rank,
                                          NcclConfig* config) {
-  if (config->size != 24 || config->magic != 0xcafebeef || config->blocking != 0) {
+  if (config->size != 24 || config->magic != 0xcafebeef || config->blocking != 0 ||
+      size > Board::kMost || rank < 0 || rank >= size) {
     return NcclResult::kInvalidArgument;
   }
-  const std::lock_guard lock(joining);
-  std::shared_ptr<Hub>& hub = hubs[id.internal];
-  if (!hub) hub = std::make_shared<Hub>();
-  ++hub->joined;
-  comms.push_back(*comm = new NcclComm(hub, rank, size));
+  const File file = File::open(id.internal);
+  auto* board = file ? reinterpret_cast<Board*>(file.map()) : nullptr;
+  if (board == nullptr) return NcclResult::kRemoteError;  // who made it has gone
+  *comm = new NcclComm{std::make_shared<Member>(*board, rank, size), id.internal};
+  const std::lock_guard lock(offering);
+  comms.push_back(*comm);
   return NcclResult::kInProgress;
 }
 EXPORT NcclResult ncclCommGetAsyncError(NcclComm* comm, NcclResult* state) {
-  *state = NcclResult::kInProgress;
-  std::unique_lock lock(comm->hub->mutex);
-  if (comm->hub->ended) {
-    const bool own = comm->hub->failure != NcclResult::kSuccess;
-    *state = own ? comm->hub->failure : NcclResult::kRemoteError;
-  } else {
-    const std::lock_guard counting(joining);
-    if (comm->hub->joined < comm->size || comm->polls-- > 0) return NcclResult::kSuccess;
-    comm->polls = 0;
-    *state = NcclResult::kSuccess;
+  const auto member = comm->get();
+  *state = member == nullptr ? NcclResult::kRemoteError : member->state();
+  if (*state != NcclResult::kSuccess) return NcclResult::kSuccess;
+  if (!member->complete() || comm->issuing) {
+    *state = NcclResult::kInProgress;
+  } else if (comm->polls > 0) {
+    --comm->polls;
+    withdraw(comm->id);
+    *state = NcclResult::kInProgress;
   }
-  if (comm->issuing && *state == NcclResult::kSuccess) *state = NcclResult::kInProgress;
   return NcclResult::kSuccess;
 }
+static std::atomic<bool> graphs_held = false;  // NCCL waits here for them to be destroyed
+EXPORT void recorder_hold_graphs(int held) { graphs_held = held != 0; }
 EXPORT NcclResult ncclCommFinalize(NcclComm* comm) {
-  return comm->polls = 1, NcclResult::kInProgress;
+  return comm->polls = graphs_held ? 1 << 30 : 1, NcclResult::kInProgress;
 }
 EXPORT NcclResult ncclCommDestroy(NcclComm* comm) {
   comm->join();
+  comm->drop();
   return note("destroy"), NcclResult::kSuccess;
 }
 EXPORT NcclResult ncclCommAbort(NcclComm* comm) {
   note("abort");
   std::this_thread::sleep_for(std::chrono::microseconds(abort_us.load()));
-  {
-    const std::lock_guard lock(comm->hub->mutex);
-    comm->hub->ended = true;
-    comm->hub->changed.notify_all();
-  }
+  withdraw(comm->id);
+  comm->get()->abort();
   comm->join();
+  comm->drop();
   return NcclResult::kSuccess;
 }
 EXPORT NcclResult ncclGroupStart() {
@@ -130,13 +177,14 @@ EXPORT NcclResult ncclGroupEnd() {
   group.open = false;
   for (auto& [key, calls] : group.calls) {
     const auto [comm, stream] = key;
-    comm->issuing = true;
     comm->join();
+    comm->issuing = true;
     comm->issuer = std::thread([comm = comm, stream = stream, calls = std::move(calls)] {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
-      comm->connect(calls);
+      const auto member = comm->get();
+      member->connect(calls);
       note("issued");
-      stream->put([comm, calls] { comm->run(calls); });
+      stream->put([member, calls] { member->run(calls); });
       comm->issuing = false;
     });
   }

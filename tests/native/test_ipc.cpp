@@ -165,6 +165,35 @@ TEST(Ipc, LongMessagesGetBlocksOfTheirOwnAndShortOnesShareThem) {
   rank.memory->release();
 }
 
+TEST(Ipc, WhoComesSecondSeesThatTheFirstStartedAnother) {
+  IpcOrder one(1, 3), two(2, 3);
+  one.meet(2, two.place());
+  two.meet(1, one.place());
+  const std::uint32_t a1 = one.new_channel(), b1 = one.new_channel();
+  two.new_channel();
+  const std::uint32_t a2 = two.new_channel(), b2 = two.new_channel();
+  for (std::uint32_t round = 0; round < 2 * IpcOrder::kKept; ++round) {
+    const bool ahead = round % 3 == 0;  // either may come first
+    const bool first = !ahead || one.note(2, a1, a2);
+    EXPECT_TRUE(first && two.note(1, a2, a1));
+    EXPECT_TRUE(ahead || one.note(2, a1, a2));
+  }
+  EXPECT_TRUE(one.note(2, a1, a2));
+  EXPECT_TRUE(one.note(2, b1, b2));  // far ahead
+  EXPECT_FALSE(two.note(1, b2, b1));
+  EXPECT_FALSE(two.note(1, a2, a1));
+  EXPECT_TRUE(two.note(0, a2, 1)) << "rank 0 has not been met";
+}
+
+TEST(Ipc, NotesOfAnotherProcessAreNotTakenForAPeers) {
+  IpcOrder own(0, 2), other(1, 2);
+  IpcNotesPlace place = other.place();
+  EXPECT_TRUE(other.note(0, 5, 1));
+  place.key ^= 1;
+  own.meet(1, place);
+  EXPECT_TRUE(own.note(1, 1, 2));
+}
+
 TEST(Ipc, MessagesThatDoNotMatchAreRefused) {
   const Rank zero(0, 2), one(1, 2);
   std::vector<int> buffer(4);

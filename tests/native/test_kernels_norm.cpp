@@ -52,7 +52,7 @@ struct Case {
     const double slopes[] = {1, 0, 0.125};
     test.slope = slopes[random.between(0, 2)];
     test.learned = random.chance(0.3);
-    test.parts = random.between(1, 5);
+    test.parts = random.chance(0.1) ? random.between(256, 600) : random.between(1, 5);
     const auto fill = [&](auto& array, index_t count, double middle) {
       using Element = typename std::remove_reference_t<decltype(array)>::value_type;
       for (index_t i = 0; i < count; ++i) {
@@ -168,7 +168,7 @@ void emulated(Kernel kernel, const NormProblem& problem, launch::ThreadOrder ord
   const auto sum = [&]<bool kMoments, kernels::Activation kActivation>() {
     launch::emulate_tiles(kernels::NormSumsBody<kMoments, kActivation, Storage>::make(problem),
                           order);
-    runs(kernels::NormMergeBody<kMoments>{problem}, launch::kWarp);
+    launch::emulate_tiles(kernels::NormMergeBody<kMoments>{{}, problem}, order);
   };
   const auto write = [&]<bool kForward, kernels::Activation kActivation>() {
     const auto run = [&](const auto& body) { runs(body, body.run_length()); };

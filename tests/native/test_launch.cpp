@@ -3,6 +3,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <thread>
@@ -74,6 +75,28 @@ TEST(Emulator, VisitsEachThreadOnceInEachOrder) {
     std::vector<int> visits(50);
     in_order(order, 50, [&](index_t i) { ++visits[static_cast<std::size_t>(i)]; });
     EXPECT_EQ(visits, std::vector<int>(50, 1));
+  }
+}
+
+TEST(LaneLoop, ReadsAheadOfWhatItWrites) {
+  for (const int lanes : {1, 4, 32}) {
+    for (const index_t count : {0, 1, 7, 31, 32, 33, 200}) {
+      std::vector<int> writes(static_cast<std::size_t>(count));
+      int ahead = 0, most = 0;
+      for (int lane = 0; lane < lanes; ++lane) {
+        LaneLoop{lane, lanes}(count, Move{[&](index_t j) {
+                                            most = std::max(most, ++ahead);
+                                            return std::array<index_t, 2>{j, -j};
+                                          },
+                                          [&](index_t j, const std::array<index_t, 2>& read) {
+                                            --ahead;
+                                            EXPECT_EQ(read[0], j);
+                                            ++writes[static_cast<std::size_t>(j)];
+                                          }});
+      }
+      EXPECT_EQ(writes, std::vector<int>(static_cast<std::size_t>(count), 1));
+      EXPECT_EQ(most, std::min<index_t>(ceil_div(count, lanes), 4));  // 64 bytes
+    }
   }
 }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pydist.comm.held import HeldGradients
-from pydist.comm.local import LocalTransport
-from pydist.comm.scattered import Family
+from pydist.comm import LocalTransport
+from pydist.comm.gradients.held import HeldGradients
+from pydist.comm.gradients.scattered import Family
 from pydist.errors import NotSupported
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh

@@ -15,7 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW
 
 from pydist import parallelize
-from pydist.comm.scattered import ScatteredGradient
+from pydist.comm.gradients.scattered import ScatteredGradient
 from pydist.errors import NotSupported
 from pydist.optim import gather_gradients, sharded
 

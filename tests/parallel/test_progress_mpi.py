@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pydist.comm import Transport
-from pydist.comm.progress import VARIABLE
+from pydist.comm.transports.mpi.progress import VARIABLE
 
 pytestmark = pytest.mark.ranks(2, mpi=("openmpi", "mpich"))
 
@@ -57,7 +57,7 @@ def test_calls_of_progress_move_what_is_under_way(world, task):
 def test_a_thread_moves_what_is_under_way(world, task, monkeypatch):
     from mpi4py import MPI
 
-    from pydist.comm.mpi import MpiTransport
+    from pydist.comm.transports.mpi.transport import MpiTransport
 
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         pytest.skip("this MPI may be called by one thread only")

@@ -9,7 +9,7 @@ import torch
 from networks import loss_of, small
 from torch import nn
 
-import pydist.comm.buckets
+import pydist.comm.gradients.buckets
 from pydist import Mesh, parallelize
 from pydist.optim import ShardedOptimizer, gather_gradients, sharded
 
@@ -33,7 +33,7 @@ def train(mesh, use, steps=5):
 @pytest.mark.parametrize("limit", [1, 2000])
 @pytest.mark.parametrize(("data", "spatial"), [(2, (2, 1, 1)), (1, (4, 1, 1))])
 def test_a_shared_step_is_the_unshared_one(world, data, spatial, limit, monkeypatch):
-    monkeypatch.setattr(pydist.comm.buckets, "ALONE_BYTES", limit)
+    monkeypatch.setattr(pydist.comm.gradients.buckets, "ALONE_BYTES", limit)
     mesh = Mesh(world, data, spatial)
     model, optimizer = train(mesh, "always")
     assert isinstance(optimizer, ShardedOptimizer)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from transport_contract import CHECKS, Check
 
-from pydist.comm import Transport, nccl_place
+from pydist.comm import Transport
+from pydist.comm.transports.nccl import place as nccl_place
 from pydist.errors import NotSupported, UsageError
 from pydist.runtime import connect
 
@@ -30,7 +31,7 @@ def short_messages(world: Transport, monkeypatch: pytest.MonkeyPatch) -> Iterato
     """Messages beyond 2 GiB are cut; here those beyond 24 bytes are, by the same code."""
     if world.name != "mpi":
         pytest.skip("only MPI counts in C ints")
-    monkeypatch.setattr("pydist.comm.mpi.MAX_BYTES", 24)
+    monkeypatch.setattr("pydist.comm.transports.mpi.messages.MAX_BYTES", 24)
     world.barrier()
     yield
     world.barrier()
@@ -100,9 +101,9 @@ def test_every_call_of_cuda_mpi_waits_for_the_stream(cuda_mpi: Transport) -> Non
 
 @pytest.mark.usefixtures("cuda_mpi")
 def test_a_library_that_is_not_cuda_aware_is_refused() -> None:
-    from pydist.comm import cuda_aware
+    from pydist.comm.transports.cuda_mpi import awareness
 
-    if cuda_aware.query() == 1:
+    if awareness.query() == 1:
         pytest.skip("this one is CUDA-aware")
     reason = r"(Open MPI|MPICH) v?[\d.]+ is not CUDA-aware \(MPIX_Query_cuda_support gives 0\)"
     with pytest.raises(NotSupported, match=f"'cuda-mpi' .*: rank 0 on .*: {reason}; use 'nccl'"):
@@ -111,7 +112,7 @@ def test_a_library_that_is_not_cuda_aware_is_refused() -> None:
 
 @pytest.mark.usefixtures("cuda_mpi")
 def test_what_a_library_says_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pydist.comm import cuda_aware
+    from pydist.comm.transports.cuda_mpi import awareness
 
     for kinds, answer, reason in (
         ("mpi,system,cuda:device", None, ""),
@@ -120,10 +121,10 @@ def test_what_a_library_says_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", None, "does not say that it is CUDA-aware"),
         ("rocm,cudart", None, "does not say that it is CUDA-aware"),
     ):
-        monkeypatch.setattr(cuda_aware, "memory_kinds", lambda kinds=kinds: kinds)
-        monkeypatch.setattr(cuda_aware, "query", lambda answer=answer: answer)
-        assert reason in cuda_aware.missing()
-        assert bool(reason) == bool(cuda_aware.missing())
+        monkeypatch.setattr(awareness, "memory_kinds", lambda kinds=kinds: kinds)
+        monkeypatch.setattr(awareness, "query", lambda answer=answer: answer)
+        assert reason in awareness.missing()
+        assert bool(reason) == bool(awareness.missing())
 
 
 @pytest.mark.skipif(nccl_place.device_missing() == "", reason="there is a GPU")

@@ -21,7 +21,7 @@ from torch import nn
 import pydist.profile
 from pydist import Mesh, layout_for_sample, parallelize, run_local
 from pydist.backend.choice import ConvKernels
-from pydist.comm.local import LocalChannel, LocalTransport
+from pydist.comm.transports.local.transport import LocalChannel, LocalTransport
 from pydist.profile import Profiler, profiler
 from pydist.profile.clock import MAIN_STREAM, DeviceClock
 from pydist.profile.recorder import HALO_WAIT, IN_FLIGHT, SpanRecorder

@@ -18,8 +18,8 @@ from torch import nn
 
 from pydist import Mesh, layout_for_sample, parallelize, run_local
 from pydist.backend.choice import ConvKernels
-from pydist.comm import local
-from pydist.comm.latency import Latency
+from pydist.comm.transports.local import run
+from pydist.comm.transports.local.latency import Latency
 
 LATENCY = 0.02
 STEPS = 3
@@ -63,7 +63,7 @@ class Ledger(Latency):
 @pytest.fixture
 def ledger(monkeypatch) -> Ledger:
     made = Ledger(LATENCY)
-    monkeypatch.setattr(local, "Latency", lambda seconds: made)
+    monkeypatch.setattr(run, "Latency", lambda seconds: made)
     return made
 
 

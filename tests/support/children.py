@@ -15,7 +15,7 @@ def child_environment(**variables: str) -> dict[str, str]:
     from there, where an installed one is to be tested.
     """
     package = Path(pydist.__path__[0]).parent
-    place = (
-        {} if package.name in ("site-packages", "dist-packages") else {"PYTHONPATH": str(package)}
-    )
-    return {**os.environ, **place, **variables}
+    if package.name in ("site-packages", "dist-packages"):
+        return {**os.environ, **variables}
+    path = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables}

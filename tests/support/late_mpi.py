@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transport_contract import equal
 
-from pydist.comm.cuda_mpi import CudaMpiTransport
+from pydist.comm.transports.cuda_mpi.transport import CudaMpiTransport
 
 
 class OnHostMemory(CudaMpiTransport):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pydist import Mesh, ShardedTensor
-from pydist.comm.adjoints import mean_ranks
+from pydist.comm.exchange.adjoints import mean_ranks
 from pydist.errors import NotSupported
 from pydist.mesh import SPATIAL_AXES
 

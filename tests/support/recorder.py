@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from queue import Queue
 
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from pydist import _native as native
 from pydist.comm import LocalTransport, Transport, run_local
-from pydist.comm.ipc import IpcTransport
-from pydist.comm.ipc_channel import IpcLinks
-from pydist.comm.ipc_place import IpcPlace, agree
-from pydist.comm.nccl import NcclTransport
-from pydist.comm.nccl_device import DeviceTransport
-from pydist.comm.nccl_place import Place
+from pydist.comm.transports.ipc.channel import IpcLinks
+from pydist.comm.transports.ipc.place import IpcPlace, agree
+from pydist.comm.transports.ipc.transport import IpcTransport
+from pydist.comm.transports.nccl.device import DeviceTransport
+from pydist.comm.transports.nccl.place import Place
+from pydist.comm.transports.nccl.transport import NcclTransport
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -74,6 +75,10 @@ class Recorder:
         """Makes an abort return late."""
         self._calls.recorder_abort_takes(int(seconds * 1e6))
 
+    def hold_graphs(self, held: bool) -> None:
+        """Makes NCCL wait where a group closes, as for graphs that hold operations of it."""
+        self._calls.recorder_hold_graphs(int(held))
+
     def fail_next_copy(self, status: int) -> None:
         self._calls.recorder_fail_next_copy(status)
 
@@ -93,6 +98,15 @@ class Recorder:
         )
 
 
+def shared_memory() -> int:
+    """Open files and mappings of this process by which a recorder reaches other ranks."""
+    places = Path("/proc/self/maps").read_text().splitlines()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the one that lists the others
+            places.append(str(path.readlink()))
+    return sum("memfd:recorder" in place for place in places)
+
+
 class OnHostMemory(DeviceTransport):
     """Its stream 0 is the calling thread itself."""
 
@@ -106,7 +120,7 @@ class RecordedTransport(NcclTransport):
     recorder: Recorder
 
     @classmethod
-    def of(cls, recorder: Recorder, host: LocalTransport) -> RecordedTransport:
+    def of(cls, recorder: Recorder, host: Transport) -> RecordedTransport:
         cls.recorder = recorder
         return cls(host, Place(recorder.nccl(), recorder.driver, CPU))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +30,7 @@ def tree(tmp_path: Path) -> Path:
     program(
         tmp_path / "bin/python3",
         f'case $1 in tools/*) exec "{sys.executable}" "$@" ;; '
-        '-m) echo "3 passed, 1 skipped" ;; esac',
+        '-m) echo "$@"; echo "3 passed, 1 skipped" ;; esac',
     )
     return tmp_path
 
@@ -54,14 +55,22 @@ def parts_of(folder: Path) -> dict[str, dict]:
 
 
 PARTS = [
-    "build", "kernels", "tests", "memcheck", "gpu_step", "gpu_boundary", "gpu_pack", "racecheck",
-    "gpu_overlap", "gpu_shards", "initcheck", "synccheck", "gpu_input",
+    "build", "kernels", "tests_kernels", "tests_operators", "tests_steps", "tests_ranks",
+    "memcheck", "gpu_step", "gpu_boundary", "gpu_pack", "racecheck", "gpu_overlap", "gpu_shards",
+    "initcheck", "synccheck", "gpu_input",
 ]  # fmt: skip
 
 
 def test_every_gpu_benchmark_is_run():
     scripts = {path.stem for path in (ROOT / "benchmarks/python").glob("gpu_*.py")}
     assert scripts == {name for name in PARTS if name.startswith("gpu_")}
+
+
+def test_every_gpu_test_is_run(tree):
+    run(tree, str(tree / "out"))
+    said = "".join((tree / f"out/logs/{name}.log").read_text() for name in PARTS)
+    modules = re.findall(r"tests/gpu/(\w+)\.py", said)
+    assert sorted(modules) == sorted(p.stem for p in (ROOT / "tests/gpu").glob("test_*.py"))
 
 
 def test_without_a_gpu_it_is_one_line_and_exit_code_2(tree):
@@ -83,10 +92,16 @@ def test_all_parts_are_run_and_counted(tree):
     assert list(parts) == PARTS
     assert {part["verdict"] for part in parts.values()} == {"passed"}
     assert parts["kernels"]["passed"] == 40
-    assert (parts["tests"]["passed"], parts["tests"]["skipped"]) == (3, 1)
+    assert (parts["tests_ranks"]["passed"], parts["tests_ranks"]["skipped"]) == (3, 1)
     assert parts["memcheck"]["errors"] == 0
     assert "-DPYDIST_CUDA_ARCHITECTURES=90" in (tree / "out/logs/build.log").read_text()
-    assert "13 of 13 parts passed" in found.stdout
+    assert "16 of 16 parts passed" in found.stdout
+
+
+def test_parts_can_be_run_alone(tree):
+    found = run(tree, str(tree / "out"), GPU_CHECK_PARTS="gpu_step tests_ranks")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert list(parts_of(tree / "out")) == ["tests_ranks", "gpu_step"]
 
 
 def test_a_failure_is_shown_and_does_not_end_it(tree):
@@ -97,7 +112,14 @@ def test_a_failure_is_shown_and_does_not_end_it(tree):
     assert list(parts) == PARTS
     assert (parts["racecheck"]["verdict"], parts["racecheck"]["errors"]) == ("FAILED", 2)
     assert parts["gpu_input"]["verdict"] == "passed"
-    assert "9 of 13 parts passed" in found.stdout
+    assert "12 of 16 parts passed" in found.stdout
+
+
+def test_what_is_out_of_time_still_says_what_it_has_found(tree):
+    program(tree / "tools/dev-build", "trap 'echo found; exit 2' INT; sleep 60 & wait")
+    run(tree, str(tree / "out"), GPU_CHECK_SECONDS="6")
+    assert parts_of(tree / "out")["build"]["verdict"] == "out of time"
+    assert (tree / "out/logs/build.log").read_text() == "found\n"
 
 
 def test_what_there_is_no_time_for_is_told(tree):

@@ -16,10 +16,8 @@ from torch.optim import Adam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training import change, job
 
-from pydist.comm import run_local
-from pydist.comm.handles import Work
-from pydist.comm.local import LocalTransport
-from pydist.comm.reducer import Reducer
+from pydist.comm import LocalTransport, Work, run_local
+from pydist.comm.gradients.reducer import Reducer
 from pydist.data.loader import Batch
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost
 from pydist.mesh import Mesh

@@ -10,8 +10,7 @@ from torch.optim import SGD, Adam
 from training import change, job
 
 from pydist import _native as native
-from pydist.comm import run_local
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport, run_local
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.ops.pointwise.keyed import ReplayedKeys
@@ -96,7 +95,7 @@ def test_steps_of_other_sizes_start_the_count_anew(monkeypatch):
         taken.append(scale)
 
     plain.mesh = SimpleNamespace(size=1)
-    step = graph.GraphedStep(plain, "auto", print)
+    step = graph.GraphedStep(plain, "always", print)
     for size in [4] * graph.WARMUP + [3] + [4] * (graph.WARMUP + 1):
         step(SimpleNamespace(global_size=size, loss_scale=size / 8))
     assert sizes == [4], "after so many steps of one size, and not before"

@@ -11,8 +11,7 @@ import pytest
 import torch
 from training import change, job
 
-from pydist.comm import run_local
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport, run_local
 from pydist.data import UniverseOptions, generate_universes
 from pydist.errors import (
     CheckpointError,

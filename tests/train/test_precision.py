@@ -12,7 +12,7 @@ from networks import initialised
 from torch import nn
 
 from pydist import parallelize
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
 
 X, TARGET = randn(2, 2, 12, 6, 5).float(), randn(2, 3, seed=1).float()
 

@@ -20,12 +20,13 @@ from pydist.backend.slab_library import rectify_
 from pydist.errors import UsageError
 from pydist.ops.convolution.finish import finish_
 from pydist.ops.convolution.rectified import PendingRectifier, may_wait, rectified
+from pydist.ops.convolution.slab_kernels import as_read
 from pydist.ops.windows import Window
 from pydist.partition import Box, subtract
 from pydist.tensor import ShardedTensor, adopt_local
 
 if TYPE_CHECKING:
-    from pydist.comm.exchanger import Pending
+    from pydist.comm.exchange.exchanger import Pending
     from pydist.ops.convolution.correction import CorrectionPlan
     from pydist.ops.convolution.slab_kernels import SlabKernels
 
@@ -211,7 +212,7 @@ class PendingBoundary:
                 outputs.fill_(math.nan)  # should somebody go on in spite of the error
         elif outputs is not None:
             with timers.measure("boundary", self._layer):
-                kernel = weight.detach().contiguous()
+                kernel = as_read(weight.detach())
                 for slab, part, lo, slope in self._steps(outputs, at_once):
                     where = halo.slots[slab].lo[2:], lo
                     received = self.slabs[slab]

@@ -118,7 +118,7 @@ class _ConvPlan:
             behind = bias_behind(local, bias)
             shard = compute(local, adds_bias=behind is None)
             return shard, PendingOutputs(shard, behind)
-        channels_last = self._chooser.kernels_ahead(weight).channels_last
+        channels_last = self._chooser.kernels_ahead(local_of(input), weight).channels_last
         shard = self._plan.apply(compute, input, channels_last=channels_last)
         return shard, PendingOutputs(shard)
 

@@ -131,7 +131,7 @@ class _TransposedPlan:
             plan = self._correction
             return corrected_transposed(x, weight, bias, plan, lambda: self._recomputation)
         if self._gathers:
-            x = self._gatherer(x, self._chooser.kernels_ahead(weight).channels_last)
+            x = self._gatherer(x, self._chooser.kernels_ahead(x, weight).channels_last)
         out = self.out.box
         starts, extents = [piece.front for piece in self._pieces], list(out.shape[2:])
         if out.empty:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist.backend.choice import ConvKernels
-from pydist.comm.adjoints import begin_backward
+from pydist.comm.exchange.adjoints import begin_backward
 from pydist.ops.convolution.boundary import BoundaryPieces, PendingBoundary
 from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (
@@ -25,7 +25,7 @@ from pydist.ops.convolution.local_conv import (
     differentiable,
     unpadded_conv,
 )
-from pydist.ops.convolution.slab_kernels import SlabChooser, SlabKernels
+from pydist.ops.convolution.slab_kernels import SlabChooser, SlabKernels, as_read
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box
 
@@ -120,7 +120,7 @@ class _CorrectedConv(Function):
         if for_weight:
             # All of wgrad comes first: the halo has the longer to travel.
             with timers.measure("wgrad", layer):
-                grad_weight = kernels.run_wgrad(x, grad, weight).contiguous()
+                grad_weight = as_read(kernels.run_wgrad(x, grad, weight))
             plan.mesh.world.progress()
             out_lo = plan.plan.out.box.lo[2:]
             with timers.measure("boundary", layer):
@@ -133,7 +133,7 @@ class _CorrectedConv(Function):
             slabs = exchanges.receive(exchanges.grad_halo, pending, grad, layer)
             in_lo = plan.plan.layout.box.lo[2:]
             with timers.measure("boundary", layer):
-                kernel = weight.contiguous()
+                kernel = as_read(weight)
                 received = zip(slabs, exchanges.grad_halo.slots, strict=True)
                 for i, (slab, box) in enumerate(received):
                     slab_kernels.add("dgrad", i, slab, kernel, grad_x, box.lo[2:], in_lo)

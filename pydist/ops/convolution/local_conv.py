@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,15 @@ from pydist.backend.choice import ConvKernels, by_rule, choose
 from pydist.backend.conv import padded
 from pydist.backend.problem import ConvProblem
 from pydist.mesh import Mesh
+from pydist.ops.formats import all_channels_last
 from pydist.timers import Timers
 
 
 class ConvChooser:
     """Finds the kernels of one convolution when it first runs, and keeps them.
+
+    On a device there is one kernel, torch's, which takes either memory format: that of the first
+    operands stays, as it does with torch.
 
     Args:
         problems: what each rank of the sample group computes.
@@ -31,19 +36,34 @@ class ConvChooser:
 
     def kernels(self, x: Tensor, weight: Tensor) -> ConvKernels:
         """The kernels. Collective over the sample group, as the convolution itself is."""
+        if self._chosen is None and self._ruled.problem.device != "cpu":
+            self._chosen = self._of_device(x, weight)
         if self._chosen is None:
             # Evaluation takes what is remembered, and else has no choice worth measuring.
             learns = torch.is_grad_enabled() and weight.requires_grad
             self._chosen = choose(self._problems, self._mesh.sample, x, weight, learns)
         return self._chosen or self._ruled
 
-    def kernels_ahead(self, weight: Tensor) -> ConvKernels:
-        """The kernels, before there is an input: what is measured is measured on ones."""
+    def kernels_ahead(self, shard: Tensor, weight: Tensor) -> ConvKernels:
+        """The kernels, before there is an input: what is measured is measured on ones.
+
+        Args:
+            shard: that the input is made from.
+            weight: as of `kernels`.
+        """
+        problem = self._ruled.problem
+        if self._chosen is None and problem.device != "cpu":
+            self._chosen = self._of_device(shard, weight)
         if self._chosen is not None:
             return self._chosen
-        problem = self._ruled.problem
         ones = weight.new_ones((), dtype=problem.dtype).expand(problem.input)
         return self.kernels(ones, weight.view(problem.weight))
+
+    def _of_device(self, x: Tensor, weight: Tensor) -> ConvKernels:
+        lies = all_channels_last(x, self._mesh, weight)
+        # cuDNN has none of these in float64.
+        keeps = self._ruled.problem.dtype != torch.float64
+        return replace(self._ruled, channels_last=lies and keeps)
 
 
 class _LocalConv(Function):

@@ -152,7 +152,7 @@ def local_transposed(
         x, weight = x.unsqueeze(2), weight.unsqueeze(2)
         wanted = (0, *starts), (1, *extents)
         return local_transposed(x, weight, bias, chooser, mesh, *wanted).squeeze(2)
-    kernels = chooser.kernels_ahead(weight)
+    kernels = chooser.kernels_ahead(x, weight)
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)
     return _LocalTransposed.apply(x, weight, bias, kernels, mesh, starts, extents)

@@ -13,6 +13,15 @@ from pydist.ops.windows import WindowPlan
 from pydist.partition import Box
 
 
+def as_read(weight: Tensor) -> Tensor:
+    """The weight, or its gradient, as the slabs' kernels go through it.
+
+    On a CPU its rows lie together. Tensor cores read channels that lie together, as the activations
+    do: there it stays as it is.
+    """
+    return weight if weight.is_cuda else weight.contiguous()
+
+
 class SlabKernels:
     """The kernel of every slab, by role.
 

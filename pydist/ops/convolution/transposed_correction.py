@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist.backend.choice import ConvKernels
-from pydist.comm.adjoints import begin_backward
+from pydist.comm.exchange.adjoints import begin_backward
 from pydist.ops.convolution.correction import CorrectionPlan
 from pydist.ops.convolution.local_conv import bias_gradient
 from pydist.ops.convolution.local_transposed import second_order, transposed_by_torch
-from pydist.ops.convolution.slab_kernels import SlabKernels
+from pydist.ops.convolution.slab_kernels import SlabKernels, as_read
 from pydist.ops.gathering import BoxGatherer
 
 
@@ -59,7 +59,7 @@ class _CorrectedTransposed(Function):
         slabs = exchanges.receive(halo, pending, x)
         lo = plan.plan.layout.box.lo[2:]
         with timers.measure("boundary"):
-            kernel = weight.detach().contiguous()
+            kernel = as_read(weight.detach())
             for i, (slab, box) in enumerate(zip(slabs, halo.slots, strict=True)):
                 slab_kernels.add("dgrad", i, slab, kernel, y, box.lo[2:], lo)
         ctx.plan, ctx.kernels, ctx.recomputation = plan, kernels, recomputation
@@ -88,7 +88,7 @@ class _CorrectedTransposed(Function):
         if for_weight:
             # All of wgrad comes first: the halo has the longer to travel.
             with timers.measure("wgrad", layer):
-                grad_weight = kernels.run_wgrad(grad, x, weight).contiguous()
+                grad_weight = as_read(kernels.run_wgrad(grad, x, weight))
             plan.mesh.world.progress()
             with timers.measure("boundary", layer):
                 received = zip(ctx.slabs, exchanges.grad_halo.slots, strict=True)
@@ -99,7 +99,7 @@ class _CorrectedTransposed(Function):
                 grad_x = kernels.run_forward(grad, weight, None)
             slabs = exchanges.receive(exchanges.halo, pending, grad, layer)
             with timers.measure("boundary", layer):
-                kernel = weight.contiguous()
+                kernel = as_read(weight)
                 for i, (slab, box) in enumerate(zip(slabs, exchanges.halo.slots, strict=True)):
                     slab_kernels.add("forward", i, slab, kernel, grad_x, box.lo[2:], in_lo)
         grad_bias = bias_gradient(grad) if for_bias else None
@@ -137,7 +137,7 @@ def corrected_transposed(
     Returns:
         The shard [N, Co, D', H', W'] of the result.
     """
-    kernels = plan.chooser.kernels_ahead(weight)
+    kernels = plan.chooser.kernels_ahead(x, weight)
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)
     slab_kernels = plan.slab_chooser.kernels(x, weight, kernels.channels_last)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from pydist.comm.adjoints import begin_backward, enter, sum_ranks
+from pydist.comm.exchange.adjoints import begin_backward, enter, sum_ranks
 from pydist.ops.convolution.local_conv import differentiable
 from pydist.ops.handover import Handover
 from pydist.ops.normalization.norm_plan import NormPlan

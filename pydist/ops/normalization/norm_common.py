@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.comm.transport import Transport
+from pydist.comm import Transport
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.empty import with_elements, without_added

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from pydist.comm.transport import Transport
+from pydist.comm import Transport
 from pydist.layout import Layout
 from pydist.mesh import Mesh
 from pydist.ops.constants import Constant

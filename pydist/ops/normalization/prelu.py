@@ -90,6 +90,8 @@ class _Prelu(Function):
         rest = (None,) * 4
         if torch.is_grad_enabled():
             return (*_by_composition(ctx, grad), *rest)
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            ctx.y = None  # as what is saved, which the engine lets go of now
         for_y, for_slope, *_ = ctx.needs_input_grad
         grad, transform = strided_like(grad, x), Transform(values)
         sums = gradient_sums(grad, x, transform)

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist._loader import native
-from pydist.comm.adjoints import begin_backward, exchange_marker
-from pydist.comm.exchanger import in_memory
+from pydist.comm.exchange.adjoints import begin_backward, exchange_marker
+from pydist.comm.exchange.exchanger import in_memory
 from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of, start
 from pydist.ops.windows import Window, WindowPlan

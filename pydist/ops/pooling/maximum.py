@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist._loader import native
-from pydist.comm.adjoints import begin_backward, with_true_gradient
-from pydist.comm.exchanger import in_memory
+from pydist.comm.exchange.adjoints import begin_backward, with_true_gradient
+from pydist.comm.exchange.exchanger import in_memory
 from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, in_3d, lo_of
 from pydist.ops.windows import WindowPlan

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.comm.adjoints import gather_box, with_true_gradient
-from pydist.comm.exchanger import Exchanger
+from pydist.comm.exchange.adjoints import gather_box, with_true_gradient
+from pydist.comm.exchange.exchanger import Exchanger
 from pydist.errors import UsageError
 from pydist.layout import Layout, Split
 from pydist.ops.redistribute import operand_for

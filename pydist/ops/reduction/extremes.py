@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pydist.comm.adjoints import sum_ranks
-from pydist.comm.transport import ReduceOp
+from pydist.comm import ReduceOp
+from pydist.comm.exchange.adjoints import sum_ranks
 from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.reduction.reduce import Dims, axes_of, is_local, reduced_dims, result_of

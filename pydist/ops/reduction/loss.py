@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import _reduction as legacy
 
-from pydist.comm.transport import WIDER
+from pydist.comm.interface.reduction import WIDER
 from pydist.layout import Layout
 from pydist.ops.pointwise.elementwise import broadcast_layout
 from pydist.ops.redistribute import operand_for, refuse_shard_shaped

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.adjoints import sum_ranks
-from pydist.comm.transport import WIDER
+from pydist.comm.exchange.adjoints import sum_ranks
+from pydist.comm.interface.reduction import WIDER
 from pydist.layout import Layout
 from pydist.ops.dims import canonical, canonical_all, numpy_names
 from pydist.ops.pointwise.elementwise import elementwise

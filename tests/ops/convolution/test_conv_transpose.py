@@ -23,8 +23,8 @@ from networks import initialised
 from strategies import cuts
 from torch import nn
 
-from pydist.comm.adjoints import mean_ranks
-from pydist.comm.exchanger import Exchanger
+from pydist.comm.exchange.adjoints import mean_ranks
+from pydist.comm.exchange.exchanger import Exchanger
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import SPATIAL_AXES
 from pydist.ops import gathering

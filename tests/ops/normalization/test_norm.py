@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
 from pydist.errors import UsageError
 
 POINTS = {

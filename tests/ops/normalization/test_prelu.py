@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cuts
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
@@ -251,6 +252,29 @@ def test_gradient_of_the_slope_alone_keeps_none_on_the_way():
         (alone,) = torch.autograd.grad(loss, x, retain_graph=True)
         loss.backward()
         torch.testing.assert_close(x.grad.full_tensor(), alone.full_tensor())
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_norm_that_was_asked_for_goes_with_what_backward_frees():
+    def body(mesh):
+        x = shard(randn(1, 2, 8, 4, 4), layout_for_sample(mesh, (1, 2, 8, 4, 4)))
+        slope = torch.full((2,), 0.2, dtype=torch.float64, requires_grad=True)
+        y = F.instance_norm(x * 1.0)
+        loss = F.prelu(y, slope).square().sum() + y.sum()
+        memory = StorageWeakRef(y.to_local().untyped_storage())
+        del y
+        loss.backward(retain_graph=True)
+        assert not memory.expired(), "the graph may be asked again, for second derivatives too"
+        (first,) = torch.autograd.grad(loss, x, create_graph=True)
+        torch.testing.assert_close(x.grad.full_tensor(), first.full_tensor().detach())
+        (second,) = torch.autograd.grad(first.square().sum(), x, retain_graph=True)
+        assert second.full_tensor().abs().max() > 0
+        del first, second
+        loss.backward()
+        assert memory.expired()
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
 
     on_ranks((2, 1, 1), body)
 

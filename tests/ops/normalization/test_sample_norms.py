@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import ShardedTensor, distribute_tensor, parallelize
-from pydist.comm.local import LocalTransport
+from pydist.comm import LocalTransport
 from pydist.errors import NotSupported, UsageError
 
 EMPTY = [[0, 2, 5], [0, 1, 4], [0, 0, 3]]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from strategies import cuts
 from torch import nn
 
-from pydist.comm.exchanger import Exchanger
+from pydist.comm.exchange.exchanger import Exchanger
 from pydist.errors import NotSupported, UsageError
 
 MODES = ["constant", "reflect", "replicate", "circular"]

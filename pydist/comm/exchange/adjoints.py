@@ -1,0 +1,264 @@
+"""Exchanges as autograd functions, in closed pairs of a map and its adjoint.
+
+The convention, for everything that users see: a gradient is the true one on every rank, whether the
+tensor is cut, held alike by several ranks, or plain. Only a parameter's gradient is anything whose
+*mean over all ranks* is the true one, as under DDP; the reducer forms that mean.
+
+In between, on the way from a result back to an operand that several ranks hold alike, each of them
+has a part: there too the mean over these ranks is the true one. The adjoints are
+
+======================  =====================================================
+forward                 backward
+======================  =====================================================
+identity (`enter`)      × a factor (replicas before / replicas after)
+identity                mean over the ranks that hold the value
+(`with_true_gradient`)
+sum over ranks          mean over the sample group, sum over data groups
+gather boxes            add back along the messages, × rep(A) / rep(B)
+======================  =====================================================
+
+and the backward of each right-hand side is the left-hand side *without* factors, but for the mean,
+which is its own. So what users see is true to second order.
+
+The mean is taken where a tensor that ranks hold alike enters a call that uses its axes, on all of
+them at the same place of backward. So nothing that shows a gradient (a hook, `retain_grad`,
+`autograd.grad`) communicates, and it may be there on one rank alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from pydist.comm.exchange.exchanger import in_memory
+
+if TYPE_CHECKING:
+    from pydist.comm.exchange.exchanger import Exchanger
+    from pydist.comm.interface.transport import Transport
+    from pydist.mesh import Mesh
+
+
+def exchange_marker() -> Tensor:
+    """What every exchange saves for its backward, and reads there before it communicates.
+
+    Non-reentrant checkpointing recomputes a region when the first saved tensor of it is read. A
+    rank with an empty shard may save nothing else, would not recompute, and so would miss the
+    exchanges that the others repeat.
+    """
+    return torch.empty(0)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return in_memory(x).clone(memory_format=torch.contiguous_format)
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Scale.apply(grad, ctx.factor), None
+
+
+class _Scale(Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return grad * factor
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, None]:
+        return _Enter.apply(x, ctx.factor), None
+
+
+def enter(x: Tensor, factor: float) -> Tensor:
+    """A value held `factor` times as often as the result it goes into; its gradient × factor."""
+    if factor == 1 or not x.requires_grad or not torch.is_grad_enabled():
+        return x
+    return _Enter.apply(x, factor)
+
+
+class _SumRanks(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, group: Transport, weight: float, mesh: Mesh, part: str
+    ) -> Tensor:
+        ctx.args = group, weight, mesh, part
+        ctx.save_for_backward(exchange_marker())
+        with mesh.timers.measure(part):
+            total = _copy(x)
+            group.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        begin_backward(ctx.args[2])
+        return _AverageBack.apply(grad, *ctx.args), None, None, None, None
+
+
+class _AverageBack(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, group: Transport, weight: float, mesh: Mesh, part: str
+    ) -> Tensor:
+        ctx.args = group, weight, mesh, part
+        ctx.save_for_backward(exchange_marker())
+        with mesh.timers.measure(part):
+            total = _copy(grad)
+            group.all_reduce(total)
+        return total.mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        begin_backward(ctx.args[2])
+        return _SumRanks.apply(x, *ctx.args), None, None, None, None
+
+
+def sum_ranks(x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "statistics") -> Tensor:
+    """The sum of `x` over the ranks along `axes`, the same on all of them.
+
+    With the data axis among `axes` the adjoint sums over the sample groups, as the loss of each of
+    them depends on the result.
+    """
+    group = mesh.group(axes)
+    if group.size == 1:
+        return x
+    in_sample = group.size
+    if "data" in axes:
+        in_sample //= mesh.data_size
+    return _SumRanks.apply(x, group, 1.0 / in_sample, mesh, part)
+
+
+class _MeanRanks(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str) -> Tensor:
+        ctx.args = mesh, axes, part
+        ctx.save_for_backward(exchange_marker())
+        group = mesh.group(axes)
+        with mesh.timers.measure(part):
+            total = _copy(x)
+            group.all_reduce(total)
+        return total.div_(group.size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        begin_backward(ctx.args[0])
+        return _MeanRanks.apply(grad, *ctx.args), None, None, None
+
+
+def mean_ranks(x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "redistribute") -> Tensor:
+    """The mean over the ranks along `axes`; its own adjoint.
+
+    It turns a gradient whose mean is the true one into the true one.
+    """
+    return _MeanRanks.apply(x, mesh, axes, part) if mesh.group(axes).size > 1 else x
+
+
+class _TrueGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        ctx.args = mesh, axes
+        ctx.save_for_backward(exchange_marker())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        begin_backward(ctx.args[0])
+        return mean_ranks(grad, *ctx.args), None, None
+
+
+def with_true_gradient(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    """A value that the ranks along `axes` hold alike, where it enters what differs between them.
+
+    Its gradient becomes the mean over these ranks: one all-reduce of its size in backward.
+    """
+    if not x.requires_grad or mesh.group(axes).size == 1:
+        return x
+    return _TrueGradient.apply(x, mesh, axes)
+
+
+class _Gather(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        local: Tensor,
+        exchanger: Exchanger,
+        weight: float,
+        mesh: Mesh,
+        part: str,
+    ) -> Tensor:
+        ctx.args = exchanger, weight, mesh, part
+        ctx.save_for_backward(exchange_marker())
+        slot = exchanger.empty_slots(local)[0].zero_()
+        with mesh.timers.measure(part):
+            exchanger.gather(local, [slot])
+        return slot
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        exchanger, weight, mesh, part = ctx.args
+        begin_backward(mesh)
+        grad = _AddBack.apply(grad, exchanger, weight, mesh, part)
+        return grad, None, None, None, None
+
+
+class _AddBack(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, exchanger: Exchanger, weight: float, mesh: Mesh, part: str
+    ) -> Tensor:
+        ctx.args = exchanger, weight, mesh, part
+        ctx.save_for_backward(exchange_marker())
+        local = exchanger.empty_shard(grad).zero_()
+        with mesh.timers.measure(part):
+            exchanger.add_back([grad], local)
+        return local if weight == 1 else local.mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Any, ...]:
+        _ = ctx.saved_tensors
+        exchanger, weight, mesh, part = ctx.args
+        begin_backward(mesh)
+        return _Gather.apply(x, exchanger, weight, mesh, part), None, None, None, None
+
+
+def gather_box(
+    local: Tensor,
+    exchanger: Exchanger,
+    mesh: Mesh,
+    *,
+    weight: float = 1.0,
+    part: str = "halo",
+) -> Tensor:
+    """The one box that this rank asked for, from its owners; 0 outside the global domain.
+
+    Args:
+        local: this rank's shard.
+        exchanger: with one slot a rank; its memory format is that of the result.
+        mesh: for the timers and the end of backward.
+        weight: rep(A) / rep(B) of a redistribution from layout A to layout B; 1 for halos.
+        part: under which name the time is counted.
+    """
+    return _Gather.apply(local, exchanger, weight, mesh, part)
+
+
+def begin_backward(mesh: Mesh) -> None:
+    """Tells the mesh's gradient reducers that a backward pass is running.
+
+    Called by every exchange's backward, since a rank without work may reach no parameter.
+    """
+    for reference in mesh.reducers:
+        reducer = reference()
+        if reducer is not None:
+            reducer.expect_end_of_backward()

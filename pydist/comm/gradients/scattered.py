@@ -1,0 +1,249 @@
+"""What stands in the place of a gradient of which each rank has its own part only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pydist.errors import NotSupported
+
+if TYPE_CHECKING:
+    from pydist.comm.interface.transport import Transport
+
+
+class Family:
+    """The scattered gradients of one backward, in the same order on all ranks."""
+
+    def __init__(self, transport: Transport) -> None:
+        """Starts with none; `transport` connects the ranks that have the parts."""
+        self.transport = transport
+        self._pieces: list[Tensor] = []
+        self._norms: dict[float, Tensor] = {}
+
+    def add(self, piece: Tensor) -> int:
+        """Takes up a gradient by this rank's part of it; returns its place in the order."""
+        self._pieces.append(piece)
+        return len(self._pieces) - 1
+
+    def norm(self, member: int, order: float) -> Tensor:
+        """The norm of one whole gradient, in fp64 on its device, equal on all ranks.
+
+        Collective: at the first call those of the whole family are found, with one message.
+        """
+        if not order > 0:
+            raise _refusal(f"norm of order {order:g}")
+        if order not in self._norms:
+            total = torch.stack([_norm_of_piece(piece, order) for piece in self._pieces])
+            if order == float("inf"):
+                self.transport.all_reduce(total, "max")
+            else:
+                total = total.pow(order)
+                self.transport.all_reduce(total)
+                total = total.pow(1 / order)
+            self._norms[order] = total
+        return self._norms[order][member]
+
+    def forget_norms(self) -> None:
+        """One of the gradients has changed."""
+        self._norms.clear()
+
+
+def _norm_of_piece(piece: Tensor, order: float) -> Tensor:
+    if not piece.numel():  # of which torch refuses some norms
+        return piece.new_zeros((), dtype=torch.float64)
+    return torch.linalg.vector_norm(piece, order, dtype=torch.float64)
+
+
+_Handler = Callable[..., Any]
+_HANDLERS: dict[Any, _Handler] = {}
+# What is known of a gradient without its numbers.
+_METADATA = {
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf",
+        "is_sparse", "is_cpu", "is_cuda", "is_meta", "is_quantized", "is_nested", "itemsize",
+    )
+} | {
+    getattr(Tensor, name)
+    for name in (
+        "size", "dim", "numel", "stride", "element_size", "is_floating_point", "is_complex",
+        "requires_grad_", "detach_",
+    )
+}  # fmt: skip
+
+
+class ScatteredGradient(Tensor):
+    """A parameter's gradient after backward, where the optimizer's step is shared by the ranks.
+
+    It has the shape of the gradient and no numbers: each rank has the mean over all ranks for its
+    own part. `clip_grad_norm_`, `clip_grad_value_`, `GradScaler` and `zero_grad` find what they
+    need; all ranks call them, as they ask the others. Whatever else wants numbers is refused:
+    `pydist.optim.gather_gradients` makes ordinary gradients of all.
+    """
+
+    piece: Tensor
+    """The mean, of the part of this rank: elements in the order of memory, shape [n], n >= 0."""
+    pending: Tensor | None
+    """What this rank has accumulated since, under `no_sync`; the next backward reduces it."""
+    family: Family
+    member: int
+    """Which one of the family it is."""
+
+    @staticmethod
+    def __new__(cls, parameter: Tensor, piece: Tensor, family: Family) -> ScatteredGradient:
+        """Stands for the gradient of `parameter`."""
+        made: ScatteredGradient = Tensor._make_wrapper_subclass(
+            cls,
+            parameter.shape,
+            strides=parameter.stride(),
+            dtype=parameter.dtype,
+            device=parameter.device,
+        )
+        made.piece, made.pending, made.family = piece, None, family
+        made.member = family.add(piece)
+        return made
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ScatteredGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise _refusal(getattr(func, "__name__", str(func)))
+        return handler(func, *args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        raise _refusal(str(func))
+
+
+def _refusal(what: str) -> NotSupported:
+    return NotSupported(
+        f"{what} of a gradient of which each rank has a part, as the optimizer's step is shared by "
+        "the ranks (pydist.optim.sharded): call pydist.optim.gather_gradients(model) before, on "
+        "all ranks"
+    )
+
+
+def _handles(*functions: Any) -> Callable[[_Handler], _Handler]:
+    def register(handler: _Handler) -> _Handler:
+        _HANDLERS.update(dict.fromkeys(functions, handler))
+        return handler
+
+    return register
+
+
+@_handles(Tensor.__repr__)
+def _repr(_: Any, grad: ScatteredGradient, **__: Any) -> str:
+    return ScatteredGradient.__repr__(grad)
+
+
+@_handles(Tensor.zero_)
+def _zero(_: Any, grad: ScatteredGradient) -> ScatteredGradient:
+    grad.piece.zero_()
+    grad.pending = None
+    grad.family.forget_norms()
+    return grad
+
+
+@_handles(torch._foreach_zero_)
+def _zero_all(_: Any, grads: Sequence[Tensor]) -> None:
+    for grad in grads:
+        grad.zero_()
+
+
+@_handles(Tensor.mul_, Tensor.div_, Tensor.__imul__, Tensor.__itruediv__, Tensor.clamp_)
+def _elementwise(func: Any, grad: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """An element-wise change in place: that of the part."""
+    given = (*args, *kwargs.values())
+    if not isinstance(grad, ScatteredGradient) or not all(map(_is_number, given)):
+        raise _refusal(func.__name__)
+    for tensor in _numbers([grad], linear=func is not Tensor.clamp_):
+        func(tensor, *args, **kwargs)
+    return grad
+
+
+@_handles(torch._foreach_mul_, torch._foreach_div_)
+def _scale_all(func: Any, grads: Sequence[Tensor], other: Any) -> None:
+    if not _is_number(other):
+        raise _refusal(func.__name__)
+    func(_numbers(grads, linear=True), other)
+
+
+@_handles(torch._foreach_clamp_min_, torch._foreach_clamp_max_)
+def _clamp_all(func: Any, grads: Sequence[Tensor], bound: Any) -> None:
+    if not _is_number(bound):
+        raise _refusal(func.__name__)
+    func(_numbers(grads, linear=False), bound)
+
+
+@_handles(torch._amp_foreach_non_finite_check_and_unscale_)
+def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What `GradScaler` does; whether a number is infinite counts on all ranks."""
+    func(_numbers(grads, linear=True), found_inf, inv_scale)
+    family = next(grad.family for grad in grads if isinstance(grad, ScatteredGradient))
+    family.transport.all_reduce(found_inf, "max")
+
+
+@_handles(torch.linalg.vector_norm)
+def _norm(_: Any, grad: ScatteredGradient, ord: float = 2.0) -> Tensor:
+    refuse_pending(grad)
+    return grad.family.norm(grad.member, float(ord)).to(grad.dtype)
+
+
+@_handles(torch._foreach_norm)
+def _norm_all(_: Any, grads: Sequence[Tensor], ord: float = 2.0) -> list[Tensor]:
+    return [torch.linalg.vector_norm(grad, ord) for grad in grads]
+
+
+def _numbers(grads: Iterable[Tensor], *, linear: bool) -> list[Tensor]:
+    """The tensors of this rank that a change in place changes, if that is `linear` or not."""
+    found = []
+    for grad in grads:
+        if not isinstance(grad, ScatteredGradient):
+            found.append(grad)
+            continue
+        grad.family.forget_norms()
+        found.append(grad.piece)
+        if grad.pending is not None:
+            if not linear:
+                refuse_pending(grad)
+            found.append(grad.pending)
+    return found
+
+
+def refuse_pending(grad: ScatteredGradient) -> None:
+    """Refuses a gradient of which the ranks have not exchanged all."""
+    if grad.pending is not None:
+        raise NotSupported(
+            "gradients to which a backward() under no_sync() was added, while the optimizer's step "
+            "is shared by the ranks: they are known after the next backward() outside of no_sync()"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, ScatteredGradient):
+        return False
+    return (
+        value is None
+        or isinstance(value, int | float)
+        or (isinstance(value, Tensor) and value.dim() == 0)
+    )

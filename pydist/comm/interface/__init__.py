@@ -1,0 +1,1 @@
+"""What every transport is: its operations, and what those that take time return."""

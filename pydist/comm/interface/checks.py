@@ -1,0 +1,59 @@
+"""What the public operations ask of their arguments, and the one line that says what is wrong."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from pydist.comm.interface.reduction import ReduceOp
+from pydist.errors import UsageError
+
+_REDUCE_OPS = get_args(ReduceOp)
+
+_DTYPES = frozenset(
+    {
+        torch.float16, torch.bfloat16, torch.float32, torch.float64,
+        torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool,
+    }
+)  # fmt: skip
+
+
+def check_elements(call: str, tensor: Tensor) -> None:
+    """Refuses tensors that are not contiguous, and dtypes that can't be sent."""
+    if not tensor.is_contiguous():
+        raise UsageError(
+            f"{call}: tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
+            " is not contiguous"
+        )
+    if tensor.dtype not in _DTYPES:
+        raise UsageError(f"{call}: dtype {tensor.dtype} can't be sent")
+
+
+def check_like(call: str, given: Tensor, wanted: Tensor) -> None:
+    """Refuses another dtype or number of elements."""
+    if given.numel() != wanted.numel() or given.dtype != wanted.dtype:
+        raise UsageError(
+            f"{call}: {given.dtype} of shape {tuple(given.shape)} does not match"
+            f" {wanted.dtype} of shape {tuple(wanted.shape)}"
+        )
+
+
+def check_op(op: str) -> None:
+    """Refuses what is no `ReduceOp`."""
+    if op not in _REDUCE_OPS:
+        raise UsageError(f"all_reduce: op '{op}' is none of {', '.join(_REDUCE_OPS)}")
+
+
+def check_peer(rank: int, size: int) -> None:
+    """Refuses ranks outside a group of so many."""
+    if not 0 <= rank < size:
+        raise UsageError(f"rank {rank} is outside the group of {size} ranks")
+
+
+def check_tag(tag: int) -> None:
+    """Refuses tags that some library can't carry."""
+    # The MPI standard promises tags up to 32767 and no more.
+    if not 0 <= tag < 1 << 15:
+        raise UsageError(f"tag {tag} is outside [0, {1 << 15})")

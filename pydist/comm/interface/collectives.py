@@ -1,0 +1,220 @@
+"""The collectives of a transport, as they are called: checked, trivial cases done, handed on.
+
+They match by the order in which each rank calls them, and every rank passes the same dtype and
+count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pydist.comm.interface.checks import check_like, check_op, check_peer
+from pydist.comm.interface.handles import Work
+from pydist.comm.interface.primitives import Primitives
+from pydist.comm.interface.reduction import ReduceOp, divide
+from pydist.errors import UsageError
+
+
+class Collectives(Primitives):
+    """What all ranks of a group do together; see `Transport`."""
+
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+        if self.size > 1:
+            self._barrier()
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Overwrite the tensor on every rank with that of `root`."""
+        self._check("broadcast", tensor)
+        check_peer(root, self.size)
+        if self.size > 1:
+            self._broadcast(tensor.detach(), root)
+
+    def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
+        """Collect tensors of equal shape on `root`.
+
+        Returns:
+            On `root` one new tensor a rank, in rank order; None elsewhere.
+        """
+        self._check("gather", tensor)
+        check_peer(root, self.size)
+        if self.size == 1:
+            return [tensor.detach().clone()]
+        return self._gather(tensor.detach(), root)
+
+    def scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int = 0) -> None:
+        """Hand out one tensor to each rank.
+
+        Args:
+            tensors: on `root` one tensor a rank, all of the shape of `out`; None elsewhere.
+            out: overwritten with this rank's tensor.
+            root: the rank that has the tensors.
+        """
+        self._check("scatter", out)
+        check_peer(root, self.size)
+        if self.rank == root:
+            if tensors is None or len(tensors) != self.size:
+                given = "None" if tensors is None else f"{len(tensors)} tensors"
+                raise UsageError(
+                    f"scatter: root needs {self.size} tensors, one a rank; got {given}"
+                )
+            for each in tensors:
+                self._check("scatter", each)
+                check_like("scatter", each, out)
+            tensors = [each.detach() for each in tensors]
+        if self.size == 1:
+            assert tensors is not None
+            out.detach().copy_(tensors[0])
+            return
+        self._scatter(tensors if self.rank == root else None, out.detach(), root)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Collect tensors of equal shape on every rank.
+
+        Returns:
+            A new tensor of shape [size, *tensor.shape], in rank order.
+        """
+        self._check("all_gather", tensor)
+        out = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if self.size == 1:
+            out[0].copy_(tensor.detach())
+        else:
+            self._tell(tensor)
+            self._all_gather(tensor.detach(), out)
+        return out
+
+    def all_gather_async(
+        self, tensor: Tensor, out: Tensor, counts: Sequence[int] | None = None
+    ) -> Work:
+        """Start collecting one slice a rank, in rank order.
+
+        Args:
+            tensor: this rank's slice; it may be its place in `out` itself.
+            out: takes the slices, one behind the other, whatever its shape.
+            counts: elements of each rank's slice, >= 0; equal ones if None.
+
+        Returns:
+            `out` is complete when its `wait` has returned. All ranks start their collectives in
+            one order; they may wait in any.
+        """
+        flat, parts = self._slices("all_gather_async", out, tensor, counts)
+        mine, own = tensor.detach().view(-1), parts[self.rank]
+        if mine.data_ptr() != own.data_ptr():
+            own.copy_(mine)
+        if self.size == 1:
+            return Work()
+        self._tell(tensor)
+        return self._all_gather_async(own, parts, flat)
+
+    def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Every rank sends one tensor to every rank; sizes may differ and may be zero.
+
+        Args:
+            inputs: inputs[r] goes to rank r.
+            outputs: outputs[r] is overwritten with what rank r sent here; of the same byte count.
+        """
+        for what, tensors in (("inputs", inputs), ("outputs", outputs)):
+            if len(tensors) != self.size:
+                raise UsageError(f"all_to_all: {len(tensors)} {what} for {self.size} ranks")
+            for each in tensors:
+                self._check(f"all_to_all {what}", each)
+        check_like("all_to_all", inputs[self.rank], outputs[self.rank])
+        outputs[self.rank].detach().copy_(inputs[self.rank].detach().view(outputs[self.rank].shape))
+        if self.size > 1:
+            self._all_to_all_async(
+                [each.detach() for each in inputs], [each.detach() for each in outputs]
+            ).wait()
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks, and hand one slice of the sum to each.
+
+        Args:
+            tensor: [size, *shape]; slice r is this rank's contribution to rank r.
+
+        Returns:
+            A new tensor of `shape`: the sum over ranks of their slices for this rank.
+        """
+        self._check("reduce_scatter", tensor)
+        if tensor.dim() < 1 or tensor.shape[0] != self.size:
+            raise UsageError(
+                f"reduce_scatter: shape {tuple(tensor.shape)} must begin with the number of ranks,"
+                f" {self.size}"
+            )
+        out = torch.empty_like(tensor[0], requires_grad=False)
+        self.reduce_scatter_async(tensor, out).wait()
+        return out
+
+    def reduce_scatter_async(
+        self,
+        tensor: Tensor,
+        out: Tensor,
+        counts: Sequence[int] | None = None,
+        divisor: int = 1,
+    ) -> Work:
+        """Start summing over ranks; each gets one slice of the sum.
+
+        Args:
+            tensor: one slice for each rank, one behind the other, whatever its shape.
+            out: takes the sum over ranks of their slices for this rank. float16 and bfloat16 are
+                summed in float32, narrow integers in wider ones. It shares no memory with `tensor`.
+            counts: elements of each rank's slice, >= 0; equal ones if None.
+            divisor: sums of floats are divided by it, before they are rounded.
+
+        Returns:
+            `out` is complete, and `tensor` free, when its `wait` has returned. All ranks start
+            their collectives in one order; they may wait in any.
+        """
+        flat, parts = self._slices("reduce_scatter_async", tensor, out, counts)
+        if self.size == 1:
+            divide(out.detach().view(-1).copy_(flat), divisor)
+            return Work()
+        return self._reduce_scatter_async(parts, out.detach().view(-1), divisor)
+
+    def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
+        """Reduce over ranks, in place, with the same bits on every rank.
+
+        Args:
+            tensor: any shape. On bool, "sum" and "max" mean "any", "min" means "all".
+            op: "sum", "max" or "min"; the latter two propagate NaN, as torch does.
+        """
+        self._check("all_reduce", tensor)
+        check_op(op)
+        if self.size > 1:
+            self._tell(tensor)
+            self._all_reduce(tensor.detach(), op)
+
+    def all_reduce_async(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
+        """Start `all_reduce`. The result is in `tensor` when `wait` of the returned has returned.
+
+        All ranks start their collectives in one order; they may wait in any.
+        """
+        self._check("all_reduce", tensor)
+        check_op(op)
+        if self.size == 1:
+            return Work()
+        self._tell(tensor)
+        return self._all_reduce_async(tensor.detach(), op)
+
+    def _tell(self, tensor: Tensor) -> None:
+        if self.watcher is not None:
+            self.watcher(tensor)
+
+    def _slices(
+        self, call: str, whole: Tensor, part: Tensor, counts: Sequence[int] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """`whole` as one row, and the slice of each rank in it; `part` fits that of this one."""
+        self._check(call, whole)
+        self._check(call, part)
+        if counts is None:
+            counts = [part.numel()] * self.size
+        fits = len(counts) == self.size and part.numel() == counts[self.rank]
+        if not fits or whole.numel() != sum(counts) or whole.dtype != part.dtype:
+            raise UsageError(
+                f"{call}: {whole.numel()} elements of {whole.dtype} in all and {part.numel()} of "
+                f"{part.dtype} here do not fit counts {list(counts)} for {self.size} ranks"
+            )
+        flat = whole.detach().view(-1)
+        return flat, list(flat.split(list(counts)))

@@ -1,0 +1,62 @@
+"""What reductions over ranks have in common: operations, dtypes, and the sum in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pydist.comm.interface.handles import Work
+
+ReduceOp = Literal["sum", "max", "min"]
+
+WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+    torch.bool: torch.uint8,
+}
+"""The dtype in which elements of a narrow one are reduced; the result is rounded once."""
+
+
+class SliceSum(Work):
+    """Slices of all ranks on their way here, to be summed in rank order, whoever is asked."""
+
+    def __init__(self, work: Work, slices: Sequence[Tensor], out: Tensor, divisor: int) -> None:
+        """Sum what `work` brings.
+
+        Args:
+            work: fills the slices.
+            slices: one a rank, in rank order, of the dtype of `out`.
+            out: takes the sum.
+            divisor: sums of floats are divided by it, before they are rounded.
+        """
+        self._pending: tuple[Work, Sequence[Tensor], Tensor] | None = (work, slices, out)
+        self._divisor = divisor
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        if self._pending is None:
+            return
+        work, slices, out = self._pending
+        self._pending = None
+        work.wait()
+        wide = WIDER.get(out.dtype, out.dtype)
+        total = out if out.dtype == wide else torch.empty_like(out, dtype=wide)
+        total.copy_(slices[0])
+        for each in slices[1:]:
+            total += each.to(wide)
+        divide(total, self._divisor)
+        if total is not out:
+            out.copy_(total)
+
+
+def divide(total: Tensor, divisor: int) -> None:
+    """Divides in place."""
+    if divisor & (divisor - 1):
+        total.div_(divisor)
+    elif divisor > 1:
+        total.mul_(1 / divisor)  # the same bits, as a power of two has an exact inverse

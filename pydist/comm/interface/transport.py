@@ -1,0 +1,145 @@
+"""What carries bytes between ranks: the one interface that every transport implements.
+
+The public methods check their arguments and treat the trivial cases (one rank, derived
+operations) once, here and in `collectives`; a transport implements `primitives`, the methods with a
+leading underscore. All tensors are contiguous and lie in host memory, and every rank of a
+collective passes the same dtype and count. Collectives match by the order in which each rank calls
+them, point-to-point messages by (sender, receiver, tag) in the order in which they were sent. Only
+`nccl`, `ipc` and `cuda-mpi` take tensors of a CUDA device as well; there "complete" means that what
+the caller puts on its current stream from then on comes behind.
+
+Results are bit-identical on all ranks of the transport: replicas that diverge in the last bit
+diverge for good. float16 and bfloat16 are summed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pydist.comm.interface.checks import check_peer, check_tag
+from pydist.comm.interface.collectives import Collectives
+from pydist.comm.interface.handles import Channel
+from pydist.errors import UsageError
+
+
+class Transport(Collectives):
+    """A group of ranks that can exchange tensors; `Primitives` has its attributes."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    # -- groups -----------------------------------------------------------------------------
+
+    def split(self, color: int, key: int) -> Transport:
+        """Make one new transport for each color. Collective over this transport.
+
+        Args:
+            color: ranks with equal colors form a group.
+            key: orders the ranks within the group; ties are broken by the rank in this one.
+
+        Returns:
+            The transport of this rank's group.
+        """
+        mine = struct.pack("<qq", color, key)
+        pairs = [struct.unpack("<qq", each) for each in self.all_gather_bytes(mine)]
+        members = sorted(
+            (rank for rank in range(self.size) if pairs[rank][0] == color),
+            key=lambda rank: (pairs[rank][1], rank),
+        )
+        return self._subgroup(members)
+
+    # -- point to point ---------------------------------------------------------------------
+
+    def channel(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> Channel:
+        """Bind buffers to peers for an exchange that is repeated. Not collective.
+
+        Messages from one sender to one receiver match in the order of the lists. Two channels
+        that are under way at the same time need different tags.
+
+        Args:
+            sends: pairs of receiver and buffer.
+            recvs: pairs of sender and buffer; the byte counts equal the sender's.
+            tag: 0 <= tag < 2**15.
+
+        Raises:
+            UsageError: a peer is outside the group, or a buffer is not contiguous.
+        """
+        for what, pairs in (("send", sends), ("receive", recvs)):
+            for peer, buffer in pairs:
+                check_peer(peer, self.size)
+                self._check(f"channel ({what} buffer of rank {peer})", buffer)
+        check_tag(tag)
+        return self._channel(sends, recvs, tag)
+
+    def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
+        """Send a tensor. Buffered: returns without waiting for the receiver.
+
+        Args:
+            tensor: any shape; may be changed as soon as the call returns.
+            dest: the receiver; may be this rank.
+            tag: 0 <= tag < 2**15.
+        """
+        self._check("send", tensor)
+        check_peer(dest, self.size)
+        check_tag(tag)
+        self._send(tensor.detach(), dest, tag)
+
+    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> None:
+        """Receive into a tensor with the byte count that was sent. Blocks until it is there."""
+        self._check("recv", tensor)
+        check_peer(source, self.size)
+        check_tag(tag)
+        self._recv(tensor.detach(), source, tag)
+
+    # -- byte strings ------------------------------------------------------------------------
+
+    def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
+        """Send a byte string of any length from `root` to all ranks.
+
+        Args:
+            data: the bytes on `root`; ignored elsewhere.
+            root: the rank that has the bytes.
+
+        Returns:
+            The bytes of `root`.
+        """
+        if self.rank == root:
+            if data is None:
+                raise UsageError(f"broadcast_bytes: rank {root} is the root and has no data")
+            content = _as_tensor(data)
+        length = torch.tensor([content.numel() if self.rank == root else 0], device="cpu")
+        self.broadcast(length, root)
+        if self.rank != root:
+            content = torch.empty(int(length), dtype=torch.uint8, device="cpu")
+        self.broadcast(content, root)
+        return _as_bytes(content)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Collect a byte string of any length from every rank, in rank order."""
+        lengths = self.all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
+        padded[: len(data)] = _as_tensor(data)
+        rows = self.all_gather(padded)
+        return [_as_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    # frombuffer refuses empty buffers, and warns about ones that can't be written.
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if data
+        else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
+
+
+def _as_bytes(tensor: Tensor) -> bytes:
+    return tensor.numpy().tobytes()

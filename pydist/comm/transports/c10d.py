@@ -1,0 +1,171 @@
+"""Ranks that are processes of torch.distributed (gloo): for `torchrun`, where there is no MPI."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.reduction import ReduceOp
+from pydist.comm.transports.host import HostTransport
+from pydist.errors import UsageError
+
+_INTERNAL_TAG = 1 << 15  # above all tags that users may give
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+class C10dTransport(HostTransport):
+    """One rank of a gloo process group."""
+
+    name = "c10d"
+    concurrent = True
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, order: Sequence[int] | None = None
+    ) -> None:
+        """Use a process group.
+
+        Args:
+            group: its ranks are those of the transport; the default group, which must exist, if
+                None.
+            order: the group's ranks in the order of the transport; as they are if None.
+        """
+        chosen = group if group is not None else dist.group.WORLD
+        assert chosen is not None  # there is one: torch.distributed is initialised
+        self._group = chosen
+        self.size = dist.get_world_size(self._group)
+        self._order = list(order) if order is not None else list(range(self.size))
+        self.rank = self._order.index(dist.get_rank(self._group))
+        self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        # gloo can't send to itself: tag -> messages of this rank to this rank.
+        self._own: dict[int, deque[Tensor]] = defaultdict(deque)
+
+    def _subgroup(self, members: Sequence[int]) -> C10dTransport:
+        ranks = [dist.get_global_rank(self._group, self._order[member]) for member in members]
+        # torch sorts the ranks of a new group.
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return C10dTransport(group, [sorted(ranks).index(rank) for rank in ranks])
+
+    def _channel(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> C10dChannel:
+        return C10dChannel(self, sends, recvs, tag)
+
+    def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        while self._pending and self._pending[0][0].is_completed():
+            self._pending.popleft()
+        copy = tensor.clone()
+        if dest == self.rank:
+            self._own[tag].append(copy)
+        elif tensor.numel():
+            self._pending.append((self._isend(copy, dest, tag), copy))
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
+        if source == self.rank:
+            if not self._own[tag]:
+                raise UsageError(f"rank {source} waits for a message with tag {tag} from itself")
+            tensor.view(-1).copy_(self._own[tag].popleft().view(-1))
+        elif tensor.numel():
+            self._irecv(tensor, source, tag).wait()
+
+    def _isend(self, tensor: Tensor, dest: int, tag: int) -> dist.Work:
+        work = dist.isend(_bytes(tensor), group=self._group, group_dst=self._order[dest], tag=tag)
+        assert work is not None
+        return work
+
+    def _irecv(self, tensor: Tensor, source: int, tag: int) -> dist.Work:
+        work = dist.irecv(_bytes(tensor), group=self._group, group_src=self._order[source], tag=tag)
+        assert work is not None
+        return work
+
+    def _barrier(self) -> None:
+        dist.barrier(self._group)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        if tensor.numel():
+            dist.broadcast(_bytes(tensor), group=self._group, group_src=self._order[root])
+
+    def _exchange_async(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
+    ) -> Work:
+        works = [self._irecv(each, peer, _INTERNAL_TAG) for peer, each in recvs if each.numel()]
+        works += [self._isend(each, peer, _INTERNAL_TAG) for peer, each in sends if each.numel()]
+        return _C10dWork(works, [each for _, each in (*sends, *recvs)])
+
+    def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        dist.all_reduce(tensor, _OPS[op], group=self._group)
+
+    def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
+        work = dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True)
+        assert work is not None
+        return _C10dWork([work], [tensor])
+
+    def abort(self, reason: str, exit_code: int) -> None:
+        """End this process; the launcher, and the broken connections, end the others."""
+        del reason  # pydist.launch.failures has printed it
+        os._exit(exit_code)
+
+    def close(self) -> None:
+        """See `Transport.close`: waits for buffered sends."""
+        for work, _ in self._pending:
+            work.wait()
+        self._pending.clear()
+
+
+class _C10dWork(Work):
+    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+        self._works, self._tensors = works, tensors
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works, self._tensors = [], []
+
+
+class C10dChannel(Channel):
+    """gloo has no persistent messages: each round posts them anew."""
+
+    def __init__(
+        self,
+        transport: C10dTransport,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> None:
+        self._transport = transport
+        self._sends, self._recvs, self._tag = sends, recvs, tag
+        self._works: list[dist.Work] = []
+
+    def start(self) -> None:
+        """See `Channel.start`."""
+        transport = self._transport
+        for source, each in self._recvs:
+            if source != transport.rank and each.numel():
+                self._works.append(transport._irecv(each, source, self._tag))
+        for dest, each in self._sends:
+            if dest == transport.rank:
+                transport._own[self._tag].append(each.clone())
+            elif each.numel():
+                self._works.append(transport._isend(each, dest, self._tag))
+
+    def wait(self) -> None:
+        """See `Channel.wait`."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+        for source, each in self._recvs:
+            if source == self._transport.rank:
+                self._transport._recv(each, source, self._tag)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The same memory as bytes: gloo does not know all dtypes."""
+    return tensor.detach().view(-1).view(torch.uint8)

@@ -1,0 +1,169 @@
+"""Ranks that are MPI processes with a CUDA device each, under an MPI that takes device memory.
+
+MPI gets the addresses of tensors as they are, on the host or on a device: it tells them apart. It
+is asked before whether it can (`awareness`, beside), as one that can't would crash, or copy through
+the host unseen.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pydist.comm.interface.handles import Work
+from pydist.comm.interface.reduction import ReduceOp
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.cuda_mpi import awareness
+from pydist.comm.transports.mpi.messages import MpiChannel
+from pydist.comm.transports.mpi.progress import ProgressEngine
+from pydist.comm.transports.mpi.transport import MpiTransport
+from pydist.comm.transports.nccl.place import device_missing
+from pydist.errors import NotSupported
+
+
+class CudaMpiTransport(MpiTransport):
+    """One rank of an MPI communicator, on one CUDA device.
+
+    MPI knows no streams: it may read and write a buffer as soon as it has its address. So the host
+    waits, before every call with tensors of the device, until the caller's current stream has done
+    what was put on it. And what MPI has completed is in place for all that is put on a stream
+    later. The host's waiting keeps compute and launches from overlapping, and no CUDA graph can
+    hold an exchange: `nccl` and `ipc` have neither fault.
+    """
+
+    name = "cuda-mpi"
+    device: torch.device
+
+    def __init__(
+        self,
+        device: torch.device,
+        comm: MPI.Comm | None = None,
+        engine: ProgressEngine | None = None,
+    ) -> None:
+        """Duplicate a communicator. Collective.
+
+        Args:
+            device: whose tensors are taken, beside those of host memory.
+            comm: the ranks of the group; all of the job if None.
+            engine: what drives the messages of this process; made if None.
+        """
+        super().__init__(comm, engine)
+        self.device = device
+
+    @classmethod
+    def over(cls, host: Transport, local_rank: int) -> CudaMpiTransport:
+        """Choose this rank's device, and ask the MPI whether it takes its memory. Collective.
+
+        Args:
+            host: connects all ranks of the job; an `MpiTransport`.
+            local_rank: index among the ranks of this machine; chooses among its devices, which
+                ranks may share.
+
+        Raises:
+            NotSupported: the MPI is not CUDA-aware, or a rank has no device; the same on all ranks.
+        """
+        lacks = awareness.missing() or device_missing()
+        found = json.dumps([socket.gethostname(), lacks]).encode()
+        for rank, row in enumerate(host.all_gather_bytes(found)):
+            machine, lack = json.loads(row)
+            if lack:
+                where = f"rank {rank} on {machine}: " if host.size > 1 else ""
+                raise NotSupported(
+                    f"transport 'cuda-mpi' carries device memory: {where}{lack}; use 'nccl', or"
+                    " 'mpi', which carries host memory"
+                )
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return cls(device)
+
+    def rest(self, tensors: Sequence[Tensor]) -> None:
+        """Waits for the caller's stream, if MPI is about to touch memory of the device."""
+        if any(self._on_device(each) for each in tensors):
+            self._wait_for_stream()
+
+    def _wait_for_stream(self) -> None:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        event.synchronize()
+
+    def _on_device(self, tensor: Tensor) -> bool:
+        return tensor.is_cuda
+
+    def _subgroup(self, members: Sequence[int]) -> CudaMpiTransport:
+        part = self._comm.Split(members[0], members.index(self.rank))
+        try:
+            return type(self)(self.device, part, self._engine)
+        finally:
+            part.Free()
+
+    def _channel(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> MpiChannel:
+        return _DeviceChannel(self, sends, recvs, tag)
+
+    def _post(self, copy: Tensor, dest: int, tag: int) -> None:
+        self.rest([copy])
+        super()._post(copy, dest, tag)
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
+        self.rest([tensor])
+        super()._recv(tensor, source, tag)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        self.rest([tensor])
+        super()._broadcast(tensor, root)
+
+    def _exchange_async(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
+    ) -> Work:
+        self.rest([each for _, each in (*sends, *recvs)])
+        return super()._exchange_async(sends, recvs)
+
+    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        self.rest([tensor, out])
+        super()._all_gather(tensor, out)
+
+    def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
+        self.rest([tensor, out])
+        return super()._all_gather_async(tensor, parts, out)
+
+    def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
+        if not self._on_device(out):
+            return super()._reduce_scatter_async(parts, out, divisor)
+        # The slices are summed here, by torch: the sums of `mpi` are made by the CPU.
+        return Transport._reduce_scatter_async(self, parts, out, divisor)
+
+    def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        self.rest([tensor])
+        super()._reduce(tensor, op)
+
+    def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
+        self.rest([tensor])
+        return super()._reduce_async(tensor, op)
+
+
+class _DeviceChannel(MpiChannel):
+    """Persistent requests, which start when the caller's stream has come to them."""
+
+    def __init__(
+        self,
+        transport: CudaMpiTransport,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> None:
+        super().__init__(transport._messages, transport._engine, sends, recvs, tag)
+        self._transport, self._tensors = transport, [each for _, each in (*sends, *recvs)]
+
+    def start(self) -> None:
+        """See `Channel.start`; waits on the host for what is to be sent."""
+        self._transport.rest(self._tensors)
+        super().start()

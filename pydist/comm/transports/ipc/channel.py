@@ -1,0 +1,165 @@
+"""Exchanges by copies into the memory of other ranks' devices.
+
+The native channel (`csrc/comm/ipc_channel.hpp`) puts the copies and the flags on a stream. Here the
+ranks tell each other, once a channel, where what goes: over the host's transport.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pydist._loader import native
+from pydist.comm.interface.handles import Channel
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.nccl.device import as_messages
+from pydist.errors import RankLost
+
+
+class IpcLinks:
+    """What the channels of a group of ranks share.
+
+    Args:
+        group: the ranks and their stream.
+        offers: connects the same ranks, in host memory, and carries nothing else.
+        device: where all tensors lie.
+        seconds: within which a peer has come to an exchange with this rank, the first time.
+    """
+
+    def __init__(
+        self, group: native.IpcGroup, offers: Transport, device: torch.device, seconds: float
+    ) -> None:
+        self.group, self.offers, self.device = group, offers, device
+        self.lock = threading.RLock()  # autograd's threads and the caller take turns
+        self._seconds = seconds
+        self._first: _FirstRound | None = None  # it may not be on the stream yet
+
+    def queue(self) -> int:
+        """The caller's current stream, as CUDA numbers it."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def capturing(self) -> bool:
+        """Whether a graph is captured on it."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def keep(self, tensor: Tensor) -> None:
+        """Tells the allocator that the group's stream uses the tensor's memory."""
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.ExternalStream(self.group.stream, device=self.device))
+
+    def begin(self, first: _FirstRound) -> None:
+        """Puts an exchange on the stream as soon as its peers have been heard."""
+        self._first = first
+        first.thread.start()
+        if self.capturing():  # two threads may not add to one graph at a time
+            self.settle()
+
+    def settle(self) -> None:
+        """Returns when what has begun is on the stream: before anything else may be.
+
+        Raises:
+            RankLost: a peer has not come to it within the time limit.
+        """
+        first, self._first = self._first, None
+        if first is None:
+            return
+        first.thread.join(self._seconds)
+        if first.thread.is_alive():
+            first.failure = RankLost(
+                f"CUDA IPC: rank {self.offers.rank} of {self.offers.size}: rank {first.awaited} has"
+                f" not come to an exchange with it within {self._seconds:g} s"
+            )
+        if first.failure is not None:
+            raise first.failure
+
+    def rest(self) -> None:
+        """Returns when all exchanges are complete on the device.
+
+        Raises:
+            RankLost: another rank has not come to one of them within the time limit.
+        """
+        with self.lock:
+            self.settle()
+            self.group.rest(self._seconds)
+
+
+class _FirstRound:
+    """The first round of a channel: it waits for the offers of its peers, on a thread.
+
+    A rank starts an exchange whether or not others have come to it, and may wait for another one
+    before: so neither `start` nor a later `wait` is the place to hear them.
+    """
+
+    def __init__(self, links: IpcLinks, channel: native.IpcChannel, tag: int) -> None:
+        self._links, self._channel, self._tag = links, channel, tag
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.failure: BaseException | None = None
+        self.awaited = -1
+        """The peer that is to be heard next."""
+
+    def _run(self) -> None:
+        try:
+            for peer in self._channel.peers:
+                self.awaited = peer
+                self._channel.accept(peer, self._hear(peer))
+            self._channel.issue()
+        except BaseException as error:
+            self.failure = error
+
+    def _hear(self, peer: int) -> bytes:
+        offer = torch.empty(native.IpcChannel.OFFER_BYTES, dtype=torch.uint8, device="cpu")
+        self._links.offers.recv(offer, peer, self._tag)
+        return offer.numpy().tobytes()
+
+
+class IpcChannel(Channel):
+    """One native call puts a whole exchange on the group's stream; the host waits for nothing.
+
+    The first time, peers tell each other where to write: then the host waits for them, with a time
+    limit, where the result is awaited or where the group's next exchange starts.
+    """
+
+    def __init__(
+        self,
+        links: IpcLinks,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> None:
+        self._links, self._tag = links, tag
+        self._buffers = [each for _, each in (*sends, *recvs)]
+        for each in self._buffers:
+            links.keep(each)
+        self._native = native.IpcChannel(links.group, as_messages(sends), as_messages(recvs))
+        for peer in self._native.peers:
+            offer = torch.frombuffer(bytearray(self._native.offer(peer)), dtype=torch.uint8)
+            links.offers.send(offer, peer, tag)
+        self._first: _FirstRound | None = None
+        self._is_known = not self._native.peers
+
+    def start(self) -> None:
+        """See `Channel.start`."""
+        links = self._links
+        with links.lock:
+            links.settle()
+            self._native.start(links.queue())
+            if self._is_known:
+                self._native.issue()
+            else:
+                self._is_known = True
+                self._first = _FirstRound(links, self._native, self._tag)
+                links.begin(self._first)
+
+    def wait(self) -> None:
+        """See `Channel.wait`: the caller's current stream waits, the host does not."""
+        links = self._links
+        with links.lock:
+            if self._first is not None:
+                links.settle()
+                if self._first.failure is not None:  # seen before, where another exchange started
+                    raise self._first.failure
+                self._first = None
+            self._native.wait(links.queue())

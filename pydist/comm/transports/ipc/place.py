@@ -1,0 +1,130 @@
+"""Which ranks can write into the memory of each other's devices: found by trying, agreed by all."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+from pydist._loader import native
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.ipc.channel import IpcLinks
+from pydist.errors import NotSupported, PydistError
+
+BLOCK_BYTES = 32 << 20
+"""Of the blocks that receive memory is cut from: each is allocated, exported and mapped once."""
+
+
+@dataclass
+class IpcPlace:
+    """What a rank has on its device for processes that write there.
+
+    Attributes:
+        memory: what others write to, and theirs as it is seen here.
+        near: the ranks of the job that this one can reach, and that can reach it.
+        links: of all groups that were made and are not closed, in order.
+    """
+
+    memory: native.IpcMemory
+    near: frozenset[int]
+    links: list[IpcLinks] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What came of a rank's tries to map the memory of those on its machine.
+
+    Attributes:
+        machine: name of the machine.
+        mapped: the ranks whose memory it has mapped.
+        failure: of the first that it could not, as one line; "" if there is none.
+    """
+
+    machine: str
+    mapped: list[int]
+    failure: str = ""
+
+
+def agree(host: Transport, driver: native.CudaDriver, device: int, block_bytes: int) -> IpcPlace:
+    """Find out whose memory this rank can map. Collective over `host`.
+
+    Args:
+        host: connects all ranks of the job.
+        driver: CUDA's.
+        device: index of this rank's device; it is the current one.
+        block_bytes: see `BLOCK_BYTES`.
+
+    Raises:
+        NotSupported: a rank can't share memory, or no two can map each other's; the same on all
+            ranks.
+    """
+    memory: native.IpcMemory | None = None
+    said = {"machine": socket.gethostname(), "process": os.getpid(), "sample": "", "lacks": ""}
+    try:
+        memory = native.IpcMemory(driver, device, block_bytes)
+        said["sample"] = memory.sample().hex()
+    except PydistError as error:
+        said["lacks"] = str(error)
+    heard = [json.loads(row) for row in host.all_gather_bytes(json.dumps(said).encode())]
+    for rank, each in enumerate(heard):
+        if each["lacks"]:
+            if memory is not None:
+                memory.release()  # nobody has mapped it
+            raise _refusal(rank, each["machine"], each["lacks"])
+    assert memory is not None  # or this rank lacks something
+    mine = _try(memory, heard, host.rank)
+    rows = host.all_gather_bytes(json.dumps(asdict(mine)).encode())
+    try:
+        near = reachable([Tried(**json.loads(row)) for row in rows], host.rank)
+    except NotSupported:
+        memory.unmap()
+        host.barrier()
+        memory.release()
+        raise
+    return IpcPlace(memory, near)
+
+
+def _try(memory: native.IpcMemory, heard: Sequence[dict[str, str | int]], rank: int) -> Tried:
+    mine = heard[rank]
+    mapped: list[int] = []
+    for peer, each in enumerate(heard):
+        # CUDA maps no memory of the own process.
+        if each["machine"] != mine["machine"] or each["process"] == mine["process"]:
+            continue
+        try:
+            memory.try_map(bytes.fromhex(str(each["sample"])))
+        except PydistError as error:
+            return Tried(str(mine["machine"]), mapped, f"the memory of rank {peer}: {error}")
+        mapped.append(peer)
+    return Tried(str(mine["machine"]), mapped)
+
+
+def _refusal(rank: int, machine: str, reason: str) -> NotSupported:
+    return NotSupported(
+        "transport 'ipc' needs ranks that map the memory of each other's devices: rank"
+        f" {rank} on {machine}: {reason}; use 'nccl'"
+    )
+
+
+def reachable(tried: Sequence[Tried], rank: int) -> frozenset[int]:
+    """The ranks that one can reach and that can reach it.
+
+    Args:
+        tried: by all ranks, in rank order.
+        rank: the one.
+
+    Raises:
+        NotSupported: there are several ranks, and none reaches another.
+    """
+    pairs = [
+        {peer for peer in each.mapped if number in tried[peer].mapped}
+        for number, each in enumerate(tried)
+    ]
+    if len(tried) > 1 and not any(pairs):
+        for number, each in enumerate(tried):
+            if each.failure:
+                raise _refusal(number, each.machine, each.failure)
+        raise _refusal(0, tried[0].machine, "no two ranks are processes of one machine")
+    return frozenset(pairs[rank])

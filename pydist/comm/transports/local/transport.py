@@ -1,0 +1,227 @@
+"""Ranks that are threads of one process: 64 ranks for a test on two cores, with no launcher.
+
+The work is done by the native `LocalHub`; waiting releases the interpreter lock. A rank that raises
+makes every blocked call of the others raise `RankFailed`, and ranks that wait for each other in a
+circle, or for one that has ended, get `RankLost` at once with a list of who waits for what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pydist._loader import native
+from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.reduction import ReduceOp
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.local.latency import Latency
+
+_WORLD = 0
+
+
+class LocalTransport(Transport):
+    """One rank of a `LocalHub`; made by `run_local`, or alone for a single process."""
+
+    name = "local"
+
+    def __init__(
+        self,
+        hub: native.LocalHub | None = None,
+        rank: int = 0,
+        *,
+        group: int = _WORLD,
+        size: int | None = None,
+        latency: Latency | None = None,
+    ) -> None:
+        """Join a hub.
+
+        Args:
+            hub: the meeting place of all ranks; None makes one for a single rank.
+            rank: index of this rank in the group.
+            group: the hub's number for the group.
+            size: ranks in the group; those of the hub if None.
+            latency: delays what is sent; the same object on all ranks of the hub.
+        """
+        self._hub = hub or native.LocalHub(1)
+        self._group = group
+        self.rank = rank
+        self.size = size or self._hub.size
+        self._latency = latency
+        self._splits = 0
+        self._collectives = 0
+        # Buffers of collectives under way: another rank's thread may be writing into them.
+        self._lent: dict[int, object] = {}
+
+    def _subgroup(self, members: Sequence[int]) -> LocalTransport:
+        self._splits += 1
+        group = self._hub.subgroup(self._group, self._splits, list(members))
+        return LocalTransport(
+            self._hub,
+            members.index(self.rank),
+            group=group,
+            size=len(members),
+            latency=self._latency,
+        )
+
+    def _channel(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> LocalChannel:
+        return LocalChannel(self._hub, self._group, self.rank, sends, recvs, tag, self._latency)
+
+    def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        if self._latency is not None:
+            self._latency.send(self._group, self.rank, dest, tag)
+        self._hub.send(self._group, self.rank, dest, tag, tensor.data_ptr(), tensor.nbytes)
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
+        self._hub.receive(self._group, self.rank, source, tag, tensor.data_ptr(), tensor.nbytes)
+        if self._latency is not None:
+            self._latency.receive(self._group, self.rank, tag, [source])
+
+    def _barrier(self) -> None:
+        nothing: list[Tensor | None] = [None] * self.size
+        self._exchange(nothing, nothing)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        inputs: list[Tensor | None] = [None] * self.size
+        outputs: list[Tensor | None] = [None] * self.size
+        if self.rank == root:
+            inputs = [tensor] * self.size
+            inputs[root] = None
+        else:
+            outputs[root] = tensor
+        self._exchange(inputs, outputs)
+
+    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
+        inputs: list[Tensor | None] = [None] * self.size
+        inputs[root] = tensor
+        if self.rank != root:
+            self._exchange(inputs, [None] * self.size)
+            return None
+        outputs = [torch.empty_like(tensor) for _ in range(self.size)]
+        self._exchange(inputs, outputs)
+        return outputs
+
+    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
+        outputs: list[Tensor | None] = [None] * self.size
+        outputs[root] = out
+        self._exchange(tensors or [None] * self.size, outputs)
+
+    def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> LocalWork:
+        to, of = list[Tensor | None](inputs), list[Tensor | None](outputs)
+        to[self.rank] = of[self.rank] = None
+        return self._exchange_async(to, of)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        self._all_reduce_async(tensor, op).wait()
+
+    def _all_reduce_async(self, tensor: Tensor, op: ReduceOp) -> LocalWork:
+        number = self._join()
+        ticket = self._hub.start_all_reduce(
+            self._group, self.rank, tensor.data_ptr(), tensor.numel(), _name(tensor), op
+        )
+        return LocalWork(self, ticket, number, tensor)
+
+    def _exchange(self, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]) -> None:
+        self._exchange_async(inputs, outputs).wait()
+
+    def _exchange_async(
+        self, inputs: Sequence[Tensor | None], outputs: Sequence[Tensor | None]
+    ) -> LocalWork:
+        number = self._join()
+        ticket = self._hub.start_exchange(
+            self._group,
+            self.rank,
+            [_buffer(each) for each in inputs],
+            [_buffer(each) for each in outputs],
+        )
+        return LocalWork(self, ticket, number, (inputs, outputs))
+
+    def _join(self) -> int:
+        """The number of the collective that this rank is about to start, alike on all ranks."""
+        self._collectives += 1
+        if self._latency is not None:
+            self._latency.join(self._group, self._collectives)
+        return self._collectives
+
+    def abort(self, reason: str, exit_code: int) -> None:
+        """Make every blocked or later call of the other ranks raise `RankFailed`, and return."""
+        del exit_code  # the threads' process decides by the exception that `run_local` raises
+        self._hub.abort(reason)
+
+
+class LocalWork(Work):
+    """A collective of the hub that is under way."""
+
+    def __init__(
+        self, transport: LocalTransport, ticket: int, number: int, buffers: object
+    ) -> None:
+        self._transport = transport
+        self._ticket: int | None = ticket
+        self._number = number
+        transport._lent[ticket] = buffers
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        if self._ticket is None:
+            return
+        ticket, self._ticket = self._ticket, None
+        transport = self._transport
+        transport._hub.finish(transport._group, transport.rank, ticket)
+        del transport._lent[ticket]
+        if transport._latency is not None:
+            transport._latency.finish(transport._group, self._number, transport.size)
+
+
+class LocalChannel(Channel):
+    """One native call starts all messages, one collects them."""
+
+    def __init__(
+        self,
+        hub: native.LocalHub,
+        group: int,
+        rank: int,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+        latency: Latency | None = None,
+    ) -> None:
+        self._buffers = (*sends, *recvs)  # keeps the memory that the native channel points to
+        self._latency = latency
+        self._group, self._rank, self._tag = group, rank, tag
+        self._dests = [peer for peer, _ in sends]
+        self._sources = [peer for peer, _ in recvs]
+        self._native = native.LocalChannel(
+            hub,
+            group,
+            rank,
+            [(peer, each.data_ptr(), each.nbytes) for peer, each in sends],
+            [(peer, each.data_ptr(), each.nbytes) for peer, each in recvs],
+            tag,
+        )
+
+    def start(self) -> None:
+        """See `Channel.start`."""
+        if self._latency is not None:
+            for dest in self._dests:
+                self._latency.send(self._group, self._rank, dest, self._tag)
+        self._native.start()
+
+    def wait(self) -> None:
+        """See `Channel.wait`."""
+        self._native.wait()
+        if self._latency is not None:
+            self._latency.receive(self._group, self._rank, self._tag, self._sources)
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _buffer(tensor: Tensor | None) -> tuple[int, int]:
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.nbytes)

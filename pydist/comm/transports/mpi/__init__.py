@@ -1,0 +1,1 @@
+"""Ranks that are MPI processes, for tensors in host memory."""

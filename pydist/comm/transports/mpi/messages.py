@@ -1,0 +1,117 @@
+"""Messages as MPI counts them, the requests that carry them, and those that are repeated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.transports.mpi.progress import ProgressEngine
+
+MAX_BYTES = 1 << 30
+"""Longer messages are cut: counts are C ints in MPI libraries older than MPI-4."""
+
+_MPI_TYPES = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+}
+
+
+class MpiWork(Work):
+    """Requests under way and what must live as long as they do."""
+
+    def __init__(
+        self, requests: list[MPI.Request], engine: ProgressEngine, *buffers: object
+    ) -> None:
+        self._pending: tuple[list[MPI.Request], object] | None = (requests, buffers)
+        self._engine = engine
+        engine.started()
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
+        if self._pending is None:
+            return
+        MPI.Request.Waitall(self._pending[0])
+        self._pending = None
+        self._engine.ended()
+
+
+class MpiChannel(Channel):
+    """Persistent requests: peers, buffers and tags are given to MPI once."""
+
+    def __init__(
+        self,
+        comm: MPI.Comm,
+        engine: ProgressEngine,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> None:
+        self._buffers = (*sends, *recvs)  # keeps the memory that the requests point to
+        self._engine = engine
+        self._under_way = False
+        self._requests: list[MPI.Prequest] = [
+            comm.Recv_init(part, peer, tag) for peer, each in recvs for part in parts_of(each)
+        ]
+        self._requests += [
+            comm.Send_init(part, peer, tag) for peer, each in sends for part in parts_of(each)
+        ]
+
+    def start(self) -> None:
+        """See `Channel.start`."""
+        MPI.Prequest.Startall(self._requests)
+        if self._requests and not self._under_way:
+            self._under_way = True
+            self._engine.started()
+
+    def wait(self) -> None:
+        """See `Channel.wait`."""
+        MPI.Request.Waitall(self._requests)
+        if self._under_way:
+            self._under_way = False
+            self._engine.ended()
+
+    def close(self) -> None:
+        """See `Channel.close`."""
+        requests, self._requests = self._requests, []
+        for request in requests:
+            request.Free()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # an interpreter that ends may have no MPI any more
+            if not MPI.Is_finalized():
+                self.close()
+
+
+def fits_one_message(tensor: Tensor) -> bool:
+    """Whether MPI can count its bytes."""
+    return tensor.nbytes <= MAX_BYTES
+
+
+def parts_of(tensor: Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:
+    """The bytes of a tensor as messages that MPI can count; at least one, maybe empty."""
+    address, left = tensor.data_ptr(), tensor.nbytes
+    while True:
+        n = min(left, MAX_BYTES)
+        yield MPI.buffer.fromaddress(address, n), MPI.BYTE
+        address, left = address + n, left - n
+        if not left:
+            return
+
+
+def _numbers(tensor: Tensor) -> tuple[MPI.buffer, MPI.Datatype]:
+    """The elements of a tensor that MPI can count and add."""
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), _MPI_TYPES[tensor.dtype]
+
+
+def elements_of(tensor: Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:
+    """The elements of a tensor in pieces that MPI can count."""
+    for piece in tensor.view(-1).split(MAX_BYTES // tensor.element_size()):
+        yield _numbers(piece)

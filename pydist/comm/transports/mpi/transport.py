@@ -1,0 +1,174 @@
+"""Ranks that are MPI processes: mpi4py, persistent requests, host memory.
+
+No library is linked: mpi4py finds the MPI of the launcher. MPI moves nothing between calls, so a
+message that is under way advances while some rank is inside a call of this transport: `progress`
+is there to be called between long computations, or by a thread (see the module beside).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from mpi4py import MPI
+from torch import Tensor
+
+from pydist.comm.interface.handles import Work
+from pydist.comm.interface.reduction import ReduceOp
+from pydist.comm.transports.host import HostTransport
+from pydist.comm.transports.mpi.messages import (
+    MpiChannel,
+    MpiWork,
+    elements_of,
+    fits_one_message,
+    parts_of,
+)
+from pydist.comm.transports.mpi.progress import ProgressEngine
+from pydist.comm.transports.mpi.slice_sums import SliceSums, as_buffer
+from pydist.errors import UsageError
+
+# Tags of a transport's own communicator; `SLICES` of slice_sums.py is another one.
+_EXCHANGED, _NEVER_SENT = 0, 1
+
+_MPI_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+
+
+class MpiTransport(HostTransport):
+    """One rank of an MPI communicator.
+
+    Point-to-point messages and collectives travel in communicators of their own: they can't meet
+    those of other libraries, nor each other.
+    """
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Comm | None = None, engine: ProgressEngine | None = None) -> None:
+        """Duplicate a communicator. Collective.
+
+        Args:
+            comm: the ranks of the group; all of the job if None.
+            engine: what drives the messages of this process; made if None.
+        """
+        self._comm = (comm or MPI.COMM_WORLD).Dup()
+        self._messages = self._comm.Dup()
+        self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        self._owns_engine = engine is None
+        self.concurrent = MPI.Query_thread() == MPI.THREAD_MULTIPLE
+        if engine is None:
+            engine = ProgressEngine.from_environment(partial(_poll, self._comm), self.concurrent)
+        self._engine = engine
+        self._sums = SliceSums(self._comm, engine)
+        # Buffered sends that MPI has not finished: the requests, and the copy that they send.
+        self._pending: deque[tuple[list[MPI.Request], Tensor]] = deque()
+
+    def _subgroup(self, members: Sequence[int]) -> MpiTransport:
+        part = self._comm.Split(members[0], members.index(self.rank))
+        try:
+            return MpiTransport(part, self._engine)
+        finally:
+            part.Free()
+
+    def _channel(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> MpiChannel:
+        return MpiChannel(self._messages, self._engine, sends, recvs, tag)
+
+    def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        while self._pending and MPI.Request.Testall(self._pending[0][0]):
+            self._pending.popleft()
+        self._post(tensor.clone(), dest, tag)
+
+    def _post(self, copy: Tensor, dest: int, tag: int) -> None:
+        """Send what is kept until MPI has it."""
+        requests = [self._messages.Isend(part, dest, tag) for part in parts_of(copy)]
+        self._pending.append((requests, copy))
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
+        status = MPI.Status()
+        for part in parts_of(tensor):
+            self._messages.Recv(part, source, tag, status)
+            got, expected = status.Get_count(MPI.BYTE), part[0].nbytes
+            if got != expected:  # MPI itself refuses longer messages only
+                raise UsageError(
+                    f"rank {self.rank} expects {expected} bytes from rank {source}, tag {tag}, and"
+                    f" got {got}"
+                )
+
+    def _barrier(self) -> None:
+        self._comm.Barrier()
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        for part in parts_of(tensor):
+            self._comm.Bcast(part, root)
+
+    def _exchange_async(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
+    ) -> Work:
+        requests = [
+            self._comm.Irecv(part, peer, _EXCHANGED)
+            for peer, each in recvs
+            for part in parts_of(each)
+        ]
+        requests += [
+            self._comm.Isend(part, peer, _EXCHANGED)
+            for peer, each in sends
+            for part in parts_of(each)
+        ]
+        return MpiWork(requests, self._engine, sends, recvs)
+
+    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        if not fits_one_message(out):
+            super()._all_gather(tensor, out)
+        else:
+            self._comm.Allgather(as_buffer(tensor), as_buffer(out))
+
+    def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
+        if not fits_one_message(out):
+            return super()._all_gather_async(tensor, parts, out)
+        memory, kind = as_buffer(out)
+        counts = [part.nbytes for part in parts]
+        request = self._comm.Iallgatherv(MPI.IN_PLACE, [memory, counts, kind])
+        return MpiWork([request], self._engine, counts, out)
+
+    def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
+        return self._sums.start(parts, out, divisor)
+
+    def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        for part in elements_of(tensor):
+            self._comm.Allreduce(MPI.IN_PLACE, part, _MPI_OPS[op])
+
+    def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
+        requests = [
+            self._comm.Iallreduce(MPI.IN_PLACE, part, _MPI_OPS[op]) for part in elements_of(tensor)
+        ]
+        return MpiWork(requests, self._engine, tensor)
+
+    def progress(self) -> None:
+        """See `Transport.progress`; serves all transports of this process."""
+        self._engine.progress()
+
+    def abort(self, reason: str, exit_code: int) -> None:
+        """End all processes of the job with `exit_code`."""
+        del reason  # pydist.launch.failures has printed it
+        MPI.COMM_WORLD.Abort(exit_code)
+
+    def close(self) -> None:
+        """See `Transport.close`: waits for buffered sends, then frees the communicators."""
+        if self._owns_engine:
+            self._engine.close()
+        for requests, _ in self._pending:
+            MPI.Request.Waitall(requests)
+        self._pending.clear()
+        for comm in (self._messages, self._comm):
+            if comm != MPI.COMM_NULL:
+                comm.Free()
+
+
+def _poll(comm: MPI.Comm) -> None:
+    # Any call drives all messages of the process. This one looks for a message that never comes, so
+    # that it changes nothing and may run beside other calls; on MPI_COMM_SELF, MPICH drives none.
+    comm.Iprobe(MPI.ANY_SOURCE, _NEVER_SENT)

@@ -1,0 +1,1 @@
+"""Ranks with a CUDA device each, connected by NCCL."""

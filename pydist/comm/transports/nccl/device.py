@@ -1,0 +1,263 @@
+"""Tensors of one CUDA device between ranks: NCCL on a stream of its own.
+
+Nothing here waits for the device. An operation begins behind what is on the caller's current
+stream, and `wait` puts what the caller does next behind the operation: both by events. Until then
+the transport keeps the tensors, so that the allocator gives their memory to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pydist._loader import native
+from pydist.comm.interface.checks import check_elements
+from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.reduction import WIDER, ReduceOp, divide
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.host import HostTransport
+from pydist.errors import NotSupported, PydistError
+
+
+class DeviceTransport(HostTransport):
+    """The ranks of a communicator of NCCL, for tensors of this rank's device.
+
+    What NCCL does not reduce as torch does (narrow dtypes, NaN in extrema) is treated as for the
+    libraries of host memory, with torch's kernels on the device.
+    """
+
+    name = "nccl"
+
+    def __init__(
+        self, group: native.NcclCommunicator, host: Transport, device: torch.device
+    ) -> None:
+        """Use a communicator.
+
+        Args:
+            group: connects the ranks of `host`, in the same order.
+            host: carries what has no place in NCCL.
+            device: where all tensors lie.
+        """
+        self.rank, self.size = host.rank, host.size
+        self.device = device
+        self._group, self._host = group, host
+        self._under_way: set[NcclWork] = set()
+
+    def queue(self) -> int:
+        """The caller's current stream, as CUDA numbers it."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Tells the allocator that the stream of NCCL uses the tensor's memory."""
+        if tensor.is_cuda:
+            stream = torch.cuda.ExternalStream(self._group.stream, device=self.device)
+            tensor.record_stream(stream)
+
+    def _check(self, call: str, tensor: Tensor) -> None:
+        if tensor.device != self.device:
+            raise NotSupported(
+                f"{call}: tensor on {tensor.device}; rank {self.rank} works on {self.device}"
+            )
+        check_elements(call, tensor)
+
+    def _subgroup(self, members: Sequence[int]) -> Transport:
+        raise AssertionError("groups are made from the host's, see NcclTransport")
+
+    def _channel(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> NcclChannel:
+        return NcclChannel(self, sends, recvs, tag)
+
+    def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        # NCCL knows no tags, and holds a send back until its receiver has come: not for `send`,
+        # which is there for single messages. They take the way of the host.
+        self._host.send(tensor.cpu(), dest, tag)
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
+        received = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self._host.recv(received, source, tag)
+        tensor.copy_(received)
+
+    def _barrier(self) -> None:
+        self._host.barrier()
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        if tensor.numel():
+            ticket = self._group.broadcast(tensor.data_ptr(), tensor.nbytes, root, self.queue())
+            NcclWork(self, ticket, [tensor]).wait()
+
+    def _exchange_async(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
+    ) -> Work:
+        ticket = self._group.exchange(as_messages(sends), as_messages(recvs), self.queue())
+        return NcclWork(self, ticket, [each for _, each in (*sends, *recvs)])
+
+    def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
+        if not out.numel():
+            return Work()
+        sizes = [each.nbytes for each in parts]
+        return NcclWork(
+            self, self._group.all_gather(out.data_ptr(), sizes, self.queue()), [tensor, out]
+        )
+
+    def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
+        if out.dtype in WIDER:
+            return super()._reduce_scatter_async(parts, out, divisor)
+        counts = [each.numel() for each in parts]
+        if not any(counts):
+            return Work()
+        ticket = self._group.reduce_scatter(
+            _address(parts), counts, _name(out), out.data_ptr(), self.queue()
+        )
+        return _Divided(self, ticket, [*parts, out], out, divisor)
+
+    def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        self._reduce_async(tensor, op).wait()
+
+    def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
+        ticket = self._group.all_reduce(
+            tensor.data_ptr(), tensor.numel(), _name(tensor), op, self.queue()
+        )
+        return NcclWork(self, ticket, [tensor])
+
+    def abort(self, reason: str, exit_code: int) -> None:
+        """End what is under way on this rank's device; ends no process."""
+        del reason, exit_code
+        self._group.abort()
+
+    def check_order(self) -> None:
+        """Refuse to go on if ranks have started their exchanges in different orders. Collective.
+
+        Raises:
+            PydistError: they have, and numbers went where they do not belong.
+        """
+        said = [torch.tensor([_signed(each)], device="cpu") for each in self._group.sent]
+        heard = [torch.empty_like(each) for each in said]
+        self._host.all_to_all(said, heard)
+        for peer, (here, there) in enumerate(zip(self._group.received, heard, strict=True)):
+            if _signed(here) != int(there):
+                raise PydistError(
+                    f"ranks {peer} and {self.rank} have started exchanges in different orders, or"
+                    " one has started more: what NCCL has carried between them can't be trusted;"
+                    " please report this"
+                )
+
+    def forget_capture(self) -> None:
+        """See `Transport.forget_capture`; a step has waited for all that came before it."""
+        super().forget_capture()
+        self._under_way.clear()
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        self._group.close()
+        self._under_way.clear()
+
+
+class NcclWork(Work):
+    """An operation on NCCL's stream."""
+
+    def __init__(
+        self, transport: DeviceTransport, ticket: native.NcclTicket, buffers: Sequence[Tensor]
+    ) -> None:
+        self._transport, self._buffers = transport, buffers
+        self._ticket: native.NcclTicket | None = ticket
+        self._queue = transport.queue()
+        transport._under_way.add(self)
+
+    def wait(self) -> None:
+        """See `Work.wait`: the caller's current stream waits, the host does not."""
+        if self._ticket is None:
+            return
+        ticket, self._ticket = self._ticket, None
+        transport = self._transport
+        queue = transport.queue()
+        ticket.wait(queue)
+        if queue != self._queue:  # the memory may go back to a stream that does not wait
+            for each in self._buffers:
+                transport.keep(each)
+        transport._under_way.discard(self)
+        self._buffers = []
+        self._finish()
+
+    def _finish(self) -> None:
+        """What comes behind the operation, on the caller's stream."""
+
+    def done(self) -> bool:
+        """See `Work.done`."""
+        return self._ticket is None or self._ticket.reached()
+
+
+class _Divided(NcclWork):
+    """A sum that becomes a mean."""
+
+    def __init__(
+        self,
+        transport: DeviceTransport,
+        ticket: native.NcclTicket,
+        buffers: Sequence[Tensor],
+        out: Tensor,
+        divisor: int,
+    ) -> None:
+        super().__init__(transport, ticket, buffers)
+        self._out, self._divisor = out, divisor
+
+    def _finish(self) -> None:
+        divide(self._out, self._divisor)
+
+
+class NcclChannel(Channel):
+    """One native call starts a whole exchange: events, and all messages in one group."""
+
+    def __init__(
+        self,
+        transport: DeviceTransport,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> None:
+        self._transport = transport
+        self.stream = transport._group.stream
+        self._buffers = [each for _, each in (*sends, *recvs)]
+        for each in self._buffers:
+            transport.keep(each)
+        # NCCL matches by order; the tag is for `check_order`.
+        self._native = native.NcclChannel(
+            transport._group, as_messages(sends), as_messages(recvs), tag
+        )
+
+    def start(self) -> None:
+        """See `Channel.start`."""
+        self._native.start(self._transport.queue())
+
+    def wait(self) -> None:
+        """See `Channel.wait`: the caller's current stream waits, the host does not."""
+        self._native.wait(self._transport.queue())
+
+
+def as_messages(pairs: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
+    """Peer, address and bytes of each buffer."""
+    return [(peer, each.data_ptr(), each.nbytes) for peer, each in pairs]
+
+
+def _address(parts: Sequence[Tensor]) -> int:
+    """Where slices that lie one behind the other begin; empty ones have no address of their own."""
+    before = 0
+    for each in parts:
+        if each.numel():
+            return each.data_ptr() - before
+        before += each.nbytes
+    return 0
+
+
+def _signed(number: int) -> int:
+    """64 bits as torch has them."""
+    return number - (1 << 64) if number >> 63 else number
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,172 @@
+"""Which CUDA device each rank takes, and whether NCCL can connect them: one answer for all."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from weakref import WeakSet
+
+import torch
+
+from pydist._loader import native
+from pydist.comm.interface.transport import Transport
+from pydist.comm.transports.nccl.device import DeviceTransport
+from pydist.errors import NotSupported, PydistError, UsageError
+
+SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""Set to 1, it lets NCCL connect ranks that share a GPU."""
+SHARING = 23000
+"""The first NCCL that knows `SHARE`."""
+
+
+@dataclass
+class Place:
+    """A rank's device, and the libraries that drive it.
+
+    Attributes:
+        library: NCCL.
+        driver: CUDA's.
+        device: the device.
+        groups: what was connected on the device and is not closed, in the order in which all ranks
+            did so; when a rank fails, all of it ends.
+        graphs: those that hold operations of groups, for which NCCL would wait without limit where
+            a group closes. Not owned: who lets go of one has destroyed it.
+    """
+
+    library: native.NcclLibrary
+    driver: native.CudaDriver
+    device: torch.device
+    groups: list[DeviceTransport] = field(default_factory=list)
+    graphs: WeakSet[torch.cuda.CUDAGraph] = field(default_factory=WeakSet)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank has found on its machine.
+
+    Attributes:
+        missing: what it lacks, as one line; "" if nothing.
+        machine: name of the machine.
+        gpus: how many GPUs the rank sees.
+        gpu: identity of the one that it would take.
+        version: of NCCL, such as 22705.
+    """
+
+    missing: str = ""
+    machine: str = ""
+    gpus: int = 0
+    gpu: str = ""
+    version: int = 0
+
+
+def open_nccl() -> native.NcclLibrary:
+    """NCCL: torch's if it has loaded one, else that of the wheel nvidia-nccl, else the system's.
+
+    Raises:
+        NotSupported: there is none, or it is too old; names what was tried.
+    """
+    return native.NcclLibrary([*_wheel_paths(), "libnccl.so.2"])
+
+
+def _wheel_paths() -> list[str]:
+    spec = find_spec("nvidia")
+    places = spec.submodule_search_locations if spec is not None else None
+    paths = [Path(place) / "nccl" / "lib" / "libnccl.so.2" for place in places or ()]
+    return [str(path) for path in paths if path.exists()]
+
+
+def device_missing() -> str:
+    """What this process lacks to compute on a device, as one line; "" if nothing."""
+    if not torch.cuda.is_available():
+        built = f"torch {torch.__version__}"
+        return f"{built} has no CUDA" if torch.version.cuda is None else f"{built} sees no GPU"
+    if not native.has_cuda:
+        return "pydist was built without CUDA kernels (install it where nvcc is found)"
+    return ""
+
+
+def missing() -> str:
+    """What this process lacks for NCCL, as one line; "" if nothing."""
+    lacks = device_missing()
+    if lacks:
+        return lacks
+    try:
+        open_nccl()
+        native.CudaDriver()
+    except PydistError as error:
+        return str(error)
+    return ""
+
+
+def refusal(reason: str, transport: str = "nccl") -> NotSupported:
+    """Says why there is no NCCL, and what there is."""
+    return NotSupported(
+        f"transport '{transport}' carries device memory: {reason}; use 'mpi' or 'c10d', which carry"
+        " host memory"
+    )
+
+
+def agree(host: Transport, local_rank: int, transport: str) -> Place:
+    """Find this rank's device, and check that all ranks have one. Collective over `host`.
+
+    Args:
+        host: connects all ranks.
+        local_rank: index among the ranks of this machine.
+        transport: for which; messages name it.
+
+    Raises:
+        NotSupported: a rank has no device or no NCCL.
+        UsageError: ranks would share a device, or have different versions of NCCL.
+    """
+    rows = host.all_gather_bytes(json.dumps(asdict(_look(local_rank))).encode())
+    check([Found(**json.loads(row)) for row in rows], os.environ, transport)
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return Place(open_nccl(), native.CudaDriver(), device)
+
+
+def _look(local_rank: int) -> Found:
+    lacks = missing()
+    if lacks:
+        return Found(lacks, socket.gethostname())
+    gpus = torch.cuda.device_count()
+    uuid = torch.cuda.get_device_properties(local_rank % gpus).uuid
+    return Found("", socket.gethostname(), gpus, str(uuid), open_nccl().version)
+
+
+def check(found: Sequence[Found], environment: Mapping[str, str], transport: str = "nccl") -> None:
+    """Refuses what NCCL can't connect; the same on all ranks, as all have the same list.
+
+    Args:
+        found: what each rank has found, in rank order.
+        environment: that of the process.
+        transport: for which; messages name it.
+    """
+    for rank, each in enumerate(found):
+        if each.missing:
+            where = f"rank {rank} on {each.machine}: " if len(found) > 1 else ""
+            raise refusal(where + each.missing, transport)
+    versions = sorted({each.version for each in found})
+    if len({version // 100 for version in versions}) > 1:
+        raise UsageError(f"ranks have different versions of NCCL: {versions}; they need the same")
+    sharing: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for rank, each in enumerate(found):
+        sharing[each.machine, each.gpu].append(rank)
+    for (machine, _), ranks in sharing.items():
+        may_share = environment.get(SHARE) == "1"
+        if len(ranks) > 1 and (not may_share or versions[0] < SHARING):
+            there = sum(each.machine == machine for each in found)
+            gpus = len({gpu for name, gpu in sharing if name == machine})
+            older = f", which this one, {versions[0]}, is not" if may_share else ""
+            raise UsageError(
+                f"{there} ranks on {machine} for {gpus} GPU{'s' * (gpus > 1)} (ranks"
+                f" {', '.join(map(str, ranks))} would share one), and NCCL takes one rank a GPU:"
+                f" start fewer ranks there, or set {SHARE}=1 to let them share (NCCL 2.30 or newer"
+                f"{older})"
+            )

@@ -1,0 +1,64 @@
+"""A transport that hands every call on to the one that carries its tensors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.reduction import ReduceOp
+from pydist.comm.interface.transport import Transport
+
+
+class RoutedTransport(Transport):
+    """What transports of devices have in common: they stand over others.
+
+    A subclass says what carries which tensors, makes its groups, and ends what it holds.
+    """
+
+    @abstractmethod
+    def _of(self, tensors: Sequence[Tensor]) -> Transport:
+        """What carries these; all of them lie in one kind of memory, and are checked."""
+
+    def _channel(
+        self,
+        sends: Sequence[tuple[int, Tensor]],
+        recvs: Sequence[tuple[int, Tensor]],
+        tag: int,
+    ) -> Channel:
+        return self._of([each for _, each in (*sends, *recvs)])._channel(sends, recvs, tag)
+
+    def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        self._of([tensor])._send(tensor, dest, tag)
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
+        self._of([tensor])._recv(tensor, source, tag)
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        self._of([tensor])._broadcast(tensor, root)
+
+    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
+        return self._of([tensor])._gather(tensor, root)
+
+    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
+        self._of([out, *(tensors or ())])._scatter(tensors, out, root)
+
+    def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
+        self._of([tensor])._all_gather(tensor, out)
+
+    def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
+        return self._of([tensor, out])._all_gather_async(tensor, parts, out)
+
+    def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
+        return self._of([*inputs, *outputs])._all_to_all_async(inputs, outputs)
+
+    def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
+        return self._of([*parts, out])._reduce_scatter_async(parts, out, divisor)
+
+    def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
+        self._of([tensor])._all_reduce(tensor, op)
+
+    def _all_reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
+        return self._of([tensor])._all_reduce_async(tensor, op)

@@ -1,0 +1,159 @@
+"""Penalties on parameters and gradients: what autograd.grad gives is reduced, differentiably."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence import group_slice, on_ranks, randn
+from networks import BATCH, SHAPE, check_use, gradients_of, loss_of, small
+
+import pydist.comm.gradients.buckets
+from pydist import ShardedTensor, distribute_tensor, parallelize
+
+
+@pytest.fixture(params=[1, 1 << 30], ids=["alone", "together"], autouse=True)
+def sizes(request, monkeypatch):
+    """Gradients travel out of their own memory, or copied together."""
+    monkeypatch.setattr(pydist.comm.gradients.buckets, "ALONE_BYTES", request.param)
+
+
+def test_a_penalty_written_by_hand():
+    def use(model, mesh):
+        loss = loss_of(model, mesh) + 0.1 * sum(p.square().sum() for p in model.parameters())
+        loss.backward()
+        return gradients_of(model)
+
+    check_use(small, use, data=2, spatial=(2, 2, 1))
+
+
+def test_a_penalty_alone():
+    """No exchange at all in this backward."""
+
+    def use(model, mesh):
+        sum(p.square().sum() for p in model.parameters()).backward()
+        return gradients_of(model)
+
+    check_use(small, use, data=2)
+
+
+GRIDS = [(1, (2, 2, 1)), (1, (8, 1, 1)), (2, (2, 1, 1))]
+
+
+def input_of(mesh):
+    if mesh is None:
+        return randn(*SHAPE).requires_grad_()
+    x = distribute_tensor(randn(*SHAPE)[group_slice(mesh, BATCH)], mesh).detach()
+    return x.requires_grad_()
+
+
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
+def test_gradient_penalty_on_the_input(data, spatial):
+    """Wasserstein GANs: the norm of the input's gradient is part of the loss."""
+
+    def use(model, mesh):
+        x = input_of(mesh)
+        (gx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        norms = gx.square().sum((1, 2, 3, 4)).sqrt()
+        (norms - 1).square().mean().backward()
+        return gradients_of(model)
+
+    check_use(small, use, data, spatial)
+
+
+def test_gradient_penalty_on_a_plain_input():
+    def use(model, mesh):
+        x = randn(*SHAPE).requires_grad_()
+        (gx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        gx.square().sum().backward()
+        return [gx, *gradients_of(model)]
+
+    check_use(small, use, spatial=(2, 2, 1))
+
+
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
+def test_gradient_penalty_on_the_parameters(data, spatial):
+    def use(model, mesh):
+        grads = torch.autograd.grad(
+            loss_of(model, mesh), list(model.parameters()), create_graph=True
+        )
+        sum(g.square().sum() for g in grads).backward()
+        return [*grads, *gradients_of(model)]
+
+    check_use(small, use, data, spatial)
+
+
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
+def test_a_gradient_that_meets_shards_again(data, spatial):
+    """What flows back into it then differs between the ranks."""
+
+    def use(model, mesh):
+        x = input_of(mesh)
+        (g,) = torch.autograd.grad(loss_of(model, mesh), model[0].weight, create_graph=True)
+        (x * g.sum((1, 2, 3, 4))[:2, None, None, None]).square().mean().backward()
+        return gradients_of(model)
+
+    check_use(small, use, data, spatial)
+
+
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
+def test_a_gradient_that_is_used_with_shards_again(data, spatial):
+    """As in meta-learning: a step is taken inside the loss, and the new weights see the batch."""
+
+    def use(model, mesh):
+        names, parameters = zip(*model.named_parameters(), strict=True)
+        grads = torch.autograd.grad(loss_of(model, mesh), parameters, create_graph=True)
+        stepped = {n: p - 0.1 * g for n, p, g in zip(names, parameters, grads, strict=True)}
+        loss_of(lambda x: torch.func.functional_call(model, stepped, (x,)), mesh, 1).backward()
+        return gradients_of(model)
+
+    check_use(small, use, data, spatial)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_backward_with_create_graph_leaves_differentiable_gradients():
+    def use(model, mesh):
+        loss_of(model, mesh).backward(create_graph=True)
+        grads = gradients_of(model)
+        second = torch.autograd.grad(sum(g.square().sum() for g in grads), list(model.parameters()))
+        model.zero_grad()
+        return [*grads, *second]
+
+    check_use(small, use, data=2)
+
+
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
+def test_autograd_grad_on_parameters_gives_the_mean(data, spatial):
+    def use(model, mesh):
+        found = torch.autograd.grad(loss_of(model, mesh), list(model.parameters()))
+        assert all(g is None for g in gradients_of(model))
+        return found
+
+    check_use(small, use, data, spatial)
+
+
+CHOSEN = {
+    "first": ["0.weight"],
+    "middle": ["4.bias", "4.weight"],
+    "last": ["11.bias"],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("names", CHOSEN.values(), ids=CHOSEN)
+def test_autograd_grad_on_some_parameters_and_the_input(names):
+    def use(model, mesh):
+        x = input_of(mesh)
+        chosen = [model.get_parameter(name) for name in names]
+        gx, *rest = torch.autograd.grad(model(x).square().mean(), [x, *chosen])
+        return [gx.full_tensor() if isinstance(gx, ShardedTensor) else gx, *rest]
+
+    check_use(small, use)
+
+
+def test_autograd_grad_on_the_input_reduces_no_parameters():
+    def body(mesh):
+        model, x = parallelize(small(), mesh), input_of(mesh)
+        torch.autograd.grad(model(x).sum(), x)
+        assert "gradients" not in mesh.timers.snapshot()
+
+    on_ranks((2, 1, 1), body)

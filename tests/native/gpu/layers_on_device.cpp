@@ -1,0 +1,248 @@
+// The kernels of layers: convolutions, poolings, norms.
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "cpu/boundary_conv.hpp"
+#include "cpu/norm.hpp"
+#include "cpu/pool.hpp"
+#include "cpu/pool_max.hpp"
+#include "device_case.hpp"
+#include "on_device.hpp"
+
+namespace pydist {
+
+using namespace testing;
+using kernels::ConvOp;
+
+void convolution(Random& random) {
+  for (const DType dtype : kFloating) {
+    for (const index_t groups : {1, 2}) {
+      Array in(random, dtype, {2, 4 * groups, 2, 9, 11}), out(random, dtype, {2, 6, 3, 9, 11});
+      Array weight(random, dtype, {6, 4, 3, 3, 3});
+      const kernels::ConvAttributes attributes{{-1, 0, 0}, {0, 0, 0}, {1, 1, 1},
+                                               {1, 1, 1},  {1, 1, 1}, groups};
+      const auto on_host = [&](double slope) {
+        return kernels::conv_problem(in.host(), weight.host(), out.host(), attributes, slope);
+      };
+      const auto on_device = [&](double slope) {
+        return kernels::conv_problem(in.device(), weight.device(), out.device(), attributes, slope);
+      };
+      const double tolerance = 4 * tolerance_of(dtype);
+      cpu::boundary_conv_forward(on_host(0.01));
+      cuda::boundary_conv_forward(on_device(0.01), std::nullopt, queue);
+      expect("boundary_conv_forward", out, tolerance);
+      cpu::boundary_conv_dgrad(on_host(1));
+      cuda::boundary_conv_dgrad(on_device(1), std::nullopt, queue);
+      expect("boundary_conv_dgrad", in, tolerance);
+      cpu::boundary_conv_wgrad(on_host(1));
+      cuda::boundary_conv_wgrad(on_device(1), std::nullopt, queue);
+      expect("boundary_conv_wgrad", weight, tolerance);
+    }
+  }
+}
+
+namespace {
+
+struct Layer {
+  index_t groups, in_channels, out_channels;  // channels of a group
+  bool channels_last;
+};
+
+// One operation, from values that the format of the products holds exactly; in three products, from
+// such as one of tf32 does not. Returns whether several blocks shared a sum.
+template <ConvOp kOp>
+bool on_tensor_cores(Random& random, DType dtype, kernels::ConvMath math, const Layer& layer) {
+  const double scale = math == kernels::ConvMath::kTf32x3 ? 1.0 / 3 : 1;
+  const auto array = [&](const Coords& shape) {
+    return Array(random, dtype, shape, strides_of(shape, layer.channels_last), scale);
+  };
+  const Array in = array({2, layer.groups * layer.in_channels, 1, 20, 18});
+  const Array weight = array({layer.groups * layer.out_channels, layer.in_channels, 3, 3, 3});
+  const Array out = array({2, layer.groups * layer.out_channels, 2, 20, 18});
+  const kernels::ConvAttributes attributes{{-1, 0, 0}, {0, 0, 0}, {1, 1, 1},
+                                           {1, 1, 1},  {1, 1, 1}, layer.groups};
+  const double slope = kOp == ConvOp::kForward ? 0.25 : 1;
+  const auto on_host =
+      kernels::conv_problem(in.host(), weight.host(), out.host(), attributes, slope);
+  const auto on_device =
+      kernels::conv_problem(in.device(), weight.device(), out.device(), attributes, slope);
+  index_t floats = 0;
+  kernels::with_mma_body<kOp>(on_device, math, [&]<class Body>(std::type_identity<Body>) {
+    floats = Body::make(on_device, nullptr).partial_elements();
+  });
+  const Array partial(random, DType::kFloat32, {floats + 1}, Coords{1});
+  const kernels::MmaCall call{math, static_cast<float*>(partial.device().data)};
+  const double tolerance = 4 * tolerance_of(dtype);  // tensor cores cut what they add
+  if constexpr (kOp == ConvOp::kForward) {
+    cpu::boundary_conv_forward(on_host);
+    cuda::boundary_conv_forward(on_device, call, queue);
+    expect("boundary_conv_forward on tensor cores", out, tolerance);
+  } else if constexpr (kOp == ConvOp::kDgrad) {
+    cpu::boundary_conv_dgrad(on_host);
+    cuda::boundary_conv_dgrad(on_device, call, queue);
+    expect("boundary_conv_dgrad on tensor cores", in, tolerance);
+  } else {
+    cpu::boundary_conv_wgrad(on_host);
+    cuda::boundary_conv_wgrad(on_device, call, queue);
+    expect("boundary_conv_wgrad on tensor cores", weight, tolerance);
+  }
+  return floats > 0;
+}
+
+}  // namespace
+
+void tensor_cores(Random& random) {
+  using kernels::ConvMath;
+  int split = 0;
+  for (const auto& [dtype, math] :
+       {std::pair{DType::kFloat32, ConvMath::kTf32}, std::pair{DType::kFloat32, ConvMath::kTf32x3},
+        std::pair{DType::kFloat16, ConvMath::kTf32},
+        std::pair{DType::kBFloat16, ConvMath::kTf32}}) {
+    for (const bool last : {false, true}) {
+      for (const Layer& layer :
+           {Layer{1, 64, 40, last}, Layer{1, 3, 6, last}, Layer{2, 4, 16, last}}) {
+        split += on_tensor_cores<ConvOp::kForward>(random, dtype, math, layer);
+        split += on_tensor_cores<ConvOp::kDgrad>(random, dtype, math, layer);
+        split += on_tensor_cores<ConvOp::kWgrad>(random, dtype, math, layer);
+      }
+    }
+  }
+  (split > 0 ? passed : failed) += 1;  // shared sums were among them
+}
+
+namespace {
+
+struct Pooling {
+  std::vector<Footprint> windows;
+  double slope;  // of the ReLU before it
+  bool accumulate;
+};
+
+void sums(Random& random, DType dtype, const Pooling& pooling) {
+  const Coords shape{2, 5, 9, 8, 21};
+  const Array in(random, dtype, shape), out(random, dtype, {2, 5, 5, 4, 11});
+  const Array gate(random, dtype, shape, in.host().strides);
+  const Array depth(random, DType::kFloat64, {5}), height(random, DType::kFloat64, {4}),
+      width(random, DType::kFloat64, {11});
+  const kernels::PoolAttributes attributes{{0, 0, 0}, {0, 0, 0}, pooling.windows};
+  const auto problem = [&](bool host, bool gated) {
+    const auto view = [host](const Array& array) { return host ? array.host() : array.device(); };
+    const auto scale = [&](const Array& array) {
+      return static_cast<const double*>(view(array).data);
+    };
+    kernels::PoolProblem made =
+        kernels::pool_problem(view(in), view(out), attributes,
+                              {scale(depth), scale(height), scale(width)}, pooling.accumulate);
+    made.slope = pooling.slope;
+    if (gated && pooling.slope != 1) made.gate = view(gate).data;
+    return made;
+  };
+  const double tolerance = 4 * tolerance_of(dtype);
+  cpu::pool_sum_forward(problem(true, false));
+  cuda::pool_sum_forward(problem(false, false), queue);
+  expect("pool_sum_forward", out, tolerance);
+  cpu::pool_sum_backward(problem(true, true));
+  cuda::pool_sum_backward(problem(false, true), queue);
+  expect("pool_sum_backward", in, tolerance);
+}
+
+void maxima(Random& random, DType dtype, DType tap_dtype, const Pooling& pooling) {
+  const Array in(random, dtype, {2, 5, 9, 8, 21}), out(random, dtype, {2, 5, 5, 4, 11});
+  const Array taps(random, tap_dtype, {2, 5, 5, 4, 11});
+  const kernels::PoolAttributes attributes{{0, 0, 0}, {0, 0, 0}, pooling.windows};
+  const auto problem = [&](bool host, bool accumulate) {
+    const auto view = [host](const Array& array) { return host ? array.host() : array.device(); };
+    return kernels::max_problem(view(in), view(out), view(taps), attributes, accumulate);
+  };
+  for (const bool accumulate : {false, true}) {
+    cpu::pool_max_forward(problem(true, accumulate));
+    cuda::pool_max_forward(problem(false, accumulate), queue);
+    expect("pool_max_forward", out, 0);
+    expect("pool_max_forward's taps", taps, 0);
+    cpu::pool_max_pick(problem(true, accumulate));
+    cuda::pool_max_pick(problem(false, accumulate), queue);
+    expect("pool_max_pick", out, 0);
+  }
+  cpu::pool_max_backward(problem(true, false));
+  cuda::pool_max_backward(problem(false, false), queue);
+  expect("pool_max_backward", in, 4 * tolerance_of(dtype));
+}
+
+}  // namespace
+
+void pooling(Random& random) {
+  const std::vector<Footprint> windows(3, Footprint(3, 2, 1, 1, 1));
+  const std::vector<Footprint> adaptive{Footprint::adaptive(9, 5), Footprint::adaptive(8, 4),
+                                        Footprint::adaptive(21, 11)};
+  for (const DType dtype : kFloating) {
+    for (const double slope : {1.0, 0.0, 0.25}) {
+      sums(random, dtype, {windows, slope, false});
+      sums(random, dtype, {windows, slope, true});
+      sums(random, dtype, {adaptive, slope, false});
+    }
+    for (const DType taps : {DType::kUInt8, DType::kInt32}) {
+      maxima(random, dtype, taps, {windows, 1, false});
+      maxima(random, dtype, taps, {adaptive, 1, false});
+    }
+  }
+}
+
+namespace {
+
+struct Norm {
+  DType dtype;
+  kernels::NormShape shape;
+  double slope;
+  bool learned;
+};
+
+void norm(Random& random, const Norm& given) {
+  const auto& [dtype, shape, slope, learned] = given;
+  constexpr index_t kParts = 3;
+  const DType sum_dtype = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+  const Coords elements{shape.elements()}, one{1};
+  const Array x(random, dtype, elements, one), grad(random, dtype, elements, one),
+      out(random, dtype, elements, one);
+  const Array values(random, sum_dtype, {4 * shape.rows()}, one),
+      coefficients(random, sum_dtype, {3 * shape.rows()}, one),
+      sums(random, DType::kFloat64, {3 * kParts * shape.rows()}, one);
+  const auto problem = [&](bool host, bool has_slopes) {
+    const auto at = [host](const Array& array) {
+      return (host ? array.host() : array.device()).data;
+    };
+    return kernels::NormProblem{
+        dtype,    shape,   slope,      has_slopes,       at(x),
+        at(grad), at(out), at(values), at(coefficients), static_cast<double*>(at(sums)),
+        kParts};
+  };
+  const double of_sums = 4 * tolerance_of(sum_dtype), of_elements = 4 * tolerance_of(dtype);
+  cpu::norm_moments(problem(true, false));  // statistics know no activation
+  cuda::norm_moments(problem(false, false), queue);
+  expect("norm_moments", sums, of_sums);
+  cpu::norm_apply(problem(true, learned));
+  cuda::norm_apply(problem(false, learned), queue);
+  expect("norm_apply", out, of_elements);
+  cpu::norm_grad_sums(problem(true, learned));
+  cuda::norm_grad_sums(problem(false, learned), queue);
+  expect("norm_grad_sums", sums, of_sums);
+  cpu::norm_grad_input(problem(true, learned));
+  cuda::norm_grad_input(problem(false, learned), queue);
+  expect("norm_grad_input", out, of_elements);
+}
+
+}  // namespace
+
+void norms(Random& random) {
+  for (const DType dtype : kFloating) {
+    for (const bool channels_last : {false, true}) {
+      for (const auto& [channels, per_sample] : {std::pair{5, true}, std::pair{40, false}}) {
+        const kernels::NormShape shape{2, channels, 297, channels_last, per_sample};
+        for (const double slope : {1.0, 0.0, 0.25}) norm(random, {dtype, shape, slope, false});
+        norm(random, {dtype, shape, 1, true});
+      }
+    }
+  }
+}
+
+}  // namespace pydist

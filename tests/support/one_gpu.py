@@ -1,0 +1,121 @@
+"""Two ranks on one GPU that NCCL does not let them share: halos are copied, the rest staged."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist import _native as native
+from pydist.comm import Transport
+from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.transports.ipc.place import BLOCK_BYTES, agree
+from pydist.comm.transports.ipc.transport import IpcTransport
+from pydist.errors import NotSupported
+from pydist.runtime import connect
+
+
+@functools.cache
+def ranks_of_one_gpu() -> Transport:
+    """The transport `ipc` over the ranks of the job, all on the first device. Collective.
+
+    Raises:
+        NotSupported: the ranks can't map each other's memory, or the host's transport is not for
+            threads; the same on all ranks.
+    """
+    host = connect()
+    if not host.concurrent:
+        raise NotSupported(f"'{host.name}' is not for threads")
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    place = agree(host, native.CudaDriver(), 0, BLOCK_BYTES)
+    world = IpcTransport(Staged(host, device), place, sorted(place.near), world=True)
+    atexit.register(world.close)
+    return world
+
+
+class Staged(Transport):
+    """Tensors of a device, carried through the memory of the host: no overlap, and no graph.
+
+    Args:
+        host: connects the same ranks.
+        device: whose tensors are taken as well.
+        owns_host: whether closing this one closes `host`.
+    """
+
+    name = "staged"
+
+    def __init__(self, host: Transport, device: torch.device | None, owns_host: bool = False):
+        self.rank, self.size, self.concurrent = host.rank, host.size, host.concurrent
+        self.device = device
+        self._host, self._owns_host = host, owns_host
+
+    def _subgroup(self, members: Sequence[int]) -> Staged:
+        return Staged(self._host._subgroup(members), self.device, owns_host=True)
+
+    def _channel(
+        self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]], tag: int
+    ) -> Channel:
+        assert not any(each.is_cuda for _, each in (*sends, *recvs)), "these are copied"
+        return self._host._channel(sends, recvs, tag)
+
+    def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
+        self._host._send(tensor.cpu(), dest, tag)
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
+        with on_host(tensor) as (copy,):
+            self._host._recv(copy, source, tag)
+
+    def _barrier(self) -> None:
+        self._host._barrier()
+
+    def _broadcast(self, tensor: Tensor, root: int) -> None:
+        with on_host(tensor) as (copy,):
+            self._host._broadcast(copy, root)
+
+    def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
+        found = self._host._gather(tensor.cpu(), root)
+        return None if found is None else [each.to(tensor.device) for each in found]
+
+    def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
+        given = None if tensors is None else [each.cpu() for each in tensors]
+        with on_host(out) as (copy,):
+            self._host._scatter(given, copy, root)
+
+    def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
+        with on_host(*outputs) as copies:
+            self._host._all_to_all_async([each.cpu() for each in inputs], copies).wait()
+        return Work()
+
+    def _all_reduce(self, tensor: Tensor, op: Any) -> None:
+        with on_host(tensor) as (copy,):
+            self._host._all_reduce(copy, op)
+
+    def _all_reduce_async(self, tensor: Tensor, op: Any) -> Work:
+        self._all_reduce(tensor, op)
+        return Work()
+
+    def progress(self) -> None:
+        self._host.progress()
+
+    def abort(self, reason: str, exit_code: int) -> None:
+        self._host.abort(reason, exit_code)
+
+    def close(self) -> None:
+        if self._owns_host:
+            self._host.close()
+
+
+@contextmanager
+def on_host(*tensors: Tensor) -> Iterator[list[Tensor]]:
+    """Tensors in the memory of the host; what becomes of them there goes back to the device."""
+    copies = [each.cpu() for each in tensors]
+    yield copies
+    for each, copy in zip(tensors, copies, strict=True):
+        if copy is not each:
+            each.copy_(copy)
