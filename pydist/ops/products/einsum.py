@@ -63,7 +63,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
 @implements(torch.outer, torch.ger, torch.Tensor.outer, torch.Tensor.ger)
 def outer(input: Tensor, vec2: Tensor) -> Any:
     """The products of all elements of two vectors."""
-    return einsum("i,j->ij", input, vec2)
+    return contract(torch.outer, [input, vec2], [["i"], ["j"]], ["i", "j"], torch.outer)
 
 
 @implements(torch.tensordot)

@@ -98,9 +98,11 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
     own, *rest = (operand_for(t, layout, layout.shape).detach() for t in operands)
     group = layout.mesh.group(layout.used_axes)
     length = torch.tensor(max(minlength, int(own.max()) + 1 if own.numel() else 0))
-    group.all_reduce(length, "max")
+    if group.size > 1:
+        group.all_reduce(length, "max")
     counts = torch.bincount(own, rest[0] if rest else None, int(length))
-    group.all_reduce(counts)
+    if group.size > 1:
+        group.all_reduce(counts)
     return counts
 
 
