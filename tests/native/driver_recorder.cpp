@@ -13,6 +13,7 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <utility>
 
@@ -35,6 +36,44 @@ T* at(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
+// Statuses of a capture.
+constexpr int kCaptured = 900;  // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: the host would wait
+constexpr int kIsolated = 905;  // CUDA_ERROR_STREAM_CAPTURE_ISOLATION: outside work is waited for
+constexpr int kOfGraph = 907;   // CUDA_ERROR_CAPTURED_EVENT
+
+std::mutex joining;
+std::set<Stream*> in_capture;  // besides the thread that captures
+
+bool is_captured(const Stream* stream) {
+  return stream == nullptr ? thread_is_captured() : stream->captured.load();
+}
+
+void record_now(const std::shared_ptr<Event>& event, Stream* stream) {
+  long count = 0;
+  {
+    const std::lock_guard lock(event->mutex);
+    count = ++event->recorded;
+  }
+  if (stream == nullptr) {
+    event->complete(count);
+  } else {
+    stream->put([event, count] { event->complete(count); });
+  }
+}
+
+void wait_now(const std::shared_ptr<Event>& event, Stream* stream) {
+  long count = 0;
+  {
+    const std::lock_guard lock(event->mutex);
+    count = event->recorded;
+  }
+  if (stream == nullptr) {
+    event->await(count);
+  } else {
+    stream->put([event, count] { event->await(count); });
+  }
+}
+
 }  // namespace
 
 // -- for tests --------------------------------------------------------------------------------
@@ -49,6 +88,21 @@ EXPORT void recorder_delay(long microseconds) { delay_us = microseconds; }
 EXPORT void recorder_capture(int status) { capturing = status; }
 EXPORT void recorder_fail_next_copy(int status) { failing_copy = status; }
 EXPORT void recorder_fail_next_map(int status) { failing_map = status; }
+EXPORT void recorder_put(void* stream, void (*function)(void*), void* argument) {
+  static_cast<Stream*>(stream)->put([=] { function(argument); });
+}
+// A capture is over: whether all streams that took part were waited for.
+EXPORT bool recorder_capture_ends() {
+  const std::lock_guard lock(joining);
+  bool joined = true;
+  for (Stream* stream : in_capture) {
+    joined &= stream->joined_operations == stream->captured_operations;
+    stream->captured = false;
+    stream->captured_operations = stream->joined_operations = 0;
+  }
+  in_capture.clear();
+  return joined;
+}
 EXPORT int recorder_blocks() { return memory().blocks(); }
 
 // -- streams and events -------------------------------------------------------------------------
@@ -77,7 +131,9 @@ EXPORT int cuStreamCreateWithPriority(void** stream, unsigned flags, int priorit
        std::to_string(priority));
   return *stream = made, 0;
 }
-EXPORT int cuStreamIsCapturing(void*, int* status) { return *status = capturing, 0; }
+EXPORT int cuStreamIsCapturing(void* stream, int* status) {
+  return *status = capturing || is_captured(static_cast<Stream*>(stream)), 0;
+}
 EXPORT int cuEventCreate(void** event, unsigned) {
   static std::atomic<int> count = 0;
   auto made = std::make_shared<Event>();
@@ -89,40 +145,40 @@ EXPORT int cuEventRecord(void* handle, void* where) {
   const std::shared_ptr<Event> event = *static_cast<EventHandle>(handle);
   auto* stream = static_cast<Stream*>(where);
   note("record " + name_of(stream));
-  long count = 0;
-  {
-    const std::lock_guard lock(event->mutex);
-    count = ++event->recorded;
-  }
-  if (stream == nullptr) {
-    event->complete(count);
-  } else {
-    stream->put([event, count] { event->complete(count); });
-  }
+  event->captured = is_captured(stream);
+  if (!event->captured) return record_now(event, stream), 0;
+  event->stream = stream;
+  event->operations = stream == nullptr ? 0 : stream->captured_operations;
+  simulated_capture([event, stream] { record_now(event, stream); });
   return 0;
 }
 EXPORT int cuStreamWaitEvent(void* where, void* handle, unsigned) {
   const std::shared_ptr<Event> event = *static_cast<EventHandle>(handle);
   auto* stream = static_cast<Stream*>(where);
   note("wait " + name_of(stream));
-  long count = 0;
-  {
-    const std::lock_guard lock(event->mutex);
-    count = event->recorded;
+  if (!event->captured) {
+    if (is_captured(stream) && event->recorded > 0) return kIsolated;
+    return wait_now(event, stream), 0;
   }
   if (stream == nullptr) {
-    event->await(count);
+    if (event->stream != nullptr) event->stream->joined_operations = event->operations;
   } else {
-    stream->put([event, count] { event->await(count); });
+    const std::lock_guard lock(joining);
+    in_capture.insert(stream);
+    stream->captured = true;
+    ++stream->captured_operations;
   }
+  simulated_capture([event, stream] { wait_now(event, stream); });
   return 0;
 }
 EXPORT int cuEventQuery(void* handle) {
   Event& event = **static_cast<EventHandle>(handle);
+  if (event.captured) return kOfGraph;
   const std::lock_guard lock(event.mutex);
   return event.completed >= event.recorded ? 0 : 600;
 }
 EXPORT int cuStreamSynchronize(void* where) {
+  if (is_captured(static_cast<Stream*>(where))) return kCaptured;
   std::promise<void> reached;
   static_cast<Stream*>(where)->put([&reached] { reached.set_value(); });
   reached.get_future().wait();

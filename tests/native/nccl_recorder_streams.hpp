@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -11,7 +12,15 @@
 #include <thread>
 #include <utility>
 
+// Of the simulated device (tests/simulated/torch_device.cpp), where there is one: whether what the
+// calling thread puts on its stream goes into a graph, and the way there.
+extern "C" __attribute__((weak)) bool simulated_capturing();
+extern "C" __attribute__((weak)) void simulated_capture(const std::function<void()>& call);
+
 namespace recorder {
+
+// Whether the stream 0, the calling thread, is captured.
+inline bool thread_is_captured() { return simulated_capturing != nullptr && simulated_capturing(); }
 
 inline std::mutex noting;
 inline std::string notes;  // a line a call
@@ -27,6 +36,9 @@ struct Event {
   std::condition_variable changed;
   long recorded = 0, completed = 0;
   int number = 0;
+  bool captured = false;           // recorded last while a graph was captured,
+  class Stream* stream = nullptr;  // on this stream,
+  long operations = 0;             // behind so many operations of it
 
   void complete(long count) {
     const std::lock_guard lock(mutex);
@@ -46,14 +58,28 @@ class Stream {
     put(nullptr);
     worker_.join();
   }
+  // Now, or in each replay of the graph that is being captured.
   void put(std::function<void()> operation) {
+    if (captured && operation) {
+      ++captured_operations;
+      simulated_capture([this, operation = std::move(operation)] { queue(operation); });
+    } else {
+      queue(std::move(operation));
+    }
+  }
+  int number() const { return number_; }
+
+  // Set by a wait for an event of a captured stream, until that capture ends. Used by one thread.
+  std::atomic<bool> captured = false;
+  long captured_operations = 0;
+  long joined_operations = 0;  // of these, those that the captured thread waits for
+
+ private:
+  void queue(std::function<void()> operation) {
     const std::lock_guard lock(mutex_);
     queue_.push_back(std::move(operation));
     changed_.notify_all();
   }
-  int number() const { return number_; }
-
- private:
   void work() {
     for (;;) {
       std::unique_lock lock(mutex_);
