@@ -94,12 +94,8 @@ class CudaMpiTransport(MpiTransport):
     def _on_device(self, tensor: Tensor) -> bool:
         return tensor.is_cuda
 
-    def _subgroup(self, members: Sequence[int]) -> CudaMpiTransport:
-        part = self._comm.Split(members[0], members.index(self.rank))
-        try:
-            return type(self)(self.device, part, self._engine)
-        finally:
-            part.Free()
+    def _over(self, comm: MPI.Comm) -> CudaMpiTransport:
+        return CudaMpiTransport(self.device, comm, self._engine)
 
     def _channel(
         self,

@@ -65,9 +65,13 @@ class MpiTransport(HostTransport):
     def _subgroup(self, members: Sequence[int]) -> MpiTransport:
         part = self._comm.Split(members[0], members.index(self.rank))
         try:
-            return MpiTransport(part, self._engine)
+            return self._over(part)
         finally:
             part.Free()
+
+    def _over(self, comm: MPI.Comm) -> MpiTransport:
+        """The same over another communicator."""
+        return MpiTransport(comm, self._engine)
 
     def _channel(
         self,
