@@ -5,13 +5,9 @@ Threads, stores past the caches, instruction sets, and a ReLU within the pass.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
-import numpy as np
 import pytest
 import torch
+from instruction_sets import assert_all_agree
 from pool_sums import ORIGIN, Pooling, assert_near, footprints
 from torch.nn.functional import avg_pool3d
 
@@ -86,22 +82,7 @@ print(native.cpu_isa(), *sums)
 
 
 def test_all_instruction_sets_agree():
-    results = {}
-    for isa in ["base", "x86-64-v3", "x86-64-v4"]:
-        done = subprocess.run(
-            [sys.executable, "-c", ISA_SCRIPT],
-            cwd=Path(__file__).parent,  # not the checkout's folder, where sources hide the package
-            env={"PYDIST_ISA": isa, "PYTHONPATH": ":".join(filter(None, sys.path))},
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        name, *sums = done.stdout.split()
-        results[isa] = [float(value) for value in sums]
-        if isa == "base":
-            assert name == "base"
-    for isa, sums in results.items():
-        np.testing.assert_allclose(sums, results["base"], rtol=1e-4, err_msg=isa)
+    assert_all_agree(ISA_SCRIPT, rtol=1e-4)
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.25])
