@@ -12,7 +12,7 @@
 #include <thread>
 #include <utility>
 
-// Of the simulated device (tests/simulated/torch_device.cpp), where there is one: whether what the
+// Of the simulated device (tests/simulated/memory.cpp), where there is one: whether what the
 // calling thread puts on its stream goes into a graph, and the way there.
 extern "C" __attribute__((weak)) bool simulated_capturing();
 extern "C" __attribute__((weak)) void simulated_capture(const std::function<void()>& call);

@@ -57,7 +57,7 @@ void release(void* context) {
       return;
     }
   }
-  if (block->streams.empty() || put_on_stream == nullptr) return drop(block);
+  if (block->streams.empty()) return drop(block);
   // Through all of them, one after the other.
   struct Rest {
     Block* block;
@@ -93,6 +93,7 @@ struct DeviceAllocator final : c10::Allocator {
     std::memcpy(to, from, count);
   }
 };
+
 struct PinnedAllocator final : c10::Allocator {
   struct Pinned {
     c10::DataPtr data;

@@ -84,8 +84,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set));
   m.impl("set_.source_Tensor", TORCH_FN(set_tensor));
   // These would otherwise choose a kernel by the device themselves.
-  for (const char* name : {"copy_", "convolution", "_convolution", "convolution_overrideable",
-                           "convolution_backward"}) {
+  for (const char* name : {"copy_", "convolution", "_convolution", "convolution_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   }
 }

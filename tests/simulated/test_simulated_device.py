@@ -21,13 +21,30 @@ def stream():
         yield stream
 
 
-def test_memory_is_nan_before_it_is_written_and_after_it_is_freed():
-    memory = torch.empty(1 << 16, device="cuda")
-    assert memory.isnan().all()
-    memory.fill_(1.0)
-    alias = torch.empty(0, device="cuda").set_(memory.untyped_storage())
-    memory.untyped_storage().resize_(0)
-    assert alias.untyped_storage().nbytes() == 0
+@pytest.fixture
+def other():
+    """A stream of the recorder, which works behind the host's back."""
+    driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    assert driver.cuStreamCreateWithPriority(ctypes.byref(handle), 1, 0) == 0
+    driver.recorder_delay.argtypes = [ctypes.c_long]
+    driver.recorder_delay(100_000)  # microseconds: what is put there is late
+    yield torch.cuda.ExternalStream(handle.value)
+    driver.recorder_delay(0)
+
+
+def test_memory_is_nan_before_it_is_written():
+    assert torch.empty(1 << 16, device="cuda").isnan().all()
+    assert torch.empty_strided((4, 4), (1, 4), device="cuda").isnan().all()
+
+
+def test_memory_that_a_stream_uses_is_freed_when_the_stream_is_through(other):
+    memory = torch.ones(1 << 16, device="cuda")
+    address = memory.data_ptr()
+    memory.record_stream(other)
+    del memory
+    kept = (ctypes.c_float * (1 << 16)).from_address(address)
+    assert set(kept) == {1.0}
+    other.synchronize()
 
 
 def test_host_and_device_do_not_mix():
@@ -122,10 +139,7 @@ def test_a_capture_waits_for_nothing_from_before_it(stream):
         event.wait()
 
 
-def test_a_capture_waits_for_all_that_it_has_begun(stream):
-    driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
-    assert driver.cuStreamCreateWithPriority(ctypes.byref(handle), 1, 0) == 0
-    other = torch.cuda.ExternalStream(handle.value)
+def test_a_capture_waits_for_all_that_it_has_begun(stream, other):
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         other.wait_stream(stream)
         stream.wait_stream(other)
