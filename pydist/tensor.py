@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "HANDLERS", "Origin", "ShardedTensor", "adopt_local", "distribute_tensor", "implements",
-    "local_of", "module_path", "refusal", "wrap",
+    "local_of", "module_path", "refusal", "wrap", "wrap_new",
 ]  # fmt: skip
 
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -68,7 +68,13 @@ class Origin(NamedTuple):
 
 
 class Pending(Protocol):
-    """What is still to be done for a shard, or by it, before anybody else may use it."""
+    """What is still to be done for a shard, or by it, before anything else may use it.
+
+    A shard with one has not been handed out since it was made: no other tensor that can be changed
+    shares its memory. What waits reads only such shards, and copies of everything else, so that no
+    change between a call and its completion can be noticed. When a rank completes it is its own
+    affair: no message depends on it.
+    """
 
     def complete(self) -> None:
         """Does it; nothing when it has been done."""
@@ -80,6 +86,20 @@ class Pending(Protocol):
 
         `None` if that can't be.
         """
+
+
+class _Nothing:
+    """Nothing is to be done: the shard is new, and has not been handed out."""
+
+    def complete(self) -> None:
+        return None
+
+    def rectified(self, shard: Tensor, negative_slope: float) -> None:
+        return None
+
+
+NOTHING = _Nothing()
+"""What a shard in new memory waits for."""
 
 
 class ShardedTensor(torch.Tensor):
@@ -270,6 +290,13 @@ class ShardedTensor(torch.Tensor):
 def wrap(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
     """A result of `like`: the shard `local` in `layout`."""
     return ShardedTensor(local, layout, like._origin)
+
+
+def wrap_new(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
+    """A result of `like` in memory that no other tensor shares, outside of autograd's graph."""
+    result = ShardedTensor(local, layout, like._origin)
+    result._pending = NOTHING
+    return result
 
 
 def local_of(x: ShardedTensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -147,8 +147,13 @@ class Exchanger:
         self.is_local = not plan.sends and not plan.recvs
         """Whether this rank neither sends nor receives."""
 
-    def start(self, local: Tensor) -> Pending:
-        """Packs what others need of `local` and sends it off; does not wait."""
+    def start(self, local: Tensor, change: Callable[[Tensor], None] | None = None) -> Pending:
+        """Packs what others need of `local` and sends it off; does not wait.
+
+        Args:
+            local: this rank's box.
+            change: applied in place to the packed elements before they are sent.
+        """
         self._announce()
         timers = self.timers
         begun = None if timers.recorder is None else timers.recorder.begin("pack", timers.layer)
@@ -156,6 +161,8 @@ class Exchanger:
         pending = self._pending((local.dtype, local.device, False))
         if self._sends:
             _pack(local, self._all_outgoing, pending.send)
+            if change is not None:
+                change(pending.send)
         pending.post()
         timers.add("pack", began, perf_counter(), begun)
         return pending

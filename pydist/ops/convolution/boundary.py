@@ -1,9 +1,13 @@
 """The boundary outputs of a convolution whose halo is still on its way.
 
-They are completed when somebody asks for the shard: the slabs' part is added in the native kernel.
-Where an in-place ReLU is behind, the kernel applies it to what it has just added up, so the
-boundary planes are read and written once; the interior has been through it by then.
-Only in place: otherwise the linear values must be there as well.
+They are completed when the shard is used: the slabs' part is added in the native kernel. Where an
+in-place ReLU follows, the kernel applies it to what it has just added up, so the boundary planes are
+read and written once; the interior has been through it by then. Only in place: otherwise the linear
+values must be there as well.
+
+By then the weight may have other values, changed in place or through any tensor that shares its
+memory. So the slabs' part is computed from a copy made in the call. Where a copy would not be small
+beside the outputs, the call itself completes them.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ import torch
 from torch import Tensor
 
 from pydist.backend.slab_library import rectify_
-from pydist.errors import UsageError
 from pydist.ops.convolution.finish import finish_
 from pydist.ops.convolution.rectified import PendingRectifier, may_wait, rectified
 from pydist.ops.convolution.slab_kernels import as_read
@@ -29,6 +32,10 @@ if TYPE_CHECKING:
     from pydist.comm.exchange.exchanger import Pending
     from pydist.ops.convolution.correction import CorrectionPlan
     from pydist.ops.convolution.slab_kernels import SlabKernels
+
+
+# Outputs per element of the weight from which on a copy of it costs little beside them.
+_OUTPUTS = 8
 
 
 class Piece(NamedTuple):
@@ -109,12 +116,13 @@ class PendingBoundary:
         plan: of the convolution.
         channels_last: the memory format in which the halo travels.
         kernels: that add the slabs' parts.
-        bias: [C], if it is added when all else is there: `finish_`.
+        bias: [C], if it is added when all else is there: `finish_`. Of its own memory.
 
     Attributes:
         plan: of the convolution.
         kernels: that add the slabs' parts.
         bias: as given.
+        is_deferrable: whether it may be completed after the call; known once the halo is under way.
         outputs: the shard of the result, but for what the halo adds to it; `None` where nobody
             can ask for it any more. Who has saved it for backward need not know of that.
         slabs: the halo, once complete.
@@ -132,9 +140,8 @@ class PendingBoundary:
         self.slabs: list[Tensor] = []
         self._exchanges = plan.plan.exchanges(channels_last)
         self._layer = plan.mesh.timers.layer
-        self._under_way: tuple[Pending, Tensor, Tensor] | None = None
-        self._weight_version = 0
-        self._is_spoiled = False
+        self._under_way: tuple[Pending, Tensor] | None = None
+        self.is_deferrable = True
 
     def start(self, x: Tensor, weight: Tensor) -> None:
         """Sends the halo off.
@@ -144,9 +151,14 @@ class PendingBoundary:
             weight: [Co, Ci / groups, kD, kH, kW].
         """
         halo = self._exchanges.halo
-        self._under_way = halo.start(x), x, weight
-        self._weight_version = _version_of(weight)
-        halo.transport.unfinished = self._finish
+        pending = halo.start(x)
+        kernel = as_read(weight.detach())
+        outputs = math.prod(self.plan.plan.out.box.shape)
+        self.is_deferrable = not halo.slots or weight.numel() * _OUTPUTS <= outputs
+        if halo.slots and self.is_deferrable and kernel.data_ptr() == weight.data_ptr():
+            kernel = kernel.clone()
+        self._under_way = pending, kernel
+        halo.transport.unfinished = self.complete
 
     @property
     def is_fusible(self) -> bool:
@@ -180,22 +192,11 @@ class PendingBoundary:
 
         Args:
             negative_slope: of a leaky ReLU that all outputs go through; 1 for none.
-
-        Raises:
-            UsageError: the weight is another by now.
         """
-        self._finish(negative_slope)
-        if self._is_spoiled:
-            raise UsageError(
-                "the weight of a convolution was changed in place (by an optimizer's step?) before "
-                "the convolution's result was used; use the result first: result.to_local()"
-            )
-
-    def _finish(self, negative_slope: float = 1.0) -> None:
         if self._under_way is None:
             return
         # First, as an exception on the way must not come again from everybody who asks later.
-        (pending, x, weight), self._under_way = self._under_way, None
+        (pending, kernel), self._under_way = self._under_way, None
         outputs, self.outputs = self.outputs, None
         halo, timers = self._exchanges.halo, self.plan.mesh.timers
         halo.transport.unfinished = None
@@ -205,21 +206,17 @@ class PendingBoundary:
             with torch.no_grad(), timers.measure("compute", self._layer):
                 for box in self.plan.boundary.interior:
                     rectify_(self._part(outputs, box), at_once)
-        self.slabs = self._exchanges.receive(halo, pending, x, self._layer)
-        if _version_of(weight) != self._weight_version:
-            self._is_spoiled = True
-            if outputs is not None:
-                outputs.fill_(math.nan)  # should somebody go on in spite of the error
-        elif outputs is not None:
-            with timers.measure("boundary", self._layer):
-                kernel = as_read(weight.detach())
-                for slab, part, lo, slope in self._steps(outputs, at_once):
-                    where = halo.slots[slab].lo[2:], lo
-                    received = self.slabs[slab]
-                    self.kernels.add("forward", slab, received, kernel, part, *where, slope)
-            if self.bias is not None:
-                with timers.measure("compute", self._layer):
-                    finish_(outputs, self.bias, negative_slope)
+        self.slabs = self._exchanges.receive(halo, pending, kernel, self._layer)
+        if outputs is None:
+            return
+        with timers.measure("boundary", self._layer):
+            for slab, part, lo, slope in self._steps(outputs, at_once):
+                where = halo.slots[slab].lo[2:], lo
+                received = self.slabs[slab]
+                self.kernels.add("forward", slab, received, kernel, part, *where, slope)
+        if self.bias is not None:
+            with timers.measure("compute", self._layer):
+                finish_(outputs, self.bias, negative_slope)
 
     def _steps(
         self, outputs: Tensor, slope: float
@@ -239,11 +236,6 @@ class PendingBoundary:
         for dim in range(2, part.dim()):
             part = part.narrow(dim, box.lo[dim] - own.lo[dim], box.hi[dim] - box.lo[dim])
         return part
-
-
-def _version_of(weight: Tensor) -> int:
-    """How often a tensor was changed in place; inference tensors do not say."""
-    return 0 if weight.is_inference() else weight._version
 
 
 def rectify_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | None:

@@ -27,7 +27,7 @@ from pydist.ops.gathering import BoxGatherer
 from pydist.ops.redistribute import parameter_for
 from pydist.ops.windows import as_tuple
 from pydist.partition import Box
-from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
+from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap_new
 
 _FUNCTIONS = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
 
@@ -69,7 +69,7 @@ def conv_transpose(
     weight, bias = parameter_for(weight, plan.out), parameter_for(bias, plan.out)
     weight, bias = in_autocast_type(weight, bias)
     with torch.autocast(local.device.type, enabled=False):
-        return wrap(plan.run(local, weight, bias), plan.out, input)
+        return wrap_new(plan.run(local, weight, bias), plan.out, input)
 
 
 def _check(layout: Layout, window: TransposedWindow, weight: tuple[int, ...], groups: int) -> None:

@@ -25,6 +25,7 @@ from pydist.ops.convolution.local_conv import (
     differentiable,
     unpadded_conv,
 )
+from pydist.ops.convolution.rectified import PendingOutputs
 from pydist.ops.convolution.slab_kernels import SlabChooser, SlabKernels, as_read
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box
@@ -155,7 +156,7 @@ def _backward_by_gathering(
 
 def corrected_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan
-) -> tuple[Tensor, PendingBoundary]:
+) -> tuple[Tensor, PendingBoundary | PendingOutputs]:
     """This rank's part of the convolution, from its shard and the slabs of its neighbours.
 
     Args:
@@ -174,4 +175,9 @@ def corrected_conv(
     slab_kernels = plan.slab_chooser.kernels(x, weight, kernels.channels_last)
     behind = bias_behind(x, bias)
     boundary = PendingBoundary(plan, kernels.channels_last, slab_kernels, behind)
-    return _CorrectedConv.apply(x, weight, bias, boundary, kernels), boundary
+    y = _CorrectedConv.apply(x, weight, bias, boundary, kernels)
+    if boundary.is_deferrable:
+        return y, boundary
+    boundary.bias = None  # it may still wait for a ReLU
+    boundary.complete()
+    return y, PendingOutputs(y, behind)

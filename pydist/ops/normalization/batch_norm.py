@@ -17,9 +17,9 @@ from pydist.ops.normalization.norm_common import (
     update,
 )
 from pydist.ops.normalization.norm_plan import Gathering, NormPlan, plan_norm
-from pydist.ops.normalization.pending import normalized
+from pydist.ops.normalization.pending import normalized, taken
 from pydist.ops.normalization.statistics import Moments, dense, merged, unbiased
-from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor import ShardedTensor, implements, refusal, wrap
 
 STATISTICS = ("global", "group", "rank")
 
@@ -45,10 +45,11 @@ def batch_norm(
     layout, over = input._layout, input._origin.statistics
     if layout.splits[1] is not None:
         raise refusal(F.batch_norm, (input,), {}, "the channels are split")
-    local = local_of(input)
+    source = taken(input)
+    local = source.shard
     running = (running_mean, running_var)
     if not training:
-        return evaluate(input, *running, *parameters_for(weight, bias, layout), eps)
+        return evaluate(source, *running, *parameters_for(weight, bias, layout), eps)
     dims = [0, *range(2, len(layout.shape))]
     plan = plan_norm(layout, dims, _axes(layout, over))
     tracked = running_mean is not None or running_var is not None
@@ -73,7 +74,7 @@ def batch_norm(
             raise one_value("value per channel", layout.shape)
         if not few or others.n.any():
             update(running, _averaged(others), momentum)
-    return normalized(Normalization(local, *affine, own, plan, eps), layout, input)
+    return normalized(Normalization(local, *affine, own, plan, eps), layout, source)
 
 
 def _axes(layout: Layout, over: str) -> tuple[str, ...]:

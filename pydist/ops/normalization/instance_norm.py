@@ -20,10 +20,10 @@ from pydist.ops.normalization.norm_common import (
     update,
 )
 from pydist.ops.normalization.norm_plan import Gathering, NormPlan, plan_norm
-from pydist.ops.normalization.pending import normalized
+from pydist.ops.normalization.pending import normalized, taken
 from pydist.ops.normalization.statistics import Moments, dense, unbiased
 from pydist.ops.reduction.reduce import axes_of, in_full_precision
-from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor import ShardedTensor, implements, refusal, wrap
 
 Running = tuple[Tensor | None, Tensor | None]
 
@@ -49,9 +49,10 @@ def instance_norm(
     layout = input._layout
     if layout.splits[1] is not None:
         raise refusal(F.instance_norm, (input,), {}, "the channels are split")
-    local, running = local_of(input), (running_mean, running_var)
+    source, running = taken(input), (running_mean, running_var)
+    local = source.shard
     if not use_input_stats:
-        return evaluate(input, *running, *parameters_for(weight, bias, layout), eps)
+        return evaluate(source, *running, *parameters_for(weight, bias, layout), eps)
     voxels = math.prod(layout.shape[2:])
     if voxels == 1:
         raise one_value("spatial element", layout.shape)
@@ -72,7 +73,7 @@ def instance_norm(
         own = gathering.merged()
         if tracked and voxels:
             update(running, _mean_of_samples(own, local, plan, layout), momentum)
-    return normalized(Normalization(local, *scale_shift, own, plan, eps), layout, input)
+    return normalized(Normalization(local, *scale_shift, own, plan, eps), layout, source)
 
 
 def _plan_of_samples(layout: Layout, members: int = 1) -> NormPlan:
@@ -117,7 +118,8 @@ def group_norm(
         raise one_value("value per channel", layout.shape)
     plan = _plan_of_samples(layout, channels // num_groups)
     scale, shift = parameters_for(weight, bias, layout)
-    local = local_of(input)
+    source = taken(input)
+    local = source.shard
     if is_for_torch(local, layout.mesh.group(layout.used_axes)):
         return wrap(F.group_norm(local, num_groups, scale, shift, eps), layout, input)
     dtype = in_full_precision(lambda one: torch.group_norm(one.view(1, 1, -1), 1), input)
@@ -125,7 +127,7 @@ def group_norm(
     gathering = Gathering(local, plan)
     with torch.no_grad():
         own = gathering.merged()
-    return normalized(Normalization(local, scale, shift, own, plan, eps), layout, input)
+    return normalized(Normalization(local, scale, shift, own, plan, eps), layout, source)
 
 
 @implements(torch.instance_norm)

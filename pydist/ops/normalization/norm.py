@@ -9,11 +9,10 @@ results.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -21,7 +20,8 @@ from pydist.comm.exchange.adjoints import begin_backward, enter, sum_ranks
 from pydist.ops.convolution.local_conv import differentiable
 from pydist.ops.handover import Handover
 from pydist.ops.normalization.norm_plan import NormPlan
-from pydist.ops.normalization.prelu import Handed, parametric, regain, release
+from pydist.ops.normalization.activated import Handed, rectified
+from pydist.ops.normalization.prelu import parametric, regain, release
 from pydist.ops.normalization.statistics import (
     Moments,
     Transform,
@@ -40,12 +40,11 @@ class _Call:
     plan: NormPlan
     eps: float
     centred: bool
-    negative_slope: float = 1.0
     handover: Handover[Handed] = field(default_factory=Handover)
 
 
 class Normalization:
-    """A norm whose statistics are known, and perhaps a ReLU, leaky or not, right behind it.
+    """A norm whose statistics are known.
 
     Args:
         x: dense, [N, C, ...], may be empty; its memory format is that of the result.
@@ -89,31 +88,34 @@ class Normalization:
         operands = self._operands[:3]
         return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
 
-    def result(self, out: Tensor | None = None, negative_slope: float = 1.0) -> Tensor:
-        """act((x - mean) / sqrt(var + eps) · scale + shift), differentiable twice.
-
-        Args:
-            out: where to write it, of the strides of x; by default new memory.
-            negative_slope: by which act takes negative values: 1 for none, 0 for ReLU.
-        """
-        if out is None:
-            out = torch.empty_like(self.x)
-        result = self.node(out, negative_slope)
-        self.write(out, negative_slope)
+    def result(self) -> Tensor:
+        """(x - mean) / sqrt(var + eps) · scale + shift, differentiable twice."""
+        out = torch.empty_like(self.x)
+        result = self.node(out)
+        self.write(out)
         return result
 
-    def node(self, out: Tensor, negative_slope: float = 1.0) -> Tensor:
-        """`out` as the result in autograd's graph; what it holds is up to `write`."""
-        call = replace(self._call, negative_slope=negative_slope)
-        result: Tensor = _Normalize.apply(*self._operands, out, call)
+    def node(self, out: Tensor) -> Tensor:
+        """`out` as the result in autograd's graph; what it holds is up to the other methods."""
+        result: Tensor = _Normalize.apply(*self._operands, out, self._call)
         return result
 
-    def write(self, out: Tensor, negative_slope: float = 1.0) -> None:
+    def write(self, out: Tensor) -> None:
         """Writes the result into `out`, which may have been released."""
         self._call.handover.is_shared = True
         if self.x.numel():
             regain(out)
-            apply(out, self.x.detach(), Transform(self._values, negative_slope))
+            apply(out, self.x.detach(), Transform(self._values))
+
+    def rectified(self, y: Tensor, negative_slope: float) -> Tensor:
+        """A ReLU of the result in place, leaky or not, written in one pass; differentiable twice.
+
+        Args:
+            y: the result as `node` made it, yet to be written.
+            negative_slope: 0 for a ReLU; in [0, 1).
+        """
+        x, transform = self.x.detach(), Transform(self._values, negative_slope)
+        return rectified(y, x, transform, self._call.handover)
 
     def parametric(self, y: Tensor, slope: Tensor) -> Tensor:
         """PReLU of the result, written in one pass; differentiable twice.
@@ -156,12 +158,9 @@ class _Normalize(Function):
         rest = (None,) * 6
         if torch.is_grad_enabled():
             return (*_by_composition(ctx, x, scale, shift, n, grad), *rest)
-        handed = call.handover.take(grad)
+        transform, sums = call.handover.take(grad) or (Transform(values), None)
         grad = strided_like(grad, x)
-        if handed is not None:
-            transform, sums = handed
-        else:
-            transform = Transform(values, call.negative_slope)
+        if sums is None:
             sums = gradient_sums(grad, x, transform)
         # There the mean is rounded; far from zero that counts.
         lost = plan.of_rows(mean) - values[0]
@@ -208,9 +207,6 @@ def _by_composition(
         y = y * per_channel(scale, y)
     if shift is not None:
         y = y + per_channel(shift, y)
-    if ctx.call.negative_slope != 1.0:
-        slope = ctx.call.negative_slope
-        y = F.leaky_relu(y, slope) if slope else F.relu(y)
     return differentiable(y.to(x.dtype), (x, scale, shift), ctx.needs_input_grad, grad)
 
 

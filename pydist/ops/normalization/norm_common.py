@@ -15,10 +15,10 @@ from pydist.layout import Layout
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_plan import plan_norm
-from pydist.ops.normalization.pending import normalized
+from pydist.ops.normalization.pending import Input, normalized
 from pydist.ops.normalization.statistics import Moments, dense
 from pydist.ops.redistribute import parameter_for
-from pydist.tensor import ShardedTensor, local_of, wrap
+from pydist.tensor import ShardedTensor, wrap
 
 # Elements from which on passes over memory cost more than calls: ours takes 0.7 times torch's CPU
 # time for forward and backward of 1 x 64 x 16^3 with a ReLU, 1.1 times for 1 x 320 x 8^3 (fp32).
@@ -42,7 +42,7 @@ def parameters_for(
 
 
 def evaluate(
-    input: ShardedTensor,
+    source: Input,
     mean: Tensor | None,
     var: Tensor | None,
     scale: Tensor | None,
@@ -53,7 +53,8 @@ def evaluate(
 
     Where nothing learns, a ReLU right behind is made in the same pass.
     """
-    layout, local = input._layout, local_of(input)
+    input, local = source.tensor, source.shard
+    layout = input._layout
     learns = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (local, scale, shift)
     )
@@ -72,7 +73,7 @@ def evaluate(
     one = mean.new_ones(1, dtype=torch.float64)
     known = Moments(one, *(t.detach().double().flatten() for t in (mean, var)))
     norm = Normalization(dense(local), scale, shift, known, plan, eps)
-    return normalized(norm, layout, input)
+    return normalized(norm, layout, source)
 
 
 def by_torch(norm: Callable[..., Tensor], local: Tensor, *args: Any) -> Tensor:

@@ -1,25 +1,30 @@
-"""Results of norms that are written when somebody asks for them: by then a ReLU may be behind.
+"""Results of norms that are written when they are used: by then a ReLU may follow.
 
-Where that is an in-place ReLU, leaky or not, one pass over memory makes both, and one node of the
-graph stands for both: backward finds the ReLU's sign from the norm's input, which it reads anyway.
-Only in place: otherwise the norm's own result must be there as well. A PReLU, which is never in
-place, is made along with the norm too, whose own result then waits on for somebody who asks.
+Where that is an in-place ReLU, leaky or not, one pass over memory makes both: backward finds the
+ReLU's sign from the norm's input, which it reads anyway. Only in place: otherwise the norm's own
+result must be there as well. A PReLU, which is never in place, is made along with the norm too,
+whose own result then waits on.
+
+The norm's node of the graph, which exchanges sums in backward, is made in the norm's call in every
+case, and the activation has a node of its own. So backward runs the same exchanges in the same
+order on ranks that fuse and on ranks that do not.
+
+A result waits only where its input can't change unseen: where that has not been handed out since it
+was made, or is a copy made for the norm. Statistics, scale and shift are copied in the norm's call.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.handover import hook_on_saved
 from pydist.ops.normalization.norm import Normalization
-from pydist.ops.normalization.prelu import regain
-from pydist.tensor import ShardedTensor, wrap
+from pydist.tensor import ShardedTensor, local_of, wrap, wrap_new
 
 
 class PendingNorm:
@@ -33,14 +38,13 @@ class PendingNorm:
     def __init__(self, norm: Normalization, out: Tensor) -> None:
         self._norm: Normalization | None = norm
         self._out = out
-        self._version = norm.x._version
         self._read = False  # by a PReLU
-        self._hook = hook_on_saved()
 
     def complete(self) -> None:
         """Writes the result without a ReLU; does nothing when that has been done."""
-        if self._norm is not None:
-            self._take().write(self._out)
+        norm, self._norm = self._norm, None
+        if norm is not None:
+            norm.write(self._out)
 
     def rectified(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, None] | None:
         """The result behind a ReLU in place, written in the same pass.
@@ -53,14 +57,12 @@ class PendingNorm:
             the shard that takes its place, for which nothing is left to do; `None` if it is too
             late for that.
         """
+        norm = self._fusible()
         # Without a graph to be made, the shard's own would be lost.
-        if self._norm is None or self._read:
+        if norm is None or (shard.requires_grad and not torch.is_grad_enabled()):
             return None
-        if shard.requires_grad and not torch.is_grad_enabled():
-            return None
-        # A norm made under no_grad is a constant, wherever its ReLU is.
-        with torch.set_grad_enabled(shard.requires_grad):
-            return self._take().result(self._out, negative_slope), None
+        self._norm = None
+        return norm.rectified(shard, negative_slope), None
 
     def parametric(self, shard: Tensor, slope: Tensor) -> Tensor | None:
         """The result behind a PReLU, written without the one before.
@@ -72,31 +74,23 @@ class PendingNorm:
         Returns:
             a new shard; `None` if it is too late for that, or has been done.
         """
-        if self._norm is None or self._read or hook_on_saved() is not self._hook:
+        norm = self._fusible()
+        if norm is None:
             return None
-        norm = self._checked(self._norm)
         self._read = True
         return norm.parametric(shard, slope)
 
-    def _take(self) -> Normalization:
-        norm, self._norm = self._norm, None
-        assert norm is not None
-        return self._checked(norm)
+    def _fusible(self) -> Normalization | None:
+        """The norm, if an activation may still be made along with it.
 
-    def _checked(self, norm: Normalization) -> Normalization:
-        if norm.x._version != self._version:
-            regain(self._out)
-            with torch.no_grad():
-                self._out.fill_(math.nan)  # should somebody go on in spite of the error
-            raise UsageError(
-                "the input of a norm was changed in place, through another tensor that shares its "
-                "memory, before the norm's result was used; change a clone() of it"
-            )
-        return norm
+        Not under hooks on what is saved: a checkpoint may begin in between, and runs the activation
+        again without the norm.
+        """
+        return None if self._read or hook_on_saved() is not None else self._norm
 
 
 class _Before:
-    """Completes a pending norm before somebody else may change its input."""
+    """Completes a pending norm before anything else may change its input."""
 
     def __init__(self, norm: PendingNorm) -> None:
         self._norm = weakref.ref(norm)
@@ -110,22 +104,43 @@ class _Before:
         return None
 
 
-def normalized(norm: Normalization, layout: Layout, input: ShardedTensor) -> ShardedTensor:
-    """The result of a norm of `input`, written when it is asked for, or the input is.
+class Input(NamedTuple):
+    """What a norm is asked to normalise.
+
+    Attributes:
+        tensor: as given.
+        shard: its shard.
+        is_new: whether that had not been handed out before.
+    """
+
+    tensor: ShardedTensor
+    shard: Tensor
+    is_new: bool
+
+
+def taken(x: ShardedTensor) -> Input:
+    """A norm's input."""
+    is_new = x._pending is not None
+    return Input(x, local_of(x), is_new)
+
+
+def normalized(norm: Normalization, layout: Layout, input: Input) -> ShardedTensor:
+    """The result of a norm, written when it is used, or the input is.
 
     Args:
         norm: of the shard of `input`, or of a copy of that.
         layout: of the result.
         input: what was asked to be normalised.
     """
-    if norm.x.is_inference() or not (norm.learns or _is_sole_user(norm.x)):
-        # Others may change its memory; inference tensors would not even say so. Where something
-        # learns, torch forbids it too.
-        return wrap(norm.result(), layout, input)
+    is_copy = norm.x is not input.shard
+    is_safe = is_copy or input.is_new
+    if not is_safe or norm.x.is_inference() or hook_on_saved() is not None:
+        return wrap_new(norm.result(), layout, input.tensor)
     out = torch.empty_like(norm.x)
-    result = wrap(norm.node(out), layout, input)
-    pending = PendingNorm(norm, out)
-    result._pending, input._pending = pending, _Before(pending)
+    result = wrap(norm.node(out), layout, input.tensor)
+    pending = result._pending = PendingNorm(norm, out)
+    if not is_copy:
+        input.tensor._pending = _Before(pending)
     return result
 
 
@@ -146,10 +161,3 @@ def parametric(x: ShardedTensor, slope: Tensor) -> Tensor | None:
     if torch.is_autocast_enabled(shard.device.type):
         dtype = torch.prelu(shard.new_zeros(1), slope.detach()[:1]).dtype
     return pending.parametric(shard, slope) if dtype == shard.dtype else None
-
-
-def _is_sole_user(x: Tensor) -> bool:
-    """Whether no other tensor shares the memory of `x`, as a view of it or of what it views."""
-    # One use is the tensor's, one that of the object that is asked here.
-    storage = x.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) <= 2

@@ -17,18 +17,15 @@ from torch.autograd import Function
 
 from pydist.errors import UsageError
 from pydist.ops.handover import Handover, runs
+from pydist.ops.normalization.activated import Handed, differentiated
 from pydist.ops.normalization.norm_plan import NormPlan
 from pydist.ops.normalization.statistics import (
     Transform,
     apply,
-    combine,
     gradient_sums,
     per_channel,
     strided_like,
 )
-
-Handed = tuple[Transform, Tensor]
-"""The transform with the slopes, and the sums [2, R] of `gradient_sums`."""
 
 
 def release(y: Tensor) -> None:
@@ -89,7 +86,7 @@ class _Prelu(Function):
         slope, x, values = ctx.saved_tensors
         rest = (None,) * 4
         if torch.is_grad_enabled():
-            return (*_by_composition(ctx, grad), *rest)
+            return (*_by_composition(ctx, grad, slope, x, values), *rest)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.y = None  # as what is saved, which the engine lets go of now
         for_y, for_slope, *_ = ctx.needs_input_grad
@@ -105,16 +102,13 @@ class _Prelu(Function):
         if not ctx.handover.is_shared and runs(ctx, 0):
             ctx.handover.give(grad, (transform, sums[:2]))
             return grad, grad_slope, *rest
-        grad_y = torch.empty_like(x)
-        ones = torch.zeros_like(values[:3])
-        ones[0] = 1
-        combine(grad_y, grad, x, transform, ones)
-        return grad_y, grad_slope, *rest
+        return differentiated(grad, x, transform), grad_slope, *rest
 
 
-def _by_composition(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _by_composition(
+    ctx: Any, grad: Tensor, slope: Tensor, x: Tensor, values: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """Gradients with a graph of their own, for which y has to be there."""
-    slope, x, values = ctx.saved_tensors
     y: Tensor = ctx.y
     ctx.handover.is_shared = True
     if is_released(y):

@@ -22,6 +22,7 @@ from pydist.tensor import (
     local_of,
     refusal,
     wrap,
+    wrap_new,
 )
 
 _UNARY = """
@@ -59,6 +60,15 @@ _ACTIVATIONS = """
 relu relu6 elu selu celu leaky_relu gelu silu mish hardtanh hardswish hardsigmoid sigmoid tanh
 softplus softsign tanhshrink logsigmoid hardshrink softshrink threshold
 """.split()
+
+
+_ARITHMETIC = {
+    getattr(owner, name)
+    for name in (*_BINARY, *_BINARY_METHODS)
+    for owner in (torch, torch.Tensor)
+    if hasattr(owner, name)
+}
+"""Calls that give a result in memory of its own, unless in place."""
 
 
 def broadcast_layout(operands: Iterable[Tensor]) -> Layout:
@@ -116,7 +126,9 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     if not isinstance(result, Tensor):
         return result  # NotImplemented, or the name of the dtype
-    return adopt_local(target, result) if in_place else wrap(result, layout, first)
+    if in_place:
+        return adopt_local(target, result)
+    return (wrap_new if func in _ARITHMETIC else wrap)(result, layout, first)
 
 
 def _common_layout(operands: list[Tensor], sharded: Layout) -> Layout:

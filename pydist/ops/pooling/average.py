@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist._loader import native
+from pydist.backend.slab_library import rectify_
 from pydist.comm.exchange.adjoints import begin_backward, exchange_marker
 from pydist.comm.exchange.exchanger import in_memory
 from pydist.ops.constants import Constant
@@ -132,6 +133,9 @@ class AveragePlan(PoolPlan):
     def pool(self, x: Tensor, negative_slope: float = 1.0) -> Tensor:
         """The shard [N, C, ...] of the result, from the shard of the input.
 
+        What travels is the ReLU's result, made in the send buffer: whether a rank leaves the ReLU
+        to its pool is its own affair.
+
         Args:
             x: the shard.
             negative_slope: of a ReLU that all inputs go through first; 1 for none.
@@ -139,7 +143,7 @@ class AveragePlan(PoolPlan):
         timers = self.mesh.timers
         exchanges = self.exchanges(x)
         halo = exchanges.halo
-        pending = start(halo, x)
+        pending = start(halo, x, partial(rectify_, negative_slope=negative_slope))
         with timers.measure("compute"):
             y = self.averaging.means(x, self.own, self.out, None, negative_slope)
         if pending is None:
@@ -147,7 +151,7 @@ class AveragePlan(PoolPlan):
         slabs = exchanges.receive(halo, pending, x)
         with timers.measure("boundary"):
             for slab, box in zip(slabs, halo.slots, strict=True):
-                self.averaging.means(slab, box, self.out, y, negative_slope)
+                self.averaging.means(slab, box, self.out, y)
         return y
 
     def spread(

@@ -25,7 +25,7 @@ from pydist.ops.pooling.pool_plan import (
 from pydist.ops.pooling.rectified import average_rectified
 from pydist.ops.redistribute import redistribute
 from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
-from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
+from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap, wrap_new
 
 _AVG = {1: torch.avg_pool1d, 2: torch._C._nn.avg_pool2d, 3: torch._C._nn.avg_pool3d}
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
@@ -62,7 +62,7 @@ def avg_pool(
     shard = average_rectified(input, average_plan)
     if shard is None:
         shard = average(local_of(input), average_plan)
-    return wrap(shard, plan.out, input)
+    return wrap_new(shard, plan.out, input)
 
 
 def max_pool(
@@ -92,7 +92,7 @@ def max_pool(
     )
     max_plan = _max_plan(function, input, plan, window)
     y, taps = maximum(local_of(input), max_plan)
-    result = wrap(y if given.is_floating_point else y.to(given), plan.out, input)
+    result = wrap_new(y if given.is_floating_point else y.to(given), plan.out, input)
     if not return_indices:
         return result
     return result, wrap(max_plan.indices(taps), plan.out, input)

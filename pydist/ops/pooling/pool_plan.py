@@ -59,9 +59,17 @@ def empty(box: Box, like: Tensor) -> Tensor:
     return like.new_empty(n, *spatial, channels).movedim(-1, 1)
 
 
-def start(exchanger: Exchanger, x: Tensor) -> Pending | None:
-    """Begins an exchange; nothing where this rank takes no part."""
-    return None if exchanger.is_local else exchanger.start(x)
+def start(
+    exchanger: Exchanger, x: Tensor, change: Callable[[Tensor], None] | None = None
+) -> Pending | None:
+    """Begins an exchange; nothing where this rank takes no part.
+
+    Args:
+        exchanger: of the slabs.
+        x: what is packed.
+        change: applied in place to the packed elements before they are sent.
+    """
+    return None if exchanger.is_local else exchanger.start(x, change)
 
 
 def in_3d(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pydist.ops.dims import canonical, given_as, numpy_names
 from pydist.ops.redistribute import prove_equal, redistribute, shard_of_plain
 from pydist.ops.shaping.shape import unsqueeze
 from pydist.partition import Partition
-from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap, wrap_new
 
 
 @implements(torch.cat, torch.concat, torch.concatenate)
@@ -44,7 +44,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
     else:
         # Of an empty vector torch.cat's backward has no graph, and ranks would part.
         joined = torch.cat([part.unsqueeze(1) for part in parts]).squeeze(1)
-    return wrap(joined, _resized(like._layout, d, total, split), like)
+    return wrap_new(joined, _resized(like._layout, d, total, split), like)
 
 
 def _check_fits(tensor: Tensor, like: Tensor, d: int) -> None:

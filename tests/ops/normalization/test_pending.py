@@ -13,16 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
 from pydist.errors import UsageError
-from pydist.ops.normalization import norm, norm_common
+from pydist.ops.normalization import activated, norm, norm_common
 
 SPLIT = [[0, 2, 5], [0, 1, 4], None]
 EMPTY = [[0, 2, 5], None, [0, 0, 3]]
 SLOPES = [0.0, 0.3]
 FORMATS = [torch.contiguous_format, torch.channels_last_3d]
+# Of a product: a norm waits where its input is in memory that no other tensor shares.
 NORMS = {
-    "batch": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
-    "instance": lambda x, w, b: F.instance_norm(x, None, None, w, b),
-    "group": lambda x, w, b: F.group_norm(x, 2, w, b),
+    "batch": lambda x, w, b: F.batch_norm(x * 1.0, None, None, w, b, training=True),
+    "instance": lambda x, w, b: F.instance_norm(x * 1.0, None, None, w, b),
+    "group": lambda x, w, b: F.group_norm(x * 1.0, 2, w, b),
 }
 
 
@@ -37,10 +38,11 @@ def slopes(monkeypatch):
 
     def recording(out, x, transform):
         found.append(transform.negative_slope)
-        norm_apply(out, x, transform)
+        apply(out, x, transform)
 
-    norm_apply = norm.apply
-    monkeypatch.setattr(norm, "apply", recording)
+    apply = norm.apply
+    for module in (norm, activated):
+        monkeypatch.setattr(module, "apply", recording)
     return found
 
 
@@ -94,7 +96,7 @@ def test_evaluation(kind, memory_format, slopes, large):
             shard(x, layout_for_sample(mesh, x.shape)),
         )
         with torch.no_grad():
-            y = net(part).full_tensor()
+            y = net(part * 1.0).full_tensor()
         assert 0.0 in slopes
         return y, net(part).full_tensor().detach()
 
@@ -125,7 +127,7 @@ def ranks_see(function, x):
 
 
 def normed(x):
-    return F.batch_norm(x, None, None, training=True)
+    return F.batch_norm(x * 1.0, None, None, training=True)
 
 
 def test_who_looks_in_between_sees_the_linear_result(slopes):
@@ -161,33 +163,6 @@ def test_a_hook_on_the_norm_gets_the_gradient_behind_the_relu():
     torch.testing.assert_close(on_ranks((2, 1, 1), rank)[0], expected)
 
 
-def test_input_that_changes_before_the_result_is_used():
-    x = randn(2, 3, 6, 4, 4)
-
-    @torch.no_grad()
-    def change(part):
-        part = part * 1.0
-        y = normed(part)
-        part.add_(5.0)
-        return F.relu_(y).full_tensor(), part.full_tensor()
-
-    y, changed = ranks_see(change, x)
-    torch.testing.assert_close(y, normed(x).relu())
-    torch.testing.assert_close(changed, x + 5)
-
-
-def test_input_that_changes_through_another_tensor_is_refused():
-    @torch.no_grad()
-    def change(part):
-        y = normed(part)
-        part._shard.add_(5.0)
-        with pytest.raises(UsageError, match="changed in place, through another tensor"):
-            F.relu_(y)
-        return y.to_local()
-
-    assert ranks_see(change, randn(2, 3, 6, 4, 4)).isnan().all()
-
-
 def test_a_relu_without_graph_keeps_the_norms(slopes):
     """As torch has it: the values change, the gradient is that of the norm alone."""
     x, grad = randn(2, 3, 6, 4, 4), randn(2, 3, 6, 4, 4, seed=1)
@@ -208,14 +183,16 @@ def test_a_relu_without_graph_keeps_the_norms(slopes):
     assert 0.0 not in slopes
 
 
-def test_one_node_of_the_graph_stands_for_both():
+def test_the_norms_node_is_where_it_is_without_fusing():
+    """It exchanges sums in backward, and its place in the graph gives the order of exchanges."""
+
     def nodes(part):
         y = F.relu_(normed(part.requires_grad_()))
         return y.to_local().grad_fn.name(), y.to_local().grad_fn.next_functions[0][0].name()
 
     first, second = ranks_see(nodes, randn(2, 3, 6, 4, 4))
-    assert "Normalize" in first
-    assert "AccumulateGrad" in second
+    assert "Rectify" in first
+    assert "Normalize" in second
 
 
 def test_where_values_differ_by_rounding_only_both_passes_agree_on_the_sign():
@@ -226,7 +203,7 @@ def test_where_values_differ_by_rounding_only_both_passes_agree_on_the_sign():
     def gradient(part):
         part.requires_grad_()
         bias = torch.zeros(2, requires_grad=True)
-        y = F.relu_(F.batch_norm(part, None, None, None, bias, training=True))
+        y = F.relu_(F.batch_norm(part * 1.0, None, None, None, bias, training=True))
         y.to_local().sum().backward()
         return (y.to_local() > 0).sum((0, 2, 3, 4)).float(), bias.grad
 

@@ -1,0 +1,137 @@
+"""A tensor that is read on one rank alone: that rank fuses less, and all ranks get the same numbers.
+
+Reading makes what waits for the tensor (a halo, a ReLU, a norm's result) be done there, so that the
+next call finds nothing to fuse with. What is exchanged must not depend on it, forward or backward.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import check_function, on_ranks, randn, shard
+
+from pydist import ShardedTensor, layout_for_sample
+from pydist.ops.convolution import boundary
+
+LOOKS = {
+    "repr": repr,
+    "to_local": lambda x: x.to_local(),
+    "hook": lambda x: x.register_hook(lambda g: None),
+    "retain_grad": lambda x: x.retain_grad(),
+    "data": lambda x: x.data,
+    "grad_fn": lambda x: x.grad_fn,
+}
+UNEVEN = [[0, 3, 8, 11], None, None]
+EMPTY = [[0, 4, 4, 11], None, None]
+LAYOUTS = {"uneven": UNEVEN, "empty": EMPTY}
+
+
+class Looking:
+    """Looks at the n-th tensor that it is shown, on one rank alone."""
+
+    def __init__(self, look, rank, at):
+        self._look, self._rank, self._at = look, rank, at
+
+    def __call__(self, stage, x):
+        looks = isinstance(x, ShardedTensor) and x.mesh.rank == self._rank
+        if looks and stage == self._at and x.requires_grad:
+            self._look(x)
+        return x
+
+
+def conv(x, w, **options):
+    return F.conv3d(x, w[:3, :1].expand(-1, x.shape[1], -1, -1, -1), padding=1, **options)
+
+
+def leaky_and_average(x, w, see):
+    z = see(1, F.leaky_relu_(see(0, conv(x, w)), 0.3))
+    return F.avg_pool3d(z, 3, 2, 1) + see(2, z).sum()
+
+
+def relu_and_two_pools(x, w, see):
+    z = see(1, F.relu_(see(0, conv(x, w, stride=(1, 2, 1)))))
+    y = F.avg_pool3d(z, 3, 1, 1)
+    return y + F.max_pool3d(see(2, z), 3, 1, 1)
+
+
+def dilated(x, w, see):
+    z = F.conv3d(x, w[:3, :2, :, :1, :1], padding=(2, 0, 0), dilation=(2, 1, 1))
+    return F.avg_pool3d(see(1, F.leaky_relu_(see(0, z), 0.2)), (3, 1, 1), 1, (1, 0, 0))
+
+
+def norm_and_relu(x, w, see):
+    y = see(0, F.batch_norm(conv(x, w), None, None, w.sum((1, 2, 3, 4)), training=True))
+    return conv(see(1, F.relu_(y)), w)
+
+
+def norm_and_prelu(x, w, see):
+    y = see(0, F.instance_norm(conv(x, w)))
+    z = see(1, F.prelu(y, w[:, 0, 0, 0, 0].abs()))
+    return conv(z, w) + see(2, y)
+
+
+def norms_in_another_order(x, w, see):
+    """Backward runs the activations in one order and the norms' exchanges in another."""
+    first = F.instance_norm(conv(x, w))
+    second = F.batch_norm(conv(x, 2 * w), None, None, training=True)
+    see(0, first)
+    F.relu_(second)
+    F.leaky_relu_(first, 0.3)
+    third = F.instance_norm(conv(see(1, second), w))
+    return F.relu_(see(2, third)) * first
+
+
+NETWORKS = [
+    leaky_and_average, relu_and_two_pools, dilated, norm_and_relu, norm_and_prelu,
+    norms_in_another_order,
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small_outputs_wait(monkeypatch):
+    monkeypatch.setattr(boundary, "_OUTPUTS", 0)
+
+
+@pytest.mark.parametrize("points", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_all_ranks_agree_to_second_order(network, stage, points):
+    see = Looking(repr, 1, stage)
+    check_function(
+        lambda x, w: network(x, w, see),
+        randn(2, 2, 11, 6, 4), [randn(3, 2, 3, 3, 3, seed=1)], points, second_order=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+@pytest.mark.parametrize("network", [leaky_and_average, norms_in_another_order])
+def test_ways_to_look(network, look):
+    for rank in (0, 1):
+        see = Looking(look, rank, 0)
+        check_function(
+            lambda x, w, see=see: network(x, w, see),
+            randn(1, 2, 8, 4, 4), [randn(3, 2, 3, 3, 3, seed=1)], [[0, 3, 8], None, None],
+        )  # fmt: skip
+
+
+def test_hooks_on_saved_tensors_on_one_rank():
+    """They keep the pool of that rank from fusing."""
+    x, w = randn(1, 2, 8, 4, 4), randn(3, 2, 3, 3, 3, seed=1)
+
+    def gradient(x, own):
+        if own:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+                y = leaky_and_average(x, w, lambda _, z: z)
+        else:
+            y = leaky_and_average(x, w, lambda _, z: z)
+        y.square().sum().backward()
+        return x.grad
+
+    def rank(mesh):
+        part = shard(x, layout_for_sample(mesh, x.shape))
+        return gradient(part, mesh.rank == 0).full_tensor()
+
+    expected = gradient(x.clone().requires_grad_(), False)
+    for found in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(found, expected)
