@@ -1,0 +1,221 @@
+"""What a call has used changes before its result is: the result is torch's, by any road."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import on_ranks, randn
+from torch import nn
+
+from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
+from pydist.ops.convolution import boundary
+from pydist.ops.normalization import norm_common
+
+
+@pytest.fixture(autouse=True, params=["small weights", "large weights"])
+def threshold(request, monkeypatch):
+    """Weights that are copied, and weights that are too large for that."""
+    monkeypatch.setattr(boundary, "_OUTPUTS", 0 if request.param == "small weights" else 1 << 40)
+    monkeypatch.setattr(norm_common, "_WORTH_A_PASS", 0)
+
+
+def exchanged(t):
+    other = torch.full_like(t, 0.2)
+    torch.utils.swap_tensors(t, nn.Parameter(other) if isinstance(t, nn.Parameter) else other)
+
+
+def through_data(t):
+    t.data = torch.full_like(t, 0.2)
+
+
+def stepped(t):
+    before, t.grad = t.grad, torch.ones_like(t)
+    torch.optim.SGD([t], 0.5).step()
+    t.grad = before
+
+
+ROADS = {
+    "in place": lambda t: t.mul_(3),
+    "data": lambda t: t.data.clamp_(-0.01, 0.01),
+    "numpy": lambda t: t.detach().numpy().fill(0.3),
+    "set_": lambda t: t.data.set_(torch.full_like(t, 0.2)),
+    "foreach": lambda t: torch._foreach_mul_([t], 3.0),
+    "a view": lambda t: t.view(-1)[:2].zero_(),
+    "data assigned": through_data,
+    "exchanged": exchanged,
+    "optimizer": stepped,
+}
+
+MODELS = {
+    "conv": [nn.Conv3d(2, 3, 3, padding=1)],
+    "conv, ReLU": [nn.Conv3d(2, 3, 3, padding=1), nn.ReLU(inplace=True)],
+    "conv, ReLU, pool": [
+        nn.Conv3d(2, 3, 3, padding=1), nn.LeakyReLU(0.1, inplace=True), nn.AvgPool3d(3, 2, 1),
+    ],
+    "conv, norm": [nn.Conv3d(2, 3, 3, padding=1), nn.InstanceNorm3d(3, affine=True)],
+    "conv, norm, ReLU": [
+        nn.Conv3d(2, 3, 3, padding=1), nn.BatchNorm3d(3), nn.ReLU(inplace=True),
+    ],
+    "transposed, norm, PReLU": [
+        nn.ConvTranspose3d(2, 3, 3, 2, 1), nn.GroupNorm(3, 3), nn.PReLU(),
+    ],
+    "evaluated": [nn.Conv3d(2, 3, 3, padding=1), nn.BatchNorm3d(3).eval(), nn.ReLU(inplace=True)],
+}  # fmt: skip
+SHAPE = (2, 2, 8, 6, 4)
+
+
+def model_of(name):
+    torch.manual_seed(3)
+    return copy.deepcopy(nn.Sequential(*MODELS[name])).double()
+
+
+@torch.no_grad()
+def changed_after(model, x, change, last):
+    """The model's result; what it has used changes before that is used, or its last module has."""
+    y = x
+    for module in model[: len(model) - last]:
+        y = module(y)
+    for t in (*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())):
+        change(t)
+    # Shallow: these are called with what has changed, as torch's are.
+    for module in model[len(model) - last :]:
+        y = module(y)
+    return y
+
+
+@pytest.mark.parametrize("change", ROADS.values(), ids=ROADS)
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_and_buffers(name, change):
+    for last in range(min(2, len(MODELS[name]))):
+        expected = changed_after(model_of(name), randn(*SHAPE), change, last)
+
+        def rank(mesh, last=last):
+            model = parallelize(model_of(name), mesh)
+            x = distribute_tensor(randn(*SHAPE), mesh)
+            return changed_after(model, x, change, last).full_tensor()
+
+        for found in on_ranks((2, 1, 1), rank):
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_in_a_forward():
+    """An average of the weights is moved inside of forward, and before each use."""
+
+    class Moving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv3d(2, 2, 3, padding=1)
+
+        def forward(self, x):
+            first = self.conv(x)
+            self.conv.weight.data.lerp_(torch.ones_like(self.conv.weight), 0.3)
+            second = self.conv(x)
+            self.conv.bias.data.add_(1.0)
+            return F.relu_(first) + second
+
+    torch.manual_seed(3)
+    model, x = Moving().double(), randn(*SHAPE)
+    expected = copy.deepcopy(model)(x)
+
+    def rank(mesh):
+        return parallelize(copy.deepcopy(model), mesh)(distribute_tensor(x, mesh)).full_tensor()
+
+    for found in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(found, expected)
+
+
+def test_gradients_after_a_change_that_torch_does_not_see():
+    def gradient(x, w, change):
+        x.requires_grad_()
+        y = F.conv3d(F.relu_(F.conv3d(x, w, padding=1)), w, padding=1)
+        change(w)
+        y.square().sum().backward()
+        return x.grad
+
+    weight = randn(2, 2, 3, 3, 3, seed=1)
+    for change in (lambda t: t.data.mul_(0.5), lambda t: t.detach().numpy().fill(0.3)):
+        expected = gradient(randn(*SHAPE), weight.clone().requires_grad_(), change)
+
+        def rank(mesh, change=change):
+            x = distribute_tensor(randn(*SHAPE), mesh).detach()
+            return gradient(x, nn.Parameter(weight.clone()), change).full_tensor()
+
+        for found in on_ranks((2, 1, 1), rank):
+            torch.testing.assert_close(found, expected)
+
+
+def test_gradients_after_a_change_that_torch_sees_are_refused_as_torch_refuses_them():
+    def rank(mesh):
+        w = nn.Parameter(randn(2, 2, 3, 3, 3))
+        x = distribute_tensor(randn(*SHAPE), mesh).requires_grad_()
+        y = F.relu_(F.conv3d(x, w, padding=1))
+        with torch.no_grad():
+            w.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified"):
+            y.sum().backward()
+
+    on_ranks((2, 1, 1), rank)
+
+
+def memory_of(x):
+    """The tensor itself, or the shard that it holds."""
+    return x.to_local() if isinstance(x, ShardedTensor) else x
+
+
+# What gives a tensor h, and what else can change its memory.
+ALIASES = {
+    "itself": lambda x: (x * 1.0,) * 2,
+    "its input": lambda x: (x.detach(), x),
+    "data": lambda x: ((h := x * 1.0), h.data),
+    "the memory": lambda x: ((h := x * 1.0), memory_of(h)),
+    "the user's own": lambda x: (x, memory_of(x)),
+    "a slice": lambda x: (x[:, :2], x),
+    "a chunk": lambda x: x.chunk(2, 1),
+    "a view": lambda x: ((h := x * 1.0), h.view_as(h)),
+    "an activation": lambda x: ((h := F.conv3d(x, randn(2, 2, 3, 3, 3), padding=1)), F.relu_(h)),
+}
+NORMS = {
+    "batch": lambda x: F.batch_norm(x, None, None, training=True),
+    "instance": F.instance_norm,
+    "group": lambda x: F.group_norm(x, 1),
+    "evaluated": lambda x: F.batch_norm(x, torch.ones(x.shape[1]).double(), torch.ones(x.shape[1]).double()),
+    "conv": lambda x: F.conv3d(x, randn(2, x.shape[1], 3, 3, 3), padding=1),
+}  # fmt: skip
+CHANGES = {
+    "in place": lambda t: t.add_(5.0),
+    "data": lambda t: t.data.add_(5.0),
+    "numpy": lambda t: np_add(memory_of(t)),
+}
+
+
+def np_add(t):
+    t.numpy()[...] += 5.0
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+@pytest.mark.parametrize("function", NORMS.values(), ids=NORMS)
+def test_inputs(function, alias, change):
+    @torch.no_grad()
+    def changed(x, act):
+        h, other = alias(x)
+        y = function(h)
+        change(other)
+        return act(y)
+
+    acts = [F.relu_, lambda y: F.prelu(y, torch.tensor([0.2]).double())]
+    for act in acts:
+        expected = changed(randn(1, 2, 8, 4, 4), act)
+
+        def rank(mesh, act=act):
+            x = randn(1, 2, 8, 4, 4)
+            layout = layout_for_sample(mesh, x.shape)
+            lo, hi = layout.box.lo[2], layout.box.hi[2]
+            part = ShardedTensor.from_local(x[:, :, lo:hi].clone(), layout)
+            return changed(part, act).full_tensor()
+
+        for found in on_ranks((2, 1, 1), rank):
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
