@@ -15,11 +15,16 @@ from pydist.ops.convolution import boundary
 from pydist.ops.normalization import norm_common
 
 
-@pytest.fixture(autouse=True, params=["small weights", "large weights"])
+@pytest.fixture(autouse=True)
+def small_tensors_as_large_ones(monkeypatch):
+    monkeypatch.setattr(boundary, "_OUTPUTS", 0)
+    monkeypatch.setattr(norm_common, "_WORTH_A_PASS", 0)
+
+
+@pytest.fixture(params=[0, 1 << 40], ids=["small weights", "large weights"])
 def threshold(request, monkeypatch):
     """Weights that are copied, and weights that are too large for that."""
-    monkeypatch.setattr(boundary, "_OUTPUTS", 0 if request.param == "small weights" else 1 << 40)
-    monkeypatch.setattr(norm_common, "_WORTH_A_PASS", 0)
+    monkeypatch.setattr(boundary, "_OUTPUTS", request.param)
 
 
 def exchanged(t):
@@ -88,7 +93,7 @@ def changed_after(model, x, change, last):
 
 @pytest.mark.parametrize("change", ROADS.values(), ids=ROADS)
 @pytest.mark.parametrize("name", MODELS)
-def test_weights_and_buffers(name, change):
+def test_weights_and_buffers(name, change, threshold):
     for last in range(min(2, len(MODELS[name]))):
         expected = changed_after(model_of(name), randn(*SHAPE), change, last)
 
@@ -127,7 +132,7 @@ def test_in_a_forward():
         torch.testing.assert_close(found, expected)
 
 
-def test_gradients_after_a_change_that_torch_does_not_see():
+def test_gradients_after_a_change_that_torch_does_not_see(threshold):
     def gradient(x, w, change):
         x.requires_grad_()
         y = F.conv3d(F.relu_(F.conv3d(x, w, padding=1)), w, padding=1)
@@ -160,6 +165,37 @@ def test_gradients_after_a_change_that_torch_sees_are_refused_as_torch_refuses_t
     on_ranks((2, 1, 1), rank)
 
 
+CONVOLUTIONS = {
+    "conv": lambda x, w, b: F.conv3d(x, w, b, padding=1),
+    "local": lambda x, w, b: F.conv3d(x, w[:, :, :1, :1, :1], b),
+    "transposed": lambda x, w, b: F.conv_transpose3d(x, w.transpose(0, 1), b, 2, 1),
+}
+
+
+@pytest.mark.parametrize("function", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_a_bias_may_change_before_backward_as_with_torch(function):
+    def gradients(x, w, b):
+        x.requires_grad_()
+        y = function(x, w, b)
+        with torch.no_grad():
+            b.mul_(2.0)
+        first = torch.autograd.grad(y.pow(3).sum(), (x, w, b), create_graph=True)
+        first[0].square().sum().backward()
+        return x.grad
+
+    def operands():
+        return nn.Parameter(randn(2, 2, 3, 3, 3, seed=1)), nn.Parameter(randn(2, seed=2))
+
+    expected = gradients(randn(*SHAPE), *operands())
+
+    def rank(mesh):
+        x = distribute_tensor(randn(*SHAPE), mesh).detach()
+        return gradients(x, *operands()).full_tensor()
+
+    for found in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(found, expected)
+
+
 def memory_of(x):
     """The tensor itself, or the shard that it holds."""
     return x.to_local() if isinstance(x, ShardedTensor) else x
@@ -181,7 +217,7 @@ NORMS = {
     "batch": lambda x: F.batch_norm(x, None, None, training=True),
     "instance": F.instance_norm,
     "group": lambda x: F.group_norm(x, 1),
-    "evaluated": lambda x: F.batch_norm(x, torch.ones(x.shape[1]).double(), torch.ones(x.shape[1]).double()),
+    "evaluated": lambda x: F.batch_norm(x, *randn(2, x.shape[1]).abs()),
     "conv": lambda x: F.conv3d(x, randn(2, x.shape[1], 3, 3, 3), padding=1),
 }  # fmt: skip
 CHANGES = {

@@ -1,4 +1,4 @@
-"""A tensor that is read on one rank alone: that rank fuses less, and all ranks get the same numbers.
+"""A tensor that is read on one rank alone: that rank fuses less, all ranks get the same numbers.
 
 Reading makes what waits for the tensor (a halo, a ReLU, a norm's result) be done there, so that the
 next call finds nothing to fuse with. What is exchanged must not depend on it, forward or backward.

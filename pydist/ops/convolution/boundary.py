@@ -1,9 +1,9 @@
 """The boundary outputs of a convolution whose halo is still on its way.
 
 They are completed when the shard is used: the slabs' part is added in the native kernel. Where an
-in-place ReLU follows, the kernel applies it to what it has just added up, so the boundary planes are
-read and written once; the interior has been through it by then. Only in place: otherwise the linear
-values must be there as well.
+in-place ReLU follows, the kernel applies it to what it has just added up, so the boundary planes
+are read and written once; the interior has been through it by then. Only in place: otherwise the
+linear values must be there as well.
 
 By then the weight may have other values, changed in place or through any tensor that shares its
 memory. So the slabs' part is computed from a copy made in the call. Where a copy would not be small

@@ -22,8 +22,8 @@ from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
     bias_gradient,
-    differentiable,
     unpadded_conv,
+    with_bias,
 )
 from pydist.ops.convolution.rectified import PendingOutputs
 from pydist.ops.convolution.slab_kernels import SlabChooser, SlabKernels, as_read
@@ -100,16 +100,16 @@ class _CorrectedConv(Function):
         ctx.plan, ctx.kernels, ctx.layer = plan, kernels, timers.layer
         ctx.boundary = boundary if ctx.needs_input_grad[1] else None
         ctx.boundary_kernels = boundary.kernels
-        ctx.save_for_backward(x, weight, bias)
+        ctx.save_for_backward(x, weight)  # the bias may change, as with torch
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         plan: CorrectionPlan = ctx.plan
         begin_backward(plan.mesh)
         if torch.is_grad_enabled():
-            return (*_backward_by_gathering(ctx, x, weight, bias, grad), None, None)
+            return (*_backward_by_gathering(ctx, x, weight, grad), None, None)
         kernels: ConvKernels = ctx.kernels
         slab_kernels: SlabKernels = ctx.boundary_kernels
         exchanges = plan.plan.exchanges(kernels.channels_last)
@@ -142,7 +142,7 @@ class _CorrectedConv(Function):
 
 
 def _backward_by_gathering(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor
+    ctx: Any, x: Tensor, weight: Tensor, grad: Tensor
 ) -> Sequence[Tensor | None]:
     """Backward with a graph of its own: recomputes by the general path, and differentiates that."""
     plan: CorrectionPlan = ctx.plan
@@ -150,8 +150,8 @@ def _backward_by_gathering(
     # Views: of weight and x either may be computed from the other.
     x, weight = x.view_as(x), weight.view_as(weight)
     padded = plan.plan.gathers(x)
-    y = unpadded_conv(padded, weight, bias, stride, dilation, groups)
-    return differentiable(y, (x, weight, bias), ctx.needs_input_grad, grad)
+    y = unpadded_conv(padded, weight, stride, dilation, groups)
+    return with_bias(y, (x, weight), ctx.needs_input_grad, grad)
 
 
 def corrected_conv(

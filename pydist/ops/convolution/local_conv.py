@@ -78,20 +78,19 @@ class _LocalConv(Function):
         adds_bias: bool,
     ) -> Tensor:
         ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.timers.layer
-        ctx.save_for_backward(x, weight, bias)
+        ctx.save_for_backward(x, weight)  # the bias may change, as with torch
         with mesh.timers.measure("convolution"):
             return kernels.run_forward(x, weight, bias if adds_bias else None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
             # Views: a weight that layers share may be an ancestor of x as well.
             x, weight = x.view_as(x), weight.view_as(weight)
-            bias = None if bias is None else bias.view_as(bias)
             p = ctx.kernels.problem
-            y = unpadded_conv(padded(p, x), weight, bias, p.stride, p.dilation, p.groups)
-            grads = differentiable(y, (x, weight, bias), ctx.needs_input_grad, grad)
+            y = unpadded_conv(padded(p, x), weight, p.stride, p.dilation, p.groups)
+            grads = with_bias(y, (x, weight), ctx.needs_input_grad, grad)
         else:
             needed = ctx.needs_input_grad
             grads = gradients(ctx.kernels, x, grad, weight, needed, ctx.mesh.timers, ctx.layer)
@@ -138,28 +137,37 @@ def differentiable(
 ) -> list[Tensor | None]:
     """Gradients with a graph of their own, of `y` computed anew from `inputs`."""
     wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True))
+    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
     return [next(found) if need else None for need in needed[: len(inputs)]]
 
 
+def with_bias(
+    y: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor
+) -> list[Tensor | None]:
+    """Gradients of a convolution and its bias, with a graph of their own.
+
+    Args:
+        y: the convolution without its bias, computed anew from `inputs`.
+        inputs: x and the weight.
+        needed: whether the gradient is needed: of x, of the weight, of the bias.
+        grad: dL/dy.
+    """
+    grads = differentiable(y, inputs, needed, grad)
+    return [*grads, bias_gradient(grad) if needed[2] else None]
+
+
 def unpadded_conv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
+    x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Tensor:
-    """A convolution by torch, for gradients of gradients.
+    """A convolution by torch, without its bias, for gradients of gradients.
 
     It is given no padding and no narrow type: oneDNN's gradients may be wrong with them.
     """
     if x.dtype.itemsize < 4:
-        wide_bias = None if bias is None else bias.float()
-        wide = unpadded_conv(x.float(), weight.float(), wide_bias, stride, dilation, groups)
+        wide = unpadded_conv(x.float(), weight.float(), stride, dilation, groups)
         return wide.to(x.dtype)
     none = (0,) * len(stride)
-    return torch.convolution(x, weight, bias, stride, none, dilation, False, none, groups)
+    return torch.convolution(x, weight, None, stride, none, dilation, False, none, groups)
 
 
 def local_conv(

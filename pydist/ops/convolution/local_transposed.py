@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from pydist.backend.choice import ConvKernels
 from pydist.mesh import Mesh
-from pydist.ops.convolution.local_conv import ConvChooser, bias_gradient, differentiable
+from pydist.ops.convolution.local_conv import ConvChooser, bias_gradient, with_bias
 
 
 class _LocalTransposed(Function):
@@ -33,7 +33,7 @@ class _LocalTransposed(Function):
     ) -> Tensor:
         ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.timers.layer
         ctx.starts, ctx.extents = starts, extents
-        ctx.save_for_backward(x, weight, bias)
+        ctx.save_for_backward(x, weight)  # the bias may change, as with torch
         with mesh.timers.measure("convolution"):
             y = kernels.run_transposed(x, weight, bias)
             y = kernels.in_format(_cut(y, starts, extents))
@@ -42,17 +42,17 @@ class _LocalTransposed(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, _ = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         kernels: ConvKernels = ctx.kernels
         p = kernels.problem
         if torch.is_grad_enabled():
             starts = [start + q for start, q in zip(ctx.starts, p.padding, strict=True)]
 
-            def again(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            def again(x: Tensor, weight: Tensor) -> Tensor:
                 attributes = p.stride, p.dilation, p.groups, starts, ctx.extents
-                return transposed_by_torch(x, weight, bias, *attributes)
+                return transposed_by_torch(x, weight, *attributes)
 
-            return (*second_order(again, ctx, grad), None, None, None, None)
+            return (*second_order(again, x, weight, ctx, grad), None, None, None, None)
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         timers, layer = ctx.mesh.timers, ctx.layer
         grad = kernels.in_format(grad)
@@ -69,21 +69,17 @@ class _LocalTransposed(Function):
 
 
 def second_order(
-    again: Callable[[Tensor, Tensor, Tensor | None], Tensor], ctx: Any, grad: Tensor
+    again: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, ctx: Any, grad: Tensor
 ) -> list[Tensor | None]:
-    """Backward with a graph of its own: computes anew, and differentiates that."""
-    x, weight, bias = ctx.saved_tensors
+    """Backward with a graph of its own: computes anew, without bias, and differentiates that."""
     # Views: of weight and x either may be computed from the other.
     x, weight = x.view_as(x), weight.view_as(weight)
-    bias = None if bias is None else bias.view_as(bias)
-    y = again(x, weight, bias)
-    return differentiable(y, (x, weight, bias), ctx.needs_input_grad, grad)
+    return with_bias(again(x, weight), (x, weight), ctx.needs_input_grad, grad)
 
 
 def transposed_by_torch(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
     stride: Sequence[int],
     dilation: Sequence[int],
     groups: int,
@@ -92,18 +88,18 @@ def transposed_by_torch(
 ) -> Tensor:
     """A transposed convolution by torch, for gradients of gradients: without padding, then cut.
 
-    As with convolution, oneDNN's gradients may be wrong with padding and in narrow types.
+    As with convolution, it leaves the bias out, and oneDNN's gradients may be wrong with padding
+    and in narrow types.
     """
     if x.dtype.itemsize < 4:
-        wide_bias = None if bias is None else bias.float()
         attributes = stride, dilation, groups, starts, extents
-        return transposed_by_torch(x.float(), weight.float(), wide_bias, *attributes).to(x.dtype)
+        return transposed_by_torch(x.float(), weight.float(), *attributes).to(x.dtype)
     spans = [d * (k - 1) + 1 for d, k in zip(dilation, weight.shape[2:], strict=True)]
     reached = [(n - 1) * s + span for n, s, span in zip(x.shape[2:], stride, spans, strict=True)]
     ends = [start + n for start, n in zip(starts, extents, strict=True)]
     beyond = [max(0, end - n) for end, n in zip(ends, reached, strict=True)]
     none = (0,) * len(starts)
-    y = torch.convolution(x, weight, bias, stride, none, dilation, True, beyond, groups)
+    y = torch.convolution(x, weight, None, stride, none, dilation, True, beyond, groups)
     return _cut(y, starts, extents)
 
 

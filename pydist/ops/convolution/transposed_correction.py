@@ -66,16 +66,17 @@ class _CorrectedTransposed(Function):
         ctx.slab_kernels = slab_kernels
         ctx.layer = timers.layer
         ctx.slabs = slabs if ctx.needs_input_grad[1] else []
-        ctx.save_for_backward(x, weight, bias)
+        ctx.save_for_backward(x, weight)  # the bias may change, as with torch
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, _ = ctx.saved_tensors
+        x, weight = ctx.saved_tensors
         plan: CorrectionPlan = ctx.plan
         begin_backward(plan.mesh)
         if torch.is_grad_enabled():
-            return (*second_order(_by_gathering(ctx), ctx, grad), None, None, None, None)
+            grads = second_order(_by_gathering(ctx), x, weight, ctx, grad)
+            return (*grads, None, None, None, None)
         kernels: ConvKernels = ctx.kernels
         slab_kernels: SlabKernels = ctx.slab_kernels
         exchanges = plan.plan.exchanges(kernels.channels_last)
@@ -106,14 +107,14 @@ class _CorrectedTransposed(Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
-def _by_gathering(ctx: Any) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+def _by_gathering(ctx: Any) -> Callable[[Tensor, Tensor], Tensor]:
     plan: CorrectionPlan = ctx.plan
     found: Recomputation = ctx.recomputation()
     stride, _, dilation, groups = plan.geometry
 
-    def again(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def again(x: Tensor, weight: Tensor) -> Tensor:
         attributes = stride, dilation, groups, found.starts, found.extents
-        return transposed_by_torch(found.gathers(x), weight, bias, *attributes)
+        return transposed_by_torch(found.gathers(x), weight, *attributes)
 
     return again
 

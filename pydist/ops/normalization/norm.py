@@ -19,8 +19,8 @@ from torch.autograd import Function
 from pydist.comm.exchange.adjoints import begin_backward, enter, sum_ranks
 from pydist.ops.convolution.local_conv import differentiable
 from pydist.ops.handover import Handover
-from pydist.ops.normalization.norm_plan import NormPlan
 from pydist.ops.normalization.activated import Handed, rectified
+from pydist.ops.normalization.norm_plan import NormPlan
 from pydist.ops.normalization.prelu import parametric, regain, release
 from pydist.ops.normalization.statistics import (
     Moments,
@@ -144,20 +144,26 @@ class _Normalize(Function):
         call: _Call,
     ) -> Tensor:
         ctx.call, ctx.layer = call, call.plan.mesh.timers.layer
-        # These are the exchange's marker for checkpointing too, on empty ranks as well.
-        ctx.save_for_backward(x, scale, shift, n, mean, var, values)
+        ctx.shift_dtype = None if shift is None else shift.dtype
+        # These are the exchange's marker for checkpointing too, on empty ranks as well. The shift
+        # may change, as with torch.
+        ctx.save_for_backward(x, scale, n, mean, var, values)
         return out.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, shift, n, mean, var, values = ctx.saved_tensors
+        x, scale, n, mean, var, values = ctx.saved_tensors
         call: _Call = ctx.call
         plan, mesh = call.plan, call.plan.mesh
         begin_backward(mesh)
         for_x, for_scale, for_shift, *_ = ctx.needs_input_grad
         rest = (None,) * 6
         if torch.is_grad_enabled():
-            return (*_by_composition(ctx, x, scale, shift, n, grad), *rest)
+            grad_x, grad_scale = _by_composition(ctx, x, scale, n, grad)
+            of_all = (
+                grad.transpose(0, 1).flatten(1).sum(1).to(ctx.shift_dtype) if for_shift else None
+            )
+            return grad_x, grad_scale, of_all, *rest
         transform, sums = call.handover.take(grad) or (Transform(values), None)
         grad = strided_like(grad, x)
         if sums is None:
@@ -174,7 +180,7 @@ class _Normalize(Function):
                     work = plan.group.all_reduce_async(totals)
         inverse = torch.rsqrt(var + call.eps)
         a = plan.of_rows(inverse)
-        grad_shift = plan.over_samples(sums[0], x).to(shift.dtype) if for_shift else None
+        grad_shift = plan.over_samples(sums[0], x).to(ctx.shift_dtype) if for_shift else None
         grad_scale = plan.over_samples(sums[1] * a, x).to(scale.dtype) if for_scale else None
         if not for_x:
             return None, grad_scale, grad_shift, *rest
@@ -195,19 +201,16 @@ class _Normalize(Function):
 
 
 def _by_composition(
-    ctx: Any, x: Tensor, scale: Tensor | None, shift: Tensor | None, n: Tensor, grad: Tensor
+    ctx: Any, x: Tensor, scale: Tensor | None, n: Tensor, grad: Tensor
 ) -> list[Tensor | None]:
-    """Gradients with a graph of their own: recomputes by composition, and differentiates that."""
-    # Views: scale and shift may be computed from x, or shared with a layer before it.
+    """Gradients of x and scale with a graph of their own: recomputes, and differentiates that."""
+    # Views: the scale may be computed from x, or shared with a layer before it.
     x = x.view_as(x)
     scale = None if scale is None else scale.view_as(scale)
-    shift = None if shift is None else shift.view_as(shift)
     y = _composed(x, n, ctx.call)
     if scale is not None:
         y = y * per_channel(scale, y)
-    if shift is not None:
-        y = y + per_channel(shift, y)
-    return differentiable(y.to(x.dtype), (x, scale, shift), ctx.needs_input_grad, grad)
+    return differentiable(y.to(x.dtype), (x, scale), ctx.needs_input_grad, grad)
 
 
 def _composed(x: Tensor, n: Tensor, call: _Call) -> Tensor:

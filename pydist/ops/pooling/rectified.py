@@ -1,11 +1,11 @@
 """Average pooling of a convolution's outputs behind a ReLU in place: one pass for both.
 
 The pool reads the convolution's outputs and applies the ReLU as it adds them up. The ReLU's result
-is made only where it travels, in the send buffers of the pool's halo. So a rank on which the ReLU has
-been applied already, because its result was read there, exchanges the same numbers as the others.
-Backward adds up dL/dz as the pool alone does, with the same messages, and applies the ReLU's
-derivative, by the sign of the outputs, before it is written: that is dL/dy already, and the ReLU's
-own node hands it on.
+is made only where it travels, in the send buffers of the pool's halo. So a rank on which the ReLU
+has been applied already, because its result was read there, exchanges the same numbers as the
+others. Backward adds up dL/dz as the pool alone does, with the same messages, and applies the
+ReLU's derivative, by the sign of the outputs, before it is written: that is dL/dy already, and the
+ReLU's own node hands it on.
 
 Of a convolution's outputs, elements read and written in memory by a step with a pool of stride 2,
 which has 1/8 as many: 2 (ReLU) + 1 1/8 (pool) forward, 1 1/8 + 3 backward; in one pass 1 1/8 and
