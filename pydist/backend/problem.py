@@ -15,6 +15,15 @@ _TORCH_IS_SLOW_BELOW = 20_480
 _FEW_CHANNELS = 16
 
 
+def onednn_has(dtype: torch.dtype) -> bool:
+    """Whether oneDNN takes a dtype on this machine; for bf16 the processor decides."""
+    return (
+        dtype in _OF_ONEDNN
+        and torch.backends.mkldnn.is_available()
+        and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
 @dataclass(frozen=True)
 class ConvProblem:
     """One convolution, as far as speed depends on it.
@@ -28,6 +37,7 @@ class ConvProblem:
         groups: of channels.
         dtype: of input and weight.
         device: type of the device that computes.
+        has_onednn: whether oneDNN takes the dtype on the machines of all ranks (`onednn_has`).
     """
 
     input: tuple[int, ...]
@@ -38,6 +48,7 @@ class ConvProblem:
     groups: int
     dtype: torch.dtype
     device: str = "cpu"
+    has_onednn: bool = True
 
     @cached_property
     def output(self) -> tuple[int, ...]:
@@ -62,10 +73,9 @@ class ConvProblem:
         """Whether oneDNN takes it."""
         return (
             self.device == "cpu"
-            and self.dtype in _OF_ONEDNN
+            and self.has_onednn
             and len(self.input) in (4, 5)
-            and torch.backends.mkldnn.is_available()
-            and (self.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+            and onednn_has(self.dtype)
         )
 
     @cached_property

@@ -82,7 +82,10 @@ class GraphedStep:
         """
         if self._given_up:
             return self._step(batch, batch.loss_scale)
-        if self._captured is not None and self._captured.is_outdated():
+        # On all ranks, if on any: those that replay and those that do not would part for good.
+        if self._captured is not None and any_rank(
+            self._step.mesh.world, self._captured.is_outdated()
+        ):
             self.close()
             self._alike = 0
         if self._captured is not None and batch.global_size == self._size:

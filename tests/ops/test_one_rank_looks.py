@@ -6,13 +6,15 @@ next call finds nothing to fuse with. What is exchanged must not depend on it, f
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 from equivalence import check_function, on_ranks, randn, shard
 
 from pydist import ShardedTensor, layout_for_sample
-from pydist.ops.convolution import boundary
+from pydist.ops.convolution import boundary, local_conv
 
 LOOKS = {
     "repr": repr,
@@ -135,3 +137,45 @@ def test_hooks_on_saved_tensors_on_one_rank():
     expected = gradient(x.clone().requires_grad_(), False)
     for found in on_ranks((2, 1, 1), rank):
         torch.testing.assert_close(found, expected)
+
+
+def test_forward_exchanges_the_same_without_grad_on_one_rank():
+    x = randn(1, 2, 8, 4, 4)
+    w = randn(3, 2, 3, 3, 3, seed=1)
+
+    def values(x):
+        largest, mean = x.max(), x.mean()
+        along = x.amax(2) + x.min(2).values + x.logsumexp(2)
+        z = norm_and_prelu(x, w, lambda _, t: t)
+        return [largest, mean, along, z, F.max_pool3d(F.relu_(conv(z, w)), 3, 2, 1)]
+
+    def rank(mesh):
+        part = shard(x, layout_for_sample(mesh, x.shape))
+        with torch.set_grad_enabled(mesh.rank == 0):
+            return [as_whole(t).detach() for t in values(part)]
+
+    expected = values(x)
+    for found in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(found, expected)
+
+
+def as_whole(t):
+    return t.full_tensor() if isinstance(t, ShardedTensor) else t
+
+
+def test_a_processor_without_bf16_decides_for_all_ranks(monkeypatch):
+    """The memory format of halos follows from what oneDNN takes."""
+    here = threading.local()
+    monkeypatch.setattr(local_conv, "onednn_has", lambda dtype: here.rank != 1)
+    x, w = randn(1, 4, 8, 6, 6).bfloat16(), randn(4, 4, 3, 3, 3, seed=1).bfloat16()
+
+    def rank(mesh):
+        here.rank = mesh.rank
+        part = shard(x, layout_for_sample(mesh, x.shape))
+        y = F.conv3d(part, w, padding=1)
+        return y.to_local().stride(), y.full_tensor().detach().double()
+
+    expected = F.conv3d(x.double(), w.double(), padding=1)
+    for strides, found in on_ranks((2, 1, 1), rank):
+        assert strides == torch.empty(1, 4, 4, 6, 6).stride()
+        assert (found - expected).abs().max() <= expected.abs().max() / 64

@@ -294,6 +294,23 @@ def test_an_outdated_graph_is_let_go_and_the_count_starts_anew(computed_capture,
     assert (Computed.gone - before, graphed.captured) == (2, False)
 
 
+def test_ranks_let_go_of_their_graphs_together(computed_capture, monkeypatch):
+    monkeypatch.setattr(captured.CapturedStep, "replay", lambda self, _: None)
+
+    def body(world):
+        step, batch = small_step(world)
+        graphed = graph.GraphedStep(step, "always", print)
+        for _ in range(graph.WARMUP + 2):
+            graphed(batch)
+        assert graphed.captured
+        if world.rank == 1:
+            changed_storage(step.state)
+        graphed(batch)
+        return graphed.captured
+
+    assert run_local(body, 2) == [False, False]
+
+
 def test_a_batch_that_lies_otherwise_is_refused_in_one_line(computed_capture):
     step, batch = small_step()
     made = captured.CapturedStep(step, batch)

@@ -131,10 +131,23 @@ def sum_ranks(x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "statist
     group = mesh.group(axes)
     if group.size == 1:
         return x
-    in_sample = group.size
-    if "data" in axes:
-        in_sample //= mesh.data_size
-    return _SumRanks.apply(x, group, 1.0 / in_sample, mesh, part)
+    return _SumRanks.apply(x, group, 1.0 / _in_sample(mesh, axes), mesh, part)
+
+
+def average_back(
+    grad: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "statistics"
+) -> Tensor:
+    """The adjoint of `sum_ranks` by itself, for a sum whose value is known; differentiable."""
+    group = mesh.group(axes)
+    if group.size == 1:
+        return grad
+    return _AverageBack.apply(grad, group, 1.0 / _in_sample(mesh, axes), mesh, part)
+
+
+def _in_sample(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """Of the ranks along `axes`, how many hold one sample."""
+    size = mesh.group(axes).size
+    return size // mesh.data_size if "data" in axes else size
 
 
 class _MeanRanks(Function):

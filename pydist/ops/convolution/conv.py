@@ -14,7 +14,12 @@ from pydist.layout import Layout
 from pydist.ops.convolution.boundary import PendingBoundary
 from pydist.ops.convolution.correction import CorrectionPlan, corrected_conv, lines_up
 from pydist.ops.convolution.finish import bias_behind
-from pydist.ops.convolution.local_conv import ConvChooser, in_autocast_type, local_conv
+from pydist.ops.convolution.local_conv import (
+    ConvChooser,
+    in_autocast_type,
+    local_conv,
+    onednn_on_all,
+)
 from pydist.ops.convolution.rectified import PendingOutputs
 from pydist.ops.placement import choose_layout, conv_work
 from pydist.ops.redistribute import parameter_for, redistribute
@@ -91,10 +96,11 @@ class _ConvPlan:
             shapes = [(*shape[:2], 1, *shape[2:]) for shape in shapes]
             weight = (*weight[:2], 1, *weight[2:])
             stride, used, dilation = (1, *stride), (0, *used), (1, *dilation)
+        has_onednn = onednn_on_all(local, self._mesh)
         problems = [
             ConvProblem(
                 tuple(shape), weight, stride, used, dilation, groups, local.dtype,
-                local.device.type,
+                local.device.type, has_onednn,
             )
             for shape in shapes
         ]  # fmt: skip

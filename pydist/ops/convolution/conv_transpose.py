@@ -19,7 +19,7 @@ from pydist.backend.problem import ConvProblem
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.convolution.correction import CorrectionPlan
-from pydist.ops.convolution.local_conv import ConvChooser, in_autocast_type
+from pydist.ops.convolution.local_conv import ConvChooser, in_autocast_type, onednn_on_all
 from pydist.ops.convolution.local_transposed import local_transposed
 from pydist.ops.convolution.transposed_correction import Recomputation, corrected_transposed
 from pydist.ops.convolution.transposed_window import Piece, TransposedWindow
@@ -113,8 +113,9 @@ class _TransposedPlan:
         self._gathers = not alone and not corrects
         sources = self._needed if self._gathers else own
         calls = [window.pieces(*pair) for pair in zip(sources, outs, strict=True)]
+        has_onednn = onednn_on_all(local, mesh)
         problems = [
-            _problem(window, weight, groups, local, source, out, pieces)
+            _problem(window, weight, groups, local, source, out, pieces, has_onednn)
             for source, out, pieces in zip(sources, outs, calls, strict=True)
         ]
         self._pieces = calls[mesh.sample_index]
@@ -164,6 +165,7 @@ def _problem(
     source: Box,
     out: Box,
     pieces: Sequence[Piece],
+    has_onednn: bool,
 ) -> ConvProblem:
     """The convolution that leads back from a rank's library call; see `_one_input`."""
     extents = [piece.extent for piece in pieces]
@@ -178,7 +180,7 @@ def _problem(
     return ConvProblem(
         (max(1, source.shape[0]), weight[1] * groups, *more, *extents),
         (*weight[:2], *more, *weight[2:]),
-        stride, tuple(padding), dilation, groups, local.dtype, local.device.type,
+        stride, tuple(padding), dilation, groups, local.dtype, local.device.type, has_onednn,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from pydist.backend.choice import ConvKernels, by_rule, choose
 from pydist.backend.conv import padded
-from pydist.backend.problem import ConvProblem
+from pydist.backend.problem import ConvProblem, onednn_has
 from pydist.mesh import Mesh
 from pydist.ops.formats import all_channels_last
 from pydist.timers import Timers
@@ -64,6 +64,22 @@ class ConvChooser:
         # cuDNN has none of these in float64.
         keeps = self._ruled.problem.dtype != torch.float64
         return replace(self._ruled, channels_last=lies and keeps)
+
+
+def onednn_on_all(local: Tensor, mesh: Mesh) -> bool:
+    """Whether oneDNN takes the dtype of a shard on the machines of all ranks of the sample group.
+
+    An exchange of the group, the first time: the memory format in which halos travel follows from
+    it, and processors may differ.
+    """
+    if local.dtype != torch.bfloat16 or local.device.type != "cpu":
+        return True
+    key = "oneDNN", local.dtype
+    if key not in mesh.plans:
+        votes = mesh.sample.all_gather(torch.tensor([int(onednn_has(local.dtype))]))
+        mesh.plans[key] = bool(votes.all())
+    found: bool = mesh.plans[key]
+    return found
 
 
 class _LocalConv(Function):

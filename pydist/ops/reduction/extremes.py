@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist.comm import ReduceOp
-from pydist.comm.exchange.adjoints import sum_ranks
+from pydist.comm.exchange.adjoints import average_back, begin_backward, exchange_marker
+from pydist.mesh import Mesh
 from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.reduction.reduce import Dims, axes_of, is_local, reduced_dims, result_of
@@ -20,16 +21,23 @@ from pydist.tensor import ShardedTensor, implements, local_of
 _AFTER_ALL = torch.iinfo(torch.int64).max
 
 
-class _GradientOnly(Function):
-    """Zeros, with the gradient of its argument: added to a value, it keeps the value's bits."""
+class _GradientOfSum(Function):
+    """Zeros, with the gradient of a sum over ranks: added to a value, it keeps the value's bits.
+
+    Forward exchanges nothing, so that it may be left out on a rank that makes no graph.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        ctx.args = mesh, axes
+        ctx.save_for_backward(exchange_marker())
         return torch.zeros_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        _ = ctx.saved_tensors
+        begin_backward(ctx.args[0])
+        return average_back(grad, *ctx.args), None, None
 
 
 def _worst(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
@@ -65,7 +73,7 @@ def _with_gradient(
     """The extreme, whose gradient goes to the places in `hit`, in equal shares of 1 / count."""
     if torch.is_grad_enabled() and local_of(x).requires_grad:
         share = (local_of(x) * hit).sum(dims, keepdim=True) / count
-        value = value + sum_ranks(_GradientOnly.apply(share), x.mesh, axes_of(x._layout, dims))
+        value = value + _GradientOfSum.apply(share, x.mesh, axes_of(x._layout, dims))
     return result_of(value if keepdim else value.squeeze(dims), x, dims, keepdim)
 
 
