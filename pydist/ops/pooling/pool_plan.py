@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +56,11 @@ def empty(box: Box, like: Tensor) -> Tensor:
     """A tensor for a box, in the memory format of `like`."""
     if not is_channels_last(like):
         return like.new_empty(box.shape)
+    # Not a view, of which a function's result may not be changed in place.
     n, channels, *spatial = box.shape
-    return like.new_empty(n, *spatial, channels).movedim(-1, 1)
+    shape, order = (n, *spatial, channels), (0, len(spatial) + 1, *range(1, len(spatial) + 1))
+    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    return like.new_empty_strided(box.shape, [strides[i] for i in order])
 
 
 def start(
