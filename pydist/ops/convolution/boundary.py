@@ -185,7 +185,7 @@ class PendingBoundary:
         pending = PendingRectifier(self.outputs, negative_slope, self)
         if not may_wait(shard):
             pending.complete()
-        return rectified(shard, pending), pending
+        return rectified(shard, negative_slope, pending.handover), pending
 
     def complete(self, negative_slope: float = 1.0) -> None:
         """Waits for the halo and adds its part; does nothing when that has been done.

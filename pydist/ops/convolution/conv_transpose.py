@@ -138,7 +138,8 @@ class _TransposedPlan:
         if out.empty:
             x, starts, extents = _one_input(x), [0] * len(extents), [1] * len(extents)
         y = local_transposed(x, weight, bias, self._chooser, layout.mesh, starts, extents)
-        return y[:0].reshape(out.shape) if out.empty else y
+        # Not a view: what is done to one in place has other nodes than the other ranks have.
+        return y[:0].reshape(out.shape).clone() if out.empty else y
 
     @cached_property
     def _gatherer(self) -> BoxGatherer:

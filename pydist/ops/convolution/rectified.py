@@ -14,10 +14,14 @@ from torch import Tensor
 from torch.autograd import Function
 
 from pydist.ops.convolution.finish import finish_
-from pydist.ops.handover import Handover, hook_on_saved
+from pydist.ops.handover import Handover, hook_on_saved, runs
 
 if TYPE_CHECKING:
     from pydist.ops.convolution.boundary import PendingBoundary
+
+
+Given = tuple[Handover[Any], Any]
+"""To a backward, and what is given to it."""
 
 
 class PendingRectifier:
@@ -110,7 +114,7 @@ class PendingOutputs:
             return None
         pending = PendingRectifier(self._outputs, negative_slope, None, self._bias)
         self._bias = None
-        return rectified(shard, pending), pending
+        return rectified(shard, negative_slope, pending.handover), pending
 
 
 def may_wait(shard: Tensor) -> bool:
@@ -126,27 +130,46 @@ def may_wait(shard: Tensor) -> bool:
     return hook_on_saved() is None
 
 
-def rectified(shard: Tensor, pending: PendingRectifier) -> Tensor:
-    """Outputs behind a ReLU in place in autograd's graph; what they hold is up to `pending`."""
-    result: Tensor = _Rectify.apply(shard, pending.negative_slope, pending.handover)
+def rectified(
+    shard: Tensor, negative_slope: float, after: Handover[Any], before: Given | None = None
+) -> Tensor:
+    """Outputs behind a ReLU in place in autograd's graph; what they hold is up to the caller.
+
+    The graph is that of torch's own call, to second order as well: ranks that fuse and ranks that
+    do not run the same exchanges.
+
+    Args:
+        shard: the outputs.
+        negative_slope: 0 for a ReLU; in [0, 1).
+        after: from the backward of what reads the outputs instead.
+        before: to the backward of what has made the outputs, and what that is given if it applies
+            the ReLU's derivative itself.
+    """
+    result: Tensor = _Rectify.apply(shard, negative_slope, after, before)
     return result
 
 
 class _Rectify(Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, negative_slope: float, handover: Handover[bool]) -> Tensor:
+    def forward(
+        ctx: Any, y: Tensor, negative_slope: float, after: Handover[Any], before: Given | None
+    ) -> Tensor:
         ctx.mark_dirty(y)
-        ctx.negative_slope, ctx.handover = negative_slope, handover
+        ctx.negative_slope, ctx.after, ctx.before = negative_slope, after, before
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (result,) = ctx.saved_tensors
-        if ctx.handover.take(grad):
-            return grad, None, None  # been through it
+        rest = (None,) * 3
+        if ctx.after.take(grad):
+            return grad, *rest  # been through it
+        if ctx.before is not None and not torch.is_grad_enabled() and runs(ctx, 0):
+            handover, what = ctx.before
+            handover.give(grad, what)
+            return grad, *rest
         aten = torch.ops.aten
         if ctx.negative_slope == 0.0:
-            return aten.threshold_backward(grad, result, 0), None, None
-        slope = ctx.negative_slope
-        return aten.leaky_relu_backward(grad, result, slope, True), None, None
+            return aten.threshold_backward(grad, result, 0), *rest
+        return aten.leaky_relu_backward(grad, result, ctx.negative_slope, True), *rest

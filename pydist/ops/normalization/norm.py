@@ -18,10 +18,10 @@ from torch.autograd import Function
 
 from pydist.comm.exchange.adjoints import begin_backward, enter, sum_ranks
 from pydist.ops.convolution.local_conv import differentiable
+from pydist.ops.convolution.rectified import rectified
 from pydist.ops.handover import Handover
-from pydist.ops.normalization.activated import Handed, rectified
 from pydist.ops.normalization.norm_plan import NormPlan
-from pydist.ops.normalization.prelu import parametric, regain, release
+from pydist.ops.normalization.prelu import Handed, parametric, regain, release
 from pydist.ops.normalization.statistics import (
     Moments,
     Transform,
@@ -114,8 +114,10 @@ class Normalization:
             y: the result as `node` made it, yet to be written.
             negative_slope: 0 for a ReLU; in [0, 1).
         """
-        x, transform = self.x.detach(), Transform(self._values, negative_slope)
-        return rectified(y, x, transform, self._call.handover)
+        transform = Transform(self._values, negative_slope)
+        apply(y.detach(), self.x.detach(), transform)
+        given = self._call.handover, (transform, None)
+        return rectified(y, negative_slope, Handover(), given)
 
     def parametric(self, y: Tensor, slope: Tensor) -> Tensor:
         """PReLU of the result, written in one pass; differentiable twice.

@@ -17,15 +17,18 @@ from torch.autograd import Function
 
 from pydist.errors import UsageError
 from pydist.ops.handover import Handover, runs
-from pydist.ops.normalization.activated import Handed, differentiated
 from pydist.ops.normalization.norm_plan import NormPlan
 from pydist.ops.normalization.statistics import (
     Transform,
     apply,
+    combine,
     gradient_sums,
     per_channel,
     strided_like,
 )
+
+Handed = tuple[Transform, Tensor | None]
+"""The transform with the activation's slopes, and the sums [2, R] of `gradient_sums`, if known."""
 
 
 def release(y: Tensor) -> None:
@@ -102,7 +105,11 @@ class _Prelu(Function):
         if not ctx.handover.is_shared and runs(ctx, 0):
             ctx.handover.give(grad, (transform, sums[:2]))
             return grad, grad_slope, *rest
-        return differentiated(grad, x, transform), grad_slope, *rest
+        grad_y = torch.empty_like(x)
+        ones = torch.zeros_like(values[:3])
+        ones[0] = 1
+        combine(grad_y, grad, x, transform, ones)
+        return grad_y, grad_slope, *rest
 
 
 def _by_composition(
@@ -119,9 +126,10 @@ def _by_composition(
             "the result of a norm was changed in place after a PReLU had used it, which needs it "
             "for gradients of gradients; change a clone() of it"
         )
-    above, own = y > 0, per_channel(slope, y) if slope.numel() > 1 else slope
-    grad_y = torch.where(above, grad, grad * own)
-    of_all = torch.where(above, 0.0, grad * y).transpose(0, 1).flatten(1).sum(1)
-    grad_slope = of_all if slope.numel() > 1 else of_all.sum().view(1)
+    # As torch has it: what depends on what is the same on ranks that do not fuse.
+    own = per_channel(slope, y) if slope.numel() > 1 else slope.view(*[1] * y.dim())
+    grad_y, of_all = torch.ops.aten._prelu_kernel_backward(grad, y, own)
+    by_channel = of_all.transpose(0, 1).flatten(1).sum(1)
+    grad_slope = by_channel if slope.numel() > 1 else by_channel.sum().view(1)
     for_y, for_slope, *_ = ctx.needs_input_grad
     return grad_y if for_y else None, grad_slope if for_slope else None
