@@ -27,6 +27,7 @@ LOOKS = {
 UNEVEN = [[0, 3, 8, 11], None, None]
 EMPTY = [[0, 4, 4, 11], None, None]
 LAYOUTS = {"uneven": UNEVEN, "empty": EMPTY}
+UNEVEN_2 = [[0, 2, 7], None, None]
 
 
 class Looking:
@@ -104,6 +105,23 @@ def test_all_ranks_agree_to_second_order(network, stage, points):
         lambda x, w: network(x, w, see),
         randn(2, 2, 11, 6, 4), [randn(3, 2, 3, 3, 3, seed=1)], points, second_order=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("act", ["relu", "leaky", "prelu"])
+def test_what_depends_on_what_is_the_same_to_second_order(act):
+    """After the last activation the gradient is a constant: whether the bias's has a graph decides
+    whether its mean is differentiated.
+    """
+    see = Looking(repr, 1, 0)
+
+    def function(x, w, b):
+        y = see(0, F.instance_norm(conv(x, w), None, None, b.square(), b))
+        if act == "prelu":
+            return F.prelu(y, torch.full((3,), 0.2).double())
+        return F.relu_(y) if act == "relu" else F.leaky_relu_(y, 0.2)
+
+    parameters = [randn(3, 2, 3, 3, 3, seed=1), randn(3, seed=2)]
+    check_function(function, randn(2, 2, 7, 4, 4), parameters, UNEVEN_2, second_order=True)
 
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)

@@ -198,6 +198,26 @@ def test_under_checkpointing_and_hooks_on_what_is_saved():
             torch.testing.assert_close(found, expected)
 
 
+def test_second_order_under_checkpointing():
+    model = nn.Sequential(nn.InstanceNorm3d(3), nn.PReLU()).double()
+
+    def gradients(net, x):
+        y = checkpoint(net, x, use_reentrant=False)
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return net[1].weight.grad
+
+    x = randn(2, 3, 8, 6, 6)
+    expected = gradients(copy.deepcopy(model), x.clone().requires_grad_())
+
+    def rank(mesh):
+        net = parallelize(copy.deepcopy(model), mesh)
+        return gradients(net, shard(x, layout_for_sample(mesh, x.shape)))
+
+    for found in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(found, expected)
+
+
 def test_checkpointing_that_begins_behind_the_norm():
     def gradient(x):
         y = normed(x.requires_grad_())
