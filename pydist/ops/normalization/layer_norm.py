@@ -13,7 +13,7 @@ from pydist.errors import UsageError
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_plan import Gathering, plan_norm
-from pydist.ops.normalization.statistics import statistics_dtype
+from pydist.ops.normalization.statistics import dense, statistics_dtype
 from pydist.ops.redistribute import operand_for, parameter_for
 from pydist.ops.reduction.reduce import axes_of, in_full_precision
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
@@ -75,7 +75,7 @@ def _norm(
     local = local.to(statistics_dtype(dtype) if any(t is not None for t in affine) else dtype)
     if eps is None:
         eps = torch.finfo(statistics_dtype(local.dtype)).eps
-    rows = local.reshape(1, math.prod(local.shape[:first]), math.prod(local.shape[first:]))
+    rows = dense(local.reshape(1, math.prod(local.shape[:first]), math.prod(local.shape[first:])))
     plan = plan_norm(layout, dims, axes)
     gathering = Gathering(rows, plan)
     operands = [None if t is None else operand_for(t, layout, layout.shape) for t in affine]
