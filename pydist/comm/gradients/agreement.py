@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from pydist._loader import native
 from pydist.errors import NotSupported, UsageError
@@ -82,10 +83,37 @@ def agree(
     ]
 
 
+def refuse_parting(world: Transport, tensors: Sequence[Tensor]) -> None:
+    """Stops a step that would make equal plain tensors differ between sample groups. Collective.
+
+    Args:
+        world: connects all ranks.
+        tensors: stepped leaves that are no parameters, with gradients of their own group.
+
+    Raises:
+        UsageError: one is equal in all groups and its gradient is not; on all ranks.
+    """
+    mine = [(checksum(t), checksum(t.grad)) for t in tensors if t.grad is not None]
+    everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
+    for tensor, *entries in zip(tensors, *everyones, strict=False):
+        values, gradients = zip(*entries, strict=True)
+        if len(set(values)) == 1 and len(set(gradients)) > 1:
+            raise UsageError(
+                f"a step with a plain tensor of shape {list(tensor.shape)} whose gradient is that "
+                "of each sample group alone: make it a torch.nn.Parameter, which gets the mean "
+                "over all groups"
+            )
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32C of a tensor's elements."""
+    return native.crc32c(tensor.detach().contiguous().cpu())
+
+
 def _describe(leaf: Leaf) -> tuple[str, str, int]:
     parameter = leaf.parameter()
     assert parameter is not None
-    return leaf.name, str(leaf.kind), native.crc32c(parameter.detach().contiguous().cpu())
+    return leaf.name, str(leaf.kind), checksum(parameter)
 
 
 def _compare(first: list[tuple[str, str, int]], other: list[tuple[str, str, int]], rank: int) -> None:

@@ -128,7 +128,8 @@ class Leaf:
     def remember_pause(self, parameter: Tensor) -> None:
         """Notes the gradient as a backward under `no_sync` leaves it."""
         self.paused = True
-        self._stamp = _stamp_of(parameter.grad)
+        if self.has_hooks:
+            self._stamp = _stamp_of(parameter.grad)
 
     def call_hooks(self, parameter: Tensor) -> None:
         """Calls users' hooks with the mean, as torch would have with the gradient.

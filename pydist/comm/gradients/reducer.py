@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from pydist.comm.exchange.adjoints import mean_ranks
 from pydist.comm.gradients import graph
-from pydist.comm.gradients.agreement import NEW, OLD, Flags, agree
+from pydist.comm.gradients.agreement import NEW, OLD, Flags, agree, refuse_parting
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.leaf import Kind, Leaf, leaf_of
 from pydist.comm.gradients.scattered import ScatteredGradient
@@ -113,7 +113,7 @@ class Reducer:
         """Notes a leaf that feeds or follows a sharded call."""
         if not graph.is_learned(tensor):
             if self.mesh.data_size > 1:
-                setattr(tensor, _GROUPS_OWN, True)
+                setattr(tensor, _GROUPS_OWN, self._mesh)
             return
         known = leaf_of(tensor)
         if known is not None and known.reducer() is self:
@@ -493,21 +493,22 @@ def _watch_optimizers() -> None:
 
 
 def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
+    """Stops a step with a gradient that pydist has met and that was not reduced."""
+    own: list[Tensor] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is None:
+            if parameter.grad is None or isinstance(parameter.grad, ScatteredGradient):
                 continue
             leaf = leaf_of(parameter)
-            if leaf is not None:
-                if leaf.paused and leaf.fired and leaf.reducer() is not None:
-                    raise NotSupported(
-                        f"a step with the parameter {leaf.name}, whose gradient was accumulated "
-                        "under no_sync() and is this rank's part: let a backward() outside of "
-                        "no_sync() come before the step"
-                    )
-            elif getattr(parameter, _GROUPS_OWN, False) and not isinstance(parameter, nn.Parameter):
+            if leaf is None:
+                if hasattr(parameter, _GROUPS_OWN) and not graph.is_learned(parameter):
+                    own.append(parameter)
+            elif leaf.paused and leaf.fired and leaf.reducer() is not None:
                 raise NotSupported(
-                    f"a step with a plain tensor of shape {list(parameter.shape)}: its gradient is "
-                    "that of this sample group alone; make it a torch.nn.Parameter, whose "
-                    "gradient is the mean over all groups"
+                    f"a step with the parameter {leaf.name}, whose gradient was accumulated under "
+                    "no_sync() and is this rank's part: let a backward() outside of no_sync() come "
+                    "before the step"
                 )
+    mesh = getattr(own[0], _GROUPS_OWN)() if own else None
+    if mesh is not None:
+        refuse_parting(mesh.world, own)
