@@ -116,7 +116,9 @@ def _describe(leaf: Leaf) -> tuple[str, str, int]:
     return leaf.name, str(leaf.kind), checksum(parameter)
 
 
-def _compare(first: list[tuple[str, str, int]], other: list[tuple[str, str, int]], rank: int) -> None:
+def _compare(
+    first: list[tuple[str, str, int]], other: list[tuple[str, str, int]], rank: int
+) -> None:
     hint = "give it to pydist.parallelize, on all ranks, as a module or a part of one"
     for index in range(max(len(first), len(other))):
         one = first[index] if index < len(first) else None

@@ -67,10 +67,10 @@ class Bucket:
             if grad is None:
                 if exists(leaf) and parameter.dtype == piece.dtype:
                     parameter.grad = piece.clone()
-            elif not grad.requires_grad and grad.data_ptr() != piece.data_ptr():
-                # One with a graph (create_graph) was reduced on its way, differentiably.
-                if fits(leaf, grad):
-                    grad.copy_(piece)
+            elif grad.requires_grad or not fits(leaf, grad):
+                continue  # with a graph (create_graph): reduced on its way, differentiably
+            elif grad.data_ptr() != piece.data_ptr():
+                grad.copy_(piece)
         self._row = self._work = None
 
     def set_aside(self, parameter: Tensor) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Variable
 
 from pydist.comm.gradients.leaf import leaf_of
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 _MARK = "pydist mesh"
-AccumulateGrad: Any = torch._C._functions.AccumulateGrad
+_functions: Any = torch._C._functions
 _engine: Any = type(Variable._execution_engine)
 
 
 def mark(tensor: Tensor, mesh: Mesh) -> None:
     """Notes that all parameters that a tensor was computed from are known to the mesh."""
-    node = tensor.grad_fn
+    node: Any = tensor.grad_fn
     if node is not None:
         node.metadata[_MARK] = mesh
 
@@ -53,7 +53,7 @@ def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], li
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(node, AccumulateGrad):
+        if isinstance(node, _functions.AccumulateGrad):
             variable = node.variable
             leaf = leaf_of(variable)
             reducer = None if leaf is None else leaf.reducer()
@@ -125,8 +125,3 @@ def install() -> None:
             "gradients could not be reduced; use a version that pydist was tested with"
         )
     Variable._execution_engine = _Engine()
-
-
-def is_learned(tensor: Tensor) -> bool:
-    """Whether a leaf is a parameter, equal on all ranks; else it is data of its sample group."""
-    return isinstance(tensor, nn.Parameter)

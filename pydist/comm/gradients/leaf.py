@@ -76,7 +76,7 @@ class Leaf:
         self.base: Tensor | None = None
         self._stamp: tuple[int, int] | None = None
         post: Any = parameter
-        self._before = _Hooks(self, parameter._backward_hooks)
+        self._before = _Hooks(self, post._backward_hooks)
         self._after = _Hooks(self, post._post_accumulate_grad_hooks)
         self._before.set_own(lambda hooks, grad: hooks.leaf._before_accumulation(grad))
         self._after.set_own(lambda hooks, p: hooks.leaf._after_accumulation(p))

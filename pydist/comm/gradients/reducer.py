@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from pydist.comm.exchange.adjoints import mean_ranks
-from pydist.comm.gradients import graph
-from pydist.comm.gradients.agreement import NEW, OLD, Flags, agree, refuse_parting
+from pydist.comm.gradients import graph, watch
+from pydist.comm.gradients.agreement import NEW, OLD, Flags, agree
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.leaf import Kind, Leaf, leaf_of
 from pydist.comm.gradients.scattered import ScatteredGradient
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 # A parameter that is frozen for so many backward passes in a row is sent no longer. Networks that
 # are frozen and unfrozen in turn (GANs) keep their places.
 _IDLE_PASSES = 3
-_GROUPS_OWN = "_pydist_groups_own"
 
 
 class _Run:
@@ -111,9 +109,8 @@ class Reducer:
 
     def register(self, tensor: Tensor) -> None:
         """Notes a leaf that feeds or follows a sharded call."""
-        if not graph.is_learned(tensor):
-            if self.mesh.data_size > 1:
-                setattr(tensor, _GROUPS_OWN, self._mesh)
+        if not isinstance(tensor, nn.Parameter):
+            watch.note_plain(tensor, self.mesh)
             return
         known = leaf_of(tensor)
         if known is not None and known.reducer() is self:
@@ -295,7 +292,9 @@ class Reducer:
         with mesh.timers.measure("gradients"):
             news = self._found_news()
             own, proposals = self._own_flags()
-            proposed = any(p != lane.dropped for p, lane in zip(proposals, self._lanes, strict=True))
+            proposed = any(
+                p != lane.dropped for p, lane in zip(proposals, self._lanes, strict=True)
+            )
             own[0] = int(bool(news) or proposed)
             for lane in self._taking_part():
                 lane.start_rest()
@@ -437,16 +436,14 @@ class Reducer:
 
     def _plan(self, lane: Lane, leaves: Sequence[Leaf]) -> None:
         lane.plan(leaves)
-        self.parts = {
-            leaf.key: part for bucket in self.scattered for leaf, part in bucket.parts()
-        }
+        self.parts = {leaf.key: part for bucket in self.scattered for leaf, part in bucket.parts()}
 
 
 def reducer_of(mesh: Mesh) -> Reducer:
     """The reducer of a mesh, made at the first call."""
     if mesh.reducer is None:
         graph.install()
-        _watch_optimizers()
+        watch.install()
         mesh.reducer = Reducer(mesh)
     return mesh.reducer
 
@@ -481,34 +478,3 @@ def _is_accumulated(parameter: Tensor | None) -> bool:
 def _is_capturing(lanes: Sequence[Lane]) -> bool:
     on_device = any(leaf.kind.device.type == "cuda" for lane in lanes for leaf in lane.leaves[:1])
     return on_device and torch.cuda.is_current_stream_capturing()
-
-
-_watched: list[object] = []
-
-
-def _watch_optimizers() -> None:
-    """Lets optimizers look, before a step, whether gradients were reduced."""
-    if not _watched:
-        _watched.append(register_optimizer_step_pre_hook(_refuse_unreduced))
-
-
-def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
-    """Stops a step with a gradient that pydist has met and that was not reduced."""
-    own: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is None or isinstance(parameter.grad, ScatteredGradient):
-                continue
-            leaf = leaf_of(parameter)
-            if leaf is None:
-                if hasattr(parameter, _GROUPS_OWN) and not graph.is_learned(parameter):
-                    own.append(parameter)
-            elif leaf.paused and leaf.fired and leaf.reducer() is not None:
-                raise NotSupported(
-                    f"a step with the parameter {leaf.name}, whose gradient was accumulated under "
-                    "no_sync() and is this rank's part: let a backward() outside of no_sync() come "
-                    "before the step"
-                )
-    mesh = getattr(own[0], _GROUPS_OWN)() if own else None
-    if mesh is not None:
-        refuse_parting(mesh.world, own)
