@@ -49,7 +49,7 @@ def assert_same(
         assert (a is None) == (b is None), f"{where}, tensor {i}: {a} instead of {b}"
         if a is None or b is None:
             continue
-        scale = max(float(b.abs().max()), 1e-3)
+        scale = max(float(b.detach().abs().max()), 1e-3)
         off = float((a.detach() - b.detach()).abs().max()) / scale
         assert off <= bound, f"{where}, tensor {i}: off by {off:.2e}"
 

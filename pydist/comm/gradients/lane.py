@@ -71,7 +71,6 @@ class Lane:
 
     def arrive(self, leaf: Leaf) -> None:
         """Takes note of a gradient, and starts the buckets that are complete."""
-        self.begin()
         assert leaf.bucket is not None
         while self._released < self._next and self.buckets[self._released].release():
             self._released += 1

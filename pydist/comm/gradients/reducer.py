@@ -252,9 +252,12 @@ class Reducer:
             lane.transport.progress()
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise NotSupported(f"a gradient of layout {parameter.grad.layout}; dense is possible")
+        paused = self._pauses if leaf.lane is None else leaf.lane.pauses
+        if leaf.lane is not None and not paused:
+            leaf.lane.begin()  # counts what may come, this one included
         current = self._current(leaf, parameter)
         current.fired = current.fired or parameter.grad is not None
-        if self._pauses if leaf.lane is None else leaf.lane.pauses:
+        if paused:
             if leaf.bucket is not None:
                 leaf.bucket.put_back(parameter)
             if lane is not None:
