@@ -205,6 +205,8 @@ class Reducer:
             self._interrupted, self._queued = True, False
             for lane in self._lanes:
                 lane.interrupt()
+            for leaf in chain(self._newcomers.values(), *(lane.leaves for lane in self._lanes)):
+                leaf.fired = leaf.fired and leaf.paused
 
     def expect_end_of_backward(self) -> None:
         """Asks the engine, once, to call when the running backward is over.
@@ -326,8 +328,9 @@ class Reducer:
         """Parameters that have a gradient and no lane."""
         if self._pauses:
             return []
-        self._newcomers = {k: n for k, n in self._newcomers.items() if n.parameter() is not None}
-        return [leaf for leaf in self._newcomers.values() if leaf.fired]
+        found = [(leaf, leaf.parameter()) for leaf in self._newcomers.values()]
+        self._newcomers = {leaf.key: leaf for leaf, p in found if p is not None}
+        return [leaf for leaf, p in found if p is not None and leaf.fired and p.grad is not None]
 
     def _taking_part(self) -> list[Lane]:
         return [e for e in self._lanes if e.touched or (e.pending and not e.pauses)]
@@ -351,13 +354,15 @@ class Reducer:
                     frozen.append(0)
                     proposal.append(index)
                     continue
-                if leaf.fired:
+                assert leaf.bucket is not None
+                exists = leaf.bucket.has_gradient(leaf)
+                if leaf.fired and exists:
                     flags.append(NEW)
                     leaf.idle = 0
                     frozen.append(0)
                     continue
-                assert leaf.bucket is not None
-                flags.append(OLD if leaf.bucket.has_gradient(leaf) else 0)
+                leaf.fired = False  # or zero_grad() was called since
+                flags.append(OLD if exists else 0)
                 trains = parameter.requires_grad
                 frozen.append(int(not trains))
                 leaf.idle = 0 if trains else leaf.idle + lane.touched
