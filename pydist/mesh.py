@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import socket
-import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -70,8 +69,8 @@ class Mesh:
         """Plans made on this mesh, by what they do; each is made once."""
         self.checked: dict[Any, int] = defaultdict(int)
         """How often plain tensors of one kind were proved equal on all ranks of the group."""
-        self.reducers: list[weakref.ref[Reducer]] = []
-        """The gradient reducers of the models on this mesh, in the order they were made."""
+        self.reducer: Reducer | None = None
+        """What averages gradients over the ranks, from the first parameter on."""
         self.coords = dict(zip(AXES, _unravel(self.rank, self.shape), strict=True))
         self._groups = self._make_groups()
         self.ranks_per_core = _ranks_per_core(world)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from pydist.comm import Transport
-from pydist.comm.gradients.reducer import Reducer
+from pydist.comm.gradients.lane import Lane
+from pydist.comm.gradients.reducer import Reducer, reducer_of
 from pydist.errors import NotSupported, UsageError
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
@@ -34,9 +34,11 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
     The model keeps its class, its hooks and its `state_dict` keys; only hooks are added. All ranks
     start from the parameters and buffers of rank 0. Inputs may be sharded (as a `Loader` gives
     them) or plain 5-D tensors or arrays, equal on all ranks of a sample group, which are cut on
-    entry. After `backward()` every gradient is the mean over the sample groups, as under DDP. The
-    optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its step.
-    `model.no_sync()` postpones the reduction to accumulate gradients.
+    entry. After `backward()` every gradient is the mean over the sample groups, as under DDP: of
+    these parameters and of any other `nn.Parameter` that feeds or follows a sharded call. Hooks on
+    parameters see that mean. The optimizer may be made before or after; `pydist.optim.sharded` lets
+    the ranks share its step. `model.no_sync()` postpones the reduction, and hooks, to accumulate
+    gradients.
 
     Args:
         model: any `nn.Module`; its calls on sharded tensors must have handlers.
@@ -91,28 +93,24 @@ class Entry:
 
     def __init__(self, mesh: Mesh, statistics: str) -> None:
         self.mesh, self.statistics = mesh, statistics
-        self._synchronises = True
-        self._reducer: Reducer | None = None
-        self._known: list[tuple[int, bool]] = []
-        self._scattered: list[nn.Parameter] = []
-        self._gradients: Transport | None = None
+        self._lane: Lane | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        # A copy of the model (an average of its weights, say) runs on the same mesh; it gets a
-        # reducer of its own if it is ever trained.
+        # A copy of the model (an average of its weights, say) runs on the same mesh; its
+        # parameters become the reducer's if they are ever trained.
         copy = memo[id(self)] = Entry(self.mesh, self.statistics)
         return copy
 
     @property
     def reducer(self) -> Reducer:
-        """What reduces the gradients; another one when parameters were unfrozen or exchanged."""
-        assert self._reducer is not None
-        return self._reducer
+        """What reduces the gradients: one for all models on the mesh."""
+        return reducer_of(self.mesh)
 
-    def scatter(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on each rank gets its own part of the gradients of these parameters."""
-        self._scattered += parameters
-        self.adopt(module)
+    def adopt(self, module: nn.Module) -> None:
+        """Makes the module's parameters and buffers those of rank 0, and reduces gradients."""
+        if self.mesh.size > 1:
+            _broadcast(_state(module), self.mesh)
+            self._lane = self.reducer.add_lane(module.named_parameters())
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -121,49 +119,16 @@ class Entry:
         _refuse_compiler()
         if module.training and torch.is_grad_enabled():
             self.mesh.forwards += 1
-            found = list(module.parameters())
-            # torch.func.functional_call swaps computed tensors in, which are not ours to keep.
-            ours = all(p.is_leaf for p in found)
-            if ours and [(id(p), p.requires_grad) for p in found] != self._known:
-                self.adopt(module)
-            assert self._reducer is not None
-            self._reducer.forget_unfinished()
         return (
             tuple(self._wrap(a) for a in args),
             {name: self._wrap(a) for name, a in kwargs.items()},
         )
 
-    def adopt(self, module: nn.Module) -> None:
-        """Takes up the module's parameters: all at first, later those unfrozen or exchanged."""
-        known = {i for i, _ in self._known}
-        _broadcast((t for t in _state(module) if id(t) not in known), self.mesh)
-        self._known = [(id(p), p.requires_grad) for p in module.parameters()]
-        if self._reducer is not None:
-            self._reducer.gather_gradients()  # in the next one parts may lie elsewhere
-            self._reducer.release()
-        scattered = {id(p) for p in self._scattered}
-        if self._gradients is None:
-            world = self.mesh.world
-            self._gradients = world.split(0, world.rank) if world.size > 1 else world
-        self._reducer = Reducer(
-            module.parameters(), self.mesh, self._gradients, lambda p: id(p) in scattered
-        )
-        self._reducer.enabled = self._synchronises
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients accumulate on each rank; the next backward outside reduces their sum."""
-        before = self._synchronises
-        self._set_synchronises(False)
-        try:
+        with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lane):
             yield
-        finally:
-            self._set_synchronises(before)
-
-    def _set_synchronises(self, value: bool) -> None:
-        self._synchronises = value
-        if self._reducer is not None:
-            self._reducer.enabled = value
 
     def _wrap(self, x: Any) -> Any:
         if isinstance(x, ShardedTensor):

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pydist.comm.exchange.adjoints import with_true_gradient
+from pydist.comm.gradients.reducer import follow, lead_to
 from pydist.errors import NotSupported, UsageError
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout, layout_for_sample
@@ -162,6 +163,7 @@ class ShardedTensor(torch.Tensor):
                 f"a shard of shape {tuple(local.shape)} was given, but rank "
                 f"{layout.mesh.rank} holds {layout.local_shape} of {layout.shape}"
             )
+        follow(local, layout.mesh)
         if first_sample is None:
             first_sample = layout.mesh.data_index * (layout.shape[0] if layout.shape else 1)
         return cls(local, layout, Origin(layout.mesh.forwards, first_sample, statistics))
@@ -215,7 +217,9 @@ class ShardedTensor(torch.Tensor):
 
     def to_local(self) -> Tensor:
         """This rank's shard, a plain tensor in the same autograd graph."""
-        return local_of(self)
+        local = local_of(self)
+        lead_to(local, self.mesh)
+        return local
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, plain, equal on all ranks of the sample group.
@@ -227,6 +231,7 @@ class ShardedTensor(torch.Tensor):
         whole = redistribute(self, self._layout.whole())._local
         if whole is self._local:
             whole = with_true_gradient(whole, self.mesh, SPATIAL_AXES)
+        lead_to(whole, self.mesh)
         return whole
 
     def redistribute(self, layout: Layout) -> ShardedTensor:

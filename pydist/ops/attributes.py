@@ -156,7 +156,7 @@ def format_tensor(x: ShardedTensor, spec: str) -> str:
 
 
 def _locals(tensors: Any) -> Any:
-    return tuple(local_of(t) if isinstance(t, ShardedTensor) else t for t in _as_sequence(tensors))
+    return tuple(t.to_local() if isinstance(t, ShardedTensor) else t for t in _as_sequence(tensors))
 
 
 def _seeds(given: Any, outputs: Any) -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from pydist._loader import native
 from pydist.comm.exchange.adjoints import enter, gather_box, with_true_gradient
 from pydist.comm.exchange.exchanger import Exchanger
+from pydist.comm.gradients.reducer import follow
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.formats import all_channels_last
@@ -61,6 +62,7 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
         UsageError: the ranks of the sample group hold different tensors.
     """
     prove_equal(tensor, layout)
+    follow(tensor, layout.mesh)
     tensor = with_true_gradient(tensor, layout.mesh, layout.used_axes)
     box = layout.box
     if tuple(box.shape) == tuple(tensor.shape):
@@ -133,7 +135,8 @@ def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor
 
 def _plain_operand(x: Tensor, layout: Layout) -> Tensor:
     """A plain operand of a result in `layout`; a parameter waits for the reducer's mean."""
-    if isinstance(x, nn.Parameter):
+    follow(x, layout.mesh)
+    if x.is_leaf and isinstance(x, nn.Parameter):
         return x
     return with_true_gradient(x, layout.mesh, layout.used_axes)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
 
@@ -115,14 +115,14 @@ class ShardedOptimizer(Optimizer):
         obstacle = _obstacle(optimizer)
         if obstacle is not None:
             raise UsageError(f"{type(optimizer).__name__} can't be shared by the ranks: {obstacle}")
-        self._entry, self._model = entry_of(model), model
+        self._entry = entry_of(model)
         self._inner = optimizer
         self._parts: dict[Tensor, Tensor] = {}
-        self._reducer: Reducer | None = None
+        self._layout: Mapping[int, Part] | None = None
         super().__init__(optimizer.param_groups, optimizer.defaults)
         optimizer.param_groups = self.param_groups
-        self._entry.scatter(model, self._parameters())
-        self._take(self._entry.reducer, dict(optimizer.state))
+        self._reducer.scatter(self._parameters())
+        self._take(dict(optimizer.state))
 
     def __repr__(self) -> str:
         return f"Sharded{self._inner!r}"
@@ -135,8 +135,8 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; on all ranks alike."""
         super().add_param_group(param_group)
-        if self._reducer is not None:  # not while the groups of the optimizer are taken over
-            self._entry.scatter(self._model, self.param_groups[-1]["params"])
+        if self._layout is not None:  # not while the groups of the optimizer are taken over
+            self._reducer.scatter(self.param_groups[-1]["params"])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of all parameters. Collective.
@@ -159,7 +159,7 @@ class ShardedOptimizer(Optimizer):
         started = []
         failure: Exception | None = None
         for bucket in reducer.scattered:
-            some = {id(p) for p in bucket.parameters if rest.pop(id(p), None) is not None}
+            some = {leaf.key for leaf in bucket.leaves if rest.pop(leaf.key, None) is not None}
             if some:
                 failure = failure or self._step_some(some, reducer)
                 # Its values travel while the next one is stepped; after a failure as well, as
@@ -202,29 +202,32 @@ class ShardedOptimizer(Optimizer):
         super().load_state_dict(state_dict)
         # The optimizer mends what older versions of it have saved.
         self._inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
-        self._take(self._entry.reducer, dict(self._inner.state))
+        self._take(dict(self._inner.state))
 
     @property
     def _mesh(self) -> Mesh:
         return self._entry.mesh
 
+    @property
+    def _reducer(self) -> Reducer:
+        return self._entry.reducer
+
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self.param_groups for p in group["params"]]
 
     def _follow_reducer(self) -> Reducer:
-        """The model's reducer; with another one, parts have changed hands."""
-        reducer = self._entry.reducer
-        if reducer is not self._reducer:
-            self._take(reducer, self._whole_state())
-        return reducer
+        """The reducer; with other buckets, parts have changed hands."""
+        if self._reducer.parts is not self._layout:
+            self._take(self._whole_state())
+        return self._reducer
 
-    def _take(self, reducer: Reducer, whole: dict[Tensor, State]) -> None:
+    def _take(self, whole: dict[Tensor, State]) -> None:
         """Makes the parts that the reducer has for this rank, with their state."""
-        self._reducer = reducer
+        self._layout = self._reducer.parts
         self._parts = {}
         state: defaultdict[Tensor, State] = defaultdict(dict)
         for parameter in self._parameters():
-            part = reducer.parts.get(id(parameter))
+            part = self._layout.get(id(parameter))
             if part is None:
                 self._parts[parameter] = parameter
             elif part.stop > part.start or sum(part.counts) == 0:
@@ -239,9 +242,9 @@ class ShardedOptimizer(Optimizer):
 
     def _whole_state(self) -> dict[Tensor, State]:
         """The state by parameter, whole on every rank. Collective."""
-        assert self._reducer is not None
+        assert self._layout is not None
         return gather_state(
-            self._mesh.world, self._parameters(), self._parts, self._reducer.parts, self.state
+            self._mesh.world, self._parameters(), self._parts, self._layout, self.state
         )
 
     @contextmanager

@@ -115,7 +115,7 @@ def _captured(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[Non
 def _surroundings(step: TrainStep) -> list[object]:
     """Where a step finds what it computes with besides its batch: a graph knows only that."""
     state = step.state
-    found: list[object] = [r() for r in step.mesh.reducers if r() is not None]
+    found: list[object] = [] if step.mesh.reducer is None else [step.mesh.reducer.parts]
     for parameter in state.model.parameters():
         found += (parameter.data_ptr(), parameter.requires_grad)
     found += [buffer.data_ptr() for buffer in state.model.buffers()]
@@ -156,10 +156,8 @@ def _not_counted(step: TrainStep, keys: ReplayedKeys) -> Iterator[None]:
     except BaseException:
         for transport in mesh.transports:
             transport.forget_capture()
-        for reference in mesh.reducers:
-            reducer = reference()
-            if reducer is not None:
-                reducer.forget_capture()
+        if mesh.reducer is not None:
+            mesh.reducer.forget_capture()
         state.optimizer.zero_grad()
         for name in ("grad_scale", "found_inf"):
             state.optimizer.__dict__.pop(name, None)

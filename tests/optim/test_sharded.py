@@ -387,8 +387,8 @@ def test_a_backward_that_raised_leaves_earlier_gradients():
 
         model.zero_grad()
         loss_of(model, mesh, 0).backward()
-        # The first layer's weight: others have accumulated by then.
-        handle = model[0].weight.register_hook(fail)
+        # Where the first layer ends: others have accumulated by then.
+        handle = model[0].register_forward_hook(lambda _, args, y: y.register_hook(fail) and None)
         with pytest.raises(ArithmeticError):
             loss_of(model, mesh, 2).backward()
         handle.remove()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import threading
-import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training import change, job
 
 from pydist.comm import LocalTransport, Work, run_local
-from pydist.comm.gradients.reducer import Reducer
+from pydist.comm.gradients.reducer import reducer_of
 from pydist.data.loader import Batch
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost
 from pydist.mesh import Mesh
@@ -235,18 +234,18 @@ def test_what_a_dead_capture_has_begun_is_forgotten_and_not_waited_for(computed_
 
     def body(world):
         step, batch = small_step(world)
-        reducer = Reducer(step.state.model.parameters(), step.mesh, world.split(0, world.rank))
-        (bucket,) = reducer._buckets
+        reducer = reducer_of(step.mesh)
+        lane = reducer.add_lane(step.state.model.named_parameters())
+        (bucket,) = lane.buckets
 
         def begin(*_):
-            bucket._work, reducer._queued, reducer._next = Dead(), True, 1
+            bucket._work, reducer._queued, lane._next = Dead(), True, 1
             raise RuntimeError(REFUSAL)
 
         step.state.optimizer.register_step_pre_hook(begin)
         with pytest.raises(RuntimeError, match=REFUSAL):
             captured.CapturedStep(step, batch)
-        reducer.forget_unfinished()  # what the next forward pass does
-        assert (bucket._work, reducer._queued, reducer._next) == (None, False, 0)
+        assert (bucket._work, reducer._queued, lane._next) == (None, False, 0)
 
     run_local(body, 2)
 
@@ -263,7 +262,7 @@ def changed_storage(state):
         lambda state: state.model[0].bias.requires_grad_(False),
         lambda state: setattr(state.model[1], "running_mean", torch.zeros(2)),
         lambda state: state.optimizer.load_state_dict(copy.deepcopy(state.optimizer.state_dict())),
-        lambda state: state.mesh.reducers.append(weakref.ref(state.model)),
+        lambda state: reducer_of(state.mesh).add_lane(state.model.named_parameters()),
     ],
 )
 def test_a_graph_is_outdated_when_what_it_computes_with_has_moved(computed_capture, change_it):

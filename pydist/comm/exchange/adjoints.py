@@ -267,11 +267,9 @@ def gather_box(
 
 
 def begin_backward(mesh: Mesh) -> None:
-    """Tells the mesh's gradient reducers that a backward pass is running.
+    """Tells the mesh's gradient reducer that a backward pass is running.
 
     Called by every exchange's backward, since a rank without work may reach no parameter.
     """
-    for reference in mesh.reducers:
-        reducer = reference()
-        if reducer is not None:
-            reducer.expect_end_of_backward()
+    if mesh.reducer is not None:
+        mesh.reducer.expect_end_of_backward()

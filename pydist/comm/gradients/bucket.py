@@ -6,32 +6,43 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pydist.comm.gradients.rows import in_order_of, memory_of, shaped_like
+from pydist.comm.gradients.rows import in_order_of, memory_of
 from pydist.comm.gradients.scattered import Family, ScatteredGradient
 from pydist.comm.interface.reduction import divide
 
 if TYPE_CHECKING:
+    from pydist.comm.gradients.leaf import Leaf
     from pydist.comm.interface.handles import Work
     from pydist.comm.interface.transport import Transport
 
 
 class Bucket:
-    """Some parameters whose gradients travel in one all-reduce."""
+    """Some parameters whose gradients travel in one all-reduce.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.missing = len(parameters)
+    Its layout is that of `Leaf.kind`, whatever becomes of the parameters: one that is gone or has
+    changed counts as zero, so that the message is the same on all ranks.
+    """
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self.leaves = leaves
+        self.missing = len(leaves)
         self._flat: Tensor | None = None
         self._row: Tensor | None = None
         self._work: Work | None = None
 
     def start(self, transport: Transport) -> None:
         """Starts the sum of the gradients; a missing one counts as zero."""
-        self._row = self._own_memory() if len(self.parameters) == 1 else None
+        self._row = self._own_memory() if len(self.leaves) == 1 else None
         if self._row is None:
             self._row = self._packed()
+        self._work = transport.all_reduce_async(self._row)
+
+    def start_blank(self, transport: Transport) -> None:
+        """Sends the same message with zeros, for what other ranks have begun."""
+        kind = self.leaves[0].kind
+        self._row = torch.zeros(self._elements(), dtype=kind.dtype, device=kind.device)
         self._work = transport.all_reduce_async(self._row)
 
     def wait(self) -> None:
@@ -39,38 +50,54 @@ class Bucket:
         assert self._work is not None
         self._work.wait()
 
-    def finish(self, family: Family, has_gradient: Callable[[nn.Parameter], bool]) -> None:
+    def finish(self, family: Family, exists: Callable[[Leaf], bool]) -> None:
         """Makes the mean the gradients.
 
         Args:
             family: takes up gradients that stay scattered.
-            has_gradient: whether any rank has a gradient for the parameter.
+            exists: whether any rank has a gradient for the parameter.
         """
         assert self._row is not None
         divide(self._row, family.transport.size)
-        for parameter, piece in self._pieces(self._row):
+        for leaf, piece in self._pieces(self._row):
+            parameter = leaf.parameter()
+            if parameter is None:
+                continue
             grad = parameter.grad
             if grad is None:
-                if has_gradient(parameter):
+                if exists(leaf) and parameter.dtype == piece.dtype:
                     parameter.grad = piece.clone()
-            elif not grad.requires_grad and grad.data_ptr() != piece.data_ptr():
-                # One with a graph (create_graph) was reduced on its way, differentiably.
+            elif grad.requires_grad or not fits(leaf, grad):
+                continue  # with a graph (create_graph): reduced on its way, differentiably
+            elif grad.data_ptr() != piece.data_ptr():
                 grad.copy_(piece)
         self._row = self._work = None
 
-    def set_aside(self, parameter: nn.Parameter) -> None:
+    def set_aside(self, parameter: Tensor) -> None:
         """Before a backward accumulates: an ordinary gradient is accumulated further."""
 
-    def put_back(self, parameter: nn.Parameter) -> None:
+    def put_back(self, parameter: Tensor) -> None:
         """After it has, where gradients are not reduced."""
 
     def release(self) -> bool:
         """Lets go of gradients that other ranks have by now; whether it needs no further call."""
         return True
 
-    def has_gradient(self, parameter: nn.Parameter) -> bool:
+    def has_gradient(self, leaf: Leaf) -> bool:
         """Whether this rank has one."""
-        return parameter.grad is not None
+        parameter = leaf.parameter()
+        return parameter is not None and parameter.grad is not None
+
+    def let_go(self) -> None:
+        """Gives the gradient memory of its own, while its old memory may still be written."""
+        for leaf in self.leaves:
+            parameter = leaf.parameter()
+            grad = None if parameter is None else parameter.grad
+            if grad is None or self._row is None or isinstance(grad, ScatteredGradient):
+                continue
+            if grad.data_ptr() == self._row.data_ptr():
+                assert parameter is not None
+                parameter.grad = grad.clone()
 
     def abandon(self, *, wait: bool = True) -> None:
         """Lets go of what a backward that raised left under way.
@@ -85,9 +112,11 @@ class Bucket:
 
     def _own_memory(self) -> Tensor | None:
         """The memory of the one gradient, if it may be overwritten as it is; else None."""
-        parameter = self.parameters[0]
-        grad = parameter.grad
-        if grad is None or grad.requires_grad or not in_order_of(grad, parameter):
+        parameter = self.leaves[0].parameter()
+        grad = None if parameter is None else parameter.grad
+        if grad is None or parameter is None or grad.requires_grad:
+            return None
+        if not fits(self.leaves[0], grad) or not in_order_of(grad, parameter):
             return None
         # What backward handed over may share memory with another gradient.
         storage = grad.untyped_storage()
@@ -97,28 +126,37 @@ class Bucket:
 
     def _packed(self) -> Tensor:
         """The gradients copied together."""
-        first = self.parameters[0]
-        if self._flat is None or self._flat.dtype != first.dtype:
-            elements = sum(p.numel() for p in self.parameters)
-            self._flat = torch.empty(elements, dtype=first.dtype, device=first.device)
-        for parameter, piece in self._pieces(self._flat):
-            grad = pending_gradient(parameter)
-            if grad is None:
+        if self._flat is None:
+            kind = self.leaves[0].kind
+            self._flat = torch.empty(self._elements(), dtype=kind.dtype, device=kind.device)
+        for leaf, piece in self._pieces(self._flat):
+            parameter = leaf.parameter()
+            grad = None if parameter is None else pending_gradient(parameter)
+            if grad is None or not fits(leaf, grad):
                 piece.zero_()
             else:
                 piece.copy_(grad.detach())
         return self._flat
 
-    def _pieces(self, row: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    def _elements(self) -> int:
+        return sum(leaf.numel for leaf in self.leaves)
+
+    def _pieces(self, row: Tensor) -> Iterator[tuple[Leaf, Tensor]]:
         """Each parameter, and its place in a row that holds all of them."""
         start = 0
-        for parameter in self.parameters:
-            stop = start + parameter.numel()
-            yield parameter, shaped_like(row[start:stop], parameter)
-            start = stop
+        for leaf in self.leaves:
+            piece = row[start : start + leaf.numel]
+            shape, stride = leaf.kind.shape, leaf.kind.stride
+            yield leaf, piece.as_strided(shape, stride) if leaf.dense else piece.view(shape)
+            start += leaf.numel
 
 
-def pending_gradient(parameter: nn.Parameter) -> Tensor | None:
+def pending_gradient(parameter: Tensor) -> Tensor | None:
     """What this rank has accumulated and the ranks have not reduced yet."""
     grad = parameter.grad
     return grad.pending if isinstance(grad, ScatteredGradient) else grad
+
+
+def fits(leaf: Leaf, grad: Tensor) -> bool:
+    """Whether the message has a place for a gradient: not where the parameter has changed since."""
+    return grad.dtype == leaf.kind.dtype and grad.device == leaf.kind.device

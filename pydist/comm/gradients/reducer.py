@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from pydist import memory
 from pydist.comm.exchange.adjoints import mean_ranks
-from pydist.comm.gradients.buckets import make_buckets
-from pydist.comm.gradients.held import HeldGradients
-from pydist.comm.gradients.scattered import Family, ScatteredGradient
+from pydist.comm.gradients import graph, watch
+from pydist.comm.gradients.agreement import NEW, OLD, Flags, agree
+from pydist.comm.gradients.lane import Lane
+from pydist.comm.gradients.leaf import Kind, Leaf, leaf_of
+from pydist.comm.gradients.scattered import ScatteredGradient
 from pydist.comm.gradients.scattered_bucket import Part, ScatteredBucket
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
-    from pydist.comm.interface.transport import Transport
     from pydist.mesh import Mesh
+
+# A parameter that is frozen for so many backward passes in a row is sent no longer. Networks that
+# are frozen and unfrozen in turn (GANs) keep their places.
+_IDLE_PASSES = 3
+
+
+class _Run:
+    """A run of torch's engine.
+
+    Attributes:
+        accumulates: whether gradients go to `.grad`; else `autograd.grad` returns them.
+        reaches_none: whether it is known to reach no member.
+        complete: whether the gradients were reduced.
+    """
+
+    def __init__(self, accumulates: bool) -> None:
+        self.accumulates = accumulates
+        self.reaches_none = self.complete = False
 
 
 class Reducer:
-    """Reduces the gradients of a model's parameters to their mean over all ranks.
+    """Reduces gradients to their mean over the ranks that hold the parameter; one for each mesh.
 
-    What each rank accumulates has the true gradient as its mean over all ranks (see
+    What each rank accumulates has the true gradient as its mean over these ranks (see
     `pydist.comm.exchange.adjoints`), whatever mixture of sharded and plain uses a parameter has.
-    Buckets fill in the reverse order of the parameters and start, in one fixed order, as soon as
-    they are full; the rest starts at the end of backward. Gradients are final when `backward()`
-    returns; in between they are not to be touched, as large ones are summed where they lie. A
+    Its members are parameters, not models: those that `parallelize` was given, and any other that
+    a sharded call uses or that follows one. The latter are compared over all ranks in the first
+    backward that gives them a gradient.
+
+    Buckets fill in the reverse order of registration and start, in one fixed order for each lane,
+    as soon as they are full; the rest starts at the end of backward. Gradients are final when
+    `backward()` returns, and users' hooks on parameters are called just before, with the mean;
+    until then gradients are not to be touched, as large ones are summed in their own memory. A
     gradient that is `None` on all ranks stays `None`.
 
     A mean is idempotent: parameters that were reduced before (a second backward without
@@ -39,87 +64,119 @@ class Reducer:
     Parameters whose optimizer step is shared by the ranks (`pydist.optim.sharded`) are scattered:
     each rank gets the mean of its own part, and `.grad` becomes a `ScatteredGradient`. What it has
     accumulated for the other ranks is freed when they have it, if that is seen while backward runs.
-
-    Args:
-        parameters: of the model; those that require a gradient are taken up.
-        mesh: the ranks.
-        transport: over all ranks of the mesh, used by nothing else: a rank without work starts its
-            buckets later than the others, behind exchanges that they start after theirs.
-        is_scattered: which ones are.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[nn.Parameter],
-        mesh: Mesh,
-        transport: Transport,
-        is_scattered: Callable[[nn.Parameter], bool] = lambda _: False,
-    ) -> None:
-        self._mesh = mesh
-        self._transport = transport
-        self.enabled = True
-        """Whether gradients are reduced at the end of a backward."""
-        self._queued = False
-        self._next = self._released = 0  # of the buckets: the first that has not started, ...
-        # One rank has the mean already.
-        used = [p for p in parameters if p.requires_grad and mesh.size > 1]
-        self._buckets = make_buckets(used, transport, is_scattered)
-        self.scattered = [b for b in self._buckets if isinstance(b, ScatteredBucket)]
+    def __init__(self, mesh: Mesh) -> None:
+        """Starts without members; `reducer_of` makes it."""
+        self._mesh = weakref.ref(mesh)
+        self._lanes: list[Lane] = []
+        self._found: Lane | None = None  # of parameters that no parallelized model had
+        self._newcomers: dict[int, Leaf] = {}  # registered, and on no lane yet
+        self._flags = Flags()
+        self._pauses = 0  # open `no_sync` blocks, of any model
+        self._runs: list[_Run] = []  # of the engine, nested
+        self._queued = self._interrupted = False
+        self.parts: dict[int, Part] = {}
+        """By the id of a scattered parameter: which part of it is whose. Another dict whenever
+        the buckets were made anew."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        mesh = self._mesh()
+        assert mesh is not None
+        return mesh
+
+    @property
+    def scattered(self) -> list[ScatteredBucket]:
         """The buckets of scattered parameters, in the order in which backward completes them."""
-        self.parts: dict[int, Part] = {id(p): part for b in self.scattered for p, part in b.parts()}
-        """By the id of a scattered parameter: which part of it is whose."""
-        self._bucket_of = {id(p): b for b in self._buckets for p in b.parameters}
-        self._order = [p for b in self._buckets for p in b.parameters]
-        self._index = {id(p): i for i, p in enumerate(self._order)}
-        self._held = HeldGradients(transport)
-        # The nodes are kept: a parameter's AccumulateGrad dies with its last user.
-        self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._order]
-        me = weakref.ref(self)
-        self._hooks = [h for i, p in enumerate(self._order) for h in _register_hooks(p, i, me)]
-        mesh.reducers[:] = [*(r for r in mesh.reducers if r() is not None), me]
+        return [bucket for lane in self._lanes for bucket in lane.scattered]
 
-    def release(self) -> None:
-        """Takes the hooks off the parameters."""
-        for hook in self._hooks:
-            hook.remove()
-        self._mesh.reducers[:] = [r for r in self._mesh.reducers if r() is not self]
+    # -- members ----------------------------------------------------------------------------
 
-    def forget_unfinished(self) -> None:
-        """Starts afresh after a backward that raised."""
-        if self._queued:
-            self._abandon(wait=True)
+    def add_lane(self, parameters: Iterable[tuple[str, Tensor]]) -> Lane:
+        """Takes up parameters that are equal on all ranks, by name. Collective."""
+        leaves = []
+        for name, parameter in parameters:
+            known = leaf_of(parameter)
+            if parameter.requires_grad and (known is None or known.reducer() is not self):
+                leaves.append(Leaf(parameter, repr(name), self))
+            elif known is not None and known.key in self._newcomers:
+                leaves.append(self._newcomers.pop(known.key))
+        lane = self._new_lane()
+        self._plan(lane, leaves)
+        return lane
 
-    def forget_capture(self) -> None:
-        """Starts afresh after a capture that failed: see `Transport.forget_capture`."""
-        self._transport.forget_capture()
-        self._abandon(wait=False)
-
-    def _abandon(self, *, wait: bool) -> None:
-        for bucket in self._buckets:
-            bucket.abandon(wait=wait)
-        self._reset()
-
-    def expect_end_of_backward(self) -> None:
-        """Asks the engine, once, to call when the running backward is over."""
-        if self._queued or not self.enabled:
+    def register(self, tensor: Tensor) -> None:
+        """Notes a leaf that feeds or follows a sharded call."""
+        if not isinstance(tensor, nn.Parameter):
+            watch.note_plain(tensor, self.mesh)
             return
-        if any(_fate(node) == "accumulated" for node in self._nodes):
-            self._queued = True
-            Variable._execution_engine.queue_callback(self._finish)
+        known = leaf_of(tensor)
+        if known is not None and known.reducer() is self:
+            return
+        if tensor.is_complex() or tensor.layout != torch.strided:
+            raise NotSupported(
+                f"a parameter of {tensor.dtype} and layout {tensor.layout} with sharded tensors: "
+                "its gradient can't be reduced; real and dense ones can"
+            )
+        name = f"of shape {list(tensor.shape)}" if known is None else known.name
+        self._newcomers[id(tensor)] = Leaf(tensor, name, self)
+
+    def follow(self, tensor: Tensor) -> None:
+        """Registers the parameters that a plain operand is, or was computed from."""
+        if tensor.grad_fn is None:
+            self.register(tensor)
+            return
+        _, leaves = graph.walk([tensor.grad_fn], self.mesh)
+        for leaf in leaves:
+            self.register(leaf)
+
+    def scatter(self, parameters: Iterable[Tensor]) -> None:
+        """From now on each rank gets its own part of these gradients. Collective.
+
+        Raises:
+            NotSupported: a parameter has hooks, which would want the whole gradient.
+        """
+        found = [leaf for p in parameters if (leaf := leaf_of(p)) and leaf.lane in self._lanes]
+        for leaf in found:
+            leaf.refuse_hooks()
+        self.gather_gradients()  # in the next buckets parts may be others
+        for leaf in found:
+            leaf.scattered = True
+        for lane in self._lanes:
+            if any(leaf.lane is lane for leaf in found):
+                self._plan(lane, lane.leaves)
+
+    @contextmanager
+    def paused(self, lane: Lane | None) -> Iterator[None]:
+        """Gradients of a lane, and of parameters found later, accumulate on each rank."""
+        lanes = {id(each): each for each in (lane, self._found) if each is not None}.values()
+        self._pauses += 1
+        for each in lanes:
+            each.pauses += 1
+        try:
+            yield
+        finally:
+            self._pauses -= 1
+            for each in lanes:
+                each.pauses -= 1
+
+    # -- shared steps -----------------------------------------------------------------------
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Makes ordinary gradients, final and equal, of scattered ones. Collective."""
-        with self._mesh.timers.measure("gradients"):
+        with self.mesh.timers.measure("gradients"):
             for bucket in self.scattered:
                 bucket.gather_gradients()
 
     @torch.no_grad()
     def start_gathering_values(self, bucket: ScatteredBucket) -> None:
         """Starts to collect a bucket's parameters, of which each rank has changed its part."""
-        with self._mesh.timers.measure("gradients"):
+        with self.mesh.timers.measure("gradients"):
             bucket.start_gathering_values()
-            self._transport.progress()
+            bucket.transport.progress()
 
     @torch.no_grad()
     def finish_gathering_values(self, bucket: ScatteredBucket, changed: Collection[int]) -> None:
@@ -129,96 +186,303 @@ class Reducer:
             bucket: the bucket.
             changed: ids of the parameters that may have new values.
         """
-        with self._mesh.timers.measure("gradients"):
+        with self.mesh.timers.measure("gradients"):
             bucket.finish_gathering_values(changed)
 
-    def _before_accumulation(self, grad: Tensor, index: int) -> Tensor | None:
-        returned = _fate(self._nodes[index]) == "returned"
-        parameter = self._order[index]
-        if not returned and isinstance(parameter.grad, ScatteredGradient):
-            if torch.is_grad_enabled():
+    # -- a backward pass --------------------------------------------------------------------
+
+    def enter(self, accumulates: bool) -> None:
+        """The engine begins a pass over a graph with members or sharded tensors."""
+        if accumulates and self._interrupted and not self._runs:
+            self._recover()
+        self._runs.append(_Run(accumulates))
+
+    def leave(self, *, failed: bool) -> None:
+        """The engine has ended that pass."""
+        run = self._runs.pop()
+        if failed and run.accumulates and not run.complete and not self._runs:
+            # Other ranks may have come further, and this may be caught: the next pass tidies up.
+            self._interrupted, self._queued = True, False
+            for lane in self._lanes:
+                lane.interrupt()
+            for leaf in chain(self._newcomers.values(), *(lane.leaves for lane in self._lanes)):
+                leaf.fired = leaf.fired and leaf.paused
+
+    def expect_end_of_backward(self) -> None:
+        """Asks the engine, once, to call when the running backward is over.
+
+        Called by every exchange's backward, since a rank without work may reach no parameter.
+        """
+        run = self._runs[-1] if self._runs else None
+        if self._queued or run is None or run.reaches_none or not run.accumulates:
+            return
+        lanes = [lane.leaves for lane in self._lanes if not lane.pauses]
+        if not self._pauses:
+            lanes.append(list(self._newcomers.values()))
+        if any(_is_accumulated(leaf.parameter()) for leaf in chain.from_iterable(lanes)):
+            self._queue()
+        else:
+            run.reaches_none = True
+
+    def before(self, leaf: Leaf, grad: Tensor | None) -> Tensor | None:
+        """A gradient arrives at a parameter; returns the mean where nothing else forms it."""
+        parameter = leaf.parameter()
+        accumulates = not self._runs or self._runs[-1].accumulates
+        differentiable = torch.is_grad_enabled()
+        if accumulates and parameter is not None and isinstance(parameter.grad, ScatteredGradient):
+            if differentiable:
                 self.gather_gradients()  # what is added to it is the mean as well
-            else:
-                self._bucket_of[id(parameter)].set_aside(parameter)
-        if returned or torch.is_grad_enabled():
-            return mean_ranks(grad, self._mesh, self._mesh.axes, "gradients")
+            elif leaf.bucket is not None:
+                leaf.bucket.set_aside(parameter)
+        if not accumulates or differentiable:
+            if grad is None:
+                return None
+            axes = self.mesh.axes if leaf.lane is None else leaf.lane.axes
+            mean = mean_ranks(grad, self.mesh, axes, "gradients")
+            if differentiable:
+                graph.mark(mean, self.mesh)
+            return mean
+        if leaf.has_hooks and parameter is not None:
+            leaf.waits = True
+            leaf.remember_base(parameter)
         return None
 
-    def _after_accumulation(self, parameter: nn.Parameter) -> None:
-        self._transport.progress()
-        bucket = self._bucket_of[id(parameter)]
-        if not self.enabled:
-            bucket.put_back(parameter)
-            return
+    def after(self, leaf: Leaf, parameter: Tensor) -> None:
+        """A gradient was accumulated."""
+        lane = leaf.lane or self._found
+        if lane is not None:
+            lane.transport.progress()
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise NotSupported(f"a gradient of layout {parameter.grad.layout}; dense is possible")
-        self.expect_end_of_backward()
-        # Before others start: hooks of the user on this parameter may still see its gradient.
-        while self._released < self._next and self._buckets[self._released].release():
-            self._released += 1
-        memory.relieve()
-        bucket.missing -= 1
-        while self._next < len(self._buckets) and self._buckets[self._next].missing <= 0:
-            self._start_next()
+        paused = self._pauses if leaf.lane is None else leaf.lane.pauses
+        if leaf.lane is not None and not paused:
+            leaf.lane.begin()  # counts what may come, this one included
+        current = self._current(leaf, parameter)
+        current.fired = current.fired or parameter.grad is not None
+        if paused:
+            if leaf.bucket is not None:
+                leaf.bucket.put_back(parameter)
+            if lane is not None:
+                lane.pending = True
+            current.remember_pause(parameter)
+            return
+        self._queue()
+        if leaf.bucket is not None and leaf.lane is not None:
+            leaf.lane.arrive(leaf)
 
-    def _start_next(self) -> None:
-        with torch.no_grad(), self._mesh.timers.measure("gradients"):
-            self._buckets[self._next].start(self._transport)
-        self._next += 1
+    def forget_capture(self) -> None:
+        """Starts afresh after a capture that failed: see `Transport.forget_capture`."""
+        for lane in self._lanes:
+            lane.transport.forget_capture()
+            lane.abandon(wait=False)
+        self._queued = self._interrupted = False
+
+    def _current(self, leaf: Leaf, parameter: Tensor) -> Leaf:
+        """The member that a parameter is; another one if its dtype, shape or strides changed."""
+        if Kind.of(parameter) == leaf.kind:
+            return leaf
+        fresh = leaf.renewed(parameter)
+        self._newcomers[fresh.key] = fresh
+        return fresh
+
+    def _queue(self) -> None:
+        if not self._queued:
+            self._queued = True
+            Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        try:
-            with self._mesh.timers.measure("gradients"):
-                while self._next < len(self._buckets):
-                    self._start_next()
-                own = [b.has_gradient(p) for b in self._buckets for p in b.parameters]
-                agreed = self._held.start(own, self._order[0].device)
-                for bucket in self._buckets:
-                    bucket.wait()
-                agreed.wait()
-                family = Family(self._transport)
-                for bucket in self._buckets:
-                    bucket.finish(family, lambda p: self._held.anywhere(self._index[id(p)]))
-        finally:
-            self._reset()
+        """Completes what the backward has begun; then calls users' hooks."""
+        mesh = self.mesh
+        with mesh.timers.measure("gradients"):
+            news = self._found_news()
+            own, proposals = self._own_flags()
+            proposed = any(
+                p != lane.dropped for p, lane in zip(proposals, self._lanes, strict=True)
+            )
+            own[0] = int(bool(news) or proposed)
+            for lane in self._taking_part():
+                lane.start_rest()
+            captured = _is_capturing(self._lanes)
+            anywhere = self._flags.exchange(mesh.world, own, captured=captured)
+            any_news, used, flags = self._read(anywhere)
+            members = (leaf for lane in self._lanes for leaf in lane.leaves)
+            hooked = [e for e in (*members, *news) if e.has_hooks and (e.waits or not e.fired)]
+            taking_part = [lane for lane, u in zip(self._lanes, used, strict=True) if u]
+            for lane in taking_part:
+                lane.start_rest()
+            for lane in taking_part:
+                lane.finish(lambda leaf: flags.get(leaf, 0) > 0)
+            self._queued = False
+            if self._runs:
+                self._runs[-1].complete = True
+            self._refuse_frozen(anywhere)
+            if any_news:
+                self._take_up(news, proposals)
+        for leaf in hooked:
+            parameter = leaf.parameter()
+            if parameter is not None and flags.get(leaf, NEW) == NEW:
+                leaf.call_hooks(parameter)
 
-    def _reset(self) -> None:
-        self._queued = False
-        self._next = self._released = 0
-        for bucket in self._buckets:
-            bucket.missing = len(bucket.parameters)
+    def _found_news(self) -> list[Leaf]:
+        """Parameters that have a gradient and no lane."""
+        if self._pauses:
+            return []
+        found = [(leaf, leaf.parameter()) for leaf in self._newcomers.values()]
+        self._newcomers = {leaf.key: leaf for leaf, p in found if p is not None}
+        return [leaf for leaf, p in found if p is not None and leaf.fired and p.grad is not None]
+
+    def _taking_part(self) -> list[Lane]:
+        return [e for e in self._lanes if e.touched or (e.pending and not e.pauses)]
+
+    def _own_flags(self) -> tuple[list[int], list[list[int]]]:
+        """What this rank has: a place for news, a flag for each lane, two for each member.
+
+        Returns:
+            The flags, and for each lane the leaves that need no place any more.
+        """
+        lanes = self._lanes
+        flags = [0, *(int(lane.touched or (lane.pending and not lane.pauses)) for lane in lanes)]
+        frozen: list[int] = []
+        proposals = []
+        for lane in lanes:
+            proposal = []
+            for index, leaf in enumerate(lane.leaves):
+                parameter = leaf.parameter()
+                if parameter is None:
+                    flags.append(0)
+                    frozen.append(0)
+                    proposal.append(index)
+                    continue
+                assert leaf.bucket is not None
+                exists = leaf.bucket.has_gradient(leaf)
+                if leaf.fired and exists:
+                    flags.append(NEW)
+                    leaf.idle = 0
+                    frozen.append(0)
+                    continue
+                leaf.fired = False  # or zero_grad() was called since
+                flags.append(OLD if exists else 0)
+                trains = parameter.requires_grad
+                frozen.append(int(not trains))
+                leaf.idle = 0 if trains else leaf.idle + lane.touched
+                if leaf.idle >= _IDLE_PASSES:
+                    proposal.append(index)
+                if leaf.has_hooks:
+                    leaf.remember_base(parameter)
+            proposals.append(proposal)
+        return flags + frozen, proposals
+
+    def _read(self, anywhere: Sequence[int]) -> tuple[bool, list[int], dict[Leaf, int]]:
+        count = len(self._lanes)
+        members = chain.from_iterable(lane.leaves for lane in self._lanes)
+        flags = dict(zip(members, anywhere[1 + count :], strict=False))
+        return bool(anywhere[0]), list(anywhere[1 : 1 + count]), flags
+
+    def _refuse_frozen(self, anywhere: Sequence[int]) -> None:
+        """Names a parameter that some ranks train and others have frozen; on all ranks."""
+        members = [leaf for lane in self._lanes for leaf in lane.leaves]
+        first = 1 + len(self._lanes)
+        some = anywhere[first + len(members) :]
+        if not any(some):
+            return
+        for leaf, flag, frozen in zip(members, anywhere[first:], some, strict=False):
+            if flag == NEW and frozen:
+                raise NotSupported(
+                    f"the parameter {leaf.name} is frozen (requires_grad=False) on some ranks and "
+                    "trained on others: freeze the same parameters on all"
+                )
+
+    def _take_up(self, news: list[Leaf], proposals: list[list[int]]) -> None:
+        """Gives new members a place, and reduces their first gradients. Collective."""
+        lanes = list(self._lanes)
+        dropped = agree(self.mesh.world, news, lanes, proposals)
+        self.gather_gradients()  # in the next buckets parts may be others
+        for lane, gone, proposal in zip(lanes, dropped, proposals, strict=True):
+            if gone:
+                for index in gone:
+                    self._release(lane.leaves[index])
+                self._plan(lane, [e for i, e in enumerate(lane.leaves) if i not in gone])
+            lane.dropped = [] if gone else proposal
+        if news:
+            if self._found is None:
+                self._found = self._new_lane()
+            for leaf in news:
+                del self._newcomers[leaf.key]
+            known = self._found.leaves
+            self._plan(self._found, news)  # alone at first: the others have left already
+            self._found.start_rest()
+            self._found.finish(lambda leaf: True)
+            self._plan(self._found, [*known, *news])
+        self._lanes = [lane for lane in self._lanes if lane.leaves or lane is self._found]
+
+    def _release(self, leaf: Leaf) -> None:
+        """Ends a membership; a parameter that trains again comes back as a new one."""
+        parameter = leaf.parameter()
+        leaf.lane = leaf.bucket = None
+        if parameter is not None:
+            self._newcomers[leaf.key] = leaf
+            leaf.idle = 0
+
+    def _recover(self) -> None:
+        """Completes what interrupted passes have begun, so that messages match again."""
+        with torch.no_grad():
+            own = torch.tensor([lane.started for lane in self._lanes], device="cpu")
+            most = own.clone()
+            if len(own):
+                self.mesh.world.all_reduce(most, "max")
+            for lane, started in zip(self._lanes, most.tolist(), strict=True):
+                lane.recover(started)
+        self._interrupted = self._queued = False
+
+    def _new_lane(self) -> Lane:
+        mesh = self.mesh
+        world = mesh.world
+        lane = Lane(mesh.axes, world.split(0, world.rank), mesh.timers)
+        self._lanes.append(lane)
+        return lane
+
+    def _plan(self, lane: Lane, leaves: Sequence[Leaf]) -> None:
+        lane.plan(leaves)
+        self.parts = {leaf.key: part for bucket in self.scattered for leaf, part in bucket.parts()}
 
 
-def _fate(node: Any) -> str:
-    """What the running backward does with a parameter's gradient, by its AccumulateGrad node.
+def reducer_of(mesh: Mesh) -> Reducer:
+    """The reducer of a mesh, made at the first call."""
+    if mesh.reducer is None:
+        graph.install()
+        watch.install()
+        mesh.reducer = Reducer(mesh)
+    return mesh.reducer
 
-    Returns:
-        "accumulated" into `.grad`, "returned" by `autograd.grad`, or "none" where the parameter
-        takes no part.
-    """
+
+def follow(tensor: Tensor, mesh: Mesh) -> None:
+    """Registers the parameters that a plain operand of a sharded call is, or was computed from."""
+    if mesh.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
+        return
+    known = leaf_of(tensor)
+    if known is None or known.reducer() is not mesh.reducer:
+        reducer_of(mesh).follow(tensor)
+
+
+def lead_to(tensor: Tensor, mesh: Mesh) -> None:
+    """Notes that a plain result comes from sharded tensors alone."""
+    if mesh.size > 1:
+        graph.mark(tensor, mesh)
+
+
+def _is_accumulated(parameter: Tensor | None) -> bool:
+    """Whether the running backward adds to the gradient of a parameter."""
+    if parameter is None or not parameter.requires_grad:
+        return False
+    # Asked for anew each time: `model.double()` gives a parameter another node.
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return "accumulated" if torch._C._will_engine_execute_node(node) else "none"
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        # The engine refuses the question for what it captures.
-        return "returned"
+        return False  # the engine refuses the question for what it captures
 
 
-def _register_hooks(
-    parameter: nn.Parameter, index: int, reducer: weakref.ref[Reducer]
-) -> list[Any]:
-    """Hooks that hold neither the reducer nor the parameter: that would keep both alive."""
-
-    def before(grad: Tensor) -> Tensor | None:
-        alive = reducer()
-        return None if alive is None else alive._before_accumulation(grad, index)
-
-    def after(p: Tensor) -> None:
-        alive = reducer()
-        if alive is not None:
-            alive._after_accumulation(p)  # type: ignore[arg-type]
-
-    return [
-        parameter.register_hook(before),
-        parameter.register_post_accumulate_grad_hook(after),
-    ]
+def _is_capturing(lanes: Sequence[Lane]) -> bool:
+    on_device = any(leaf.kind.device.type == "cuda" for lane in lanes for leaf in lane.leaves[:1])
+    return on_device and torch.cuda.is_current_stream_capturing()

@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pydist.comm.gradients.bucket import Bucket, pending_gradient
+from pydist.comm.gradients.bucket import Bucket, fits, pending_gradient
 from pydist.comm.gradients.rows import in_order_of, memory_of
 from pydist.comm.gradients.scattered import Family, ScatteredGradient
 
 if TYPE_CHECKING:
+    from pydist.comm.gradients.leaf import Leaf
     from pydist.comm.interface.transport import Transport
 
 # Parts begin at whole cache lines and vectors, so that optimizers treat them as they treat wholes.
@@ -44,72 +45,77 @@ class ScatteredBucket(Bucket):
         kept: by the id of a parameter, the gradient of earlier backwards while one is running.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], transport: Transport) -> None:
-        super().__init__(parameters)
-        elements = sum(p.numel() for p in parameters)
+    def __init__(self, leaves: Sequence[Leaf], transport: Transport) -> None:
+        super().__init__(leaves)
+        elements = self._elements()
         chunk = -(-elements // (transport.size * _ALIGNMENT)) * _ALIGNMENT
         points = [min(rank * chunk, elements) for rank in range(transport.size + 1)]
         self._points = points
-        self._transport = transport
+        self.transport = transport
         self.counts = [b - a for a, b in itertools.pairwise(points)]
         self._lo, self._hi = points[transport.rank], points[transport.rank + 1]
         self.kept: dict[int, ScatteredGradient] = {}
         self._own: Tensor | None = None
         self._released: set[int] = set()
 
-    def parts(self) -> Iterator[tuple[nn.Parameter, Part]]:
+    def parts(self) -> Iterator[tuple[Leaf, Part]]:
         """Each parameter and its parts."""
         first = 0
-        for parameter in self.parameters:
-            last = first + parameter.numel()
+        for leaf in self.leaves:
+            last = first + leaf.numel
             cuts = [min(max(p, first), last) - first for p in self._points]
-            rank = self._transport.rank
+            rank = self.transport.rank
             counts = [b - a for a, b in itertools.pairwise(cuts)]
-            yield parameter, Part(cuts[rank], cuts[rank + 1], counts, first)
+            yield leaf, Part(cuts[rank], cuts[rank + 1], counts, first)
             first = last
 
     def start(self, transport: Transport) -> None:
         """Starts the mean of the gradients, of which this rank gets its part."""
-        first = self.parameters[0]
-        grad = pending_gradient(first) if len(self.parameters) == 1 else None
-        if grad is not None and in_order_of(grad, first):
-            self._row = memory_of(grad.detach())
-        else:
+        self._row = self._alone()
+        if self._row is None:
             self._row = self._packed()
-        self._own = torch.empty(self.counts[transport.rank], dtype=first.dtype, device=first.device)
-        self._work = transport.reduce_scatter_async(
-            self._row, self._own, self.counts, transport.size
-        )
+        self._send(self._row, transport)
+
+    def start_blank(self, transport: Transport) -> None:
+        """See `Bucket.start_blank`."""
+        kind = self.leaves[0].kind
+        self._row = torch.zeros(self._elements(), dtype=kind.dtype, device=kind.device)
+        self._send(self._row, transport)
 
     def release(self) -> bool:
         """See `Bucket.release`."""
         if self._work is None or not self._work.done():
             return False
-        self._work.wait()  # at once; it lets go of the memory as well
+        self._work.wait()  # returns immediately; it lets go of the memory as well
         self._row = None
-        for parameter in self.parameters:
-            grad = parameter.grad
-            if grad is None or grad.requires_grad or isinstance(grad, ScatteredGradient):
+        for leaf in self.leaves:
+            parameter = leaf.parameter()
+            grad = None if parameter is None else parameter.grad
+            if parameter is None or grad is None or isinstance(grad, ScatteredGradient):
                 continue
-            parameter.grad = None
-            self._released.add(id(parameter))
+            if not grad.requires_grad and fits(leaf, grad):
+                parameter.grad = None
+                self._released.add(leaf.key)
         return True
 
-    def has_gradient(self, parameter: nn.Parameter) -> bool:
+    def has_gradient(self, leaf: Leaf) -> bool:
         """See `Bucket.has_gradient`."""
-        return parameter.grad is not None or id(parameter) in self._released
+        return leaf.key in self._released or super().has_gradient(leaf)
 
-    def finish(self, family: Family, has_gradient: Callable[[nn.Parameter], bool]) -> None:
+    def finish(self, family: Family, exists: Callable[[Leaf], bool]) -> None:
         """Puts what stands for the mean in the place of the gradients."""
         assert self._own is not None
-        for parameter, part in self.parts():
+        for leaf, part in self.parts():
+            parameter = leaf.parameter()
+            if parameter is None:
+                continue
             grad = parameter.grad
             if grad is not None and grad.requires_grad:
                 continue  # create_graph: reduced on its way
-            earlier = self.kept.get(id(parameter))
+            earlier = self.kept.get(leaf.key)
             if earlier is None and isinstance(grad, ScatteredGradient):
                 earlier = grad
-            if earlier is None and not has_gradient(parameter):
+            if earlier is None and not exists(leaf):
                 continue
             piece = self._own[self._place(part)]
             if earlier is not None:
@@ -120,19 +126,20 @@ class ScatteredBucket(Bucket):
     def abandon(self, *, wait: bool = True) -> None:
         """See `Bucket.abandon`."""
         super().abandon(wait=wait)
-        for parameter in self.parameters:
-            if id(parameter) in self.kept:
-                parameter.grad = self.kept[id(parameter)]
+        for leaf in self.leaves:
+            parameter = leaf.parameter()
+            if parameter is not None and leaf.key in self.kept:
+                parameter.grad = self.kept[leaf.key]
         self._forget()
 
-    def set_aside(self, parameter: nn.Parameter) -> None:
+    def set_aside(self, parameter: Tensor) -> None:
         """Makes room for what a backward accumulates, if there is a scattered gradient already."""
         grad = parameter.grad
         if isinstance(grad, ScatteredGradient):
             self.kept[id(parameter)] = grad
             parameter.grad, grad.pending = grad.pending, None
 
-    def put_back(self, parameter: nn.Parameter) -> None:
+    def put_back(self, parameter: Tensor) -> None:
         """Puts that gradient back, with what was accumulated and is not to be reduced yet."""
         earlier = self.kept.pop(id(parameter), None)
         if earlier is not None:
@@ -140,19 +147,22 @@ class ScatteredBucket(Bucket):
 
     def gather_gradients(self) -> None:
         """Makes the gradients whole on all ranks. Collective."""
-        if not any(isinstance(p.grad, ScatteredGradient) for p in self.parameters):
+        found = {leaf.key: leaf.parameter() for leaf in self.leaves}
+        if not any(p is not None and isinstance(p.grad, ScatteredGradient) for p in found.values()):
             return
-        first = self.parameters[0]
-        row = torch.zeros(sum(self.counts), dtype=first.dtype, device=first.device)
+        kind = self.leaves[0].kind
+        row = torch.zeros(sum(self.counts), dtype=kind.dtype, device=kind.device)
         own = row[self._lo : self._hi]
-        for parameter, part in self.parts():
-            if isinstance(parameter.grad, ScatteredGradient):
+        for leaf, part in self.parts():
+            parameter = found[leaf.key]
+            if parameter is not None and isinstance(parameter.grad, ScatteredGradient):
                 own[self._place(part)] = parameter.grad.piece
-        self._transport.all_gather_async(own, row, self.counts).wait()
-        alone = len(self.parameters) == 1
-        for parameter, piece in self._pieces(row):
-            grad = parameter.grad
-            if isinstance(grad, ScatteredGradient):
+        self.transport.all_gather_async(own, row, self.counts).wait()
+        alone = len(self.leaves) == 1
+        for leaf, piece in self._pieces(row):
+            parameter = found[leaf.key]
+            grad = None if parameter is None else parameter.grad
+            if parameter is not None and isinstance(grad, ScatteredGradient):
                 parameter.grad = piece if alone else piece.clone()
                 if grad.pending is not None:
                     parameter.grad += grad.pending
@@ -169,29 +179,46 @@ class ScatteredBucket(Bucket):
 
     def start_gathering_values(self) -> None:
         """Starts to collect the parameters themselves, of which each rank has its part."""
-        if len(self.parameters) == 1:
-            self._row = memory_of(self.parameters[0].detach())
+        first = self.leaves[0].parameter()
+        if len(self.leaves) == 1 and first is not None:
+            self._row = memory_of(first.detach())
         else:
             self._row = self._packed_values()
         own = self._row[self._lo : self._hi]
-        self._work = self._transport.all_gather_async(own, self._row, self.counts)
+        self._work = self.transport.all_gather_async(own, self._row, self.counts)
 
     def finish_gathering_values(self, changed: Collection[int]) -> None:
         """Waits until those parameters, by their ids, are whole and equal on all ranks."""
         assert self._work is not None
         assert self._row is not None
         self._work.wait()
-        for parameter, piece in self._pieces(self._row):
-            if id(parameter) in changed and parameter.grad is not None:
-                if len(self.parameters) > 1:
+        for leaf, piece in self._pieces(self._row):
+            parameter = leaf.parameter()
+            if parameter is not None and leaf.key in changed and parameter.grad is not None:
+                if len(self.leaves) > 1:
                     parameter.detach().copy_(piece)
-                # Written behind torch's back: whoever kept a value for backward must notice.
+                # Written without torch: what kept a value for backward must notice.
                 torch.autograd.graph.increment_version(parameter)
         self._row = self._work = None
 
+    def _send(self, row: Tensor, transport: Transport) -> None:
+        own = self.counts[transport.rank]
+        self._own = torch.empty(own, dtype=row.dtype, device=row.device)
+        self._work = transport.reduce_scatter_async(row, self._own, self.counts, transport.size)
+
+    def _alone(self) -> Tensor | None:
+        """The one gradient's memory, if it has the order of the parameter's."""
+        first = self.leaves[0].parameter() if len(self.leaves) == 1 else None
+        grad = None if first is None else pending_gradient(first)
+        if first is None or grad is None or not fits(self.leaves[0], grad):
+            return None
+        return memory_of(grad.detach()) if in_order_of(grad, first) else None
+
     def _packed_values(self) -> Tensor:
-        first = self.parameters[0]
-        row = torch.empty(sum(self.counts), dtype=first.dtype, device=first.device)
-        for parameter, piece in self._pieces(row):
-            piece.copy_(parameter.detach())
+        kind = self.leaves[0].kind
+        row = torch.zeros(sum(self.counts), dtype=kind.dtype, device=kind.device)
+        for leaf, piece in self._pieces(row):
+            parameter = leaf.parameter()
+            if parameter is not None:
+                piece.copy_(parameter.detach())
         return row

@@ -1,0 +1,139 @@
+"""What the ranks tell each other at the end of a backward pass: which gradients there are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pydist._loader import native
+from pydist.errors import NotSupported, UsageError
+
+if TYPE_CHECKING:
+    from pydist.comm.gradients.lane import Lane
+    from pydist.comm.gradients.leaf import Leaf
+    from pydist.comm.interface.transport import Transport
+
+OLD, NEW = 1, 2
+"""A gradient from before this backward, and one that this backward has added to."""
+
+
+class Flags:
+    """Which gradients any rank has, which lanes any rank uses, and whether any has news.
+
+    One all-reduce of a few integers in host memory. While a step is captured nothing is sent: the
+    answer is that of the step before, as each rank has proved for itself that it has the same
+    gradients again; one that has not refuses, and the ranks agree afterwards that there is no
+    graph.
+    """
+
+    def __init__(self) -> None:
+        self._own: list[int] = []
+        self._sent = torch.empty(0, dtype=torch.int32, device="cpu")
+        self._any: list[int] = []
+
+    def exchange(self, world: Transport, own: list[int], *, captured: bool) -> list[int]:
+        """The largest of each flag over all ranks. Collective.
+
+        Raises:
+            NotSupported: a step is captured that has other gradients than the one before.
+        """
+        same = own == self._own
+        if captured:
+            if not same:
+                raise NotSupported("a CUDA graph of a step with other gradients than the last one")
+            return self._any
+        if not same:
+            self._own = own
+            self._sent = torch.tensor(own, dtype=torch.int32, device="cpu")
+        anywhere = self._sent.clone()
+        world.all_reduce(anywhere, "max")
+        self._any = anywhere.tolist()
+        return self._any
+
+
+def agree(
+    world: Transport, newcomers: Sequence[Leaf], lanes: Sequence[Lane], proposals: list[list[int]]
+) -> list[set[int]]:
+    """Compares parameters that are new to the reducer, and what may be dropped. Collective.
+
+    Args:
+        world: connects all ranks.
+        newcomers: parameters that have a gradient and no lane.
+        lanes: those there are.
+        proposals: for each lane, which of its leaves need no place any more on this rank.
+
+    Returns:
+        For each lane the leaves that no rank needs.
+
+    Raises:
+        UsageError: ranks have different newcomers, or different values of one; on all ranks.
+    """
+    mine: dict[str, Any] = {"new": [_describe(leaf) for leaf in newcomers], "drop": proposals}
+    everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
+    lists = [each["new"] for each in everyones]
+    for rank, other in enumerate(lists):
+        _compare(lists[0], other, rank)
+    return [
+        set.intersection(*(set(each["drop"][index]) for each in everyones))
+        for index in range(len(lanes))
+    ]
+
+
+def refuse_parting(world: Transport, tensors: Sequence[Tensor]) -> None:
+    """Stops a step that would make equal plain tensors differ between sample groups. Collective.
+
+    Args:
+        world: connects all ranks.
+        tensors: stepped leaves that are no parameters, with gradients of their own group.
+
+    Raises:
+        UsageError: one is equal in all groups and its gradient is not; on all ranks.
+    """
+    mine = [(checksum(t), checksum(t.grad)) for t in tensors if t.grad is not None]
+    everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
+    for tensor, *entries in zip(tensors, *everyones, strict=False):
+        values, gradients = zip(*entries, strict=True)
+        if len(set(values)) == 1 and len(set(gradients)) > 1:
+            raise UsageError(
+                f"a step with a plain tensor of shape {list(tensor.shape)} whose gradient is that "
+                "of each sample group alone: make it a torch.nn.Parameter, which gets the mean "
+                "over all groups"
+            )
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32C of a tensor's elements."""
+    return native.crc32c(tensor.detach().contiguous().cpu())
+
+
+def _describe(leaf: Leaf) -> tuple[str, str, int]:
+    parameter = leaf.parameter()
+    assert parameter is not None
+    return leaf.name, str(leaf.kind), checksum(parameter)
+
+
+def _compare(
+    first: list[tuple[str, str, int]], other: list[tuple[str, str, int]], rank: int
+) -> None:
+    hint = "give it to pydist.parallelize, on all ranks, as a module or a part of one"
+    for index in range(max(len(first), len(other))):
+        one = first[index] if index < len(first) else None
+        two = other[index] if index < len(other) else None
+        if one is None or two is None or one[1] != two[1]:
+            raise UsageError(
+                f"gradients of a parameter that is in no parallelized model: rank 0 has "
+                f"{_said(one)}, rank {rank} has {_said(two)}; {hint}"
+            )
+        if one[2] != two[2]:
+            raise UsageError(
+                f"the parameter {_said(two)}, which is in no parallelized model, differs between "
+                f"rank 0 and rank {rank}: its gradient has no mean; make it equal, or {hint}"
+            )
+
+
+def _said(entry: tuple[str, str, int] | None) -> str:
+    return "none" if entry is None else f"{entry[0]} ({entry[1]})"

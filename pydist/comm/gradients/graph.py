@@ -1,0 +1,127 @@
+"""Which parameters a backward pass will reach: autograd graphs walked, and told when they run.
+
+The leaves below a sharded tensor are known from the calls that made it. What remains are plain
+tensors before such calls and after them (a computed weight, a head after `full_tensor()`). Their
+part of the graph is walked once; nodes from which all is known are marked.
+
+`run_backward` of torch's engine is the one entry of all backward passes that Python starts. It is
+private; torch has no public means to learn of their start, their roots and their failure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from pydist.comm.gradients.leaf import leaf_of
+from pydist.errors import NotSupported
+
+if TYPE_CHECKING:
+    from pydist.mesh import Mesh
+
+_MARK = "pydist mesh"
+_functions: Any = torch._C._functions
+_engine: Any = type(Variable._execution_engine)
+
+
+def mark(tensor: Tensor, mesh: Mesh) -> None:
+    """Notes that all parameters that a tensor was computed from are known to the mesh."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[_MARK] = mesh
+
+
+def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], list[Tensor]]:
+    """Finds what the unmarked part of a graph leads to.
+
+    Args:
+        nodes: where to start.
+        mesh: marks what was walked; by default the first mesh that is found does.
+
+    Returns:
+        The meshes whose tensors or parameters are met, and the leaves that none of them knows.
+    """
+    meshes: dict[int, Mesh] = {}
+    leaves: list[Tensor] = []
+    stack, seen = list(nodes), set[Any]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _functions.AccumulateGrad):
+            variable = node.variable
+            leaf = leaf_of(variable)
+            reducer = None if leaf is None else leaf.reducer()
+            if reducer is None:
+                leaves.append(variable)
+            else:
+                meshes[id(reducer.mesh)] = reducer.mesh
+            continue
+        marked = node.metadata.get(_MARK)
+        if marked is not None:
+            meshes[id(marked)] = marked
+            continue
+        stack += [following for following, _ in node.next_functions]
+    found = list(meshes.values())
+    owner = mesh or (found[0] if found else None)
+    if owner is not None:
+        for node in seen:
+            node.metadata[_MARK] = owner
+    leaves.reverse()  # the order in which they were used, as far as the graph tells it
+    return found, leaves
+
+
+class _Engine(_engine):  # type: ignore[misc]
+    """torch's engine, which tells the reducers of backward passes that concern them."""
+
+    def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        seeds = args[0] if args else ()
+        roots = [getattr(each, "node", None) or getattr(each, "grad_fn", None) for each in outputs]
+        roots += [each.grad_fn for each in seeds if isinstance(each, Tensor)]
+        direct = [t for t in outputs if isinstance(t, Tensor) and t.grad_fn is None]
+        meshes, leaves = walk(roots)
+        for tensor in direct:
+            leaf = leaf_of(tensor)
+            reducer = None if leaf is None else leaf.reducer()
+            if reducer is not None and reducer.mesh not in meshes:
+                meshes.append(reducer.mesh)
+        if not meshes:
+            return super().run_backward(outputs, *args, **kwargs)
+        reducers = [mesh.reducer for mesh in meshes if mesh.reducer is not None]
+        for tensor in leaves:
+            reducers[0].register(tensor)
+        for reducer in reducers:
+            reducer.enter(bool(kwargs.get("accumulate_grad", False)))
+        try:
+            results = super().run_backward(outputs, *args, **kwargs)
+        except BaseException:
+            for reducer in reducers:
+                reducer.leave(failed=True)
+            raise
+        for reducer in reducers:
+            reducer.leave(failed=False)
+        for result in results or ():
+            if isinstance(result, Tensor):
+                mark(result, meshes[0])
+        return results
+
+
+def install() -> None:
+    """Puts this engine in the place of torch's, once.
+
+    Raises:
+        NotSupported: this version of torch starts backward passes in another way.
+    """
+    if isinstance(Variable._execution_engine, _Engine):
+        return
+    if not hasattr(_engine, "run_backward") or not hasattr(_engine, "queue_callback"):
+        raise NotSupported(
+            f"torch {torch.__version__} starts backward passes in a way that pydist does not know: "
+            "gradients could not be reduced; use a version that pydist was tested with"
+        )
+    Variable._execution_engine = _Engine()

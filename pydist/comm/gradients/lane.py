@@ -1,0 +1,141 @@
+"""A lane: parameters whose buckets leave in one fixed order, on a transport of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pydist import memory
+from pydist.comm.gradients.bucket import Bucket
+from pydist.comm.gradients.buckets import make_buckets
+from pydist.comm.gradients.leaf import Leaf
+from pydist.comm.gradients.scattered import Family
+from pydist.comm.gradients.scattered_bucket import ScatteredBucket
+
+if TYPE_CHECKING:
+    from pydist.comm.interface.transport import Transport
+    from pydist.timers import Timers
+
+
+class Lane:
+    """Parameters whose gradients travel together: those of a model, or the ones found later.
+
+    Lanes have transports of their own, so a backward that uses one of two models sends the
+    gradients of that one, as soon as they are complete. Which parameters a lane has, and in which
+    order, is the same on all ranks that hold them.
+
+    Attributes:
+        axes: axes of the mesh along which the ranks hold the parameters.
+        transport: connects these ranks, and is used by nothing else: a rank without work starts
+            its buckets later than the others, after exchanges that they start after theirs.
+        leaves: the parameters, in the order in which they were registered.
+        pauses: how many `no_sync` blocks are open.
+        pending: whether gradients were accumulated in one and are to be reduced.
+        touched: whether the running backward has accumulated one of the gradients.
+        dropped: which leaves this rank has last proposed to drop.
+    """
+
+    def __init__(self, axes: Sequence[str], transport: Transport, timers: Timers) -> None:
+        self.axes, self.transport, self._timers = tuple(axes), transport, timers
+        self.leaves: list[Leaf] = []
+        self.buckets: list[Bucket] = []
+        self.pauses = 0
+        self.pending = self.touched = False
+        self.dropped: list[int] = []
+        self._next = self._released = 0  # of the buckets: the first that has not started, ...
+
+    @property
+    def started(self) -> int:
+        """How many buckets have left."""
+        return self._next
+
+    @property
+    def scattered(self) -> list[ScatteredBucket]:
+        """The buckets of partitioned gradients, in the order in which backward completes them."""
+        return [b for b in self.buckets if isinstance(b, ScatteredBucket)]
+
+    def plan(self, leaves: Sequence[Leaf]) -> None:
+        """Makes the buckets of these parameters. On all ranks, while none is on its way."""
+        self.leaves = list(leaves)
+        self.buckets = make_buckets(self.leaves, self.transport)
+        for leaf in self.leaves:
+            leaf.lane = self
+        for bucket in self.buckets:
+            for leaf in bucket.leaves:
+                leaf.bucket = bucket
+        self.dropped = []
+        self.reset()
+
+    def arrive(self, leaf: Leaf) -> None:
+        """Takes note of a gradient, and starts the buckets that are complete."""
+        assert leaf.bucket is not None
+        while self._released < self._next and self.buckets[self._released].release():
+            self._released += 1
+        memory.relieve()
+        leaf.bucket.missing -= 1
+        while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
+            self._start_next()
+
+    def begin(self) -> None:
+        """Takes part in the running backward: buckets wait for gradients that may come."""
+        if self.touched:
+            return
+        self.touched = True
+        for bucket in self.buckets:
+            bucket.missing = sum(_may_come(leaf.parameter()) for leaf in bucket.leaves)
+
+    def start_rest(self) -> None:
+        """Starts what has not left yet; a missing gradient counts as zero."""
+        self.touched = True
+        while self._next < len(self.buckets):
+            self._start_next()
+
+    def finish(self, exists: Callable[[Leaf], bool]) -> None:
+        """Waits for the means and makes them the gradients."""
+        for bucket in self.buckets:
+            bucket.wait()
+        family = Family(self.transport)
+        for bucket in self.buckets:
+            bucket.finish(family, exists)
+        self.pending = False
+        for leaf in self.leaves:
+            leaf.fired = leaf.paused = False
+        self.reset()
+
+    def interrupt(self) -> None:
+        """After an error: gradients no longer share memory with messages on their way."""
+        for bucket in self.buckets[: self._next]:
+            bucket.let_go()
+
+    def recover(self, started: int) -> None:
+        """Completes what an interrupted backward has begun, on all ranks.
+
+        Args:
+            started: how many buckets have left on the rank that came furthest.
+        """
+        for bucket in self.buckets[self._next : started]:
+            bucket.start_blank(self.transport)
+        self.abandon(wait=True)
+
+    def abandon(self, *, wait: bool) -> None:
+        """Forgets the running backward. See `Bucket.abandon`."""
+        for bucket in self.buckets:
+            bucket.abandon(wait=wait)
+        self.reset()
+
+    def reset(self) -> None:
+        """Makes ready for another backward."""
+        self.touched = False
+        self._next = self._released = 0
+
+    def _start_next(self) -> None:
+        with torch.no_grad(), self._timers.measure("gradients"):
+            self.buckets[self._next].start(self.transport)
+        self._next += 1
+
+
+def _may_come(parameter: Tensor | None) -> bool:
+    return parameter is not None and parameter.requires_grad

@@ -1,0 +1,260 @@
+"""A parameter as the reducer knows it, and the hooks that it carries."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from pydist.comm.gradients.rows import is_dense
+from pydist.errors import NotSupported, UsageError
+
+if TYPE_CHECKING:
+    from pydist.comm.gradients.bucket import Bucket
+    from pydist.comm.gradients.lane import Lane
+    from pydist.comm.gradients.reducer import Reducer
+
+_Hook: TypeAlias = "Callable[[Any], Any]"
+_OWN = -1  # the key of the reducer's hook; torch counts users' hooks from 0
+
+
+class Kind(NamedTuple):
+    """What decides how a gradient travels."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Kind:
+        """Describes a tensor."""
+        return Kind(tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)} on {self.device.type}, strides {list(self.stride)}"
+
+
+class Leaf:
+    """A parameter whose gradient the ranks average.
+
+    It holds the parameter weakly, and the parameter holds it, by its hooks. These are hooks of the
+    tensor: unlike the nodes of a graph they survive `model.double()` and `p.data = ...`.
+
+    Attributes:
+        key: `id` of the parameter.
+        name: for errors.
+        kind: of the gradient's memory, as the buckets expect it.
+        lane: where its gradient travels; None until the ranks have agreed on that.
+        bucket: the message that it is part of.
+        scattered: whether each rank gets the mean of its own part only.
+        fired: whether this rank has accumulated a gradient that is not reduced yet.
+        paused: whether that was under `no_sync`.
+        idle: backward passes in a row that found it frozen.
+        waits: whether users' hooks wait for the mean in the running backward.
+        base: the gradient before the running backward, where hooks need to know what was added.
+    """
+
+    def __init__(self, parameter: Tensor, name: str, reducer: Reducer) -> None:
+        self._parameter = TensorWeakRef(parameter)
+        self._reducer = weakref.ref(reducer)
+        self.key, self.name = id(parameter), name
+        self.kind = Kind.of(parameter)
+        self.numel, self.dense = parameter.numel(), is_dense(parameter)
+        self.scattered = False
+        self.lane: Lane | None = None
+        self.bucket: Bucket | None = None
+        self.fired = self.paused = self.waits = self._gone = False
+        self.idle = 0
+        self.base: Tensor | None = None
+        self._stamp: tuple[int, int] | None = None
+        post: Any = parameter
+        self._before = _Hooks(self, post._backward_hooks)
+        self._after = _Hooks(self, post._post_accumulate_grad_hooks)
+        self._before.set_own(lambda hooks, grad: hooks.leaf._before_accumulation(grad))
+        self._after.set_own(lambda hooks, p: hooks.leaf._after_accumulation(p))
+        parameter._backward_hooks = self._before
+        post._post_accumulate_grad_hooks = self._after
+
+    def renewed(self, parameter: Tensor) -> Leaf:
+        """The same parameter after its dtype, shape or strides changed; this one is void.
+
+        It takes over the hooks as they are: the engine may be calling one of them.
+        """
+        fresh = copy.copy(self)
+        fresh.kind = Kind.of(parameter)
+        fresh.numel, fresh.dense = parameter.numel(), is_dense(parameter)
+        fresh.lane = fresh.bucket = None
+        fresh._before.leaf = fresh._after.leaf = fresh
+        self._gone = True
+        return fresh
+
+    def parameter(self) -> Tensor | None:
+        """The parameter, while it lives and this describes it."""
+        return None if self._gone else self._parameter()
+
+    def reducer(self) -> Reducer | None:
+        """What averages the gradient, while it lives."""
+        return self._reducer()
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether users' hooks may be waiting."""
+        return len(self._before) > 1 or len(self._after) > 1
+
+    def refuse_hooks(self) -> None:
+        """Names hooks of users that a partitioned gradient could not serve."""
+        if self._before.users() or self._after.users():
+            raise NotSupported(
+                f"hooks on the parameter {self.name}, whose gradient is partitioned over the ranks "
+                "(pydist.optim.sharded): remove them, or step this parameter unshared with "
+                'use="never"'
+            )
+
+    def remember_base(self, parameter: Tensor) -> None:
+        """Keeps the gradient as it was, unless what was added since is still to be reduced."""
+        grad = parameter.grad
+        if self.paused and self._stamp == _stamp_of(grad):
+            return
+        self.base = None if grad is None else grad.detach().clone()
+
+    def remember_pause(self, parameter: Tensor) -> None:
+        """Notes the gradient as a backward under `no_sync` leaves it."""
+        self.paused = True
+        if self.has_hooks:
+            self._stamp = _stamp_of(parameter.grad)
+
+    def call_hooks(self, parameter: Tensor) -> None:
+        """Calls users' hooks with the mean, as torch would have with the gradient.
+
+        Raises:
+            UsageError: a hook returned something else than a gradient.
+            Exception: what a hook raised.
+        """
+        base, self.base = self.base, None
+        hooks, grad = self._before.users(), parameter.grad
+        if hooks and grad is not None:
+            added = grad if base is None else grad - base
+            for hook in hooks:
+                changed = hook(added)
+                if changed is None:
+                    continue
+                if not isinstance(changed, Tensor) or changed.shape != added.shape:
+                    raise UsageError(
+                        f"a hook of the parameter {self.name} returned {_what(changed)}; a tensor "
+                        f"of shape {list(added.shape)} or None is possible"
+                    )
+                added = changed.detach()
+            if base is not None:
+                parameter.grad = base.add_(added)
+            elif added is not grad:
+                parameter.grad = added.to(grad.dtype, copy=True)
+        for hook in self._after.users():
+            hook(parameter)
+
+    def _before_accumulation(self, grad: Tensor | None) -> Tensor | None:
+        reducer = self._reducer()
+        self.waits = False
+        return None if reducer is None else reducer.before(self, grad)
+
+    def _after_accumulation(self, parameter: Tensor) -> None:
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.after(self, parameter)
+
+
+class _Hooks(OrderedDict[int, _Hook]):
+    """A parameter's hooks of one kind: the reducer's first, then those of users.
+
+    It takes the place of the dict that torch makes, so that users' hooks can wait for the mean.
+    Handles of hooks that were registered before refer to the dict from before, which stays.
+    """
+
+    def __init__(self, leaf: Leaf, earlier: OrderedDict[int, _Hook] | None) -> None:
+        super().__init__()
+        self.leaf = leaf
+        super().__setitem__(_OWN, _nothing)  # the first one: the engine calls them in this order
+        for key, hook in (earlier or {}).items():
+            if key != _OWN:
+                registered = hook.hook if isinstance(hook, _Waiting) else hook
+                super().__setitem__(key, _Waiting(self, registered, earlier, key))
+
+    def set_own(self, hook: Callable[[_Hooks, Any], Any]) -> None:
+        """Sets the reducer's hook; it must keep neither these hooks nor the parameter alive."""
+        me = weakref.ref(self)
+
+        def call(value: Any) -> Any:
+            hooks = me()
+            return None if hooks is None else hook(hooks, value)
+
+        super().__setitem__(_OWN, call)
+
+    def __setitem__(self, key: int, hook: _Hook) -> None:
+        super().__setitem__(key, _Waiting(self, hook))
+        if self.leaf.scattered:
+            try:
+                self.leaf.refuse_hooks()
+            except NotSupported:
+                del self[key]
+                raise
+
+    def users(self) -> list[_Hook]:
+        """Users' hooks that were not removed, in the order in which they were registered."""
+        return [h.hook for h in self.values() if isinstance(h, _Waiting) and h.registered]
+
+
+class _Waiting:
+    """A user's hook, which the engine calls: it runs now, or later with the mean."""
+
+    def __init__(
+        self,
+        hooks: _Hooks,
+        hook: _Hook,
+        earlier: OrderedDict[int, _Hook] | None = None,
+        key: int = 0,
+    ) -> None:
+        self._hooks, self.hook = weakref.ref(hooks), hook
+        self._earlier, self._key = earlier, key
+
+    @property
+    def registered(self) -> bool:
+        """Whether it was not removed."""
+        earlier = self._earlier
+        if earlier is None:
+            return True
+        entry = earlier.get(self._key)
+        return entry is not None and getattr(entry, "registered", True)
+
+    def __call__(self, value: Any) -> Any:
+        hooks = self._hooks()
+        waits = hooks is not None and hooks.leaf.waits
+        return None if waits or not self.registered else self.hook(value)
+
+
+def _nothing(_: Any) -> None:
+    """Holds the place of a hook."""
+
+
+def leaf_of(tensor: Tensor) -> Leaf | None:
+    """What the reducer of a mesh knows of a tensor, if anything."""
+    hooks = tensor._backward_hooks
+    if type(hooks) is not _Hooks:
+        return None
+    after: Any = tensor
+    complete = _OWN in hooks and after._post_accumulate_grad_hooks is hooks.leaf._after
+    return hooks.leaf if complete else None
+
+
+def _stamp_of(grad: Tensor | None) -> tuple[int, int] | None:
+    return None if grad is None else (id(grad), grad._version)
+
+
+def _what(value: Any) -> str:
+    return f"shape {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

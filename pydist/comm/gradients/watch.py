@@ -1,0 +1,55 @@
+"""What an optimizer would step with a gradient that is not the mean is named before the step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from pydist.comm.gradients.agreement import refuse_parting
+from pydist.comm.gradients.leaf import leaf_of
+from pydist.comm.gradients.scattered import ScatteredGradient
+from pydist.errors import NotSupported
+
+if TYPE_CHECKING:
+    from pydist.mesh import Mesh
+
+# On a plain tensor that requires a gradient: the mesh whose sharded tensors it was used with.
+_GROUPS_OWN = "_pydist_groups_own"
+_installed: list[object] = []
+
+
+def note_plain(tensor: Tensor, mesh: Mesh) -> None:
+    """Notes a leaf that is no parameter, so that it is data of its sample group."""
+    if mesh.data_size > 1:
+        setattr(tensor, _GROUPS_OWN, weakref.ref(mesh))
+
+
+def install() -> None:
+    """Lets all optimizers look before a step, once."""
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_refuse_unreduced))
+
+
+def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
+    """Stops a step with a gradient that pydist has met and that was not reduced."""
+    own: list[Tensor] = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is None or isinstance(parameter.grad, ScatteredGradient):
+                continue
+            leaf = leaf_of(parameter)
+            if leaf is None:
+                if hasattr(parameter, _GROUPS_OWN) and not isinstance(parameter, nn.Parameter):
+                    own.append(parameter)
+            elif leaf.paused and leaf.fired and leaf.reducer() is not None:
+                raise NotSupported(
+                    f"a step with the parameter {leaf.name}, whose gradient was accumulated under "
+                    "no_sync() and is this rank's part: let a backward() outside of no_sync() come "
+                    "before the step"
+                )
+    mesh = getattr(own[0], _GROUPS_OWN)() if own else None
+    if mesh is not None:
+        refuse_parting(mesh.world, own)

@@ -1,0 +1,332 @@
+"""Hooks on parameters see the mean, and what raises in a backward spoils no later one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence import on_ranks, randn
+from scripts import GRIDS, assert_same, check_script, copy_of, on_mesh
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from pydist import distribute_tensor, parallelize
+from pydist.errors import NotSupported, UsageError
+from pydist.optim import sharded
+
+grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
+before_or_after = pytest.mark.parametrize("early", [True, False], ids=["before", "after"])
+
+
+def network():
+    return copy_of(
+        nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv3d(4, 3, 3, padding=1))
+    )
+
+
+def batch(seed=0):
+    return randn(2, 2, 5, 4, 3, seed=seed)
+
+
+def backward(model, cut, seed=0, **options):
+    model(cut(batch(seed))).square().mean().backward(**options)
+
+
+def with_hooks(ready, early, add):
+    """A network with what `add(model)` registers, before it is parallelized or after."""
+    model = network()
+    if early:
+        add(model)
+    model = ready(model)
+    if not early:
+        add(model)
+    return model
+
+
+def gradients(model):
+    return [p.grad for p in model.parameters()]
+
+
+# -- hooks on tensors ---------------------------------------------------------------------------
+
+
+def clamped(grad):
+    return grad.clamp(-1e-3, 1e-3)
+
+
+@grids
+@before_or_after
+def test_clamp_sign_and_norm(early, grid):
+    def script(ready, cut):
+        seen = []
+
+        def add(model):
+            model[0].weight.register_hook(clamped)
+            model[0].bias.register_hook(torch.sign)
+            model[2].weight.register_hook(lambda g: g / g.norm())
+            model[2].weight.register_hook(lambda g: seen.append(g.norm()))
+
+        model = with_hooks(ready, early, add)
+        for seed in range(3):  # accumulated: each hook sees what a backward adds
+            backward(model, cut, seed)
+        return [*gradients(model), *seen]
+
+    check_script(script, grid)
+
+
+@before_or_after
+def test_handles_remove_hooks(early):
+    def script(ready, cut):
+        handles = []
+
+        def add(model):
+            for p in model.parameters():
+                handles.append(p.register_hook(lambda g: g * 0))
+                p.register_hook(lambda g: g * 2)
+
+        model = with_hooks(ready, early, add)
+        for handle in handles:
+            handle.remove()
+        backward(model, cut)
+        return gradients(model)
+
+    check_script(script)
+
+
+def test_hooks_when_gradients_are_asked_for_or_have_a_graph():
+    def script(ready, cut):
+        model = ready(network())
+        model[0].weight.register_hook(clamped)
+        loss = model(cut(batch())).square().mean()
+        (asked,) = torch.autograd.grad(loss, model[0].weight, create_graph=True)
+        backward(model, cut, 1)
+        asked.square().sum().backward()
+        return [asked, *gradients(model)]
+
+    check_script(script, (2, (2, 1, 1)))
+
+
+def test_multi_grad_hooks():
+    def script(ready, cut):
+        model, seen = ready(network()), []
+        parameters = list(model.parameters())
+        register_multi_grad_hook(parameters, lambda gs: seen.append(sum(g.sum() for g in gs)))
+        register_multi_grad_hook(parameters, lambda g: seen.append(g * 0 + 1), mode="any")
+        for seed in (0, 1):
+            backward(model, cut, seed)
+        return [torch.stack([s.sum() / s.numel() if s.dim() else s for s in seen]).sort()[0]]
+
+    check_script(script, (2, (2, 1, 1)))
+
+
+def test_hooks_wait_while_gradients_accumulate():
+    """What `no_sync` has gathered is shown once, in the backward that reduces it."""
+
+    def script(ready, cut):
+        model, seen = ready(network()), []
+        model[0].weight.register_hook(lambda g: seen.append(g.clone()) or g * 3)
+        backward(model, cut)
+        if hasattr(model, "no_sync"):
+            with model.no_sync():
+                backward(model, cut, 1)
+                backward(model, cut, 2)
+            assert len(seen) == 1
+            backward(model, cut, 3)
+            return [seen[1], *gradients(model)]
+        for seed in (1, 2, 3):
+            backward(model, cut, seed)
+        return [sum(seen[1:]), *gradients(model)]
+
+    check_script(script, (2, (2, 1, 1)))
+
+
+# -- hooks after accumulation -------------------------------------------------------------------
+
+
+@grids
+@before_or_after
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
+def test_optimizers_in_backward(make, early, grid):
+    def script(ready, cut):
+        def add(model):
+            optimizers = {p: make([p], 0.01) for p in model.parameters()}
+
+            def step(p):
+                optimizers[p].step()
+                optimizers[p].zero_grad()
+
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(step)
+
+        model = with_hooks(ready, early, add)
+        for seed in range(3):
+            backward(model, cut, seed)
+        assert all(p.grad is None for p in model.parameters())
+        return list(model.parameters())
+
+    check_script(script, grid, 1e-9)
+
+
+def test_hooks_on_parameters_that_were_never_broadcast():
+    def script(ready, cut):
+        model, factor, seen = ready(network()), nn.Parameter(randn(3, 1, 1, 1)), []
+        factor.register_hook(lambda g: g.sign())
+        factor.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        for seed in (0, 1):
+            (model(cut(batch(seed))) * factor).square().mean().backward()
+        return [factor.grad, *seen, *gradients(model)]
+
+    check_script(script, (2, (2, 1, 1)))
+
+
+def test_hooks_follow_a_parameter_to_another_dtype():
+    def script(ready, cut):
+        model, seen = ready(network().float()), []
+        model[0].weight.register_hook(lambda g: seen.append(g.clone()) or g.sign())
+        handle = model[0].weight.register_hook(lambda g: g * 0)
+        model.double()
+        handle.remove()
+        for seed in (0, 1):
+            backward(model, cut, seed)
+        return [*seen, *gradients(model)]
+
+    check_script(script, (2, (2, 1, 1)))
+
+
+# -- hooks on one rank alone, hooks that raise ---------------------------------------------------
+
+
+@pytest.mark.parametrize("only", [0, 3])
+def test_hooks_on_one_rank_change_nothing_elsewhere(only):
+    def expected(ready, cut):
+        model = ready(network())
+        for seed in (0, 1, 2):
+            backward(model, cut, seed)
+        return gradients(model)
+
+    whole = expected(lambda m: m, lambda x: x)
+
+    def body(mesh):
+        seen = []
+
+        def script(ready, cut):
+            model = ready(network())
+            if mesh.rank == only:
+                for p in model.parameters():
+                    p.register_hook(lambda g: seen.append(g.clone()))
+                    p.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+            for seed in (0, 1, 2):
+                backward(model, cut, seed)
+            return gradients(model)
+
+        found = on_mesh(script, mesh)
+        assert len(seen) == (24 if mesh.rank == only else 0)
+        return found
+
+    for rank, found in enumerate(on_ranks((2, 1, 1), body, data=2)):
+        assert_same(found, whole, 1e-11, f"rank {rank}")
+
+
+FORWARDS = ["same graph", "evaluation", "none", "training"]
+
+
+@grids
+@pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_after_a_backward_that_raised(forward, where, grid):
+    def script(ready, cut):
+        model = ready(network())
+        backward(model, cut, 3)
+        loss = model(cut(batch())).square().mean()
+        handle = model[where].register_forward_hook(
+            lambda _, args, y: y.register_hook(lambda g: {}["boom"]) and None
+        )
+        failing = model(cut(batch())).square().mean() + loss
+        handle.remove()
+        with pytest.raises(KeyError):
+            failing.backward(retain_graph=True)
+        model.zero_grad(set_to_none=forward != "none")
+        if forward == "none":
+            sum(p.square().sum() for p in model.parameters()).backward()
+        elif forward == "same graph":
+            loss.backward()
+        else:
+            backward(model.train(forward == "training"), cut, 1)
+        return gradients(model)
+
+    check_script(script, grid)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_hook_that_raises(after):
+    """All gradients are final by then, and the next backward is as any other."""
+
+    def script(ready, cut):
+        model = ready(network())
+
+        def fail(_):
+            raise ArithmeticError
+
+        weight = model[2].weight
+        add = weight.register_post_accumulate_grad_hook if after else weight.register_hook
+        handle = add(fail)
+        with pytest.raises(ArithmeticError):
+            backward(model, cut)
+        handle.remove()
+        model.zero_grad()
+        for seed in (1, 2):
+            backward(model, cut, seed)
+        return gradients(model)
+
+    check_script(script, (2, (2, 1, 1)))
+
+
+def test_a_hook_that_raises_on_one_rank_where_it_is_caught():
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        x = distribute_tensor(batch(), mesh)
+        for attempt in range(3):
+            model.zero_grad()
+            handle = None
+            if mesh.rank == 1 and attempt < 2:
+                handle = model[2].weight.register_hook(lambda _: {}["boom"])
+            try:
+                model(x).square().mean().backward()
+            except KeyError:
+                assert handle is not None
+            if handle is not None:
+                handle.remove()
+        return gradients(model)
+
+    first, second = on_ranks((2, 1, 1), body)
+    assert_same(second, first, 0, "rank 1")
+
+
+def test_a_hook_that_returns_something_else_is_named():
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        model[0].weight.register_hook(lambda g: g.sum())
+        with pytest.raises(
+            UsageError, match=r"'0.weight' returned shape \[\]; .*\[4, 2, 3, 3, 3\]"
+        ):
+            model(distribute_tensor(batch(), mesh)).square().mean().backward()
+
+    on_ranks((2, 1, 1), body)
+
+
+@before_or_after
+def test_hooks_on_partitioned_gradients_are_refused(early):
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        optimizer = torch.optim.Adam(model.parameters())
+        refused = pytest.raises(NotSupported, match=r"hooks on the parameter '2.weight', whose")
+        if early:
+            model[2].weight.register_hook(clamped)
+            with refused:
+                sharded(optimizer, model, "always")
+        else:
+            sharded(optimizer, model, "always")
+            with refused:
+                model[2].weight.register_post_accumulate_grad_hook(clamped)
+        model(distribute_tensor(batch(), mesh)).square().mean().backward()
+
+    on_ranks((2, 1, 1), body)

@@ -1,0 +1,64 @@
+"""Training scripts, as users write them: run on one device and on a mesh, and compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from equivalence import group_slice, on_ranks
+from torch import Tensor, nn
+
+from pydist import Mesh, distribute_tensor, parallelize
+
+Ready: TypeAlias = "Callable[[nn.Module], nn.Module]"
+Cut: TypeAlias = "Callable[[Tensor], Tensor]"
+Script: TypeAlias = "Callable[[Ready, Cut], Sequence[Tensor | None]]"
+"""Called as script(ready, cut): `ready` parallelizes a module, `cut` gives this rank's part of a
+batch, a sharded tensor. Returns what is compared."""
+
+Grid: TypeAlias = "tuple[int, tuple[int, int, int]]"
+GRIDS: list[Grid] = [(1, (2, 1, 1)), (2, (2, 1, 1)), (1, (3, 1, 1)), (1, (8, 1, 1))]
+"""Sample groups and spatial split: even, two groups, uneven, and with empty shards."""
+
+
+def on_mesh(script: Script, mesh: Mesh) -> Sequence[Tensor | None]:
+    """The script on this rank; batches are cut over the sample groups and within them."""
+
+    def cut(x: Tensor) -> Tensor:
+        return distribute_tensor(x[group_slice(mesh, len(x))], mesh)
+
+    return script(lambda module: parallelize(module, mesh), cut)
+
+
+def check_script(script: Script, grid: Grid = (1, (2, 1, 1)), bound: float = 1e-11) -> None:
+    """What a script returns, on every rank of a mesh, is what it returns on one device."""
+    expected = script(lambda module: module, lambda x: x)
+    data, spatial = grid
+    for rank, found in enumerate(on_ranks(spatial, lambda m: on_mesh(script, m), data)):
+        assert_same(found, expected, bound, f"rank {rank} of {data * math.prod(spatial)}")
+
+
+def assert_same(
+    found: Sequence[Tensor | None], expected: Sequence[Tensor | None], bound: float, where: str
+) -> None:
+    """Equal to within `bound` of the largest element of each tensor."""
+    assert len(found) == len(expected), where
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert (a is None) == (b is None), f"{where}, tensor {i}: {a} instead of {b}"
+        if a is None or b is None:
+            continue
+        scale = max(float(b.detach().abs().max()), 1e-3)
+        off = float((a.detach() - b.detach()).abs().max()) / scale
+        assert off <= bound, f"{where}, tensor {i}: off by {off:.2e}"
+
+
+def copy_of(module: Any, seed: int = 0) -> Any:
+    """The module in fp64, its parameters drawn from a generator of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    module = module.double()
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64) / 3)
+    return module
