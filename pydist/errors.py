@@ -7,6 +7,22 @@ scripts act on them (75, for one, means "requeue me").
 
 from __future__ import annotations
 
+import errno
+import re
+import select
+import sys
+
+_ALLOCATION = re.compile(
+    r"out of memory|out_of_memory|not enough memory|memory allocation failed|ALLOC_FAILED"
+    r"|(can't|can not|cannot|unable to|failed to|could not) allocate",
+    re.IGNORECASE,
+)
+"""What torch, CUDA, cuBLAS, cuDNN, oneDNN and HDF5 say where there is no memory left."""
+
+
+_SIGPIPE = 141
+"""What a shell tells of a tool that was ended because nobody reads its output any more."""
+
 
 class PydistError(Exception):
     """Base of all errors that pydist raises on purpose."""
@@ -72,6 +88,39 @@ class Stopped(PydistError):
     exit_code = 75
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory, of the host or of a device, could not be had.
+
+    torch and HDF5 raise errors of other kinds then, which only their text tells from the rest.
+    """
+    if isinstance(error, MemoryError):
+        return True
+    if isinstance(error, PydistError) or not isinstance(error, RuntimeError | OSError):
+        return False
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno == errno.ENOMEM
+    return _ALLOCATION.search(str(error)) is not None
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether an error says that a disk, or this user's part of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def output_is_gone(error: BaseException) -> bool:
+    """Whether an error means that the reader of this process's output has ended: `| head` does."""
+    if not isinstance(error, BrokenPipeError):
+        return False
+    poll = select.poll()
+    for stream in (sys.__stdout__, sys.__stderr__):
+        try:
+            if stream is not None:
+                poll.register(stream.fileno(), 0)
+        except (OSError, ValueError):
+            continue
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 def exit_code_of(error: BaseException) -> int:
     """The exit code with which a process that ends with `error` should end."""
     if isinstance(error, PydistError):
@@ -80,6 +129,9 @@ def exit_code_of(error: BaseException) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     if isinstance(error, KeyboardInterrupt):
         return 130
-    if isinstance(error, MemoryError):
-        return DoesNotFit.exit_code
-    return 71
+    foreseen = (
+        (out_of_memory, DoesNotFit.exit_code),
+        (disk_is_full, DiskError.exit_code),
+        (output_is_gone, _SIGPIPE),
+    )
+    return next((code for is_one, code in foreseen if is_one(error)), PydistError.exit_code)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import h5py
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from networks import BATCH, SHAPE, small
 
 from pydist import Mesh, distribute_tensor, errors, parallelize, run_local
 from pydist.errors import NotSupported, PydistError, RankFailed, UsageError, exit_code_of
+from pydist.launch import failures
 
 CODES = {
     errors.UsageError: (2, ValueError),
@@ -39,10 +42,35 @@ def test_every_error_has_its_exit_code_and_its_builtin_base(kind, code, base):
         (SystemExit(5), 5), (SystemExit(None), 0), (SystemExit("text"), 1),
         (KeyboardInterrupt(), 130),
         (MemoryError(), 66), (ZeroDivisionError(), 71), (RuntimeError("any"), 71),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), 66),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), 66),
+        (OSError("Can't read data (memory allocation failed for raw data chunk)"), 66),
+        (OSError(12, "Cannot allocate memory"), 66), (OSError(28, "No space left"), 74),
+        (OSError(2, "No such file: out of memory"), 71), (ValueError("out of memory"), 71),
+        (BrokenPipeError(32, "of another pipe"), 71),
+        (errors.DataError("a file with the name out of memory"), 65),
     ],
 )  # fmt: skip
 def test_exit_codes_of_other_errors(error, code):
     assert exit_code_of(error) == code
+
+
+def large_file(size: int) -> None:
+    with h5py.File("x", "w", driver="core", backing_store=False) as file:
+        file.create_dataset("x", size, "i1")[0] = 1
+        file.flush()
+
+
+@pytest.mark.parametrize("allocate", [torch.empty, np.empty, large_file])
+def test_memory_that_can_not_be_had_is_one_line(allocate):
+    """As torch, NumPy and HDF5 say so."""
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate(1 << 46)
+    assert exit_code_of(caught.value) == 66
+    said = failures.describe(caught.value)
+    assert said.startswith("error: does not fit into memory: ")
+    assert said.count("\n") == 1
+    assert len(said) < 320
 
 
 def test_a_refusal_stays_visible_inside_operators():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
 import sys
 import threading
 import time
@@ -17,13 +18,24 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from pydist.errors import PydistError, RankFailed, Stopped, exit_code_of
+from pydist.errors import (
+    PydistError,
+    RankFailed,
+    Stopped,
+    disk_is_full,
+    exit_code_of,
+    out_of_memory,
+    output_is_gone,
+)
 
 _PATIENCE = 5.0
 """Seconds that a rank waits to be ended by the one whose failure came first."""
 
 _DRAIN = 0.1
 """Seconds for the launcher to pass on what this rank has written: MPICH drops it at an abort."""
+
+_LONGEST = 240
+"""Characters of a foreign message that goes on one line."""
 
 
 class _Guard:
@@ -125,16 +137,34 @@ def describe(error: BaseException) -> str:
         if _guard.size == 1:
             return said
         return f"{prefix}{said or f'exit with code {exit_code_of(error)}'}".rstrip() + "\n"
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted\n"
-    if isinstance(error, PydistError) and "PYDIST_TRACEBACK" not in os.environ:
-        kind = "" if isinstance(error, Stopped) else "error: "
-        return f"{prefix}{kind}{error}\n"
+    if isinstance(error, KeyboardInterrupt) or output_is_gone(error):
+        return "interrupted\n" if isinstance(error, KeyboardInterrupt) else ""
+    line = None if "PYDIST_TRACEBACK" in os.environ else _line(error)
+    if line is not None:
+        return f"{prefix}{line}\n"
     trace = _own_frames(error.__traceback__)
     lines = "".join(traceback.format_exception(type(error), error, trace))
     if _guard.size > 1:
         return "".join(f"[rank {_guard.rank}] {line}\n" for line in lines.splitlines())
     return lines
+
+
+def _line(error: BaseException) -> str | None:
+    """What a foreseen error says, on one line; None for others."""
+    if isinstance(error, PydistError):
+        return f"{'' if isinstance(error, Stopped) else 'error: '}{error}"
+    if isinstance(error, OSError) and disk_is_full(error):
+        return f"error: {error.filename or 'standard output'}: {error.strerror}"
+    if out_of_memory(error):
+        return f"error: does not fit into memory: {_shortened(error)}"
+    return None
+
+
+def _shortened(error: BaseException) -> str:
+    """What torch says, on one line and without the advice."""
+    said = " ".join(str(error).split()) or type(error).__name__
+    said = re.sub(r"^\[enforce fail at [^\]]*\] \.? ?(err == 0\. )?", "", said)
+    return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
