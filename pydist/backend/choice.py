@@ -33,6 +33,7 @@ from pydist.backend.conv import (
 )
 from pydist.backend.problem import ConvProblem
 from pydist.backend.store import NEVER, UNKNOWN, Store, agree
+from pydist.parsing import parse_json
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
@@ -277,7 +278,7 @@ def _store(problems: Sequence[ConvProblem]) -> Store:
 def _is_usable(problems: Sequence[ConvProblem], content: bytes) -> bool:
     """Whether it is whole, and names kernels that are still to choose from."""
     try:
-        choices = json.loads(content)
+        choices = parse_json(content)
         formats_used = {choice["channels_last"] for choice in choices}
         return (
             len(choices) == len(problems)

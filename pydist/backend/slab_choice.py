@@ -19,6 +19,7 @@ from torch import Tensor
 from pydist.backend.conv import in_format
 from pydist.backend.slabs import SlabProblem, refusal, run
 from pydist.backend.store import NEVER, UNKNOWN, Store, agree
+from pydist.parsing import parse_json
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
@@ -85,7 +86,7 @@ def _store(problems: Sequence[Sequence[SlabProblem]], like: Tensor) -> Store:
 
     def is_usable(content: bytes) -> bool:
         try:
-            names = json.loads(content)
+            names = parse_json(content)
             return names.keys() == distinct.keys() and all(
                 names[key] in problem.candidates for key, problem in distinct.items()
             )

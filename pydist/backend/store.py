@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydist import owner
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
@@ -57,7 +58,8 @@ class Store:
 
     def write(self, content: bytes) -> bytes:
         """Keeps the choice unless another job was first; returns what is kept."""
-        fresh = self._path.with_suffix(f".{uuid.uuid4().hex}")
+        owner.remove_temporaries(self._path.parent)
+        fresh = owner.temporary(self._path)
         try:
             fresh.write_bytes(content)
             try:

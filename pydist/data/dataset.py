@@ -15,9 +15,9 @@ from torch.utils.data import Dataset
 
 from pydist.data.manifest import DataFile, Manifest
 from pydist.data.normalize import Normalizer, staged_dtype
-from pydist.data.open_files import OpenFiles
+from pydist.data.open_files import OpenedFile, OpenFiles
 from pydist.data.safe_open import HDF5_ERRORS, Readable
-from pydist.errors import DataError, UsageError
+from pydist.errors import DataError, DoesNotFit, UsageError, out_of_memory
 
 if TYPE_CHECKING:
     from pydist.partition import Box
@@ -207,9 +207,12 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         out = _room(out, lo, hi, torch.int64)
         if out.numel() == 0:
             return out
-        with self._files.reading(sample.file) as opened:
+
+        def part(opened: OpenedFile) -> npt.NDArray[Any]:
             assert opened.label is not None
-            stored = self._read(opened.label, _window(sample.offset, lo, hi), index)
+            return self._read(opened.label, _window(sample.offset, lo, hi), index)
+
+        stored = self._files.read(sample.file, part)
         values = out.numpy()
         values[...] = stored
         classes = len(self.manifest.class_names)
@@ -232,7 +235,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         """
         sample = self._sample(index)
         name = self.manifest.target
-        with self._files.reading(sample.file) as opened:
+
+        def part(opened: OpenedFile) -> npt.NDArray[np.float64]:
             if opened.target is None:
                 dataset = opened.file.dataset(name)
                 if dataset.shape != (self.num_targets,):
@@ -241,7 +245,9 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
                         f"({self.num_targets},) was expected: {self.manifest.target_names}"
                     )
                 opened.target = self._read(dataset, (), index).astype(np.float64)
-            values = opened.target
+            return opened.target
+
+        values = self._files.read(sample.file, part)
         if not np.isfinite(values).all():
             raise BadSample(f"{self._where(index)}, {name!r} is {values.tolist()}")
         return torch.from_numpy(values).to(self.dtype)
@@ -268,8 +274,10 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         last = self.manifest.axes == "DHWC"
         if last:
             window = (*window[1:], window[0])
-        with self._files.reading(sample.file) as opened:
-            stored = self._read(opened.samples, window, index, None if last else out)
+        stored = self._files.read(
+            sample.file,
+            lambda opened: self._read(opened.samples, window, index, None if last else out),
+        )
         if last:
             stored = np.moveaxis(stored, -1, 0)
         if out is not None and stored is not out:
@@ -291,6 +299,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             stored = dataset[window]
         except HDF5_ERRORS as error:
             where = self._where(index, dataset.name.lstrip("/"))
+            if out_of_memory(error):
+                raise DoesNotFit(f"{where}: {' '.join(str(error).split())}") from error
             raise BadSample(f"{where}: damaged: {' '.join(str(error).split())}") from error
         return stored.astype(stored.dtype.newbyteorder("="), copy=False)
 

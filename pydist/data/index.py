@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.made import checksum_of_file
 from pydist.data.manifest import Axes, DataFile, Manifest
 from pydist.data.safe_open import SafeFile, safe_open
 from pydist.errors import DataError, UsageError
@@ -79,6 +79,8 @@ def index_folder(
             if volume.kind != kind:
                 raise DataError(f"{path} holds {volume.kind}, but {paths[0]} holds {kind}")
             files.append(_entry(path, split, volume, options, root=folder, total=total))
+            if change := file.change():
+                raise DataError(change)
         if progress:
             progress(done, len(paths), path.name)
     assert kind is not None
@@ -114,7 +116,7 @@ def verify_dataset(root: str | Path, progress: Progress | None = None) -> list[s
     for done, entry in enumerate(manifest.files, 1):
         path = folder / entry.path
         try:
-            size, checksum = _checksum(path)
+            size, checksum = checksum_of_file(path)
         except OSError as error:
             faults.append(f"{path}: {error.strerror}")
         else:
@@ -227,7 +229,7 @@ def _entry(
             raise DataError(f"{path}: {options.dataset!r} has NaN or infinity in {offset}")
         if split == "train":
             total.add(sample)
-    size, checksum = _checksum(path) if options.checksums else (path.stat().st_size, "")
+    size, checksum = checksum_of_file(path) if options.checksums else (path.stat().st_size, "")
     name = path.relative_to(root).as_posix()
     return DataFile(name, split, size, checksum, offsets, tuple(means))
 
@@ -236,12 +238,3 @@ def _corners(volume: _Volume) -> Iterator[tuple[int, int, int]]:
     steps = zip(volume.extents, volume.kind.sample_shape[1:], strict=True)
     depth, height, width = (range(0, n - w + 1, w) for n, w in steps)
     yield from itertools.product(depth, height, width)
-
-
-def _checksum(path: Path) -> tuple[int, str]:
-    size = crc = 0
-    with path.open("rb") as file:
-        while piece := file.read(1 << 24):
-            size += len(piece)
-            crc = zlib.crc32(piece, crc)
-    return size, f"{crc:08x}"

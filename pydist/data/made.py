@@ -17,6 +17,7 @@ from pathlib import Path
 from pydist.data.manifest import Manifest
 from pydist.data.publish import publish
 from pydist.errors import DiskError
+from pydist.parsing import parse_json
 
 JOURNAL = ".made.jsonl"
 
@@ -35,8 +36,8 @@ class MadeFiles:
         self._checksums = {file.path: file.crc32 for file in manifest.files} if manifest else {}
         with contextlib.suppress(FileNotFoundError):
             for line in (root / JOURNAL).read_bytes().splitlines():
-                with contextlib.suppress(ValueError):  # the last one may be cut short
-                    name, checksum = json.loads(line)
+                with contextlib.suppress(ValueError, TypeError):  # the last one may be cut short
+                    name, checksum = parse_json(line)
                     self._checksums[name] = checksum
 
     def publish(self, name: str, content: bytes | memoryview) -> None:
@@ -73,3 +74,13 @@ class MadeFiles:
 def checksum_of(content: bytes | memoryview) -> str:
     """CRC-32, as manifests have it."""
     return f"{zlib.crc32(content):08x}"
+
+
+def checksum_of_file(path: Path) -> tuple[int, str]:
+    """A file's size in bytes and CRC-32."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 24):
+            size += len(piece)
+            crc = zlib.crc32(piece, crc)
+    return size, f"{crc:08x}"

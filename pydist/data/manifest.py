@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from pydist.data.publish import publish
 from pydist.errors import DataError
+from pydist.parsing import parse_json
 
 FILE_NAME = "dataset.json"
 FORMAT = "pydist-dataset"
@@ -160,7 +161,7 @@ class Manifest:
     def loads(cls, text: str, source: str) -> Manifest:
         """Reads and checks what `dumps` has written; `source` names it in errors (see `load`)."""
         try:
-            record = json.loads(text)
+            record = parse_json(text)
         except ValueError as error:
             raise DataError(f"{source}: not JSON: {error}") from error
         if not isinstance(record, dict) or record.get("format") != FORMAT:
@@ -171,7 +172,7 @@ class Manifest:
             )
         try:
             return cls._from_record(record)
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise DataError(f"{source}: damaged: {type(error).__name__} {error}") from error
 
     @classmethod

@@ -5,17 +5,24 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.made import checksum_of_file
 from pydist.data.manifest import DataFile, Manifest
 from pydist.data.safe_open import Readable, SafeFile, safe_open
 from pydist.errors import DataError
+
+_T = TypeVar("_T")
+
+_ATTEMPTS = 3
+"""How often a file is read that changes at every reading and still has its content."""
 
 
 class OpenedFile:
@@ -64,16 +71,49 @@ class OpenFiles:
         self.__dict__.update(state)
         self._handles = _Handles()
 
-    @contextmanager
-    def reading(self, entry: DataFile) -> Iterator[OpenedFile]:
-        """The open file, which no other thread reads meanwhile.
+    def read(self, entry: DataFile, part: Callable[[OpenedFile], _T]) -> _T:
+        """Reads a part of a file, which no other thread reads meanwhile.
+
+        A file that changes while it is open (it shrinks, is overwritten or replaced) is read anew
+        if its content is still the manifest's: some sites touch files so that they are not deleted.
+
+        Args:
+            entry: the file.
+            part: reads from the open file.
+
+        Returns:
+            What `part` returns.
 
         Raises:
-            DataError: it is missing, damaged, or not what the manifest says.
+            DataError: it is missing, damaged, not what the manifest says, or has changed.
         """
         handles = self._current()
         with handles.lock:
-            yield self._open(handles, entry)
+            for _ in range(_ATTEMPTS):
+                opened = self._open(handles, entry)
+                error = None
+                try:
+                    found = part(opened)
+                except DataError as damage:  # perhaps for the change
+                    error = damage
+                change = opened.file.change()
+                if change is None and error is not None:
+                    raise error
+                if change is None:
+                    return found
+                handles.files.pop(entry.path).file.close()
+                self._require_same(entry, change)
+            raise DataError(change)
+
+    def _require_same(self, entry: DataFile, change: str) -> None:
+        """Raises `DataError` unless a file that has changed is, as a whole, what it was."""
+        with suppress(OSError):
+            if entry.crc32 and checksum_of_file(self.root / entry.path) == (
+                entry.bytes,
+                entry.crc32,
+            ):
+                return
+        raise DataError(change)
 
     def close(self) -> None:
         """Closes all files; they are opened again when needed."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import uuid
 from pathlib import Path
 
+from pydist import owner
 from pydist.errors import DiskError
-
-TEMPORARY = ".tmp-"
 
 
 def publish(path: Path, content: bytes | memoryview) -> None:
@@ -26,7 +24,7 @@ def publish(path: Path, content: bytes | memoryview) -> None:
         DiskError: the disk is full, or the folder can't be written.
     """
     need_space(path.parent, len(content))
-    temporary = path.with_name(f".{path.name}{TEMPORARY}{uuid.uuid4().hex[:12]}")
+    temporary = owner.temporary(path.with_name(f".{path.name}"))
     try:
         with temporary.open("xb") as file:
             file.write(content)
@@ -61,13 +59,6 @@ def need_space(folder: Path, size: int) -> None:
         raise DiskError(f"{folder}: {error.strerror}") from error
     if size > free:
         raise DiskError(f"{folder}: {size} bytes are needed and {free} are free")
-
-
-def remove_temporaries(folder: Path) -> None:
-    """Removes what an earlier, killed writer left in `folder`."""
-    for left in folder.glob(f".*{TEMPORARY}*"):
-        with contextlib.suppress(OSError):
-            left.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

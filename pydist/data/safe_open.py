@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import h5py
 from h5py import h5d, h5f, h5fd, h5l, h5p, h5t
@@ -65,22 +65,42 @@ def safe_open(
         DataError: it is missing, not HDF5, cut short or damaged.
     """
     name = Path(path)
-    if driver is None:
-        _check_file(name)
+    stamp = None if driver is not None else _check_file(name)
     roots = tuple(Path(root).resolve() for root in allow_roots)
-    return SafeFile(name, _open(name, driver), roots, limits or Limits())
+    return SafeFile(name, _open(name, driver), roots, limits or Limits(), stamp)
+
+
+class Stamp(NamedTuple):
+    """What tells a file from another one of its name, and from itself after a change."""
+
+    bytes: int
+    device: int
+    inode: int
+    changed: int
+    """Time of the last change to its content, in ns."""
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Stamp:
+        """The stamp of a file, from what `stat` says."""
+        return cls(status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
 class SafeFile:
     """An open HDF5 file that gives out checked datasets only. Made by `safe_open`."""
 
     def __init__(
-        self, path: Path, file: h5py.File, roots: tuple[Path, ...], limits: Limits
+        self,
+        path: Path,
+        file: h5py.File,
+        roots: tuple[Path, ...],
+        limits: Limits,
+        stamp: Stamp | None,
     ) -> None:
         self.path = path
         self._file = file
         self._roots = roots
         self._limits = limits
+        self._stamp = stamp
         self._linked: list[SafeFile] = []
 
     def __enter__(self) -> SafeFile:
@@ -99,6 +119,19 @@ class SafeFile:
         for file in self._linked:
             file.close()
         self._file.close()
+
+    def change(self) -> str | None:
+        """What happened to the file, or to one that its links led to, since it was opened.
+
+        HDF5 reads zeros where a file has become shorter: what was read counts only if there was
+        no change afterwards. A file object of the caller's (`driver`) is not looked at.
+
+        Returns:
+            One line that names the file; None if nothing happened.
+        """
+        found = None if self._stamp is None else _change(self.path, self._stamp)
+        changes = (found, *(file.change() for file in self._linked))
+        return next((each for each in changes if each is not None), None)
 
     def names(self) -> list[str]:
         """Names at the top of the file, for messages; at most `Limits.names`."""
@@ -168,7 +201,7 @@ class SafeFile:
                 )
             base = "" if target.startswith("/") else group.name
             deeper = replace(self._limits, depth=self._limits.depth - 1)
-            inner = SafeFile(self.path, self._file, self._roots, deeper)
+            inner = SafeFile(self.path, self._file, self._roots, deeper, None)
             found = inner.dataset("/".join([base, target, *rest]))
             self._linked += inner._linked
             return found
@@ -231,7 +264,7 @@ def _open(path: Path, driver: Readable | None) -> h5py.File:
         raise DataError(f"{path}: cut short, damaged or not HDF5: {_line(error)}") from error
 
 
-def _check_file(path: Path) -> None:
+def _check_file(path: Path) -> Stamp:
     try:
         status = path.stat()
     except OSError as error:
@@ -242,6 +275,22 @@ def _check_file(path: Path) -> None:
         raise DataError(f"{path}: empty, not an HDF5 file")
     if not os.access(path, os.R_OK):
         raise DataError(f"{path}: no permission to read it")
+    return Stamp.of(status)
+
+
+def _change(path: Path, before: Stamp) -> str | None:
+    """See `SafeFile.change`."""
+    try:
+        now = Stamp.of(path.stat())
+    except OSError as error:
+        return f"{path}: lost while it was open: {error.strerror}"
+    if now == before:
+        return None
+    if now.bytes != before.bytes:
+        how = "shrank" if now.bytes < before.bytes else "grew"
+        return f"{path}: {how} from {before.bytes} to {now.bytes} bytes while it was open"
+    replaced = (now.device, now.inode) != (before.device, before.inode)
+    return f"{path}: {'replaced by another file' if replaced else 'changed'} while it was open"
 
 
 def _names(group: h5py.Group, most: int) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pydist.data.publish import need_space, publish, remove_temporaries
+from pydist.data.publish import need_space, publish
 from pydist.errors import DiskError
 
 
@@ -44,11 +44,3 @@ def test_needed_space_is_named(tmp_path: Path) -> None:
         DiskError, match=rf"{tmp_path}: {1 << 60} bytes are needed and \d+ are free"
     ):
         need_space(tmp_path, 1 << 60)
-
-
-def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".data.hdf5.tmp-0123").touch()
-    (tmp_path / ".hidden").touch()
-    (tmp_path / "data.hdf5").touch()
-    remove_temporaries(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".hidden", "data.hdf5"]

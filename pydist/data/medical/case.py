@@ -18,6 +18,7 @@ from pydist.data.medical.layouts import Case
 from pydist.data.medical.nifti import Nifti, read_nifti, without_private, write_nifti
 from pydist.data.safe_open import SafeFile
 from pydist.errors import DataError, UsageError
+from pydist.parsing import parse_json
 
 IMAGE_HEADER, LABEL_HEADER = "nifti_header", "nifti_label_header"
 """File attributes: the headers of the NIfTI files, base64; `GRID` says what was done to them."""
@@ -70,6 +71,9 @@ def write_labels(
 ) -> None:
     """Writes labels as NIfTI, on the grid of the file that they belong to.
 
+    The header's free text, which may name a patient, is left out unless `dtype` is None; header
+    extensions always are.
+
     Args:
         path: ends in .nii or .nii.gz; appears whole or not at all.
         label: [D, H, W], on the grid of `options`.
@@ -85,7 +89,8 @@ def write_labels(
     grid = Grid(block, options, str(path))
     if tuple(label.shape) != grid.padded:
         raise UsageError(f"{path}: labels {label.shape}, but the grid has {grid.padded}")
-    write_nifti(path, grid.label_back(label), block, dtype)
+    header = block if dtype is None else without_private(block)
+    write_nifti(path, grid.label_back(label), header, dtype)
 
 
 def geometry_of(file: SafeFile, name: str = IMAGE_HEADER) -> tuple[bytes, GridOptions]:
@@ -103,8 +108,8 @@ def geometry_of(file: SafeFile, name: str = IMAGE_HEADER) -> tuple[bytes, GridOp
         raise DataError(f"{file.path}: no {name!r} in it: it does not come from NIfTI files")
     try:
         block = base64.b64decode(text, validate=True)
-        return block, grid_options(json.loads(options))
-    except (ValueError, TypeError) as error:
+        return block, grid_options(parse_json(options))
+    except (ValueError, TypeError, LookupError) as error:
         raise DataError(f"{file.path}: damaged: {' '.join(str(error).split())}") from error
 
 

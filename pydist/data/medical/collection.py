@@ -13,11 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.file_image import RECIPE, file_image, storage_options
+from pydist.data.lock import FolderLock
 from pydist.data.made import MadeFiles, checksum_of
 from pydist.data.manifest import FILE_NAME, DataFile, Intensity, Manifest
-from pydist.data.publish import make_folder, remove_temporaries
+from pydist.data.publish import make_folder
 from pydist.data.safe_open import safe_open
 from pydist.errors import DataError, UsageError
+from pydist.owner import remove_temporaries
 
 Progress = Callable[[int, int, str], None]
 """Called with (volumes done, volumes in all, what was just done)."""
@@ -107,11 +109,39 @@ def write_set(
         progress: told after each volume.
 
     Raises:
-        UsageError: the folder holds a data set made from something else, and `overwrite` is off.
+        UsageError: the folder holds a data set made from something else, and `overwrite` is off;
+            or another process writes there.
         DataError: a volume can't be used.
         DiskError: not enough space, or the folder can't be written.
     """
     make_folder(root)
+    with FolderLock(root):
+        return _write_set(
+            root,
+            sources,
+            storage,
+            class_names,
+            channel_names,
+            origin,
+            overwrite=overwrite,
+            skip_bad=skip_bad,
+            progress=progress,
+        )
+
+
+def _write_set(
+    root: Path,
+    sources: Sequence[Source],
+    storage: Storage,
+    class_names: Sequence[str],
+    channel_names: Sequence[str],
+    origin: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    skip_bad: bool,
+    progress: Progress | None,
+) -> Manifest:
+    """See `write_set`; the folder is there, and held."""
     before = _check_folder(root, origin, overwrite)
     files = MadeFiles(root, before)
     remove_temporaries(root)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.file_image import RECIPE, recipe_hash
+from pydist.data.lock import FolderLock
 from pydist.data.manifest import Manifest
 from pydist.data.medical.collection import (
     LabelledVolume,
@@ -23,6 +24,7 @@ from pydist.data.medical.ct import CLASS_NAMES, CTOptions, make_volume
 from pydist.data.medical.nifti import MISSING_LIBRARY, write_nifti
 from pydist.data.publish import make_folder, publish
 from pydist.errors import UsageError
+from pydist.owner import remove_temporaries
 
 
 def generate_ct(
@@ -77,22 +79,25 @@ def generate_ct(
 
 def write_nifti_set(root: Path, options: CTOptions, progress: Progress | None = None) -> None:
     """Writes the volumes in the folders of nnU-Net; see `generate_ct`."""
-    for name in ("imagesTr", "labelsTr"):
-        make_folder(root / name)
-    for i in range(options.count):
-        image, label = make_volume(options, i)
-        name = f"ct_{i:04d}"
-        _write(root / "imagesTr" / f"{name}_0000.nii.gz", image, options)
-        _write(root / "labelsTr" / f"{name}.nii.gz", label, options)
-        if progress:
-            progress(i + 1, options.count, f"{name} written")
-    record = {
-        "channel_names": {"0": "CT"},
-        "labels": {name: number for number, name in enumerate(CLASS_NAMES)},
-        "numTraining": options.count,
-        "file_ending": ".nii.gz",
-    }
-    publish(root / "dataset.json", (json.dumps(record, indent=1) + "\n").encode())
+    make_folder(root)
+    with FolderLock(root):
+        for name in ("imagesTr", "labelsTr"):
+            make_folder(root / name)
+            remove_temporaries(root / name)
+        for i in range(options.count):
+            image, label = make_volume(options, i)
+            name = f"ct_{i:04d}"
+            _write(root / "imagesTr" / f"{name}_0000.nii.gz", image, options)
+            _write(root / "labelsTr" / f"{name}.nii.gz", label, options)
+            if progress:
+                progress(i + 1, options.count, f"{name} written")
+        record = {
+            "channel_names": {"0": "CT"},
+            "labels": {name: number for number, name in enumerate(CLASS_NAMES)},
+            "numTraining": options.count,
+            "file_ending": ".nii.gz",
+        }
+        publish(root / "dataset.json", (json.dumps(record, indent=1) + "\n").encode())
 
 
 def _write(path: Path, values: npt.NDArray[Any], options: CTOptions) -> None:

@@ -8,7 +8,6 @@ names of LiTS (`volume-7.nii`, `segmentation-7.nii`), which may lie in one folde
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from pydist.data.medical.nifti import is_nifti, stem
 from pydist.errors import DataError, UsageError
+from pydist.parsing import parse_json
 
 _CHANNEL = re.compile(r"(.+)_(\d{4})")
 _IMAGE_PREFIX, _LABEL_PREFIX = "volume-", "segmentation-"
@@ -189,7 +189,7 @@ def _with_labels(cases: list[Case]) -> tuple[Case, ...]:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(record, dict):

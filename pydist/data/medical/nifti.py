@@ -41,8 +41,11 @@ _SPACINGS = (1e-6, 1e6)
 """mm between voxels."""
 _QUIET = logging.Logger("nibabel's remarks on headers that it can mend")
 _QUIET.addHandler(logging.NullHandler())
-_PRIVATE = ("descrip", "aux_file", "db_name", "intent_name")
-"""Free text in a header, which may name a patient."""
+_PRIVATE = (
+    "descrip", "aux_file", "intent_name", "data_type", "db_name", "unused_str", "extents",
+    "session_error",
+)  # fmt: skip
+"""Free text in a header, which may name a patient, and fields that NIfTI leaves unused."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,12 @@ class Nifti:
         """The voxels with slope and intercept applied; of integers by integers, still integers.
 
         Raises:
-            DataError: a value is NaN or infinite.
+            DataError: slope, intercept or a value is NaN or infinite.
         """
-        slope, intercept = self.header.get_slope_inter()
+        slope, intercept = _scaling(self.header, str(self.path))
         values = self.stored.astype(self.stored.dtype.newbyteorder("="), copy=False)
-        if slope is not None and (slope, intercept) != (1, 0):
-            whole = all(float(n).is_integer() and abs(n) < 1 << 31 for n in (slope, intercept))
+        if (slope, intercept) != (1, 0):
+            whole = all(n.is_integer() and abs(n) < 1 << 31 for n in (slope, intercept))
             if values.dtype.kind in "iu" and values.dtype.itemsize <= 4 and whole:
                 largest = abs(slope) * 2.0 ** (8 * values.dtype.itemsize) + abs(intercept)
                 wide = np.int32 if largest < 1 << 31 else np.int64
@@ -154,8 +157,7 @@ def outline_of(path: Path) -> Outline:
     except OSError as error:
         raise DataError(f"{path}: {error.strerror or error}") from error
     header = header_of(start, str(path))
-    slope, intercept = header.get_slope_inter()
-    whole = slope is None or (float(slope).is_integer() and float(intercept).is_integer())
+    whole = all(number.is_integer() for number in _scaling(header, str(path)))
     channels = math.prod(_extents(header, str(path))[3:])
     return Outline(channels, header.get_data_dtype().kind in "iu" and whole)
 
@@ -214,8 +216,26 @@ def affine_of(header: Nifti1Header, where: str) -> npt.NDArray[np.float64]:
     return affine
 
 
+def _scaling(header: Nifti1Header, where: str) -> tuple[float, float]:
+    """Slope and intercept of the stored values; by the standard a slope of 0 means none.
+
+    Raises:
+        DataError: one is NaN or infinite, which other programs take for none, each in its way.
+    """
+    slope, intercept = float(header["scl_slope"]), float(header["scl_inter"])
+    if slope == 0:
+        return 1.0, 0.0
+    for name, value in (("scl_slope", slope), ("scl_inter", intercept)):
+        if not math.isfinite(value):
+            raise DataError(
+                f"{where}: {name} is {value}: a finite number is needed, or scl_slope 0 for values "
+                "as they are stored"
+            )
+    return slope, intercept
+
+
 def without_private(block: bytes) -> bytes:
-    """A header with its free text emptied."""
+    """A header with its free text and its unused fields emptied."""
     header = header_of(block, "header")
     fields = header.structarr.dtype.fields
     assert fields is not None

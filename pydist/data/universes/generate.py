@@ -15,13 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.file_image import RECIPE, file_image, recipe_hash, storage_options
+from pydist.data.lock import FolderLock
 from pydist.data.made import MadeFiles, checksum_of
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
-from pydist.data.publish import make_folder, need_space, remove_temporaries
+from pydist.data.publish import make_folder, need_space
 from pydist.data.safe_open import safe_open
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES, UniverseOptions
 from pydist.data.universes.simulate import Parameters, draw_parameters, simulate
 from pydist.errors import DataError, UsageError
+from pydist.owner import remove_temporaries
 
 Progress = Callable[[int, int, str], None]
 """Called with (universes done, universes in all, what was just done), in the caller's thread."""
@@ -34,8 +36,8 @@ def generate_universes(
 
     Every file appears whole or not at all, and the manifest last. A run that was interrupted can
     be repeated: files that are there already, made with the same options and not damaged since, are
-    kept. Equal options give equal files, on any number of workers. One process at a time may write
-    to a folder.
+    kept. Equal options give equal files, on any number of workers. One process at a time writes
+    to a folder; a second one is refused.
 
     Args:
         out_dir: the folder, made if missing.
@@ -46,12 +48,19 @@ def generate_universes(
         The manifest that was written.
 
     Raises:
-        UsageError: the folder holds a data set made with other options, and `overwrite` is off.
+        UsageError: the folder holds a data set made with other options, and `overwrite` is off; or
+            another process writes there.
         DiskError: not enough space, or the folder can't be written.
     """
     root = Path(out_dir)
-    recipe = recipe_hash(options.recipe())
     make_folder(root)
+    with FolderLock(root):
+        return _generate(root, options, progress)
+
+
+def _generate(root: Path, options: UniverseOptions, progress: Progress | None) -> Manifest:
+    """See `generate_universes`; the folder is there, and held."""
+    recipe = recipe_hash(options.recipe())
     before = _check_folder(root, options, recipe)
     files = MadeFiles(root, before)
     remove_temporaries(root)

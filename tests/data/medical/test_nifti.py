@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import struct
 
 import nibabel as nib
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pydist.data.medical.nifti import read_nifti, without_private, write_nifti
+from pydist.data.medical.nifti import outline_of, read_nifti, without_private, write_nifti
 from pydist.errors import DataError, DiskError, UsageError
 
 
@@ -50,6 +51,31 @@ def test_slope_and_intercept_give_hounsfield_units(tmp_path, dtype, scale, expec
     values = read_nifti(tmp_path / "a.nii").values()
     assert values.dtype == expected
     np.testing.assert_array_equal(values, stored.astype(float) * scale[0] + scale[1])
+
+
+@pytest.mark.parametrize(("name", "place"), [("scl_slope", 112), ("scl_inter", 116)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_a_slope_or_intercept_that_is_no_number_is_refused(tmp_path, suffix, name, place, value):
+    """nibabel takes a slope of NaN for none, and so would give other values than were meant."""
+    path = tmp_path / f"a{suffix}"
+    nib.Nifti1Image(np.ones((2, 3, 4), np.int16), np.eye(4)).to_filename(path)
+    pack, unpack = (gzip.compress, gzip.decompress) if suffix == ".nii.gz" else (bytes, bytes)
+    raw = bytearray(unpack(path.read_bytes()))
+    raw[place : place + 4] = struct.pack("<f", value)
+    path.write_bytes(pack(bytes(raw)))
+    for read in (lambda: read_nifti(path).values(), lambda: outline_of(path)):
+        with pytest.raises(DataError, match=rf"{path}: {name} is {value}: a finite number is need"):
+            read()
+
+
+@pytest.mark.parametrize("inter", [0, 5, math.nan])
+def test_a_slope_of_0_means_values_as_they_are_stored(tmp_path, inter):
+    nib.Nifti1Image(np.full((2, 3, 4), 7, np.int16), np.eye(4)).to_filename(tmp_path / "a.nii")
+    raw = bytearray((tmp_path / "a.nii").read_bytes())
+    raw[112:120] = struct.pack("<ff", 0, inter)
+    (tmp_path / "a.nii").write_bytes(raw)
+    assert (read_nifti(tmp_path / "a.nii").values() == 7).all()
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from damage import flip_bit, interrupt_at_the_end
 
 from pydist.data import Manifest, UniverseOptions, generate_universes
 from pydist.data import publish as publishing
-from pydist.data.publish import TEMPORARY
 from pydist.data.universes import generate
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES
 from pydist.data.universes.simulate import choose_array_module, draw_parameters, simulate
@@ -171,7 +170,9 @@ def test_damaged_leftover_is_made_again(tmp_path: Path) -> None:
     victim = tmp_path / "univ_000001_0_1_0.hdf5"
     victim.write_bytes(victim.read_bytes()[:300])
     (tmp_path / "univ_000000_0_0_0.hdf5").unlink()
-    (tmp_path / ".univ_000000_0_0_0.hdf5.tmp-abc").write_bytes(b"left by a killed run")
+    left = tmp_path / f".univ_000000_0_0_0.hdf5.tmp-{'0' * 12}"
+    left.write_bytes(b"left by a run that was killed long ago")
+    os.utime(left, (0, 0))
     generate_universes(tmp_path, SMALL)
     assert contents(tmp_path) == before
 
@@ -217,7 +218,7 @@ def test_full_disk_leaves_nothing_under_a_final_name(
         generate_universes(tmp_path, SMALL)
     left = [p.name for p in tmp_path.iterdir()]
     assert "dataset.json" not in left
-    assert not [name for name in left if TEMPORARY in name]
+    assert not [name for name in left if ".tmp-" in name]
 
 
 def test_too_small_disk_is_noticed_before_work(tmp_path: Path) -> None:
