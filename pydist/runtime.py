@@ -7,10 +7,12 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -19,13 +21,15 @@ from torch.distributed.rendezvous import rendezvous
 
 from pydist.comm import LocalTransport, Transport
 from pydist.errors import NotSupported, UsageError
-from pydist.launch import backends, failures, identity
+from pydist.launch import backends, failures, identity, leftovers, lifeline
 from pydist.launch.identity import Identity
 
-TRANSPORTS = ("auto", "mpi", "c10d", "local", "nccl", "ipc", "cuda-mpi", "cuda")
+TRANSPORTS = ("auto", "mpi", "c10d", "local", "nccl", "ipc", "cuda-mpi", "cuda", "host")
 
 _CLAIM = "pydist/failed"
 _CLAIM_TIMEOUT = timedelta(seconds=3)
+
+_declined: list[str] = []  # why "auto" has not taken the devices that are there
 
 _worlds: dict[str, Transport] = {}  # a process joins its job once
 _stores: list[Store] = []  # of the process group, if pydist made it
@@ -39,12 +43,13 @@ def connect(transport: str = "auto") -> Transport:
     when one of them fails (see `pydist.launch.failures`). Collective, the first time.
 
     Args:
-        transport: "auto" follows the launcher: "mpi" under `mpirun`, "c10d" under `torchrun`, one
+        transport: "host" follows the launcher: "mpi" under `mpirun`, "c10d" under `torchrun`, one
             rank if there is none. "nccl" is that one and, for tensors on CUDA devices, NCCL; each
-            rank has a device of its own. "ipc" is "nccl" with exchanges by copies between devices
-            of one machine. "cuda-mpi" is an MPI that takes device memory. "cuda" is "nccl" where
-            that is possible, else "cuda-mpi". "local" is one rank on its own, whatever the
-            launcher.
+            rank has a device of its own. "auto" is "nccl" where every rank of several has one,
+            else "host"; all ranks decide together, see `why_no_devices`. "ipc" is "nccl" with
+            exchanges by copies between devices of one machine. "cuda-mpi" is an MPI that takes
+            device memory. "cuda" is "nccl" where that is possible, else "cuda-mpi". "local" is one rank
+            on its own, whatever the launcher.
 
     Returns:
         The transport; the same one on every call.
@@ -71,13 +76,43 @@ def _join(transport: str) -> Transport:
     if transport in ("nccl", "ipc", "cuda-mpi"):
         return _join_devices(transport, who)
     if transport == "auto":
-        transport = _follow(who)
+        return _join_auto(who)
+    if transport == "host":
+        return connect(_follow(who))
     world = _join_mpi(who) if transport == "mpi" else _join_c10d(who)
     failures.install(world.rank, world.size, claim=_claim(world), abort=_abort(world))
     _set_threads(world)
+    _list_mapped()
     # Last in, first out: before mpi4py ends MPI.
     atexit.register(_leave, world)
     return world
+
+
+def why_no_devices() -> str:
+    """Why `connect("auto")` took no CUDA devices although a rank has one; the same on all ranks.
+
+    Returns:
+        The reason, on one line; "" if it took them, if there are none, or if there is one rank,
+        which needs no transport for its device.
+    """
+    return _declined[-1] if _declined else ""
+
+
+def _join_auto(who: Identity | None) -> Transport:
+    """NCCL if every rank has a device of its own, else the transport of the host's memory."""
+    from pydist.comm.transports.nccl import place as nccl_place
+
+    host = connect("host")
+    if host.size == 1:
+        return host
+    found = nccl_place.look(host, 0 if who is None else who.local_rank)
+    # Without an environment: that ranks may share a device does not say that they should.
+    reason = nccl_place.lack(found) or nccl_place.conflict(found, {})
+    if not reason:
+        return connect("nccl")
+    if any(each.gpus for each in found):
+        _declined.append(reason)
+    return host
 
 
 def _join_cuda(who: Identity | None) -> Transport:
@@ -108,12 +143,13 @@ def _join_devices(transport: str, who: Identity | None) -> Transport:
 
         if who is None and (lacks := nccl_place.missing()):
             raise nccl_place.refusal(lacks, transport)  # nobody else is to hear of it
-        host = connect()
+        host = connect("host")
         if transport == "ipc":
             world = IpcTransport.over(host, local_rank)
         else:
             world = NcclTransport.over(host, local_rank)
     failures.install(world.rank, world.size, abort=_abort(world))
+    _list_mapped()
     atexit.register(world.close)  # before that of the host's transport
     return world
 
@@ -252,6 +288,14 @@ def _set_threads(world: Transport) -> None:
             f"pydist: the launcher bound the ranks of this machine to {used} of its"
             f" {os.cpu_count()} cores; `mpirun --bind-to none`, or `pydist run`, uses all\n"
         )
+
+
+def _list_mapped() -> None:
+    """Lists the shared memory of this rank, which the next job removes if this one is killed."""
+    job = os.environ.get(lifeline.VARIABLE)
+    made = leftovers.list_mapped(None if job is None else Path(job).parent)
+    if made is not None:
+        atexit.register(shutil.rmtree, made, ignore_errors=True)
 
 
 def _affinity() -> set[int]:

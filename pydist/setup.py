@@ -30,8 +30,9 @@ def init(
     Args:
         data: number of sample groups (data parallelism); by default what the ranks allow.
         spatial: how often depth, height and width of every sample are split.
-        transport: "auto", "mpi", "c10d"; for tensors on CUDA devices "nccl" (one device a rank),
-            "ipc", "cuda-mpi" or "cuda"; see `pydist.runtime.connect`.
+        transport: "auto", "host", "mpi", "c10d"; for tensors on CUDA devices "nccl" (one device a
+            rank, which is what "auto" takes where it can), "ipc", "cuda-mpi" or "cuda"; see
+            `pydist.runtime.connect`.
         seed: start of all random numbers that pydist draws (dropout, shuffling).
         keep_freed_memory: False leaves the allocator's settings alone and keeps the peak low, as
             PYDIST_KEEP_FREED_MEMORY=0 in the environment does.

@@ -6,12 +6,10 @@ import contextlib
 import json
 import os
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -23,6 +21,7 @@ from typing import IO, Any
 import pydist
 from pydist.errors import RankLost, UsageError
 from pydist.launch.backends import Backend, choose, cores
+from pydist.launch.leftovers import private_directory
 from pydist.launch.lifeline import VARIABLE
 from pydist.launch.noise import StderrFilter
 
@@ -74,20 +73,9 @@ def launch(
         raise UsageError("no script to run was given")
     if argv[0] != "-m" and not Path(argv[0]).is_file():
         raise UsageError(f"no script '{argv[0]}'")
-    with _private_directory() as directory:
+    with private_directory() as directory:
         job = _Job(ranks, choose(mpi), directory, patience)
         return job.run([sys.executable, "-c", _WORKER, *argv])
-
-
-@contextlib.contextmanager
-def _private_directory() -> Iterator[Path]:
-    """A new directory for this user alone, with a path short enough for a socket's name."""
-    parent = tempfile.gettempdir()
-    path = Path(tempfile.mkdtemp(prefix="pydist-", dir=parent if len(parent) < 64 else "/tmp"))
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 @dataclass

@@ -53,7 +53,7 @@ class Found:
     Attributes:
         missing: what it lacks, as one line; "" if nothing.
         machine: name of the machine.
-        gpus: how many GPUs the rank sees.
+        gpus: how many GPUs the rank sees, or that its machine has where torch sees none.
         gpu: identity of the one that it would take.
         version: of NCCL, such as 22705.
     """
@@ -91,6 +91,13 @@ def device_missing() -> str:
     return ""
 
 
+def present() -> int:
+    """How many CUDA devices this process could have, whether or not torch can use them."""
+    if torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
 def missing() -> str:
     """What this process lacks for NCCL, as one line; "" if nothing."""
     lacks = device_missing()
@@ -112,6 +119,12 @@ def refusal(reason: str, transport: str = "nccl") -> NotSupported:
     )
 
 
+def look(host: Transport, local_rank: int) -> list[Found]:
+    """What each rank finds on its machine, in rank order. Collective over `host`."""
+    rows = host.all_gather_bytes(json.dumps(asdict(_look(local_rank))).encode())
+    return [Found(**json.loads(row)) for row in rows]
+
+
 def agree(host: Transport, local_rank: int, transport: str) -> Place:
     """Find this rank's device, and check that all ranks have one. Collective over `host`.
 
@@ -124,8 +137,7 @@ def agree(host: Transport, local_rank: int, transport: str) -> Place:
         NotSupported: a rank has no device or no NCCL.
         UsageError: ranks would share a device, or have different versions of NCCL.
     """
-    rows = host.all_gather_bytes(json.dumps(asdict(_look(local_rank))).encode())
-    check([Found(**json.loads(row)) for row in rows], os.environ, transport)
+    check(look(host, local_rank), os.environ, transport)
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return Place(open_nccl(), native.CudaDriver(), device)
@@ -134,7 +146,7 @@ def agree(host: Transport, local_rank: int, transport: str) -> Place:
 def _look(local_rank: int) -> Found:
     lacks = missing()
     if lacks:
-        return Found(lacks, socket.gethostname())
+        return Found(lacks, socket.gethostname(), present())
     gpus = torch.cuda.device_count()
     uuid = torch.cuda.get_device_properties(local_rank % gpus).uuid
     return Found("", socket.gethostname(), gpus, str(uuid), open_nccl().version)
@@ -147,14 +159,30 @@ def check(found: Sequence[Found], environment: Mapping[str, str], transport: str
         found: what each rank has found, in rank order.
         environment: that of the process.
         transport: for which; messages name it.
+
+    Raises:
+        NotSupported: a rank has no device or no NCCL.
+        UsageError: ranks would share a device, or have different versions of NCCL.
     """
+    if lacking := lack(found):
+        raise refusal(lacking, transport)
+    if between := conflict(found, environment):
+        raise UsageError(between)
+
+
+def lack(found: Sequence[Found]) -> str:
+    """What the first rank lacks that has not all it needs; "" if none lacks anything."""
     for rank, each in enumerate(found):
         if each.missing:
-            where = f"rank {rank} on {each.machine}: " if len(found) > 1 else ""
-            raise refusal(where + each.missing, transport)
+            return (f"rank {rank} on {each.machine}: " if len(found) > 1 else "") + each.missing
+    return ""
+
+
+def conflict(found: Sequence[Found], environment: Mapping[str, str]) -> str:
+    """Why devices of ranks that lack nothing can't be connected; "" if they can."""
     versions = sorted({each.version for each in found})
     if len({version // 100 for version in versions}) > 1:
-        raise UsageError(f"ranks have different versions of NCCL: {versions}; they need the same")
+        return f"ranks have different versions of NCCL: {versions}; they need the same"
     sharing: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, each in enumerate(found):
         sharing[each.machine, each.gpu].append(rank)
@@ -164,9 +192,10 @@ def check(found: Sequence[Found], environment: Mapping[str, str], transport: str
             there = sum(each.machine == machine for each in found)
             gpus = len({gpu for name, gpu in sharing if name == machine})
             older = f", which this one, {versions[0]}, is not" if may_share else ""
-            raise UsageError(
+            return (
                 f"{there} ranks on {machine} for {gpus} GPU{'s' * (gpus > 1)} (ranks"
                 f" {', '.join(map(str, ranks))} would share one), and NCCL takes one rank a GPU:"
                 f" start fewer ranks there, or set {SHARE}=1 to let them share (NCCL 2.30 or newer"
                 f"{older})"
             )
+    return ""

@@ -1,0 +1,116 @@
+"""What killed jobs leave in the temporary folder and in shared memory goes at the next start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from children import child_environment
+
+from pydist import owner
+from pydist.launch import available, leftovers
+
+SCRIPT = """
+import os, pathlib, time, pydist
+mesh = pydist.init()
+pathlib.Path(f"pid{mesh.rank}").write_text(str(os.getpid()))
+mesh.world.barrier()
+pathlib.Path("ready").touch()
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A temporary folder of its own."""
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # a short name, as sockets need it
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    yield folder
+    owner.remove(folder)
+
+
+@pytest.mark.parametrize("mpi", ["openmpi", "mpich"])
+def test_a_job_that_was_killed_as_a_whole(tmp_path: Path, temporary: Path, mpi: str) -> None:
+    if mpi not in [backend.name for backend in available()]:
+        pytest.skip(f"{mpi} is not installed")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    job = subprocess.Popen(
+        [sys.executable, "-m", "pydist", "run", "-n", "2", "--mpi", mpi, "script.py"],
+        cwd=tmp_path,
+        env=child_environment(),
+    )
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert job.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
+    used = {path for pid in ranks for path in leftovers._mapped(str(pid))}
+    assert any(path.parent == leftovers._SHARED for path in used)
+    leftovers.sweep()  # of a job that runs nothing goes
+    assert all(path.exists() for path in used)
+    parents = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in ranks} - {job.pid}
+    # The launcher of the MPI library would clean up: it is stopped before it sees anything.
+    for pid in [*parents, job.pid, *ranks]:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in [*parents, job.pid, *ranks]:
+        os.kill(pid, signal.SIGKILL)
+    job.wait()
+    (directory,) = temporary.glob("pydist-*")
+    while any(owner._start_of(pid) for pid in ranks):
+        time.sleep(0.01)
+    with leftovers.private_directory() as mine:
+        assert list(temporary.glob("pydist-*")) == [mine]
+    assert not directory.exists()
+    assert not any(path.exists() for path in used)
+    assert not list(temporary.iterdir())
+
+
+def test_what_is_not_ours_or_in_use_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead = subprocess.run(
+        [sys.executable, "-c", "from pydist import owner; print(owner.tag())"],
+        capture_output=True, text=True, check=True, env=child_environment(),
+    ).stdout.strip()  # fmt: skip
+    monkeypatch.setattr(leftovers, "_SHARED", temporary / "shm")
+    (temporary / "shm").mkdir()
+    listed = {name: temporary / "shm" / name for name in ("sm_segment.a", "nccl-b", "my_data")}
+    other = temporary / "precious"
+    for path in (*listed.values(), other):
+        path.write_bytes(b"x" * 4096)
+    directory = temporary / f"pydist-{dead}-abcdefgh"
+    directory.mkdir()
+    names = [*map(str, listed.values()), str(other), f"{temporary}/shm/../precious", "/", "here"]
+    (directory / "mapped-1").write_text("\n".join(names))
+    stay = [
+        temporary / f"pydist-{owner.tag()}-abcdefgh",  # of a process that runs
+        temporary / "pydist-00000000-1-1-abcdefgh",  # of another machine
+        temporary / "pydist-something",
+        temporary / f"pydist-{dead}-link",
+    ]
+    for path in stay[:-1]:
+        path.mkdir()
+    stay[-1].symlink_to(other)
+    real = leftovers._mapped
+    used = {listed["nccl-b"]}
+    monkeypatch.setattr(
+        leftovers, "_mapped", lambda pid: used if pid == str(os.getpid()) else real(pid)
+    )
+    leftovers.sweep()
+    assert not directory.exists()
+    assert not listed["sm_segment.a"].exists()
+    for path in (listed["nccl-b"], listed["my_data"], other, *stay):
+        assert os.path.lexists(path)
+
+
+def test_a_directory_is_the_users_own_and_goes_with_its_job(temporary: Path) -> None:
+    with leftovers.private_directory() as path:
+        assert path.stat().st_mode & 0o777 == 0o700
+        assert len(str(path / "socket")) < 108
+    assert not list(temporary.iterdir())
