@@ -88,8 +88,9 @@ def main() -> int:
     reports = {name: sorted(options.folder.rglob(f"{name}.o.ptxas")) for name in options.sources}
     unread = [name for name, files in reports.items() if not files]
     if unread:
-        print(f"check_spills: no report of {', '.join(unread)} in {options.folder}",
-              file=sys.stderr)
+        print(
+            f"check_spills: no report of {', '.join(unread)} in {options.folder}", file=sys.stderr
+        )
         return 2
     texts = [file.read_text(errors="replace") for files in reports.values() for file in files]
     found = [use for text in texts for use in uses(text)]
@@ -101,8 +102,10 @@ def main() -> int:
         print(_readable("\n".join(["check_spills:", *wrong])), file=sys.stderr)
         return 1
     archs = ", ".join(f"sm_{arch}" for arch in options.arch)
-    print(f"{len(set(use.kernel for use in found))} kernels from {len(reports)} files for {archs}:"
-          " no spill, no local memory")
+    print(
+        f"{len(set(use.kernel for use in found))} kernels from {len(reports)} files for {archs}:"
+        " no spill, no local memory"
+    )
     return 0
 
 

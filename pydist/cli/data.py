@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import tyro
-from rich.console import Console
 from rich.progress import Progress
 
+from pydist.cli.console import Console
 from pydist.cli.options import parse
 from pydist.data.manifest import Manifest
 from pydist.data.medical import CTOptions, NiftiOptions, convert_nifti, generate_ct
@@ -65,21 +65,21 @@ class _Verify:
 def universes(arguments: Sequence[str]) -> int:
     """Runs `pydist data universes`; see `pydist data universes --help`."""
     chosen = parse(_Universes, arguments, "pydist data universes")
-    make(chosen.folder, chosen.universes, Console(highlight=False))
+    make(chosen.folder, chosen.universes, Console())
     return 0
 
 
 def ct(arguments: Sequence[str]) -> int:
     """Runs `pydist data ct`; see `pydist data ct --help`."""
     chosen = parse(_CT, arguments, "pydist data ct")
-    make_ct(chosen.folder, chosen.volumes, Console(highlight=False))
+    make_ct(chosen.folder, chosen.volumes, Console())
     return 0
 
 
 def nifti(arguments: Sequence[str]) -> int:
     """Runs `pydist data nifti`; see `pydist data nifti --help`."""
     chosen = parse(_Nifti, arguments, "pydist data nifti")
-    console = Console(highlight=False)
+    console = Console()
     began = time.perf_counter()
     with _told(console) as told:
         manifest = convert_nifti(chosen.source, chosen.folder, chosen.conversion, told)
@@ -96,7 +96,7 @@ def verify(arguments: Sequence[str]) -> int:
     from pydist.data.index import verify_dataset
 
     chosen = parse(_Verify, arguments, "pydist data verify")
-    console = Console(highlight=False)
+    console = Console()
     with _told(console) as told:
         faults = verify_dataset(chosen.folder, told)
     for fault in faults:

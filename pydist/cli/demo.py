@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from rich.console import Console
-
+from pydist.cli.console import Console
 from pydist.cli.options import parse
 from pydist.cli.progress import ProgressView
 from pydist.cli.train import launch_training
@@ -61,7 +60,7 @@ def demo(arguments: Sequence[str]) -> int:
     # Threads that spin while they wait for each other crawl when the cores are busy otherwise.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     began = time.perf_counter()
-    console = Console(highlight=False)
+    console = Console()
     split = _config(options.folder)
     config_file = prepare(split)
     _make_data(split, options.universes, console)

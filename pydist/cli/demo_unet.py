@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
+from pydist.cli.console import Console
 from pydist.cli.demo import prepare
 from pydist.cli.options import parse
 from pydist.cli.progress import ProgressView
@@ -64,7 +63,7 @@ def demo_unet(arguments: Sequence[str]) -> int:
     # Threads that spin while they wait for each other crawl when the cores are busy otherwise.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     began = time.perf_counter()
-    console = Console(highlight=False)
+    console = Console()
     config = _config(options)
     config_file = prepare(config)
     _make_data(config, options, console)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
-import tempfile
+import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
+from pydist.launch.leftovers import private_directory
+from pydist.parsing import parse_json
 from pydist.train.log import PIPE_VARIABLE, Listener
 
 _TICK = 0.1
@@ -21,15 +21,18 @@ def followed(listener: Listener) -> Iterator[None]:
     """Hands the events of the run that the `with` block starts to `listener`, in a thread.
 
     Rank 0 of the job finds the pipe's name in its environment. All that it wrote is handed over
-    before the block ends.
+    before the block ends. If nobody reads the terminal any more (`| head`), the run is stopped, as
+    SIGTERM stops it, and `BrokenPipeError` is raised at the block's end.
     """
-    with tempfile.TemporaryDirectory(prefix="pydist-") as folder:
-        path = Path(folder, "events")
+    with private_directory() as folder:
+        path = folder / "events"
         os.mkfifo(path, 0o600)
         # Open for writing as well: so the pipe never ends, whoever comes and goes.
         handle = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         over = threading.Event()
-        thread = threading.Thread(target=_follow, args=(handle, listener, over), daemon=True)
+        gone: list[BrokenPipeError] = []
+        arguments = (handle, listener, over, gone)
+        thread = threading.Thread(target=_follow, args=arguments, daemon=True)
         thread.start()
         os.environ[PIPE_VARIABLE] = str(path)
         try:
@@ -39,9 +42,13 @@ def followed(listener: Listener) -> Iterator[None]:
             over.set()
             thread.join()
             os.close(handle)
+        if gone:
+            raise gone[0]
 
 
-def _follow(handle: int, listener: Listener, over: threading.Event) -> None:
+def _follow(
+    handle: int, listener: Listener, over: threading.Event, gone: list[BrokenPipeError]
+) -> None:
     unread = b""
     while True:
         # Asked before looking: what was written before the end is still there to be read after it.
@@ -50,7 +57,14 @@ def _follow(handle: int, listener: Listener, over: threading.Event) -> None:
         if ready:
             *lines, unread = (unread + os.read(handle, 65536)).split(b"\n")
             for line in lines:
-                with contextlib.suppress(ValueError):
-                    listener(json.loads(line))
+                try:
+                    listener(parse_json(line))
+                except ValueError:
+                    continue
+                except BrokenPipeError as error:
+                    gone.append(error)
+                    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the launcher's
+                        os.kill(os.getpid(), signal.SIGTERM)
+                    return
         elif last:
             return

@@ -5,12 +5,14 @@ Sub-commands are imported when they are called: `pydist --help` must not wait fo
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pydist.errors import UsageError, exit_code_of
+from pydist.errors import UsageError, disk_is_full, exit_code_of, output_is_gone
 from pydist.launch import failures, identity
 
 
@@ -55,12 +57,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if identity.detect() is not None:
         # One of several ranks: an error here has to end the others too.
         with failures.guarded():
-            return _dispatch(arguments)
+            return _flushed(arguments)
+    try:
+        return _flushed(arguments)
+    except (Exception, KeyboardInterrupt) as error:
+        code = exit_code_of(error)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(failures.describe(error))
+        if output_is_gone(error) or disk_is_full(error):
+            # The interpreter would try to write the rest once more when it ends.
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code
+
+
+def _flushed(arguments: Sequence[str]) -> int:
+    """Runs a command, and writes what it printed: the interpreter's end would be too late."""
     try:
         return _dispatch(arguments)
-    except (Exception, KeyboardInterrupt) as error:
-        sys.stderr.write(failures.describe(error))
-        return exit_code_of(error)
+    finally:
+        if sys.stdout is not None:
+            sys.stdout.flush()
 
 
 def _dispatch(arguments: Sequence[str]) -> int:

@@ -95,6 +95,7 @@ def _check(options: _Arguments) -> None:
 
 def _predict_here(options: _Arguments) -> int:
     """Predicts in this process, which is one rank of a job, or the only one."""
+    from pydist import owner
     from pydist.data.publish import make_folder
     from pydist.inference import Predictor, Sliding
     from pydist.launch import identity
@@ -107,10 +108,12 @@ def _predict_here(options: _Arguments) -> int:
     if options.sliding is not None:
         overlap = {} if options.overlap is None else {"overlap": options.overlap}
         sliding = Sliding(options.sliding, **overlap)
-    mesh = init(1, spatial)
+    mesh = init(1, spatial, "host")  # the network computes on the CPU
     predictor = Predictor(options.checkpoint, mesh, sliding)
     if mesh.rank == 0 and len(options.images) == 1 and options.images[0].is_dir():
         make_folder(options.output)
+    if mesh.rank == 0:
+        owner.remove_temporaries(cases[0][1].parent)
     for images, output in cases:
         began = time.perf_counter()
         predictor.predict_file(images, output)

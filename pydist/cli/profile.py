@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydist.cli.own_options import OwnOptions
-from pydist.cli.train import load_config
+from pydist.cli.train import load_config, transport_for
 from pydist.errors import PydistError, Stopped, UsageError
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def _profile_here(config: Config, options: argparse.Namespace) -> int:
     from pydist.train.agree import together
 
     mesh = init(
-        config.mesh.data, config.mesh.spatial, config.mesh.transport, seed=config.train.seed
+        config.mesh.data, config.mesh.spatial, transport_for(config), seed=config.train.seed
     )
     profiler = profile_training(config, mesh, options.steps, options.warmup)
     if mesh.rank == 0:

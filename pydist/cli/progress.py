@@ -6,11 +6,13 @@ import time
 from collections import deque
 from collections.abc import Mapping
 
-from rich.console import Console, Group
+from rich.console import Console as RichConsole
+from rich.console import Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from pydist.cli.console import Console
 from pydist.train.log import Event
 
 _PART_NAMES = {
@@ -37,9 +39,9 @@ class ProgressView:
     """
 
     def __init__(
-        self, console: Console | None = None, label: str = "train", verbose: bool = False
+        self, console: RichConsole | None = None, label: str = "train", verbose: bool = False
     ) -> None:
-        self.console = console or Console(highlight=False)
+        self.console = console or Console()
         self.label = label
         self.verbose = verbose
         self._recent: deque[Event] = deque(maxlen=_RECENT_STEPS)
@@ -75,6 +77,10 @@ class ProgressView:
         self.console.print(Text(f"{label:<10} {text}"), soft_wrap=True)
 
     def _on_start(self, event: Event) -> None:
+        where = ", ".join(f"{fact} {event[fact]}" for fact in ("device", "transport", "precision"))
+        if event["unused_device"]:
+            where += f"; a CUDA device is there and not used: {event['unused_device']}"
+        self.say(self.label, where)
         if self.verbose:
             for table, values in event["config"].items():
                 self.say(table, "  ".join(f"{key}={value}" for key, value in values.items()))

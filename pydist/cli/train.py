@@ -66,7 +66,7 @@ def _train_here(config: Config) -> int:
     from pydist.train.run import train as run
 
     mesh = init(
-        config.mesh.data, config.mesh.spatial, config.mesh.transport, seed=config.train.seed
+        config.mesh.data, config.mesh.spatial, transport_for(config), seed=config.train.seed
     )
     pipe = os.environ.get(PIPE_VARIABLE)
     if mesh.rank != 0:
@@ -81,6 +81,13 @@ def _train_here(config: Config) -> int:
             view.close()
     mesh.world.barrier()
     return 0
+
+
+def transport_for(config: Config) -> str:
+    """The transport to ask for: one that takes no devices, where the run uses none."""
+    if config.mesh.transport == "auto" and config.train.device == "cpu":
+        return "host"
+    return config.mesh.transport
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

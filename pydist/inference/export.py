@@ -8,6 +8,7 @@ from pathlib import Path
 
 import safetensors.torch
 
+from pydist import owner
 from pydist.data.publish import publish
 from pydist.errors import UsageError
 from pydist.train.about import load_trained
@@ -46,5 +47,6 @@ def export_weights(checkpoint: str | Path, path: str | Path) -> str:
         "class_names": json.dumps(about.manifest.class_names),
         "target_names": json.dumps(about.manifest.target_names),
     }
+    owner.remove_temporaries(name.parent)
     publish(name, safetensors.torch.save(weights, metadata))
     return network

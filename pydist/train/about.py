@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydist.data import Manifest
 from pydist.errors import CheckpointError, DataError, UsageError
+from pydist.parsing import parse_json
 from pydist.train import checkpoint, config_io
-from pydist.train.config import Config
+from pydist.train.config import Config, OptimizerConfig
 from pydist.train.tasks import Task, task_of
 
 
@@ -19,7 +22,8 @@ class About:
     """A network and the data that it was trained on.
 
     Attributes:
-        config: the run's configuration; its tables "model" and "data" are kept (not the path).
+        config: the run's configuration; its tables "model" and "data" are kept (not the path), and
+            "optimizer" for comparison.
         manifest: of the training set, without files.
     """
 
@@ -36,7 +40,43 @@ class About:
         return {
             "config": config_io.dumps(kept),
             "manifest": replace(self.manifest, files=()).dumps(),
+            "optimizer": json.dumps(_effective(self.config.optimizer)),
         }
+
+
+def _effective(optimizer: OptimizerConfig) -> dict[str, Any]:
+    """The settings that decide what a step does; where it is done (`sharded`) does not."""
+    unused = {"adam": ("momentum",), "sgd": ("betas", "eps")}[optimizer.name]
+    return {k: v for k, v in asdict(optimizer).items() if k not in ("sharded", *unused)}
+
+
+def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
+    """The settings of network and optimizer that a checkpoint and a run do not share.
+
+    Args:
+        saved: what `About.dump` made, from a checkpoint; an older one may lack settings.
+        wanted: the run's own.
+
+    Returns:
+        Each with both values, such as "optimizer.lr is 0.1 there and 0.2 here"; "" if none differs.
+    """
+    there, here = _settings(saved), _settings(wanted)
+    return "; ".join(
+        f"{name} is {value!r} there and {here[name]!r} here"
+        for name, value in there.items()
+        if name in here and here[name] != value
+    )
+
+
+def _settings(about: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with contextlib.suppress(KeyError, UsageError, TypeError):
+        model = config_io.loads(about["config"], "checkpoint").model
+        found |= {f"model.{name}": value for name, value in asdict(model).items()}
+    with contextlib.suppress(KeyError, ValueError, TypeError, AttributeError):
+        optimizer = parse_json(about["optimizer"])
+        found |= {f"optimizer.{name}": value for name, value in optimizer.items()}
+    return found
 
 
 def load_trained(path: str | Path) -> tuple[About, dict[str, Any]]:

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import errno
 import json
-import mmap
 import os
 import re
 import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,10 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from pydist import owner
 from pydist._loader import native
 from pydist.errors import CheckpointError, DiskError
+from pydist.parsing import parse_json
 from pydist.train import tree
 
 FORMAT = "pydist-checkpoint"
@@ -37,7 +37,6 @@ VERSION = 1
 LAST = "last"
 
 _STEP = re.compile(r"step-(\d{6,})")
-_LEFTOVER = re.compile(r"(step-\d{6,}|last)\.tmp-[0-9a-f]{32}")
 _FILE = re.compile(r"[A-Za-z0-9_-]{1,64}\.(safetensors|json)")
 _MANIFEST_LIMIT = 1 << 20
 # What reading a file raises that holds something else than `write` put there.
@@ -52,13 +51,6 @@ def complete(folder: Path) -> list[Path]:
         return []
     steps = {int(m[1]): p for p in folder.iterdir() if (m := _STEP.fullmatch(p.name))}
     return [steps[step] for step in sorted(steps)]
-
-
-def leftovers(folder: Path) -> list[Path]:
-    """What interrupted writes left behind; never read, safe to delete when no job is running."""
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if _LEFTOVER.fullmatch(p.name))
 
 
 def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -> Path:
@@ -80,7 +72,7 @@ def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -
     """
     files = _encode(parts)
     final = folder / f"step-{step:06d}"
-    work = _aside(final)
+    work = owner.temporary(final)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not final.exists():
@@ -111,11 +103,13 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         manifest = _read_manifest(path)
-        for name, expected in manifest["files"].items():
-            _verify(path / name, expected)
-        skeletons = json.loads((path / "state.json").read_bytes())
+        # Read once: what is checked is what is used, and a file that shrinks is no SIGBUS.
+        files = {
+            name: _verified(path / name, expected) for name, expected in manifest["files"].items()
+        }
+        skeletons = parse_json(files["state.json"])
         parts: dict[str, Any] = {
-            part: tree.join(skeleton, safetensors.torch.load_file(path / f"{part}.safetensors"))
+            part: tree.join(skeleton, safetensors.torch.load(files[f"{part}.safetensors"]))
             for part, skeleton in skeletons.items()
         }
     except _NOT_AS_WRITTEN as error:
@@ -162,7 +156,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError("manifest.json is missing" if path.is_dir() else "no such folder")
     with file.open("rb") as stream:
         raw = stream.read(_MANIFEST_LIMIT)
-    manifest: dict[str, Any] = json.loads(raw)
+    manifest: dict[str, Any] = parse_json(raw)
     if manifest.get("format") != FORMAT:
         raise ValueError(f"manifest.json is not that of a {FORMAT}")
     if manifest["version"] != VERSION:
@@ -178,16 +172,20 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _verify(file: Path, expected: Mapping[str, Any]) -> None:
+def _verified(file: Path, expected: Mapping[str, Any]) -> bytes:
+    """The content of a file, if it has the expected length and CRC-32C."""
     if not file.is_file() or file.is_symlink():
         raise ValueError(f"{file.name} is missing")
     size = file.stat().st_size
+    if size == expected["bytes"]:
+        data = file.read_bytes()
+        size = len(data)
     if size != expected["bytes"]:
         raise ValueError(f"{file.name} has {size} bytes instead of {expected['bytes']}")
-    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as data:
-        crc = f"{native.crc32c(data):08x}"
+    crc = f"{native.crc32c(data):08x}"
     if crc != expected["crc32c"]:
         raise ValueError(f"{file.name} has CRC-32C {crc} instead of {expected['crc32c']}")
+    return data
 
 
 def _way_out(path: Path) -> str:
@@ -199,7 +197,7 @@ def _way_out(path: Path) -> str:
 
 
 def _point(link: Path, target: str) -> None:
-    fresh = _aside(link)
+    fresh = owner.temporary(link)
     fresh.symlink_to(target)
     fresh.replace(link)
     _sync_folder(link.parent)
@@ -208,13 +206,9 @@ def _point(link: Path, target: str) -> None:
 def _remove_old(folder: Path, keep: int) -> None:
     for old in complete(folder)[:-keep]:
         # Renamed first: a crash halfway through must not leave half a folder under a final name.
-        doomed = _aside(old)
+        doomed = owner.temporary(old)
         old.rename(doomed)
         shutil.rmtree(doomed)
-
-
-def _aside(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex}")
 
 
 def _sync_folder(folder: Path) -> None:

@@ -99,9 +99,12 @@ class MeshConfig(_Table):
     """Number of sample groups; by default as many as the ranks allow."""
     spatial: tuple[Count, Count, Count] = (1, 1, 1)
     """How often depth, height and width of a sample are split."""
-    transport: Literal["auto", "mpi", "c10d", "local", "nccl", "ipc", "cuda-mpi", "cuda"] = "auto"
-    """What carries the bytes between ranks; "auto" follows the launcher. "nccl", "ipc", "cuda-mpi",
-    and "cuda", which chooses, carry the memory of CUDA devices as well."""
+    transport: Literal[
+        "auto", "mpi", "c10d", "local", "nccl", "ipc", "cuda-mpi", "cuda", "host"
+    ] = "auto"
+    """What carries the bytes between ranks. "nccl", "ipc", "cuda-mpi", and "cuda", which chooses,
+    carry the memory of CUDA devices as well; "host" follows the launcher and carries none; "auto"
+    is "nccl" where each of several ranks has a device of its own, else "host"."""
 
 
 @dataclass(frozen=True)

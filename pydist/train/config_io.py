@@ -13,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from pydist.errors import UsageError
+from pydist.parsing import require_shallow
 from pydist.train.config import Config, CosmoFlowConfig, UNet3dConfig
 
 if sys.version_info >= (3, 11):
@@ -48,7 +49,10 @@ def loads(text: str, source: str) -> Config:
     """Reads what `dumps` has written, or a file's content; `source` names it (see `load`)."""
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        require_shallow(tables)
+    except RecursionError:
+        raise UsageError(f"{source} is not valid TOML: nested too deeply") from None
+    except ValueError as error:  # tomllib's own is one, and so is a number of too many digits
         raise UsageError(f"{source} is not valid TOML: {error}") from error
     return check(tables, source)
 
@@ -56,10 +60,14 @@ def loads(text: str, source: str) -> Config:
 def check(tables: dict[str, Any], source: str) -> Config:
     """Makes a `Config` of nested dicts; `source` names them in errors (see `load`)."""
     try:
-        return TypeAdapter(Config).validate_python(tables)
+        config: Config = TypeAdapter(Config).validate_python(tables)
     except ValidationError as error:
         lines = [_explain(e) for e in error.errors(include_url=False)]
         raise UsageError(f"{source}: " + "; ".join(lines)) from None
+    for name, path in (("data.path", config.data.path), ("output.folder", config.output.folder)):
+        if "\0" in str(path):
+            raise UsageError(f"{source}: {name} = {str(path)!r}: a path has no zero character")
+    return config
 
 
 def to_dict(config: Config) -> dict[str, Any]:

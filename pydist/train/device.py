@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -10,12 +11,15 @@ import torch
 from torch import nn
 
 from pydist._loader import native
+from pydist.comm.transports.nccl.place import present
 from pydist.errors import UsageError
+from pydist.runtime import why_no_devices
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
     from pydist.train.config import TrainConfig
 
+PRECISIONS = {"off": "fp32", "bf16": "bf16 (mixed)", "fp16": "fp16 (mixed)"}
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 _DEVICE_TRANSPORTS = ("nccl", "ipc", "cuda-mpi")
@@ -47,6 +51,31 @@ def cuda_obstacle(mesh: Mesh) -> str | None:
     if not native.has_cuda:
         return "pydist was built without CUDA kernels"
     return host_transport(mesh)
+
+
+def why_unused(wanted: str, mesh: Mesh) -> str:
+    """Why a CUDA device that a rank has is not used; "" if no rank has one. Collective.
+
+    To be asked where the run computes on the CPU; all ranks get the same answer.
+
+    Args:
+        wanted: see `choose_device`.
+        mesh: the mesh.
+    """
+    mine = json.dumps([present(), cuda_obstacle(mesh)]).encode()
+    everyone = [json.loads(row) for row in mesh.world.all_gather_bytes(mine)]
+    if not any(devices for devices, _ in everyone):
+        return ""
+    if wanted == "cpu":
+        return 'train.device is "cpu"'
+    return why_no_devices() or next((obstacle for _, obstacle in everyone if obstacle), "")
+
+
+def describe(device: torch.device) -> str:
+    """A device's kind, and its name if it has one: "cpu", "cuda (NVIDIA H200)"."""
+    if device.type != "cuda":
+        return device.type
+    return f"cuda ({torch.cuda.get_device_name(device)})"
 
 
 def host_transport(mesh: Mesh) -> str | None:

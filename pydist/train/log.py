@@ -3,8 +3,9 @@
 One JSON object a line, with "event" and "time" (seconds since 1970) in each:
 
 ===========  =====================================================================================
-start        version, ranks, mesh, threads, parameters, samples, epochs, steps, step (where it
-             starts), config
+start        device, transport, precision, unused_device (why a CUDA device that is there is not
+             used), version, ranks, mesh, threads, parameters, samples, epochs, steps, step (where
+             it starts), config
 step         step, epoch, loss, lr, seconds, samples_per_second, parts (seconds by part)
 validation   step, epoch, samples, loss; of CosmoFlow mae; of segmentation, by class, dice (mean
              over volumes) and pooled_dice (of all their voxels)
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pydist.errors import DiskError
+from pydist.parsing import parse_json
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
@@ -99,7 +101,7 @@ def read(path: Path) -> Iterator[Event]:
     with path.open(encoding="utf-8") as file:
         for line in file:
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError:
                 continue
             if isinstance(record, dict) and "event" in record:

@@ -19,6 +19,7 @@ from pydist.train.step import TrainStep
 
 if TYPE_CHECKING:
     from pydist.data.loader import Batch, Loader
+    from pydist.data.lock import FolderLock
     from pydist.train.config import CheckpointConfig, TrainConfig
     from pydist.train.log import EventLog
     from pydist.train.state import State
@@ -36,6 +37,7 @@ class Trainer:
         config: epochs, batch, clipping, precision.
         checkpoints: how often and how many.
         folder: where checkpoints go.
+        lock: rank 0's, on the run's folder; None on the other ranks, or where nothing is saved.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Trainer:
         config: TrainConfig,
         checkpoints: CheckpointConfig,
         folder: Path,
+        lock: FolderLock | None = None,
     ) -> None:
         self.state = state
         self.task = task
@@ -57,6 +60,7 @@ class Trainer:
         self.config = config
         self.checkpoints = checkpoints
         self.folder = folder
+        self._lock = lock
         step = TrainStep(state, task, config)
         self._take_step = GraphedStep(
             step, config.cuda_graph, lambda text: log.emit("notice", text=text)
@@ -206,7 +210,7 @@ class Trainer:
             return
         began = time.perf_counter()
         try:
-            path = self.state.save(self.folder, self.checkpoints.keep)
+            path = self.state.save(self.folder, self.checkpoints.keep, self._lock)
         except DiskError as error:
             if self.checkpoints.on_error == "stop":
                 raise

@@ -17,17 +17,27 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pydist import __version__
+from pydist import __version__, owner
 from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Loader
-from pydist.errors import CheckpointError, DiskError, Stopped, UsageError
+from pydist.data.lock import FolderLock
+from pydist.data.publish import make_folder, publish
+from pydist.errors import CheckpointError, Stopped, UsageError
 from pydist.optim import linear_decay, sharded
 from pydist.optim.fused import start_momentum
 from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About
 from pydist.train.agree import require_same, together
-from pydist.train.device import choose_device, in_format, memory_format, own_stream
+from pydist.train.device import (
+    PRECISIONS,
+    choose_device,
+    describe,
+    in_format,
+    memory_format,
+    own_stream,
+    why_unused,
+)
 from pydist.train.log import EventLog, Listener, losses
 from pydist.train.loop import Trainer
 from pydist.train.state import State, seed_everything
@@ -62,7 +72,8 @@ def train(
 
     Rank 0 writes the resolved configuration, `log.jsonl`, checkpoints, a table of the validation
     (`predictions.csv`, for segmentation `dice.csv`) and, if asked, `result.png` into
-    `config.output.folder`.
+    `config.output.folder`. It holds the folder meanwhile: a second run there is refused before it
+    writes anything (see `pydist.data.lock`).
 
     Args:
         config: see `pydist.train.config`; its table "mesh" is what `mesh` was made from.
@@ -78,19 +89,32 @@ def train(
         Stopped: a signal arrived, a checkpoint was saved.
         PydistError: see the parts; every rank raises.
     """
-    folder = config.output.folder
     settings = hashlib.sha256(config_io.dumps(config).encode()).hexdigest()
     versions = f"{__version__} with torch {torch.__version__}"
     facts = {"the configuration (its SHA-256)": settings, "the version of pydist": versions}
     require_same(mesh.world, facts)
-    with together(mesh.world):
-        if mesh.rank == 0:
-            _prepare(folder, config)
-    log = EventLog(folder / LOG_FILE, listeners) if mesh.rank == 0 else EventLog(None)
+    with ExitStack() as stack:
+        lock = None
+        with together(mesh.world):
+            if mesh.rank == 0:
+                make_folder(config.output.folder)
+                lock = stack.enter_context(FolderLock(config.output.folder))
+        return _logged(config, mesh, lock, listeners, prepare)
+
+
+def _logged(
+    config: Config,
+    mesh: Mesh,
+    lock: FolderLock | None,
+    listeners: Sequence[Listener],
+    prepare: Callable[[torch.nn.Module], None] | None,
+) -> Result:
+    """The run, with the log's end; `lock` is rank 0's, on the output folder."""
+    log = EventLog(config.output.folder / LOG_FILE if lock else None, listeners if lock else ())
     began = time.perf_counter()
     status, reason = "failed", ""
     try:
-        result = _run(config, mesh, log, prepare)
+        result = _run(config, mesh, lock, log, prepare)
         status = "done"
         return result
     except BaseException as error:
@@ -105,6 +129,7 @@ def train(
 def _run(
     config: Config,
     mesh: Mesh,
+    lock: FolderLock | None,
     log: EventLog,
     prepare: Callable[[torch.nn.Module], None] | None,
 ) -> Result:
@@ -122,12 +147,24 @@ def _run(
             stack.enter_context(own_stream(loader.device))
         require_same(mesh.world, {f"the data set {data.root} (its SHA-256)": data.manifest.digest})
         state = make_state(config, task, mesh, data, loader, prepare)
-        _resume(config, state, log)
-        checkpoints = config.output.folder / CHECKPOINTS
+        _resume(config, state)
+        folder = config.output.folder
+        with together(mesh.world):  # not before: a refused resume leaves the file as it is
+            if mesh.rank == 0:
+                publish(folder / CONFIG_FILE, config_io.dumps(config).encode())
         trainer = Trainer(
-            state, task, validation_loader, log, config.train, config.checkpoint, checkpoints
+            state,
+            task,
+            validation_loader,
+            log,
+            config.train,
+            config.checkpoint,
+            folder / CHECKPOINTS,
+            lock,
         )
         _announce(log, config, trainer)
+        for left in _clean(folder) if lock is not None else ():
+            log.emit("notice", text=f"removed {left}, which an interrupted run left")
         began = state.step
         validation = trainer.fit()
     with together(mesh.world):
@@ -136,15 +173,6 @@ def _run(
         if mesh.rank == 0 and not drawn:
             _write_results(config, task, data, mesh, validation, log)
     return Result(state.step, trainer.loss, validation)
-
-
-def _prepare(folder: Path, config: Config) -> None:
-    """Makes the output folder and says in it what is run."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(config_io.dumps(config), encoding="utf-8")
-    except OSError as error:
-        raise DiskError(f"can't write into {folder}: {error.strerror}") from error
 
 
 def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDataset | None]:
@@ -238,16 +266,13 @@ def _schedule(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LRSc
     )
 
 
-def _resume(config: Config, state: State, log: EventLog) -> None:
+def _resume(config: Config, state: State) -> None:
     """Goes on from the last checkpoint, as far as the configuration wants that."""
     folder, resume = config.output.folder / CHECKPOINTS, config.checkpoint.resume
     world = state.mesh.world
     # Rank 0 looks, for all: a folder that changes meanwhile must not part the ranks.
     names = [p.name for p in checkpoint.complete(folder)] if state.mesh.rank == 0 else []
     latest = world.broadcast_bytes(names[-1].encode() if names else b"").decode()
-    if state.mesh.rank == 0:
-        for left in checkpoint.leftovers(folder):
-            log.emit("notice", text=f"ignoring {left}, which an interrupted run left; delete it")
     if latest and resume == "never":
         raise UsageError(
             f"{folder} holds checkpoints (the last is {latest}), and checkpoint.resume is "
@@ -259,10 +284,21 @@ def _resume(config: Config, state: State, log: EventLog) -> None:
         state.load(folder / latest)
 
 
+def _clean(folder: Path) -> list[Path]:
+    """Removes what runs that were killed left unfinished in the output folder."""
+    return [*owner.remove_temporaries(folder), *owner.remove_temporaries(folder / CHECKPOINTS)]
+
+
 def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
     mesh, state = trainer.mesh, trainer.state
+    device, wanted = trainer.loader.device, config.train.device
+    unused = why_unused(wanted, mesh)
     log.emit(
         "start",
+        device=describe(device),
+        transport=mesh.world.name,
+        precision=PRECISIONS[config.train.amp],
+        unused_device="" if device.type == "cuda" else unused,
         version=__version__,
         torch=torch.__version__,
         ranks=mesh.size,

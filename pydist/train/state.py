@@ -23,11 +23,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pydist.data.loader import Loader
-from pydist.errors import CheckpointError
+from pydist.data.lock import FolderLock
+from pydist.errors import CheckpointError, PydistError
 from pydist.mesh import Mesh
 from pydist.optim.fused import lie_as_parameters
 from pydist.train import checkpoint
+from pydist.train.about import differences
 from pydist.train.agree import together
+
+_DOES_NOT_MATCH = (
+    RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
+)  # fmt: skip
+"""What torch raises for the state of another network, optimizer or schedule."""
 
 
 @dataclass
@@ -46,17 +53,25 @@ class State:
     step: int = 0
     """Optimizer steps done."""
 
-    def save(self, folder: Path, keep: int) -> Path:
+    def save(self, folder: Path, keep: int, lock: FolderLock | None = None) -> Path:
         """Writes a checkpoint. Collective: rank 0 writes, an error there is raised on all.
+
+        Args:
+            folder: where checkpoints go.
+            keep: how many of the latest stay.
+            lock: rank 0's, on the run's folder.
 
         Raises:
             DiskError: see `pydist.train.checkpoint.write`.
+            CheckpointError: another process has taken the folder.
         """
         # On all ranks: buffers that differ between them are averaged when they are asked for, and
         # the optimizer's state may lie in parts.
         parts = self._parts()
         with together(self.mesh.world):
             if self.mesh.rank == 0:
+                if lock is not None:
+                    lock.check()
                 checkpoint.write(folder, self.step, parts, keep)
         return folder / f"step-{self.step:06d}"
 
@@ -69,21 +84,40 @@ class State:
         """
         with together(self.mesh.world):
             parts = checkpoint.read(path)
+            self._require_same_optimizer(path, parts)
             try:
                 self.model.load_state_dict(parts["model"])
                 self.optimizer.load_state_dict(parts["optimizer"])
                 lie_as_parameters(self.optimizer)
                 self.scheduler.load_state_dict(parts["scheduler"])
                 self.scaler.load_state_dict(parts["scaler"])
-            except (RuntimeError, ValueError, KeyError) as error:
-                reason = shorten(str(error), 200)  # it may name every parameter
+                self.loader.load_state_dict(parts["sampler"])
+                self.step = parts["step"]
+                self.mesh.forwards = parts["mesh"]["forwards"]
+                _set_random_state(parts["random"])
+            except PydistError:
+                raise
+            except _DOES_NOT_MATCH as error:
+                found = differences(parts.get("about", {}), self.about)
+                # torch may name every parameter.
+                reason = found or shorten(f"{type(error).__name__}: {error}", 200)
                 raise CheckpointError(
                     f"checkpoint {path} does not match this model and optimizer: {reason}"
                 ) from error
-            self.loader.load_state_dict(parts["sampler"])
-            self.step = parts["step"]
-            self.mesh.forwards = parts["mesh"]["forwards"]
-            _set_random_state(parts["random"])
+
+    def _require_same_optimizer(self, path: Path, parts: Mapping[str, Any]) -> None:
+        """Its settings are part of the saved state, and would go over those of this run unseen."""
+        saved = {"optimizer": parts.get("about", {}).get("optimizer")}
+        found = differences(saved, self.about)
+        for name, mine in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
+            found = found or _kinds(name, parts.get(name), mine.state_dict())
+        if self.scaler.is_enabled() and not parts.get("scaler"):
+            found = found or 'train.amp is not "fp16" there and "fp16" here'
+        if found:
+            raise CheckpointError(
+                f"checkpoint {path} does not match this run: {found}; set it back, or choose "
+                "another output.folder"
+            )
 
     def _parts(self) -> dict[str, object]:
         return {
@@ -96,6 +130,25 @@ class State:
             "about": dict(self.about),
             "random": _random_state(),
         }
+
+
+def _kinds(name: str, theirs: Any, mine: Mapping[str, Any]) -> str:
+    """How the saved state of an optimizer or a scheduler is that of another kind; "" if it is not.
+
+    Each kind has settings that the others lack; a version of torch may only add or drop some.
+    """
+    there, here = _names(theirs), _names(mine)
+    if there <= here or here <= there:
+        return ""
+    return (
+        f"the {name} has {', '.join(sorted(there - here))} there and "
+        f"{', '.join(sorted(here - there))} here"
+    )
+
+
+def _names(state: Any) -> set[str]:
+    groups = state.get("param_groups", [state]) if isinstance(state, Mapping) else []
+    return {str(key) for group in groups if isinstance(group, Mapping) for key in group}
 
 
 def seed_everything(seed: int) -> None:

@@ -134,6 +134,54 @@ def test_ctrl_c_saves_a_checkpoint_ends_with_75_and_the_run_goes_on(place):
     assert len(losses()) == step + 2
 
 
+def test_a_second_run_in_a_folder_is_refused_and_a_killed_one_blocks_nobody(place):
+    """The first is a single process; it is killed where it can't clean up."""
+    command = [sys.executable, "-m", "pydist", "train", "run.toml"]
+    options = ["--train.epochs", "1000", "--checkpoint.every", "1"]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not (Path("run/log.jsonl").exists() and len(losses()) > 1):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    before = Path("run/config.toml").read_bytes()
+    said = train("--train.epochs", "2", code=2)
+    assert said.count(f"run is in use: process {process.pid} on ") == 1
+    assert len(said.strip().splitlines()) == 1
+    assert process.poll() is None
+    assert Path("run/config.toml").read_bytes() == before
+    process.kill()
+    process.wait()
+    done = len(losses())
+    train("--train.epochs", "1000", "--train.steps", str(done + 2))
+    assert not Path("run/.pydist-lock").exists()
+    assert {event["status"] for event in log.read(Path("run/log.jsonl")) if "status" in event} == {
+        "done"
+    }
+
+
+def test_data_that_shrink_during_training_end_it_with_65(place):
+    Path("data").unlink()
+    generate_universes("data", UniverseOptions(count=6, width=32, box_width=32, validation=0.3))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pydist", "train", "run.toml", "--train.epochs", "1000"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (Path("run/log.jsonl").exists() and len(losses()) > 1):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    victim = next(Path("data").glob("univ_000001*.hdf5"))
+    size = victim.stat().st_size
+    os.truncate(victim, size // 2)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 65
+    assert said == f"error: {victim}: shrank from {size} to {size // 2} bytes while it was open\n"
+
+
 def test_an_error_of_all_ranks_is_printed_once_with_its_exit_code(place):
     said = train("-n", "2", "--data.path", "nowhere", *SPLIT, code=65)
     assert said.count("nowhere: no such folder") == 1

@@ -17,6 +17,8 @@ from pydist.train import log
 START = {
     "event": "start", "steps": 4, "epochs": 2, "step": 0, "parameters": 9437636, "samples": 6,
     "mesh": "4 ranks: data 2 × depth 2", "config": {"train": {"batch": 3}},
+    "device": "cpu", "transport": "mpi", "precision": "fp32",
+    "unused_device": "rank 3 on n07: torch sees no GPU",
 }  # fmt: skip
 
 
@@ -44,6 +46,10 @@ def shown(terminal: bool) -> str:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_speed_loss_and_parts_are_shown(terminal):
     text = shown(terminal)
+    assert text.lstrip().startswith(
+        "train      device cpu, transport mpi, precision fp32; a CUDA device is there and not "
+        "used: rank 3 on n07: torch sees no GPU"
+    )
     assert "9,437,636 parameters, 6 samples, 4 ranks: data 2 × depth 2" in text
     assert "epoch 2/2" in text
     assert "loss 0.2500  validation mae 0.250  30.0 samples/s" in text

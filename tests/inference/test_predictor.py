@@ -79,6 +79,23 @@ def test_any_number_of_ranks_predicts_the_same(trained, tmp_path):
         np.testing.assert_array_equal(header[name], truth.header[name])
 
 
+@pytest.mark.parametrize("kind", [nib.Nifti1Image, nib.Nifti2Image])
+def test_no_text_of_the_image_is_in_the_prediction(trained, tmp_path, kind):
+    """Header fields, the unused ones too, and an extension; all of them name a patient."""
+    source = nib.load(trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz")
+    image = kind(np.asarray(source.dataobj), source.affine)
+    text = ("descrip", "aux_file", "intent_name", "data_type", "db_name", "unused_str")
+    for field in text:
+        if field in image.header:
+            image.header[field] = b"JaneDoe"
+    image.header.extensions.append(nib.nifti1.Nifti1Extension("comment", b"JaneDoe"))
+    nib.save(image, tmp_path / "in.nii")
+    assert (tmp_path / "in.nii").read_bytes().count(b"JaneDoe") >= 5
+    predict(trained, tmp_path / "out.nii", image=tmp_path / "in.nii")
+    assert b"JaneDoe" not in (tmp_path / "out.nii").read_bytes()
+    np.testing.assert_array_equal(nib.load(tmp_path / "out.nii").affine, source.affine)
+
+
 def test_it_is_what_the_plain_network_says(trained, tmp_path):
     """The exported weights in the plain network, on the data as they were trained on."""
     network = export_weights(trained / "run", tmp_path / "m.safetensors")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pydist import owner
 from pydist.errors import CheckpointError, DiskError
 from pydist.train import checkpoint
 
@@ -46,7 +47,7 @@ def test_the_latest_are_kept_and_ordered_by_step(tmp_path):
         checkpoint.write(tmp_path, step, parts(step), keep=3)
     kept = checkpoint.complete(tmp_path)
     assert [p.name for p in kept] == ["step-000300", "step-1000000", "step-1000001"]
-    assert checkpoint.leftovers(tmp_path) == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["last", *(p.name for p in kept)])
 
 
 def test_a_checkpoint_of_the_same_step_is_left_as_it_is(tmp_path):
@@ -148,14 +149,16 @@ checkpoint.write(Path(sys.argv[1]), 2, {"model": {"w": torch.ones(1000)}})
 """
 
 
-def test_a_killed_write_is_ignored_and_reported(tmp_path):
+def test_a_killed_write_is_ignored_and_its_part_is_removed(tmp_path):
     checkpoint.write(tmp_path, 1, parts(1.0))
     ended = subprocess.run(
         [sys.executable, "-c", KILLED, tmp_path, "3"], check=False, timeout=60, cwd=tmp_path
     )
     assert ended.returncode == 9
     assert [p.name for p in checkpoint.complete(tmp_path)] == ["step-000001"]
-    assert len(checkpoint.leftovers(tmp_path)) == 1
+    (part,) = owner.remove_temporaries(tmp_path)
+    assert part.name.startswith("step-000002.tmp-")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step-000001"]
 
 
 FULL = """

@@ -70,6 +70,13 @@ def test_all_mistakes_are_reported_at_once():
     assert all(name in str(caught.value) for name in ("model.width", "model.x", "train.batch"))
 
 
+@pytest.mark.parametrize("table", ["data", "output"])
+def test_a_path_with_a_zero_character_is_refused(table):
+    key = {"data": "path", "output": "folder"}[table]
+    with pytest.raises(UsageError, match=rf"{table}\.{key} = 'a\\x00b': a path has no zero"):
+        config_io.loads(f'[{table}]\n{key} = "a\\u0000b"', "run.toml")
+
+
 def test_files_that_are_no_toml_or_not_there_are_refused(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text("[model\n")

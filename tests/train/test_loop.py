@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+from contextlib import nullcontext
 
 import h5py
 import pytest
@@ -21,7 +22,7 @@ from pydist.errors import (
     Stopped,
     UsageError,
 )  # fmt: skip
-from pydist.train import checkpoint, log
+from pydist.train import about, checkpoint, log
 
 
 def alone(config, listeners=()):
@@ -244,13 +245,64 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_previous_offered(c
         ({"train": {"batch": 2}}, UsageError, "the saved sampler has batch_size=3"),
         ({"train": {"seed": 1}}, UsageError, "the saved sampler has seed=0"),
         ({"model": {"variant": "paper"}}, CheckpointError, "does not match this model"),
+        (
+            {"model": {"variant": "paper"}},
+            CheckpointError,
+            "model.variant is 'mlperf' there and 'paper' here",
+        ),
         ({"train": {"amp": "fp16"}}, CheckpointError, "does not match"),
+        (
+            {"optimizer": {"name": "sgd"}},
+            CheckpointError,
+            "optimizer.name is 'adam' there and 'sgd' here",
+        ),
+        ({"optimizer": {"lr": 0.1}}, CheckpointError, "optimizer.lr is 0.001 there and 0.1 here"),
+        (
+            {"optimizer": {"warmup_epochs": 1.0}},
+            CheckpointError,
+            "optimizer.warmup_epochs is 0.0 there and 1.0 here",
+        ),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(config, changes, error, message):
+def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_changed(
+    config, changes, error, message
+):
     alone(change(config, train={"steps": 1}))
+    before = (config.output.folder / "config.toml").read_bytes()
     with pytest.raises(error, match=message):
         alone(change(config, **changes))
+    assert (config.output.folder / "config.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        ({"name": "sgd"}, {"name": "sgd", "momentum": 0.5}, "optimizer.momentum is 0.9 there"),
+        ({"name": "sgd"}, {"name": "sgd", "momentum": 0.0}, "optimizer.momentum is 0.9 there"),
+        ({"name": "sgd"}, {"name": "sgd", "betas": (0.5, 0.5)}, None),
+        ({}, {"momentum": 0.5, "sharded": "always"}, None),
+    ],
+)
+def test_settings_that_do_not_count_for_an_optimizer_may_change(config, first, then, message):
+    alone(change(config, train={"steps": 1}, optimizer=first))
+    again = change(config, train={"steps": 2}, optimizer=then)
+    with nullcontext() if message is None else pytest.raises(CheckpointError, match=message):
+        alone(again)
+
+
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [
+        ({"name": "sgd"}, "the optimizer has .*betas.* there and .*momentum.* here"),
+        ({"warmup_epochs": 1.0}, "the scheduler has .*total_iters.* there and .*_schedulers"),
+    ],
+)  # fmt: skip
+def test_an_older_checkpoint_shows_its_optimizer_by_the_state(config, monkeypatch, then, message):
+    with monkeypatch.context() as patch:
+        patch.setattr(about, "_effective", lambda optimizer: {})
+        alone(change(config, train={"steps": 1}))
+    with pytest.raises(CheckpointError, match=message):
+        alone(change(config, optimizer=then))
 
 
 def test_a_checkpoint_that_can_not_be_written_stops_or_warns(config):
@@ -263,11 +315,13 @@ def test_a_checkpoint_that_can_not_be_written_stops_or_warns(config):
     assert "going on without a checkpoint" in events(config, "notice")[0]["text"]
 
 
-def test_what_an_interrupted_write_left_is_reported(config):
+def test_what_an_interrupted_write_left_is_removed_and_told(config):
     left = config.output.folder / "ckpt" / f"step-000007.tmp-{'0' * 32}"
     left.mkdir(parents=True)
+    os.utime(left, (0, 0))
     alone(change(config, train={"steps": 1}))
-    assert str(left) in events(config, "notice")[0]["text"]
+    assert f"removed {left}" in events(config, "notice")[0]["text"]
+    assert not left.exists()
 
 
 def test_wrong_width_and_missing_data_are_told_apart(config, tmp_path):

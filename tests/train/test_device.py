@@ -1,0 +1,96 @@
+"""Device and transport: one decision of all ranks, told at the beginning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from training import job
+
+from pydist import runtime
+from pydist.comm import LocalTransport, run_local
+from pydist.comm.transports.nccl import place
+from pydist.comm.transports.nccl.place import Found
+from pydist.mesh import Mesh
+from pydist.train import device, log
+
+FIRST, SECOND = Found("", "n07", 2, "GPU-a", 22705), Found("", "n07", 2, "GPU-b", 22705)
+NONE = Found("torch 2.13 sees no GPU", "n08", 0)
+HIDDEN = Found("pydist was built without CUDA kernels", "n08", 4)
+
+
+def first_of_two() -> LocalTransport:
+    """A transport that says it has two ranks, of which this is the first."""
+    world = LocalTransport()
+    world.size = 2
+    return world
+
+
+def decided(monkeypatch: pytest.MonkeyPatch, found: list[Found]) -> tuple[str, str]:
+    """What "auto" takes, and why no devices."""
+    worlds = {"host": first_of_two(), "nccl": LocalTransport()}
+    real = runtime.connect
+    monkeypatch.setattr(runtime, "_worlds", {})
+    monkeypatch.setattr(runtime, "_declined", [])
+    monkeypatch.setattr(runtime, "connect", lambda name: worlds.get(name) or real(name))
+    monkeypatch.setattr(place, "look", lambda host, local_rank: found)
+    monkeypatch.setenv(place.SHARE, "1")
+    world = runtime._join_auto(None)
+    return next(name for name, each in worlds.items() if each is world), runtime.why_no_devices()
+
+
+@pytest.mark.parametrize(
+    ("found", "transport", "reason"),
+    [
+        ([FIRST, SECOND], "nccl", ""),
+        ([NONE, NONE], "host", ""),
+        ([FIRST, NONE], "host", "rank 1 on n08: torch 2.13 sees no GPU"),
+        ([NONE, SECOND], "host", "rank 0 on n08: torch 2.13 sees no GPU"),
+        ([HIDDEN, HIDDEN], "host", "rank 0 on n08: pydist was built without CUDA kernels"),
+        ([FIRST, replace(FIRST, version=23000)], "host", "ranks have different versions of NCCL"),
+        ([replace(FIRST, version=23000)] * 2, "host", "2 ranks on n07 for 1 GPU (ranks 0, 1 would"),
+    ],
+)
+def test_auto_takes_devices_where_every_rank_has_one_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, found: list[Found], transport: str, reason: str
+) -> None:
+    """Ranks that may share a device (as the environment says here) are no reason to."""
+    taken, why = decided(monkeypatch, found)
+    assert taken == transport
+    assert why.startswith(reason)
+    assert bool(why) == bool(reason)
+
+
+def test_alone_no_transport_is_needed_for_a_device() -> None:
+    assert runtime.connect("auto") is runtime.connect("host")
+    assert runtime.why_no_devices() == ""
+
+
+def test_why_a_device_is_not_used_is_the_same_on_all_ranks(monkeypatch) -> None:
+    """Only one rank has one, and each rank has an obstacle of its own."""
+    monkeypatch.setattr(device, "present", lambda: ranks.pop(0))
+
+    def body(world) -> tuple[str, str]:
+        mesh = Mesh(world, 2)
+        return device.why_unused("auto", mesh), device.why_unused("cpu", mesh)
+
+    ranks = [0, 0, 0, 0]
+    assert run_local(body, 2) == [("", "")] * 2
+    ranks = [0, 3, 0, 3]
+    found = run_local(body, 2)
+    assert found[0] == found[1]
+    assert found[0][0]
+    assert found[0][1] == 'train.device is "cpu"'
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to use")
+def test_a_run_begins_with_device_transport_and_precision(config, monkeypatch) -> None:
+    monkeypatch.setattr(device, "present", lambda: 1)
+    once = replace(config, train=replace(config.train, steps=1, validate_every=0))
+    job(LocalTransport(), once)
+    start = next(log.read(config.output.folder / "log.jsonl"))
+    assert start["event"] == "start"
+    told = [start[name] for name in ("device", "transport", "precision", "unused_device")]
+    assert told[:3] == ["cpu", "local", "fp32"]
+    assert told[3].startswith(f"torch {torch.__version__} finds no CUDA device")
