@@ -48,8 +48,8 @@ def connect(transport: str = "auto") -> Transport:
             rank has a device of its own. "auto" is "nccl" where every rank of several has one,
             else "host"; all ranks decide together, see `why_no_devices`. "ipc" is "nccl" with
             exchanges by copies between devices of one machine. "cuda-mpi" is an MPI that takes
-            device memory. "cuda" is "nccl" where that is possible, else "cuda-mpi". "local" is one rank
-            on its own, whatever the launcher.
+            device memory. "cuda" is "nccl" where that is possible, else "cuda-mpi". "local" is
+            one rank on its own, whatever the launcher.
 
     Returns:
         The transport; the same one on every call.
