@@ -82,7 +82,9 @@ def _norm(
     with torch.no_grad():
         own = gathering.merged()
     centred = function is F.layer_norm
-    normed = Normalization(rows, None, None, own, plan, eps, centred).result().view(local.shape)
+    normed = Normalization(rows, None, None, own, plan, eps, centred).result()
+    # Not a view to autograd: of an empty one changed in place, gradients of gradients are lost.
+    normed = torch.ops.aten._unsafe_view(normed, local.shape)
     return wrap(_scaled(normed, operands).to(dtype), layout, input)
 
 

@@ -59,7 +59,7 @@ def empty(box: Box, like: Tensor) -> Tensor:
     # Not a view, of which a function's result may not be changed in place.
     n, channels, *spatial = box.shape
     shape, order = (n, *spatial, channels), (0, len(spatial) + 1, *range(1, len(spatial) + 1))
-    strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+    strides = [math.prod(max(1, extent) for extent in shape[i + 1 :]) for i in range(len(shape))]
     return like.new_empty_strided(box.shape, [strides[i] for i in order])
 
 

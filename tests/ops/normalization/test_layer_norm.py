@@ -183,3 +183,9 @@ def test_what_does_not_fit_is_named():
             F.local_response_norm(cut, 3)
 
     on_ranks((2, 1, 1), body)
+
+
+def test_of_a_channels_last_shard_one_voxel_thick():
+    x = randn(2, 3, 4, 4, 4).to(memory_format=torch.channels_last_3d)
+    points = [[0, 1, 4], None, None]
+    check_function(lambda x: F.elu(F.layer_norm(x, x.shape[1:]), inplace=True), x, points=points)

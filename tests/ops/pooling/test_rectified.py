@@ -284,3 +284,12 @@ def test_second_order_behind_a_norm_and_a_prelu(slope):
     parameters = [randn(3, 3, 3, 3, 3, seed=2), randn(3, seed=4)]
     points = ([0, 3, 5, 7], None, None)
     check_function(function, randn(2, 3, 7, 6, 5), parameters, points, second_order=True)
+
+
+@pytest.mark.parametrize("pool", [F.avg_pool3d, F.max_pool3d])
+def test_a_pool_of_a_channels_last_tensor_may_be_changed_in_place(pool):
+    check_function(
+        lambda x: F.leaky_relu_(pool(x, 3, 1, 1), 0.2),
+        randn(2, 3, 7, 4, 4).to(memory_format=torch.channels_last_3d),
+        points=[[0, 3, 7], None, None],
+    )
