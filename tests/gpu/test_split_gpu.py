@@ -12,7 +12,7 @@ from torch import nn
 
 from pydist import layout_for_sample, parallelize
 from pydist.comm import Transport
-from pydist.comm.gradients.agreement import Flags
+from pydist.comm.gradients.flags import Flags
 from pydist.comm.gradients.scattered import Family
 from pydist.comm.transports.nccl.place import missing
 from pydist.errors import NotSupported

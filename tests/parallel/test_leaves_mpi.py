@@ -55,6 +55,6 @@ def test_unequal_values_raise_on_every_rank(world):
     mesh = Mesh(world, 2, (2, 1, 1))
     model = parallelize(copy_of(nn.Conv3d(2, 2, 3, padding=1)), mesh)
     factor = nn.Parameter(torch.tensor(1.0 + (mesh.data_index == 1), dtype=torch.float64))
+    loss = (model(distribute_tensor(batch()[:2], mesh)).full_tensor() * factor).square().mean()
     with pytest.raises(UsageError, match="differs between rank 0 and rank 2"):
-        y = model(distribute_tensor(batch()[:2], mesh)).full_tensor()
-        (y * factor).square().mean().backward()
+        loss.backward()

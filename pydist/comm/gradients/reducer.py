@@ -14,7 +14,8 @@ from torch.autograd import Variable
 
 from pydist.comm.exchange.adjoints import mean_ranks
 from pydist.comm.gradients import graph, watch
-from pydist.comm.gradients.agreement import NEW, OLD, Flags, agree
+from pydist.comm.gradients.agreement import agree
+from pydist.comm.gradients.flags import NEW, Flags, own_flags, read_flags, refuse_frozen
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.leaf import Kind, Leaf, leaf_of
 from pydist.comm.gradients.scattered import ScatteredGradient
@@ -23,10 +24,6 @@ from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
-
-# A parameter that is frozen for so many backward passes in a row is sent no longer. Networks that
-# are frozen and unfrozen in turn (GANs) keep their places.
-_IDLE_PASSES = 3
 
 
 class _Run:
@@ -67,7 +64,7 @@ class Reducer:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """Starts without members; `reducer_of` makes it."""
+        """Starts without members; `members.reducer_of` makes it."""
         self._mesh = weakref.ref(mesh)
         self._lanes: list[Lane] = []
         self._found: Lane | None = None  # of parameters that no parallelized model had
@@ -296,16 +293,13 @@ class Reducer:
         mesh = self.mesh
         with mesh.timers.measure("gradients"):
             news = self._found_news()
-            own, proposals = self._own_flags()
-            proposed = any(
-                p != lane.dropped for p, lane in zip(proposals, self._lanes, strict=True)
-            )
-            own[0] = int(bool(news) or proposed)
-            for lane in self._taking_part():
-                lane.start_rest()
+            own, proposals = own_flags(self._lanes, bool(news))
+            for lane in self._lanes:
+                if lane.wanted:
+                    lane.start_rest()
             captured = _is_capturing(self._lanes)
             anywhere = self._flags.exchange(mesh.world, own, captured=captured)
-            any_news, used, flags = self._read(anywhere)
+            any_news, used, flags = read_flags(self._lanes, anywhere)
             members = (leaf for lane in self._lanes for leaf in lane.leaves)
             hooked = [e for e in (*members, *news) if e.has_hooks and (e.waits or not e.fired)]
             taking_part = [lane for lane, u in zip(self._lanes, used, strict=True) if u]
@@ -316,7 +310,7 @@ class Reducer:
             self._queued = False
             if self._runs:
                 self._runs[-1].complete = True
-            self._refuse_frozen(anywhere)
+            refuse_frozen(self._lanes, anywhere)
             if any_news:
                 self._take_up(news, proposals)
         for leaf in hooked:
@@ -331,67 +325,6 @@ class Reducer:
         found = [(leaf, leaf.parameter()) for leaf in self._newcomers.values()]
         self._newcomers = {leaf.key: leaf for leaf, p in found if p is not None}
         return [leaf for leaf, p in found if p is not None and leaf.fired and p.grad is not None]
-
-    def _taking_part(self) -> list[Lane]:
-        return [e for e in self._lanes if e.touched or (e.pending and not e.pauses)]
-
-    def _own_flags(self) -> tuple[list[int], list[list[int]]]:
-        """What this rank has: a place for news, a flag for each lane, two for each member.
-
-        Returns:
-            The flags, and for each lane the leaves that need no place any more.
-        """
-        lanes = self._lanes
-        flags = [0, *(int(lane.touched or (lane.pending and not lane.pauses)) for lane in lanes)]
-        frozen: list[int] = []
-        proposals = []
-        for lane in lanes:
-            proposal = []
-            for index, leaf in enumerate(lane.leaves):
-                parameter = leaf.parameter()
-                if parameter is None:
-                    flags.append(0)
-                    frozen.append(0)
-                    proposal.append(index)
-                    continue
-                assert leaf.bucket is not None
-                exists = leaf.bucket.has_gradient(leaf)
-                if leaf.fired and exists:
-                    flags.append(NEW)
-                    leaf.idle = 0
-                    frozen.append(0)
-                    continue
-                leaf.fired = False  # or zero_grad() was called since
-                flags.append(OLD if exists else 0)
-                trains = parameter.requires_grad
-                frozen.append(int(not trains))
-                leaf.idle = 0 if trains else leaf.idle + lane.touched
-                if leaf.idle >= _IDLE_PASSES:
-                    proposal.append(index)
-                if leaf.has_hooks:
-                    leaf.remember_base(parameter)
-            proposals.append(proposal)
-        return flags + frozen, proposals
-
-    def _read(self, anywhere: Sequence[int]) -> tuple[bool, list[int], dict[Leaf, int]]:
-        count = len(self._lanes)
-        members = chain.from_iterable(lane.leaves for lane in self._lanes)
-        flags = dict(zip(members, anywhere[1 + count :], strict=False))
-        return bool(anywhere[0]), list(anywhere[1 : 1 + count]), flags
-
-    def _refuse_frozen(self, anywhere: Sequence[int]) -> None:
-        """Names a parameter that some ranks train and others have frozen; on all ranks."""
-        members = [leaf for lane in self._lanes for leaf in lane.leaves]
-        first = 1 + len(self._lanes)
-        some = anywhere[first + len(members) :]
-        if not any(some):
-            return
-        for leaf, flag, frozen in zip(members, anywhere[first:], some, strict=False):
-            if flag == NEW and frozen:
-                raise NotSupported(
-                    f"the parameter {leaf.name} is frozen (requires_grad=False) on some ranks and "
-                    "trained on others: freeze the same parameters on all"
-                )
 
     def _take_up(self, news: list[Leaf], proposals: list[list[int]]) -> None:
         """Gives new members a place, and reduces their first gradients. Collective."""
@@ -445,30 +378,6 @@ class Reducer:
     def _plan(self, lane: Lane, leaves: Sequence[Leaf]) -> None:
         lane.plan(leaves)
         self.parts = {leaf.key: part for bucket in self.scattered for leaf, part in bucket.parts()}
-
-
-def reducer_of(mesh: Mesh) -> Reducer:
-    """The reducer of a mesh, made at the first call."""
-    if mesh.reducer is None:
-        graph.install()
-        watch.install()
-        mesh.reducer = Reducer(mesh)
-    return mesh.reducer
-
-
-def follow(tensor: Tensor, mesh: Mesh) -> None:
-    """Registers the parameters that a plain operand of a sharded call is, or was computed from."""
-    if mesh.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
-        return
-    known = leaf_of(tensor)
-    if known is None or known.reducer() is not mesh.reducer:
-        reducer_of(mesh).follow(tensor)
-
-
-def lead_to(tensor: Tensor, mesh: Mesh) -> None:
-    """Notes that a plain result comes from sharded tensors alone."""
-    if mesh.size > 1:
-        graph.mark(tensor, mesh)
 
 
 def _is_accumulated(parameter: Tensor | None) -> bool:
