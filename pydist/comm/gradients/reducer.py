@@ -66,7 +66,8 @@ class Reducer:
     def __init__(self, mesh: Mesh) -> None:
         """Starts without members; `members.reducer_of` makes it."""
         self._mesh = weakref.ref(mesh)
-        self._lanes: list[Lane] = []
+        self.lanes: list[Lane] = []
+        """Members that travel together: one lane for each model, one for what was found later."""
         self._found: Lane | None = None  # of parameters that no parallelized model had
         self._newcomers: dict[int, Leaf] = {}  # registered, and on no lane yet
         self._flags = Flags()
@@ -87,7 +88,7 @@ class Reducer:
     @property
     def scattered(self) -> list[ScatteredBucket]:
         """The buckets of scattered parameters, in the order in which backward completes them."""
-        return [bucket for lane in self._lanes for bucket in lane.scattered]
+        return [bucket for lane in self.lanes for bucket in lane.scattered]
 
     # -- members ----------------------------------------------------------------------------
 
@@ -135,13 +136,13 @@ class Reducer:
         Raises:
             NotSupported: a parameter has hooks, which would want the whole gradient.
         """
-        found = [leaf for p in parameters if (leaf := leaf_of(p)) and leaf.lane in self._lanes]
+        found = [leaf for p in parameters if (leaf := leaf_of(p)) and leaf.lane in self.lanes]
         for leaf in found:
             leaf.refuse_hooks()
         self.gather_gradients()  # in the next buckets parts may be others
         for leaf in found:
             leaf.scattered = True
-        for lane in self._lanes:
+        for lane in self.lanes:
             if any(leaf.lane is lane for leaf in found):
                 self._plan(lane, lane.leaves)
 
@@ -200,9 +201,9 @@ class Reducer:
         if failed and run.accumulates and not run.complete and not self._runs:
             # Other ranks may have come further, and this may be caught: the next pass tidies up.
             self._interrupted, self._queued = True, False
-            for lane in self._lanes:
+            for lane in self.lanes:
                 lane.interrupt()
-            for leaf in chain(self._newcomers.values(), *(lane.leaves for lane in self._lanes)):
+            for leaf in chain(self._newcomers.values(), *(lane.leaves for lane in self.lanes)):
                 leaf.fired = leaf.fired and leaf.paused
 
     def expect_end_of_backward(self) -> None:
@@ -213,7 +214,7 @@ class Reducer:
         run = self._runs[-1] if self._runs else None
         if self._queued or run is None or run.reaches_none or not run.accumulates:
             return
-        lanes = [lane.leaves for lane in self._lanes if not lane.pauses]
+        lanes = [lane.leaves for lane in self.lanes if not lane.pauses]
         if not self._pauses:
             lanes.append(list(self._newcomers.values()))
         if any(_is_accumulated(leaf.parameter()) for leaf in chain.from_iterable(lanes)):
@@ -269,7 +270,7 @@ class Reducer:
 
     def forget_capture(self) -> None:
         """Starts afresh after a capture that failed: see `Transport.forget_capture`."""
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.transport.forget_capture()
             lane.abandon(wait=False)
         self._queued = self._interrupted = False
@@ -293,16 +294,16 @@ class Reducer:
         mesh = self.mesh
         with mesh.timers.measure("gradients"):
             news = self._found_news()
-            own, proposals = own_flags(self._lanes, bool(news))
-            for lane in self._lanes:
+            own, proposals = own_flags(self.lanes, bool(news))
+            for lane in self.lanes:
                 if lane.wanted:
                     lane.start_rest()
-            captured = _is_capturing(self._lanes)
+            captured = _is_capturing(self.lanes)
             anywhere = self._flags.exchange(mesh.world, own, captured=captured)
-            any_news, used, flags = read_flags(self._lanes, anywhere)
-            members = (leaf for lane in self._lanes for leaf in lane.leaves)
+            any_news, used, flags = read_flags(self.lanes, anywhere)
+            members = (leaf for lane in self.lanes for leaf in lane.leaves)
             hooked = [e for e in (*members, *news) if e.has_hooks and (e.waits or not e.fired)]
-            taking_part = [lane for lane, u in zip(self._lanes, used, strict=True) if u]
+            taking_part = [lane for lane, u in zip(self.lanes, used, strict=True) if u]
             for lane in taking_part:
                 lane.start_rest()
             for lane in taking_part:
@@ -310,7 +311,7 @@ class Reducer:
             self._queued = False
             if self._runs:
                 self._runs[-1].complete = True
-            refuse_frozen(self._lanes, anywhere)
+            refuse_frozen(self.lanes, anywhere)
             if any_news:
                 self._take_up(news, proposals)
         for leaf in hooked:
@@ -328,7 +329,7 @@ class Reducer:
 
     def _take_up(self, news: list[Leaf], proposals: list[list[int]]) -> None:
         """Gives new members a place, and reduces their first gradients. Collective."""
-        lanes = list(self._lanes)
+        lanes = list(self.lanes)
         dropped = agree(self.mesh.world, news, lanes, proposals)
         self.gather_gradients()  # in the next buckets parts may be others
         for lane, gone, proposal in zip(lanes, dropped, proposals, strict=True):
@@ -347,7 +348,7 @@ class Reducer:
             self._found.start_rest()
             self._found.finish(lambda leaf: True)
             self._plan(self._found, [*known, *news])
-        self._lanes = [lane for lane in self._lanes if lane.leaves or lane is self._found]
+        self.lanes = [lane for lane in self.lanes if lane.leaves or lane is self._found]
 
     def _release(self, leaf: Leaf) -> None:
         """Ends a membership; a parameter that trains again comes back as a new one."""
@@ -360,11 +361,11 @@ class Reducer:
     def _recover(self) -> None:
         """Completes what interrupted passes have begun, so that messages match again."""
         with torch.no_grad():
-            own = torch.tensor([lane.started for lane in self._lanes], device="cpu")
+            own = torch.tensor([lane.started for lane in self.lanes], device="cpu")
             most = own.clone()
             if len(own):
                 self.mesh.world.all_reduce(most, "max")
-            for lane, started in zip(self._lanes, most.tolist(), strict=True):
+            for lane, started in zip(self.lanes, most.tolist(), strict=True):
                 lane.recover(started)
         self._interrupted = self._queued = False
 
@@ -372,7 +373,7 @@ class Reducer:
         mesh = self.mesh
         world = mesh.world
         lane = Lane(mesh.axes, world.split(0, world.rank), mesh.timers)
-        self._lanes.append(lane)
+        self.lanes.append(lane)
         return lane
 
     def _plan(self, lane: Lane, leaves: Sequence[Leaf]) -> None:
