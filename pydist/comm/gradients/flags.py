@@ -72,6 +72,11 @@ def own_flags(lanes: Sequence[Lane], news: bool) -> tuple[list[int], list[list[i
     for lane in lanes:
         proposal = []
         for index, leaf in enumerate(lane.leaves):
+            if leaf.fired and not leaf.paused:
+                flags.append(NEW)
+                frozen.append(0)
+                leaf.idle = 0
+                continue
             parameter = leaf.parameter()
             if parameter is None:
                 flags.append(0)

@@ -17,7 +17,7 @@ from pydist.comm.gradients import graph, watch
 from pydist.comm.gradients.agreement import agree
 from pydist.comm.gradients.flags import NEW, Flags, own_flags, read_flags, refuse_frozen
 from pydist.comm.gradients.lane import Lane
-from pydist.comm.gradients.leaf import Kind, Leaf, leaf_of
+from pydist.comm.gradients.leaf import Leaf, leaf_of
 from pydist.comm.gradients.scattered import ScatteredGradient
 from pydist.comm.gradients.scattered_bucket import Part, ScatteredBucket
 from pydist.errors import NotSupported
@@ -277,7 +277,7 @@ class Reducer:
 
     def _current(self, leaf: Leaf, parameter: Tensor) -> Leaf:
         """The member that a parameter is; another one if its dtype, shape or strides changed."""
-        if Kind.of(parameter) == leaf.kind:
+        if leaf.describes(parameter):
             return leaf
         fresh = leaf.renewed(parameter)
         self._newcomers[fresh.key] = fresh
