@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pydist.comm.gradients.lane import Lane
-from pydist.comm.gradients.reducer import Reducer, reducer_of
+from pydist.comm.gradients.members import reducer_of
+from pydist.comm.gradients.reducer import Reducer
 from pydist.errors import NotSupported, UsageError
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh

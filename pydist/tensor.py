@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pydist.comm.exchange.adjoints import with_true_gradient
-from pydist.comm.gradients.reducer import follow, lead_to
+from pydist.comm.gradients.members import follow, lead_to
 from pydist.errors import NotSupported, UsageError
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout, layout_for_sample

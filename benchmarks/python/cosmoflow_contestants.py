@@ -143,13 +143,14 @@ class Pydist(Plain):
     def exposed(self) -> float:
         """Bytes of gradients and parameters that a step waits for, as those of an all-reduce."""
         reducer = entry_of(self._model).reducer
-        users = [reducer, *(b for b in reducer._buckets if hasattr(b, "_transport"))]
-        noting = Noting(reducer._transport)
+        (lane,) = reducer.lanes
+        users = [lane, *lane.scattered]
+        noting = Noting(lane.transport)
         for user in users:
-            user._transport = noting
+            user.transport = noting
         self.step()
         for user in users:
-            user._transport = noting._transport
+            user.transport = noting._transport
         return noting.exposed
 
     def kept(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pydist._loader import native
 from pydist.comm.exchange.adjoints import enter, gather_box, with_true_gradient
 from pydist.comm.exchange.exchanger import Exchanger
-from pydist.comm.gradients.reducer import follow
+from pydist.comm.gradients.members import follow
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.formats import all_channels_last

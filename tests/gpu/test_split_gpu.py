@@ -12,7 +12,7 @@ from torch import nn
 
 from pydist import layout_for_sample, parallelize
 from pydist.comm import Transport
-from pydist.comm.gradients.held import HeldGradients
+from pydist.comm.gradients.flags import Flags
 from pydist.comm.gradients.scattered import Family
 from pydist.comm.transports.nccl.place import missing
 from pydist.errors import NotSupported
@@ -112,24 +112,13 @@ def test_norms_of_scattered_gradients_are_found_on_the_device(devices: Transport
         assert norm.item() == pytest.approx(torch.linalg.vector_norm(expected, order).item())
 
 
-def test_flags_of_gradients_are_agreed_on_the_device(devices: Transport) -> None:
-    held = HeldGradients(devices)
-    for whose in (0, 1, 1, 0):  # the rank that has the first gradient
-        held.start([devices.rank == whose, False, True], devices.device).wait()
-        assert [held.anywhere(i) for i in range(3)] == [True, False, True]
-    held.start([False, False, True], devices.device).wait()
-    assert [held.anywhere(i) for i in range(3)] == [False, False, True]
-
-
 def test_a_capture_takes_the_flags_of_the_step_before(devices: Transport) -> None:
-    """And only these: nothing is sent, and nothing read."""
-    held, device = HeldGradients(devices), devices.device
-    own = [devices.rank == 0, False, True]
-    held.start(own, device).wait()
-    assert [held.anywhere(i) for i in range(3)] == [True, False, True]
+    """And only these: nothing is sent."""
+    flags = Flags()
+    own = [int(devices.rank == 0), 0, 1]
+    assert flags.exchange(devices, own, captured=False) == [1, 0, 1]
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        torch.zeros(1, device=device)
-        held.start(own, device).wait()
-        assert [held.anywhere(i) for i in range(3)] == [True, False, True]
+        torch.zeros(1, device=devices.device)
+        assert flags.exchange(devices, own, captured=True) == [1, 0, 1]
         with pytest.raises(NotSupported, match="other gradients than the last one"):
-            held.start([True, True, True], device)
+            flags.exchange(devices, [1, 1, 1], captured=True)

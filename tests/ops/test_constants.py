@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from pydist.comm import LocalTransport
-from pydist.comm.gradients.held import HeldGradients
 from pydist.comm.gradients.scattered import Family
 from pydist.errors import NotSupported
 from pydist.layout import layout_for_sample
@@ -61,7 +60,7 @@ def test_counts_of_a_norm(layout):
     assert known.on(CPU).tolist() == [[2 * 6 * 4]]
 
 
-def test_norms_and_flags_of_gradients_travel_where_these_lie():
+def test_norms_of_gradients_travel_where_these_are():
     """This transport has host memory only, and says what it was given."""
     family = Family(LocalTransport())
     family.add(torch.empty(5, device=META))
@@ -69,5 +68,3 @@ def test_norms_and_flags_of_gradients_travel_where_these_lie():
     for order in (2.0, float("inf")):
         with pytest.raises(NotSupported, match="tensor on meta"):
             family.norm(0, order)
-    with pytest.raises(NotSupported, match="tensor on meta"):
-        HeldGradients(LocalTransport()).start([True, False], META)

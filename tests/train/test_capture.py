@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training import change, job
 
 from pydist.comm import LocalTransport, Work, run_local
-from pydist.comm.gradients.reducer import reducer_of
+from pydist.comm.gradients.members import reducer_of
 from pydist.data.loader import Batch
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost
 from pydist.mesh import Mesh

@@ -1,4 +1,4 @@
-"""What the ranks tell each other at the end of a backward pass: which gradients there are."""
+"""What ranks compare where one has a parameter that is new to the reducer."""
 
 from __future__ import annotations
 
@@ -6,53 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import UsageError
 
 if TYPE_CHECKING:
     from pydist.comm.gradients.lane import Lane
     from pydist.comm.gradients.leaf import Leaf
     from pydist.comm.interface.transport import Transport
-
-OLD, NEW = 1, 2
-"""A gradient from before this backward, and one that this backward has added to."""
-
-
-class Flags:
-    """Which gradients any rank has, which lanes any rank uses, and whether any has news.
-
-    One all-reduce of a few integers in host memory. While a step is captured nothing is sent: the
-    answer is that of the step before, as each rank has proved for itself that it has the same
-    gradients again; one that has not refuses, and the ranks agree afterwards that there is no
-    graph.
-    """
-
-    def __init__(self) -> None:
-        self._own: list[int] = []
-        self._sent = torch.empty(0, dtype=torch.int32, device="cpu")
-        self._any: list[int] = []
-
-    def exchange(self, world: Transport, own: list[int], *, captured: bool) -> list[int]:
-        """The largest of each flag over all ranks. Collective.
-
-        Raises:
-            NotSupported: a step is captured that has other gradients than the one before.
-        """
-        same = own == self._own
-        if captured:
-            if not same:
-                raise NotSupported("a CUDA graph of a step with other gradients than the last one")
-            return self._any
-        if not same:
-            self._own = own
-            self._sent = torch.tensor(own, dtype=torch.int32, device="cpu")
-        anywhere = self._sent.clone()
-        world.all_reduce(anywhere, "max")
-        self._any = anywhere.tolist()
-        return self._any
 
 
 def agree(

@@ -53,6 +53,11 @@ class Lane:
         return self._next
 
     @property
+    def wanted(self) -> bool:
+        """Whether this rank has gradients to be reduced now."""
+        return self.touched or (self.pending and not self.pauses)
+
+    @property
     def scattered(self) -> list[ScatteredBucket]:
         """The buckets of partitioned gradients, in the order in which backward completes them."""
         return [b for b in self.buckets if isinstance(b, ScatteredBucket)]

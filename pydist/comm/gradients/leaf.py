@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from pydist.comm.gradients.rows import is_dense
 from pydist.errors import NotSupported, UsageError
@@ -58,12 +57,13 @@ class Leaf:
         fired: whether this rank has accumulated a gradient that is not reduced yet.
         paused: whether that was under `no_sync`.
         idle: backward passes in a row that found it frozen.
+        has_hooks: whether users' hooks were registered.
         waits: whether users' hooks wait for the mean in the running backward.
         base: the gradient before the running backward, where hooks need to know what was added.
     """
 
     def __init__(self, parameter: Tensor, name: str, reducer: Reducer) -> None:
-        self._parameter = TensorWeakRef(parameter)
+        self._parameter = weakref.ref(parameter)
         self._reducer = weakref.ref(reducer)
         self.key, self.name = id(parameter), name
         self.kind = Kind.of(parameter)
@@ -71,7 +71,7 @@ class Leaf:
         self.scattered = False
         self.lane: Lane | None = None
         self.bucket: Bucket | None = None
-        self.fired = self.paused = self.waits = self._gone = False
+        self.fired = self.paused = self.waits = self.has_hooks = self._gone = False
         self.idle = 0
         self.base: Tensor | None = None
         self._stamp: tuple[int, int] | None = None
@@ -98,16 +98,25 @@ class Leaf:
 
     def parameter(self) -> Tensor | None:
         """The parameter, while it lives and this describes it."""
-        return None if self._gone else self._parameter()
+        parameter = None if self._gone else self._parameter()
+        if parameter is not None:
+            # What torch.utils.weak.TensorWeakRef does, which takes longer.
+            parameter._fix_weakref()  # type: ignore[attr-defined]
+        return parameter
+
+    def describes(self, parameter: Tensor) -> bool:
+        """Whether the parameter still is what the buckets expect."""
+        kind = self.kind
+        return (
+            parameter.dtype is kind.dtype
+            and parameter.shape == kind.shape
+            and parameter.stride() == kind.stride
+            and parameter.device == kind.device
+        )
 
     def reducer(self) -> Reducer | None:
         """What averages the gradient, while it lives."""
         return self._reducer()
-
-    @property
-    def has_hooks(self) -> bool:
-        """Whether users' hooks may be waiting."""
-        return len(self._before) > 1 or len(self._after) > 1
 
     def refuse_hooks(self) -> None:
         """Names hooks of users that a partitioned gradient could not serve."""
@@ -183,6 +192,7 @@ class _Hooks(OrderedDict[int, _Hook]):
         super().__setitem__(_OWN, _nothing)  # the first one: the engine calls them in this order
         for key, hook in (earlier or {}).items():
             if key != _OWN:
+                leaf.has_hooks = True
                 registered = hook.hook if isinstance(hook, _Waiting) else hook
                 super().__setitem__(key, _Waiting(self, registered, earlier, key))
 
@@ -198,6 +208,7 @@ class _Hooks(OrderedDict[int, _Hook]):
 
     def __setitem__(self, key: int, hook: _Hook) -> None:
         super().__setitem__(key, _Waiting(self, hook))
+        self.leaf.has_hooks = True
         if self.leaf.scattered:
             try:
                 self.leaf.refuse_hooks()

@@ -14,19 +14,16 @@ from torch.autograd import Variable
 
 from pydist.comm.exchange.adjoints import mean_ranks
 from pydist.comm.gradients import graph, watch
-from pydist.comm.gradients.agreement import NEW, OLD, Flags, agree
+from pydist.comm.gradients.agreement import agree
+from pydist.comm.gradients.flags import NEW, Flags, own_flags, read_flags, refuse_frozen
 from pydist.comm.gradients.lane import Lane
-from pydist.comm.gradients.leaf import Kind, Leaf, leaf_of
+from pydist.comm.gradients.leaf import Leaf, leaf_of
 from pydist.comm.gradients.scattered import ScatteredGradient
 from pydist.comm.gradients.scattered_bucket import Part, ScatteredBucket
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
-
-# A parameter that is frozen for so many backward passes in a row is sent no longer. Networks that
-# are frozen and unfrozen in turn (GANs) keep their places.
-_IDLE_PASSES = 3
 
 
 class _Run:
@@ -67,9 +64,10 @@ class Reducer:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """Starts without members; `reducer_of` makes it."""
+        """Starts without members; `members.reducer_of` makes it."""
         self._mesh = weakref.ref(mesh)
-        self._lanes: list[Lane] = []
+        self.lanes: list[Lane] = []
+        """Members that travel together: one lane for each model, one for what was found later."""
         self._found: Lane | None = None  # of parameters that no parallelized model had
         self._newcomers: dict[int, Leaf] = {}  # registered, and on no lane yet
         self._flags = Flags()
@@ -90,7 +88,7 @@ class Reducer:
     @property
     def scattered(self) -> list[ScatteredBucket]:
         """The buckets of scattered parameters, in the order in which backward completes them."""
-        return [bucket for lane in self._lanes for bucket in lane.scattered]
+        return [bucket for lane in self.lanes for bucket in lane.scattered]
 
     # -- members ----------------------------------------------------------------------------
 
@@ -138,13 +136,13 @@ class Reducer:
         Raises:
             NotSupported: a parameter has hooks, which would want the whole gradient.
         """
-        found = [leaf for p in parameters if (leaf := leaf_of(p)) and leaf.lane in self._lanes]
+        found = [leaf for p in parameters if (leaf := leaf_of(p)) and leaf.lane in self.lanes]
         for leaf in found:
             leaf.refuse_hooks()
         self.gather_gradients()  # in the next buckets parts may be others
         for leaf in found:
             leaf.scattered = True
-        for lane in self._lanes:
+        for lane in self.lanes:
             if any(leaf.lane is lane for leaf in found):
                 self._plan(lane, lane.leaves)
 
@@ -203,9 +201,9 @@ class Reducer:
         if failed and run.accumulates and not run.complete and not self._runs:
             # Other ranks may have come further, and this may be caught: the next pass tidies up.
             self._interrupted, self._queued = True, False
-            for lane in self._lanes:
+            for lane in self.lanes:
                 lane.interrupt()
-            for leaf in chain(self._newcomers.values(), *(lane.leaves for lane in self._lanes)):
+            for leaf in chain(self._newcomers.values(), *(lane.leaves for lane in self.lanes)):
                 leaf.fired = leaf.fired and leaf.paused
 
     def expect_end_of_backward(self) -> None:
@@ -216,7 +214,7 @@ class Reducer:
         run = self._runs[-1] if self._runs else None
         if self._queued or run is None or run.reaches_none or not run.accumulates:
             return
-        lanes = [lane.leaves for lane in self._lanes if not lane.pauses]
+        lanes = [lane.leaves for lane in self.lanes if not lane.pauses]
         if not self._pauses:
             lanes.append(list(self._newcomers.values()))
         if any(_is_accumulated(leaf.parameter()) for leaf in chain.from_iterable(lanes)):
@@ -272,14 +270,14 @@ class Reducer:
 
     def forget_capture(self) -> None:
         """Starts afresh after a capture that failed: see `Transport.forget_capture`."""
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.transport.forget_capture()
             lane.abandon(wait=False)
         self._queued = self._interrupted = False
 
     def _current(self, leaf: Leaf, parameter: Tensor) -> Leaf:
         """The member that a parameter is; another one if its dtype, shape or strides changed."""
-        if Kind.of(parameter) == leaf.kind:
+        if leaf.describes(parameter):
             return leaf
         fresh = leaf.renewed(parameter)
         self._newcomers[fresh.key] = fresh
@@ -296,19 +294,16 @@ class Reducer:
         mesh = self.mesh
         with mesh.timers.measure("gradients"):
             news = self._found_news()
-            own, proposals = self._own_flags()
-            proposed = any(
-                p != lane.dropped for p, lane in zip(proposals, self._lanes, strict=True)
-            )
-            own[0] = int(bool(news) or proposed)
-            for lane in self._taking_part():
-                lane.start_rest()
-            captured = _is_capturing(self._lanes)
+            own, proposals = own_flags(self.lanes, bool(news))
+            for lane in self.lanes:
+                if lane.wanted:
+                    lane.start_rest()
+            captured = _is_capturing(self.lanes)
             anywhere = self._flags.exchange(mesh.world, own, captured=captured)
-            any_news, used, flags = self._read(anywhere)
-            members = (leaf for lane in self._lanes for leaf in lane.leaves)
+            any_news, used, flags = read_flags(self.lanes, anywhere)
+            members = (leaf for lane in self.lanes for leaf in lane.leaves)
             hooked = [e for e in (*members, *news) if e.has_hooks and (e.waits or not e.fired)]
-            taking_part = [lane for lane, u in zip(self._lanes, used, strict=True) if u]
+            taking_part = [lane for lane, u in zip(self.lanes, used, strict=True) if u]
             for lane in taking_part:
                 lane.start_rest()
             for lane in taking_part:
@@ -316,7 +311,7 @@ class Reducer:
             self._queued = False
             if self._runs:
                 self._runs[-1].complete = True
-            self._refuse_frozen(anywhere)
+            refuse_frozen(self.lanes, anywhere)
             if any_news:
                 self._take_up(news, proposals)
         for leaf in hooked:
@@ -332,70 +327,9 @@ class Reducer:
         self._newcomers = {leaf.key: leaf for leaf, p in found if p is not None}
         return [leaf for leaf, p in found if p is not None and leaf.fired and p.grad is not None]
 
-    def _taking_part(self) -> list[Lane]:
-        return [e for e in self._lanes if e.touched or (e.pending and not e.pauses)]
-
-    def _own_flags(self) -> tuple[list[int], list[list[int]]]:
-        """What this rank has: a place for news, a flag for each lane, two for each member.
-
-        Returns:
-            The flags, and for each lane the leaves that need no place any more.
-        """
-        lanes = self._lanes
-        flags = [0, *(int(lane.touched or (lane.pending and not lane.pauses)) for lane in lanes)]
-        frozen: list[int] = []
-        proposals = []
-        for lane in lanes:
-            proposal = []
-            for index, leaf in enumerate(lane.leaves):
-                parameter = leaf.parameter()
-                if parameter is None:
-                    flags.append(0)
-                    frozen.append(0)
-                    proposal.append(index)
-                    continue
-                assert leaf.bucket is not None
-                exists = leaf.bucket.has_gradient(leaf)
-                if leaf.fired and exists:
-                    flags.append(NEW)
-                    leaf.idle = 0
-                    frozen.append(0)
-                    continue
-                leaf.fired = False  # or zero_grad() was called since
-                flags.append(OLD if exists else 0)
-                trains = parameter.requires_grad
-                frozen.append(int(not trains))
-                leaf.idle = 0 if trains else leaf.idle + lane.touched
-                if leaf.idle >= _IDLE_PASSES:
-                    proposal.append(index)
-                if leaf.has_hooks:
-                    leaf.remember_base(parameter)
-            proposals.append(proposal)
-        return flags + frozen, proposals
-
-    def _read(self, anywhere: Sequence[int]) -> tuple[bool, list[int], dict[Leaf, int]]:
-        count = len(self._lanes)
-        members = chain.from_iterable(lane.leaves for lane in self._lanes)
-        flags = dict(zip(members, anywhere[1 + count :], strict=False))
-        return bool(anywhere[0]), list(anywhere[1 : 1 + count]), flags
-
-    def _refuse_frozen(self, anywhere: Sequence[int]) -> None:
-        """Names a parameter that some ranks train and others have frozen; on all ranks."""
-        members = [leaf for lane in self._lanes for leaf in lane.leaves]
-        first = 1 + len(self._lanes)
-        some = anywhere[first + len(members) :]
-        if not any(some):
-            return
-        for leaf, flag, frozen in zip(members, anywhere[first:], some, strict=False):
-            if flag == NEW and frozen:
-                raise NotSupported(
-                    f"the parameter {leaf.name} is frozen (requires_grad=False) on some ranks and "
-                    "trained on others: freeze the same parameters on all"
-                )
-
     def _take_up(self, news: list[Leaf], proposals: list[list[int]]) -> None:
         """Gives new members a place, and reduces their first gradients. Collective."""
-        lanes = list(self._lanes)
+        lanes = list(self.lanes)
         dropped = agree(self.mesh.world, news, lanes, proposals)
         self.gather_gradients()  # in the next buckets parts may be others
         for lane, gone, proposal in zip(lanes, dropped, proposals, strict=True):
@@ -414,7 +348,7 @@ class Reducer:
             self._found.start_rest()
             self._found.finish(lambda leaf: True)
             self._plan(self._found, [*known, *news])
-        self._lanes = [lane for lane in self._lanes if lane.leaves or lane is self._found]
+        self.lanes = [lane for lane in self.lanes if lane.leaves or lane is self._found]
 
     def _release(self, leaf: Leaf) -> None:
         """Ends a membership; a parameter that trains again comes back as a new one."""
@@ -427,11 +361,11 @@ class Reducer:
     def _recover(self) -> None:
         """Completes what interrupted passes have begun, so that messages match again."""
         with torch.no_grad():
-            own = torch.tensor([lane.started for lane in self._lanes], device="cpu")
+            own = torch.tensor([lane.started for lane in self.lanes], device="cpu")
             most = own.clone()
             if len(own):
                 self.mesh.world.all_reduce(most, "max")
-            for lane, started in zip(self._lanes, most.tolist(), strict=True):
+            for lane, started in zip(self.lanes, most.tolist(), strict=True):
                 lane.recover(started)
         self._interrupted = self._queued = False
 
@@ -439,36 +373,12 @@ class Reducer:
         mesh = self.mesh
         world = mesh.world
         lane = Lane(mesh.axes, world.split(0, world.rank), mesh.timers)
-        self._lanes.append(lane)
+        self.lanes.append(lane)
         return lane
 
     def _plan(self, lane: Lane, leaves: Sequence[Leaf]) -> None:
         lane.plan(leaves)
         self.parts = {leaf.key: part for bucket in self.scattered for leaf, part in bucket.parts()}
-
-
-def reducer_of(mesh: Mesh) -> Reducer:
-    """The reducer of a mesh, made at the first call."""
-    if mesh.reducer is None:
-        graph.install()
-        watch.install()
-        mesh.reducer = Reducer(mesh)
-    return mesh.reducer
-
-
-def follow(tensor: Tensor, mesh: Mesh) -> None:
-    """Registers the parameters that a plain operand of a sharded call is, or was computed from."""
-    if mesh.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
-        return
-    known = leaf_of(tensor)
-    if known is None or known.reducer() is not mesh.reducer:
-        reducer_of(mesh).follow(tensor)
-
-
-def lead_to(tensor: Tensor, mesh: Mesh) -> None:
-    """Notes that a plain result comes from sharded tensors alone."""
-    if mesh.size > 1:
-        graph.mark(tensor, mesh)
 
 
 def _is_accumulated(parameter: Tensor | None) -> bool:

@@ -1,0 +1,133 @@
+"""What the ranks tell each other at the end of a backward pass: which gradients there are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+
+from pydist.errors import NotSupported
+
+if TYPE_CHECKING:
+    from pydist.comm.gradients.lane import Lane
+    from pydist.comm.gradients.leaf import Leaf
+    from pydist.comm.interface.transport import Transport
+
+# A parameter that is frozen for so many backward passes in a row is sent no longer. Networks that
+# are frozen and unfrozen in turn (GANs) keep their places.
+_IDLE_PASSES = 3
+OLD, NEW = 1, 2
+"""A gradient from before this backward, and one that this backward has added to."""
+
+
+class Flags:
+    """Which gradients any rank has, which lanes any rank uses, and whether any has news.
+
+    One all-reduce of a few integers in host memory. While a step is captured nothing is sent: the
+    answer is that of the step before, as each rank has proved for itself that it has the same
+    gradients again; one that has not refuses, and the ranks agree afterwards that there is no
+    graph.
+    """
+
+    def __init__(self) -> None:
+        self._own: list[int] = []
+        self._sent = torch.empty(0, dtype=torch.int32, device="cpu")
+        self._any: list[int] = []
+
+    def exchange(self, world: Transport, own: list[int], *, captured: bool) -> list[int]:
+        """The largest of each flag over all ranks. Collective.
+
+        Raises:
+            NotSupported: a step is captured that has other gradients than the one before.
+        """
+        same = own == self._own
+        if captured:
+            if not same:
+                raise NotSupported("a CUDA graph of a step with other gradients than the last one")
+            return self._any
+        if not same:
+            self._own = own
+            self._sent = torch.tensor(own, dtype=torch.int32, device="cpu")
+        anywhere = self._sent.clone()
+        world.all_reduce(anywhere, "max")
+        self._any = anywhere.tolist()
+        return self._any
+
+
+def own_flags(lanes: Sequence[Lane], news: bool) -> tuple[list[int], list[list[int]]]:
+    """What this rank has: a place for news, a flag for each lane, two for each member.
+
+    Args:
+        lanes: all lanes.
+        news: whether a parameter without a lane has a gradient.
+
+    Returns:
+        The flags, and for each lane the leaves that need no place any more.
+    """
+    flags = [0, *(int(lane.wanted) for lane in lanes)]
+    frozen: list[int] = []
+    proposals = []
+    for lane in lanes:
+        proposal = []
+        for index, leaf in enumerate(lane.leaves):
+            if leaf.fired and not leaf.paused:
+                flags.append(NEW)
+                frozen.append(0)
+                leaf.idle = 0
+                continue
+            parameter = leaf.parameter()
+            if parameter is None:
+                flags.append(0)
+                frozen.append(0)
+                proposal.append(index)
+                continue
+            assert leaf.bucket is not None
+            exists = leaf.bucket.has_gradient(leaf)
+            if leaf.fired and exists:
+                flags.append(NEW)
+                leaf.idle = 0
+                frozen.append(0)
+                continue
+            leaf.fired = False  # or zero_grad() was called since
+            flags.append(OLD if exists else 0)
+            trains = parameter.requires_grad
+            frozen.append(int(not trains))
+            leaf.idle = 0 if trains else leaf.idle + lane.touched
+            if leaf.idle >= _IDLE_PASSES:
+                proposal.append(index)
+            if leaf.has_hooks:
+                leaf.remember_base(parameter)
+        proposals.append(proposal)
+    flags[0] = int(news or proposals != [lane.dropped for lane in lanes])
+    return flags + frozen, proposals
+
+
+def read_flags(
+    lanes: Sequence[Lane], anywhere: Sequence[int]
+) -> tuple[bool, list[int], dict[Leaf, int]]:
+    """From the flags of all ranks: whether there is news, which lanes are used, which members."""
+    count = len(lanes)
+    members = chain.from_iterable(lane.leaves for lane in lanes)
+    flags = dict(zip(members, anywhere[1 + count :], strict=False))
+    return bool(anywhere[0]), list(anywhere[1 : 1 + count]), flags
+
+
+def refuse_frozen(lanes: Sequence[Lane], anywhere: Sequence[int]) -> None:
+    """Names a parameter that some ranks train and others have frozen; on all ranks.
+
+    Raises:
+        NotSupported: there is one.
+    """
+    members = [leaf for lane in lanes for leaf in lane.leaves]
+    first = 1 + len(lanes)
+    some = anywhere[first + len(members) :]
+    if not any(some):
+        return
+    for leaf, flag, frozen in zip(members, anywhere[first:], some, strict=False):
+        if flag == NEW and frozen:
+            raise NotSupported(
+                f"the parameter {leaf.name} is frozen (requires_grad=False) on some ranks and "
+                "trained on others: freeze the same parameters on all"
+            )

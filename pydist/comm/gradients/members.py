@@ -1,0 +1,39 @@
+"""How parameters become members of the reducer: called where sharded tensors meet plain ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pydist.comm.gradients import graph, watch
+from pydist.comm.gradients.leaf import leaf_of
+from pydist.comm.gradients.reducer import Reducer
+
+if TYPE_CHECKING:
+    from pydist.mesh import Mesh
+
+
+def reducer_of(mesh: Mesh) -> Reducer:
+    """The reducer of a mesh, made at the first call."""
+    if mesh.reducer is None:
+        graph.install()
+        watch.install()
+        mesh.reducer = Reducer(mesh)
+    return mesh.reducer
+
+
+def follow(tensor: Tensor, mesh: Mesh) -> None:
+    """Registers the parameters that a plain operand of a sharded call is, or was computed from."""
+    if mesh.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
+        return
+    known = leaf_of(tensor)
+    if known is None or known.reducer() is not mesh.reducer:
+        reducer_of(mesh).follow(tensor)
+
+
+def lead_to(tensor: Tensor, mesh: Mesh) -> None:
+    """Notes that a plain result comes from sharded tensors alone."""
+    if mesh.size > 1:
+        graph.mark(tensor, mesh)
