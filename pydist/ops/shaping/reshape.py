@@ -14,7 +14,7 @@ from pydist.layout import Layout, Split
 from pydist.mesh import SPATIAL_AXES
 from pydist.ops.dims import canonical, canonical_all, given_as, numpy_names
 from pydist.ops.redistribute import redistribute
-from pydist.ops.shaping.views import apart, view_of
+from pydist.ops.views import hides_order, in_format, moves, shares_memory, view_of
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, refusal
 
@@ -42,8 +42,13 @@ def reshaped(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor:
     if plan is None:
         plan = plans[key] = _plan(x._layout, out)
     moved = redistribute(x, plan.source)
-    local = local_of(moved).reshape(plan.out.local_shape)
-    return view_of(x, apart(moved, local) if plan.merges else local, plan.out)
+    own = local_of(moved)
+    local = own.reshape(plan.out.local_shape)
+    shares = shares_memory(local, own)
+    if plan.hides_order and shares:
+        local = local.clone()  # in torch it may be a copy, which may be changed though x is saved
+    is_copy = moves(x, plan.source) or plan.hides_order or (plan.merges and not shares)
+    return view_of(x, local, plan.out, is_copy)
 
 
 def _resolve(shape: Sequence[int], old: Sequence[int]) -> tuple[int, ...]:
@@ -61,12 +66,17 @@ def _resolve(shape: Sequence[int], old: Sequence[int]) -> tuple[int, ...]:
 class _Plan(NamedTuple):
     """The layout from which every rank reshapes its own block, and the layout that this gives.
 
-    Where dims are merged, the result is a view or not by the order in which they lie in memory.
+    Attributes:
+        source: from which every rank reshapes its own block.
+        out: of the result.
+        merges: whether dims are merged: the result is a view or not by their order in memory.
+        hides_order: whether there are ranks whose shards do not show that order.
     """
 
     source: Layout
     out: Layout
     merges: bool = False
+    hides_order: bool = False
 
 
 class _Group(NamedTuple):
@@ -117,8 +127,9 @@ def _plan(layout: Layout, shape: tuple[int, ...]) -> _Plan:
         if split is not None:
             points = [p * group.inner_old // group.inner_new for p in split.partition.points]
             splits[group.new[0]] = Split(split.axes, Partition(points))
-    merges = any(len(group.old) > 1 for group in groups)
-    return _Plan(source, Layout(layout.mesh, shape, splits), merges)
+    merged = [d for group in groups if len(group.old) > 1 for d in group.old]
+    out = Layout(layout.mesh, shape, splits)
+    return _Plan(source, out, bool(merged), bool(merged) and hides_order(source, merged))
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[_Group]:
@@ -192,10 +203,9 @@ def reshape(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
 def contiguous(
     input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> ShardedTensor:
-    """Each shard in a memory format; the tensor itself where its shard lies so."""
+    """Each shard in a memory format; the tensor itself where all shards show that it has it."""
     local = local_of(input)
-    ordered = apart(input, local.contiguous(memory_format=memory_format))
-    return input if ordered is local else view_of(input, ordered, input._layout)
+    return in_format(input, local.contiguous(memory_format=memory_format), memory_format)
 
 
 @implements(torch.Tensor.view_as, torch.Tensor.reshape_as)
@@ -233,4 +243,4 @@ def squeeze(input: ShardedTensor, dim: int | Sequence[int] | None = None) -> Sha
     moved = redistribute(input, layout.replace(changes=dict.fromkeys(gone)))
     kept = [d for d in range(input.dim()) if d not in gone]
     out = Layout(layout.mesh, [layout.shape[d] for d in kept], [layout.splits[d] for d in kept])
-    return view_of(input, local_of(moved).squeeze(tuple(gone)), out)
+    return view_of(input, local_of(moved).squeeze(tuple(gone)), out, moves(input, moved._layout))
