@@ -30,11 +30,13 @@ class View(NamedTuple):
         memory: what the tensor shares with its real views.
         part: a box that contains the tensor; `None` where no box is known.
         cut: the view and the index that selected exactly this tensor, if an index did.
+        is_expanded: whether several elements are one in memory, perhaps on other ranks only.
     """
 
     memory: Memory
     part: Part | None = None
     cut: tuple[View, Sequence[Any]] | None = None
+    is_expanded: bool = False
 
 
 class Memory:
@@ -154,8 +156,17 @@ def view_at(x: ShardedTensor) -> View:
 
 
 def record_change(x: ShardedTensor) -> None:
-    """A handler has changed `x` in place: copies of what it shares memory with are stale."""
+    """A handler has changed `x` in place: copies of what it shares memory with are stale.
+
+    Raises:
+        RuntimeError: it is a view of an expanded tensor; as torch, but on all ranks.
+    """
     view = x._view
+    if view is not None and view.is_expanded:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a "
+            "single memory location; clone() the expanded tensor before"
+        )
     if view is not None and (storage := view.memory.storage) is not None:
         source = source_line()
         how = f"of shape {list(x._layout.shape)}{f' at {source}' if source else ''}"
@@ -170,8 +181,21 @@ def staleness(x: ShardedTensor) -> str:
     return view.memory.storage.change_after(view.memory, view.part)
 
 
+def is_view_at(value: Any, x: ShardedTensor, index: Sequence[Any]) -> bool:
+    """Whether a value is a real view of `x`, the one at `index`."""
+    return _is_cut(value, x, index) and value._view.memory is view_at(x).memory
+
+
+def _is_cut(value: Any, x: ShardedTensor, index: Sequence[Any]) -> bool:
+    view = getattr(value, "_view", None)
+    if view is None or view.cut is None:
+        return False
+    source, at = view.cut
+    return source is x._view and tuple(at) == tuple(index)
+
+
 def written_back(x: ShardedTensor, value: Any, index: Sequence[Any]) -> Memory | None:
-    """The memory of a value that was cut from `x` at `index`, and is now assigned there.
+    """The memory of a copy that was cut from `x` at `index`, and is now assigned there.
 
     So does `x[index] += 1`: the copy is changed in place and written back. Then that change is no
     reason to refuse `x`. After the assignment the copy is `born` again.
@@ -179,19 +203,16 @@ def written_back(x: ShardedTensor, value: Any, index: Sequence[Any]) -> Memory |
     Raises:
         NotSupported: another tensor was changed in place that shares the memory of `x` in torch.
     """
-    view, own = getattr(value, "_view", None), x._view
-    if view is None or own is None or view.cut is None or view.memory is own.memory:
+    if not _is_cut(value, x, index) or (storage := value._view.memory.storage) is None:
         return None
-    storage, (source, at) = view.memory.storage, view.cut
-    if source is not own or tuple(at) != tuple(index) or storage is None:
-        return None
-    restore = storage.take_change(view.memory.key, view.part)
+    memory: Memory = value._view.memory
+    restore = storage.take_change(memory.key, value._view.part)
     try:
         refuse_stale(x)
     except NotSupported:
         restore()
         raise
-    return view.memory
+    return memory
 
 
 def refuse_stale(x: ShardedTensor) -> None:

@@ -20,6 +20,7 @@ def view_of(
     is_copy: bool = False,
     part: Part | None = None,
     index: Sequence[Any] | None = None,
+    is_expanded: bool = False,
 ) -> ShardedTensor:
     """A result of `x` that is a view in torch, or may be one.
 
@@ -31,6 +32,7 @@ def view_of(
             follows from layouts; then, if one is changed in place, use of the other is refused.
         part: a box of `x` that contains the result.
         index: of the result in `x`.
+        is_expanded: whether elements are repeated without a copy.
     """
     y = wrap(local, layout, x)
     if x.mesh.sample_size == 1:
@@ -40,7 +42,9 @@ def view_of(
     if 0 not in layout.shape:
         view = view_at(x)
         memory = view.memory.copied(x._shard) if is_copy else view.memory
-        y._view = View(memory, view.part or part, None if index is None else (view, index))
+        cut = None if index is None else (view, index)
+        is_expanded = is_expanded or (view.is_expanded and not is_copy)
+        y._view = View(memory, view.part or part, cut, is_expanded)
     return y
 
 

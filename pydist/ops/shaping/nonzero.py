@@ -13,19 +13,18 @@ from pydist.tensor import ShardedTensor, implements, local_of
 
 def _indices(x: ShardedTensor) -> Tensor:
     """The index of each nonzero element, [number, dims], in row-major order of the whole."""
-    box, shape = x._layout.box, x._layout.shape
-    first = torch.tensor(box.lo, dtype=torch.int64, device=x.device)
-    own = (local_of(x).detach().nonzero() + first).contiguous()
-    group = x.mesh.group(x._layout.used_axes)
+    own = local_of(x).detach().nonzero()
+    group, shape = x.mesh.group(x._layout.used_axes), x._layout.shape
     if group.size == 1:
         return own
+    own = (own + torch.tensor(x._layout.box.lo, device=x.device)).contiguous()
     counts = group.all_gather(torch.tensor([own.shape[0]])).flatten().tolist()
     found = own.new_empty(sum(counts), x.dim())
     group.all_gather_async(own, found, [count * x.dim() for count in counts]).wait()
     place = torch.zeros(found.shape[0], dtype=torch.int64, device=found.device)
     for d, extent in enumerate(shape):
         place = place * extent + found[:, d]
-    return found[place.argsort()]
+    return found[place.argsort()].t().contiguous().t()  # in memory dim by dim, as torch's
 
 
 @implements(torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere)

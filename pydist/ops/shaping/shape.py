@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -136,7 +137,8 @@ def expand(input: ShardedTensor, *size: Any, **named: Any) -> ShardedTensor:
     moved = redistribute(input, old.replace(changes=dict.fromkeys(repeated)))
     layout = Layout(old.mesh, shape, (*[None] * new, *moved._layout.splits))
     local = local_of(moved).expand(layout.local_shape)
-    return view_of(input, local, layout, moves(input, moved._layout))
+    is_copy = moves(input, moved._layout)
+    return view_of(input, local, layout, is_copy, is_expanded=math.prod(shape) > input.numel())
 
 
 @implements(torch.Tensor.expand_as)
@@ -165,4 +167,5 @@ def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
 def _broadcast(x: ShardedTensor, layout: Layout) -> ShardedTensor:
     needed = layout_of_operand(x, layout, layout.shape)
     local = operand_in(x, needed, layout).expand(layout.local_shape)
-    return view_of(x, local, layout, moves(x, needed))
+    is_expanded = math.prod(layout.shape) > x.numel()
+    return view_of(x, local, layout, moves(x, needed), is_expanded=is_expanded)

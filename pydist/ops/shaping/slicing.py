@@ -110,7 +110,7 @@ def sliced(x: ShardedTensor, entries: Sequence[Entry]) -> ShardedTensor:
     layout, local = region.layout, local_of(x)[region.local]
     part = part_of(x, entries)
     if not region.removed:
-        return view_of(x, local, layout, part=part)
+        return view_of(x, local, layout, part=part, index=tuple(entries))
     selected = wrap(local, layout, x)
     moved = redistribute(selected, layout.replace(changes=dict.fromkeys(region.removed)))
     left = [d for d in range(len(layout.shape)) if d not in region.removed]
