@@ -238,7 +238,9 @@ class ShardedTensor(torch.Tensor):
         lead_to(whole, self.mesh)
         return whole
 
-    def redistribute(self, layout: Layout | None = None, *others: Any, **named: Any) -> ShardedTensor:
+    def redistribute(
+        self, layout: Layout | None = None, *others: Any, **named: Any
+    ) -> ShardedTensor:
         """The same tensor in another layout of the same shape and mesh.
 
         Raises:
@@ -257,8 +259,11 @@ class ShardedTensor(torch.Tensor):
         return self if moved is self else view_of(self, moved._shard, layout, is_copy=True)
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
-        what = f"stale: it shares memory with another in torch, changed in place {how}" \
-            if (how := staleness(self)) else f"local={self._local!r}"
+        what = (
+            f"stale: it shares memory with another in torch, changed in place {how}"
+            if (how := staleness(self))
+            else f"local={self._local!r}"
+        )
         return f"ShardedTensor(shape={self._layout.shape}, {self._layout!r}, {what})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from pydist.errors import NotSupported
 from pydist.layout import Layout
 from pydist.ops.redistribute import redistribute, refuse_shard_shaped, shard_of_plain
+from pydist.ops.views import hides_order, view_of
 from pydist.tensor import (
     HANDLERS,
     ShardedTensor,
@@ -22,7 +23,6 @@ from pydist.tensor import (
     refusal,
     wrap,
 )
-from pydist.ops.views import hides_order, view_of
 from pydist.wrappers import of_wrapper
 
 # The wrapper carries the global shape, the dtype and the rest itself.
@@ -97,7 +97,7 @@ def is_leaf(x: ShardedTensor) -> bool:
 @implements(_descriptor("data").__get__)
 def data_of(x: ShardedTensor) -> ShardedTensor:
     """The tensor without its graph."""
-    return view_of(x, local_of(x).detach(), x._layout)
+    return view_of(x, local_of(x).data, x._layout)
 
 
 @implements(torch.Tensor.detach_, torch.detach_)

@@ -101,9 +101,7 @@ def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ..
     return operand_in(x, layout_of_operand(x, layout, out_shape), layout)
 
 
-def layout_of_operand(
-    x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]
-) -> Layout:
+def layout_of_operand(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]) -> Layout:
     """Where the parts of an operand of a broadcasting call are needed; see `operand_for`."""
     missing = len(out_shape) - x.dim()
     splits = [

@@ -62,6 +62,9 @@ def interpolate(
     if mode == "area":
         return _AREA[dims](input, out.shape[2:])  # type: ignore[return-value]
     local = local_of(input)
+    if layout.shape[0] == 0:
+        # Nothing to exchange; the result stays in the graph.
+        return wrap(local.new_zeros(out.local_shape) + local.sum(), out, input)
     if all(d == 0 for d in layout.split_dims):
         return wrap(F.interpolate(local, **options), out, input)
     if antialias:

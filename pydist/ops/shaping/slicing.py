@@ -16,7 +16,6 @@ from pydist.layout import Layout, Split
 from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.redistribute import redistribute
 from pydist.ops.views import moves, view_of
-
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, wrap
 
