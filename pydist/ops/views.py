@@ -79,10 +79,9 @@ def in_format(
     layout, is_same = input._layout, local is input._shard
     if is_same and input.mesh.sample_size == 1:
         return input
-    if is_same and memory_format == torch.contiguous_format:
-        if not hides_order(layout, range(input.dim())):
-            return input
-        local = local.clone()
+    is_plain = memory_format == torch.contiguous_format
+    if is_same and is_plain and hides_order(layout, range(input.dim())):
+        local = local.clone()  # in torch it may be a copy, which may be changed though x is saved
     return view_of(input, local, layout, is_copy=True)
 
 

@@ -33,8 +33,15 @@ def gathered_layout(layout: Layout) -> Layout:
     return Layout(mesh, layout.shape, splits)
 
 
-def reshaped(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor:
-    """`x` in another shape, its elements in the same (row-major) order."""
+def reshaped(x: ShardedTensor, shape: Sequence[int], is_view: bool = False) -> ShardedTensor:
+    """`x` in another shape, its elements in the same (row-major) order.
+
+    Args:
+        x: the tensor.
+        shape: of the result; one entry may be -1.
+        is_view: whether torch never copies. Else merged dims are a view or a copy by the strides of
+            the whole, which shards need not show: after a change in place one side is refused.
+    """
     out = _resolve(shape, x.shape)
     plans = x.mesh.plans
     key = ("reshape", x._layout, out)
@@ -45,9 +52,9 @@ def reshaped(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor:
     own = local_of(moved)
     local = own.reshape(plan.out.local_shape)
     shares = shares_memory(local, own)
-    if plan.hides_order and shares:
+    if plan.hides_order and shares and not is_view:
         local = local.clone()  # in torch it may be a copy, which may be changed though x is saved
-    is_copy = moves(x, plan.source) or plan.hides_order or (plan.merges and not shares)
+    is_copy = moves(x, plan.source) or (plan.merges and not (is_view and shares))
     return view_of(x, local, plan.out, is_copy)
 
 
@@ -186,32 +193,45 @@ def _moved(group: _Group, layout: Layout) -> Split | None:
 # -- torch's calls --------------------------------------------------------------------------
 
 
-@implements(torch.reshape, torch.Tensor.reshape, torch.Tensor.view)
+@implements(torch.reshape, torch.Tensor.reshape)
 def reshape(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
-    """Reshape and view.
+    """Reshape.
 
     Blocks are moved between ranks where a rank's elements would not be one block of the result;
     dims that become the features of a linear layer are gathered.
     """
     asked = given_as("size", shape, {("size" if n == "shape" else n): v for n, v in named.items()})
-    if isinstance(asked, torch.dtype) or "dtype" in named:
-        raise refusal(torch.Tensor.view, (input,), {}, "a view of another dtype")
     return reshaped(input, (asked,) if isinstance(asked, int) else asked)
+
+
+@implements(torch.Tensor.view)
+def view(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
+    """Reshape, which torch does without a copy or not at all."""
+    if "dtype" in named or (shape and isinstance(shape[0], torch.dtype)):
+        raise refusal(torch.Tensor.view, (input,), {}, "a view of another dtype")
+    asked = given_as("size", shape, named)
+    return reshaped(input, (asked,) if isinstance(asked, int) else asked, is_view=True)
 
 
 @implements(torch.Tensor.contiguous)
 def contiguous(
     input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> ShardedTensor:
-    """Each shard in a memory format; the tensor itself where all shards show that it has it."""
+    """Each shard in a memory format."""
     local = local_of(input)
     return in_format(input, local.contiguous(memory_format=memory_format), memory_format)
 
 
-@implements(torch.Tensor.view_as, torch.Tensor.reshape_as)
-def view_as(input: Tensor, other: Tensor) -> Tensor:
+@implements(torch.Tensor.reshape_as)
+def reshape_as(input: Tensor, other: Tensor) -> Tensor:
     """In the shape of another tensor."""
     return input.reshape(other.shape)
+
+
+@implements(torch.Tensor.view_as)
+def view_as(input: Tensor, other: Tensor) -> Tensor:
+    """In the shape of another tensor, without a copy."""
+    return input.view(other.shape)
 
 
 @implements(torch.flatten, torch.ravel, torch.Tensor.flatten, torch.Tensor.ravel)
