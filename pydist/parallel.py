@@ -6,12 +6,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from pydist.aliasing import view_at
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.members import reducer_of
 from pydist.comm.gradients.reducer import Reducer
@@ -19,12 +20,17 @@ from pydist.errors import NotSupported, UsageError
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
 from pydist.ops.normalization.batch_norm import STATISTICS
-from pydist.tensor import Origin, ShardedTensor, distribute_tensor
+from pydist.tensor import Origin, ShardedTensor, distribute_tensor, local_of
 
 # Not all frames of that file: torch.utils.checkpoint has one that switches the compiler off.
 _COMPILER = ("torch/_dynamo/eval_frame.py", "compile_wrapper")
 
 _ENTRY = "_pydist_entry"
+
+_NO_SCRIPT = (
+    "torch.{} of a parallelized model: exchanges between ranks can't be recorded; load its "
+    "state_dict() into a model that is not parallelized, and give that one"
+)
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -71,6 +77,7 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
     entry.adopt(model)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     model.__dict__["no_sync"] = entry.no_sync
+    model.__dict__["__prepare_scriptable__"] = entry.refuse_script
     model.__dict__[_ENTRY] = entry
     return model
 
@@ -101,6 +108,16 @@ class Entry:
         # parameters become the reducer's if they are ever trained.
         copy = memo[id(self)] = Entry(self.mesh, self.statistics)
         return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotSupported(
+            "a parallelized model can't be pickled (torch.save): save its state_dict(), which a "
+            "model that is not parallelized loads too, or use pydist's checkpoints"
+        )
+
+    def refuse_script(self) -> NoReturn:
+        """Stops torch.jit.script, which calls this instead of the model."""
+        raise NotSupported(_NO_SCRIPT.format("jit.script"))
 
     @property
     def reducer(self) -> Reducer:
@@ -140,15 +157,21 @@ class Entry:
         else:
             return x
         origin = Origin(self.mesh.forwards, first, self.statistics)
-        return ShardedTensor(x.to_local(), x.layout, origin)
+        shown = ShardedTensor(local_of(x), x.layout, origin)
+        shown._view = view_at(x)
+        return shown
 
 
 def _refuse_compiler() -> None:
-    """Stops a call through torch.compile.
+    """Stops a call through torch.compile, torch.jit.trace or torch.export.
 
     While the compiler traces, an error raised here only makes it fall back to running this call
     as it is, still inside of it: so its frames are looked for.
     """
+    if torch._C._get_tracing_state() is not None:
+        raise NotSupported(_NO_SCRIPT.format("jit.trace"))
+    if torch.compiler.is_exporting():
+        raise NotSupported(_NO_SCRIPT.format("export"))
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file, function = frame.f_code.co_filename, frame.f_code.co_name

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from pydist.aliasing import View, record_change, refuse_stale, staleness
 from pydist.comm.exchange.adjoints import with_true_gradient
 from pydist.comm.gradients.members import follow, lead_to
 from pydist.errors import NotSupported, UsageError
@@ -116,8 +116,8 @@ class ShardedTensor(torch.Tensor):
     _origin: Origin
     _pending: Pending | None
     """What is to be completed before the shard may be used."""
-    _copied_from: weakref.ref[ShardedTensor] | None = None
-    """The tensor of which this would be a view in torch, but is a copy here."""
+    _view: View | None = None
+    """What it shares memory with, here and in torch; `None` where that is nothing."""
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, origin: Origin) -> ShardedTensor:
@@ -183,6 +183,8 @@ class ShardedTensor(torch.Tensor):
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.complete()
+        if self._view is not None and self._view.memory.storage is not None:
+            refuse_stale(self)
         return self._shard
 
     # Networks ask for these all the time: answered here, they need no dispatch.
@@ -219,6 +221,8 @@ class ShardedTensor(torch.Tensor):
         """This rank's shard, a plain tensor in the same autograd graph."""
         local = local_of(self)
         lead_to(local, self.mesh)
+        if self._view is not None and (storage := self._view.memory.storage) is not None:
+            storage.watch(self._view.memory.key, local)
         return local
 
     def full_tensor(self) -> Tensor:
@@ -234,14 +238,33 @@ class ShardedTensor(torch.Tensor):
         lead_to(whole, self.mesh)
         return whole
 
-    def redistribute(self, layout: Layout) -> ShardedTensor:
-        """The same tensor in another layout of the same shape and mesh."""
-        from pydist.ops.redistribute import redistribute
+    def redistribute(
+        self, layout: Layout | None = None, *others: Any, **named: Any
+    ) -> ShardedTensor:
+        """The same tensor in another layout of the same shape and mesh.
 
-        return redistribute(self, layout)
+        Raises:
+            UsageError: no layout was given, or one of another shape or mesh.
+        """
+        from pydist.ops.redistribute import redistribute
+        from pydist.ops.views import view_of
+
+        if others or named or not isinstance(layout, Layout):
+            raise UsageError(
+                f"redistribute of a ShardedTensor of shape {list(self._layout.shape)} takes one "
+                "pydist.Layout, as in x.redistribute(x.layout.whole()); a device mesh and "
+                "placements are for torch's DTensor"
+            )
+        moved = redistribute(self, layout)
+        return self if moved is self else view_of(self, moved._shard, layout, is_copy=True)
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
-        return f"ShardedTensor(shape={self._layout.shape}, {self._layout!r}, local={self._local!r})"
+        what = (
+            f"stale: it shares memory with another in torch, changed in place {how}"
+            if (how := staleness(self))
+            else f"local={self._local!r}"
+        )
+        return f"ShardedTensor(shape={self._layout.shape}, {self._layout!r}, {what})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         return ShardedTensor(self._local.__deepcopy__(memo), self._layout, self._origin)
@@ -345,17 +368,10 @@ def adopt_local(x: ShardedTensor, local: Tensor, changed: bool = True) -> Sharde
         x: the tensor.
         local: its shard from now on.
         changed: whether its numbers are others; whoever kept them for backward then notices.
-
-    Raises:
-        NotSupported: `x` is a copy of what would be a view in torch, of a tensor still in use.
     """
-    if x._copied_from is not None and x._copied_from() is not None:
-        raise NotSupported(
-            f"in place on a tensor of shape {list(x.shape)}: in torch it would be a view of "
-            "another tensor and change that as well, but its blocks were moved; use x.clone(), or "
-            "assign to the other tensor with x[...] = value"
-        )
     x._shard = local
+    if changed and x._view is not None:
+        record_change(x)
     if changed and not of_wrapper(torch.Tensor.is_inference, x):
         torch.autograd.graph.increment_version(x)
     if local.requires_grad and not of_wrapper(GET_REQUIRES_GRAD, x):

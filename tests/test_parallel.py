@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -368,6 +369,48 @@ def test_torch_compile_is_refused_with_a_reason():
             torch.compile(model, backend="eager")(randn(*SHAPE))
 
     on_ranks((1, 1, 1), body)
+
+
+def _save(model, x):
+    torch.save(model, io.BytesIO())
+
+
+def _save_within(model, x):
+    torch.save(nn.Sequential(model), io.BytesIO())
+
+
+def _trace(model, x):
+    torch.jit.trace(model, (x,))
+
+
+def _script(model, x):
+    torch.jit.script(model)
+
+
+def _script_within(model, x):
+    torch.jit.script(nn.Sequential(model))
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (_save, r"can't be pickled \(torch.save\): save its state_dict\(\)"),
+        (_save_within, r"can't be pickled"),
+        (_trace, "torch.jit.trace of a parallelized model"),
+        (_script, "torch.jit.script of a parallelized model"),
+        (_script_within, "torch.jit.script of a parallelized model"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_what_would_record_or_pickle_a_model_is_refused_in_one_line(record, said):
+    def body(mesh):
+        model = parallelize(nn.Conv3d(1, 2, 3, padding=1), mesh)
+        with pytest.raises(NotSupported, match=said) as caught:
+            record(model, torch.ones(1, 1, 4, 4, 4))
+        assert "\n" not in str(caught.value)
+        assert copy.deepcopy(model)(torch.ones(1, 1, 4, 4, 4)).shape == (1, 2, 4, 4, 4)
+
+    on_ranks((2, 1, 1), body)
 
 
 def test_a_batch_that_differs_between_the_ranks_of_a_group_is_refused():

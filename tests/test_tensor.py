@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from children import child_environment
-from equivalence import on_ranks, on_shards, randn, shard
+from equivalence import layout_at, on_ranks, on_shards, randn, shard
 from networks import initialised
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -126,6 +126,19 @@ def test_from_local_refuses_a_shard_of_another_shape():
             ShardedTensor.from_local(randn(*SHAPE), layout_for_sample(mesh, SHAPE))
 
     on_ranks(GRID, lambda mesh: body(mesh) if mesh.rank == 0 else None)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"), [((), {}), (("mesh", [0]), {}), (([0],), {}), ((), {"placements": [0]})]
+)
+def test_redistribute_as_dtensor_has_it_is_refused_in_one_line(args, named):
+    def body(mesh):
+        x = shard(randn(1, 2, 4, 4, 4), layout_at(mesh, (1, 2, 4, 4, 4), [[0, 2, 4], None, None]))
+        with pytest.raises(UsageError, match="takes one pydist") as caught:
+            x.redistribute(*args, **named)
+        assert "\n" not in str(caught.value)
+
+    on_ranks((2, 1, 1), body)
 
 
 def test_redistribute_to_another_shape_is_refused():

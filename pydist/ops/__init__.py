@@ -14,4 +14,13 @@ from pydist.ops.pooling import adaptive, pool, unpool
 from pydist.ops.products import einsum, matmul
 from pydist.ops.reduction import along, extremes, loss, powers, reduce
 from pydist.ops.resampling import pad, periodic, pixel_shuffle, resample
-from pydist.ops.shaping import assignment, indexing, joining, reshape, scatter, shape, slicing
+from pydist.ops.shaping import (
+    assignment,
+    indexing,
+    joining,
+    nonzero,
+    reshape,
+    scatter,
+    shape,
+    slicing,
+)

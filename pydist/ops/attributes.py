@@ -13,6 +13,7 @@ from torch import Tensor
 from pydist.errors import NotSupported
 from pydist.layout import Layout
 from pydist.ops.redistribute import redistribute, refuse_shard_shaped, shard_of_plain
+from pydist.ops.views import hides_order, view_of
 from pydist.tensor import (
     HANDLERS,
     ShardedTensor,
@@ -55,9 +56,16 @@ for _function in (torch.is_floating_point, torch.is_complex, torch.numel, torch.
 def is_contiguous(
     x: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
-    """Whether it lies densely: in the channels-last formats, whether this rank's shard does."""
+    """Whether it can be viewed in any shape: True; of other formats, whether the shards have it.
+
+    Raises:
+        NotSupported: the shards of some ranks are too thin to show their format.
+    """
     if memory_format == torch.contiguous_format:
-        return True  # no call on sharded tensors asks for more
+        return True
+    if hides_order(x._layout, range(x.dim())):
+        why = f"{memory_format}, which shards with an extent of 0 or 1 do not show"
+        raise refusal(torch.Tensor.is_contiguous, (x,), {}, why)
     return local_of(x).is_contiguous(memory_format=memory_format)
 
 
@@ -89,7 +97,15 @@ def is_leaf(x: ShardedTensor) -> bool:
 @implements(_descriptor("data").__get__)
 def data_of(x: ShardedTensor) -> ShardedTensor:
     """The tensor without its graph."""
-    return wrap(local_of(x).detach(), x._layout, x)
+    return view_of(x, local_of(x).data, x._layout)
+
+
+@implements(torch.Tensor.detach_, torch.detach_)
+def detach_(x: ShardedTensor) -> ShardedTensor:
+    """Takes the tensor out of its graph."""
+    x._shard = local_of(x).detach()  # a shard may be a view, of which torch would refuse it
+    of_wrapper(torch.Tensor.requires_grad_, x, False)
+    return x
 
 
 @implements(torch.Tensor.requires_grad_)

@@ -98,12 +98,17 @@ def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ..
     Raises:
         UsageError: a plain operand has the shape of this rank's shard instead of the global one.
     """
+    return operand_in(x, layout_of_operand(x, layout, out_shape), layout)
+
+
+def layout_of_operand(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]) -> Layout:
+    """Where the parts of an operand of a broadcasting call are needed; see `operand_for`."""
     missing = len(out_shape) - x.dim()
     splits = [
         layout.splits[missing + d] if n == out_shape[missing + d] else None
         for d, n in enumerate(x.shape)
     ]
-    return operand_in(x, Layout(layout.mesh, tuple(x.shape), splits), layout)
+    return Layout(layout.mesh, tuple(x.shape), splits)
 
 
 def operand_in(x: Tensor, target: Layout, layout: Layout) -> Tensor:

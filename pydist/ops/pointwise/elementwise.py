@@ -14,6 +14,7 @@ from pydist.errors import UsageError
 from pydist.layout import Layout, Split
 from pydist.ops.pointwise.in_place import in_place_on_plain
 from pydist.ops.redistribute import operand_for, refuse_shard_shaped
+from pydist.ops.views import in_format, view_of
 from pydist.tensor import (
     HANDLERS,
     ShardedTensor,
@@ -30,9 +31,9 @@ abs absolute neg negative positive sign sgn signbit square sqrt rsqrt reciprocal
 log2 log10 log1p sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh arcsin arccos arctan
 arcsinh arccosh arctanh sigmoid logit erf erfc erfinv floor ceil round trunc fix frac isnan isinf
 isfinite isposinf isneginf isreal nan_to_num relu logical_not bitwise_not clamp clamp_min clamp_max
-clip deg2rad rad2deg i0 lgamma digamma polygamma mvlgamma sinc angle real imag conj conj_physical
+clip deg2rad rad2deg i0 lgamma digamma polygamma mvlgamma sinc angle conj_physical
 resolve_conj resolve_neg threshold hardshrink celu selu zeros_like ones_like full_like empty_like
-clone detach
+clone
 """.split()
 _METHODS_ONLY = """
 float double half bfloat16 int long short bool byte char type cpu cuda fill_ zero_
@@ -128,6 +129,8 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return result  # NotImplemented, or the name of the dtype
     if in_place:
         return adopt_local(target, result)
+    if result is first._shard:
+        return first
     return (wrap_new if func in _ARITHMETIC else wrap)(result, layout, first)
 
 
@@ -165,9 +168,23 @@ def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
     def handler(*args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs:
             x = args[0]
-            result = func(local_of(x))
+            local = local_of(x)
+            result = func(local)
+            if result is local:
+                return x  # as torch gives the tensor itself where there is nothing to do
             return wrap(result, x._layout, x) if isinstance(result, Tensor) else result
         return elementwise(func, *args, **kwargs)
+
+    return handler
+
+
+def _alias(func: Callable[..., Tensor]) -> Callable[[ShardedTensor], ShardedTensor]:
+    """A call of one tensor whose result has its memory, or is the tensor itself."""
+
+    def handler(input: ShardedTensor) -> ShardedTensor:
+        local = local_of(input)
+        result = func(local)
+        return input if result is local else view_of(input, result, input._layout)
 
     return handler
 
@@ -186,6 +203,15 @@ def _register() -> None:
     for function in functions:
         if function is not None:
             HANDLERS.setdefault(function, _handler(function))
+    for name in ("detach", "real", "imag", "conj"):
+        for function in (getattr(torch, name), _method(name)):
+            HANDLERS[function] = _alias(function)
+
+
+def _method(name: str) -> Any:
+    """A method of torch.Tensor; of an attribute, what torch hands to handlers."""
+    found = getattr(torch.Tensor, name)
+    return found.__get__ if name in ("real", "imag") else found
 
 
 _register()
@@ -201,7 +227,14 @@ def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return input.to(*args, **kwargs)
     local = local_of(input)
     moved = local.to(*args, **kwargs)
+    memory_format = kwargs.get("memory_format", torch.preserve_format)
+    if memory_format != torch.preserve_format and _keeps(local, moved):
+        return in_format(input, moved, memory_format)
     return input if moved is local else wrap(moved, input._layout, input)
+
+
+def _keeps(local: Tensor, moved: Tensor) -> bool:
+    return moved.dtype == local.dtype and moved.device == local.device
 
 
 @implements(torch.Tensor.type_as)

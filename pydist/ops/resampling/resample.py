@@ -48,9 +48,10 @@ def interpolate(
     plans = layout.mesh.plans
     if key not in plans:
         # torch's own checks and messages, and its rule for the size of the result.
-        shape = F.interpolate(
-            torch.empty(layout.shape, dtype=input.dtype, device="meta"), **options
-        ).shape
+        # On meta it does not take a batch of nothing, which it takes elsewhere.
+        sample = max(1, layout.shape[0]), *layout.shape[1:]
+        meta = torch.empty(sample, dtype=input.dtype, device="meta")
+        shape = F.interpolate(meta, **options).shape
         given = None if recompute_scale_factor else options["scale_factor"]
         sizes = tuple(
             Resize(n, out, None if given is None else float(given[d]))
@@ -61,6 +62,9 @@ def interpolate(
     if mode == "area":
         return _AREA[dims](input, out.shape[2:])  # type: ignore[return-value]
     local = local_of(input)
+    if layout.shape[0] == 0:
+        # Nothing to exchange; the result stays in the graph.
+        return wrap(local.new_zeros(out.local_shape) + local.sum(), out, input)
     if all(d == 0 for d in layout.split_dims):
         return wrap(F.interpolate(local, **options), out, input)
     if antialias:

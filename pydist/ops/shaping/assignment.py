@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pydist.aliasing import is_view_at, written_back
 from pydist.layout import Layout, Split
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.pointwise.in_place import in_place_on_plain
@@ -50,11 +51,17 @@ def _assign(
     func: Callable[..., Any], x: ShardedTensor, entries: Sequence[Any], value: Any
 ) -> ShardedTensor:
     region = region_of(x._layout, entries)
+    if is_view_at(value, x, entries):
+        return adopt_local(x, local_of(x))  # as in x[index] += 1: it is there already
+    written = written_back(x, value, entries)
     if isinstance(value, Tensor):
         value = _part_of(value, x.dtype, region.layout, region.removed)
     local = local_of(x)
     local[region.local] = value
-    return adopt_local(x, local)
+    adopt_local(x, local)
+    if written is not None and written.storage is not None:
+        written.born = written.storage.clock
+    return x
 
 
 def _part_of(value: Tensor, dtype: torch.dtype, layout: Layout, removed: Sequence[int]) -> Tensor:

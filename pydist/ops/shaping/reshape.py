@@ -14,7 +14,7 @@ from pydist.layout import Layout, Split
 from pydist.mesh import SPATIAL_AXES
 from pydist.ops.dims import canonical, canonical_all, given_as, numpy_names
 from pydist.ops.redistribute import redistribute
-from pydist.ops.shaping.views import apart, view_of
+from pydist.ops.views import hides_order, in_format, moves, shares_memory, view_of
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, refusal
 
@@ -33,8 +33,15 @@ def gathered_layout(layout: Layout) -> Layout:
     return Layout(mesh, layout.shape, splits)
 
 
-def reshaped(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor:
-    """`x` in another shape, its elements in the same (row-major) order."""
+def reshaped(x: ShardedTensor, shape: Sequence[int], is_view: bool = False) -> ShardedTensor:
+    """`x` in another shape, its elements in the same (row-major) order.
+
+    Args:
+        x: the tensor.
+        shape: of the result; one entry may be -1.
+        is_view: whether torch never copies. Else merged dims are a view or a copy by the strides of
+            the whole, which shards need not show: after a change in place one side is refused.
+    """
     out = _resolve(shape, x.shape)
     plans = x.mesh.plans
     key = ("reshape", x._layout, out)
@@ -42,8 +49,13 @@ def reshaped(x: ShardedTensor, shape: Sequence[int]) -> ShardedTensor:
     if plan is None:
         plan = plans[key] = _plan(x._layout, out)
     moved = redistribute(x, plan.source)
-    local = local_of(moved).reshape(plan.out.local_shape)
-    return view_of(x, apart(moved, local) if plan.merges else local, plan.out)
+    own = local_of(moved)
+    local = own.reshape(plan.out.local_shape)
+    shares = shares_memory(local, own)
+    if plan.hides_order and shares and not is_view:
+        local = local.clone()  # in torch it may be a copy, which may be changed though x is saved
+    is_copy = moves(x, plan.source) or (plan.merges and not (is_view and shares))
+    return view_of(x, local, plan.out, is_copy)
 
 
 def _resolve(shape: Sequence[int], old: Sequence[int]) -> tuple[int, ...]:
@@ -61,12 +73,17 @@ def _resolve(shape: Sequence[int], old: Sequence[int]) -> tuple[int, ...]:
 class _Plan(NamedTuple):
     """The layout from which every rank reshapes its own block, and the layout that this gives.
 
-    Where dims are merged, the result is a view or not by the order in which they lie in memory.
+    Attributes:
+        source: from which every rank reshapes its own block.
+        out: of the result.
+        merges: whether dims are merged: the result is a view or not by their order in memory.
+        hides_order: whether there are ranks whose shards do not show that order.
     """
 
     source: Layout
     out: Layout
     merges: bool = False
+    hides_order: bool = False
 
 
 class _Group(NamedTuple):
@@ -117,8 +134,9 @@ def _plan(layout: Layout, shape: tuple[int, ...]) -> _Plan:
         if split is not None:
             points = [p * group.inner_old // group.inner_new for p in split.partition.points]
             splits[group.new[0]] = Split(split.axes, Partition(points))
-    merges = any(len(group.old) > 1 for group in groups)
-    return _Plan(source, Layout(layout.mesh, shape, splits), merges)
+    merged = [d for group in groups if len(group.old) > 1 for d in group.old]
+    out = Layout(layout.mesh, shape, splits)
+    return _Plan(source, out, bool(merged), bool(merged) and hides_order(source, merged))
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[_Group]:
@@ -175,33 +193,45 @@ def _moved(group: _Group, layout: Layout) -> Split | None:
 # -- torch's calls --------------------------------------------------------------------------
 
 
-@implements(torch.reshape, torch.Tensor.reshape, torch.Tensor.view)
+@implements(torch.reshape, torch.Tensor.reshape)
 def reshape(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
-    """Reshape and view.
+    """Reshape.
 
     Blocks are moved between ranks where a rank's elements would not be one block of the result;
     dims that become the features of a linear layer are gathered.
     """
     asked = given_as("size", shape, {("size" if n == "shape" else n): v for n, v in named.items()})
-    if isinstance(asked, torch.dtype) or "dtype" in named:
-        raise refusal(torch.Tensor.view, (input,), {}, "a view of another dtype")
     return reshaped(input, (asked,) if isinstance(asked, int) else asked)
+
+
+@implements(torch.Tensor.view)
+def view(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
+    """Reshape, which torch does without a copy or not at all."""
+    if "dtype" in named or (shape and isinstance(shape[0], torch.dtype)):
+        raise refusal(torch.Tensor.view, (input,), {}, "a view of another dtype")
+    asked = given_as("size", shape, named)
+    return reshaped(input, (asked,) if isinstance(asked, int) else asked, is_view=True)
 
 
 @implements(torch.Tensor.contiguous)
 def contiguous(
     input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> ShardedTensor:
-    """Each shard in a memory format; the tensor itself where its shard lies so."""
+    """Each shard in a memory format."""
     local = local_of(input)
-    ordered = apart(input, local.contiguous(memory_format=memory_format))
-    return input if ordered is local else view_of(input, ordered, input._layout)
+    return in_format(input, local.contiguous(memory_format=memory_format), memory_format)
 
 
-@implements(torch.Tensor.view_as, torch.Tensor.reshape_as)
-def view_as(input: Tensor, other: Tensor) -> Tensor:
+@implements(torch.Tensor.reshape_as)
+def reshape_as(input: Tensor, other: Tensor) -> Tensor:
     """In the shape of another tensor."""
     return input.reshape(other.shape)
+
+
+@implements(torch.Tensor.view_as)
+def view_as(input: Tensor, other: Tensor) -> Tensor:
+    """In the shape of another tensor, without a copy."""
+    return input.view(other.shape)
 
 
 @implements(torch.flatten, torch.ravel, torch.Tensor.flatten, torch.Tensor.ravel)
@@ -233,4 +263,4 @@ def squeeze(input: ShardedTensor, dim: int | Sequence[int] | None = None) -> Sha
     moved = redistribute(input, layout.replace(changes=dict.fromkeys(gone)))
     kept = [d for d in range(input.dim()) if d not in gone]
     out = Layout(layout.mesh, [layout.shape[d] for d in kept], [layout.splits[d] for d in kept])
-    return view_of(input, local_of(moved).squeeze(tuple(gone)), out)
+    return view_of(input, local_of(moved).squeeze(tuple(gone)), out, moves(input, moved._layout))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import Tensor
 from pydist.layout import Layout
 from pydist.ops.dims import canonical, canonical_all, given_as, numpy_names
 from pydist.ops.pointwise.elementwise import broadcast_layout
-from pydist.ops.redistribute import operand_for, redistribute
-from pydist.ops.shaping.views import view_of
-from pydist.tensor import ShardedTensor, implements, local_of, wrap
+from pydist.ops.redistribute import layout_of_operand, operand_in, redistribute
+from pydist.ops.views import moves, view_of
+from pydist.tensor import ShardedTensor, implements, local_of
 
 
 @implements(torch.unsqueeze, torch.Tensor.unsqueeze)
@@ -35,10 +36,10 @@ def _at_least(name: str, dims: int) -> None:
 
     @implements(getattr(torch, name), getattr(torch._VF, name))
     def handler(*tensors: Any) -> Any:
-        if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
-            tensors = tuple(tensors[0])
-        lifted = tuple(_lifted(t, dims) for t in tensors)
-        return lifted[0] if len(tensors) == 1 else lifted
+        if len(tensors) == 1 and isinstance(tensors[0], Tensor):
+            return _lifted(tensors[0], dims)
+        several = tensors[0] if len(tensors) == 1 else tensors
+        return tuple(_lifted(t, dims) for t in several)
 
 
 def _lifted(x: Tensor, dims: int) -> Tensor:
@@ -78,12 +79,18 @@ def transpose(input: ShardedTensor, *dims: int, **named: int) -> ShardedTensor:
     return permute(input, order)
 
 
-@implements(torch.t, torch.Tensor.t, torch.Tensor.T.__get__)  # type: ignore[attr-defined]
+@implements(torch.Tensor.T.__get__)  # type: ignore[attr-defined]
+def reversed_dims(input: ShardedTensor) -> ShardedTensor:
+    """All dims in reverse order."""
+    return permute(input, tuple(reversed(range(input.dim()))))
+
+
+@implements(torch.t, torch.Tensor.t)
 def t(input: ShardedTensor) -> ShardedTensor:
     """The transpose of a matrix; tensors of fewer dims stay."""
     if input.dim() > 2:
         raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {input.dim()}D")
-    return permute(input, tuple(reversed(range(input.dim()))))
+    return reversed_dims(input)
 
 
 @implements(torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
@@ -129,30 +136,36 @@ def expand(input: ShardedTensor, *size: Any, **named: Any) -> ShardedTensor:
     repeated = [d for d, n in enumerate(old.shape) if n != shape[new + d]]
     moved = redistribute(input, old.replace(changes=dict.fromkeys(repeated)))
     layout = Layout(old.mesh, shape, (*[None] * new, *moved._layout.splits))
-    return view_of(input, local_of(moved).expand(layout.local_shape), layout)
+    local = local_of(moved).expand(layout.local_shape)
+    is_copy = moves(input, moved._layout)
+    return view_of(input, local, layout, is_copy, is_expanded=math.prod(shape) > input.numel())
 
 
 @implements(torch.Tensor.expand_as)
 def expand_as(input: Tensor, other: Tensor) -> Tensor:
     """Repeats dims of extent 1 to the shape of another tensor, and cuts them as that is cut."""
+    if not isinstance(input, ShardedTensor):
+        return input.expand(other.shape)
     layout = broadcast_layout([input, other])
     if layout.shape != tuple(other.shape):
         raise RuntimeError(f"can't expand a tensor of {tuple(input.shape)} to {tuple(other.shape)}")
-    return _broadcast(input, layout, input if isinstance(input, ShardedTensor) else other)
+    return _broadcast(input, layout)
 
 
 @implements(torch.broadcast_tensors)
 def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
-    """All tensors in the shape to which they broadcast."""
-    operands = tensors[0] if len(tensors) == 1 else tensors
+    """All tensors in the shape to which they broadcast; plain ones stay plain views."""
+    is_list = len(tensors) == 1 and not isinstance(tensors[0], Tensor)
+    operands = tensors[0] if is_list else tensors
     layout = broadcast_layout(operands)
-    like = next(o for o in operands if isinstance(o, ShardedTensor))
     return tuple(
-        _broadcast(o, layout, o if isinstance(o, ShardedTensor) else like) for o in operands
+        _broadcast(o, layout) if isinstance(o, ShardedTensor) else o.expand(layout.shape)
+        for o in operands
     )
 
 
-def _broadcast(x: Tensor, layout: Layout, like: Tensor) -> ShardedTensor:
-    assert isinstance(like, ShardedTensor)
-    local = operand_for(x, layout, layout.shape).expand(layout.local_shape)
-    return view_of(x, local, layout) if x is like else wrap(local, layout, like)
+def _broadcast(x: ShardedTensor, layout: Layout) -> ShardedTensor:
+    needed = layout_of_operand(x, layout, layout.shape)
+    local = operand_in(x, needed, layout).expand(layout.local_shape)
+    is_expanded = math.prod(layout.shape) > x.numel()
+    return view_of(x, local, layout, moves(x, needed), is_expanded=is_expanded)

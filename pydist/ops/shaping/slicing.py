@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pydist.aliasing import Part, view_at
 from pydist.layout import Layout, Split
 from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.redistribute import redistribute
-from pydist.ops.shaping.views import view_of
+from pydist.ops.views import moves, view_of
 from pydist.partition import Partition
-from pydist.tensor import ShardedTensor, implements, local_of
+from pydist.tensor import ShardedTensor, implements, local_of, wrap
 
 Entry = int | slice | None
 """What stands for one dim in an index; `None` is a new dim."""
@@ -105,14 +106,28 @@ def sliced(x: ShardedTensor, entries: Sequence[Entry]) -> ShardedTensor:
     What an integer selects of a split dim goes to all ranks that the dim was split over.
     """
     region = region_of(x._layout, entries)
-    part = view_of(x, local_of(x)[region.local], region.layout)
+    layout, local = region.layout, local_of(x)[region.local]
+    part = part_of(x, entries)
     if not region.removed:
-        return part
-    layout = region.layout
-    moved = redistribute(part, layout.replace(changes=dict.fromkeys(region.removed)))
+        return view_of(x, local, layout, part=part, index=tuple(entries))
+    selected = wrap(local, layout, x)
+    moved = redistribute(selected, layout.replace(changes=dict.fromkeys(region.removed)))
     left = [d for d in range(len(layout.shape)) if d not in region.removed]
     out = Layout(layout.mesh, [layout.shape[d] for d in left], [layout.splits[d] for d in left])
-    return view_of(x, local_of(moved).squeeze(region.removed), out)
+    local = local_of(moved).squeeze(region.removed)
+    return view_of(x, local, out, moves(selected, moved._layout), part, tuple(entries))
+
+
+def part_of(x: ShardedTensor, entries: Sequence[Entry]) -> Part:
+    """The box of `x` that contains what an index selects."""
+    box = []
+    for extent, entry in zip(x.shape, (e for e in entries if e is not None), strict=True):
+        if isinstance(entry, int):
+            box.append((entry % extent, entry % extent + 1))
+        else:
+            start, stop, _ = entry.indices(extent)
+            box.append((start, max(start, stop)))
+    return view_at(x), tuple(box)
 
 
 def along(x: ShardedTensor, dim: int, entry: int | slice) -> ShardedTensor:
@@ -233,7 +248,14 @@ def unbind(input: ShardedTensor, dim: int = 0) -> tuple[ShardedTensor, ...]:
     """Every element of a dim; a split dim is gathered once for all."""
     d = canonical(dim, input.dim())
     whole = redistribute(input, input._layout.replace(changes={d: None}))
-    return tuple(
-        view_of(input, local_of(part), part._layout)
-        for part in (along(whole, d, i) for i in range(input.shape[d]))
-    )
+    is_copy = moves(input, whole._layout)
+    results = []
+    for i in range(input.shape[d]):
+        element = along(whole, d, i)
+        entries: list[Entry] = [slice(None)] * input.dim()
+        entries[d] = i
+        part = part_of(input, entries)
+        results.append(
+            view_of(input, element._shard, element._layout, is_copy, part, tuple(entries))
+        )
+    return tuple(results)

@@ -310,3 +310,18 @@ def test_refusals(call, kind, message):
             call(x)
 
     on_shards(body, spatial=(1, 1, 2), shape=(1, 2, 4, 4, 4))
+
+
+@pytest.mark.parametrize("mode", ["nearest", "trilinear"])
+def test_a_batch_of_nothing_is_scaled_to_nothing(mode):
+    def body(mesh):
+        shape = (0, 3, 6, 4, 4)
+        x = shard(torch.zeros(shape), layout_at(mesh, shape, [[0, 2, 6], None, None]))
+        y = F.interpolate(x, scale_factor=2, mode=mode)
+        y.square().sum().backward()
+        return y.shape, x.grad.shape, y.to_local().shape
+
+    for rank, (shape, of_grad, local) in enumerate(on_ranks((2, 1, 1), body)):
+        assert shape == (0, 3, 12, 8, 8)
+        assert of_grad == (0, 3, 6, 4, 4)
+        assert local == (0, 3, (4, 8)[rank], 8, 8)

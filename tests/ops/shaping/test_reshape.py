@@ -145,10 +145,20 @@ def test_a_view_shares_its_memory_or_says_that_it_does_not():
         expected = randn(*SHAPE)
         expected[:, 1] = 0
         assert torch.equal(x.full_tensor(), expected)
-        for view in (x.view(2, 3, -1), x[:, :, 1], x.flatten(2)[:, :1], x.unbind(2)[0]):
-            with pytest.raises(NotSupported, match="in torch it would be a view"):
-                view.zero_()
-            assert torch.equal(view.clone().zero_().full_tensor(), torch.zeros(view.shape).double())
+        for cut in (
+            lambda t: t.view(2, 3, -1),
+            lambda t: t[:, :, 1],
+            lambda t: t.flatten(2)[:, :1],
+            lambda t: t.unbind(2)[0],
+        ):
+            base = x.clone()
+            view = cut(base)
+            view.clone().zero_()
+            assert torch.equal(base.full_tensor(), expected)
+            view.zero_()
+            assert not view.full_tensor().any()
+            with pytest.raises(NotSupported, match="in torch one may be a view of the other"):
+                base.full_tensor()
 
     on_ranks((2, 2, 1), body)
 
@@ -160,12 +170,12 @@ def test_in_place_on_a_copied_view_of_nothing_in_use_is_right():
     )  # fmt: skip
 
 
-def _then_in_place(copy):
+def _then_in_place(copy, use_both):
     def call(x):
         y = torch.relu(x * 1)
         copied = copy(y.transpose(1, 2))
         copied.mul_(3)
-        return copied.sum() + y * y
+        return copied.sum() + (y * y if use_both else 0)
 
     return call
 
@@ -175,8 +185,21 @@ def _then_in_place(copy):
     "copy", [lambda t: t.flatten(1, 2), lambda t: t.contiguous()], ids=["merged", "contiguous"]
 )
 def test_what_torch_copies_is_a_copy_on_ranks_with_nothing_to_move_too(copy, points):
-    """With one plane or none the shard itself is in the asked order: in place would change x."""
-    check_function(_then_in_place(copy), randn(1, 2, 4, 3, 2), (), [points, None, None])
+    """With one plane or none the shard itself is in the asked order: in place would change y.
+
+    Backward of relu reads y. All ranks refuse the use of both: shards do not show what is a view.
+    """
+    x, where = randn(1, 2, 4, 3, 2), [points, None, None]
+    check_function(_then_in_place(copy, use_both=False), x, (), where)
+    cloned = _then_in_place(lambda t: copy(t).clone(), use_both=True)
+    check_function(cloned, x, (), where)
+
+    def body(mesh):
+        own = shard(x, layout_at(mesh, x.shape, where))
+        with pytest.raises(NotSupported, match="in torch one may be a view of the other"):
+            _then_in_place(copy, use_both=True)(own)
+
+    on_ranks((2, 1, 1), body)
 
 
 def test_a_view_of_another_dtype_is_refused():

@@ -1,0 +1,44 @@
+"""Where a tensor is not zero: global indices, plain and equal on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist.ops.pointwise.elementwise import elementwise
+from pydist.tensor import ShardedTensor, implements, local_of
+
+
+def _indices(x: ShardedTensor) -> Tensor:
+    """The index of each nonzero element, [number, dims], in row-major order of the whole."""
+    own = local_of(x).detach().nonzero()
+    group, shape = x.mesh.group(x._layout.used_axes), x._layout.shape
+    if group.size == 1:
+        return own
+    own = (own + torch.tensor(x._layout.box.lo, device=x.device)).contiguous()
+    counts = group.all_gather(torch.tensor([own.shape[0]])).flatten().tolist()
+    found = own.new_empty(sum(counts), x.dim())
+    group.all_gather_async(own, found, [count * x.dim() for count in counts]).wait()
+    place = torch.zeros(found.shape[0], dtype=torch.int64, device=found.device)
+    for d, extent in enumerate(shape):
+        place = place * extent + found[:, d]
+    return found[place.argsort()].t().contiguous().t()  # in memory dim by dim, as torch's
+
+
+@implements(torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere)
+def nonzero(input: ShardedTensor, *, as_tuple: bool = False) -> Any:
+    """Indices of the nonzero elements; every rank gets those of the whole tensor."""
+    if as_tuple and input.dim() == 0:
+        input = input.unsqueeze(0)  # type: ignore[assignment]  # a sharded one
+    indices = _indices(input)
+    return indices.unbind(1) if as_tuple else indices
+
+
+@implements(torch.where)
+def where(condition: Tensor, *choices: Any, **named: Any) -> Any:
+    """Elements of one tensor or another; with the condition alone, the indices where it holds."""
+    if not choices and not named:
+        return nonzero(condition, as_tuple=True)  # type: ignore[arg-type]  # the only tensor
+    return elementwise(torch.where, condition, *choices, **named)
