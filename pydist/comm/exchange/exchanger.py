@@ -135,7 +135,7 @@ def _messages(
 
 
 def _stamp_of(message: Tensor) -> memoryview:
-    return memoryview(message.view(torch.uint8)[:STAMP_BYTES].numpy())
+    return message.view(torch.uint8)[:STAMP_BYTES].numpy().data
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from pydist.comm.exchange.adjoints import mean_ranks
+from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.gradients import graph, watch
 from pydist.comm.gradients.agreement import NEW, OLD, Flags, agree
 from pydist.comm.gradients.lane import Lane
@@ -309,6 +310,12 @@ class Reducer:
             members = (leaf for lane in self._lanes for leaf in lane.leaves)
             hooked = [e for e in (*members, *news) if e.has_hooks and (e.waits or not e.fired)]
             taking_part = [lane for lane, u in zip(self._lanes, used, strict=True) if u]
+            held = (
+                e.parameter()
+                for e in chain.from_iterable(x.leaves for x in taking_part)
+                if flags.get(e, 0) > 0
+            )
+            compared = agreement_of(mesh).start(mesh, [p for p in held if p is not None])
             for lane in taking_part:
                 lane.start_rest()
             for lane in taking_part:
@@ -317,6 +324,7 @@ class Reducer:
             if self._runs:
                 self._runs[-1].complete = True
             self._refuse_frozen(anywhere)
+            compared.wait()
             if any_news:
                 self._take_up(news, proposals)
         for leaf in hooked:

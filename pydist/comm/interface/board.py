@@ -17,9 +17,9 @@ import torch
 if TYPE_CHECKING:
     from pydist.comm.interface.primitives import Primitives
 
-SLOTS = 128
+SLOTS = 64
 """Calls that a rank may be ahead of another and still be compared with it."""
-TEXT_BYTES = 496
+TEXT_BYTES = 304
 _PAIR = 2  # number and state of a call, each a word of 8 bytes
 _NUMBERS_BYTES = SLOTS * _PAIR * 8
 _BYTES = _NUMBERS_BYTES + SLOTS * TEXT_BYTES
@@ -52,11 +52,11 @@ class Board:
             if memory is None or not theirs or theirs != machine:
                 continue
             with contextlib.suppress(OSError, ValueError):
-                self._neighbors.append((peer, *_parts(_mapped(file, writable=False))))
+                self._neighbors.append((peer, *_parts(_mapped(file))))
         sees_all = len(self._neighbors) == len(near)
         self.is_complete = all(each == "all" for each in _gather(group, "all" if sees_all else ""))
         if memory is not None:
-            os.unlink(path)
+            Path(path).unlink()
         else:
             memory = mmap.mmap(-1, _BYTES)
         self._numbers, self._texts = _parts(memory)
@@ -104,7 +104,7 @@ class Board:
 
 def _make() -> tuple[str, mmap.mmap | None]:
     """A new file of zeros, mapped; None where there is no place for one."""
-    memory = Path("/dev/shm")  # noqa: S108  the name is random, and gone when all have opened it
+    memory = Path("/dev/shm")
     folder = memory if memory.is_dir() else Path(tempfile.gettempdir())
     path = str(folder / f"pydist-ledger-{os.getpid()}-{secrets.token_hex(8)}")
     try:
@@ -116,17 +116,17 @@ def _make() -> tuple[str, mmap.mmap | None]:
         os.write(handle, bytes(_BYTES))
         return path, mmap.mmap(handle, _BYTES)
     except OSError:
-        os.unlink(path)
+        Path(path).unlink()
         return "", None
     finally:
         os.close(handle)
 
 
-def _mapped(path: str, writable: bool) -> mmap.mmap:
-    handle = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+def _mapped(path: str) -> mmap.mmap:
+    """Another rank's file, to be read."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        return mmap.mmap(handle, _BYTES, access=access)
+        return mmap.mmap(handle, _BYTES, access=mmap.ACCESS_READ)
     finally:
         os.close(handle)
 

@@ -44,6 +44,8 @@ _MAGIC = 0x7079646973740001
 _MODULE_CALL = nn.Module._call_impl.__code__
 _IN_BACKWARD = "backward"
 
+DIFFERENT = "the ranks call different things"
+
 What = tuple[Hashable, ...]
 """The name of a call, and what of its arguments all ranks share."""
 
@@ -113,16 +115,26 @@ class Ledger:
         if board is None:
             if not waits:
                 return
-            try:
-                board = self._board = Board(group)
-            except RankLost as error:
-                raise RankLost(f"{error}; rank {group.rank} calls {entry.text}") from error
+            board = self.open(group)
+            if board is None:
+                return
         board.write(self.count, self.state, entry.shown)
         other = board.other(self.count, self.state)
         if other is not None:
             raise self._seen(group.rank, board, *other)
         if is_new and waits and not board.is_complete:
             self._compare(group)
+
+    def open(self, group: Primitives) -> Board | None:
+        """Makes the board, if there is none yet. Collective; the first call that waits does it."""
+        if self._board is None and group.size > 1:
+            try:
+                self._board = Board(group)
+            except RankLost as error:
+                if self.count:
+                    error.args = (f"{error}; rank {group.rank} calls {self.last.text}",)
+                raise
+        return self._board
 
     def _entry(self, key: tuple[What, str]) -> Entry:
         if len(self._entries) >= _MOST_NODES:
@@ -166,7 +178,7 @@ class Ledger:
             mine, text, number = entries[-1 - back].text, earlier[1], self.count - back
             state = self._states[-1 - back]
         return UsageError(
-            f"{_DIFFERENT}: call {number} of their group is {mine} on rank {rank} and {text} on"
+            f"{DIFFERENT}: call {number} of their group is {mine} on rank {rank} and {text} on"
             f" rank {peer}"
         )
 
@@ -190,19 +202,19 @@ class Ledger:
             number, here, there = number - 1, before, their_before
         if here == there:
             return UsageError(
-                f"{_DIFFERENT}: rank {rank} and rank {peer} are at call {number} of their group,"
+                f"{DIFFERENT}: rank {rank} and rank {peer} are at call {number} of their group,"
                 f" {self._text_of(digest)}, and one of the calls before differs; the last ones of"
                 f" rank {rank}: {'; '.join(each.text for each in list(self._recent)[-8:])}"
             )
         return UsageError(
-            f"{_DIFFERENT}: call {number} of their group is {self._text_of(here)} on rank {rank}"
+            f"{DIFFERENT}: call {number} of their group is {self._text_of(here)} on rank {rank}"
             f" and {self._text_of(there)} on rank {peer}"
         )
 
     def misfit(self, rank: int, why: object) -> UsageError:
         """The error where what arrived does not fit the call noted last."""
         return UsageError(
-            f"{_DIFFERENT}: call {self.count} of the group on rank {rank} is {self.last.text}, and"
+            f"{DIFFERENT}: call {self.count} of the group on rank {rank} is {self.last.text}, and"
             f" another rank has started another one: {why}"
         )
 
@@ -218,9 +230,6 @@ class Ledger:
         return json.dumps(
             [[first + i, [e.digest, e.text]] for i, e in enumerate(self._recent)]
         ).encode()
-
-
-_DIFFERENT = "the ranks call different things"
 
 
 def different_calls(heard: Mapping[int, bytes]) -> UsageError:
@@ -241,10 +250,10 @@ def different_calls(heard: Mapping[int, bytes]) -> UsageError:
                 pairs.append((number, other, here[1], there[1]))
                 break
     if not pairs:
-        return UsageError(f"{_DIFFERENT}, and did so more than {_REMEMBERED} calls ago")
+        return UsageError(f"{DIFFERENT}, and did so more than {_REMEMBERED} calls ago")
     number, other, here, there = min(pairs)
     return UsageError(
-        f"{_DIFFERENT}: call {number} of their group is {here} on rank {first} and {there} on rank"
+        f"{DIFFERENT}: call {number} of their group is {here} on rank {first} and {there} on rank"
         f" {other}"
     )
 
