@@ -96,10 +96,7 @@ def test_what_differs_from_the_fourth_step_on_is_named_with_the_step() -> None:
 def test_one_element_of_a_large_operand_is_seen_within_fifty_steps() -> None:
     def body(t: Transport) -> None:
         def noise(n: int) -> Tensor:
-            values = (
-                torch.zeros(1, 4, 6, 4, 4).repeat(1, 1, 1, 1, 4)[..., :4].expand(9, -1, -1, -1, -1)
-            )
-            values = values.clone()[:1].repeat(8, 1, 1, 1, 1).view(8, 4, 6, 4, 4)
+            values = torch.zeros(8, 4, 6, 4, 4)
             values[5, 2, 3, 1, 1] = float(t.rank and n >= 4)
             return values
 

@@ -56,20 +56,26 @@ class Agreement:
         if self.parameters.holds(tensor):
             return
         first = self.operands.add(tensor, mesh.forwards)
-        if first is not None:
-            self._compare_operands(mesh, first.text)
-        elif len(self.operands) >= _MOST:
+        if first is not None or len(self.operands) >= _MOST:
+            group = mesh.sample
+            what = "plain tensors" if first is None else first.text
+            group.ledger.note(group, ("comparison of", what), waits=True)
             self._compare_operands(mesh)
 
     def called(self, model: torch.nn.Module, mesh: Mesh, trains: bool) -> None:
-        """Compares over the sample group, at a forward on a sharded sample without backward.
+        """Notes a forward on a sharded sample; without backward, compares over its group.
 
         Args:
             model: the model.
             mesh: its mesh.
             trains: whether a backward is to be expected, which compares.
         """
-        if trains or mesh.sample_size == 1 or is_capturing():
+        if mesh.sample_size == 1:
+            return
+        group = mesh.sample
+        what = "forward in training" if trains else "forward without training"
+        group.ledger.note(group, (what,), waits=True)
+        if trains or is_capturing():
             return
         parameters = self.parameters.of(model)
         for operand, checksum, share in self.parameters.share(self.operands.turn, parameters):
@@ -77,10 +83,9 @@ class Agreement:
         self._compare_operands(mesh)
         self.operands.turn += 1
 
-    def _compare_operands(self, mesh: Mesh, what: str = "plain tensors") -> None:
+    def _compare_operands(self, mesh: Mesh) -> None:
         """Compares what is new in `operands`. Collective over the sample group."""
         group = mesh.sample
-        group.ledger.note(group, ("comparison of", what), waits=True)
         mine = torch.tensor(self.operands.take(), device="cpu")
         rows = torch.empty(group.size, 2, dtype=torch.int64, device="cpu")
         group._all_gather(mine, rows)

@@ -75,25 +75,23 @@ class Board:
         self._numbers[_PAIR * slot + 1] = state
         self._numbers[_PAIR * slot] = number
 
-    def other(self, number: int, state: int) -> tuple[int, str] | None:
-        """A neighbor whose call of this number left another state, and that call.
+    def differing(self, number: int, state: int) -> int | None:
+        """A neighbor whose call of this number left another state.
 
         Neighbors that have not come so far, or are far ahead, are left out: the one that comes
         second to a call compares.
         """
         place = number % SLOTS * _PAIR
-        for peer, numbers, texts in self._neighbors:
+        for peer, numbers, _ in self._neighbors:
             if numbers[place] == number and numbers[place + 1] != state:
                 # Memory may show the number before the state.
                 time.sleep(_RECHECK_S)
                 if numbers[place] == number and numbers[place + 1] != state:
-                    slot = number % SLOTS
-                    text = bytes(texts[slot * TEXT_BYTES : (slot + 1) * TEXT_BYTES])
-                    return peer, text.rstrip(b"\0").decode(errors="replace")
+                    return peer
         return None
 
-    def earlier(self, peer: int, number: int) -> tuple[int, str] | None:
-        """State and text of an earlier call of a neighbor, if its board still has them."""
+    def call(self, peer: int, number: int) -> tuple[int, str] | None:
+        """State and text of a call of a neighbor, if its board has it."""
         slot = number % SLOTS
         for rank, numbers, texts in self._neighbors:
             if rank == peer and numbers[_PAIR * slot] == number:

@@ -119,9 +119,10 @@ class Ledger:
             if board is None:
                 return
         board.write(self.count, self.state, entry.shown)
-        other = board.other(self.count, self.state)
-        if other is not None:
-            raise self._seen(group.rank, board, *other)
+        peer = board.differing(self.count, self.state)
+        error = None if peer is None else self._on_board(group.rank, peer)
+        if error is not None:
+            raise error
         if is_new and waits and not board.is_complete:
             self._compare(group)
 
@@ -165,22 +166,21 @@ class Ledger:
         # All ranks have the same rows, so that all come here.
         raise different_calls(gather_texts(group, self.details()))
 
-    def _seen(self, rank: int, board: Board, peer: int, text: str) -> UsageError:
-        """The error for another call on a neighbor's board."""
-        mine, number = self.last.text, self.count
-        entries = list(self._recent)
-        # Back to the first call that differs, as far as both remember.
-        state = self._before[0]
-        for back in range(1, len(entries)):
-            earlier = board.earlier(peer, self.count - back)
-            if earlier is None or earlier[0] == state:
-                break
-            mine, text, number = entries[-1 - back].text, earlier[1], self.count - back
-            state = self._states[-1 - back]
-        return UsageError(
-            f"{DIFFERENT}: call {number} of their group is {mine} on rank {rank} and {text} on"
-            f" rank {peer}"
-        )
+    def _on_board(self, rank: int, peer: int) -> UsageError | None:
+        """The error for the first call that differs from a neighbor's, as far as both remember."""
+        if self._board is None:
+            return None
+        states = [*self._states, self.state][1:]
+        number = self.count - len(self._recent)
+        for entry, state in zip(self._recent, states, strict=True):
+            number += 1
+            theirs = self._board.call(peer, number)
+            if theirs is not None and theirs[0] != state:
+                return UsageError(
+                    f"{DIFFERENT}: call {number} of their group is {entry.text} on rank {rank} and"
+                    f" {theirs[1]} on rank {peer}"
+                )
+        return None
 
     def stamp(self) -> bytes:
         """What a message of the call noted last begins with."""
@@ -195,6 +195,9 @@ class Ledger:
             mine: the stamp of the call that this rank waits for.
             theirs: the stamp that has arrived.
         """
+        error = self._on_board(rank, peer)
+        if error is not None:
+            return error
         number, state, before, digest = _STAMP.unpack(mine)
         count, their_state, their_before, their_digest = _STAMP.unpack(theirs)
         here, there = digest, their_digest
