@@ -81,6 +81,14 @@ def with_a_call_that_was_made_before(t: Transport) -> None:
         model[3:](y).sum().backward()
 
 
+def with_evaluation_on_one_rank(t: Transport) -> None:
+    mesh = Mesh(t, spatial=(t.size, 1, 1))
+    model = parallelize(network(), mesh)
+    for step in range(4):
+        model.train(step != 2 or t.rank == 0)
+        model(samples(mesh)).sum().backward()
+
+
 def with_another_collective(t: Transport) -> None:
     for _ in range(3):
         t.all_reduce(torch.ones(4))
@@ -94,6 +102,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Transport], None], str]] = {
     "dtype": (of_another_dtype, "float64"),
     "another call": (with_another_call, "all_reduce"),
     "a known call": (with_a_call_that_was_made_before, "Conv3d"),
+    "evaluation": (with_evaluation_on_one_rank, "forward"),
     "collective": (with_another_collective, "all_reduce of 4 elements of float32, max on rank 1"),
 }
 
@@ -122,7 +131,7 @@ def no_board(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "_make", lambda: ("", None))
 
 
-@pytest.mark.parametrize("name", ["kernel", "padding", "dtype"])
+@pytest.mark.parametrize("name", ["kernel", "padding", "dtype", "evaluation"])
 @pytest.mark.usefixtures("no_board")
 def test_between_machines_what_is_called_first_is_compared_by_messages(name: str) -> None:
     body, named = DIFFERENCES[name]

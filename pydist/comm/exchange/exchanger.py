@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.comm.interface.ledger import STAMP_BYTES
+from pydist.comm.interface.ledger import STAMP_BYTES, STAMPED_TAG
 from pydist.errors import RankFailed, RankLost, UsageError
 from pydist.partition import Box, plan_exchange
 from pydist.timers import Timers
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
     from pydist.comm.interface.handles import Channel
     from pydist.comm.interface.transport import Transport
 
-# Tags up to this are left to point-to-point calls that name their tag themselves. Messages with a
-# stamp share it: they match in the order in which ranks start their exchanges, so that the stamp of
-# one that is out of order arrives, and is noticed.
-_STAMPED_TAG = 1023
+# Tags below this, and below STAMPED_TAG, are left to point-to-point calls that name theirs.
 _FIRST_TAG = 1024
 _TAGS = 30_000
 
@@ -60,7 +57,7 @@ class Pending:
         head = STAMP_BYTES // dtype.itemsize if is_stamped else 0
         sent = _messages([m.elements for m in sends], head, dtype, device)
         received = _messages([m.elements for m in recvs], head, dtype, device)
-        tag = _STAMPED_TAG if is_stamped else exchanger._next_tag(dtype, homeward)
+        tag = STAMPED_TAG if is_stamped else exchanger._next_tag(dtype, homeward)
         self._channel: Channel = transport.channel(
             [(m.peer, piece) for m, piece in zip(sends, sent, strict=True)],
             [(m.peer, piece) for m, piece in zip(recvs, received, strict=True)],

@@ -35,12 +35,14 @@ if TYPE_CHECKING:
     from pydist.comm.interface.primitives import Primitives
 
 STAMP_BYTES = 32
+STAMPED_TAG = 1023
+"""The tag of messages with a stamp. All share it: they match in the order in which ranks start
+their exchanges, so that the stamp of one that is out of order arrives, and is noticed."""
 _STAMP = struct.Struct("<qqqq")
 _REMEMBERED = 64
 """Entries that an error can name."""
 _MOST_NODES = 1 << 14
 """Entries in the table; where shapes never repeat it starts anew."""
-_MAGIC = 0x7079646973740001
 _MODULE_CALL = nn.Module._call_impl.__code__
 _IN_BACKWARD = "backward"
 
@@ -150,21 +152,28 @@ class Ledger:
     # -- comparing ----------------------------------------------------------------------------
 
     def _compare(self, group: Primitives) -> None:
-        """Compares the state with that of all ranks. Collective."""
-        mine = torch.tensor([_MAGIC, self.count, self.state], device="cpu")
-        rows = torch.empty(group.size, 3, dtype=torch.int64, device="cpu")
-        try:
-            group._all_gather(mine, rows)
-        except (RankFailed, RankLost):
-            raise
-        except Exception as error:  # what the others do here may be another collective
-            raise self.misfit(group.rank, error) from error
-        if bool((rows == mine).all()):
-            return
-        if bool((rows[:, 0] != _MAGIC).any()):
-            raise self.misfit(group.rank, "what arrived is none of it")
-        # All ranks have the same rows, so that all come here.
-        raise different_calls(gather_texts(group, self.details()))
+        """Compares the stamp with those of the ranks before and after this one. Collective.
+
+        Stamps go where those of exchanges go: a rank that waits for a message of another exchange
+        gets this one.
+        """
+        near = sorted({(group.rank + step) % group.size for step in (1, -1)} - {group.rank})
+        mine = self.stamp()
+        said = torch.frombuffer(bytearray(mine + self.last.shown), dtype=torch.uint8)
+        for peer in near:
+            group._send(said, peer, STAMPED_TAG)
+        for peer in near:
+            heard = torch.empty_like(said)
+            try:
+                group._recv(heard, peer, STAMPED_TAG)
+            except (RankFailed, RankLost):
+                raise
+            except Exception as error:  # a message of another length
+                raise self.misfit(group.rank, error) from error
+            theirs = heard.numpy().tobytes()
+            if theirs[:STAMP_BYTES] != mine:
+                text = theirs[STAMP_BYTES:].rstrip(b"\0").decode(errors="replace")
+                raise self.mismatch(group.rank, peer, mine, theirs[:STAMP_BYTES], text)
 
     def _on_board(self, rank: int, peer: int) -> UsageError | None:
         """The error for the first call that differs from a neighbor's, as far as both remember."""
@@ -186,7 +195,9 @@ class Ledger:
         """What a message of the call noted last begins with."""
         return _STAMP.pack(self.count, *self._before, self.last.digest)
 
-    def mismatch(self, rank: int, peer: int, mine: bytes, theirs: bytes) -> UsageError:
+    def mismatch(
+        self, rank: int, peer: int, mine: bytes, theirs: bytes, text: str = ""
+    ) -> UsageError:
         """The error for a message with another stamp than this rank's.
 
         Args:
@@ -194,6 +205,7 @@ class Ledger:
             peer: the sender.
             mine: the stamp of the call that this rank waits for.
             theirs: the stamp that has arrived.
+            text: the sender's call, if it is known.
         """
         error = self._on_board(rank, peer)
         if error is not None:
@@ -211,7 +223,7 @@ class Ledger:
             )
         return UsageError(
             f"{DIFFERENT}: call {number} of their group is {self._text_of(here)} on rank {rank}"
-            f" and {self._text_of(there)} on rank {peer}"
+            f" and {(there == their_digest and text) or self._text_of(there)} on rank {peer}"
         )
 
     def misfit(self, rank: int, why: object) -> UsageError:
