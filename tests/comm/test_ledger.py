@@ -131,7 +131,7 @@ def no_board(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(board, "_make", lambda: ("", None))
 
 
-@pytest.mark.parametrize("name", ["kernel", "padding", "dtype", "evaluation"])
+@pytest.mark.parametrize("name", ["kernel", "padding", "dtype"])
 @pytest.mark.usefixtures("no_board")
 def test_between_machines_what_is_called_first_is_compared_by_messages(name: str) -> None:
     body, named = DIFFERENCES[name]
