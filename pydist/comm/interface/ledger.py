@@ -2,7 +2,7 @@
 
 All ranks of a group start the same calls in the same order, or what one of them receives belongs to
 another call. So each keeps a hash of the calls so far. Entries hold only what all ranks share:
-global shapes, dtypes, the module that calls, what is already applied to the numbers. They compare
+global shapes, dtypes, the module that calls. They compare
 
 - on boards in memory that ranks of one machine share, at each call: the second to come to a
   call sees what the first one has started there, and needs no message;
