@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 import socket
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from pydist.timers import Timers
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
+    from pydist.comm.exchange.agreement import Agreement
     from pydist.comm.gradients.reducer import Reducer
     from pydist.ops.pointwise.keyed import ReplayedKeys
 
@@ -67,8 +67,8 @@ class Mesh:
         self.timers = Timers()
         self.plans: dict[Any, Any] = {}
         """Plans made on this mesh, by what they do; each is made once."""
-        self.checked: dict[Any, int] = defaultdict(int)
-        """How often plain tensors of one kind were proved equal on all ranks of the group."""
+        self.agreement: Agreement | None = None
+        """What the ranks compare with each other; see `agreement_of`."""
         self.reducer: Reducer | None = None
         """What averages gradients over the ranks, from the first parameter on."""
         self.coords = dict(zip(AXES, _unravel(self.rank, self.shape), strict=True))
@@ -122,6 +122,24 @@ class Mesh:
     def group(self, axes: Sequence[str]) -> Transport:
         """The ranks that differ from this one along `axes` only."""
         return self._groups[tuple(a for a in AXES if a in axes)]
+
+    @property
+    def sample_axes(self) -> tuple[str, ...]:
+        """The axes over which a sample is split, named as in `distinct_axes`."""
+        return tuple(a for a in SPATIAL_AXES if self.axis_size(a) > 1)
+
+    @property
+    def distinct_axes(self) -> list[tuple[str, ...]]:
+        """Sets of axes, one for each group of several ranks that this one is in."""
+        return [axes for axes in self._groups if axes and all(self.axis_size(a) > 1 for a in axes)]
+
+    def first_ranks(self, axes: Sequence[str]) -> list[int]:
+        """For each rank of the mesh the first rank of its group along `axes`."""
+        grid = torch.arange(self.size, device="cpu").view(self.shape)
+        for axis in axes:
+            dim = AXES.index(axis)
+            grid = grid.narrow(dim, 0, 1).expand_as(grid)
+        return [int(rank) for rank in grid.flatten()]
 
     @property
     def transports(self) -> list[Transport]:

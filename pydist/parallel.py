@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pydist.aliasing import view_at
+from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.members import reducer_of
 from pydist.comm.gradients.reducer import Reducer
@@ -129,18 +130,21 @@ class Entry:
         if self.mesh.size > 1:
             _broadcast(_state(module), self.mesh)
             self._lane = self.reducer.add_lane(module.named_parameters())
+            agreement_of(self.mesh).parameters.hold(module, self.mesh.forwards)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward pre-hook: arguments as the model takes them."""
         _refuse_compiler()
-        if module.training and torch.is_grad_enabled():
+        trains = module.training and torch.is_grad_enabled()
+        if trains:
             self.mesh.forwards += 1
-        return (
-            tuple(self._wrap(a) for a in args),
-            {name: self._wrap(a) for name, a in kwargs.items()},
-        )
+        args = tuple(self._wrap(a) for a in args)
+        kwargs = {name: self._wrap(a) for name, a in kwargs.items()}
+        if any(isinstance(each, ShardedTensor) for each in (*args, *kwargs.values())):
+            agreement_of(self.mesh).called(module, self.mesh, trains)
+        return args, kwargs
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -345,7 +345,7 @@ def distribute_tensor(
 
     Args:
         tensor: the whole tensor, or an array of another library (see `pydist.interop`), equal on
-            all ranks of the group; the first few calls prove it.
+            all ranks of the group; checksums prove it, in every step.
         mesh: the mesh.
         dims: which dim lies on which mesh axis; by default [N, C, D, H, W] over depth, height
             and width.

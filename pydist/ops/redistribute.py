@@ -7,19 +7,14 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from pydist._loader import native
 from pydist.comm.exchange.adjoints import enter, gather_box, with_true_gradient
+from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.exchange.exchanger import Exchanger
 from pydist.comm.gradients.members import follow
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.formats import all_channels_last
 from pydist.tensor import ShardedTensor, local_of, wrap
-
-# How often plain tensors of one shape and dtype are compared over the ranks before they are
-# trusted. Equality is the caller's duty; a loader that shuffles differently on each rank shows in
-# the first step.
-_CHECKS = 3
 
 
 def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
@@ -158,21 +153,16 @@ def refuse_shard_shaped(x: Tensor, layout: Layout) -> None:
 
 
 def prove_equal(tensor: Tensor, layout: Layout) -> None:
-    """Compares checksums over the sample group, the first times a kind of tensor is met."""
+    """Compares checksums of a plain tensor over the sample group, now or with those that follow.
+
+    Raises:
+        UsageError: it, or one before it, differs between the ranks of the group.
+    """
     mesh = layout.mesh
-    kind = (tuple(tensor.shape), tensor.dtype)
-    if mesh.sample_size == 1 or mesh.checked[kind] >= _CHECKS:
+    if mesh.sample_size == 1:
         return
     if torch._C._current_graph_task_id() != -1:
         return  # computed again in backward: perhaps on some ranks only, and compared in forward
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # on all ranks; there are no numbers yet
-    mesh.checked[kind] += 1
-    mine = native.crc32c(tensor.detach().contiguous().cpu())
-    sums = mesh.sample.all_gather(torch.tensor([mine], dtype=torch.int64)).flatten().tolist()
-    if len(set(sums)) > 1:
-        raise UsageError(
-            f"a plain tensor of shape {tuple(tensor.shape)} differs between the ranks of a sample "
-            f"group (checksums {sums}): it must be equal on all of them; give each rank its part "
-            "with ShardedTensor.from_local, or the same samples and seeds to all"
-        )
+    agreement_of(mesh).prove_equal(tensor, mesh)

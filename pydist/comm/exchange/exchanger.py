@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.errors import UsageError
+from pydist.comm.interface.ledger import STAMP_BYTES, STAMPED_TAG
+from pydist.errors import RankFailed, RankLost, UsageError
 from pydist.partition import Box, plan_exchange
 from pydist.timers import Timers
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from pydist.comm.interface.handles import Channel
     from pydist.comm.interface.transport import Transport
 
-# Tags below this are left to point-to-point calls that name their tag themselves.
+# Tags below this, and below STAMPED_TAG, are left to point-to-point calls that name theirs.
 _FIRST_TAG = 1024
 _TAGS = 30_000
 
@@ -34,11 +36,11 @@ class Pending:
 
     The buffers are bound to the transport, for one direction, and serve the next exchange when the
     exchanger has them back: what does not depend on a tensor is done once, when they are made.
+    Messages between hosts begin with the stamp of the ranks' ledger, which is compared on arrival.
 
     Attributes:
         kind: dtype, device, and whether it goes homeward.
-        send: what is sent; filled before `post`.
-        recv: what is received.
+        packed: the buffer of all that is sent, if it has no stamps; filled before `post`.
         of_slots: what fills this rank's slots, or on the way home comes from them: the number of a
             slot, its part of the buffer, and where in the slot that lies.
         of_shard: the same for the whole shard, message by message.
@@ -50,21 +52,33 @@ class Pending:
         sends, recvs = exchanger.plan.sends, exchanger.plan.recvs
         if homeward:
             sends, recvs = recvs, sends
-        self.send = torch.empty(sum(m.elements for m in sends), dtype=dtype, device=device)
-        self.recv = torch.empty(sum(m.elements for m in recvs), dtype=dtype, device=device)
-        sent = _split(self.send, [m.elements for m in sends])
-        received = _split(self.recv, [m.elements for m in recvs])
-        self._channel: Channel = exchanger.transport.channel(
+        transport = exchanger.transport
+        is_stamped = device.type == "cpu" and transport.size > 1
+        head = STAMP_BYTES // dtype.itemsize if is_stamped else 0
+        sent = _messages([m.elements for m in sends], head, dtype, device)
+        received = _messages([m.elements for m in recvs], head, dtype, device)
+        tag = STAMPED_TAG if is_stamped else exchanger._next_tag(dtype, homeward)
+        self._channel: Channel = transport.channel(
             [(m.peer, piece) for m, piece in zip(sends, sent, strict=True)],
             [(m.peer, piece) for m, piece in zip(recvs, received, strict=True)],
-            exchanger._next_tag(dtype, homeward),
+            tag,
         )
-        incoming, outgoing = (self.send, received) if homeward else (self.recv, sent)
-        counts = [regions.elements for _, regions in exchanger._incoming]
+        self._ledger, self._rank = transport.ledger, transport.rank
+        self._stamps = [_stamp_of(piece) for piece in sent] if is_stamped else []
+        self._heard = (
+            [(m.peer, _stamp_of(piece)) for m, piece in zip(recvs, received, strict=True)]
+            if is_stamped
+            else []
+        )
+        self._stamp = b""
+        sent, received = [m[head:] for m in sent], [m[head:] for m in received]
+        self.packed = None if is_stamped or not sent else _joined(sent)
+        incoming, outgoing = (sent, received) if homeward else (received, sent)
         self.of_slots = [
             (slot, piece, regions)
+            for message, parts in zip(incoming, exchanger._incoming, strict=True)
             for (slot, regions), piece in zip(
-                exchanger._incoming, _split(incoming, counts), strict=True
+                parts, _split(message, [r.elements for _, r in parts]), strict=True
             )
         ]
         self.of_shard = list(zip(outgoing, exchanger._outgoing, strict=True))
@@ -74,20 +88,57 @@ class Pending:
         """What a recorder knows of the exchange under way."""
 
     def post(self) -> None:
-        """Sends the send buffer off; does not wait."""
+        """Sends the messages off; does not wait."""
+        if self._stamps or self._heard:
+            self._stamp = self._ledger.stamp()
+            for place in self._stamps:
+                place[:] = self._stamp
         timers = self._timers
         if timers.recorder is not None and not self._is_local:
             self._flight = timers.recorder.launch(timers.layer)
         self._channel.start()
 
     def wait(self) -> None:
-        """Waits for all messages; `recv` is valid until the exchanger has the buffers back."""
+        """Waits for all messages; what came is valid until the exchanger has the buffers back.
+
+        Raises:
+            UsageError: another rank has started another exchange.
+        """
         flight, self._flight = self._flight, None
         recorder = self._timers.recorder
-        if flight is None or recorder is None:
-            self._channel.wait()
-        else:
-            recorder.land(flight, self._channel)
+        try:
+            if flight is None or recorder is None:
+                self._channel.wait()
+            else:
+                recorder.land(flight, self._channel)
+        except (RankFailed, RankLost):
+            raise
+        except Exception as error:
+            if not self._heard:
+                raise
+            # A message of another length, as far as the library notices.
+            raise self._ledger.misfit(self._rank, error) from error
+        for peer, place in self._heard:
+            if place != self._stamp:
+                raise self._ledger.mismatch(self._rank, peer, self._stamp, bytes(place))
+
+
+def _messages(
+    elements: Sequence[int], head: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
+    """Memory for messages, each with room for a head, in one buffer."""
+    counts = [head + n for n in elements]
+    return _split(torch.empty(sum(counts), dtype=dtype, device=device), counts)
+
+
+def _stamp_of(message: Tensor) -> memoryview:
+    return message.view(torch.uint8)[:STAMP_BYTES].numpy().data
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    """The buffer that consists of these pieces."""
+    first = pieces[0]
+    return first.as_strided((sum(len(each) for each in pieces),), (1,))
 
 
 def _split(buffer: Tensor, counts: Sequence[int]) -> list[Tensor]:
@@ -140,10 +191,10 @@ class Exchanger:
             (t.slot, t.target.shift(self._origin(t.slot)), t.source.shift(here))
             for t in plan.copies
         ]
-        self._tag = _tag_of(owned, needed)
+        self._fingerprint = _fingerprint_of(owned, needed, self._order)
+        self._said = f"{_described(owned, needed)}, plan {self._fingerprint}"
         self._made: dict[tuple[torch.dtype, bool], int] = {}
         self._idle: defaultdict[_Kind, list[Pending]] = defaultdict(list)
-        self._sends = bool(plan.sends)
         self.is_local = not plan.sends and not plan.recvs
         """Whether this rank neither sends nor receives."""
 
@@ -154,15 +205,18 @@ class Exchanger:
             local: this rank's box.
             change: applied in place to the packed elements before they are sent.
         """
-        self._announce()
+        self.announce(local)
         timers = self.timers
         begun = None if timers.recorder is None else timers.recorder.begin("pack", timers.layer)
         began = perf_counter()
         pending = self._pending((local.dtype, local.device, False))
-        if self._sends:
-            _pack(local, self._all_outgoing, pending.send)
+        pieces = pending.of_shard
+        if pending.packed is not None:
+            pieces = [(pending.packed, self._all_outgoing)]
+        for piece, regions in pieces:
+            _pack(local, regions, piece)
             if change is not None:
-                change(pending.send)
+                change(piece)
         pending.post()
         timers.add("pack", began, perf_counter(), begun)
         return pending
@@ -197,7 +251,7 @@ class Exchanger:
 
         A rank may have no slots: `like` has their dtype and device.
         """
-        self._announce()
+        self.announce(like, homeward=True)
         timers = self.timers
         begun = None if timers.recorder is None else timers.recorder.begin("pack", timers.layer)
         began = perf_counter()
@@ -226,13 +280,22 @@ class Exchanger:
         idle = self._idle[kind]
         return idle.pop() if idle else Pending(self, kind)
 
-    def _announce(self) -> None:
-        """What comes before every exchange."""
+    def announce(self, local: Tensor, homeward: bool = False) -> None:
+        """What comes before every exchange; all that a rank does which neither sends nor receives.
+
+        Args:
+            local: what is exchanged.
+            homeward: whether values go home.
+        """
         transport = self.transport
-        if transport.unfinished is not None:  # in order, as those of equal boxes have equal tags
+        if transport.unfinished is not None:  # in order: messages match in that of starting
             transport.unfinished()
         if transport.watcher is not None:
             transport.watcher(self)
+        if transport.size > 1:
+            way = "add back" if homeward else "exchange"
+            what = (way, self._said, local.dtype)
+            transport.ledger.note(transport, what, waits=True)
 
     def empty_slots(self, like: Tensor) -> list[Tensor]:
         """Tensors for this rank's slots, of the dtype and on the device of `like`.
@@ -263,19 +326,21 @@ class Exchanger:
     def _origin(self, slot: int) -> tuple[int, ...]:
         return tuple(-c for c in self.slots[slot].lo)
 
-    def _incoming_parts(self) -> list[tuple[int, native.Regions]]:
-        """What the messages fill, one behind the other: a slot, and boxes of it."""
-        parts = []
+    def _incoming_parts(self) -> list[list[tuple[int, native.Regions]]]:
+        """What each message fills, in order: a slot, and boxes of it."""
+        messages = []
         for message in self.plan.recvs:
+            parts: list[tuple[int, native.Regions]] = []
+            messages.append(parts)
             for slot, transfers in itertools.groupby(message.transfers, lambda t: t.slot):
                 origin = self._origin(slot)
                 parts.append((slot, self._regions([t.target.shift(origin) for t in transfers])))
-        return parts
+        return messages
 
     def _next_tag(self, dtype: torch.dtype, homeward: bool) -> int:
         """A tag that no other exchange of this plan has that may be under way."""
         number = self._made[dtype, homeward] = self._made.get((dtype, homeward), 0) + 1
-        return _FIRST_TAG + (self._tag + 7919 * number + 4001 * homeward) % _TAGS
+        return _FIRST_TAG + (self._fingerprint + 7919 * number + 4001 * homeward) % _TAGS
 
 
 def _pack(tensor: Tensor, regions: native.Regions, buffer: Tensor) -> None:
@@ -299,6 +364,15 @@ def _index(box: Box) -> tuple[slice, ...]:
     return tuple(slice(lo, hi) for lo, hi in zip(box.lo, box.hi, strict=True))
 
 
-def _tag_of(owned: Sequence[Box], needed: Sequence[Sequence[Box]]) -> int:
-    """A tag from the content of the exchange, so that all ranks choose the same one."""
-    return zlib.crc32(repr((list(owned), [list(n) for n in needed])).encode()) % _TAGS
+def _fingerprint_of(
+    owned: Sequence[Box], needed: Sequence[Sequence[Box]], order: Sequence[int]
+) -> int:
+    """A number from the content of the exchange, the same on all ranks."""
+    return zlib.crc32(repr((list(owned), [list(n) for n in needed], order)).encode())
+
+
+def _described(owned: Sequence[Box], needed: Sequence[Sequence[Box]]) -> str:
+    """The exchange in words: from which shape, and how much."""
+    shape = [max(box.hi[dim] for box in owned) for dim in range(len(owned[0].hi))]
+    elements = [sum(math.prod(box.shape) for box in boxes) for boxes in needed]
+    return f"of {shape}, whose ranks need {elements} elements"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from pydist.comm.exchange.adjoints import mean_ranks
+from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.gradients import graph, watch
 from pydist.comm.gradients.agreement import agree
 from pydist.comm.gradients.flags import NEW, Flags, own_flags, read_flags, refuse_frozen
@@ -304,6 +305,12 @@ class Reducer:
             members = (leaf for lane in self.lanes for leaf in lane.leaves)
             hooked = [e for e in (*members, *news) if e.has_hooks and (e.waits or not e.fired)]
             taking_part = [lane for lane, u in zip(self.lanes, used, strict=True) if u]
+            held = (
+                e.parameter()
+                for e in chain.from_iterable(x.leaves for x in taking_part)
+                if flags.get(e, 0) > 0
+            )
+            compared = agreement_of(mesh).start(mesh, [p for p in held if p is not None])
             for lane in taking_part:
                 lane.start_rest()
             for lane in taking_part:
@@ -312,6 +319,7 @@ class Reducer:
             if self._runs:
                 self._runs[-1].complete = True
             refuse_frozen(self.lanes, anywhere)
+            compared.wait()
             if any_news:
                 self._take_up(news, proposals)
         for leaf in hooked:

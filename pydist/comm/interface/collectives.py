@@ -6,7 +6,7 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ class Collectives(Primitives):
     def barrier(self) -> None:
         """Return when every rank has called it."""
         if self.size > 1:
+            self._note("barrier")
             self._barrier()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
@@ -31,6 +32,7 @@ class Collectives(Primitives):
         self._check("broadcast", tensor)
         check_peer(root, self.size)
         if self.size > 1:
+            self._note("broadcast", tensor.dtype, tensor.numel(), root)
             self._broadcast(tensor.detach(), root)
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
@@ -43,6 +45,7 @@ class Collectives(Primitives):
         check_peer(root, self.size)
         if self.size == 1:
             return [tensor.detach().clone()]
+        self._note("gather", tensor.dtype, tensor.numel(), root)
         return self._gather(tensor.detach(), root)
 
     def scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int = 0) -> None:
@@ -69,6 +72,7 @@ class Collectives(Primitives):
             assert tensors is not None
             out.detach().copy_(tensors[0])
             return
+        self._note("scatter", out.dtype, out.numel(), root)
         self._scatter(tensors if self.rank == root else None, out.detach(), root)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -83,6 +87,7 @@ class Collectives(Primitives):
             out[0].copy_(tensor.detach())
         else:
             self._tell(tensor)
+            self._note("all_gather", tensor.dtype, tensor.numel())
             self._all_gather(tensor.detach(), out)
         return out
 
@@ -107,6 +112,7 @@ class Collectives(Primitives):
         if self.size == 1:
             return Work()
         self._tell(tensor)
+        self._note("all_gather_async", out.dtype, out.numel(), waits=False)
         return self._all_gather_async(own, parts, flat)
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -124,6 +130,7 @@ class Collectives(Primitives):
         check_like("all_to_all", inputs[self.rank], outputs[self.rank])
         outputs[self.rank].detach().copy_(inputs[self.rank].detach().view(outputs[self.rank].shape))
         if self.size > 1:
+            self._note("all_to_all", inputs[0].dtype)
             self._all_to_all_async(
                 [each.detach() for each in inputs], [each.detach() for each in outputs]
             ).wait()
@@ -144,6 +151,8 @@ class Collectives(Primitives):
                 f" {self.size}"
             )
         out = torch.empty_like(tensor[0], requires_grad=False)
+        if self.size > 1:
+            self._note("reduce_scatter", tensor.dtype, tensor.numel())
         self.reduce_scatter_async(tensor, out).wait()
         return out
 
@@ -171,6 +180,7 @@ class Collectives(Primitives):
         if self.size == 1:
             divide(out.detach().view(-1).copy_(flat), divisor)
             return Work()
+        self._note("reduce_scatter_async", tensor.dtype, tensor.numel(), divisor, waits=False)
         return self._reduce_scatter_async(parts, out.detach().view(-1), divisor)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
@@ -184,6 +194,7 @@ class Collectives(Primitives):
         check_op(op)
         if self.size > 1:
             self._tell(tensor)
+            self._note("all_reduce", tensor.dtype, tensor.numel(), op)
             self._all_reduce(tensor.detach(), op)
 
     def all_reduce_async(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
@@ -196,7 +207,11 @@ class Collectives(Primitives):
         if self.size == 1:
             return Work()
         self._tell(tensor)
+        self._note("all_reduce_async", tensor.dtype, tensor.numel(), op, waits=False)
         return self._all_reduce_async(tensor.detach(), op)
+
+    def _note(self, *what: Hashable, waits: bool = True) -> None:
+        self.ledger.note(self, what, waits=waits)
 
     def _tell(self, tensor: Tensor) -> None:
         if self.watcher is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from pydist.comm.interface.checks import check_elements
 from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.ledger import Ledger
 from pydist.comm.interface.reduction import ReduceOp, SliceSum
 from pydist.errors import NotSupported
 
@@ -47,6 +49,11 @@ class Primitives(ABC):
     watcher: Callable[[Exchanger | Tensor], None] | None = None
     concurrent: bool = False
     device: torch.device | None = None
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        """Which calls this rank has started in the group, to be compared with the others."""
+        return Ledger()
 
     def _check(self, call: str, tensor: Tensor) -> None:
         """Refuse tensors that the transport does not carry."""

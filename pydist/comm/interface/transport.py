@@ -50,7 +50,9 @@ class Transport(Collectives):
             (rank for rank in range(self.size) if pairs[rank][0] == color),
             key=lambda rank: (pairs[rank][1], rank),
         )
-        return self._subgroup(members)
+        group = self._subgroup(members)
+        group.ledger.open(group)
+        return group
 
     # -- point to point ---------------------------------------------------------------------
 

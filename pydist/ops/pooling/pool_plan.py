@@ -66,14 +66,17 @@ def empty(box: Box, like: Tensor) -> Tensor:
 def start(
     exchanger: Exchanger, x: Tensor, change: Callable[[Tensor], None] | None = None
 ) -> Pending | None:
-    """Begins an exchange; nothing where this rank takes no part.
+    """Begins an exchange; nothing travels where this rank takes no part.
 
     Args:
         exchanger: of the slabs.
         x: what is packed.
         change: applied in place to the packed elements before they are sent.
     """
-    return None if exchanger.is_local else exchanger.start(x, change)
+    if exchanger.is_local:
+        exchanger.announce(x)
+        return None
+    return exchanger.start(x, change)
 
 
 def in_3d(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ the transport keeps the tensors, so that the allocator gives their memory to nob
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -61,6 +61,9 @@ class DeviceTransport(HostTransport):
                 f"{call}: tensor on {tensor.device}; rank {self.rank} works on {self.device}"
             )
         check_elements(call, tensor)
+
+    def _note(self, *what: Hashable, waits: bool = True) -> None:
+        """Nothing: the transport above has entered the call in its ledger."""
 
     def _subgroup(self, members: Sequence[int]) -> Transport:
         raise AssertionError("groups are made from the host's, see NcclTransport")

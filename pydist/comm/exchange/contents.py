@@ -1,0 +1,301 @@
+"""Checksums of what all ranks of a group must hold equally: plain operands, and parameters.
+
+A plain tensor beside sharded ones is equal on all ranks of the sample group, and a parameter on all
+ranks. The first time that one is met all of it is compared. From then on a checksum goes into a
+list, which the ranks compare where they meet anyway (`pydist.comm.exchange.agreement`): of small
+tensors whole, of larger ones of one share, another one each time, so that all of it is seen within
+`SHARES` comparisons.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pydist._loader import native
+from pydist.comm.interface.ledger import DIFFERENT, calling_module
+from pydist.errors import UsageError
+
+SHARES = 47
+"""A prime, so that a tensor that is met in every second or third comparison is seen whole too."""
+WHOLE_BYTES = 4096
+"""Up to this, tensors are summed whole each time."""
+WHOLE = -1
+"""In the place of a share's number: the whole tensor."""
+_LEAST_BYTES = 1 << 16
+"""Of parameters, in each comparison, if there are so many."""
+_MOST_KNOWN = 4096
+
+
+class Operand:
+    """What is compared again and again.
+
+    Attributes:
+        text: what it is, for errors.
+        digest: of that, for comparing.
+        equal_in: the last training forward in which it was equal on all ranks, by the number of
+            the share that was compared; `WHOLE` for all of it.
+    """
+
+    __slots__ = ("digest", "equal_in", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        digest = blake2b(text.encode(), digest_size=8).digest()
+        self.digest = int.from_bytes(digest, "little", signed=True)
+        self.equal_in: dict[int, int] = {}
+
+
+class Checksum:
+    """A checksum of bytes, which on a device are still on their way to the host."""
+
+    __slots__ = ("_copy", "_crc", "_event")
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Of a contiguous tensor."""
+        self._crc, self._event = 0, None
+        if not tensor.is_cuda:
+            self._crc = native.crc32c(tensor)
+            return
+        self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        self._copy.copy_(tensor, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it comes from a device, so that nothing waits for it until later."""
+        return self._event is not None
+
+    def value(self) -> int:
+        """The checksum; waits for the device."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._crc, self._event = native.crc32c(self._copy), None
+            del self._copy
+        return self._crc
+
+
+class _Sum(NamedTuple):
+    """A checksum with what it is of: an operand, which share of it, when."""
+
+    operand: Operand
+    checksum: Checksum
+    share: int
+    forward: int
+    turn: int
+
+
+class Contents:
+    """The checksums that one rank has formed since the last comparison.
+
+    Attributes:
+        turn: comparisons so far, which decide on the share that is summed.
+    """
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self._known: dict[tuple[object, ...], Operand] = {}
+        self._fresh: list[_Sum] = []
+        self._compared: list[_Sum] = []
+
+    def __len__(self) -> int:
+        return len(self._fresh)
+
+    def add(self, tensor: Tensor, forward: int) -> Operand | None:
+        """Sums a plain operand.
+
+        Args:
+            tensor: the operand, with its values in memory.
+            forward: number of the training forward.
+
+        Returns:
+            What it is, if it is the first of its kind: then it is compared before it is used.
+        """
+        key = (calling_module(), tensor.shape, tensor.dtype)
+        operand = self._known.get(key)
+        is_new = operand is None
+        if operand is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            module = f" in module {key[0]}" if key[0] else ""
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            text = f"a plain tensor of shape {tuple(tensor.shape)} ({dtype}){module}"
+            operand = self._known[key] = Operand(text)
+        tensor = tensor.detach()
+        number = WHOLE if is_new or tensor.nbytes <= WHOLE_BYTES else self.turn % SHARES
+        if is_new:
+            tensor = tensor.cpu()
+        part = tensor.contiguous() if number == WHOLE else _share_of(tensor, number)
+        self._fresh.append(_Sum(operand, Checksum(part), number, forward, self.turn))
+        return operand if is_new else None
+
+    def add_checksum(self, operand: Operand, checksum: Checksum, share: int, forward: int) -> None:
+        """Takes up a checksum that the caller has formed."""
+        self._fresh.append(_Sum(operand, checksum, share, forward, self.turn))
+
+    def take(self) -> tuple[int, int]:
+        """Number and hash of what is compared now: all that devices have delivered by design.
+
+        What a device sums is left for the next turn, so that the host waits for none.
+        """
+        is_late = [each.checksum.is_late and each.turn == self.turn for each in self._fresh]
+        both = list(zip(self._fresh, is_late, strict=True))
+        self._fresh = [each for each, late in both if late]
+        self._compared = [each for each, late in both if not late]
+        sums = [(each.operand.digest, each.checksum.value()) for each in self._compared]
+        return len(sums), hash(tuple(sums))
+
+    def confirm(self) -> None:
+        """What was taken is equal on all ranks."""
+        for each in self._compared:
+            each.operand.equal_in[each.share] = each.forward
+        self._compared = []
+
+    def details(self) -> bytes:
+        """What was taken, for the other ranks."""
+        rows = [
+            [
+                each.operand.text,
+                each.checksum.value(),
+                each.forward,
+                each.share,
+                each.operand.equal_in.get(each.share, each.operand.equal_in.get(WHOLE, -1)),
+            ]
+            for each in self._compared
+        ]
+        return json.dumps(rows).encode()
+
+
+class Parameters:
+    """The trained parameters of parallelized models, of which each turn sums another share.
+
+    They are no plain operands: it would take too long to sum some of each wherever it is used.
+    """
+
+    def __init__(self) -> None:
+        self._operands: dict[int, tuple[weakref.ref[Tensor], Operand]] = {}
+        self._of: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def hold(self, model: nn.Module, forward: int) -> None:
+        """Takes up a model's parameters, in place of those it had before.
+
+        Args:
+            model: the model; what it did not have before is equal on all ranks.
+            forward: number of the training forward.
+        """
+        self._of[model] = []
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            reference = weakref.ref[Tensor](parameter)
+            self._of[model].append(reference)
+            if not self.holds(parameter):
+                operand = Operand(f"parameter {name!r} of shape {tuple(parameter.shape)}")
+                operand.equal_in[WHOLE] = forward
+                self._operands[id(parameter)] = reference, operand
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether it is one of them."""
+        known = self._operands.get(id(tensor))
+        return known is not None and known[0]() is tensor and tensor.requires_grad
+
+    def of(self, model: nn.Module) -> list[Tensor]:
+        """Those of a model that is being called."""
+        found = [reference() for reference in self._of.get(model, ())]
+        return [tensor for tensor in found if tensor is not None]
+
+    def share(
+        self, turn: int, tensors: Sequence[Tensor]
+    ) -> Iterable[tuple[Operand, Checksum, int]]:
+        """The checksums of the share of a turn, by bytes over all these tensors; its number."""
+        ends = list(accumulate(tensor.nbytes for tensor in tensors))
+        total = ends[-1] if ends else 0
+        if not total:
+            return
+        shares = max(1, min(SHARES, total // _LEAST_BYTES))
+        lo, hi = (total * (turn % shares + i) // shares for i in (0, 1))
+        for i in range(bisect_right(ends, lo), len(tensors)):
+            tensor, start = tensors[i], ends[i] - tensors[i].nbytes
+            if start >= hi:
+                break
+            if tensor.nbytes:
+                parts = max(lo - start, 0), min(hi - start, tensor.nbytes)
+                part = _bytes_of(tensor.detach(), *parts)
+                yield self._operand_of(tensor), Checksum(part), turn % shares
+
+    def _operand_of(self, tensor: Tensor) -> Operand:
+        known = self._operands.get(id(tensor))
+        if known is None or known[0]() is not tensor:
+            known = weakref.ref(tensor), Operand(f"parameter of shape {tuple(tensor.shape)}")
+            self._operands[id(tensor)] = known
+        return known[1]
+
+
+def _share_of(tensor: Tensor, number: int) -> Tensor:
+    """One of `SHARES` shares of a tensor, contiguous."""
+    size = tensor.nbytes
+    return _bytes_of(tensor, size * number // SHARES, size * (number + 1) // SHARES)
+
+
+def _bytes_of(tensor: Tensor, lo: int, hi: int) -> Tensor:
+    """The elements that these bytes touch; whole rows of the longest dim where it has strides."""
+    if tensor.is_contiguous():
+        size = tensor.element_size()
+        return tensor.view(-1)[lo // size : -(-hi // size)]
+    dim = max(range(tensor.dim()), key=lambda d: tensor.shape[d])
+    extent = tensor.shape[dim]
+    first, last = lo * extent // tensor.nbytes, -(-hi * extent // tensor.nbytes)
+    return tensor.narrow(dim, first, last - first).contiguous()
+
+
+def different_contents(heard: Mapping[int, bytes]) -> UsageError:
+    """The error for ranks that hold different tensors; the same on all of them.
+
+    Args:
+        heard: the `details` of each rank of the group.
+    """
+    rows = {rank: json.loads(each) for rank, each in heard.items()}
+    first, *others = sorted(rows)
+    for index in range(max(len(each) for each in rows.values())):
+        for other in others:
+            here, there = (
+                rows[r][index] if index < len(rows[r]) else ["nothing", 0, 0, WHOLE, -1]
+                for r in (first, other)
+            )
+            if here[0] != there[0]:
+                return UsageError(
+                    f"{DIFFERENT}: rank {first} uses {here[0]}, and rank {other} uses {there[0]} in"
+                    " its place"
+                )
+            if here[1] != there[1]:
+                return _differs(first, other, here)
+    return UsageError("the ranks hold different tensors, and have forgotten which")
+
+
+def _differs(first: int, other: int, row: list[object]) -> UsageError:
+    text, _, forward, share, equal_in = row
+    since = f"in training forward {forward}, the first that compares it"
+    if isinstance(equal_in, int) and equal_in >= 0:
+        part = "" if share == WHOLE else "this part of it "
+        since = f"{part}equal in training forward {equal_in}, different in {forward} at the latest"
+    advice = "give each rank its part with ShardedTensor.from_local, or the same samples and seeds"
+    if str(text).startswith("parameter"):
+        advice = "load or change the model on every rank, not on one"
+        equal = "it must be equal on all ranks"
+    else:
+        equal = "it must be equal on all ranks of a sample group"
+        advice += " to all"
+    return UsageError(
+        f"{text} differs between the ranks {first} and {other} ({since}): {equal}; {advice}"
+    )

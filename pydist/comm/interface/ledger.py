@@ -1,0 +1,333 @@
+"""The ledger of a group: which calls its ranks have started, as a running hash that they compare.
+
+All ranks of a group start the same calls in the same order, or what one of them receives belongs to
+another call. So each keeps a hash of the calls so far. Entries hold only what all ranks share:
+global shapes, dtypes, the module that calls. They compare
+
+- on boards in memory that ranks of one machine share, at each call: the second to come to a
+  call sees what the first one has started there, and needs no message;
+- in each message of an exchange between hosts, which begins with `Ledger.stamp`;
+- at the end of each backward (`pydist.comm.exchange.agreement`);
+- in groups over several machines, by a message before a call that follows its predecessor for the
+  first time.
+
+A step that repeats finds each entry in a table, and sends nothing for it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from hashlib import blake2b
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from pydist.comm.interface.board import TEXT_BYTES, Board
+from pydist.errors import RankFailed, RankLost, UsageError
+
+if TYPE_CHECKING:
+    from pydist.comm.interface.primitives import Primitives
+
+STAMP_BYTES = 32
+STAMPED_TAG = 1023
+"""The tag of messages with a stamp. All share it: they match in the order in which ranks start
+their exchanges, so that the stamp of one that is out of order arrives, and is noticed."""
+_STAMP = struct.Struct("<qqqq")
+_REMEMBERED = 64
+"""Entries that an error can name."""
+_MOST_NODES = 1 << 14
+"""Entries in the table; where shapes never repeat it starts anew."""
+_MODULE_CALL = nn.Module._call_impl.__code__
+_IN_BACKWARD = "backward"
+
+DIFFERENT = "the ranks call different things"
+
+What = tuple[Hashable, ...]
+"""The name of a call, and what of its arguments all ranks share."""
+
+
+class Entry:
+    """A call as the ledger knows it.
+
+    Attributes:
+        text: for errors.
+        shown: the same for the board.
+        digest: of what the ranks compare.
+        after: the calls that were seen to follow it.
+    """
+
+    __slots__ = ("after", "digest", "shown", "text")
+
+    def __init__(self, text: str, digest: int) -> None:
+        self.text, self.digest = text, digest
+        self.shown = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        self.after: dict[tuple[Hashable, ...], Entry] = {}
+
+
+class Ledger:
+    """What one rank has started in a group.
+
+    Attributes:
+        count: calls so far.
+        state: their running hash.
+        last: the call that was started last.
+    """
+
+    def __init__(self) -> None:
+        self.count = self.state = 0
+        self.last = Entry("nothing", 0)
+        self._before = 0, 0  # state and digest before the last call
+        self._entries: dict[tuple[Hashable, ...], Entry] = {}
+        self._recent: deque[Entry] = deque(maxlen=_REMEMBERED)
+        self._states: deque[int] = deque(maxlen=_REMEMBERED)  # before each of these
+        self._board: Board | None = None
+
+    def note(self, group: Primitives, what: What, *, waits: bool) -> None:
+        """Enters a call that is about to start.
+
+        Args:
+            group: whose ledger this is.
+            what: the call.
+            waits: whether the caller waits for the other ranks sooner or later before it starts
+                another call of this kind, so that they may compare; not so for gradients, which
+                some ranks start later than others.
+
+        Raises:
+            UsageError: the ranks start different calls; the same error on all of them.
+        """
+        key = (what, calling_module())
+        last = self.last
+        entry = last.after.get(key)
+        is_new = entry is None
+        if entry is None:
+            entry = last.after[key] = self._entry(key)
+        self._before = self.state, last.digest
+        self.state = hash((self.state, entry.digest))
+        self.count += 1
+        self.last = entry
+        self._recent.append(entry)
+        self._states.append(self._before[0])
+        board = self._board
+        if board is None:
+            if not waits:
+                return
+            board = self.open(group)
+            if board is None:
+                return
+        board.write(self.count, self.state, entry.shown)
+        peer = board.differing(self.count, self.state)
+        error = None if peer is None else self._on_board(group.rank, peer)
+        if error is not None:
+            raise error
+        if is_new and waits and not board.is_complete:
+            self._compare(group)
+
+    def open(self, group: Primitives) -> Board | None:
+        """Makes the board, if there is none yet. Collective; the first call that waits does it."""
+        if self._board is None and group.size > 1:
+            try:
+                self._board = Board(group)
+            except RankLost as error:
+                if self.count:
+                    error.args = (f"{error}; rank {group.rank} calls {self.last.text}",)
+                raise
+        return self._board
+
+    def _entry(self, key: tuple[What, str]) -> Entry:
+        if len(self._entries) >= _MOST_NODES:
+            self._entries.clear()
+        found = self._entries.get(key)
+        if found is None:
+            digest = blake2b(repr(key).encode(), digest_size=8).digest()
+            text = _describe(*key)
+            found = self._entries[key] = Entry(text, int.from_bytes(digest, "little", signed=True))
+        return found
+
+    # -- comparing ----------------------------------------------------------------------------
+
+    def _compare(self, group: Primitives) -> None:
+        """Compares the stamp with those of the ranks before and after this one. Collective.
+
+        Stamps go where those of exchanges go: a rank that waits for a message of another exchange
+        gets this one.
+        """
+        near = sorted({(group.rank + step) % group.size for step in (1, -1)} - {group.rank})
+        mine = self.stamp()
+        said = torch.frombuffer(bytearray(mine + self.last.shown), dtype=torch.uint8)
+        for peer in near:
+            group._send(said, peer, STAMPED_TAG)
+        for peer in near:
+            heard = torch.empty_like(said)
+            try:
+                group._recv(heard, peer, STAMPED_TAG)
+            except (RankFailed, RankLost):
+                raise
+            except Exception as error:  # a message of another length
+                raise self.misfit(group.rank, error) from error
+            theirs = heard.numpy().tobytes()
+            if theirs[:STAMP_BYTES] != mine:
+                text = theirs[STAMP_BYTES:].rstrip(b"\0").decode(errors="replace")
+                raise self.mismatch(group.rank, peer, mine, theirs[:STAMP_BYTES], text)
+
+    def _on_board(self, rank: int, peer: int) -> UsageError | None:
+        """The error for the first call that differs from a neighbor's, as far as both remember."""
+        if self._board is None:
+            return None
+        states = [*self._states, self.state][1:]
+        number = self.count - len(self._recent)
+        for entry, state in zip(self._recent, states, strict=True):
+            number += 1
+            theirs = self._board.call(peer, number)
+            if theirs is not None and theirs[0] != state:
+                return UsageError(
+                    f"{DIFFERENT}: call {number} of their group is {entry.text} on rank {rank} and"
+                    f" {theirs[1]} on rank {peer}"
+                )
+        return None
+
+    def stamp(self) -> bytes:
+        """What a message of the call noted last begins with."""
+        return _STAMP.pack(self.count, *self._before, self.last.digest)
+
+    def mismatch(
+        self, rank: int, peer: int, mine: bytes, theirs: bytes, text: str = ""
+    ) -> UsageError:
+        """The error for a message with another stamp than this rank's.
+
+        Args:
+            rank: this rank.
+            peer: the sender.
+            mine: the stamp of the call that this rank waits for.
+            theirs: the stamp that has arrived.
+            text: the sender's call, if it is known.
+        """
+        error = self._on_board(rank, peer)
+        if error is not None:
+            return error
+        number, state, before, digest = _STAMP.unpack(mine)
+        count, their_state, their_before, their_digest = _STAMP.unpack(theirs)
+        here, there = digest, their_digest
+        if count == number and state != their_state and before != their_before:
+            number, here, there = number - 1, before, their_before
+        if here == there:
+            return UsageError(
+                f"{DIFFERENT}: rank {rank} and rank {peer} are at call {number} of their group,"
+                f" {self._text_of(digest)}, and one of the calls before differs; the last ones of"
+                f" rank {rank}: {'; '.join(each.text for each in list(self._recent)[-8:])}"
+            )
+        return UsageError(
+            f"{DIFFERENT}: call {number} of their group is {self._text_of(here)} on rank {rank}"
+            f" and {(there == their_digest and text) or self._text_of(there)} on rank {peer}"
+        )
+
+    def misfit(self, rank: int, why: object) -> UsageError:
+        """The error where what arrived does not fit the call noted last."""
+        return UsageError(
+            f"{DIFFERENT}: call {self.count} of the group on rank {rank} is {self.last.text}, and"
+            f" another rank has started another one: {why}"
+        )
+
+    def _text_of(self, digest: int) -> str:
+        for entry in (*self._recent, *self._entries.values()):
+            if entry.digest == digest:
+                return entry.text
+        return "a call that this rank has never made"
+
+    def details(self) -> bytes:
+        """The calls that this rank remembers, for the other ranks."""
+        first = self.count - len(self._recent) + 1
+        return json.dumps(
+            [[first + i, [e.digest, e.text]] for i, e in enumerate(self._recent)]
+        ).encode()
+
+
+def different_calls(heard: Mapping[int, bytes]) -> UsageError:
+    """The error for ranks whose ledgers differ; the same on all of them.
+
+    Args:
+        heard: the `details` of each rank of the group.
+    """
+    calls = {rank: dict(map(tuple, json.loads(each))) for rank, each in heard.items()}
+    first, *others = sorted(calls)
+    pairs = []
+    for other in others:
+        both = sorted({*calls[first], *calls[other]})
+        known = max(min(calls[first], default=1), min(calls[other], default=1))
+        for number in both:
+            here, there = (calls[r].get(number, [0, "nothing"]) for r in (first, other))
+            if number >= known and here[0] != there[0]:
+                pairs.append((number, other, here[1], there[1]))
+                break
+    if not pairs:
+        return UsageError(f"{DIFFERENT}, and did so more than {_REMEMBERED} calls ago")
+    number, other, here, there = min(pairs)
+    return UsageError(
+        f"{DIFFERENT}: call {number} of their group is {here} on rank {first} and {there} on rank"
+        f" {other}"
+    )
+
+
+def gather_texts(group: Primitives, mine: bytes) -> dict[int, bytes]:
+    """Byte strings of all ranks of a group, past the ledger. Collective."""
+    size = torch.tensor([len(mine)], device="cpu")
+    sizes = torch.empty(group.size, 1, dtype=torch.int64, device="cpu")
+    group._all_gather(size, sizes)
+    longest = int(sizes.max())
+    row = torch.zeros(longest, dtype=torch.uint8, device="cpu")
+    row[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    rows = torch.empty(group.size, longest, dtype=torch.uint8, device="cpu")
+    group._all_gather(row, rows)
+    lengths: Sequence[int] = sizes.flatten().tolist()
+    return {r: rows[r, :length].numpy().tobytes() for r, length in enumerate(lengths)}
+
+
+def calling_module() -> str:
+    """The path of the innermost parallelized module that is being called; cheaply.
+
+    Returns:
+        "" outside of modules; in backward, where there is none, that.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        return _IN_BACKWARD
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _MODULE_CALL:
+            path = frame.f_locals["self"].__dict__.get("_pydist_path")
+            if path is not None:
+                return str(path)
+        frame = frame.f_back
+    return ""
+
+
+def _describe(what: What, module: str) -> str:
+    name, *rest = what
+    if rest and isinstance(rest[0], torch.dtype):  # of a collective: dtype, elements, and more
+        count = f"{rest[1]} elements of " if len(rest) > 1 else ""
+        rest[:2] = [f"of {count}{rest[0]}".replace("torch.", "")]
+    about = ", ".join(str(each).removeprefix("torch.") for each in rest if each not in ("", None))
+    if module == _IN_BACKWARD:
+        where = " in backward"
+    elif module:
+        where = f" in module {module}{_kind_of(module)}"
+    else:
+        where = ""
+    return f"{name} {about}".rstrip() + where
+
+
+def _kind_of(path: str) -> str:
+    """What the module is whose call is on the stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _MODULE_CALL:
+            module = frame.f_locals["self"]
+            if module.__dict__.get("_pydist_path") == path:
+                said = "..." if list(module.children()) else module.extra_repr()
+                return f": {type(module).__name__}({said})"
+        frame = frame.f_back
+    return ""

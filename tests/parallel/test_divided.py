@@ -1,0 +1,41 @@
+"""Processes that call different things end, and say what: under each launcher, within seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from children import child_environment
+
+from pydist.launch import available
+
+SCRIPT = Path(__file__).parents[1] / "support" / "divided.py"
+
+CASES = {
+    ("openmpi", "call"): ("the ranks call different things", " on rank 0", " on rank 1"),
+    ("mpich", "known"): ("the ranks call different things", "module 0: Conv3d"),
+    ("gloo", "operand"): ("equal in training forward 3, different in 4 at the latest",),
+}
+
+
+@pytest.mark.parametrize(("launcher", "case"), CASES)
+def test_the_job_ends_and_says_why(launcher: str, case: str) -> None:
+    if launcher not in [backend.name for backend in available()]:
+        pytest.skip(f"{launcher} is not installed")
+    command = [sys.executable, "-m", "pydist", "run", "-n", "2", "--mpi", launcher]
+    done = subprocess.run(
+        [*command, str(SCRIPT), case],
+        env=child_environment(PYDIST_TUNE="0", OMP_NUM_THREADS="1"),
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    for text in CASES[launcher, case]:
+        assert text in done.stderr
+    assert "step 3 is done" in done.stdout
+    assert "step 4 is done" not in done.stdout
