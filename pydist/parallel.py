@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -12,9 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from pydist.batches import Batches
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.reducer import Reducer, reducer_of
 from pydist.errors import NotSupported, UsageError
+from pydist.global_loss import agree_on_closures_of
+from pydist.group_sizes import GroupSizes
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
 from pydist.ops.normalization.batch_norm import STATISTICS
@@ -28,17 +32,23 @@ _ENTRY = "_pydist_entry"
 _M = TypeVar("_M", bound=nn.Module)
 
 
-def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
+GROUP_WEIGHTS = ("samples", "equal")
+
+
+def parallelize(
+    model: _M, mesh: Mesh, batch_norm: str = "global", group_weight: str = "samples"
+) -> _M:
     """Trains `model` on a mesh: on split samples, over several groups, or both.
 
     The model keeps its class, its hooks and its `state_dict` keys; only hooks are added. All ranks
     start from the parameters and buffers of rank 0. Inputs may be sharded (as a `Loader` gives
     them) or plain 5-D tensors or arrays, equal on all ranks of a sample group, which are cut on
-    entry. After `backward()` every gradient is the mean over the sample groups, as under DDP: of
-    these parameters and of any other `nn.Parameter` that feeds or follows a sharded call. Hooks on
-    parameters see that mean. The optimizer may be made before or after; `pydist.optim.sharded` lets
-    the ranks share its step. `model.no_sync()` postpones the reduction, and hooks, to accumulate
-    gradients.
+    entry. After `backward()` every gradient is the mean over the sample groups, each weighted by
+    its number of samples: where the loss is a mean over samples, that of the whole batch. For
+    losses that are other means see `pydist.sum_over_groups`. This holds for these parameters and
+    for any other `nn.Parameter` that feeds or follows a sharded call. Hooks on parameters see that
+    mean. The optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its
+    step. `model.no_sync()` postpones the reduction, and hooks, to accumulate gradients.
 
     Args:
         model: any `nn.Module`; its calls on sharded tensors must have handlers.
@@ -46,16 +56,21 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
         batch_norm: over which ranks batch norm forms its statistics in training: "global" (all;
             what one device with the whole batch computes), "group" (the sample group) or "rank".
             Running statistics are the mean over the ranks in each case.
+        group_weight: what the loss of a sample group weighs: "samples" (its number of samples in
+            dim 0 of the first sharded, 5-D or other tensor that the model is called with), or
+            "equal" (all groups the same, as under DDP).
 
     Returns:
         The same object.
 
     Raises:
-        UsageError: `batch_norm` is none of these, the model or a part of it is parallelized
-            already, or ranks can't send a parameter or buffer to each other.
+        UsageError: `batch_norm` or `group_weight` is none of these, the model or a part of it is
+            parallelized already, or ranks can't send a parameter or buffer to each other.
     """
     if batch_norm not in STATISTICS:
         raise UsageError(f"batch_norm={batch_norm!r}; possible are {', '.join(STATISTICS)}")
+    if group_weight not in GROUP_WEIGHTS:
+        raise UsageError(f"group_weight={group_weight!r}; possible are {', '.join(GROUP_WEIGHTS)}")
     for path, module in model.named_modules():
         if "_pydist_path" in module.__dict__:
             part = f"its part {path!r}" if path else f"this {type(model).__name__}"
@@ -66,9 +81,13 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
                 raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
-    entry = Entry(mesh, batch_norm)
+    entry = Entry(mesh, batch_norm, group_weight)
     entry.adopt(model)
     model.register_forward_pre_hook(entry, with_kwargs=True)
+    if mesh.data_size > 1:
+        # First, so that other hooks are given what it returns, and when the forward pass raises.
+        model.register_forward_hook(entry.batches.leave, prepend=True, always_call=True)
+        agree_on_closures_of(model, mesh)
     model.__dict__["no_sync"] = entry.no_sync
     model.__dict__[_ENTRY] = entry
     return model
@@ -91,14 +110,16 @@ def entry_of(model: nn.Module) -> Entry:
 class Entry:
     """The hook at the model's entry: counts the forward passes, and wraps the inputs."""
 
-    def __init__(self, mesh: Mesh, statistics: str) -> None:
+    def __init__(self, mesh: Mesh, statistics: str, group_weight: str) -> None:
         self.mesh, self.statistics = mesh, statistics
+        self.batches = Batches(mesh, group_weight == "samples")
         self._lane: Lane | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         # A copy of the model (an average of its weights, say) runs on the same mesh; its
         # parameters become the reducer's if they are ever trained.
-        copy = memo[id(self)] = Entry(self.mesh, self.statistics)
+        copy = memo[id(self)] = Entry(self.mesh, self.statistics, "samples")
+        copy.batches = deepcopy(self.batches, memo)
         return copy
 
     @property
@@ -119,9 +140,12 @@ class Entry:
         _refuse_compiler()
         if module.training and torch.is_grad_enabled():
             self.mesh.forwards += 1
+        args = tuple(self._cut(a) for a in args)
+        kwargs = {name: self._cut(a) for name, a in kwargs.items()}
+        sizes = self.batches.enter(module, (*args, *kwargs.values()))
         return (
-            tuple(self._wrap(a) for a in args),
-            {name: self._wrap(a) for name, a in kwargs.items()},
+            tuple(self._enter(a, sizes) for a in args),
+            {name: self._enter(a, sizes) for name, a in kwargs.items()},
         )
 
     @contextmanager
@@ -130,15 +154,17 @@ class Entry:
         with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lane):
             yield
 
-    def _wrap(self, x: Any) -> Any:
-        if isinstance(x, ShardedTensor):
-            first = x._origin.first_sample
-        elif is_array(x) and (whole := as_tensor(x)).dim() == 5:
-            x = distribute_tensor(whole, self.mesh)
-            first = x._origin.first_sample
-        else:
+    def _cut(self, x: Any) -> Any:
+        if not isinstance(x, ShardedTensor) and is_array(x) and (whole := as_tensor(x)).dim() == 5:
+            return distribute_tensor(whole, self.mesh)
+        return x
+
+    def _enter(self, x: Any, sizes: GroupSizes | None) -> Any:
+        if not isinstance(x, ShardedTensor):
             return x
-        origin = Origin(self.mesh.forwards, first, self.statistics)
+        if sizes is None or x.shape[:1] != (sizes.own,):
+            sizes = x._origin.sizes
+        origin = Origin(self.mesh.forwards, sizes, self.statistics)
         return ShardedTensor(x.to_local(), x.layout, origin)
 
 
