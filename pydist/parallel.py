@@ -77,7 +77,7 @@ def parallelize(
             raise UsageError(f"{part} is parallelized already; parallelize the whole, once")
     if mesh.size > 1:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if (why := _obstacle(tensor)) is not None:
+            if (why := obstacle(tensor)) is not None:
                 raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
@@ -191,7 +191,7 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _obstacle(tensor: Tensor) -> str | None:
+def obstacle(tensor: Tensor) -> str | None:
     """Why ranks can't send a parameter or buffer to each other, if they can't."""
     if is_lazy(tensor):
         return "has no shape yet: call the network once on a plain tensor before it is parallelized"

@@ -28,6 +28,7 @@ class Report:
         calls: of every rank, in order.
         kinds: class of each module, by path.
         dropout_off: modules that were switched off for the comparison.
+        casts: narrower types that the network itself casts to; what they round is judged by them.
         unsteady: whether nothing can be said, as noise in the last bit changes the whole output on
             one device as well: it is drawn at random, or chaotic.
     """
@@ -41,6 +42,7 @@ class Report:
     calls: list[list[Call]]
     kinds: dict[str, str]
     dropout_off: list[str] = field(default_factory=list)
+    casts: list[str] = field(default_factory=list)
     unsteady: bool = False
 
     @property
@@ -105,8 +107,11 @@ def format_report(report: Report) -> str:
         f"{report.batch} × [{shape}] split {grid} over {len(report.calls)} ranks, {kind}", "",
         *_calls(report), "", *_layers(report), "",
     ]  # fmt: skip
-    if any(_is_noise(bound) for bound in report.bounds.gradients.values()):
+    bounds = report.bounds
+    if any(map(_is_noise, (*bounds.gradients.values(), *bounds.buffers.values()))):
         lines.append("noise: zero but for rounding, on one device as well (a bias before a norm)")
+    if report.casts:
+        lines.append(f"the network itself casts to {', '.join(report.casts)}: judged by that")
     if report.dropout_off:
         lines.append(f"dropout was off in {len(report.dropout_off)} modules")
     lines += [f"refused: {refusal}" for refusal in report.refusals]
@@ -183,7 +188,13 @@ def _layers(report: Report) -> Iterator[str]:
         values = found.gradients[name], bounds.gradients[name]
         rows.append([name, kind, "–", *map(_number, values)])
     for name, value in found.buffers.items():
-        rows.append([name, "buffer", _number(value), "–", _number(bounds.buffers[name])])
+        noisy = _is_noise(bounds.buffers[name])
+        shown = (
+            ["noise", "–", "noise"]
+            if noisy
+            else [_number(value), "–", _number(bounds.buffers[name])]
+        )
+        rows.append([name, "buffer", *shown])
     return _table(rows)
 
 

@@ -20,8 +20,8 @@ gather boxes            add back along the messages, × rep(A) / rep(B)
 and the backward of each right-hand side is the left-hand side *without* factors, but for the mean,
 which is its own. So what users see is true to second order.
 
-Sample groups weigh by their samples (`pydist.group_sizes`). A gradient within a group is that of the
-group's own loss; it is weighted where it reaches a parameter, and where it meets other groups'.
+Sample groups weigh by their samples (`pydist.group_sizes`). A gradient within a group is that of
+the group's own loss; it is weighted where it reaches a parameter, and where it meets other groups'.
 
 The mean is taken where a tensor that ranks hold alike enters a call that uses its axes, on all of
 them at the same place of backward. So nothing that shows a gradient (a hook, `retain_grad`,
