@@ -97,8 +97,9 @@ def check(
         sample=tuple(sample), spatial=tuple(spatial), batch=batch, dtype=dtype,
         found=found, bounds=_bounds(found, scale, whole, dtype, tolerance),
         calls=calls, kinds=kinds, dropout_off=off if train else [],
-        casts=sorted(map(str, whole.casts)),
-        unsteady=tolerance is None and scale.outputs.get("", 0.0) > _UNSTEADY[dtype],
+        casts=sorted(map(str, whole.casts)), noise=_noise(whole),
+        unsteady=tolerance is None
+        and scale.outputs.get("", 0.0) > max(_UNSTEADY[dtype], _cast_error(whole)),
     )  # fmt: skip
     for number in range(2, _MOST_RUNS):
         if tolerance is not None or not report.failures:
@@ -128,6 +129,16 @@ def _own_differences(
                 f"check it in {'float32' if x.dtype == torch.float64 else 'another dtype'}"
             ) from error
     return found
+
+
+def _cast_error(whole: WholeRun) -> float:
+    """By how much values are off that the network itself rounds to a narrower type."""
+    return max((8 * torch.finfo(narrow).eps for narrow in whole.casts), default=0.0)
+
+
+def _noise(whole: WholeRun) -> float:
+    """The bound from which on a tensor is nothing but noise."""
+    return max(NOISE, _TIMES * _cast_error(whole))
 
 
 def _check_arguments(
@@ -181,8 +192,7 @@ def _bounds(
     tolerance: float | None,
 ) -> Differences:
     floor = _FLOORS[dtype]
-    # What a cast of the network's own rounds is off by as much as that type allows.
-    cast = max([floor, *(8 * torch.finfo(narrow).eps for narrow in whole.casts)])
+    cast = max(floor, _cast_error(whole))
 
     def bound(
         names: dict[str, float], noise: dict[str, float], own: dict[str, float], largest: float
@@ -195,7 +205,7 @@ def _bounds(
             lowest = cast if seen > _ROUNDED * floor else floor
             limits[name] = max(lowest, _TIMES * seen)
             size = own.get(name, 0.0)
-            if limits[name] > NOISE or size <= _FLOORS[torch.float64] * largest:
+            if limits[name] > _noise(whole) or size <= _FLOORS[torch.float64] * largest:
                 # Of what cancels to zero only the size is known: that of rounding, in a sum of
                 # numbers as large as the others. Relative to itself, noise is any multiple of it.
                 limits[name] = max(limits[name], lowest * largest / (size or 1.0))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from pydist.check.calls import Call, CallRecorder, sample_layout
@@ -82,7 +83,7 @@ class WholeRun:
             self._outputs[path, call, number] = value.detach().clone()
 
         for path, module in net.named_modules():
-            module.__dict__["_pydist_path"] = path  # to be named by
+            module.__dict__["_pydist_path"] = path or type(net).__name__  # to be named by
         leaf = self.x.clone().requires_grad_()
         with Reference() as reference, _watching(net, keep):
             loss = loss_of(net(leaf))
@@ -97,8 +98,8 @@ class WholeRun:
             raise UsageError("the network returns no tensor of real numbers: nothing to compare")
         if not loss.requires_grad:
             raise UsageError("the network's output has no gradient: it was detached on its way")
-        with reference:  # checkpoints run parts of the network again
-            torch.autograd.backward(loss)
+        with reference:
+            _run_backward(loss)
         self._grads = _gradients(net, leaf)
         self._buffers = _buffers(net)
 
@@ -134,7 +135,7 @@ class WholeRun:
         with CallRecorder(mesh) as recorder, _watching(net, partial(self._compare, found)):
             loss = loss_of(net(leaf))
         with recorder.again():
-            torch.autograd.backward(loss)
+            _run_backward(loss)
         self._finish(found, _gradients(net, leaf), net)
         return SplitRun(found, recorder.calls)
 
@@ -184,6 +185,17 @@ def difference(found: Tensor, expected: Tensor) -> float:
         return 0.0
     worst = float((found.detach().double() - expected).abs().max())
     return worst / (scale or 1.0)
+
+
+def _run_backward(loss: Tensor) -> None:
+    """Backward with torch's function modes on, where checkpoints run parts of the network again.
+
+    `loss.backward()` is a call that modes are handed, and are off in.
+    """
+    Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True,
+        accumulate_grad=True,
+    )  # fmt: skip
 
 
 def _largest(value: Tensor) -> float:

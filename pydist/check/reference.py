@@ -64,9 +64,9 @@ class Reference(TorchFunctionMode):
         if func in _NORMS and (found := _NORMS[func](*args, **kwargs)) is not None:
             return found
         args, kwargs = tree_map(self._widened, (args, kwargs))
-        before = torch.random.default_generator.get_state()
+        before = torch.get_rng_state()
         result = func(*args, **kwargs)
-        if not torch.equal(before, torch.random.default_generator.get_state()):
+        if not torch.equal(before, torch.get_rng_state()):
             module, source = module_path(), source_line()
             where = f"{f' in module {module}' if module else ''}{f' at {source}' if source else ''}"
             self.draws.append(f"{name_of(func)}{where}")
@@ -87,7 +87,7 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *(1 for _ in range(like.dim() - 2)))
 
 
-def _normalized(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _normalized(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(x - mean) / sqrt(var + eps), mean and biased variance over `dims`, which are kept."""
     mean = x.mean(dims, keepdim=True)
     centered = x - mean
