@@ -118,7 +118,7 @@ def test_complex_parameters_are_refused_by_name():
     [
         (lambda y: y * torch.rand(4, 1, 1, 1).to(y.dtype), r"torch\.rand in module Net at .*\.py"),
         (lambda y: y + torch.rand_like(y), r"torch\.rand_like in module Net at .*\.py"),
-        (lambda y: nn.functional.dropout(y, 0.1), r"torch\.nn\.functional\.dropout in module Net at"),
+        (lambda y: nn.functional.dropout(y, 0.1), r"torch\.nn\.functional\.dropout in module Net"),
         (lambda y: y * random.random(), "Python's generator"),
         (lambda y: y * np.random.rand(), "NumPy's generator"),
     ],
