@@ -119,6 +119,21 @@ def test_a_head_a_criterion_and_a_feature_outside_of_the_model():
     on_groups(step, (3, 2, 0), make=Learned)
 
 
+def test_a_criterion_that_learns_and_belongs_to_no_model():
+    """Its gradient arrives before backward has reached an output of the model."""
+
+    def step(model, rows, mesh):
+        noise = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
+        for _ in range(2):
+            y = model(inputs(5)[rows])[1]
+            scaled = y * noise.exp().view(1, 3, 1, 1, 1)
+            (scaled.square().mean() - noise.sum()).backward()
+        return results(model) | {"noise": noise.grad}
+
+    on_groups(step, (3, 2, 0))
+    on_groups(step, (1, 4), (2, 1, 1))
+
+
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_accumulation_over_batches_of_different_sizes(no_sync):
     batches = [(2, 1), (1, 1), (1, 3)]
