@@ -24,7 +24,7 @@ class Net(nn.Module):
 
     def __init__(self, dropout: float = 0.5) -> None:
         super().__init__()
-        self.conv = nn.Conv3d(2, 4, 3, padding=1)
+        self.conv = nn.Conv3d(2, 4, 3, padding=1, bias=False)  # before a norm it is noise
         self.norm = nn.BatchNorm3d(4)
         self.drop = nn.Dropout3d(dropout)
         self.last = nn.Conv3d(4, 3, 3, padding=1, stride=2)
