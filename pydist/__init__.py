@@ -35,12 +35,13 @@ _HOMES = {
     "layout_for_sample": "pydist.layout",
     "parallelize": "pydist.parallel",
     "run_local": "pydist.comm",
+    "sum_over_groups": "pydist.global_loss",
 }
 _MODULES = ("check", "data", "inference", "models", "optim", "profile", "tensor")
 
 __all__ = [  # noqa: RUF022  the order of use
-    "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "Layout", "Split",
-    "Partition", "layout_for_sample", "run_local", "data", "models",
+    "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "sum_over_groups",
+    "Layout", "Split", "Partition", "layout_for_sample", "run_local", "data", "models",
     "optim", "inference", "profile",
 ]  # fmt: skip
 

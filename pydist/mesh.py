@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pydist.errors import UsageError
+from pydist.group_sizes import GroupWeights
 from pydist.timers import Timers
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Mesh:
         """What the ranks compare with each other; see `agreement_of`."""
         self.reducer: Reducer | None = None
         """What averages gradients over the ranks, from the first parameter on."""
+        self.weights = GroupWeights()
+        """What the losses of the sample groups weigh in the running backward pass."""
         self.coords = dict(zip(AXES, _unravel(self.rank, self.shape), strict=True))
         self._groups = self._make_groups()
         self.ranks_per_core = _ranks_per_core(world)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
 
@@ -14,10 +15,13 @@ from torch.nn.parameter import is_lazy
 
 from pydist.aliasing import view_at
 from pydist.comm.exchange.agreement import agreement_of
+from pydist.batches import Batches
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.members import reducer_of
 from pydist.comm.gradients.reducer import Reducer
 from pydist.errors import NotSupported, UsageError
+from pydist.global_loss import agree_on_closures_of
+from pydist.group_sizes import GroupSizes
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
 from pydist.ops.normalization.batch_norm import STATISTICS
@@ -36,17 +40,23 @@ _NO_SCRIPT = (
 _M = TypeVar("_M", bound=nn.Module)
 
 
-def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
+GROUP_WEIGHTS = ("samples", "equal")
+
+
+def parallelize(
+    model: _M, mesh: Mesh, batch_norm: str = "global", group_weight: str = "samples"
+) -> _M:
     """Trains `model` on a mesh: on split samples, over several groups, or both.
 
     The model keeps its class, its hooks and its `state_dict` keys; only hooks are added. All ranks
     start from the parameters and buffers of rank 0. Inputs may be sharded (as a `Loader` gives
     them) or plain 5-D tensors or arrays, equal on all ranks of a sample group, which are cut on
-    entry. After `backward()` every gradient is the mean over the sample groups, as under DDP: of
-    these parameters and of any other `nn.Parameter` that feeds or follows a sharded call. Hooks on
-    parameters see that mean. The optimizer may be made before or after; `pydist.optim.sharded` lets
-    the ranks share its step. `model.no_sync()` postpones the reduction, and hooks, to accumulate
-    gradients.
+    entry. After `backward()` every gradient is the mean over the sample groups, each weighted by
+    its number of samples: where the loss is a mean over samples, that of the whole batch. For
+    losses that are other means see `pydist.sum_over_groups`. This holds for these parameters and
+    for any other `nn.Parameter` that feeds or follows a sharded call. Hooks on parameters see that
+    mean. The optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its
+    step. `model.no_sync()` postpones the reduction, and hooks, to accumulate gradients.
 
     Args:
         model: any `nn.Module`; its calls on sharded tensors must have handlers.
@@ -54,29 +64,38 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
         batch_norm: over which ranks batch norm forms its statistics in training: "global" (all;
             what one device with the whole batch computes), "group" (the sample group) or "rank".
             Running statistics are the mean over the ranks in each case.
+        group_weight: what the loss of a sample group weighs: "samples" (its number of samples in
+            dim 0 of the first sharded, 5-D or other tensor that the model is called with), or
+            "equal" (all groups the same, as under DDP).
 
     Returns:
         The same object.
 
     Raises:
-        UsageError: `batch_norm` is none of these, the model or a part of it is parallelized
-            already, or ranks can't send a parameter or buffer to each other.
+        UsageError: `batch_norm` or `group_weight` is none of these, the model or a part of it is
+            parallelized already, or ranks can't send a parameter or buffer to each other.
     """
     if batch_norm not in STATISTICS:
         raise UsageError(f"batch_norm={batch_norm!r}; possible are {', '.join(STATISTICS)}")
+    if group_weight not in GROUP_WEIGHTS:
+        raise UsageError(f"group_weight={group_weight!r}; possible are {', '.join(GROUP_WEIGHTS)}")
     for path, module in model.named_modules():
         if "_pydist_path" in module.__dict__:
             part = f"its part {path!r}" if path else f"this {type(model).__name__}"
             raise UsageError(f"{part} is parallelized already; parallelize the whole, once")
     if mesh.size > 1:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if (why := _obstacle(tensor)) is not None:
+            if (why := obstacle(tensor)) is not None:
                 raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
-    entry = Entry(mesh, batch_norm)
+    entry = Entry(mesh, batch_norm, group_weight)
     entry.adopt(model)
     model.register_forward_pre_hook(entry, with_kwargs=True)
+    if mesh.data_size > 1:
+        # First, so that other hooks are given what it returns, and when the forward pass raises.
+        model.register_forward_hook(entry.batches.leave, prepend=True, always_call=True)
+        agree_on_closures_of(model, mesh)
     model.__dict__["no_sync"] = entry.no_sync
     model.__dict__["__prepare_scriptable__"] = entry.refuse_script
     model.__dict__[_ENTRY] = entry
@@ -100,14 +119,16 @@ def entry_of(model: nn.Module) -> Entry:
 class Entry:
     """The hook at the model's entry: counts the forward passes, and wraps the inputs."""
 
-    def __init__(self, mesh: Mesh, statistics: str) -> None:
+    def __init__(self, mesh: Mesh, statistics: str, group_weight: str) -> None:
         self.mesh, self.statistics = mesh, statistics
+        self.batches = Batches(mesh, group_weight == "samples")
         self._lane: Lane | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         # A copy of the model (an average of its weights, say) runs on the same mesh; its
         # parameters become the reducer's if they are ever trained.
-        copy = memo[id(self)] = Entry(self.mesh, self.statistics)
+        copy = memo[id(self)] = Entry(self.mesh, self.statistics, "samples")
+        copy.batches = deepcopy(self.batches, memo)
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -140,11 +161,15 @@ class Entry:
         trains = module.training and torch.is_grad_enabled()
         if trains:
             self.mesh.forwards += 1
-        args = tuple(self._wrap(a) for a in args)
-        kwargs = {name: self._wrap(a) for name, a in kwargs.items()}
+        args = tuple(self._cut(a) for a in args)
+        kwargs = {name: self._cut(a) for name, a in kwargs.items()}
         if any(isinstance(each, ShardedTensor) for each in (*args, *kwargs.values())):
             agreement_of(self.mesh).called(module, self.mesh, trains)
-        return args, kwargs
+        sizes = self.batches.enter(module, (*args, *kwargs.values()))
+        return (
+            tuple(self._enter(a, sizes) for a in args),
+            {name: self._enter(a, sizes) for name, a in kwargs.items()},
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -152,15 +177,17 @@ class Entry:
         with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lane):
             yield
 
-    def _wrap(self, x: Any) -> Any:
-        if isinstance(x, ShardedTensor):
-            first = x._origin.first_sample
-        elif is_array(x) and (whole := as_tensor(x)).dim() == 5:
-            x = distribute_tensor(whole, self.mesh)
-            first = x._origin.first_sample
-        else:
+    def _cut(self, x: Any) -> Any:
+        if not isinstance(x, ShardedTensor) and is_array(x) and (whole := as_tensor(x)).dim() == 5:
+            return distribute_tensor(whole, self.mesh)
+        return x
+
+    def _enter(self, x: Any, sizes: GroupSizes | None) -> Any:
+        if not isinstance(x, ShardedTensor):
             return x
-        origin = Origin(self.mesh.forwards, first, self.statistics)
+        if sizes is None or x.shape[:1] != (sizes.own,):
+            sizes = x._origin.sizes
+        origin = Origin(self.mesh.forwards, sizes, self.statistics)
         shown = ShardedTensor(local_of(x), x.layout, origin)
         shown._view = view_at(x)
         return shown
@@ -193,7 +220,7 @@ def _state(module: nn.Module) -> Iterator[Tensor]:
     yield from module.buffers()
 
 
-def _obstacle(tensor: Tensor) -> str | None:
+def obstacle(tensor: Tensor) -> str | None:
     """Why ranks can't send a parameter or buffer to each other, if they can't."""
     if is_lazy(tensor):
         return "has no shape yet: call the network once on a plain tensor before it is parallelized"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 from pydist.errors import NotSupported
 
 # Frames of these are never where a user would look: the call came through them.
-_INSIDE = tuple(str(Path(file).parent) + "/" for file in (__file__, torch.__file__))
+_INSIDE = (
+    *(str(Path(file).parent) + "/" for file in (__file__, torch.__file__)),
+    threading.__file__,
+)
 
 _WAY_ON = """
 compute it on the whole tensor, with x.full_tensor() in place of x, or register a handler:

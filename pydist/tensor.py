@@ -13,6 +13,7 @@ from pydist.aliasing import View, record_change, refuse_stale, staleness
 from pydist.comm.exchange.adjoints import with_true_gradient
 from pydist.comm.gradients.members import follow, lead_to
 from pydist.errors import NotSupported, UsageError
+from pydist.group_sizes import GroupSizes
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import SPATIAL_AXES
@@ -62,8 +63,8 @@ class Origin(NamedTuple):
 
     forward: int
     """Number of the training forward: part of the key of random numbers."""
-    first_sample: int
-    """Index in the global batch of the sample at index 0 of dim 0."""
+    sizes: GroupSizes
+    """Where in the global batch the sample at index 0 of dim 0 is, and what the groups weigh."""
     statistics: str
     """Over which ranks batch norm forms its statistics: "global", "group" or "rank"."""
 
@@ -151,7 +152,7 @@ class ShardedTensor(torch.Tensor):
                 library (see `pydist.interop`).
             layout: where the shards lie.
             first_sample: index in the global batch of the group's first sample; by default the
-                groups are taken to have equally many.
+                groups tell each other how many samples they have, when that is first asked for.
             statistics: over which ranks batch norm forms its statistics.
 
         Raises:
@@ -164,9 +165,14 @@ class ShardedTensor(torch.Tensor):
                 f"{layout.mesh.rank} holds {layout.local_shape} of {layout.shape}"
             )
         follow(local, layout.mesh)
-        if first_sample is None:
-            first_sample = layout.mesh.data_index * (layout.shape[0] if layout.shape else 1)
-        return cls(local, layout, Origin(layout.mesh.forwards, first_sample, statistics))
+        sizes = GroupSizes(
+            layout.mesh,
+            layout.shape[0] if layout.shape else 1,
+            first_sample,
+            agreed=torch.is_grad_enabled(),
+            weighs=False,
+        )
+        return cls(local, layout, Origin(layout.mesh.forwards, sizes, statistics))
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
@@ -349,7 +355,7 @@ def distribute_tensor(
         mesh: the mesh.
         dims: which dim lies on which mesh axis; by default [N, C, D, H, W] over depth, height
             and width.
-        first_sample: index in the global batch of the group's first sample.
+        first_sample: as of `ShardedTensor.from_local`.
 
     Raises:
         UsageError: the ranks of the group hold different tensors, or `dims` does not fit.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +71,14 @@ class CallRecorder(TorchFunctionMode):
         super().__exit__(*exception)
         for transport in self._mesh.transports:
             transport.watcher = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Computes refused calls whole within the block, where checkpoints repeat them."""
+        calls = list(self.calls)
+        with self:
+            yield
+        self.calls = calls
 
     def __torch_function__(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from pydist.check.report import Report
 from pydist.comm import Transport, run_local
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
+from pydist.parallel import obstacle
 
 _FLOORS = {torch.float64: 1e-12, torch.float32: 1e-6}
 """Never asked for less than that."""
@@ -23,6 +24,11 @@ _UNSTEADY = {torch.float64: NOISE, torch.float32: 0.1}
 _TIMES = 4.0
 """How many times as far as one device is from float64 (or from itself, with noise in the last bit)
 a split run may be."""
+
+_MOST_RUNS = 16
+"""How often one device runs, with different noise, before a difference counts as a failure."""
+_ROUNDED = 100.0
+"""How many times the floor a tensor is off where the network itself rounds to a narrower type."""
 
 _Dropout = nn.modules.dropout._DropoutNd
 
@@ -77,7 +83,7 @@ def check(
     x = torch.randn(batch, *sample, generator=torch.Generator().manual_seed(seed)).to(dtype)
     spatial = (*spatial, *([1] * (3 - len(spatial))))
     whole = WholeRun(model, x)
-    scale = whole.differences(*(_jittered(model, x) if dtype == torch.float64 else (model, x)))
+    scale = _own_differences(whole, model, x, range(2))
 
     def rank(transport: Transport) -> SplitRun:
         return whole.split_differences(model, x, Mesh(transport, 1, tuple(spatial)))
@@ -87,12 +93,52 @@ def check(
     for run in runs:
         found.join(run.differences)
     kinds = {path: type(m).__name__ for path, m in model.named_modules()}
-    return Report(
+    report = Report(
         sample=tuple(sample), spatial=tuple(spatial), batch=batch, dtype=dtype,
-        found=found, bounds=_bounds(found, scale, whole.gradient_scales, dtype, tolerance),
+        found=found, bounds=_bounds(found, scale, whole, dtype, tolerance),
         calls=calls, kinds=kinds, dropout_off=off if train else [],
-        unsteady=tolerance is None and scale.outputs.get("", 0.0) > _UNSTEADY[dtype],
+        casts=sorted(map(str, whole.casts)), noise=_noise(whole),
+        unsteady=tolerance is None
+        and scale.outputs.get("", 0.0) > max(_UNSTEADY[dtype], _cast_error(whole)),
     )  # fmt: skip
+    for number in range(2, _MOST_RUNS):
+        if tolerance is not None or not report.failures:
+            break
+        # One run on one device says little of a single number, or of a ReLU whose input is as good
+        # as zero; what is wrong stays wrong.
+        scale.join(_own_differences(whole, model, x, (number,)))
+        report.bounds = _bounds(found, scale, whole, dtype, tolerance)
+    return report
+
+
+def _own_differences(
+    whole: WholeRun, model: nn.Module, x: Tensor, numbers: Iterable[int]
+) -> Differences:
+    """How far one device is from the reference, as it is (0) and with noise in the last bit."""
+    found = Differences()
+    for number in numbers:
+        try:
+            found.join(whole.differences(*(_jittered(model, x, number) if number else (model, x))))
+        except RuntimeError as error:
+            if not whole.casts:
+                raise
+            casts = ", ".join(sorted(map(str, whole.casts)))
+            said = str(error).splitlines()[0]
+            raise UsageError(
+                f"the network casts to {casts} by itself, and does not run in {x.dtype}: {said}; "
+                f"check it in {'float32' if x.dtype == torch.float64 else 'another dtype'}"
+            ) from error
+    return found
+
+
+def _cast_error(whole: WholeRun) -> float:
+    """By how much values are off that the network itself rounds to a narrower type."""
+    return max((8 * torch.finfo(narrow).eps for narrow in whole.casts), default=0.0)
+
+
+def _noise(whole: WholeRun) -> float:
+    """The bound from which on a tensor is nothing but noise."""
+    return max(NOISE, _TIMES * _cast_error(whole))
 
 
 def _check_arguments(
@@ -118,12 +164,15 @@ def _check_network(model: nn.Module) -> None:
             "the network's parameters have no shape yet (lazy modules): call it once, on a plain"
             " tensor, where it is made"
         )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if (why := obstacle(tensor)) is not None:
+            raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
 
 
-def _jittered(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+def _jittered(model: nn.Module, x: Tensor, seed: int) -> tuple[nn.Module, Tensor]:
     """Network and sample with noise of one unit in the last place."""
     noisy = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator().manual_seed(seed)
 
     def jitter(t: Tensor) -> Tensor:
         sign = torch.randint(0, 2, t.shape, generator=generator) * 2 - 1
@@ -138,28 +187,34 @@ def _jittered(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
 def _bounds(
     found: Differences,
     scale: Differences,
-    gradient_scales: dict[str, float],
+    whole: WholeRun,
     dtype: torch.dtype,
     tolerance: float | None,
 ) -> Differences:
     floor = _FLOORS[dtype]
-    largest = max(gradient_scales.values(), default=0.0)
+    cast = max(floor, _cast_error(whole))
 
-    def bound(names: dict[str, float], noise: dict[str, float]) -> dict[str, float]:
+    def bound(
+        names: dict[str, float], noise: dict[str, float], own: dict[str, float], largest: float
+    ) -> dict[str, float]:
         if tolerance is not None:
             return dict.fromkeys(names, tolerance)
-        return {name: max(floor, _TIMES * noise.get(name, 0.0)) for name in names}
+        limits = {}
+        for name in names:
+            seen = noise.get(name, 0.0)
+            lowest = cast if seen > _ROUNDED * floor else floor
+            limits[name] = max(lowest, _TIMES * seen)
+            size = own.get(name, 0.0)
+            if limits[name] > _noise(whole) or size <= _FLOORS[torch.float64] * largest:
+                # Of what cancels to zero only the size is known: that of rounding, in a sum of
+                # numbers as large as the others. Relative to itself, noise is any multiple of it.
+                limits[name] = max(limits[name], lowest * largest / (size or 1.0))
+        return limits
 
-    gradients = bound(found.gradients, scale.gradients)
-    for name, limit in gradients.items():
-        own = gradient_scales.get(name, 0.0)
-        if tolerance is None and (limit > NOISE or own == 0):
-            # Of what cancels to zero only the size is known: that of rounding, in a sum of numbers
-            # as large as the other gradients. Relative to itself, noise is any multiple of noise.
-            gradients[name] = max(limit, floor * largest / (own or 1.0))
-
+    own, value = whole.scales, whole.largest_value
+    gradient = max(own.gradients.values(), default=0.0)
     return Differences(
-        bound(found.outputs, scale.outputs),
-        gradients,
-        bound(found.buffers, scale.buffers),
+        bound(found.outputs, scale.outputs, own.outputs, value),
+        bound(found.gradients, scale.gradients, own.gradients, gradient),
+        bound(found.buffers, scale.buffers, own.buffers, value),
     )

@@ -7,14 +7,16 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from pydist.check.calls import Call, CallRecorder, sample_layout
+from pydist.check.reference import Reference
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
 from pydist.ops.redistribute import shard_of_plain
@@ -57,11 +59,17 @@ class Differences:
 
 
 class WholeRun:
-    """Forward and backward on one device in float64; keeps what others are compared with.
+    """Forward and backward on one device as `Reference`; keeps what others are compared with.
 
     Args:
         model: the network; it is copied.
         x: the samples [N, C, ...].
+
+    Attributes:
+        casts: the narrower types that the network itself casts to.
+
+    Raises:
+        UsageError: the network is one of which nothing can be compared.
     """
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
@@ -74,21 +82,40 @@ class WholeRun:
             # A copy: what comes next may work in place.
             self._outputs[path, call, number] = value.detach().clone()
 
+        for path, module in net.named_modules():
+            module.__dict__["_pydist_path"] = path or type(net).__name__  # to be named by
         leaf = self.x.clone().requires_grad_()
-        with _watching(net, keep):
+        with Reference() as reference, _watching(net, keep):
             loss = loss_of(net(leaf))
+        self.casts = reference.casts
+        if reference.draws:
+            drawn = ", ".join(dict.fromkeys(reference.draws))
+            raise UsageError(
+                f"the network draws random numbers: {drawn}; whole and split it draws others: "
+                "check it in evaluation mode, or without them"
+            )
         if not isinstance(loss, Tensor):
             raise UsageError("the network returns no tensor of real numbers: nothing to compare")
         if not loss.requires_grad:
             raise UsageError("the network's output has no gradient: it was detached on its way")
-        loss.backward()
+        with reference:
+            _run_backward(loss)
         self._grads = _gradients(net, leaf)
         self._buffers = _buffers(net)
 
-    @property
-    def gradient_scales(self) -> dict[str, float]:
-        """The largest absolute value of each gradient."""
-        return {n: float(g.abs().max()) if g.numel() else 0.0 for n, g in self._grads.items()}
+    @cached_property
+    def scales(self) -> Differences:
+        """The largest absolute value of each tensor; of a module's, that of the smallest."""
+        outputs: dict[str, float] = {}
+        for (path, _, _), value in self._outputs.items():
+            outputs[path] = min(outputs.get(path, math.inf), _largest(value))
+        gradients = {name: _largest(g) for name, g in self._grads.items()}
+        return Differences(outputs, gradients, {n: _largest(b) for n, b in self._buffers.items()})
+
+    @cached_property
+    def largest_value(self) -> float:
+        """The largest absolute value of the sample and of all activations."""
+        return max(map(_largest, (self.x, *self._outputs.values())))
 
     def differences(self, model: nn.Module, x: Tensor) -> Differences:
         """Of another run on one device."""
@@ -107,7 +134,8 @@ class WholeRun:
         leaf = ShardedTensor.from_local(local, layout)
         with CallRecorder(mesh) as recorder, _watching(net, partial(self._compare, found)):
             loss = loss_of(net(leaf))
-        loss.backward()
+        with recorder.again():
+            _run_backward(loss)
         self._finish(found, _gradients(net, leaf), net)
         return SplitRun(found, recorder.calls)
 
@@ -157,6 +185,21 @@ def difference(found: Tensor, expected: Tensor) -> float:
         return 0.0
     worst = float((found.detach().double() - expected).abs().max())
     return worst / (scale or 1.0)
+
+
+def _run_backward(loss: Tensor) -> None:
+    """Backward with torch's function modes on, where checkpoints run parts of the network again.
+
+    `loss.backward()` is a call that modes are handed, and are off in.
+    """
+    Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True,
+        accumulate_grad=True,
+    )  # fmt: skip
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() else 0.0
 
 
 def loss_of(outputs: Any) -> Any:

@@ -28,6 +28,8 @@ class Report:
         calls: of every rank, in order.
         kinds: class of each module, by path.
         dropout_off: modules that were switched off for the comparison.
+        casts: narrower types that the network itself casts to; what they round is judged by them.
+        noise: bound from which on a tensor is nothing but noise.
         unsteady: whether nothing can be said, as noise in the last bit changes the whole output on
             one device as well: it is drawn at random, or chaotic.
     """
@@ -41,7 +43,9 @@ class Report:
     calls: list[list[Call]]
     kinds: dict[str, str]
     dropout_off: list[str] = field(default_factory=list)
+    casts: list[str] = field(default_factory=list)
     unsteady: bool = False
+    noise: float = NOISE
 
     @property
     def ok(self) -> bool:
@@ -52,6 +56,10 @@ class Report:
     def refusals(self) -> list[str]:
         """What has no exact form, each once."""
         return list(dict.fromkeys(c.refusal for c in self.calls[0] if c.refusal))
+
+    def is_noise(self, bound: float) -> bool:
+        """Whether a tensor with this bound is nothing but noise."""
+        return bound > self.noise
 
     @property
     def failures(self) -> list[str]:
@@ -80,7 +88,7 @@ class Report:
                 (found.buffers, bounds.buffers),
             )
             for name, value in values.items()
-            if limits[name] <= NOISE
+            if limits[name] <= self.noise
         ]
         return math.nan if any(map(math.isnan, every)) else max(every, default=0.0)
 
@@ -105,8 +113,11 @@ def format_report(report: Report) -> str:
         f"{report.batch} × [{shape}] split {grid} over {len(report.calls)} ranks, {kind}", "",
         *_calls(report), "", *_layers(report), "",
     ]  # fmt: skip
-    if any(_is_noise(bound) for bound in report.bounds.gradients.values()):
+    bounds = report.bounds
+    if any(map(report.is_noise, (*bounds.gradients.values(), *bounds.buffers.values()))):
         lines.append("noise: zero but for rounding, on one device as well (a bias before a norm)")
+    if report.casts:
+        lines.append(f"the network itself casts to {', '.join(report.casts)}: judged by that")
     if report.dropout_off:
         lines.append(f"dropout was off in {len(report.dropout_off)} modules")
     lines += [f"refused: {refusal}" for refusal in report.refusals]
@@ -168,11 +179,11 @@ def _layers(report: Report) -> Iterator[str]:
             continue
         names = [n for n in found.gradients if path and n.rpartition(".")[0] == path]
         limits = [bounds.outputs[path], *(bounds.gradients[n] for n in names)]
-        real = [n for n in names if not _is_noise(bounds.gradients[n])]
+        real = [n for n in names if not report.is_noise(bounds.gradients[n])]
         grads = _number(max(found.gradients[n] for n in real)) if real else "–"
         if len(real) < len(names):
             grads = f"{grads}, noise" if real else "noise"
-        steady = [limit for limit in limits if not _is_noise(limit)]
+        steady = [limit for limit in limits if not report.is_noise(limit)]
         rows.append([
             path or "(network)", report.kinds.get(path, ""), _number(found.outputs[path]), grads,
             _number(max(steady)) if steady else "noise",
@@ -183,12 +194,14 @@ def _layers(report: Report) -> Iterator[str]:
         values = found.gradients[name], bounds.gradients[name]
         rows.append([name, kind, "–", *map(_number, values)])
     for name, value in found.buffers.items():
-        rows.append([name, "buffer", _number(value), "–", _number(bounds.buffers[name])])
+        noisy = report.is_noise(bounds.buffers[name])
+        shown = (
+            ["noise", "–", "noise"]
+            if noisy
+            else [_number(value), "–", _number(bounds.buffers[name])]
+        )
+        rows.append([name, "buffer", *shown])
     return _table(rows)
-
-
-def _is_noise(bound: float) -> bool:
-    return bound > NOISE
 
 
 def _number(value: float) -> str:

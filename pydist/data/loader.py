@@ -49,8 +49,8 @@ class Batch:
         count: how many take part in a training step: N, or 0 where they are padding.
         first_sample: position in the global batch of the first one.
         global_size: samples in the global batch.
-        loss_scale: count * groups / global_size. Ranks average their gradients, so a mean loss
-            times this gives the mean over the global batch, however it is spread.
+        loss_scale: what the group's mean loss is to be multiplied with, so that padding counts
+            nothing: 1, unless the global batch has fewer samples than there are groups.
         epoch: of the batch.
         step: position in the epoch.
     """
@@ -316,7 +316,9 @@ class Loader:
             count=plan.count,
             first_sample=plan.first_sample,
             global_size=plan.global_size,
-            loss_scale=plan.count * self.mesh.data_size / plan.global_size,
+            # A group weighs by the samples that it is given: one too where that is padding.
+            loss_scale=(plan.count / max(1, size))
+            * max(1.0, self.mesh.data_size / plan.global_size),
             epoch=plan.epoch,
             step=plan.step,
         )

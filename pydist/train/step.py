@@ -35,7 +35,7 @@ class TrainStep:
 
         Args:
             batch: the samples.
-            scale: makes the mean over the global batch of the group's loss; see `Batch`.
+            scale: of the loss, 0 where the samples are padding; see `Batch.loss_scale`.
 
         Returns:
             The group's loss, a scalar on the device.

@@ -75,7 +75,7 @@ def seen(batch: Batch, dataset: Numbers) -> list[int]:
         assert torch.equal(full[n], dataset.whole(index))
         assert torch.equal(batch.targets[n], dataset.target(index))
     assert batch.inputs.shape == (len(batch.indices), *dataset.sample_shape)
-    assert batch.inputs._origin.first_sample == batch.first_sample
+    assert batch.inputs._origin.sizes.first_sample == batch.first_sample
     return list(batch.indices)
 
 

@@ -13,12 +13,15 @@ forward                 backward
 identity (`enter`)      × a factor (replicas before / replicas after)
 identity                mean over the ranks that hold the value
 (`with_true_gradient`)
-sum over ranks          mean over the sample group, sum over data groups
+sum over ranks          mean over the sample group, weighted sum over data groups
 gather boxes            add back along the messages, × rep(A) / rep(B)
 ======================  =====================================================
 
 and the backward of each right-hand side is the left-hand side *without* factors, but for the mean,
 which is its own. So what users see is true to second order.
+
+Sample groups weigh by their samples (`pydist.group_sizes`). A gradient within a group is that of
+the group's own loss; it is weighted where it reaches a parameter, and where it meets other groups'.
 
 The mean is taken where a tensor that ranks hold alike enters a call that uses its axes, on all of
 them at the same place of backward. So nothing that shows a gradient (a hook, `retain_grad`,
@@ -38,6 +41,7 @@ from pydist.comm.exchange.exchanger import in_memory
 if TYPE_CHECKING:
     from pydist.comm.exchange.exchanger import Exchanger
     from pydist.comm.interface.transport import Transport
+    from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
 
 
@@ -87,9 +91,15 @@ def enter(x: Tensor, factor: float) -> Tensor:
 class _SumRanks(Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: Transport, weight: float, mesh: Mesh, part: str
+        ctx: Any,
+        x: Tensor,
+        group: Transport,
+        weight: float,
+        mesh: Mesh,
+        part: str,
+        sizes: GroupSizes | None,
     ) -> Tensor:
-        ctx.args = group, weight, mesh, part
+        ctx.args = group, weight, mesh, part, sizes
         ctx.save_for_backward(exchange_marker())
         with mesh.timers.measure(part):
             total = _copy(x)
@@ -100,48 +110,83 @@ class _SumRanks(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
         begin_backward(ctx.args[2])
-        return _AverageBack.apply(grad, *ctx.args), None, None, None, None
+        return _AverageBack.apply(grad, *ctx.args), None, None, None, None, None
 
 
 class _AverageBack(Function):
     @staticmethod
     def forward(
-        ctx: Any, grad: Tensor, group: Transport, weight: float, mesh: Mesh, part: str
+        ctx: Any,
+        grad: Tensor,
+        group: Transport,
+        weight: float,
+        mesh: Mesh,
+        part: str,
+        sizes: GroupSizes | None,
     ) -> Tensor:
-        ctx.args = group, weight, mesh, part
+        ctx.args = group, weight, mesh, part, sizes
         ctx.save_for_backward(exchange_marker())
         with mesh.timers.measure(part):
             total = _copy(grad)
+            enter_weighted_sum(total, sizes)
             group.all_reduce(total)
+            leave_weighted_sum(total, sizes)
         return total.mul_(weight)
 
     @staticmethod
     def backward(ctx: Any, x: Tensor) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
         begin_backward(ctx.args[2])
-        return _SumRanks.apply(x, *ctx.args), None, None, None, None
+        return _SumRanks.apply(x, *ctx.args), None, None, None, None, None
 
 
-def sum_ranks(x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "statistics") -> Tensor:
+def enter_weighted_sum(grad: Tensor, sizes: GroupSizes | None) -> None:
+    """Weights a gradient, in place, before it is summed over sample groups.
+
+    A gradient within a group is that of the group's own loss; the weight of that in the mean over
+    all samples comes with the parameters. So where gradients of several groups' losses meet, each
+    is weighted, and `leave_weighted_sum` takes this group's weight off the sum again.
+    """
+    if sizes is not None and sizes.weight != 1:
+        grad.mul_(sizes.weight)
+
+
+def leave_weighted_sum(total: Tensor, sizes: GroupSizes | None) -> None:
+    """Divides by this group's weight, in place; 0 for a group without samples."""
+    if sizes is not None and sizes.weight != 1:
+        total.mul_(1 / sizes.weight if sizes.weight else 0.0)
+
+
+def sum_ranks(
+    x: Tensor,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    part: str = "statistics",
+    sizes: GroupSizes | None = None,
+) -> Tensor:
     """The sum of `x` over the ranks along `axes`, the same on all of them.
 
     With the data axis among `axes` the adjoint sums over the sample groups, as the loss of each of
-    them depends on the result.
+    them depends on the result. It weighs them by `sizes`, or equally.
     """
     group = mesh.group(axes)
     if group.size == 1:
         return x
-    return _SumRanks.apply(x, group, 1.0 / _in_sample(mesh, axes), mesh, part)
+    return _SumRanks.apply(x, group, 1.0 / _in_sample(mesh, axes), mesh, part, sizes)
 
 
 def average_back(
-    grad: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "statistics"
+    grad: Tensor,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    part: str = "statistics",
+    sizes: GroupSizes | None = None,
 ) -> Tensor:
     """The adjoint of `sum_ranks` by itself, for a sum whose value is known; differentiable."""
     group = mesh.group(axes)
     if group.size == 1:
         return grad
-    return _AverageBack.apply(grad, group, 1.0 / _in_sample(mesh, axes), mesh, part)
+    return _AverageBack.apply(grad, group, 1.0 / _in_sample(mesh, axes), mesh, part, sizes)
 
 
 def _in_sample(mesh: Mesh, axes: tuple[str, ...]) -> int:
@@ -152,12 +197,16 @@ def _in_sample(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 class _MeanRanks(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str) -> Tensor:
-        ctx.args = mesh, axes, part
+    def forward(
+        ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str, weight: float
+    ) -> Tensor:
+        ctx.args = mesh, axes, part, weight
         ctx.save_for_backward(exchange_marker())
         group = mesh.group(axes)
         with mesh.timers.measure(part):
-            total = _copy(x)
+            total = _copy(x) if weight else torch.zeros_like(in_memory(x))
+            if weight != 1:
+                total.mul_(weight)
             group.all_reduce(total)
         return total.div_(group.size)
 
@@ -165,15 +214,21 @@ class _MeanRanks(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         _ = ctx.saved_tensors
         begin_backward(ctx.args[0])
-        return _MeanRanks.apply(grad, *ctx.args), None, None, None
+        return _MeanRanks.apply(grad, *ctx.args), None, None, None, None
 
 
-def mean_ranks(x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str = "redistribute") -> Tensor:
-    """The mean over the ranks along `axes`; its own adjoint.
+def mean_ranks(
+    x: Tensor,
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    part: str = "redistribute",
+    weight: float = 1.0,
+) -> Tensor:
+    """The mean over the ranks along `axes`, each with its weight; its own adjoint.
 
     It turns a gradient whose mean is the true one into the true one.
     """
-    return _MeanRanks.apply(x, mesh, axes, part) if mesh.group(axes).size > 1 else x
+    return _MeanRanks.apply(x, mesh, axes, part, weight) if mesh.group(axes).size > 1 else x
 
 
 class _TrueGradient(Function):

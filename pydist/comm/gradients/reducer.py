@@ -233,18 +233,22 @@ class Reducer:
                 self.gather_gradients()  # what is added to it is the mean as well
             elif leaf.bucket is not None:
                 leaf.bucket.set_aside(parameter)
+        weight = self.mesh.weights.weight()
         if not accumulates or differentiable:
             if grad is None:
                 return None
             axes = self.mesh.axes if leaf.lane is None else leaf.lane.axes
-            mean = mean_ranks(grad, self.mesh, axes, "gradients")
+            mean = mean_ranks(grad, self.mesh, axes, "gradients", weight)
             if differentiable:
                 graph.mark(mean, self.mesh)
             return mean
         if leaf.has_hooks and parameter is not None:
             leaf.waits = True
             leaf.remember_base(parameter)
-        return None
+        if weight == 1 or grad is None:
+            return None
+        # Of nothing a mean loss is NaN.
+        return grad * weight if weight else torch.zeros_like(grad)
 
     def after(self, leaf: Leaf, parameter: Tensor) -> None:
         """A gradient was accumulated."""
@@ -316,6 +320,7 @@ class Reducer:
             for lane in taking_part:
                 lane.finish(lambda leaf: flags.get(leaf, 0) > 0)
             self._queued = False
+            mesh.weights.end()
             if self._runs:
                 self._runs[-1].complete = True
             refuse_frozen(self.lanes, anywhere)

@@ -74,7 +74,8 @@ def batch_norm(
             raise one_value("value per channel", layout.shape)
         if not few or others.n.any():
             update(running, _averaged(others), momentum)
-    return normalized(Normalization(local, *affine, own, plan, eps), layout, source)
+    sizes = input._origin.sizes if over == "global" else None
+    return normalized(Normalization(local, *affine, own, plan, eps, sizes=sizes), layout, source)
 
 
 def _axes(layout: Layout, over: str) -> tuple[str, ...]:

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from pydist.comm.exchange.adjoints import begin_backward, enter, sum_ranks
+from pydist.comm.exchange.adjoints import (
+    begin_backward,
+    enter,
+    enter_weighted_sum,
+    leave_weighted_sum,
+    sum_ranks,
+)
+from pydist.group_sizes import GroupSizes
 from pydist.ops.convolution.local_conv import differentiable
 from pydist.ops.convolution.rectified import rectified
 from pydist.ops.handover import Handover
@@ -40,6 +47,7 @@ class _Call:
     plan: NormPlan
     eps: float
     centred: bool
+    sizes: GroupSizes | None
     handover: Handover[Handed] = field(default_factory=Handover)
 
 
@@ -55,6 +63,7 @@ class Normalization:
         eps: added to the variance.
         centred: whether the mean is taken off; if not, the mean of squares takes the variance's
             place.
+        sizes: of the sample groups, where the statistics span several.
     """
 
     def __init__(
@@ -66,6 +75,7 @@ class Normalization:
         plan: NormPlan,
         eps: float,
         centred: bool = True,
+        sizes: GroupSizes | None = None,
     ) -> None:
         n, mean, m2 = statistics
         if not centred:
@@ -80,7 +90,7 @@ class Normalization:
             self._values = row_values(plan.of_rows(mean), factor, offset, x.dtype)
         self.x = x
         self._operands = x, scale, shift, n, mean, var, self._values
-        self._call = _Call(plan, eps, centred)
+        self._call = _Call(plan, eps, centred, sizes)
 
     @property
     def learns(self) -> bool:
@@ -179,6 +189,7 @@ class _Normalize(Function):
             totals = totals.view(2, -1, plan.members).sum(-1)
             if plan.group.size > 1:
                 with mesh.timers.measure("statistics", ctx.layer):
+                    enter_weighted_sum(totals, call.sizes)
                     work = plan.group.all_reduce_async(totals)
         inverse = torch.rsqrt(var + call.eps)
         a = plan.of_rows(inverse)
@@ -193,6 +204,7 @@ class _Normalize(Function):
         if plan.group.size > 1:
             with mesh.timers.measure("statistics", ctx.layer):
                 work.wait()
+                leave_weighted_sum(totals, call.sizes)
         b = plan.of_rows(-inverse.pow(3) * totals[1] / n)
         d = -b * lost
         if call.centred:
@@ -227,7 +239,8 @@ def _composed(x: Tensor, n: Tensor, call: _Call) -> Tensor:
     n = n.to(values.dtype)
 
     def mean_of(t: Tensor) -> Tensor:
-        return sum_ranks(t.sum(over, keepdim=True), plan.mesh, plan.axes) / n
+        part = t.sum(over, keepdim=True)
+        return sum_ranks(part, plan.mesh, plan.axes, sizes=call.sizes) / n
 
     if call.centred:
         values = values - enter(mean_of(values), copies)

@@ -37,8 +37,9 @@ def keyed_uniform(func: Callable[..., Any], x: ShardedTensor, dims: int | None =
     box, layout = x._layout.box, x._layout
     lo, shape, extents = list(box.lo), list(layout.shape), list(local_of(x).shape)
     if shape:
-        lo[0] += x._origin.first_sample
-        shape[0] += x._origin.first_sample
+        first = x._origin.sizes.first_sample
+        lo[0] += first
+        shape[0] += first
     count = len(shape) if dims is None else dims
     uniform = torch.empty(extents[:count], dtype=torch.float32, device=x.device)
     native.keyed_uniform(uniform, _next_key(func, x), lo[:count], shape[:count])

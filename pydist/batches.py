@@ -1,0 +1,93 @@
+"""The batches that enter a parallelized model over several sample groups, and leave it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pydist.group_sizes import GroupSizes
+from pydist.tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from pydist.mesh import Mesh
+
+
+class Batches:
+    """Tells the groups of each other's batch sizes, and each backward pass of its batch's.
+
+    The sizes travel from the entry of a training forward on, and are there when it ends. In a
+    forward pass without gradients in evaluation mode nothing travels: groups evaluate at their own
+    pace. With gradients in evaluation mode the sizes travel in backward.
+
+    Args:
+        mesh: the mesh.
+        weighs: whether the loss of a group weighs by its samples.
+    """
+
+    def __init__(self, mesh: Mesh, weighs: bool) -> None:
+        self._mesh, self._weighs = mesh, weighs
+        self._inside: list[GroupSizes | None] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Batches:
+        copy = memo[id(self)] = Batches(self._mesh, self._weighs)
+        return copy
+
+    def enter(self, module: nn.Module, inputs: Iterable[Any]) -> GroupSizes | None:
+        """What a forward hook before the model does; the sizes of the batch that enters.
+
+        Args:
+            module: the model.
+            inputs: its arguments; volumes are sharded.
+
+        Returns:
+            The sizes; `None` with one sample group, or without a tensor.
+        """
+        if self._mesh.data_size == 1:
+            return None
+        learns = torch.is_grad_enabled()
+        sizes = None
+        batch = _batch_of(inputs)
+        if batch is not None:
+            first = batch._origin.sizes.given_first if isinstance(batch, ShardedTensor) else None
+            agreed = learns or module.training
+            own = batch.shape[0]
+            sizes = GroupSizes(self._mesh, own, first, agreed=agreed, weighs=self._weighs)
+            if learns:
+                self._mesh.weights.begin(sizes)
+                if module.training:
+                    sizes.start()
+        self._inside.append(sizes)
+        return sizes
+
+    def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """A forward hook, called when the model raises as well."""
+        if not self._inside:  # its inputs were refused
+            return
+        sizes = self._inside.pop()
+        if sizes is None or output is None or not torch.is_grad_enabled():
+            return
+        sizes.finish()
+        if not self._weighs:
+            return
+        reached = _reached(self._mesh, sizes)
+        for value in tree_leaves(output):
+            local = value._local if isinstance(value, ShardedTensor) else value
+            if isinstance(local, Tensor) and local.requires_grad and not local.is_leaf:
+                local.register_hook(reached)
+
+
+def _batch_of(inputs: Iterable[Any]) -> Tensor | None:
+    """The first sharded tensor, or else the first tensor that has dims."""
+    leaves = [x for x in tree_leaves(list(inputs)) if isinstance(x, Tensor) and x.dim()]
+    return next((x for x in leaves if isinstance(x, ShardedTensor)), leaves[0] if leaves else None)
+
+
+def _reached(mesh: Mesh, sizes: GroupSizes) -> Callable[[Tensor], None]:
+    def hook(_: Tensor) -> None:
+        mesh.weights.reached(sizes)
+
+    return hook

@@ -1,0 +1,133 @@
+"""Losses that are not means over samples: sums over the sample groups, and closures."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from pydist.comm.exchange.adjoints import sum_ranks
+from pydist.errors import NotSupported, UsageError
+from pydist.tensor import ShardedTensor, local_of, wrap
+
+if TYPE_CHECKING:
+    from pydist.group_sizes import GroupSizes
+    from pydist.mesh import Mesh
+
+
+def sum_over_groups(x: Tensor, mesh: Mesh) -> Tensor:
+    """Sums a tensor over the sample groups, differentiably.
+
+    A loss that is formed of such sums is that of the whole batch, equal on all ranks, and so are
+    its gradients: `sum_over_groups(losses.sum(), mesh) / sum_over_groups(weights.sum(), mesh)` is
+    the mean that one device finds with class weights, ignored labels or a mask. Use it after the
+    forward pass of the model (or within), before that of the next batch. Collective over the
+    groups.
+
+    Args:
+        x: plain or sharded, of the same shape in every group and equal on all ranks of a group.
+        mesh: the mesh.
+
+    Returns:
+        A tensor of the shape of `x`; `x` itself with one group.
+
+    Raises:
+        UsageError: the groups' tensors have different shapes.
+    """
+    if mesh.data_size == 1:
+        return x
+    shapes = mesh.data.all_gather_bytes(repr(tuple(x.shape)).encode())
+    if len(set(shapes)) > 1:
+        given = ", ".join(shape.decode() for shape in shapes)
+        raise UsageError(f"sum_over_groups of shapes {given}; equal shapes are possible")
+    sizes = mesh.weights.latest
+    local = local_of(x) if isinstance(x, ShardedTensor) else x
+    total = sum_ranks(local, mesh, ("data",), sizes=sizes)
+    if sizes is not None and total.requires_grad:
+        total.register_hook(lambda _: mesh.weights.reached(sizes))
+    return wrap(total, x.layout, x) if isinstance(x, ShardedTensor) else total
+
+
+_models: list[tuple[weakref.ref[nn.Module], Mesh]] = []
+"""Models that learn from several sample groups."""
+_lock = threading.Lock()
+
+
+def agree_on_closures_of(model: nn.Module, mesh: Mesh) -> None:
+    """Lets optimizers that decide by the loss of a closure see that of the whole batch.
+
+    A line search (LBFGS) compares losses. Those of the groups differ, so that each rank would take
+    other steps. The mean over the groups, weighted as gradients are, is the same on all ranks.
+    """
+    with _lock:
+        if not _models:
+            register_optimizer_step_pre_hook(_before_step)
+        alive = [known for known in _models if known[0]() is not None]
+        _models[:] = [*alive, (weakref.ref(model), mesh)]
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    place = "closure" if "closure" in kwargs else 1
+    closure = kwargs.get("closure") if place == "closure" else args[1] if len(args) > 1 else None
+    if closure is None or not _decides(optimizer):
+        return None
+    mesh = _mesh_of(optimizer)
+    if mesh is None:
+        return None
+    agreed = _agreed(closure, mesh)
+    if place == "closure":
+        return args, {**kwargs, "closure": agreed}
+    return (args[0], agreed, *args[2:]), kwargs
+
+
+def _decides(optimizer: Optimizer) -> bool:
+    """Whether the optimizer may look at the loss; torch's own but LBFGS only return it."""
+    home = type(optimizer).step.__module__
+    return isinstance(optimizer, LBFGS) or not home.startswith(("torch.optim.", "pydist."))
+
+
+def _mesh_of(optimizer: Optimizer) -> Mesh | None:
+    """The mesh of a model that the optimizer steps."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    with _lock:
+        known = [(reference(), mesh) for reference, mesh in _models]
+    for model, mesh in known:
+        if model is not None and any(id(p) in stepped for p in model.parameters()):
+            return mesh
+    return None
+
+
+def _agreed(closure: Callable[[], Any], mesh: Mesh) -> Callable[[], Any]:
+    def evaluate() -> Any:
+        weights = mesh.weights
+        seen: list[GroupSizes] = []
+        weights.seen = seen
+        try:
+            loss = closure()
+        finally:
+            weights.seen = None
+        if loss is None:
+            return None
+        if any(not sizes.weighs_as(seen[0]) for sizes in seen):
+            raise NotSupported(
+                "a closure whose batches the sample groups share differently, as "
+                f"{' and '.join(str(list(sizes.shares)) for sizes in seen)}: return the loss of "
+                "the whole batch, formed with pydist.sum_over_groups, and parallelize with "
+                'group_weight="equal"'
+            )
+        with torch.no_grad():
+            weight = seen[0].weight if seen else 1.0
+            value = loss.item() if isinstance(loss, Tensor) else float(loss)
+            # Of nothing a mean loss is NaN.
+            mine = torch.tensor([weight and weight * value], dtype=torch.float64)
+            mesh.data.all_reduce(mine)
+            mean = float(mine) / mesh.data_size
+            return torch.full_like(loss, mean) if isinstance(loss, Tensor) else mean
+
+    return evaluate

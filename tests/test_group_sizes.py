@@ -1,0 +1,354 @@
+"""Sample groups of unequal size: gradients, masks and losses are those of the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import assert_equal, bounds_of, jittered, on_ranks, randint, randn
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pydist import Mesh, ShardedTensor, distribute_tensor, parallelize, sum_over_groups
+from pydist.comm import LocalTransport
+from pydist.errors import NotSupported, UsageError
+
+SIZES = [(2, 1), (3, 2, 0), (1, 4)]
+
+
+class Net(nn.Module):
+    """With batch norm over all groups, dropout, and a second output that is used within."""
+
+    def __init__(self, dropout: float = 0.5) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(2, 4, 3, padding=1, bias=False)  # before a norm it is noise
+        self.norm = nn.BatchNorm3d(4)
+        self.drop = nn.Dropout3d(dropout)
+        self.last = nn.Conv3d(4, 3, 3, padding=1, stride=2)
+
+    def forward(self, x):
+        first = self.drop(F.silu(self.norm(self.conv(x))))
+        return first, self.last(first)
+
+
+def network(dropout: float = 0.5) -> Net:
+    torch.manual_seed(0)
+    return Net(dropout).double()
+
+
+def parts(mesh: Mesh, sizes) -> slice:
+    """This rank's samples."""
+    ends = [0, *itertools.accumulate(sizes)]
+    return slice(ends[mesh.data_index], ends[mesh.data_index + 1])
+
+
+def results(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    found |= {name: b for name, b in model.named_buffers() if b.is_floating_point()}
+    return {name: t.detach().clone() for name, t in found.items()}
+
+
+def on_groups(step, sizes, spatial=(1, 1, 1), make=network, **options):
+    """`step(model, rows, mesh)` on groups of these sizes, beside one rank with the whole batch."""
+    total = sum(sizes)
+    made = make()  # here, as ranks share torch's random numbers
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(made), mesh, **options)
+        return step(model, parts(mesh, sizes if mesh.data_size > 1 else (total,)), mesh)
+
+    def whole(change):
+        mesh = Mesh(LocalTransport())
+        model = copy.deepcopy(made)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(change(p))
+        return step(parallelize(model, mesh, **options), slice(0, total), mesh)
+
+    expected = whole(lambda p: p)
+    bounds = bounds_of(expected, whole(jittered))
+    for found in on_ranks(spatial, body, len(sizes)):
+        assert_equal(found, expected, bounds)
+
+
+def inputs(total: int) -> torch.Tensor:
+    return randn(total, 2, 6, 5, 4, seed=total)
+
+
+def plain(y):
+    return y.full_tensor() if isinstance(y, ShardedTensor) else y
+
+
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gradients_masks_and_statistics_are_those_of_the_whole_batch(sizes, spatial):
+    def step(model, rows, mesh):
+        first, last = model(inputs(sum(sizes))[rows])
+        loss = last.square().mean() + 0.3 * first.sin().mean()
+        loss = loss + 0.1 * model.conv.weight.square().sum()
+        loss.backward()
+        return results(model)
+
+    on_groups(step, sizes, spatial)
+
+
+def test_a_head_a_criterion_and_a_feature_outside_of_the_model():
+    """Parameters that a loss meets before the model's output, and a loss that passes it by."""
+
+    class Learned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = network(0.0)
+            self.noise = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, x):
+            return self.net(x)[1]
+
+    def step(model, rows, mesh):
+        seen = []
+        model.net.norm.register_forward_hook(lambda *a: seen.append(a[2]))
+        y = plain(model(inputs(5)[rows]))
+        loss = (y.square().flatten(1).mean(1) * model.noise.exp()).mean() - model.noise
+        (loss + seen[0].square().mean((0, 1, 2, 3, 4))).backward()
+        return results(model)
+
+    on_groups(step, (3, 2, 0), make=Learned)
+
+
+def test_a_criterion_that_learns_and_belongs_to_no_model():
+    """Its gradient arrives before backward has reached an output of the model."""
+
+    def step(model, rows, mesh):
+        noise = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
+        for _ in range(2):
+            y = model(inputs(5)[rows])[1]
+            scaled = y * noise.exp().view(1, 3, 1, 1, 1)
+            (scaled.square().mean() - noise.sum()).backward()
+        return results(model) | {"noise": noise.grad}
+
+    on_groups(step, (3, 2, 0))
+    on_groups(step, (1, 4), (2, 1, 1))
+
+
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_accumulation_over_batches_of_different_sizes(no_sync):
+    batches = [(2, 1), (1, 1), (1, 3)]
+
+    def step(model, rows, mesh):
+        for number, sizes in enumerate(batches):
+            mine = parts(mesh, sizes if mesh.data_size > 1 else (sum(sizes),))
+            last = no_sync and number < 2
+            with model.no_sync() if last else torch.enable_grad():
+                model(inputs(sum(sizes))[mine])[1].square().mean().backward()
+        return results(model)
+
+    on_groups(step, (2, 1), (2, 1, 1))
+
+
+def test_second_derivatives():
+    """A gradient penalty: the inner gradient is of the group's own samples."""
+
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv3d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv3d(3, 1, 3)).double()
+
+    def step(model, rows, mesh):
+        x = distribute_tensor(inputs(3)[rows], mesh).requires_grad_()
+        (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        inner.square().sum((1, 2, 3, 4)).mean((0,)).backward()  # it reaches no last bias
+        found = results(model)
+        # Of parameters: the gradient of the whole batch, and through it.
+        model.zero_grad()
+        grads = torch.autograd.grad(
+            model(inputs(3)[rows]).square().mean(), list(model.parameters()), create_graph=True
+        )
+        found |= {f"of {i}": g.detach() for i, g in enumerate(grads)}
+        sum(g.square().sum() for g in grads).backward()
+        return found | {f"d{name}": g for name, g in results(model).items()}
+
+    on_groups(step, (2, 1), (2, 1, 1), make)
+    on_groups(step, (3, 0, 1), make=make)
+
+
+def test_second_derivatives_through_batch_norm():
+    def step(model, rows, mesh):
+        grads = torch.autograd.grad(
+            model(inputs(3)[rows])[1].square().mean(), list(model.parameters()), create_graph=True
+        )
+        sum(g.square().sum() for g in grads).backward()
+        return results(model)
+
+    on_groups(step, (2, 1), (2, 1, 1))
+
+
+def test_clipping_a_scaler_and_checkpointing():
+    def step(model, rows, mesh):
+        model.drop.eval()  # its masks would be drawn twice
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = inputs(5)[rows]
+        y = checkpoint(model, x, use_reentrant=False)[1]
+        scaler.scale(y.square().mean()).backward()
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        scaler.step(optimizer)
+        return (
+            results(model) | {"norm": norm} | {n: p.detach() for n, p in model.named_parameters()}
+        )
+
+    on_groups(step, (1, 4), (2, 1, 1))
+
+
+def test_training_in_evaluation_mode():
+    def step(model, rows, mesh):
+        model.eval()
+        model.drop.train()
+        model(inputs(5)[rows])[1].square().mean().backward()
+        return {n: p.grad.clone() for n, p in model.named_parameters()}
+
+    on_groups(step, (3, 2, 0))
+
+
+def test_shared_optimizer():
+    from pydist.optim import sharded
+
+    def step(model, rows, mesh):
+        optimizer = sharded(torch.optim.SGD(model.parameters(), 0.1), model, "always")
+        for _ in range(2):
+            model(inputs(5)[rows])[1].square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {n: p.detach().clone() for n, p in model.named_parameters()}
+
+    on_groups(step, (3, 2, 0))
+
+
+def test_class_weights_ignored_labels_and_a_mask():
+    """Means over the global batch, by sums over the groups; gradients included."""
+    labels = randint(3, 5, 3, 3, 2, seed=1)
+    labels[0, :2] = 255
+    weight = randn(3, seed=2).abs()
+    mask = randint(2, 5, 1, 3, 3, 2, seed=3)
+
+    def step(model, rows, mesh):
+        y = model(inputs(5)[rows])[1]
+        own = distribute_tensor(labels[rows], mesh, {1: "depth", 2: "height", 3: "width"})
+        options = {"weight": weight, "ignore_index": 255}
+        entropy = F.cross_entropy(y, own, reduction="sum", **options)
+        counted = torch.where(own == 255, 0, F.embedding(own.clamp(max=2), weight[:, None])[..., 0])
+        loss = sum_over_groups(entropy, mesh) / sum_over_groups(counted.sum(), mesh)
+        kept = distribute_tensor(mask[rows], mesh)
+        loss = loss + sum_over_groups((y.square() * kept).sum(), mesh) / sum_over_groups(
+            kept.sum(), mesh
+        )
+        # What is not linear in the sums, and what is an ordinary mean.
+        per_class = sum_over_groups(y.sigmoid().sum((0, 2, 3, 4)), mesh)
+        loss = loss + plain(per_class).log().sum() + y.sin().mean()
+        loss.backward()
+        if mesh.size == 1:
+            expected = F.cross_entropy(y.detach(), own, **options)
+            torch.testing.assert_close((entropy / counted.sum()).detach(), expected)
+        return results(model)
+
+    on_groups(step, (3, 2, 0))
+    on_groups(step, (1, 4), (2, 1, 1))
+
+
+def test_sums_of_different_shapes_are_refused():
+    def body(mesh):
+        with pytest.raises(UsageError, match=r"sum_over_groups of shapes \(1,\), \(2,\)"):
+            sum_over_groups(torch.ones(mesh.data_index + 1), mesh)
+
+    on_ranks((1, 1, 1), body, 2)
+
+
+def test_groups_may_weigh_the_same_as_under_ddp():
+    sizes = (2, 1)
+
+    made = network(0.0)
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(made), mesh, batch_norm="group", group_weight="equal")
+        model(inputs(3)[parts(mesh, sizes)])[1].square().mean().backward()
+        return model.conv.weight.grad
+
+    means = []
+    for rows in (slice(0, 2), slice(2, 3)):
+        model = network(0.0)
+        model(inputs(3)[rows])[1].square().mean().backward()
+        means.append(model.conv.weight.grad)
+    expected = sum(means) / 2
+    for found in on_ranks((1, 1, 1), body, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_one_backward_through_batches_that_weigh_differently_is_refused():
+    made = network(0.0)
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(made), mesh)
+        first = model(inputs(3)[parts(mesh, (2, 1))])[1]
+        second = model(inputs(4)[parts(mesh, (2, 2))])[1]
+        with pytest.raises(NotSupported, match=r"share as \[.*\] and as \[.*call backward"):
+            (first.square().mean() + second.square().mean()).backward()
+        model.zero_grad()
+        # An older batch by itself has its own weights.
+        older = model(inputs(3)[parts(mesh, (2, 1))])[1]
+        model(inputs(4)[parts(mesh, (2, 2))])
+        older.square().mean().backward()
+        found = results(model)
+        model.zero_grad()
+        model(inputs(3)[parts(mesh, (2, 1))])[1].square().mean().backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        assert_equal({name: found[name] for name in gradients}, gradients)
+
+    on_ranks((1, 1, 1), body, 2)
+
+
+def test_groups_that_evaluate_at_their_own_pace_exchange_nothing():
+    def body(mesh):
+        model = parallelize(network(), mesh).eval()
+        with torch.no_grad():
+            for _ in range(mesh.data_index + 1):
+                model(inputs(2))
+        for _ in range(mesh.data_index + 1):
+            model(inputs(2))
+
+    on_ranks((1, 1, 1), body, 2)
+
+
+@pytest.mark.parametrize(("data", "spatial"), [(2, (1, 1, 1)), (2, (2, 1, 1)), (3, (1, 1, 1))])
+@pytest.mark.parametrize("as_number", [False, True])
+def test_a_line_search_keeps_ranks_together(data, spatial, as_number):
+    sizes = (2, 1, 1)[:data]
+
+    def run(model, rows, mesh):
+        x = inputs(sum(sizes))[rows]
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), lr=1, max_iter=6, line_search_fn="strong_wolfe"
+        )
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x)[1] - 1).square().mean()
+            loss.backward()
+            return loss.item() if as_number else loss
+
+        losses = [float(torch.as_tensor(optimizer.step(closure)).detach()) for _ in range(2)]
+        return torch.tensor(losses), copy.deepcopy(model.conv.weight.detach())
+
+    def body(mesh):
+        return run(parallelize(copy.deepcopy(made), mesh), parts(mesh, sizes), mesh)
+
+    made = network(0.0)
+    mesh = Mesh(LocalTransport())
+    expected, weight = run(parallelize(copy.deepcopy(made), mesh), slice(0, sum(sizes)), mesh)
+    found = on_ranks(spatial, body, data)
+    for losses, found_weight in found:
+        assert torch.equal(found_weight, found[0][1])
+        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(found_weight, weight, rtol=1e-5, atol=1e-6)
