@@ -48,7 +48,9 @@ class Reference:
         """Of every tensor: the worst of several runs with noise in every layer, both ways."""
         worst = dict.fromkeys(self.exact, FLOORS[self.dtype])
         for seed in NOISES:
-            noisy = whole_step(_with_noise(self.task, seed), partial(jittered, seed=seed))
+            noisy_model = with_noise(copy.deepcopy(self.task.model), seed)
+            task = self.task._replace(model=noisy_model)
+            noisy = whole_step(task, partial(jittered, seed=seed))
             for name, found in noisy.items():
                 worst[name] = max(worst[name], 4 * error(found.double(), self.exact[name]))
         return {name: bound * (100 if bound > ROUNDING else 1) for name, bound in worst.items()}
@@ -86,12 +88,11 @@ def _in_type(task: Task, dtype: torch.dtype) -> Task:
     )
 
 
-def _with_noise(task: Task, seed: int) -> Task:
-    """Every layer's result and gradient off by one unit in the last place."""
-    model = copy.deepcopy(task.model)
+def with_noise(model: nn.Module, seed: int) -> nn.Module:
+    """The model, every layer's result and gradient off by one unit in the last place."""
     for i, module in enumerate(model.modules()):
         module.register_forward_hook(partial(_add_noise, 100 * seed + i))
-    return task._replace(model=model)
+    return model
 
 
 def _add_noise(seed: int, module: nn.Module, args: Any, y: Any) -> Any:

@@ -265,3 +265,8 @@ class Branches(nn.Module):
         if self.how == "stack":
             return torch.stack([fitted(y[:, :1], x, "pad") for y in found]).sum(0)
         return torch.cat([fitted(y, x, "crop") for y in found], dim=1)
+
+
+def make(source: str) -> nn.Module:
+    """The module that a source describes, in the words of torch and of this file."""
+    return eval(source, globals())

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+import random
 from collections.abc import Callable, Sequence
 
 from equivalence import randn
-from hypothesis import strategies as st
 from networks import initialised
-from random_blocks import Branches, Checkpointed, Expression, Gate, Joined, Twice, UShape
+from random_blocks import make
 from random_expressions import piece, pointwise, reduction, reshaped
 from random_layers import (
     activation,
@@ -21,13 +20,12 @@ from random_layers import (
     shuffled,
     transposed,
 )
-from random_spot import Spot
-from torch import nn
+from random_spot import Source, Spot, call
 
 MOST_CHANNELS, MOST_VALUES = 8, 1200
 """Of an activation, the latter of one sample: 200 networks take well under a minute."""
 
-LEAVES: list[Callable[[Spot], nn.Module]] = [
+LEAVES: list[Callable[[Spot], Source]] = [
     *[conv] * 4,
     *[transposed] * 2,
     *[pool] * 3,
@@ -44,42 +42,49 @@ LEAVES: list[Callable[[Spot], nn.Module]] = [
 ]
 
 
-def nested(s: Spot) -> nn.Module:
+def nested(s: Spot) -> Source:
     """A block that holds chains of others."""
     kind = s.pick("joined", "u", "checkpoint", "twice", "branches")
-    inner = s.depth - 1
     if kind == "joined":
-        body, _ = grow(s.draw, s.shape, s.number(1, 2), inner)
-        return Joined(body, s.pick("cat", "add", "in place", "times"))
+        return call("Joined", chain(s, s.number(1, 2)), s.pick("cat", "add", "in place", "times"))
     if kind == "checkpoint":
-        return Checkpointed(grow(s.draw, s.shape, s.number(1, 3), inner)[0])
+        return call("Checkpointed", chain(s, s.number(1, 3)))
     if kind == "twice":
-        return Twice(grow(s.draw, s.shape, 1, inner)[0], s.flag())
+        return call("Twice", chain(s, 1), s.flag())
     if kind == "branches":
-        bodies = [grow(s.draw, s.shape, 1, inner)[0] for _ in range(2)]
-        return Branches(bodies, s.pick("stack", "cat"))
+        return call("Branches", [chain(s, 1), chain(s, 1)], s.pick("stack", "cat"))
     down = s.pick(
-        s.layer("Conv")(s.channels, 3, 3, stride=2, padding=1),
-        s.layer("MaxPool")(2, 2, ceil_mode=True),
-        s.layer("AvgPool")(3, 2, 1),
+        s.layer("Conv", s.channels, 3, 3, stride=2, padding=1),
+        s.layer("MaxPool", 2, 2, ceil_mode=True),
+        s.layer("AvgPool", 3, 2, 1),
     )
     below = shape_after(down, s.shape)
-    body, below = grow(s.draw, below or s.shape, s.number(0, 2), inner)
+    body, below = grow(s.numbers, below or s.shape, s.number(0, 2), s.depth - 1)
     up = s.pick(
-        s.layer("ConvTranspose")(below[1], 2, s.number(2, 3), stride=2),
-        nn.Sequential(
-            Expression("F.interpolate(x, scale_factor=2.0)"), s.layer("Conv")(below[1], 2, 1)
+        s.layer("ConvTranspose", below[1], 2, s.number(2, 3), stride=2),
+        call(
+            "nn.Sequential",
+            call("Expression", "F.interpolate(x, scale_factor=2.0)"),
+            s.layer("Conv", below[1], 2, 1),
         ),
     )
-    gate = Gate(s.layer("Conv"), s.channels, 2, s.flag()) if s.flag() and s.flag() else None
-    return UShape(down, body, up, gate, s.pick("pad", "crop", "resize", "linear"))
+    gate = None
+    if s.flag() and s.flag():
+        gate = call("Gate", Source(f"nn.Conv{s.dims}d"), s.channels, 2, s.flag())
+    body = call("nn.Sequential", *body)
+    return call("UShape", down, body, up, gate, s.pick("pad", "crop", "resize", "linear"))
 
 
-def shape_after(module: nn.Module, shape: Sequence[int]) -> tuple[int, ...] | None:
+def chain(s: Spot, count: int) -> Source:
+    """A chain inside of a block."""
+    return call("nn.Sequential", *grow(s.numbers, s.shape, count, s.depth - 1)[0])
+
+
+def shape_after(source: Source, shape: Sequence[int]) -> tuple[int, ...] | None:
     """The shape of the result; `None` where torch refuses, or the result is of no use here."""
     x = randn(*shape).requires_grad_()
     try:
-        y = initialised(copy.deepcopy(module))(x * 1.0)
+        y = initialised(make(source))(x * 1.0)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return None
     fits = (
@@ -95,20 +100,17 @@ def shape_after(module: nn.Module, shape: Sequence[int]) -> tuple[int, ...] | No
 
 
 def grow(
-    draw: st.DrawFn, shape: Sequence[int], count: int, depth: int
-) -> tuple[nn.Sequential, tuple[int, ...]]:
-    """A chain of blocks, and the shape of what comes out of it."""
+    numbers: random.Random, shape: Sequence[int], count: int, depth: int
+) -> tuple[list[Source], tuple[int, ...]]:
+    """A chain of blocks, and the shape of its result."""
     shape = tuple(shape)
-    chain = []
+    blocks = []
     for _ in range(count):
-        nest = depth > 0 and draw(st.integers(0, 3)) == 0
-        block = nested if nest else draw(st.sampled_from(LEAVES))
-        try:
-            module = block(Spot(draw, shape, depth))
-        except (RuntimeError, ValueError):
-            continue  # reflect padding wider than the input, and the like
-        after = shape_after(module, shape)
+        nest = depth > 0 and numbers.randint(0, 3) == 0
+        block = nested if nest else numbers.choice(LEAVES)
+        source = block(Spot(numbers, shape, depth))
+        after = shape_after(source, shape)
         if after is not None:
-            chain.append(module)
+            blocks.append(source)
             shape = after
-    return nn.Sequential(*chain), shape
+    return blocks, shape

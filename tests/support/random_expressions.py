@@ -1,19 +1,18 @@
-"""Functions of a tensor with random numbers, as text: slices, sums, reshapes, element-wise."""
+"""Source of functions of a tensor with random numbers: slices, sums, reshapes, element-wise."""
 
 from __future__ import annotations
 
-from random_blocks import Expression
-from random_spot import Spot
-from torch import nn
+from random_spot import Source, Spot, call
 
 
-def piece(s: Spot) -> nn.Module:
+def piece(s: Spot) -> Source:
     """Slices, cuts, rearrangements along any dim."""
     d = s.number(1, s.dims + 1)
     n = s.shape[d]
     a = s.number(0, n - 1)
     length = s.number(1, n - a)
-    return Expression(
+    return call(
+        "Expression",
         s.pick(
             f"x[{':, ' * d}{a}:{a + length}]",
             f"x[{':, ' * d}{-length}:]",
@@ -36,14 +35,15 @@ def piece(s: Spot) -> nn.Module:
             f"torch.diff(x, dim={d})",
             f"torch.cat([x, x[{':, ' * d}:1]], {d})",
             f"torch.tensor_split(x, 2, {d})[0]",
-        )
+        ),
     )
 
 
-def reduction(s: Spot) -> nn.Module:
+def reduction(s: Spot) -> Source:
     dims, d = s.some_dims(), s.number(1, s.dims + 1)
     over = s.pick(f"{dims}", f"{d}", str(tuple(range(2, s.dims + 2))))
-    return Expression(
+    return call(
+        "Expression",
         s.pick(
             f"x - x.mean({over}, keepdim=True)",
             f"x * x.amax({over}, keepdim=True)",
@@ -64,12 +64,13 @@ def reduction(s: Spot) -> nn.Module:
             f"x + x.median({d}, keepdim=True)[0]",
             f"F.log_softmax(x, {d})",
             f"(x * x.detach()).sum({d}, keepdim=True) + x",
-        )
+        ),
     )
 
 
-def pointwise(s: Spot) -> nn.Module:
-    return Expression(
+def pointwise(s: Spot) -> Source:
+    return call(
+        "Expression",
         s.pick(
             "x.clamp(-0.5, 1.0)",
             "torch.where(x > 0, x, 0.1 * x)",
@@ -90,15 +91,16 @@ def pointwise(s: Spot) -> nn.Module:
             "x * torch.linspace(0.5, 1, x.shape[-1], dtype=x.dtype)",
             "x.detach() * 0.1 + x",
             "torch.expm1(x.clamp(max=1))",
-        )
+        ),
     )
 
 
-def reshaped(s: Spot) -> nn.Module:
+def reshaped(s: Spot) -> Source:
     c, last = s.channels, s.dims + 1
     groups = s.pick(*(g for g in range(1, c + 1) if c % g == 0))
     spatial = ", ".join(f"x.shape[{d}]" for d in range(2, s.dims + 2))
-    return Expression(
+    return call(
+        "Expression",
         s.pick(
             "x.flatten(2).reshape(x.shape) * 2",
             f"x.view(x.shape[0], {groups}, -1, {spatial}).sum(2)",
@@ -112,5 +114,5 @@ def reshaped(s: Spot) -> nn.Module:
             f"x.view(-1, 1, {spatial}).view(x.shape[0], -1, {spatial})",
             f"x.flatten(0, 1).unflatten(0, (x.shape[0], {c}))",
             "torch.cat([x, x.square()], 1)[:, ::2]",
-        )
+        ),
     )

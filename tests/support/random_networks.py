@@ -12,9 +12,9 @@ from equivalence import Points, Task, randint, randn, whole_step
 from hypothesis import strategies as st
 from networks import initialised
 from one_device import Reference
-from random_blocks import Expression
+from random_blocks import make
 from random_chains import grow
-from random_spot import Spot
+from random_spot import Source, Spot, call
 from strategies import GRIDS, points
 from torch import Tensor, nn
 
@@ -110,34 +110,37 @@ def cases(draw: st.DrawFn) -> Case:
     most = {1: 24, 2: 12, 3: 8}[dims]
     extents = tuple(draw(st.integers(2, most)) for _ in range(dims))
     shape = (BATCH, draw(st.integers(1, 3)), *extents)
-    body, after = grow(draw, shape, draw(st.integers(1, 7)), 2)
-    head = draw_head(Spot(draw, after, 0))
+    numbers = draw(st.randoms(use_true_random=False))
+    body, after = grow(numbers, shape, draw(st.integers(1, 7)), 2)
+    head = draw_head(Spot(numbers, after, 0))
     losses = [*LIKE, *(CLASSES if draw(st.booleans()) else ())]
-    model = initialised(nn.Sequential(*body, *head))
+    model = initialised(make(call("nn.Sequential", *body, *head)))
     grid = draw(st.sampled_from([g for g in GRIDS[dims] if max(g) < 8] * 3 + GRIDS[dims]))
     cut = [draw(points(n, parts)) for n, parts in zip(extents, grid, strict=True)]
     return Case(model, shape, cut, draw(st.sampled_from(losses)), draw(st.booleans()))
 
 
-def draw_head(s: Spot) -> list[nn.Module]:
+def draw_head(s: Spot) -> list[Source]:
     """Dense classes, numbers for the sample as a whole, or numbers along one dim."""
     classes, c = s.number(2, 3), s.channels
     over = tuple(range(2, s.dims + 2))
     kind = s.number(0, 6)
     if kind <= 2:
-        return [s.layer("Conv")(c, classes, 1)]
+        return [s.layer("Conv", c, classes, 1)]
     if kind == 3:
-        return [s.layer("AdaptiveAvgPool")(1), nn.Flatten(), nn.Linear(c, classes)]
+        return [s.layer("AdaptiveAvgPool", 1), call("nn.Flatten"), call("nn.Linear", c, classes)]
     if kind == 4:
         size = tuple(s.number(1, 2) for _ in over)
-        pool = s.layer(s.pick("AdaptiveAvgPool", "AdaptiveMaxPool"))(size)
-        return [pool, nn.Flatten(), nn.Linear(c * torch.Size(size).numel(), classes)]
+        pool = s.layer(s.pick("AdaptiveAvgPool", "AdaptiveMaxPool"), size)
+        features = c * torch.Size(size).numel()
+        return [pool, call("nn.Flatten"), call("nn.Linear", features, classes)]
     if kind == 5:
         values = torch.Size(s.shape[1:]).numel()
-        flat = s.pick(nn.Flatten(), Expression("x.view(x.shape[0], -1)"))
-        return [flat, nn.Linear(values, 4), nn.ReLU(), nn.Linear(4, classes)]
+        flat = s.pick(call("nn.Flatten"), call("Expression", "x.view(x.shape[0], -1)"))
+        layers = [call("nn.Linear", values, 4), call("nn.ReLU"), call("nn.Linear", 4, classes)]
+        return [flat, *layers]
     how = s.pick("mean", "sum", "amax", "logsumexp", "norm")
-    return [Expression(f"x.{how}(dim={s.pick(over, over, (over[-1],))})")]
+    return [call("Expression", f"x.{how}(dim={s.pick(over, over, (over[-1],))})")]
 
 
 def compare(case: Case) -> bool:

@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
-from typing import TypeVar
-
-from hypothesis import strategies as st
-from torch import nn
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+class Source(str):
+    """Python source of an expression; its `repr` is the source, so that lists of it are source."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def call(name: str, *args: Any, **kwargs: Any) -> Source:
+    """The source of a call: `call("nn.Conv1d", 2, 3, kernel_size=1)`."""
+    given = [repr(a) for a in args] + [f"{k}={v!r}" for k, v in kwargs.items()]
+    return Source(f"{name}({', '.join(given)})")
+
+
 @dataclass
 class Spot:
-    """Where a block is to stand, and what its numbers are drawn from."""
+    """The shape that a block meets, and the random numbers that choose the block.
 
-    draw: st.DrawFn
+    Attributes:
+        numbers: a seeded generator, or one of Hypothesis (`st.randoms()`), which can shrink.
+        shape: [N, C, ...] of the block's input.
+        depth: how many more levels of chains inside blocks there may be.
+    """
+
+    numbers: random.Random
     shape: tuple[int, ...]
     depth: int
 
@@ -32,20 +51,20 @@ class Spot:
         return self.shape[2:]
 
     def pick(self, *options: T) -> T:
-        return self.draw(st.sampled_from(options))
+        return self.numbers.choice(options)
 
     def number(self, low: int, high: int) -> int:
-        return self.draw(st.integers(low, high))
+        return self.numbers.randint(low, high)
 
     def flag(self) -> bool:
-        return self.draw(st.booleans())
+        return self.number(0, 1) == 1
 
     def each(self, low: int, high: int) -> tuple[int, ...]:
         return tuple(self.number(low, high) for _ in range(self.dims))
 
-    def layer(self, name: str) -> type[nn.Module]:
-        """`Conv` as Conv1d, Conv2d or Conv3d."""
-        return getattr(nn, f"{name}{self.dims}d")
+    def layer(self, name: str, *args: Any, **kwargs: Any) -> Source:
+        """A layer of torch.nn, of as many dims: `Conv` becomes Conv1d, Conv2d or Conv3d."""
+        return call(f"nn.{name}{self.dims}d", *args, **kwargs)
 
     def dim(self) -> int:
         """A spatial dim."""
@@ -54,4 +73,4 @@ class Spot:
     def some_dims(self, first: int = 1) -> tuple[int, ...]:
         """One or more dims."""
         possible = range(first, self.dims + 2)
-        return tuple(sorted(self.draw(st.sets(st.sampled_from(possible), min_size=1))))
+        return tuple(sorted(self.numbers.sample(possible, self.number(1, len(possible)))))

@@ -1,0 +1,99 @@
+"""Random training programs: split equals whole. `tools/hunt` runs many more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from children import child_environment
+from hunter.judge import judge, settings
+from hunter.program import Program
+from hunter.shrink import shrunk
+from random_spot import Source
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+SEEDS = 60
+"""Programs in the suite; CI runs minutes of others."""
+
+SMALL = Program(
+    statements=("m0 = ready(net('m0'))", "x = cut(0)", "y = m0(x)", "see('y', y, 'rows')"),
+    networks={"m0": (Source("nn.Conv3d(2, 3, 3, padding=1)"), Source("nn.ReLU(True)"))},
+    sample=(2, 6, 3, 2),
+)
+
+
+def test_programs_are_the_same_when_they_are_split(tmp_path):
+    path = child_environment()
+    path["PYTHONPATH"] = f"{SUPPORT}:{path.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-m", "hunter.hunt", "--programs", str(SEEDS), "--seconds", "100"]
+    ended = subprocess.run(
+        [*command, "--minimise", "1", "--workers", "2"],
+        env={**path, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr[-2000:]
+    assert f"{SEEDS} programs" in ended.stdout
+
+
+def verdict(program: Program, *more: str) -> str:
+    with settings():
+        return judge(replace(program, statements=program.statements + more)).outcome
+
+
+@pytest.mark.parametrize(
+    ("statements", "outcome"),
+    [
+        ((), "equal"),
+        (("see('y', full(y) * (1.01 if type(y) is not torch.Tensor else 1))",), "wrong"),
+        (("see('y', 1.0 if type(y) is not torch.Tensor else 2.0)",), "wrong"),
+        (("see('rank', local(y).shape)",), "wrong"),
+        (("torch.fft.fftn(y)",), "refused"),
+        (("if here and type(y) is not torch.Tensor: torch.fft.fftn(y)",), "parted"),
+        (("if type(y) is not torch.Tensor: 1 / 0",), "crash"),
+        (("y.no_such_call()",), "illegal"),
+        (("if type(y) is not torch.Tensor: y.mesh.world.barrier() if here else None",), "crash"),
+    ],
+)
+def test_the_judge_tells_outcomes_apart(statements, outcome):
+    assert verdict(SMALL, *statements) == outcome
+
+
+def test_noise_in_the_last_bit_decides_nothing():
+    # 1 / (mean of what cancels): rounding decides it.
+    chaos = "see('c', 1 / (y.sum() - y.flip(2).sum() + 1e-30))"
+    assert verdict(SMALL, chaos) in ("undecided", "equal")
+
+
+def test_ranks_with_different_data_have_to_raise():
+    program = replace(SMALL, differs=True)
+    assert verdict(program) == "silent"
+    refused = "if type(y) is not torch.Tensor: torch.fft.fftn(y)"
+    assert verdict(program, refused) == "raised"
+
+
+def test_a_failing_program_becomes_small():
+    program = replace(
+        SMALL,
+        statements=("a = 1", *SMALL.statements, "b = 2", "see('n', local(y).shape[2])"),
+        spatial=(2, 2, 1),
+        sample=(2, 6, 5, 4),
+    )
+
+    def fails(candidate: Program) -> bool:
+        with settings():
+            return judge(candidate).outcome == "wrong"
+
+    assert fails(program)
+    small = shrunk(program, fails)
+    assert fails(small)
+    assert len(small.statements) < 5
+    assert small.ranks < 4
+    assert "replay(Program(" in small.script("wrong")

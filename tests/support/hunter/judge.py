@@ -1,0 +1,314 @@
+"""Runs a program whole and split, and says how far they are apart."""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from equivalence import FP64_BOUND, error
+from one_device import ROUNDING
+from torch import Tensor
+
+from hunter.program import Program
+from hunter.world import Seen, World
+from pydist import Mesh, run_local
+from pydist.comm import Transport
+from pydist.errors import PydistError, RankFailed, RankLost
+
+SECONDS = 20.0
+"""After so many a program on rank-threads hangs: they take well under one."""
+
+PARAMETER_NOISES, LAYER_NOISES = (0, 2, 4, 6), (1, 3, 5)
+"""Seeds of noise in parameters and inputs; of noise in every layer's result as well."""
+
+UNDECIDED = 1e-8
+"""A value that noise in the last bit moves further says nothing when it differs."""
+
+BAD = ("wrong", "parted", "hang", "crash", "silent")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a program.
+
+    Attributes:
+        outcome: equal; refused (by name, on all ranks, or by torch itself where a saved tensor was
+            changed in place); undecided (noise moves it as well); illegal (torch refuses it);
+            raised (as it had to). Or wrong; parted (some ranks refuse,
+            others do not); hang; crash (another error); silent (data differed, and nothing was
+            raised).
+        detail: one line.
+        statement: the statement that was refused or raised, -1 where there is none.
+    """
+
+    outcome: str
+    detail: str = ""
+    statement: int = -1
+
+    @property
+    def bad(self) -> bool:
+        return self.outcome in BAD
+
+
+@dataclass
+class Run:
+    """What one device or one rank saw, and how its run ended."""
+
+    seen: dict[str, list[Seen]]
+    failed: tuple[int, Exception] | None
+    trace: str = ""
+
+
+def run_in(world: World) -> Run:
+    """One run of a program."""
+    failed = world.run()
+    trace = ""
+    if failed is not None:
+        trace = "".join(traceback.format_exception(failed[1]))
+        failed[1].__traceback__ = None  # its frames hold tensors
+    return Run(world.seen, failed, trace)
+
+
+def run_whole(program: Program, noise: int | None = None) -> Run:
+    """On one device: plain torch, or one rank where the program says so."""
+    if program.reference == "torch":
+        return run_in(World(program, None, noise))
+    return run_local(lambda t: run_in(World(program, Mesh(t, 1, (1, 1, 1)), noise)), 1)[0]
+
+
+def run_rank(program: Program, transport: Transport) -> Run:
+    """On one rank of the program's mesh."""
+    mesh = Mesh(
+        transport, len(program.groups), program.spatial, keep_thin_blocks=program.keep_thin_blocks
+    )
+    return run_in(World(program, mesh))
+
+
+def judge(program: Program, seconds: float = SECONDS) -> Verdict:
+    """Runs a program whole and on rank-threads."""
+    whole = None if program.differs else run_whole(program)
+    if whole is not None and whole.failed is not None:
+        number, error = whole.failed
+        return Verdict("illegal", f"{type(error).__name__}: {error}", number)
+    try:
+        ranks = run_local(lambda t: run_rank(program, t), program.ranks, timeout=seconds)
+    except RankLost as error:
+        return Verdict("hang", str(error))
+    return verdict_of(program, whole, ranks)
+
+
+def verdict_of(program: Program, whole: Run | None, ranks: Sequence[Run]) -> Verdict:
+    """Compares what all ranks saw with what one device saw."""
+    failures = {rank: run.failed for rank, run in enumerate(ranks) if run.failed is not None}
+    if whole is None:
+        return _of_different_data(ranks)
+    if failures:
+        return _of_failures(program, ranks, failures)
+    found = [_assembled(program, ranks, rank) for rank in range(program.ranks)]
+    if (verdict := _together(ranks)) is not None:
+        return verdict
+    wrong = [
+        (name, i, rank)
+        for rank, seen in enumerate(found)
+        for name, i, e in _differences(seen, whole.seen)
+        if not e <= FP64_BOUND
+    ]
+    if not wrong:
+        return Verdict("equal")
+    return _beyond_noise(program, whole, found)
+
+
+def _of_different_data(ranks: Sequence[Run]) -> Verdict:
+    errors = [run.failed[1] for run in ranks if run.failed is not None]
+    own = [e for e in errors if isinstance(e, PydistError) and not isinstance(e, RankFailed)]
+    named = [e for e in own if not isinstance(e, RankLost)]
+    if len(errors) < len(ranks):
+        how = "nothing was raised" if not errors else f"{len(errors)} of {len(ranks)} ranks raised"
+        return Verdict("silent", f"ranks had different data, and {how}")
+    if not own:
+        return Verdict("crash", f"{type(errors[0]).__name__}: {errors[0]}"[:300])
+    return Verdict("raised", str((named or own)[0])[:200])
+
+
+def _of_failures(
+    program: Program, ranks: Sequence[Run], failures: dict[int, tuple[int, Exception]]
+) -> Verdict:
+    own = {
+        rank: (number, e)
+        for rank, (number, e) in failures.items()
+        if not isinstance(e, (RankFailed, RankLost))
+    }
+    number, e = next(iter((own or failures).values()))
+    text = f"{type(e).__name__}: {e}".splitlines()[0][:300]
+    where = f"statement {number}: {program.statements[number]!r}"
+    if not own:
+        return Verdict("crash", f"{where}: {text}", number)
+    strange = [r for r, (_, error) in own.items() if not _is_refusal(error)]
+    if strange:
+        last = ranks[strange[0]].trace.strip().splitlines()[-6:]
+        return Verdict("crash", f"{where}: {text}\n" + "\n".join(last), number)
+    if len(own) < program.ranks or len({n for n, _ in own.values()}) > 1:
+        return Verdict("parted", f"{where}: only ranks {sorted(own)} refuse: {text}", number)
+    return Verdict("refused", text, number)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether an error is pydist's, or torch's own of a tensor that backward needs."""
+    changed = "modified by an inplace operation" in str(error) and type(error) is RuntimeError
+    return isinstance(error, PydistError) or changed
+
+
+def _assembled(program: Program, ranks: Sequence[Run], rank: int) -> dict[str, list[Seen]]:
+    """What one rank saw, put together with what ranks of the other groups saw."""
+    found = ranks[rank].seen
+    groups = len(program.groups)
+    if groups == 1:
+        return found
+    size = program.ranks // groups
+    runs = [ranks[g * size + rank % size] for g in range(groups)]
+    joined: dict[str, list[Seen]] = {}
+    for name, values in found.items():
+        joined[name] = []
+        for i, each in enumerate(values):
+            own = each
+            parts = [r.seen[name][i] for r in runs if i < len(r.seen.get(name, ()))]
+            if len(parts) == groups and all(isinstance(p.value, Tensor) for p in parts):
+                own = each._replace(value=_joined(program, each.over, rank // size, parts))
+            joined[name].append(own)
+    return joined
+
+
+def _joined(program: Program, over: str, group: int, parts: Sequence[Seen]) -> Tensor:
+    shares = [n / program.batch for n in program.groups]
+    values = [p.value for p in parts]
+    if over == "rows":
+        return torch.cat(values)
+    if over == "share":
+        return torch.cat([v * s for v, s in zip(values, shares, strict=True)])
+    if over == "mean":
+        return torch.stack([v * s for v, s in zip(values, shares, strict=True)]).sum(0)
+    return values[group]
+
+
+def _together(ranks: Sequence[Run]) -> Verdict | None:
+    for name, values in ranks[0].seen.items():
+        for i, seen in enumerate(values):
+            if seen.over != "together":
+                continue
+            for rank, run in enumerate(ranks):
+                other = run.seen[name][i]
+                if _difference(other, seen) > 0:
+                    return Verdict("wrong", f"{name}[{i}]: rank {rank} differs from rank 0")
+    return None
+
+
+def _differences(
+    found: dict[str, list[Seen]], expected: dict[str, list[Seen]]
+) -> Iterator[tuple[str, int, float]]:
+    """Name, number and error of each value; infinite where something else than values differs."""
+    for name in {**expected, **found}:
+        a, b = found.get(name, []), expected.get(name, [])
+        if len(a) != len(b):
+            yield name, -1, float("inf")
+            continue
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            if y.over != "together":
+                yield name, i, _difference(x, y)
+
+
+def _difference(a: Seen, b: Seen) -> float:
+    if a.facts != b.facts:
+        return float("inf")
+    if isinstance(a.value, Tensor) and isinstance(b.value, Tensor):
+        return error(a.value, b.value) if a.value.shape == b.value.shape else float("inf")
+    same = a.value is b.value or a.value == b.value
+    if not same and isinstance(a.value, float) and isinstance(b.value, float):
+        return abs(a.value - b.value) / (abs(b.value) or 1.0)
+    return 0.0 if same else float("inf")
+
+
+def _beyond_noise(program: Program, whole: Run, found: Sequence[dict[str, list[Seen]]]) -> Verdict:
+    """The verdict once something is beyond the floor: is it beyond what noise does, too?"""
+    noise: defaultdict[tuple[str, int], float] = defaultdict(float)
+    for seed in (*PARAMETER_NOISES, *LAYER_NOISES):
+        noisy = run_whole(program, seed)
+        for name, i, e in _differences(noisy.seen, whole.seen):
+            # Hooks that add noise can undo what is in place: that is not noise.
+            if seed in PARAMETER_NOISES or e < 1e-6:
+                noise[name, i] = max(noise[name, i], e)
+    worst, undecided = None, False
+    for rank, seen in enumerate(found):
+        for name, i, e in _differences(seen, whole.seen):
+            bound = max(FP64_BOUND, 4 * noise[name, i])
+            bound *= 100 if bound > ROUNDING else 1
+            if e <= bound:
+                continue
+            if noise[name, i] > UNDECIDED:
+                undecided = True
+            elif worst is None or e > worst[0]:
+                worst = e, bound, name, i, rank
+    if worst is not None:
+        e, bound, name, i, rank = worst
+        facts = ""
+        if e == float("inf"):
+            facts = f", {_facts(found[rank], name, i)} instead of {_facts(whole.seen, name, i)}"
+        return Verdict(
+            "wrong", f"{name}[{i}] on rank {rank}: error {e:.3g}, bound {bound:.3g}{facts}"
+        )
+    return Verdict("undecided" if undecided else "equal")
+
+
+def _facts(seen: dict[str, list[Seen]], name: str, i: int) -> Any:
+    values = seen.get(name, [])
+    if i < 0 or i >= len(values):
+        return f"{len(values)} values"
+    value = values[i].value
+    return values[i].facts if isinstance(value, Tensor) else (values[i].facts, value)
+
+
+def legal(program: Program, tries: int = 12) -> Program | None:
+    """The program without the statements that torch itself refuses."""
+    for _ in range(tries):
+        if program.differs:
+            return program
+        failed = run_whole(program).failed
+        if failed is None:
+            return program
+        program = without(program, failed[0])
+    return None
+
+
+def without(program: Program, number: int) -> Program:
+    """The program without one statement."""
+    kept = program.statements[:number] + program.statements[number + 1 :]
+    return replace(program, statements=kept)
+
+
+@contextmanager
+def settings() -> Iterator[None]:
+    """How programs run: in float64, each rank on one thread, without warnings."""
+    os.environ["PYDIST_TUNE"] = "0"
+    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_num_threads(threads)
+
+
+def replay(program: Program) -> None:
+    """Runs one program and prints the verdict."""
+    with settings():
+        verdict = judge(program)
+    print(f"{verdict.outcome}: {verdict.detail}")
