@@ -20,6 +20,13 @@ VARIABLE = "PYDIST_SUPERVISOR"
 
 ORPHANED = 143
 
+_current: Lifeline | None = None
+
+
+def current() -> Lifeline | None:
+    """This process's wire to its launcher, if it has one."""
+    return _current
+
 
 class Lifeline:
     """The rank's end of the wire."""
@@ -36,7 +43,13 @@ class Lifeline:
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ended = False
         self._send({"rank": rank, "pid": os.getpid()})
+        global _current
+        _current = self
         threading.Thread(target=self._listen, name="pydist lifeline", daemon=True).start()
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for the native watchdog's last message."""
+        return self._socket.fileno()
 
     def claim(self, exit_code: int) -> bool:
         """Report a failure of this rank; True if it is the first of the job."""

@@ -14,6 +14,7 @@ from pydist.comm.interface.handles import Channel, Work
 from pydist.comm.interface.reduction import ReduceOp
 from pydist.comm.transports.host import HostTransport
 from pydist.errors import UsageError
+from pydist.watchdog import waits
 
 _INTERNAL_TAG = 1 << 15  # above all tags that users may give
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -45,6 +46,7 @@ class C10dTransport(HostTransport):
         # gloo can't send to itself: tag -> messages of this rank to this rank.
         self._own: dict[int, deque[Tensor]] = defaultdict(deque)
 
+    @waits("a new group")
     def _subgroup(self, members: Sequence[int]) -> C10dTransport:
         ranks = [dist.get_global_rank(self._group, self._order[member]) for member in members]
         # torch sorts the ranks of a new group.
@@ -68,6 +70,7 @@ class C10dTransport(HostTransport):
         elif tensor.numel():
             self._pending.append((self._isend(copy, dest, tag), copy))
 
+    @waits("a message")
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
         if source == self.rank:
             if not self._own[tag]:
@@ -86,9 +89,11 @@ class C10dTransport(HostTransport):
         assert work is not None
         return work
 
+    @waits("a barrier")
     def _barrier(self) -> None:
         dist.barrier(self._group)
 
+    @waits("a broadcast")
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         if tensor.numel():
             dist.broadcast(_bytes(tensor), group=self._group, group_src=self._order[root])
@@ -100,6 +105,7 @@ class C10dTransport(HostTransport):
         works += [self._isend(each, peer, _INTERNAL_TAG) for peer, each in sends if each.numel()]
         return _C10dWork(works, [each for _, each in (*sends, *recvs)])
 
+    @waits("an all-reduce")
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         dist.all_reduce(tensor, _OPS[op], group=self._group)
 
@@ -124,6 +130,7 @@ class _C10dWork(Work):
     def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
         self._works, self._tensors = works, tensors
 
+    @waits("messages")
     def wait(self) -> None:
         for work in self._works:
             work.wait()
@@ -156,6 +163,7 @@ class C10dChannel(Channel):
             elif each.numel():
                 self._works.append(transport._isend(each, dest, self._tag))
 
+    @waits("messages")
     def wait(self) -> None:
         """See `Channel.wait`."""
         works, self._works = self._works, []
