@@ -76,3 +76,8 @@ def end_of_program() -> None:
 def at_step(step: int) -> None:
     """Tells the watchdog the number of the training step."""
     native.mark_step(step)
+
+
+def ended_ranks() -> list[int]:
+    """The ranks of this machine that have come to the end of their program, as far as is known."""
+    return native.ended_ranks()

@@ -1,5 +1,7 @@
 // The watchdog for Python. `enter_phase` and `leave_phase` are plain C functions: they are called
 // several hundred times a step.
+#include <pybind11/stl.h>
+
 #include <string_view>
 
 #include "bindings/bindings.hpp"
@@ -47,7 +49,8 @@ void bind_watchdog(py::module_& module) {
   module.def(
       "start_watchdog",
       [](int board, int rank, int size, int here, bool all_here, const std::string& host,
-         double limit, int output, bool as_message, int stacks, int signal, int questions) {
+         double limit, int output, bool as_message, int stacks, int signal, int questions,
+         int launcher, const std::string& farewell) {
         watchdog::Options options;
         options.rank = rank;
         options.job = {size, all_here, here, host, limit};
@@ -56,13 +59,17 @@ void bind_watchdog(py::module_& module) {
         options.stacks = stacks;
         options.signal = signal;
         options.questions = questions;
+        options.launcher = launcher;
+        options.farewell = farewell;
         watchdog::start(options, board);
       },
       "board"_a, "rank"_a, "size"_a, "here"_a, "all_here"_a, "host"_a, "limit"_a, "output"_a,
-      "as_message"_a, "stacks"_a, "signal"_a, "questions"_a,
+      "as_message"_a, "stacks"_a, "signal"_a, "questions"_a, "launcher"_a, "farewell"_a,
       "Starts this process's watchdog; see csrc/watchdog/watcher.hpp.");
   module.def("is_watched", &watchdog::is_watched, "Whether this process has a watchdog.");
   module.def("mark_step", &watchdog::mark_step, "step"_a, "Tells the watchdog the training step.");
+  module.def("ended_ranks", &watchdog::ended_ranks,
+             "The ranks of this machine that have come to the end of their program.");
   module.def(
       "answer_layer", [](const std::string& layer) { watchdog::answer_layer(layer); }, "layer"_a,
       "Tells the watchdog the layer at work.");

@@ -18,6 +18,7 @@ constexpr int kWriteMilliseconds = 1000;
 
 // The launcher's code for the job is that of the rank that it sees end first: the others go later.
 [[noreturn]] void kill_and_exit(const std::vector<int>& pids) {
+  setsid();  // launchers kill the process group of a rank that ends
   const timespec pause{0, kKillNanoseconds};
   nanosleep(&pause, nullptr);
   for (const int pid : pids) kill(pid, SIGKILL);

@@ -25,6 +25,8 @@ constexpr double kDrainSeconds = 0.15;  // MPICH drops what a rank writes just b
 constexpr double kReportSeconds = 10;   // after which another rank no longer waits for the reporter
 
 std::atomic<Slot*> own_slot{nullptr};
+std::atomic<const Board*> own_board{nullptr};
+std::atomic<int> own_size{0};
 
 double now() {
   timespec time;
@@ -159,6 +161,7 @@ class Watcher {
       if (each.rank != options_.rank && !each.state.is_gone()) others.push_back(each.pid);
     }
     kill_later(others);
+    if (options_.launcher >= 0) write_all(options_.launcher, options_.farewell);
     rest(kDrainSeconds);  // the others end with the same code, where they can
     _exit(kExitCode);
   }
@@ -187,6 +190,8 @@ void start(const Options& options, int board) {
   Slot& slot = page->slot(options.rank);
   slot.stacks.store(options.stacks);
   slot.pid.store(getpid());
+  own_board.store(page);
+  own_size.store(options.job.size);
   own_slot.store(&slot);
   pthread_atfork(nullptr, nullptr, forget_rank);
   // Signals are for the program's threads.
@@ -215,6 +220,17 @@ void mark_step(std::int64_t step) {
     slot->step.store(step, std::memory_order_relaxed);
     slot->beat();
   }
+}
+
+std::vector<int> ended_ranks() {
+  std::vector<int> ended;
+  const Board* const board = own_board.load();
+  for (int rank = 0; board != nullptr && rank < own_size.load(); ++rank) {
+    const Slot& slot = board->slot(rank);
+    const int pid = slot.pid.load();
+    if (pid != 0 && (slot.kind() == Kind::kEnd || state_of(pid).is_gone())) ended.push_back(rank);
+  }
+  return ended;
 }
 
 void answer_layer(std::string_view layer) {

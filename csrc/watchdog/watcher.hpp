@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "watchdog/board.hpp"
 #include "watchdog/report.hpp"
@@ -24,6 +25,8 @@ struct Options {
   int stacks = -1;          // descriptor that `signal`'s handler writes Python's stacks to
   int signal = 0;
   int questions = -1;  // a byte is written here when the layer is asked for
+  int launcher = -1;   // descriptor that takes `farewell` before this process ends, if there is one
+  std::string farewell;
 };
 
 // Starts the watchdog of this process, in the thread that runs the program, on a board in the file
@@ -40,5 +43,8 @@ void enter(std::string_view name, Kind kind);
 void leave();
 void mark_step(std::int64_t step);
 void answer_layer(std::string_view layer);
+
+// The ranks of this machine that have come to the end of their program, in order.
+std::vector<int> ended_ranks();
 
 }  // namespace pydist::watchdog

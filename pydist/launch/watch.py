@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any
 
 from pydist._loader import native
-from pydist.errors import UsageError
+from pydist.errors import RankLost, UsageError
 from pydist.launch import lifeline
 from pydist.launch.identity import Identity
 
@@ -77,6 +77,8 @@ def start(who: Identity) -> None:
         return
     wire = lifeline.current()
     number, stacks = _write_stacks_on_signal()
+    # MPICH's launcher takes the job's exit code from this line, as from MPI_Abort.
+    pmi = os.environ.get("PMI_FD", "") if who.launcher == "mpich" else ""
     native.start_watchdog(
         board=board,
         rank=who.rank,
@@ -90,6 +92,8 @@ def start(who: Identity) -> None:
         stacks=stacks,
         signal=number,
         questions=_answer_questions(),
+        launcher=int(pmi) if pmi.isdecimal() else -1,
+        farewell=f"cmd=abort exitcode={RankLost.exit_code}\n",
     )
 
 
@@ -162,6 +166,8 @@ def _write_stacks_on_signal() -> tuple[int, int]:
         return 0, -1
     number = signal.SIGRTMIN + 11
     stacks = os.memfd_create("pydist stacks")
+    # What faulthandler leaves when the interpreter ends, before the process does.
+    signal.signal(number, signal.SIG_IGN)
     faulthandler.register(number, file=stacks, all_threads=True, chain=False)
     return number, stacks
 
