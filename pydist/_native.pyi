@@ -395,6 +395,7 @@ class IpcChannel:
 PHASE_SPAN: int
 PHASE_END: int
 PHASE_WAIT: int
+PHASE_BLOCKED: int
 PHASE_WORK: int
 
 def enter_phase(name: str, kind: int) -> None: ...

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from pydist.comm.agree import require_same
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.reducer import Reducer, reducer_of
 from pydist.errors import NotSupported, UsageError
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
 from pydist.ops.normalization.batch_norm import STATISTICS
+from pydist.structure import facts_of
 from pydist.tensor import Origin, ShardedTensor, distribute_tensor
 
 # Not all frames of that file: torch.utils.checkpoint has one that switches the compiler off.
@@ -52,7 +54,7 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
 
     Raises:
         UsageError: `batch_norm` is none of these, the model or a part of it is parallelized
-            already, or ranks can't send a parameter or buffer to each other.
+            already, ranks have different models, or can't send a parameter or buffer to each other.
     """
     if batch_norm not in STATISTICS:
         raise UsageError(f"batch_norm={batch_norm!r}; possible are {', '.join(STATISTICS)}")
@@ -64,6 +66,7 @@ def parallelize(model: _M, mesh: Mesh, batch_norm: str = "global") -> _M:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if (why := _obstacle(tensor)) is not None:
                 raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
+    require_same(mesh.world, facts_of(model, batch_norm))
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
     entry = Entry(mesh, batch_norm)

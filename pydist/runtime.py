@@ -23,7 +23,7 @@ from pydist.comm import LocalTransport, Transport
 from pydist.errors import NotSupported, UsageError
 from pydist.launch import backends, failures, identity, leftovers, lifeline, watch
 from pydist.launch.identity import Identity
-from pydist.watchdog import WAIT, end_of_program, phase
+from pydist.watchdog import BLOCKED, end_of_program, phase
 
 TRANSPORTS = ("auto", "mpi", "c10d", "local", "nccl", "ipc", "cuda-mpi", "cuda", "host")
 
@@ -82,7 +82,7 @@ def _join(transport: str) -> Transport:
         return connect(_follow(who))
     if who is not None:
         watch.start(who)
-    with phase("joining the job", WAIT):
+    with phase("joining the job", BLOCKED):
         world = _join_mpi(who) if transport == "mpi" else _join_c10d(who)
         world.barrier()
     if who is None and world.size > 1:  # a launcher that is not known

@@ -17,6 +17,8 @@ from pydist._loader import native
 
 WAIT: int = native.PHASE_WAIT
 """The rank waits for other ranks, at most the limit without progress."""
+BLOCKED: int = native.PHASE_BLOCKED
+"""The rank waits for a file, a device or the launcher, at most the limit without progress."""
 WORK: int = native.PHASE_WORK
 """The rank works, or all ranks do, and may be silent for three times the limit."""
 END: int = native.PHASE_END
@@ -52,8 +54,8 @@ class phase:  # noqa: N801  a context manager, used as a function
 
     Args:
         name: at most 48 characters; the report shows it.
-        kind: `WORK` for blocks that may be silent for longer than the limit: tuning, capture,
-            saving, opening data. `WAIT` for those that wait for other ranks.
+        kind: `WORK` for blocks that may be silent for longer than the limit: autotuning, capture,
+            saving, opening data. `WAIT` for those that wait for other ranks, `BLOCKED` for others.
     """
 
     __slots__ = ("_kind", "_name")

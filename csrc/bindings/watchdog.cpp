@@ -45,6 +45,7 @@ void bind_watchdog(py::module_& module) {
   module.attr("PHASE_SPAN") = static_cast<int>(watchdog::Kind::kSpan);
   module.attr("PHASE_END") = static_cast<int>(watchdog::Kind::kEnd);
   module.attr("PHASE_WAIT") = static_cast<int>(watchdog::Kind::kWait);
+  module.attr("PHASE_BLOCKED") = static_cast<int>(watchdog::Kind::kBlocked);
   module.attr("PHASE_WORK") = static_cast<int>(watchdog::Kind::kWork);
   module.def(
       "start_watchdog",

@@ -20,7 +20,8 @@ enum class Kind : std::uint32_t {
   kSpan,  // something of its own, or nothing
   kEnd,   // the end of the program: it waits for the others to come there, and sends nothing more
   kWait,  // an exchange: it waits for other ranks
-  kWork,  // long work that is expected to be silent: tuning, saving, opening files
+  kBlocked,  // it waits for a file, a device or the launcher
+  kWork,     // long work that is expected to be silent: tuning, saving, opening files
 };
 
 // Text of a fixed size. Longer text is cut.

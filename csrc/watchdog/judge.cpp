@@ -13,15 +13,16 @@ constexpr double kDeadlockPart = 0.1;
 }  // namespace
 
 double Judge::allowed(const std::vector<Sample>& ranks) const {
-  std::size_t waits = 0, works = 0, ends = 0;
+  std::size_t waits = 0, blocked = 0, works = 0, ends = 0;
   for (const Sample& each : ranks) {
     if (!each.joined) continue;
     waits += each.kind == Kind::kWait;
+    blocked += each.kind == Kind::kBlocked;
     works += each.kind == Kind::kWork;
     ends += each.kind == Kind::kEnd;
   }
   if (works > 0) return kPatience * limit_;
-  if (waits > 0) {
+  if (waits + blocked > 0) {
     const bool none_computes = all_here_ && waits + ends == ranks.size();
     if (!none_computes) return limit_;
     return std::min(limit_, std::max(kDeadlockSeconds, kDeadlockPart * limit_));

@@ -28,8 +28,10 @@ int order(const Slot& slot, const Finding& found) {
   switch (slot.kind()) {
     case Kind::kEnd:
       return 1;
-    case Kind::kWait:
+    case Kind::kBlocked:
       return 2;
+    case Kind::kWait:
+      return 3;
     default:
       return 0;
   }
@@ -46,6 +48,8 @@ std::string how(const Slot& slot, const Finding& found) {
   switch (slot.kind()) {
     case Kind::kEnd:
       return "has come to the end of its program";
+    case Kind::kBlocked:
+      return "waits for a file, a device or the launcher";
     case Kind::kWait:
       return "waits for other ranks";
     default:
@@ -105,13 +109,13 @@ std::string describe(const Job& job, const Board& board, const std::vector<Findi
   if (job.all_here) {
     for (int rank = 0; rank < job.size; ++rank) {
       if (board.slot(rank).pid.load() == 0) {
-        missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
+        missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
       }
     }
   } else if (static_cast<int>(ranks.size()) < job.here) {
-    missing = std::to_string(job.here - static_cast<int>(ranks.size())) + " of this machine";
+    missing = std::to_string(job.here - static_cast<int>(ranks.size())) + " ranks of this machine";
   }
-  if (!missing.empty()) text << "  ranks that have not come to pydist.init: " << missing << "\n";
+  if (!missing.empty()) text << "  has not come to pydist.init: " << missing << "\n";
   for (const Finding& each : sorted) {
     const Slot& slot = board.slot(each.rank);
     text << "  rank " << each.rank << " (host " << job.host << ", process " << each.pid << ") "

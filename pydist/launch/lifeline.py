@@ -14,22 +14,19 @@ import os
 import queue
 import socket
 import threading
+from typing import ClassVar
 
 VARIABLE = "PYDIST_SUPERVISOR"
 """Environment variable that holds the path of the launcher's socket."""
 
 ORPHANED = 143
 
-_current: Lifeline | None = None
-
-
-def current() -> Lifeline | None:
-    """This process's wire to its launcher, if it has one."""
-    return _current
-
 
 class Lifeline:
     """The rank's end of the wire."""
+
+    current: ClassVar[Lifeline | None] = None
+    """This process's, if it has one."""
 
     def __init__(self, path: str, rank: int) -> None:
         """Connect and report for duty.
@@ -43,8 +40,7 @@ class Lifeline:
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ended = False
         self._send({"rank": rank, "pid": os.getpid()})
-        global _current
-        _current = self
+        Lifeline.current = self
         threading.Thread(target=self._listen, name="pydist lifeline", daemon=True).start()
 
     def fileno(self) -> int:

@@ -24,11 +24,11 @@ from typing import Any
 
 from pydist._loader import native
 from pydist.errors import RankLost, UsageError
-from pydist.launch import lifeline
 from pydist.launch.identity import Identity
+from pydist.launch.lifeline import Lifeline
 
 VARIABLE = "PYDIST_HANG_LIMIT"
-"""Environment variable: seconds without progress after which a job that waits is ended; 0: never."""
+"""Environment variable: seconds without progress after which waiting ranks end the job; 0: off."""
 
 DEFAULT_LIMIT = 600.0
 """Seconds; the time that NCCL's watchdog in torch gives a collective."""
@@ -75,7 +75,7 @@ def start(who: Identity) -> None:
     except OSError as error:
         sys.stderr.write(f"pydist: no watchdog: {error}\n")
         return
-    wire = lifeline.current()
+    wire = Lifeline.current
     number, stacks = _write_stacks_on_signal()
     # MPICH's launcher takes the job's exit code from this line, as from MPI_Abort.
     pmi = os.environ.get("PMI_FD", "") if who.launcher == "mpich" else ""
