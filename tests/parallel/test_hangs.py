@@ -1,7 +1,7 @@
 """Ranks that make others wait for good are named, and the job ends with code 72.
 
-Four cells of the matrix in `tests/support/hangs.py`. With `PYDIST_TEST_HANGS=1` twelve, which have
-every phase once and every fault under every launcher.
+Three cells of the matrix in `tests/support/hangs.py`. With `PYDIST_TEST_HANGS=1` twelve, which have
+every phase once, and every launcher and every fault several times.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ CELLS = [
     ("halo", "stop", "openmpi"),
     ("reduction", "spin", "mpich"),
     ("buckets", "caught", "gloo"),
-    ("optimizer", "return", "openmpi"),
 ]
 MORE_CELLS = [
+    ("optimizer", "return", "openmpi"),
     ("join", "spin", "openmpi"),
     ("opening", "return", "mpich"),
     ("tuning", "stop", "gloo"),
@@ -62,25 +62,12 @@ def test_a_hang_is_named_and_ended(phase: str, fault: str, launcher: str, data: 
 
 
 PROGRAM = """
-import sys, time, torch, pydist
+import os, sys, time, torch, pydist
 from torch import nn
-import pydist.watchdog
-kind = sys.argv[1]
-if kind == "seed":
-    import os
-    rank = int(os.environ["PYDIST_RANK"])
-    pydist.init(seed=rank)
-mesh = pydist.init(spatial=(2, 1, 1))
-layers = [nn.Conv3d(1, 2, 3, padding=1) for _ in range(1 + (kind == "layers") * mesh.rank)]
-net = nn.Sequential(*layers)
-if kind == "mode" and mesh.rank:
-    net.eval()
-if kind == "frozen" and mesh.rank:
-    net[0].bias.requires_grad_(False)
-if kind == "silence":  # of a rank that no other rank waits for
-    time.sleep(4)
-model = pydist.parallelize(net, mesh)
-print("done")
+seed = int(os.environ["PYDIST_RANK"]) if sys.argv[1] == "seed" else 0
+mesh = pydist.init(spatial=(2, 1, 1), seed=seed)
+time.sleep(3)  # silence, of ranks that no other rank waits for
+pydist.parallelize(nn.Conv3d(1, 1, 3), mesh)
 """
 
 
@@ -88,13 +75,10 @@ print("done")
     ("kind", "code", "text"),
     [
         ("seed", 2, "the seed differs between the ranks: 0 on rank 0, 1 on rank 1"),
-        ("layers", 2, "module '1' differs between the ranks: absent on rank 0, Conv3d"),
-        ("mode", 2, "the model differs between the ranks: Sequential (train) on rank 0, Seq"),
-        ("frozen", 2, "parameter '0.bias' differs between the ranks: 2 float32 on cpu on rank 0,"),
         ("silence", 0, ""),
     ],
 )
-def test_what_differs_at_the_start_is_named(
+def test_what_differs_is_named_and_silence_is_no_hang(
     kind: str, code: int, text: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
