@@ -160,9 +160,10 @@ def _write_stacks_on_signal() -> tuple[int, int]:
     """Has faulthandler write all stacks on a signal, even while native code holds the lock.
 
     Returns:
-        The signal, and the descriptor that its handler writes to; -1 where there is no such thing.
+        The signal, and the descriptor that its handler writes to; -1 where there is no such thing,
+        and in a thread that may not handle signals.
     """
-    if not hasattr(os, "memfd_create"):
+    if not hasattr(os, "memfd_create") or threading.current_thread() is not threading.main_thread():
         return 0, -1
     number = signal.SIGRTMIN + 11
     stacks = os.memfd_create("pydist stacks")

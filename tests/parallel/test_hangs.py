@@ -57,8 +57,7 @@ def test_a_hang_is_named_and_ended(phase: str, fault: str, launcher: str, data: 
     assert outcome.is_named, outcome.stderr
     assert not outcome.left
     assert outcome.stderr.count("pydist: hang:") <= 1  # gloo may notice a broken connection first
-    if phase != "join":  # which begins when the other rank has imported pydist
-        assert outcome.seconds < LIMIT * PATIENT.get(phase, 1) + SLACK, outcome.stderr
+    assert outcome.seconds < LIMIT * PATIENT.get(phase, 1) + SLACK, outcome.stderr
 
 
 PROGRAM = """
