@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 
 
 _SPAN = native.PHASE_SPAN
+# Own code of pydist, which returns soon unless a device or another rank does not answer. What is
+# measured as "compute" may call the user's.
+_KINDS = dict.fromkeys(
+    ("convolution", "dgrad", "wgrad", "boundary", "pack", "halo", "statistics", "gradients")
+    + ("optimizer", "redistribute"),
+    native.PHASE_BLOCKED,
+)
 _enter_phase, _leave_phase = native.enter_phase, native.leave_phase
 
 COMPUTATION = frozenset({"compute", "convolution", "dgrad", "wgrad"})
@@ -144,7 +151,7 @@ class Span:
         self._outer, timers._nested = timers._nested, 0.0
         recorder = timers.recorder
         self._begun = None if recorder is None else recorder.begin(self._part, self._layer)
-        _enter_phase(self._part, _SPAN)
+        _enter_phase(self._part, _KINDS.get(self._part, _SPAN))
         self._start = perf_counter()
 
     def __exit__(self, *_: object) -> None:

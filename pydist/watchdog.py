@@ -18,7 +18,7 @@ from pydist._loader import native
 WAIT: int = native.PHASE_WAIT
 """The rank waits for other ranks, at most the limit without progress."""
 BLOCKED: int = native.PHASE_BLOCKED
-"""The rank waits for a file, a device or the launcher, at most the limit without progress."""
+"""A call that returns soon, unless a file, a device or the launcher does not answer."""
 WORK: int = native.PHASE_WORK
 """The rank works, or all ranks do, and may be silent for three times the limit."""
 END: int = native.PHASE_END

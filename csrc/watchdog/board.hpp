@@ -17,10 +17,10 @@ namespace pydist::watchdog {
 
 // What a rank may be in the middle of, in the order of how much it says.
 enum class Kind : std::uint32_t {
-  kSpan,  // something of its own, or nothing
-  kEnd,   // the end of the program: it waits for the others to come there, and sends nothing more
-  kWait,  // an exchange: it waits for other ranks
-  kBlocked,  // it waits for a file, a device or the launcher
+  kSpan,     // something of its own, or nothing
+  kEnd,      // the end of the program: it waits for the others to come there, sends nothing more
+  kBlocked,  // a call that returns soon, unless a file, a device or the launcher does not answer
+  kWait,     // an exchange: it waits for other ranks
   kWork,     // long work that is expected to be silent: tuning, saving, opening files
 };
 

@@ -49,7 +49,7 @@ std::string how(const Slot& slot, const Finding& found) {
     case Kind::kEnd:
       return "has come to the end of its program";
     case Kind::kBlocked:
-      return "waits for a file, a device or the launcher";
+      return "is in a call that does not return";
     case Kind::kWait:
       return "waits for other ranks";
     default:

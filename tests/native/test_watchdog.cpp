@@ -93,6 +93,20 @@ TEST(WatchdogBoard, FramesNestAndTheStrongestDecides) {
   EXPECT_EQ(slot.open_frames(), 0U);
 }
 
+TEST(WatchdogBoard, AWaitInsideOfACallIsAWait) {
+  const auto board = empty_board(1);
+  Slot& slot = board->slot(0);
+  slot.enter("halo", Kind::kBlocked);
+  EXPECT_EQ(slot.kind(), Kind::kBlocked);
+  slot.enter("messages", Kind::kWait);
+  EXPECT_EQ(slot.kind(), Kind::kWait);
+  slot.leave();
+  slot.leave();
+  slot.enter("the end of the program", Kind::kEnd);
+  slot.enter("a barrier", Kind::kWait);
+  EXPECT_EQ(slot.kind(), Kind::kEnd);
+}
+
 TEST(WatchdogBoard, DeepAndLongThingsAreCut) {
   const auto board = empty_board(1);
   Slot& slot = board->slot(0);
