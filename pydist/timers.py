@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 _SPAN = native.PHASE_SPAN
 # Own code of pydist, which returns soon unless a device or another rank does not answer. What is
 # measured as "compute" may call the user's.
-_KINDS = dict.fromkeys(
-    ("convolution", "dgrad", "wgrad", "boundary", "pack", "halo", "statistics", "gradients")
-    + ("optimizer", "redistribute"),
-    native.PHASE_BLOCKED,
-)
+_OWN = (
+    "convolution", "dgrad", "wgrad", "boundary", "pack", "halo", "statistics", "gradients",
+    "optimizer", "redistribute",
+)  # fmt: skip
+_KINDS = dict.fromkeys(_OWN, native.PHASE_BLOCKED)
 _enter_phase, _leave_phase = native.enter_phase, native.leave_phase
 
 COMPUTATION = frozenset({"compute", "convolution", "dgrad", "wgrad"})
