@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def facts_of(model: nn.Module, batch_norm: str) -> dict[str, str]:
@@ -33,5 +34,5 @@ def facts_of(model: nn.Module, batch_norm: str) -> dict[str, str]:
 
 
 def _described(tensor: Tensor) -> str:
-    shape = "×".join(map(str, tensor.shape)) or "scalar"
+    shape = "lazy" if is_lazy(tensor) else "×".join(map(str, tensor.shape)) or "scalar"
     return f"{shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"

@@ -44,3 +44,7 @@ def test_the_first_difference_is_named_on_all_ranks(other, message):
 
 def test_equal_models_of_ranks_with_different_values_are_taken():
     run_local(lambda world: pydist.parallelize(net(), Mesh(world, spatial=(3, 1, 1))), 3)
+
+
+def test_one_rank_may_have_parameters_without_a_shape():
+    run_local(lambda world: pydist.parallelize(nn.LazyConv3d(2, 3), Mesh(world)), 1)
