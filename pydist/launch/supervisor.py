@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -115,6 +116,7 @@ class _Job:
         self._patience = patience
         self._hang_limit = hang_limit
         self._first_joined = 0.0
+        self._stopped_since = math.inf
         self._backend = backend
         self._directory = directory
         self._ranks: dict[int, _Rank] = {}
@@ -279,12 +281,26 @@ class _Job:
                 f" the first one ({watch.VARIABLE}); ending the job"
             )
 
+    def _release_stopped(self) -> None:
+        """End the job if all ranks that are left are stopped: none of them can say so."""
+        living = [rank for rank in self._ranks.values() if rank.connection.fileno() >= 0]
+        some_ended = 0 < len(living) < len(self._ranks)
+        if not (some_ended and self._hang_limit and all(_is_stopped(r.pid) for r in living)):
+            self._stopped_since = math.inf
+            return
+        self._stopped_since = min(self._stopped_since, time.monotonic())
+        if self._verdict is None and time.monotonic() - self._stopped_since > self._hang_limit:
+            self._verdict = _Verdict(RankLost.exit_code, hangs=True)
+            names = _ranks([rank.rank for rank in living])
+            _say(f"{names} stopped (state T) after the others have ended; ending the job")
+
     # -- ending the job ---------------------------------------------------------------------
 
     def _enforce(self) -> None:
         """After a failure, end what does not end by itself."""
         self._decide()
         self._miss()
+        self._release_stopped()
         if self._backend.executable is None:
             for rank, child in enumerate(self._children):
                 if child.poll() and self._verdict is None and not self._claims:
@@ -359,6 +375,12 @@ class _Job:
             return 0
         _say(f"{self._backend.name} ended with code {codes[0]}")
         return codes[0] if 0 < codes[0] < 128 else RankLost.exit_code
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1][1] == "T"
+    return False
 
 
 def _ranks(numbers: Sequence[int]) -> str:
