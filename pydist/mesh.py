@@ -14,6 +14,7 @@ import torch
 from pydist.errors import UsageError
 from pydist.group_sizes import GroupWeights
 from pydist.timers import Timers
+from pydist.watchdog import at_step
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
@@ -59,8 +60,7 @@ class Mesh:
         self.rank, self.size = world.rank, world.size
         self.shape = _fit(world.size, data, tuple(spatial))
         self.seed = seed
-        self.forwards = 0
-        """Training forwards so far: part of the key of every random number."""
+        self._forwards = 0
         self.draws: dict[int, dict[str, int]] = {}
         """By training forward: how often each module has drawn random numbers."""
         self.replayed_keys: ReplayedKeys | None = None
@@ -82,6 +82,16 @@ class Mesh:
     def __repr__(self) -> str:
         grid = " × ".join(f"{a} {n}" for a, n in zip(AXES, self.shape, strict=True))
         return f"Mesh({grid}, rank {self.rank} of {self.size}, {self.world.name})"
+
+    @property
+    def forwards(self) -> int:
+        """Training forwards so far: part of the key of every random number."""
+        return self._forwards
+
+    @forwards.setter
+    def forwards(self, count: int) -> None:
+        self._forwards = count
+        at_step(count)  # a report of a hang names it
 
     @property
     def data_size(self) -> int:

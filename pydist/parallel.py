@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from pydist.aliasing import view_at
-from pydist.comm.exchange.agreement import agreement_of
 from pydist.batches import Batches
+from pydist.comm.agree import require_same
+from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.members import reducer_of
 from pydist.comm.gradients.reducer import Reducer
@@ -25,6 +26,7 @@ from pydist.group_sizes import GroupSizes
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
 from pydist.ops.normalization.batch_norm import STATISTICS
+from pydist.structure import facts_of
 from pydist.tensor import Origin, ShardedTensor, distribute_tensor, local_of
 
 # Not all frames of that file: torch.utils.checkpoint has one that switches the compiler off.
@@ -73,7 +75,8 @@ def parallelize(
 
     Raises:
         UsageError: `batch_norm` or `group_weight` is none of these, the model or a part of it is
-            parallelized already, or ranks can't send a parameter or buffer to each other.
+            parallelized already, ranks have different models, or can't send a parameter or buffer
+            to each other.
     """
     if batch_norm not in STATISTICS:
         raise UsageError(f"batch_norm={batch_norm!r}; possible are {', '.join(STATISTICS)}")
@@ -87,6 +90,8 @@ def parallelize(
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if (why := obstacle(tensor)) is not None:
                 raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
+    given = {"batch_norm": batch_norm, "group_weight": group_weight}
+    require_same(mesh.world, {**given, **facts_of(model)})
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path or type(model).__name__
     entry = Entry(mesh, batch_norm, group_weight)

@@ -21,8 +21,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from pydist.comm import LocalTransport, Transport
 from pydist.errors import NotSupported, UsageError
-from pydist.launch import backends, failures, identity, leftovers, lifeline
+from pydist.launch import backends, failures, identity, leftovers, lifeline, watch
 from pydist.launch.identity import Identity
+from pydist.watchdog import BLOCKED, end_of_program, phase
 
 TRANSPORTS = ("auto", "mpi", "c10d", "local", "nccl", "ipc", "cuda-mpi", "cuda", "host")
 
@@ -79,7 +80,16 @@ def _join(transport: str) -> Transport:
         return _join_auto(who)
     if transport == "host":
         return connect(_follow(who))
-    world = _join_mpi(who) if transport == "mpi" else _join_c10d(who)
+    if who is not None:
+        watch.start(who)
+    with phase("joining the job", BLOCKED):
+        world = _join_mpi(who) if transport == "mpi" else _join_c10d(who)
+        world.barrier()
+    if who is None and world.size > 1:  # a launcher that is not known
+        who = Identity("mpi", world.rank, world.size, local_rank=0, local_size=1)
+        watch.start(who)
+        world.barrier()
+    watch.forget_page(who)
     failures.install(world.rank, world.size, claim=_claim(world), abort=_abort(world))
     _set_threads(world)
     _list_mapped()
@@ -326,6 +336,7 @@ def _abort(world: Transport) -> Callable[[int], object] | None:
 
 def _leave(world: Transport) -> None:
     """The normal end of a rank."""
+    end_of_program()
     world.close()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -6,9 +6,21 @@ from collections import defaultdict
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Protocol
 
+from pydist._loader import native
+
 if TYPE_CHECKING:
     from pydist.comm import Channel
 
+
+_SPAN = native.PHASE_SPAN
+# Own code of pydist, which returns soon unless a device or another rank does not answer. What is
+# measured as "compute" may call the user's.
+_OWN = (
+    "convolution", "dgrad", "wgrad", "boundary", "pack", "halo", "statistics", "gradients",
+    "optimizer", "redistribute",
+)  # fmt: skip
+_KINDS = dict.fromkeys(_OWN, native.PHASE_BLOCKED)
+_enter_phase, _leave_phase = native.enter_phase, native.leave_phase
 
 COMPUTATION = frozenset({"compute", "convolution", "dgrad", "wgrad"})
 """The parts that are a layer's own work, and neither communication nor waiting."""
@@ -139,10 +151,12 @@ class Span:
         self._outer, timers._nested = timers._nested, 0.0
         recorder = timers.recorder
         self._begun = None if recorder is None else recorder.begin(self._part, self._layer)
+        _enter_phase(self._part, _KINDS.get(self._part, _SPAN))
         self._start = perf_counter()
 
     def __exit__(self, *_: object) -> None:
         stop = perf_counter()
+        _leave_phase()
         timers = self._timers
         whole = stop - self._start
         own = whole - timers._nested

@@ -27,7 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     "cuda": {"core", "kernels", "launch"},
     "comm": {"core", "kernels", "launch", "cpu"},
     "exchange": {"core", "comm", "cpu", "cuda"},
-    "bindings": {"core", "io", "kernels", "launch", "cpu", "cuda", "comm", "exchange"},
+    "watchdog": {"core"},
+    "bindings": {"core", "io", "kernels", "launch", "cpu", "cuda", "comm", "exchange", "watchdog"},
 }
 FORBIDDEN = re.compile(r"^(torch|ATen|c10|caffe2)/|^(mpi|nccl)(\.h|/)")
 # header -> the only folders that may include it

@@ -37,4 +37,5 @@ PYBIND11_MODULE(_native, module) {
   pydist::bindings::bind_comm(module);
   pydist::bindings::bind_nccl(module);
   pydist::bindings::bind_ipc(module);
+  pydist::bindings::bind_watchdog(module);
 }

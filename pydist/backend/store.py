@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydist import owner
+from pydist.watchdog import phase
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
@@ -104,7 +105,8 @@ def agree(
     state = group.broadcast_bytes(state)
     if state != _TO_MEASURE:
         return state
-    everyone = group.all_gather_bytes(json.dumps(measure()).encode())
+    with phase("autotuning"):
+        everyone = group.all_gather_bytes(json.dumps(measure()).encode())
     choice = pick([json.loads(each) for each in everyone])
     written = store.write(json.dumps(choice).encode()) if group.rank == 0 else b""
     return group.broadcast_bytes(written)

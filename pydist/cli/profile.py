@@ -49,8 +49,8 @@ def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Pro
     Raises:
         PydistError: a signal ended it; see `pydist.train.run.train` for the rest.
     """
+    from pydist.comm.agree import together
     from pydist.profile import Profiler
-    from pydist.train.agree import together
     from pydist.train.device import own_stream
     from pydist.train.log import EventLog
     from pydist.train.loop import Trainer
@@ -83,8 +83,8 @@ def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Pro
 
 def _profile_here(config: Config, options: argparse.Namespace) -> int:
     """Profiles in this process, which is one rank of a job, or the only one."""
+    from pydist.comm.agree import together
     from pydist.setup import init
-    from pydist.train.agree import together
 
     mesh = init(
         config.mesh.data, config.mesh.spatial, transport_for(config), seed=config.train.seed

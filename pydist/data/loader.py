@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import weakref
 from collections import deque
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pydist.comm.agree import require_same
 from pydist.data.blocks import (
     BlockSource,
     Read,
@@ -30,6 +30,7 @@ from pydist.errors import DataError, UsageError
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.tensor import ShardedTensor
+from pydist.watchdog import BLOCKED, phase
 
 SKIP_LIMIT = 0.01
 """Largest part of the samples that `on_bad_sample="skip"` leaves out."""
@@ -131,15 +132,13 @@ class Loader:
             drop_last=drop_last,
             pad=training,
         )
-        _check_alike(
-            mesh,
-            {
-                "data set": dataset.identity,
-                "on_bad_sample": on_bad_sample,
-                "training": training,
-                **self.sampler.state_dict(),
-            },
-        )
+        facts = {
+            "data set": dataset.identity,
+            "on_bad_sample": on_bad_sample,
+            "training": training,
+            **self.sampler.state_dict(),
+        }
+        require_same(mesh.world, {f"the loader's {name}": fact for name, fact in facts.items()})
         self.prefetch = prefetch
         self.on_bad_sample = on_bad_sample
         self.waited_s = 0.0
@@ -204,7 +203,7 @@ class Loader:
         self._fill(position)
         started = time.perf_counter()
         try:
-            with self.mesh.timers.measure("data"):
+            with self.mesh.timers.measure("data"), phase("a batch", BLOCKED):
                 return self._ahead[0][1].result()
         finally:
             self.waited_s += time.perf_counter() - started
@@ -322,15 +321,3 @@ class Loader:
             epoch=plan.epoch,
             step=plan.step,
         )
-
-
-def _check_alike(mesh: Mesh, chosen: dict[str, Any]) -> None:
-    """Raises `UsageError` on every rank if the ranks were given different things. Collective."""
-    given = [json.loads(g) for g in mesh.world.all_gather_bytes(json.dumps(chosen).encode())]
-    for rank, other in enumerate(given):
-        for name, value in given[0].items():
-            if other[name] != value:
-                raise UsageError(
-                    f"the ranks were given different data: {name} is {value!r} on rank 0 and "
-                    f"{other[name]!r} on rank {rank}"
-                )

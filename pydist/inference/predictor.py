@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pydist.comm.agree import together
 from pydist.data.medical.case import grid_options, read_image, write_labels
 from pydist.data.medical.collection import as_stored
 from pydist.data.medical.grid import GridOptions
@@ -25,7 +26,6 @@ from pydist.mesh import Mesh
 from pydist.parallel import parallelize
 from pydist.tensor import ShardedTensor
 from pydist.train.about import load_trained
-from pydist.train.agree import together
 from pydist.train.config import UNet3dConfig
 from pydist.train.gather import from_first_rank, on_first_rank
 

@@ -14,6 +14,7 @@ import os
 import queue
 import socket
 import threading
+from typing import ClassVar
 
 VARIABLE = "PYDIST_SUPERVISOR"
 """Environment variable that holds the path of the launcher's socket."""
@@ -23,6 +24,9 @@ ORPHANED = 143
 
 class Lifeline:
     """The rank's end of the wire."""
+
+    current: ClassVar[Lifeline | None] = None
+    """This process's, if it has one."""
 
     def __init__(self, path: str, rank: int) -> None:
         """Connect and report for duty.
@@ -36,7 +40,12 @@ class Lifeline:
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ended = False
         self._send({"rank": rank, "pid": os.getpid()})
+        Lifeline.current = self
         threading.Thread(target=self._listen, name="pydist lifeline", daemon=True).start()
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for the native watchdog's last message."""
+        return self._socket.fileno()
 
     def claim(self, exit_code: int) -> bool:
         """Report a failure of this rank; True if it is the first of the job."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -20,6 +21,7 @@ from typing import IO, Any
 
 import pydist
 from pydist.errors import RankLost, UsageError
+from pydist.launch import watch
 from pydist.launch.backends import Backend, choose, cores
 from pydist.launch.leftovers import private_directory
 from pydist.launch.lifeline import VARIABLE
@@ -30,6 +32,9 @@ _ABORT_GRACE = 1.0
 
 _SIGNAL_GRACE = 3.0
 """Seconds that ranks get to end after SIGINT, before SIGTERM, and after that before SIGKILL."""
+
+_HANG_GRACE = 0.5
+"""Seconds that ranks get to end after a report that they hang, before SIGKILL."""
 
 _DEATH_NOTICE = 0.1
 """Seconds in which the death of a rank may still explain the error that another one reports."""
@@ -51,18 +56,20 @@ def launch(
 
     Sets what the launchers get wrong by default: permission for root, more ranks than cores, no
     binding to cores, the number of threads a rank. SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 are passed
-    on to all ranks; a second SIGINT ends them at once.
+    on to all ranks. Ranks that have not ended `patience` seconds after SIGINT or SIGTERM are ended
+    with SIGTERM, then SIGKILL; a second SIGINT kills them immediately. Ranks that have not started
+    within `PYDIST_HANG_LIMIT` seconds of the first one are named, and the job ends.
 
     Args:
         ranks: number of ranks, >= 1.
         argv: the script and its arguments, or "-m", a module and its arguments.
         mpi: "auto", "openmpi", "mpich" or "gloo" (no MPI).
-        patience: seconds that ranks get to end by themselves after a first SIGINT; more than the
-            default for programs that save their state then.
+        patience: seconds that ranks get to end by themselves after a first SIGINT or SIGTERM;
+            more than the default for programs that save their state then.
 
     Returns:
-        The exit code of the rank that failed first; 72 if a rank was killed; 130 after SIGINT, if
-        no rank ends with a code of its own; 0 if all ended well.
+        The exit code of the rank that failed first; 72 if a rank was killed, hangs or never
+        started; 130 after SIGINT, if no rank ends with a code of its own; 0 if all ended well.
 
     Raises:
         UsageError: no such MPI here, or nothing to run.
@@ -74,7 +81,7 @@ def launch(
     if argv[0] != "-m" and not Path(argv[0]).is_file():
         raise UsageError(f"no script '{argv[0]}'")
     with private_directory() as directory:
-        job = _Job(ranks, choose(mpi), directory, patience)
+        job = _Job(ranks, choose(mpi), directory, patience, watch.limit())
         return job.run([sys.executable, "-c", _WORKER, *argv])
 
 
@@ -95,14 +102,21 @@ class _Verdict:
 
     code: int
     asked: bool = False
-    """Ranks were asked to end (SIGINT); what the first of them answers replaces this verdict."""
+    """Ranks were asked to end by a signal; what the first of them answers replaces this verdict."""
+    hangs: bool = False
+    """Ranks were found to hang, so that none of them is asked to end: they are killed."""
     since: float = field(default_factory=time.monotonic)
 
 
 class _Job:
-    def __init__(self, size: int, backend: Backend, directory: Path, patience: float) -> None:
+    def __init__(
+        self, size: int, backend: Backend, directory: Path, patience: float, hang_limit: float
+    ) -> None:
         self._size = size
         self._patience = patience
+        self._hang_limit = hang_limit
+        self._first_joined = 0.0
+        self._stopped_since = math.inf
         self._backend = backend
         self._directory = directory
         self._ranks: dict[int, _Rank] = {}
@@ -110,6 +124,7 @@ class _Job:
         self._verdict: _Verdict | None = None
         self._claims: list[tuple[float, _Rank, int]] = []
         self._interrupts = 0
+        self._asked_to_end = False
         self._terminated: float | None = None
         self._selector = selectors.DefaultSelector()
         self._stderr = StderrFilter()
@@ -202,7 +217,13 @@ class _Job:
     def _handle(self, rank: _Rank, message: dict[str, Any]) -> None:
         if "rank" in message:
             rank.rank, rank.pid = message["rank"], message["pid"]
+            self._first_joined = self._first_joined or time.monotonic()
             self._ranks[rank.rank] = rank
+        elif "hang" in message:
+            if self._verdict is None or not self._verdict.hangs:
+                sys.stderr.write(message["hang"])
+                sys.stderr.flush()
+            self._verdict = _Verdict(RankLost.exit_code, hangs=True)
         elif "claim" in message:
             rank.ended = True
             self._claims.append((time.monotonic(), rank, message["claim"]))
@@ -247,11 +268,39 @@ class _Job:
                     how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
         _say(f"rank {rank} (process {pid}) {how}; ending the job")
 
+    def _miss(self) -> None:
+        """End the job if ranks have not started although others have."""
+        missing = sorted(set(range(self._size)) - self._ranks.keys())
+        waited = time.monotonic() - self._first_joined
+        if self._verdict or not (missing and self._first_joined and self._hang_limit):
+            return
+        if waited > self._hang_limit:
+            self._verdict = _Verdict(RankLost.exit_code, hangs=True)
+            _say(
+                f"{_ranks(missing)} of {self._size} did not start within {self._hang_limit:g} s of"
+                f" the first one ({watch.VARIABLE}); ending the job"
+            )
+
+    def _release_stopped(self) -> None:
+        """End the job if all ranks that are left are stopped: none of them can say so."""
+        living = [rank for rank in self._ranks.values() if rank.connection.fileno() >= 0]
+        some_ended = 0 < len(living) < len(self._ranks)
+        if not (some_ended and self._hang_limit and all(_is_stopped(r.pid) for r in living)):
+            self._stopped_since = math.inf
+            return
+        self._stopped_since = min(self._stopped_since, time.monotonic())
+        if self._verdict is None and time.monotonic() - self._stopped_since > self._hang_limit:
+            self._verdict = _Verdict(RankLost.exit_code, hangs=True)
+            names = _ranks([rank.rank for rank in living])
+            _say(f"{names} stopped (state T) after the others have ended; ending the job")
+
     # -- ending the job ---------------------------------------------------------------------
 
     def _enforce(self) -> None:
         """After a failure, end what does not end by itself."""
         self._decide()
+        self._miss()
+        self._release_stopped()
         if self._backend.executable is None:
             for rank, child in enumerate(self._children):
                 if child.poll() and self._verdict is None and not self._claims:
@@ -259,9 +308,13 @@ class _Job:
         if self._verdict is None:
             return
         now = time.monotonic()
+        if self._verdict.hangs:
+            if now - self._verdict.since > _HANG_GRACE:
+                self._kill(signal.SIGKILL)
+            return
         # Without an MPI there is nobody else to end the other ranks: no reason to wait.
         grace = _ABORT_GRACE if self._backend.executable is not None else 0.2
-        if self._interrupts:
+        if self._asked_to_end:
             grace = self._patience if self._verdict.asked else _SIGNAL_GRACE
         if self._terminated is None and now - self._verdict.since > grace:
             self._terminated = now
@@ -296,7 +349,11 @@ class _Job:
                 signal.signal(number, handler)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            self._asked_to_end = True
+            self._verdict = self._verdict or _Verdict(RankLost.exit_code, asked=True)
         if number == signal.SIGINT:
+            self._asked_to_end = True
             self._interrupts += 1
             if self._interrupts == 1:
                 _say("interrupted; ending the ranks (once more: at once)")
@@ -318,6 +375,16 @@ class _Job:
             return 0
         _say(f"{self._backend.name} ended with code {codes[0]}")
         return codes[0] if 0 < codes[0] < 128 else RankLost.exit_code
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1][1] == "T"
+    return False
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def _say(text: str) -> None:

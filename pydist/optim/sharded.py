@@ -30,6 +30,7 @@ from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.optim.whole_state import State, gather_state
 from pydist.parallel import entry_of
+from pydist.watchdog import waits
 
 Use = Literal["auto", "always", "never"]
 
@@ -187,6 +188,7 @@ class ShardedOptimizer(Optimizer):
                 return error
         return None
 
+    @waits("state_dict(), which all ranks call")
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state, whole on every rank. Collective."""
         self._follow_reducer()

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
+from pydist.comm.agree import any_rank
 from pydist.errors import PydistError, RankFailed, RankLost, UsageError
-from pydist.train.agree import any_rank
 from pydist.train.captured import CapturedStep
 from pydist.train.device import waiting_transport
 from pydist.train.step import TrainStep
+from pydist.watchdog import phase
 
 if TYPE_CHECKING:
     from pydist.data.loader import Batch
@@ -109,7 +110,8 @@ class GraphedStep:
             self._give_up_if(reason or "something is in its way on another rank")
             return None
         try:
-            self._captured = CapturedStep(self._step, batch)
+            with phase("the capture of a CUDA graph"):
+                self._captured = CapturedStep(self._step, batch)
         except (RankFailed, RankLost):
             raise
         except (RuntimeError, AssertionError, PydistError) as error:

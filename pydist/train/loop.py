@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from pydist.comm.agree import any_rank
 from pydist.errors import DataError, DiskError, PydistError, Stopped
-from pydist.train.agree import any_rank
 from pydist.train.clock import StepClock
 from pydist.train.graph import GraphedStep
 from pydist.train.signals import StopRequest
 from pydist.train.step import TrainStep
+from pydist.watchdog import BLOCKED, phase
 
 if TYPE_CHECKING:
     from pydist.data.loader import Batch, Loader
@@ -129,7 +130,9 @@ class Trainer:
         rate = float(state.scheduler.get_last_lr()[0])
         state.scheduler.step()
 
-        self.loss, stop = self._reduce(loss.item() * batch.count, batch.global_size)
+        with phase("the device", BLOCKED):
+            value = loss.item()
+        self.loss, stop = self._reduce(value * batch.count, batch.global_size)
         if not math.isfinite(self.loss):
             self._explain_divergence(batch, rate)
         state.step += 1
@@ -181,7 +184,8 @@ class Trainer:
             for batch in self.validation_loader.epoch(0):
                 rows.append(self.task.measure(model(batch.inputs), batch))
         model.train()
-        found = self.task.judge(self._collect(rows))
+        with phase("collecting the validation"):
+            found = self.task.judge(self._collect(rows))
         self.log.emit(
             "validation",
             step=self.state.step,

@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pydist import __version__, owner
+from pydist.comm.agree import require_same, together
 from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
@@ -28,7 +29,6 @@ from pydist.optim.fused import start_momentum
 from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About
-from pydist.train.agree import require_same, together
 from pydist.train.device import (
     PRECISIONS,
     choose_device,
@@ -136,7 +136,7 @@ def _run(
     """The run, between the log's beginning and end."""
     with ExitStack() as stack:
         task = task_of(config)
-        with together(mesh.world):
+        with together(mesh.world, "opening the data"):
             data, validation_data = open_datasets(config, task)
             loader = make_loader(config, data, mesh)
             stack.enter_context(loader)
@@ -167,7 +167,7 @@ def _run(
             log.emit("notice", text=f"removed {left}, which an interrupted run left")
         began = state.step
         validation = trainer.fit()
-    with together(mesh.world):
+    with together(mesh.world, "writing the results"):
         # Of a run that was complete already the picture stays: its validation is not at hand.
         drawn = state.step == began and (config.output.folder / report.PICTURE_FILE).exists()
         if mesh.rank == 0 and not drawn:

@@ -22,6 +22,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pydist.comm.agree import together
 from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.errors import CheckpointError, PydistError
@@ -29,7 +30,7 @@ from pydist.mesh import Mesh
 from pydist.optim.fused import lie_as_parameters
 from pydist.train import checkpoint
 from pydist.train.about import differences
-from pydist.train.agree import together
+from pydist.watchdog import phase
 
 _DOES_NOT_MATCH = (
     RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
@@ -67,8 +68,9 @@ class State:
         """
         # On all ranks: buffers that differ between them are averaged when they are asked for, and
         # the optimizer's state may lie in parts.
-        parts = self._parts()
-        with together(self.mesh.world):
+        with phase("saving a checkpoint"):
+            parts = self._parts()
+        with together(self.mesh.world, "saving a checkpoint"):
             if self.mesh.rank == 0:
                 if lock is not None:
                     lock.check()
@@ -82,7 +84,7 @@ class State:
             CheckpointError: it is damaged, or belongs to another model or optimizer.
             UsageError: it belongs to another data set, batch size or seed.
         """
-        with together(self.mesh.world):
+        with together(self.mesh.world, "reading a checkpoint"):
             parts = checkpoint.read(path)
             self._require_same_optimizer(path, parts)
             try:

@@ -181,7 +181,7 @@ def test_ranks_with_different_data_are_told() -> None:
             Loader(dataset, Mesh(transport), 4)
         return str(caught.value)
 
-    message = "data set is 'set 0' on rank 0 and 'set 1' on rank 2"
+    message = "data set differs between the ranks: set 0 on rank 0, set 1 on rank 2"
     assert all(message in m for m in on_ranks(3, job))
 
 

@@ -337,3 +337,12 @@ def test_where_a_steps_time_goes_adds_up(config):
         assert {"compute", "halo", "gradients", "data"} <= event["parts"].keys()
         assert sum(event["parts"].values()) == pytest.approx(event["seconds"], rel=1e-6)
         assert event["samples_per_second"] == pytest.approx(3 / event["seconds"])
+
+
+def test_ranks_with_different_settings_do_not_start(config):
+    def body(world):
+        mine = change(config, optimizer={"lr": 1e-3 * (1 + world.rank)})
+        with pytest.raises(UsageError, match=r"the configuration .* differs between the ranks"):
+            job(world, mine, 2)
+
+    run_local(body, 2)

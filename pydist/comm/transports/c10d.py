@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import re
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,10 +16,38 @@ from torch import Tensor
 from pydist.comm.interface.handles import Channel, Work
 from pydist.comm.interface.reduction import ReduceOp
 from pydist.comm.transports.host import HostTransport
-from pydist.errors import UsageError
+from pydist.errors import RankLost, UsageError
+from pydist.watchdog import ended_ranks, waits
 
 _INTERNAL_TAG = 1 << 15  # above all tags that users may give
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_BROKEN = re.compile(r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed)", re.S)
+
+
+def _waits(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """As `pydist.watchdog.waits`, and says which rank has ended if that breaks a connection."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        waiting = waits(name)(function)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return waiting(*args, **kwargs)
+            except RuntimeError as error:
+                if not _BROKEN.search(str(error)):
+                    raise
+                ended = ", ".join(f"rank {rank}" for rank in ended_ranks()) or "another rank"
+                raise RankLost(f"{ended} ended while this rank waits for {name}") from error
+
+        return checked
+
+    return decorate
 
 
 class C10dTransport(HostTransport):
@@ -45,6 +76,7 @@ class C10dTransport(HostTransport):
         # gloo can't send to itself: tag -> messages of this rank to this rank.
         self._own: dict[int, deque[Tensor]] = defaultdict(deque)
 
+    @_waits("a new group")
     def _subgroup(self, members: Sequence[int]) -> C10dTransport:
         ranks = [dist.get_global_rank(self._group, self._order[member]) for member in members]
         # torch sorts the ranks of a new group.
@@ -68,6 +100,7 @@ class C10dTransport(HostTransport):
         elif tensor.numel():
             self._pending.append((self._isend(copy, dest, tag), copy))
 
+    @_waits("a message")
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
         if source == self.rank:
             if not self._own[tag]:
@@ -86,9 +119,11 @@ class C10dTransport(HostTransport):
         assert work is not None
         return work
 
+    @_waits("a barrier")
     def _barrier(self) -> None:
         dist.barrier(self._group)
 
+    @_waits("a broadcast")
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         if tensor.numel():
             dist.broadcast(_bytes(tensor), group=self._group, group_src=self._order[root])
@@ -100,6 +135,7 @@ class C10dTransport(HostTransport):
         works += [self._isend(each, peer, _INTERNAL_TAG) for peer, each in sends if each.numel()]
         return _C10dWork(works, [each for _, each in (*sends, *recvs)])
 
+    @_waits("an all-reduce")
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         dist.all_reduce(tensor, _OPS[op], group=self._group)
 
@@ -124,6 +160,7 @@ class _C10dWork(Work):
     def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
         self._works, self._tensors = works, tensors
 
+    @_waits("messages")
     def wait(self) -> None:
         for work in self._works:
             work.wait()
@@ -156,6 +193,7 @@ class C10dChannel(Channel):
             elif each.numel():
                 self._works.append(transport._isend(each, dest, self._tag))
 
+    @_waits("messages")
     def wait(self) -> None:
         """See `Channel.wait`."""
         works, self._works = self._works, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from pydist.comm.transports.local.transport import LocalTransport
 from pydist.errors import RankFailed, RankLost
 
 R = TypeVar("R")
+
+_INSIDE = ("pydist.", "torch.", "threading")
 
 
 def run_local(
@@ -84,9 +87,17 @@ def _join(threads: Sequence[threading.Thread], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    busy = [thread.name for thread in threads if thread.is_alive()]
+    busy = [f"{thread.name} {_place_of(thread)}" for thread in threads if thread.is_alive()]
     if busy:
         raise RankLost(f"after {timeout:g} s these ranks have not ended: {', '.join(busy)}")
+
+
+def _place_of(thread: threading.Thread) -> str:
+    """Where a thread is: the innermost line outside of pydist and torch."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
+        frame = frame.f_back
+    return f"(at {frame.f_code.co_filename}:{frame.f_lineno})" if frame is not None else ""
 
 
 def _first_cause(failures: Sequence[tuple[int, BaseException]]) -> BaseException:

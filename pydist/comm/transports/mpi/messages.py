@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pydist.comm.interface.handles import Channel, Work
 from pydist.comm.transports.mpi.progress import ProgressEngine
+from pydist.watchdog import waits
 
 MAX_BYTES = 1 << 30
 """Longer messages are cut: counts are C ints in MPI libraries older than MPI-4."""
@@ -34,6 +35,7 @@ class MpiWork(Work):
         self._engine = engine
         engine.started()
 
+    @waits("messages")
     def wait(self) -> None:
         """See `Work.wait`."""
         if self._pending is None:
@@ -71,6 +73,7 @@ class MpiChannel(Channel):
             self._under_way = True
             self._engine.started()
 
+    @waits("messages")
     def wait(self) -> None:
         """See `Channel.wait`."""
         MPI.Request.Waitall(self._requests)

@@ -19,6 +19,7 @@ from torch import Tensor
 from pydist.comm.interface.handles import Work
 from pydist.comm.interface.reduction import WIDER, divide
 from pydist.comm.transports.mpi.progress import ProgressEngine
+from pydist.watchdog import waits
 
 PIECE_BYTES = 1 << 20
 """Longest message: longer ones are no faster, and what is summed stays in the cache."""
@@ -78,6 +79,7 @@ class SliceSums:
             finally:
                 self._lock.release()
 
+    @waits("a reduce-scatter")
     def finish(self, work: SliceSum) -> None:
         """Waits for one of them."""
         with self._lock:

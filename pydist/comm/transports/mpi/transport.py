@@ -27,6 +27,7 @@ from pydist.comm.transports.mpi.messages import (
 from pydist.comm.transports.mpi.progress import ProgressEngine
 from pydist.comm.transports.mpi.slice_sums import SliceSums, as_buffer
 from pydist.errors import UsageError
+from pydist.watchdog import waits
 
 # Tags of a transport's own communicator; `SLICES` of slice_sums.py is another one.
 _EXCHANGED, _NEVER_SENT = 0, 1
@@ -43,6 +44,7 @@ class MpiTransport(HostTransport):
 
     name = "mpi"
 
+    @waits("a new group")
     def __init__(self, comm: MPI.Comm | None = None, engine: ProgressEngine | None = None) -> None:
         """Duplicate a communicator. Collective.
 
@@ -62,6 +64,7 @@ class MpiTransport(HostTransport):
         # Buffered sends that MPI has not finished: the requests, and the copy that they send.
         self._pending: deque[tuple[list[MPI.Request], Tensor]] = deque()
 
+    @waits("a new group")
     def _subgroup(self, members: Sequence[int]) -> MpiTransport:
         part = self._comm.Split(members[0], members.index(self.rank))
         try:
@@ -91,6 +94,7 @@ class MpiTransport(HostTransport):
         requests = [self._messages.Isend(part, dest, tag) for part in parts_of(copy)]
         self._pending.append((requests, copy))
 
+    @waits("a message")
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
         status = MPI.Status()
         for part in parts_of(tensor):
@@ -102,9 +106,11 @@ class MpiTransport(HostTransport):
                     f" got {got}"
                 )
 
+    @waits("a barrier")
     def _barrier(self) -> None:
         self._comm.Barrier()
 
+    @waits("a broadcast")
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         for part in parts_of(tensor):
             self._comm.Bcast(part, root)
@@ -124,6 +130,7 @@ class MpiTransport(HostTransport):
         ]
         return MpiWork(requests, self._engine, sends, recvs)
 
+    @waits("an all-gather")
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
         if not fits_one_message(out):
             super()._all_gather(tensor, out)
@@ -141,6 +148,7 @@ class MpiTransport(HostTransport):
     def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
         return self._sums.start(parts, out, divisor)
 
+    @waits("an all-reduce")
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         for part in elements_of(tensor):
             self._comm.Allreduce(MPI.IN_PLACE, part, _MPI_OPS[op])

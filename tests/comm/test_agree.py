@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from training import change, job
 
 from pydist.comm import run_local
+from pydist.comm.agree import any_rank, require_same, together
 from pydist.errors import CheckpointError, DataError, UsageError
-from pydist.train.agree import any_rank, require_same, together
 
 
 def meet(world, errors: dict[int, Exception]) -> None:
@@ -55,10 +54,10 @@ def test_ranks_that_differ_are_named_with_both_values():
     run_local(body, 3)
 
 
-def test_ranks_with_different_settings_do_not_start(config):
+def test_what_one_rank_lacks_and_another_order_are_named():
     def body(world):
-        mine = change(config, optimizer={"lr": 1e-3 * (1 + world.rank)})
-        with pytest.raises(UsageError, match=r"the configuration .* differs between the ranks"):
-            job(world, mine, 2)
+        mine = {"a": 1} if world.rank == 1 else {"a": 1, "b": 2}
+        with pytest.raises(UsageError, match=r"b differs .* 2 on rank 0, absent on rank 1"):
+            require_same(world, mine)
 
     run_local(body, 2)

@@ -1,0 +1,46 @@
+#include "watchdog/judge.hpp"
+
+#include <algorithm>
+#include <limits>
+
+namespace pydist::watchdog {
+namespace {
+
+// Ranks that all wait for each other can't go on, but a large message may be on its way.
+constexpr double kDeadlockSeconds = 10;
+constexpr double kDeadlockPart = 0.1;
+
+}  // namespace
+
+double Judge::allowed(const std::vector<Sample>& ranks) const {
+  std::size_t waits = 0, blocked = 0, works = 0, ends = 0;
+  for (const Sample& each : ranks) {
+    if (!each.joined) continue;
+    waits += each.kind == Kind::kWait;
+    blocked += each.kind == Kind::kBlocked;
+    works += each.kind == Kind::kWork;
+    ends += each.kind == Kind::kEnd;
+  }
+  if (works > 0) return kPatience * limit_;
+  if (waits + blocked > 0) {
+    const bool none_computes = all_here_ && waits + ends == ranks.size();
+    if (!none_computes) return limit_;
+    return std::min(limit_, std::max(kDeadlockSeconds, kDeadlockPart * limit_));
+  }
+  if (ends > 0) return kPatience * limit_;
+  return std::numeric_limits<double>::infinity();
+}
+
+std::optional<double> Judge::look(double now, const std::vector<Sample>& ranks) {
+  std::vector<std::uint64_t> beats;
+  for (const Sample& each : ranks) beats.push_back(each.joined ? each.beats + 1 : 0);
+  if (beats != seen_) {
+    seen_ = std::move(beats);
+    progress_ = now;
+  }
+  const double silent = now - progress_;
+  if (silent > allowed(ranks)) return silent;
+  return std::nullopt;
+}
+
+}  // namespace pydist::watchdog

@@ -1,0 +1,155 @@
+#include "watchdog/report.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <sstream>
+#include <string_view>
+
+namespace pydist::watchdog {
+namespace {
+
+// Frames of threads that wait for work, and of debuggers, by what their line in a stack holds.
+constexpr std::array<std::string_view, 5> kIdle{
+    "pydist/launch/lifeline.py\"", "pydist/launch/watch.py\"", "in _worker",
+    "concurrent/futures/thread.py\"", "pydist/comm/transports/mpi/progress.py\""};
+constexpr std::array<std::string_view, 4> kDebuggers{"/bdb.py\"", "/pdb.py\"", "pydevd",
+                                                     "/debugpy/"};
+
+std::string seconds(double value) {
+  std::array<char, 32> text;
+  std::snprintf(text.data(), text.size(), "%.3g", value);
+  return text.data();
+}
+
+// How much a rank is to blame: 0 for one that others wait for and that does not wait itself.
+int order(const Slot& slot, const Finding& found) {
+  if (found.state.is_stopped() || found.state.is_gone()) return 0;
+  switch (slot.kind()) {
+    case Kind::kEnd:
+      return 1;
+    case Kind::kBlocked:
+      return 2;
+    case Kind::kWait:
+      return 3;
+    default:
+      return 0;
+  }
+}
+
+std::string how(const Slot& slot, const Finding& found) {
+  const ProcessState& state = found.state;
+  if (state.is_gone()) return "has ended";
+  const std::string inside = state.inside.empty() ? "" : " in " + state.inside;
+  if (state.is_stopped()) {
+    return std::string("is stopped (state ") + state.letter + inside + ")";
+  }
+  if (state.letter == 'D') return "waits for a disk or a driver (state D" + inside + ")";
+  switch (slot.kind()) {
+    case Kind::kEnd:
+      return "has come to the end of its program";
+    case Kind::kBlocked:
+      return "is in a call that does not return";
+    case Kind::kWait:
+      return "waits for other ranks";
+    default:
+      break;
+  }
+  return state.letter == 'R' ? "computes, and waits for no rank" : "sleeps, and waits for no rank";
+}
+
+}  // namespace
+
+std::string doing(const Slot& slot) {
+  std::string text;
+  for (std::uint32_t i = 0; i < slot.open_frames(); ++i) {
+    const std::string name = slot.frames[i].name.load();
+    if (!text.empty() && !name.empty()) text += ": ";
+    text += name;
+  }
+  return text.empty() ? "the program's own code" : text;
+}
+
+std::string busy_threads(const std::string& stacks) {
+  // faulthandler's form: a line that ends in "(most recent call first):", then a line a frame,
+  // then an empty one.
+  std::istringstream lines(stacks);
+  std::string line, block, kept, last;
+  bool idle = false;
+  const auto end_block = [&] {
+    if (!idle && !block.empty()) kept += block;
+    block.clear();
+    idle = false;
+  };
+  while (std::getline(lines, line)) {
+    if (line.empty()) continue;
+    if (line.find("(most recent call first)") != std::string::npos) end_block();
+    for (const std::string_view each : kIdle) idle = idle || line.find(each) != std::string::npos;
+    block += line + "\n";
+  }
+  end_block();
+  return kept;
+}
+
+bool in_debugger(const std::string& stacks) {
+  return std::any_of(kDebuggers.begin(), kDebuggers.end(),
+                     [&](std::string_view each) { return stacks.find(each) != std::string::npos; });
+}
+
+std::string describe(const Job& job, const Board& board, const std::vector<Finding>& ranks,
+                     double silent) {
+  std::vector<Finding> sorted = ranks;
+  std::stable_sort(sorted.begin(), sorted.end(), [&](const Finding& a, const Finding& b) {
+    return order(board.slot(a.rank), a) < order(board.slot(b.rank), b);
+  });
+  std::ostringstream text;
+  text << "pydist: hang: no rank of " << job.host << " has made progress for " << seconds(silent)
+       << " s (PYDIST_HANG_LIMIT=" << seconds(job.limit) << "); the job ends with code 72\n";
+  std::string missing;
+  if (job.all_here) {
+    for (int rank = 0; rank < job.size; ++rank) {
+      if (board.slot(rank).pid.load() == 0) {
+        missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(rank);
+      }
+    }
+  } else if (static_cast<int>(ranks.size()) < job.here) {
+    missing = std::to_string(job.here - static_cast<int>(ranks.size())) + " ranks of this machine";
+  }
+  if (!missing.empty()) text << "  has not come to pydist.init: " << missing << "\n";
+  for (const Finding& each : sorted) {
+    const Slot& slot = board.slot(each.rank);
+    text << "  rank " << each.rank << " (host " << job.host << ", process " << each.pid << ") "
+         << how(slot, each) << ": step " << slot.step.load() << ", phase '" << doing(slot) << "'";
+    const std::string layer = slot.layer.load();
+    if (!layer.empty()) text << ", layer " << layer;
+    text << "\n";
+  }
+  for (const Finding& each : sorted) {
+    std::istringstream lines(busy_threads(each.stacks));
+    std::string line;
+    while (std::getline(lines, line)) text << "[rank " << each.rank << "] " << line << "\n";
+  }
+  return text.str();
+}
+
+std::string quoted(const std::string& text) {
+  std::string result = "\"";
+  for (const char each : text) {
+    const auto byte = static_cast<unsigned char>(each);
+    if (each == '"' || each == '\\') {
+      result += '\\';
+      result += each;
+    } else if (each == '\n') {
+      result += "\\n";
+    } else if (byte < 0x20 || byte >= 0x7F) {
+      std::array<char, 8> code;
+      std::snprintf(code.data(), code.size(), "\\u%04x", byte);
+      result += code.data();
+    } else {
+      result += each;
+    }
+  }
+  return result + '"';
+}
+
+}  // namespace pydist::watchdog

@@ -1,0 +1,50 @@
+// The watchdog of one rank: a thread without the interpreter's lock that ends a job that hangs.
+//
+// There is one a process, and it lives until the process ends. Every rank has one; the first that
+// sees the hang reports it for all ranks of its machine, and each prepares its own part: Python's
+// stacks, written by faulthandler's signal handler, and the layer at work.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "watchdog/board.hpp"
+#include "watchdog/report.hpp"
+
+namespace pydist::watchdog {
+
+inline constexpr int kExitCode = 72;  // of pydist.errors.RankLost
+
+struct Options {
+  int rank = 0;
+  Job job;
+  int output = 2;           // descriptor that takes the report
+  bool as_message = false;  // as a line of JSON for the launcher, not as text
+  int stacks = -1;          // descriptor that `signal`'s handler writes Python's stacks to
+  int signal = 0;
+  int questions = -1;  // a byte is written here when the layer is asked for
+  int launcher = -1;   // descriptor that takes `farewell` before this process ends, if there is one
+  std::string farewell;
+};
+
+// Starts the watchdog of this process, in the thread that runs the program, on a board in the file
+// `board`.
+//
+// Throws UsageError if there is one already, or the file can't be mapped.
+void start(const Options& options, int board);
+
+// Whether this process has a watchdog.
+bool is_watched();
+
+// For the program's threads; without a watchdog they do nothing.
+void enter(std::string_view name, Kind kind);
+void leave();
+void mark_step(std::int64_t step);
+void answer_layer(std::string_view layer);
+
+// The ranks of this machine that have come to the end of their program, in order.
+std::vector<int> ended_ranks();
+
+}  // namespace pydist::watchdog

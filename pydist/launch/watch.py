@@ -1,0 +1,236 @@
+"""Starts the watchdog of a rank: its page of shared memory, its limit, and what it asks Python.
+
+See `pydist.watchdog` for what it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import hashlib
+import math
+import os
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from pydist._loader import native
+from pydist.errors import RankLost, UsageError
+from pydist.launch.identity import Identity
+from pydist.launch.lifeline import Lifeline
+
+VARIABLE = "PYDIST_HANG_LIMIT"
+"""Environment variable: seconds without progress after which waiting ranks end the job; 0: off."""
+
+DEFAULT_LIMIT = 600.0
+"""Seconds; the time that NCCL's watchdog in torch gives a collective."""
+
+_SHORTEST = 1.0
+_JOB_VARIABLES = (
+    "PYDIST_SUPERVISOR", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR",
+    "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+)  # fmt: skip
+
+
+def limit() -> float:
+    """Seconds without progress that a waiting rank allows, 0 for any number.
+
+    Raises:
+        UsageError: the variable holds something else.
+    """
+    text = os.environ.get(VARIABLE, "")
+    try:
+        seconds = float(text) if text else DEFAULT_LIMIT
+    except ValueError:
+        seconds = math.nan
+    if not (seconds == 0 or _SHORTEST <= seconds < math.inf):
+        raise UsageError(f"{VARIABLE}={text}: possible are 0 (off) and seconds from 1 on")
+    return seconds
+
+
+def start(who: Identity) -> None:
+    """Starts this process's watchdog, unless it has one, is alone in its job, or none is wanted.
+
+    Before the ranks join: a rank that never comes is missed by those that wait for it.
+
+    Args:
+        who: this process's place in the job.
+
+    Raises:
+        UsageError: the limit is not a number of seconds.
+    """
+    seconds = limit()
+    if not seconds or who.size == 1 or native.is_watched():
+        return
+    try:
+        board = _open_board(who)
+    except OSError as error:
+        sys.stderr.write(f"pydist: no watchdog: {error}\n")
+        return
+    wire = Lifeline.current
+    number, stacks = _write_stacks_on_signal()
+    # MPICH's launcher takes the job's exit code from this line, as from MPI_Abort.
+    pmi = os.environ.get("PMI_FD", "") if who.launcher == "mpich" else ""
+    native.start_watchdog(
+        board=board,
+        rank=who.rank,
+        size=who.size,
+        here=who.local_size,
+        all_here=who.local_size >= who.size,
+        host=socket.gethostname(),
+        limit=seconds,
+        output=os.dup(2 if wire is None else wire.fileno()),
+        as_message=wire is not None,
+        stacks=stacks,
+        signal=number,
+        questions=_answer_questions(),
+        launcher=int(pmi) if pmi.isdecimal() else -1,
+        farewell=f"cmd=abort exitcode={RankLost.exit_code}\n",
+    )
+
+
+def forget_page(who: Identity | None) -> None:
+    """Removes the name of the page once all ranks of this machine have it open."""
+    if who is not None:
+        with contextlib.suppress(OSError):
+            _path(who).unlink()
+
+
+def _open_board(who: Identity) -> int:
+    """A descriptor of the page that the ranks of this machine share."""
+    folder = _path(who).parent
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user alone")
+    _sweep(folder, _path(who))
+    board = os.open(_path(who), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    # Every rank holds a shared lock until it ends. Who gets the other kind is the first: what the
+    # page holds is that of a job that is over.
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(board, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(board, 0)
+    fcntl.flock(board, fcntl.LOCK_SH)
+    return board
+
+
+def _sweep(folder: Path, own: Path) -> None:
+    """Removes the pages of jobs whose ranks have all ended."""
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if path == own:
+                continue
+            file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(file)
+
+
+def _path(who: Identity) -> Path:
+    """The same on all ranks of a job on one machine, and on no others."""
+    facts = [who.launcher, str(who.size)]
+    facts += [f"{name}={os.environ[name]}" for name in _JOB_VARIABLES if name in os.environ]
+    if not {"PYDIST_SUPERVISOR", "PMIX_NAMESPACE", "SLURM_JOB_ID"} & os.environ.keys():
+        facts.append(f"{os.getppid()} {_start_of(os.getppid())}")
+    base = Path("/dev/shm")
+    if not base.is_dir():
+        base = Path(tempfile.gettempdir())
+    key = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+    return base / f"pydist-{os.getuid()}" / key
+
+
+def _start_of(pid: int) -> str:
+    """When a process started: process ids are used again."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[19]
+    return ""
+
+
+def _write_stacks_on_signal() -> tuple[int, int]:
+    """Has faulthandler write all stacks on a signal, even while native code holds the lock.
+
+    Returns:
+        The signal, and the descriptor that its handler writes to; -1 where there is no such thing,
+        and in a thread that may not handle signals.
+    """
+    if not hasattr(os, "memfd_create") or threading.current_thread() is not threading.main_thread():
+        return 0, -1
+    number = signal.SIGRTMIN + 11
+    stacks = os.memfd_create("pydist stacks")
+    # What faulthandler leaves when the interpreter ends, before the process does.
+    signal.signal(number, signal.SIG_IGN)
+    faulthandler.register(number, file=stacks, all_threads=True, chain=False)
+    return number, stacks
+
+
+def _answer_questions() -> int:
+    """A descriptor; each byte that is written to it has the layer at work told to the watchdog."""
+    reads, writes = os.pipe()
+
+    def listen() -> None:
+        while os.read(reads, 1):
+            layer = ""
+            with contextlib.suppress(Exception):  # whatever the program's objects do when asked
+                layer = layer_at_work()
+            native.answer_layer(layer)
+
+    threading.Thread(target=listen, name="pydist watchdog", daemon=True).start()
+    return writes
+
+
+def layer_at_work() -> str:
+    """The path of the parallelized module that a thread of this process is in, "" if in none.
+
+    In forward it is the innermost module on the stack, in backward the one whose parameters the
+    backward function has saved.
+    """
+    own = threading.get_ident()
+    stacks = [frame for ident, frame in sys._current_frames().items() if ident != own]
+    for find in (_called_module, _module_in_backward):
+        for stack in stacks:
+            for frame in _outwards(stack):
+                path = find(frame)
+                if path:
+                    return path
+    return ""
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _called_module(frame: FrameType) -> str:
+    module = frame.f_locals.get("self")
+    return str(getattr(module, "__dict__", {}).get("_pydist_path", ""))
+
+
+def _module_in_backward(frame: FrameType) -> str:
+    saved: Any = getattr(frame.f_locals.get("ctx"), "saved_tensors", ())
+    places = {tensor.data_ptr() for tensor in saved if tensor is not None}
+    return _owner_of(places) if places else ""
+
+
+def _owner_of(places: set[int]) -> str:
+    """The module that has a parameter at one of some addresses."""
+    import gc
+
+    import torch
+
+    for module in gc.get_objects():
+        if isinstance(module, torch.nn.Module) and "_pydist_path" in module.__dict__:
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.data_ptr() in places:
+                    return str(module.__dict__["_pydist_path"])
+    return ""

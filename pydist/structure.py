@@ -1,0 +1,37 @@
+"""What ranks must have equal of a model."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+
+def facts_of(model: nn.Module) -> dict[str, str]:
+    """The structure of a model: its modules with their modes, its parameters and buffers.
+
+    Ranks that differ in any of this exchange different things: one waits for good, or gradients
+    are summed with others.
+
+    Args:
+        model: the network.
+
+    Returns:
+        Descriptions by name, in an order that follows from the model alone.
+    """
+    facts = {}
+    for path, module in model.named_modules():
+        kind, name = type(module), f"module {path!r}" if path else "the model"
+        facts[name] = f"{kind.__qualname__} ({'train' if module.training else 'eval'})"
+        if kind.__module__.startswith("torch.nn."):  # others may say what is this rank's alone
+            facts[f"{name}'s settings"] = module.extra_repr()
+    for path, parameter in model.named_parameters():
+        frozen = "" if parameter.requires_grad else ", frozen"
+        facts[f"parameter {path!r}"] = _described(parameter) + frozen
+    for path, buffer in model.named_buffers():
+        facts[f"buffer {path!r}"] = _described(buffer)
+    return facts
+
+
+def _described(tensor: Tensor) -> str:
+    shape = "lazy" if is_lazy(tensor) else "×".join(map(str, tensor.shape)) or "scalar"
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device.type}"

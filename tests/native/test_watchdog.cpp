@@ -1,0 +1,194 @@
+// The watchdog's parts without its thread: what decides, what is said, and what is written.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "watchdog/board.hpp"
+#include "watchdog/judge.hpp"
+#include "watchdog/process.hpp"
+#include "watchdog/report.hpp"
+
+namespace pydist::watchdog {
+namespace {
+
+struct Free {
+  void operator()(Board* board) const { ::operator delete(board); }
+};
+
+std::unique_ptr<Board, Free> empty_board(std::size_t ranks) {
+  void* const memory = ::operator new(Board::bytes(ranks));
+  std::memset(memory, 0, Board::bytes(ranks));
+  return std::unique_ptr<Board, Free>(static_cast<Board*>(memory));
+}
+
+std::vector<Sample> both(Kind first, Kind second, std::uint64_t beats = 1) {
+  return {{first, beats, true}, {second, beats, true}};
+}
+
+// Seconds of silence after which two ranks that do these things are found to hang, 0 for never.
+int found_after(double limit, Kind first, Kind second, bool all_here = true) {
+  Judge judge(limit, all_here);
+  for (int now = 100; now < 2000; ++now) {
+    if (judge.look(now, both(first, second))) return now - 100;
+  }
+  return 0;
+}
+
+TEST(WatchdogJudge, RanksThatNobodyWaitsForMayBeSilent) {
+  EXPECT_EQ(found_after(100, Kind::kSpan, Kind::kSpan), 0);
+}
+
+TEST(WatchdogJudge, AWaitEndsAtTheLimit) {
+  EXPECT_EQ(found_after(100, Kind::kWait, Kind::kSpan), 101);
+  EXPECT_EQ(found_after(100, Kind::kBlocked, Kind::kBlocked), 101);
+}
+
+TEST(WatchdogJudge, RanksThatWaitForEachOtherEndSooner) {
+  EXPECT_EQ(found_after(300, Kind::kWait, Kind::kWait), 31);
+  EXPECT_EQ(found_after(50, Kind::kWait, Kind::kEnd), 11);
+  EXPECT_EQ(found_after(3, Kind::kWait, Kind::kWait), 4);
+  EXPECT_EQ(found_after(300, Kind::kWait, Kind::kWait, false),
+            301);  // others may compute elsewhere
+}
+
+TEST(WatchdogJudge, WorkAndTheEndHaveMoreTime) {
+  EXPECT_EQ(found_after(100, Kind::kWork, Kind::kWait), 301);
+  EXPECT_EQ(found_after(100, Kind::kEnd, Kind::kSpan), 301);
+}
+
+TEST(WatchdogJudge, ProgressOfAnyRankStartsTheTimeAgain) {
+  Judge judge(10, true);
+  EXPECT_FALSE(judge.look(100, both(Kind::kWait, Kind::kSpan, 1)));
+  EXPECT_FALSE(judge.look(109, both(Kind::kWait, Kind::kSpan, 2)));
+  EXPECT_FALSE(judge.look(118, both(Kind::kWait, Kind::kSpan, 2)));
+  judge.start_again();
+  EXPECT_FALSE(judge.look(125, both(Kind::kWait, Kind::kSpan, 2)));
+  EXPECT_TRUE(judge.look(136, both(Kind::kWait, Kind::kSpan, 2)));
+}
+
+TEST(WatchdogJudge, AMissingRankIsWaitedForAndNoDeadlock) {
+  Judge judge(100, true);
+  std::vector<Sample> ranks{{Kind::kWait, 1, true}, {}};
+  EXPECT_FALSE(judge.look(0, ranks));
+  EXPECT_FALSE(judge.look(99, ranks));
+  EXPECT_TRUE(judge.look(101, ranks));
+}
+
+TEST(WatchdogBoard, FramesNestAndTheStrongestDecides) {
+  const auto board = empty_board(2);
+  Slot& slot = board->slot(1);
+  EXPECT_EQ(doing(slot), "the program's own code");
+  slot.enter("saving", Kind::kWork);
+  slot.enter("halo", Kind::kSpan);
+  EXPECT_EQ(slot.kind(), Kind::kWork);
+  EXPECT_EQ(doing(slot), "saving: halo");
+  slot.leave();
+  slot.leave();
+  EXPECT_EQ(slot.kind(), Kind::kSpan);
+  slot.leave();  // one too many changes nothing
+  EXPECT_EQ(slot.open_frames(), 0U);
+}
+
+TEST(WatchdogBoard, AWaitInsideOfACallIsAWait) {
+  const auto board = empty_board(1);
+  Slot& slot = board->slot(0);
+  slot.enter("halo", Kind::kBlocked);
+  EXPECT_EQ(slot.kind(), Kind::kBlocked);
+  slot.enter("messages", Kind::kWait);
+  EXPECT_EQ(slot.kind(), Kind::kWait);
+  slot.leave();
+  slot.leave();
+  slot.enter("the end of the program", Kind::kEnd);
+  slot.enter("a barrier", Kind::kWait);
+  EXPECT_EQ(slot.kind(), Kind::kEnd);
+}
+
+TEST(WatchdogBoard, DeepAndLongThingsAreCut) {
+  const auto board = empty_board(1);
+  Slot& slot = board->slot(0);
+  const std::string name(100, 'x');
+  for (int i = 0; i < 20; ++i) slot.enter(name, Kind::kWait);
+  EXPECT_EQ(slot.open_frames(), kFrames);
+  EXPECT_EQ(slot.frames[0].name.load(), name.substr(0, 48));
+  for (int i = 0; i < 20; ++i) slot.leave();
+  slot.enter("y", Kind::kWait);
+  EXPECT_EQ(doing(slot), "y");
+}
+
+TEST(WatchdogBoard, ReadersAndAWriterNeedNoLock) {
+  const auto board = empty_board(1);
+  std::atomic<bool> over{false};
+  std::thread writer([&] {
+    for (int i = 0; i < 20000; ++i) {
+      board->slot(0).enter(i % 2 ? "halo" : "statistics of a norm", Kind::kWait);
+      board->slot(0).leave();
+    }
+    over = true;
+  });
+  while (!over) {
+    EXPECT_LE(doing(board->slot(0)).size(), 48U);
+    static_cast<void>(board->slot(0).kind());
+  }
+  writer.join();
+  EXPECT_EQ(board->slot(0).beats.load(), 40000U);
+}
+
+TEST(WatchdogReport, NamesRanksPhasesAndThoseThatNeverCame) {
+  const auto board = empty_board(3);
+  board->slot(0).pid = 11;
+  board->slot(1).pid = 12;
+  board->slot(0).enter("an all-reduce", Kind::kWait);
+  board->slot(1).step = 7;
+  board->slot(0).layer.store("enc.conv1");
+  Finding waits{0, 11, {'S', "", false}, "Thread 1 (most recent call first):\n  File \"a.py\"\n"};
+  Finding stopped{1, 12, {'T', "do_signal_stop", false}, ""};
+  const std::string text = describe({3, true, 3, "n07", 2}, *board, {waits, stopped}, 2.5);
+  EXPECT_EQ(
+      text,
+      "pydist: hang: no rank of n07 has made progress for 2.5 s (PYDIST_HANG_LIMIT=2); the job "
+      "ends with code 72\n"
+      "  has not come to pydist.init: rank 2\n"
+      "  rank 1 (host n07, process 12) is stopped (state T in do_signal_stop): step 7, phase "
+      "'the program's own code'\n"
+      "  rank 0 (host n07, process 11) waits for other ranks: step 0, phase 'an all-reduce', "
+      "layer enc.conv1\n"
+      "[rank 0] Thread 1 (most recent call first):\n"
+      "[rank 0]   File \"a.py\"\n");
+}
+
+TEST(WatchdogReport, LeavesIdleThreadsOutAndFindsDebuggers) {
+  const std::string idle =
+      "Thread 1 (most recent call first):\n  File \"x/pydist/launch/lifeline.py\", line 6\n\n";
+  const std::string busy = "Current thread 2 (most recent call first):\n  File \"user.py\"\n";
+  EXPECT_EQ(busy_threads(idle + busy), busy);
+  EXPECT_FALSE(in_debugger(busy));
+  EXPECT_TRUE(in_debugger("  File \"/usr/lib/python3.11/bdb.py\", line 1 in wait"));
+}
+
+TEST(WatchdogReport, QuotesAsJson) { EXPECT_EQ(quoted("a\"b\\c\n\x01"), R"("a\"b\\c\n\u0001")"); }
+
+TEST(WatchdogProcess, KnowsItsOwnState) {
+  const ProcessState state = state_of(getpid());
+#if defined(__linux__)
+  EXPECT_EQ(state.letter, 'R');
+#endif
+  EXPECT_FALSE(state.is_gone());
+  EXPECT_TRUE(state_of(0x3FFFFFFF).is_gone());
+}
+
+TEST(WatchdogProcess, WritesAllThatFitsAndGivesUpOnAFullPipe) {
+  int pipe_ends[2];
+  ASSERT_EQ(pipe(pipe_ends), 0);
+  write_all(pipe_ends[1], std::string(1 << 20, 'x'));  // returns although nobody reads
+  char byte = 0;
+  EXPECT_EQ(read(pipe_ends[0], &byte, 1), 1);
+  close(pipe_ends[0]);
+  close(pipe_ends[1]);
+}
+
+}  // namespace
+}  // namespace pydist::watchdog

@@ -1,0 +1,95 @@
+"""Ranks that make others wait for good are named, and the job ends with code 72.
+
+Three cells of the matrix in `tests/support/hangs.py`. With `PYDIST_TEST_HANGS=1` twelve, which have
+every phase once, and every launcher and every fault several times.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from children import child_environment
+from hangs import PATIENT, SLACK, hang, make_data
+
+from pydist.launch import available
+
+LIMIT = 4.0
+CELLS = [
+    ("halo", "stop", "openmpi"),
+    ("reduction", "caught", "mpich"),
+    ("buckets", "spin", "gloo"),
+]
+MORE_CELLS = [
+    ("optimizer", "return", "openmpi"),
+    ("join", "spin", "openmpi"),
+    ("opening", "return", "mpich"),
+    ("tuning", "stop", "gloo"),
+    ("backward", "caught", "openmpi"),
+    ("saving", "stop", "mpich"),
+    ("validation", "spin", "gloo"),
+    ("loader", "caught", "mpich"),
+    ("finalize", "stop", "openmpi"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hangs")
+    make_data(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("phase", "fault", "launcher"),
+    CELLS + (MORE_CELLS if os.environ.get("PYDIST_TEST_HANGS") else []),
+)
+def test_a_hang_is_named_and_ended(phase: str, fault: str, launcher: str, data: Path) -> None:
+    if launcher not in [each.name for each in available()]:
+        pytest.skip(f"{launcher} is not installed")
+    folder = data / f"{phase}-{fault}-{launcher}"
+    folder.mkdir()
+    outcome = hang(folder, launcher, phase, fault, LIMIT)
+    assert outcome.code == 72, outcome.stderr
+    assert outcome.is_named, outcome.stderr
+    assert not outcome.left
+    assert outcome.stderr.count("pydist: hang:") <= 1  # gloo may notice a broken connection first
+    assert outcome.seconds < LIMIT * PATIENT.get(phase, 1) + SLACK, outcome.stderr
+
+
+PROGRAM = """
+import os, sys, time, torch, pydist
+from torch import nn
+seed = int(os.environ["PYDIST_RANK"]) if sys.argv[1] == "seed" else 0
+mesh = pydist.init(spatial=(2, 1, 1), seed=seed)
+time.sleep(3)  # silence, of ranks that no other rank waits for
+pydist.parallelize(nn.Conv3d(1, 1, 3), mesh)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "text"),
+    [
+        ("seed", 2, "the seed differs between the ranks: 0 on rank 0, 1 on rank 1"),
+        ("silence", 0, ""),
+    ],
+)
+def test_what_differs_is_named_and_silence_is_no_hang(
+    kind: str, code: int, text: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(PROGRAM)
+    result = subprocess.run(
+        [sys.executable, "-m", "pydist.launch", "2", "gloo", str(script), kind],
+        env=child_environment(PYDIST_HANG_LIMIT="2", OMP_NUM_THREADS="1"),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == code, result.stderr
+    assert text in result.stderr

@@ -1,0 +1,145 @@
+"""Hangs in every phase of a job: who is named, and when all have ended.
+
+    python tests/support/hangs.py [--limit SECONDS] [--mpi NAME ...] [PHASE ...]
+
+runs the whole matrix by hand, under `pydist run` and under each launcher alone, and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from children import child_environment
+
+from pydist.data import UniverseOptions, generate_universes
+from pydist.launch import available
+
+PHASES = (
+    "join", "opening", "tuning", "halo", "reduction", "backward", "buckets", "optimizer", "saving",
+    "validation", "loader", "finalize",
+)  # fmt: skip
+FAULTS = ("stop", "spin", "caught", "return")
+LAUNCHERS = ("openmpi", "mpich", "gloo")
+SCRIPT = Path(__file__).with_name("hanging.py")
+PATIENT = {"opening": 3, "tuning": 3, "saving": 3, "validation": 3, "finalize": 3}
+"""Limits that a phase may be silent for, where it is not one."""
+SLACK = 2.0
+"""Seconds beyond the limit."""
+
+
+@dataclass
+class Outcome:
+    code: int
+    seconds: float
+    """From the fault to the end of the last process."""
+    stderr: str
+    left: list[int]
+    """Processes that were still there."""
+
+    @property
+    def is_named(self) -> bool:
+        return "rank 1" in self.stderr
+
+
+def command(launcher: str, argv: list[str], plain: bool) -> tuple[list[str], dict[str, str]]:
+    """The command line that starts two ranks, by `pydist run` or by the launcher itself."""
+    if not plain:
+        return [sys.executable, "-m", "pydist.launch", "2", launcher, *argv], {}
+    if launcher == "gloo":
+        module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        return [sys.executable, *module, *argv], {}
+    backend = next(each for each in available() if each.name == launcher)
+    return backend.command(2, [sys.executable, *argv]), backend.variables(2)
+
+
+def make_data(folder: Path) -> None:
+    """What `hanging.py` trains on, next to its own folder."""
+    options = UniverseOptions(count=6, width=32, box_width=32, validation=1 / 3)
+    generate_universes(folder / "universes", options)
+
+
+def hang(folder: Path, launcher: str, phase: str, fault: str, limit: float, plain=False) -> Outcome:
+    """Run the program under a launcher until all its processes have ended."""
+    line, variables = command(launcher, [str(SCRIPT), str(folder), phase, fault], plain)
+    variables |= {"PYDIST_HANG_LIMIT": str(limit), "PYDIST_CACHE": str(folder / "cache")}
+    variables |= {"PYDIST_TUNE": "1" if phase == "tuning" else "0", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        line,
+        env=child_environment(**variables),
+        cwd=SCRIPT.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            _, stderr = process.communicate(timeout=60 + 4 * limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            _, stderr = process.communicate()
+            stderr += "\n(the launcher was killed)"
+    ended = time.time()
+    pids = [int(path.read_text()) for path in folder.glob("pid*")]
+    while (left := [pid for pid in pids if is_alive(pid)]) and time.time() < ended + 2:
+        time.sleep(0.02)
+    began = folder / "time"
+    seconds = time.time() - float(began.read_text()) if began.exists() else -1.0
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return Outcome(process.returncode, seconds, stderr, left)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs, sleeps or is stopped; one that nobody has waited for is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("phases", nargs="*", default=PHASES)
+    parser.add_argument("--limit", type=float, default=3)
+    parser.add_argument("--mpi", nargs="+", default=LAUNCHERS)
+    parser.add_argument("--faults", nargs="+", default=FAULTS)
+    parser.add_argument("--plain", action="store_true", help="the launchers without pydist run")
+    options = parser.parse_args()
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        make_data(Path(folder))
+        for phase in options.phases:
+            for fault in options.faults:
+                for launcher in options.mpi:
+                    place = Path(folder, f"{phase}-{fault}-{launcher}")
+                    place.mkdir()
+                    outcome = hang(place, launcher, phase, fault, options.limit, options.plain)
+                    most = options.limit * PATIENT.get(phase, 1) + SLACK
+                    ok = outcome.is_named and outcome.seconds <= most and not outcome.left
+                    # An exception after the last message of a phase makes no rank wait.
+                    ok = ok or (fault == "caught" and outcome.code == 0)
+                    wrong += not ok
+                    print(
+                        f"{phase:10} {fault:7} {launcher:8} code {outcome.code:3} "
+                        f"{outcome.seconds:6.1f} s of {most:.0f} "
+                        f"{'named' if outcome.is_named else 'NOT NAMED'} "
+                        f"{'' if ok else 'WRONG ' + str(outcome.left)}",
+                        flush=True,
+                    )
+                    if not ok:
+                        sys.stderr.write(outcome.stderr[-1500:])
+    print(f"{wrong} wrong")
+
+
+if __name__ == "__main__":
+    main()
