@@ -1,4 +1,4 @@
-"""Ranks that make others wait for good are named, and the job ends with code 72.
+"""Ranks that make others wait for good are named, and the job ends soon after its limit.
 
 Three cells of the matrix in `tests/support/hangs.py`. With `PYDIST_TEST_HANGS=1` twelve, which have
 every phase once, and every launcher and every fault several times.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from children import child_environment
-from hangs import PATIENT, SLACK, hang, make_data
+from hangs import hang, make_data
 
 from pydist.launch import available
 
@@ -53,11 +53,8 @@ def test_a_hang_is_named_and_ended(phase: str, fault: str, launcher: str, data: 
     folder = data / f"{phase}-{fault}-{launcher}"
     folder.mkdir()
     outcome = hang(folder, launcher, phase, fault, LIMIT)
-    assert outcome.code == 72, outcome.stderr
-    assert outcome.is_named, outcome.stderr
-    assert not outcome.left
+    assert not outcome.complaint(phase, fault, LIMIT), outcome.stderr
     assert outcome.stderr.count("pydist: hang:") <= 1  # gloo may notice a broken connection first
-    assert outcome.seconds < LIMIT * PATIENT.get(phase, 1) + SLACK, outcome.stderr
 
 
 PROGRAM = """

@@ -58,6 +58,19 @@ def strike(owner: Any, name: str, calls: int = 1) -> None:
     setattr(owner, name, struck)
 
 
+def stamp_start() -> None:
+    """Has the time written when this rank's watchdog starts: from then on it waits."""
+    from pydist.launch import watch
+
+    start = watch.start
+
+    def stamped(who: Any) -> None:
+        start(who)
+        (FOLDER / "time").write_text(str(time.time()))
+
+    watch.start = stamped
+
+
 def run_training(world: Any) -> None:
     """Phases of `pydist train`."""
     import pydist.data.loader
@@ -140,8 +153,8 @@ def main() -> None:
 
     if PHASE == "join" and RANK == 1:
         fault()
-    elif PHASE == "join":  # waits from here on
-        (FOLDER / "time").write_text(str(time.time()))
+    elif PHASE == "join":
+        stamp_start()
     mesh = pydist.init(spatial=(2, 1, 1))
     if PHASE in ("opening", "loader", "saving", "validation"):
         run_training(mesh.world)
