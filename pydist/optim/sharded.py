@@ -188,9 +188,12 @@ class ShardedOptimizer(Optimizer):
                 return error
         return None
 
-    @waits("state_dict(), which all ranks call")
+    @waits("state_dict(), to be called on all ranks")
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state, whole on every rank. Collective."""
+        world = self._mesh.world
+        if world.size > 1:  # by its name, for the error where one rank alone calls it
+            world.ledger.note(world, ("state_dict() of a partitioned optimizer",), waits=True)
         self._follow_reducer()
         own = self.state
         self.state = defaultdict(dict, self._whole_state())

@@ -15,6 +15,7 @@ from pydist.comm import Transport, run_local
 from pydist.comm.interface import board, ledger
 from pydist.comm.interface.ledger import STAMP_BYTES
 from pydist.errors import UsageError
+from pydist.optim import sharded
 
 DIFFERENT = "the ranks call different things"
 
@@ -89,6 +90,25 @@ def with_evaluation_on_one_rank(t: Transport) -> None:
         model(samples(mesh)).sum().backward()
 
 
+def with_a_weight_frozen_on_one_rank(t: Transport) -> None:
+    mesh = Mesh(t, spatial=(t.size, 1, 1))
+    model = parallelize(network(), mesh)
+    for step in range(3):
+        model[2].weight.requires_grad_(step == 0 or t.rank == 0)
+        model(samples(mesh)).sum().backward()
+
+
+def with_the_state_of_a_shared_step_on_one_rank(t: Transport) -> None:
+    mesh = Mesh(t, spatial=(t.size, 1, 1))
+    model = parallelize(network(), mesh)
+    optimizer = sharded(torch.optim.Adam(model.parameters()), model, "always")
+    for _ in range(3):
+        model(samples(mesh)).sum().backward()
+        optimizer.step()
+        if t.rank == 0:
+            optimizer.state_dict()
+
+
 def with_another_collective(t: Transport) -> None:
     for _ in range(3):
         t.all_reduce(torch.ones(4))
@@ -103,6 +123,11 @@ DIFFERENCES: dict[str, tuple[Callable[[Transport], None], str]] = {
     "another call": (with_another_call, "all_reduce"),
     "a known call": (with_a_call_that_was_made_before, "Conv3d"),
     "evaluation": (with_evaluation_on_one_rank, "forward"),
+    "frozen": (with_a_weight_frozen_on_one_rank, "comparison of a frozen parameter"),
+    "state": (
+        with_the_state_of_a_shared_step_on_one_rank,
+        r"state_dict\(\) of a partitioned optimizer on rank 0",
+    ),
     "collective": (with_another_collective, "all_reduce of 4 elements of float32, max on rank 1"),
 }
 

@@ -62,26 +62,30 @@ import os, sys, time, torch, pydist
 from torch import nn
 seed = int(os.environ["PYDIST_RANK"]) if sys.argv[1] == "seed" else 0
 mesh = pydist.init(spatial=(2, 1, 1), seed=seed)
-time.sleep(3)  # silence, of ranks that no other rank waits for
+if sys.argv[1] == "silence":  # of ranks that no other rank waits for
+    time.sleep(1 + float(os.environ["PYDIST_HANG_LIMIT"]))
 pydist.parallelize(nn.Conv3d(1, 1, 3), mesh)
+if sys.argv[1] == "left" and mesh.rank == 0:
+    mesh.world.barrier()
 """
 
 
 @pytest.mark.parametrize(
-    ("kind", "code", "text"),
+    ("kind", "limit", "code", "text"),
     [
-        ("seed", 2, "the seed differs between the ranks: 0 on rank 0, 1 on rank 1"),
-        ("silence", 0, ""),
+        ("seed", 20, 2, "the seed differs between the ranks: 0 on rank 0, 1 on rank 1"),
+        ("left", 20, 72, "rank 1 ended while this rank waits for a barrier; the last calls"),
+        ("silence", LIMIT, 0, ""),
     ],
 )
 def test_what_differs_is_named_and_silence_is_no_hang(
-    kind: str, code: int, text: str, tmp_path: Path
+    kind: str, limit: float, code: int, text: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
     result = subprocess.run(
         [sys.executable, "-m", "pydist.launch", "2", "gloo", str(script), kind],
-        env=child_environment(PYDIST_HANG_LIMIT="2", OMP_NUM_THREADS="1"),
+        env=child_environment(PYDIST_HANG_LIMIT=str(limit), OMP_NUM_THREADS="1"),
         cwd=tmp_path,
         capture_output=True,
         text=True,

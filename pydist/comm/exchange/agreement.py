@@ -58,7 +58,8 @@ class Agreement:
         first = self.operands.add(tensor, mesh.forwards)
         if first is not None or len(self.operands) >= _MOST:
             group = mesh.sample
-            what = "plain tensors" if first is None else first.text
+            # Without the module, which the ledger adds.
+            what = "plain tensors" if first is None else first.text.partition(" in module ")[0]
             group.ledger.note(group, ("comparison of", what), waits=True)
             self._compare_operands(mesh)
 

@@ -120,7 +120,9 @@ class Contents:
         Returns:
             What it is, if it is the first of its kind: then it is compared before it is used.
         """
-        key = (calling_module(), tensor.shape, tensor.dtype)
+        is_parameter = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        kind = "a frozen parameter" if is_parameter else "a plain tensor"
+        key = (calling_module(), kind, tensor.shape, tensor.dtype)
         operand = self._known.get(key)
         is_new = operand is None
         if operand is None:
@@ -128,7 +130,7 @@ class Contents:
                 self._known.clear()
             module = f" in module {key[0]}" if key[0] else ""
             dtype = str(tensor.dtype).removeprefix("torch.")
-            text = f"a plain tensor of shape {tuple(tensor.shape)} ({dtype}){module}"
+            text = f"{kind} of shape {tuple(tensor.shape)} ({dtype}){module}"
             operand = self._known[key] = Operand(text)
         tensor = tensor.detach()
         number = WHOLE if is_new or tensor.nbytes <= WHOLE_BYTES else self.turn % SHARES
@@ -290,7 +292,7 @@ def _differs(first: int, other: int, row: list[object]) -> UsageError:
         part = "" if share == WHOLE else "this part of it "
         since = f"{part}equal in training forward {equal_in}, different in {forward} at the latest"
     advice = "give each rank its part with ShardedTensor.from_local, or the same samples and seeds"
-    if str(text).startswith("parameter"):
+    if str(text).startswith(("parameter", "a frozen parameter")):
         advice = "load or change the model on every rank, not on one"
         equal = "it must be equal on all ranks"
     else:

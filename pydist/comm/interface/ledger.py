@@ -219,7 +219,7 @@ class Ledger:
             return UsageError(
                 f"{DIFFERENT}: rank {rank} and rank {peer} are at call {number} of their group,"
                 f" {self._text_of(digest)}, and one of the calls before differs; the last ones of"
-                f" rank {rank}: {'; '.join(each.text for each in list(self._recent)[-8:])}"
+                f" rank {rank}: {self.last_calls(8)}"
             )
         return UsageError(
             f"{DIFFERENT}: call {number} of their group is {self._text_of(here)} on rank {rank}"
@@ -232,6 +232,10 @@ class Ledger:
             f"{DIFFERENT}: call {self.count} of the group on rank {rank} is {self.last.text}, and"
             f" another rank has started another one: {why}"
         )
+
+    def last_calls(self, count: int) -> str:
+        """The calls that were started last, the latest at the end."""
+        return "; ".join(each.text for each in list(self._recent)[-count:])
 
     def _text_of(self, digest: int) -> str:
         for entry in (*self._recent, *self._entries.values()):

@@ -7,13 +7,14 @@ import os
 import re
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.ledger import Ledger
 from pydist.comm.interface.reduction import ReduceOp
 from pydist.comm.transports.host import HostTransport
 from pydist.errors import RankLost, UsageError
@@ -29,21 +30,35 @@ R = TypeVar("R")
 _BROKEN = re.compile(r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Socket closed)", re.S)
 
 
-def _waits(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+class _Waiting(Protocol):
+    """What waits for messages: a transport, a channel, or work under way."""
+
+    @property
+    def ledger(self) -> Ledger: ...
+
+
+W = TypeVar("W", bound=_Waiting)
+
+
+def _waits(name: str) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
     """As `pydist.watchdog.waits`, and says which rank has ended if that breaks a connection."""
 
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+    def decorate(function: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
         waiting = waits(name)(function)
 
         @functools.wraps(function)
-        def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        def checked(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                return waiting(*args, **kwargs)
+                return waiting(self, *args, **kwargs)
             except RuntimeError as error:
                 if not _BROKEN.search(str(error)):
                     raise
                 ended = ", ".join(f"rank {rank}" for rank in ended_ranks()) or "another rank"
-                raise RankLost(f"{ended} ended while this rank waits for {name}") from error
+                calls = self.ledger.last_calls(2)
+                raise RankLost(
+                    f"{ended} ended while this rank waits for {name}"
+                    + (f"; the last calls of this rank: {calls}" if calls else "")
+                ) from error
 
         return checked
 
@@ -133,7 +148,7 @@ class C10dTransport(HostTransport):
     ) -> Work:
         works = [self._irecv(each, peer, _INTERNAL_TAG) for peer, each in recvs if each.numel()]
         works += [self._isend(each, peer, _INTERNAL_TAG) for peer, each in sends if each.numel()]
-        return _C10dWork(works, [each for _, each in (*sends, *recvs)])
+        return _C10dWork(self, works, [each for _, each in (*sends, *recvs)])
 
     @_waits("an all-reduce")
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
@@ -142,7 +157,7 @@ class C10dTransport(HostTransport):
     def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
         work = dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True)
         assert work is not None
-        return _C10dWork([work], [tensor])
+        return _C10dWork(self, [work], [tensor])
 
     def abort(self, reason: str, exit_code: int) -> None:
         """End this process; the launcher, and the broken connections, end the others."""
@@ -157,8 +172,11 @@ class C10dTransport(HostTransport):
 
 
 class _C10dWork(Work):
-    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, transport: C10dTransport, works: Sequence[dist.Work], tensors: Sequence[Tensor]
+    ) -> None:
         self._works, self._tensors = works, tensors
+        self.ledger = transport.ledger
 
     @_waits("messages")
     def wait(self) -> None:
@@ -180,6 +198,7 @@ class C10dChannel(Channel):
         self._transport = transport
         self._sends, self._recvs, self._tag = sends, recvs, tag
         self._works: list[dist.Work] = []
+        self.ledger = transport.ledger
 
     def start(self) -> None:
         """See `Channel.start`."""
