@@ -8,10 +8,14 @@ is stale from the order of calls, so all ranks refuse the same use.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
 from pydist.errors import NotSupported
 from pydist.refusals import module_path, source_line
@@ -46,12 +50,14 @@ class Memory:
         storage: the storage that has copies; `None` where no copy was made.
         born: the storage's clock when this copy was made.
         key: names this memory in the storage, which holds no memory.
+        plain: the plain tensor that has this memory and more on every rank, while that is needed.
     """
 
-    __slots__ = ("born", "is_base", "key", "storage")
+    __slots__ = ("born", "is_base", "key", "plain", "storage")
 
     def __init__(self, storage: Storage | None = None) -> None:
         self.storage = storage
+        self.plain: weakref.ref[Tensor] | None = None
         self.born = storage.clock if storage else 0
         self.is_base = False
         self.key = object()
@@ -167,10 +173,72 @@ def record_change(x: ShardedTensor) -> None:
             "unsupported operation: more than one element of the written-to tensor refers to a "
             "single memory location; clone() the expanded tensor before"
         )
+    if view is not None and view.memory.plain is not None:
+        _refuse_gradient(view.memory.plain())
     if view is not None and (storage := view.memory.storage) is not None:
         source = source_line()
         how = f"of shape {list(x._layout.shape)}{f' at {source}' if source else ''}"
         storage.record(view.memory.key, view.part, how)
+
+
+class _Entry(Function):
+    """The identity. Its result shares memory, but is no view for autograd: it may be changed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def entry_of_plain(part: Tensor, plain: Tensor) -> Tensor:
+    """This rank's part of a plain tensor, to be the shard of a sharded one.
+
+    It may be changed in place, unless `plain` is a leaf that requires a gradient, as in torch.
+    """
+    if part is plain or not part.requires_grad or not torch.is_grad_enabled() or _is_leaf(plain):
+        return part
+    entry: Tensor = _Entry.apply(part)
+    return entry
+
+
+def _is_leaf(plain: Tensor) -> bool:
+    return plain.is_leaf or (plain._is_view() and plain._base is not None and plain._base.is_leaf)
+
+
+def remember_plain(x: ShardedTensor, plain: Tensor) -> None:
+    """Remembers the plain tensor of which `x` has a block, without a copy.
+
+    A change in place of the sharded tensor reaches one block of the plain one on each rank.
+    """
+    if plain.requires_grad and not plain.is_leaf:
+        view_at(x).memory.plain = weakref.ref(plain)
+
+
+class _Changed(Function):
+    @staticmethod
+    def forward(ctx: Any, plain: Tensor) -> Tensor:
+        ctx.mark_dirty(plain)
+        ctx.shape = list(plain.shape)
+        return plain
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise NotSupported(
+            f"a plain tensor of shape {ctx.shape} is used after it was cut over the ranks and "
+            "changed in place there: each rank changed only its own block of it; clone() the "
+            "tensor before the call, or use the result of the change"
+        )
+
+
+def _refuse_gradient(plain: Tensor | None) -> None:
+    """Stops the backward of what uses a plain tensor from now on; what has used it is not."""
+    if plain is not None and plain.requires_grad and not plain.is_leaf:
+        # Its version counts for what was saved, and has been raised by the change itself.
+        with torch.enable_grad(), preserve_version(plain):
+            _Changed.apply(plain)
 
 
 def staleness(x: ShardedTensor) -> str:

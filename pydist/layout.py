@@ -92,7 +92,7 @@ class Layout:
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of this rank's shard."""
-        return tuple(self.box.shape)
+        return tuple(self.box.shape) if self.shape else ()
 
     @property
     def split_dims(self) -> tuple[int, ...]:

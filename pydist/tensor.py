@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pydist.aliasing import View, record_change, refuse_stale, staleness
+from pydist.aliasing import View, record_change, refuse_stale, remember_plain, staleness
 from pydist.comm.exchange.adjoints import with_true_gradient
 from pydist.comm.gradients.members import follow, lead_to
 from pydist.errors import NotSupported, UsageError
@@ -364,7 +364,11 @@ def distribute_tensor(
 
     tensor = as_tensor(tensor)
     layout = layout_for_sample(mesh, tensor.shape, dims)
-    return ShardedTensor.from_local(shard_of_plain(plain(tensor), layout), layout, first_sample)
+    own = plain(tensor)
+    x = ShardedTensor.from_local(shard_of_plain(own, layout), layout, first_sample)
+    if x._shard is not own:
+        remember_plain(x, tensor)
+    return x
 
 
 def adopt_local(x: ShardedTensor, local: Tensor, changed: bool = True) -> ShardedTensor:

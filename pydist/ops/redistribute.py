@@ -7,6 +7,7 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
+from pydist.aliasing import entry_of_plain
 from pydist.comm.exchange.adjoints import enter, gather_box, with_true_gradient
 from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.exchange.exchanger import Exchanger
@@ -58,13 +59,11 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
     """
     prove_equal(tensor, layout)
     follow(tensor, layout.mesh)
-    tensor = with_true_gradient(tensor, layout.mesh, layout.used_axes)
+    part = with_true_gradient(tensor, layout.mesh, layout.used_axes)
     box = layout.box
-    if tuple(box.shape) == tuple(tensor.shape):
-        part = tensor
-    else:
-        part = tensor[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
-    return enter(part, layout.mesh.sample_size / layout.replicas)
+    if tuple(box.shape) != tuple(tensor.shape):
+        part = part[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
+    return entry_of_plain(enter(part, layout.mesh.sample_size / layout.replicas), tensor)
 
 
 @overload

@@ -62,18 +62,40 @@ def instance_norm(
     holders = mesh.group(("data", *layout.used_axes) if tracked else layout.used_axes)
     scale_shift = parameters_for(weight, bias, layout)
     if is_for_torch(local, holders):
-        # Of one sample the channels are those of batch norm; torch's instance norm has a wrong
-        # gradient there if dL/dy is channels-last (2.13, CPU).
-        norm = F.batch_norm if local.shape[0] == 1 else F.instance_norm
-        normed = by_torch(norm, local, *running, *scale_shift, True, momentum, eps)
+        if local.shape[0] > 1:
+            normed = by_torch(F.instance_norm, local, *running, *scale_shift, True, momentum, eps)
+        else:
+            normed = _of_one_sample(local, running, scale_shift, momentum, eps)
         return wrap(normed, layout, input)
     local = dense(local)
     gathering = Gathering(local, plan)
     with torch.no_grad():
         own = gathering.merged()
-        if tracked and voxels:
-            update(running, _mean_of_samples(own, local, plan, layout), momentum)
-    return normalized(Normalization(local, *scale_shift, own, plan, eps), layout, source)
+        found = _mean_of_samples(own, local, plan, layout) if tracked and voxels else None
+    result = normalized(Normalization(local, *scale_shift, own, plan, eps), layout, source)
+    if found is not None:
+        # After the node is made, as in torch: where the norm is the last to save a tensor in a
+        # checkpointed region, the recomputation ends there and does not update again.
+        with torch.no_grad():
+            update(running, found, momentum)
+    return result
+
+
+def _of_one_sample(
+    local: Tensor, running: Running, scale_shift: Running, momentum: float, eps: float
+) -> Tensor:
+    """Instance norm of one sample by torch's batch norm, whose channels are the same.
+
+    The gradient of torch's instance norm is wrong there if dL/dy is channels-last (2.13, CPU). As
+    in torch's instance norm, the running statistics are updated after the node is made.
+    """
+    moved = [None if old is None else old.clone() for old in running]
+    normed = by_torch(F.batch_norm, local, *moved, *scale_shift, True, momentum, eps)
+    with torch.no_grad():
+        for old, new in zip(running, moved, strict=True):
+            if old is not None and new is not None:
+                old.copy_(new)
+    return normed
 
 
 def _plan_of_samples(layout: Layout, members: int = 1) -> NormPlan:

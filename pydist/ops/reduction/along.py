@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.empty import with_elements, without_added
+from pydist.ops.reduction.reduce import is_local
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
 
@@ -18,7 +19,7 @@ def _softmax(x: ShardedTensor, dim: int | None, dtype: torch.dtype | None, log: 
     if dim is None:
         raise refusal(func, (x,), {}, "give the dim")
     d = canonical(dim, x.dim())
-    if x._layout.splits[d] is None:
+    if is_local(x, (d,)):
         return wrap(func(local_of(x), d, dtype=dtype), x._layout, x)
     device = x.device.type
     if dtype is None and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
@@ -75,8 +76,7 @@ def _keeps_the_shape(name: str, positional: tuple[str, ...] = ("dim",)) -> None:
     def handler(input: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(positional, args, strict=False)) | kwargs
         d = canonical(named.get("dim", -1), input.dim())
-        layout = input._layout
-        if layout.splits[d] is not None:
+        if not is_local(input, (d,)):
             raise refusal(func, (input,), {}, f"dim {d} is split")
         if any(isinstance(value, Tensor) for value in named.values()):
             raise refusal(func, (input,), {}, "only numbers beside the tensor are possible")

@@ -135,7 +135,7 @@ def prod(
 ) -> Any:
     """Product over one dim or all elements."""
     dims = reduced_dims(input, dim)
-    if dim is not None and input.shape[dims[0]] == 1:
+    if dim is not None and all(input.shape[d] == 1 for d in dims):
         return reduce_sum(input, dims, keepdim, dtype)
     alone = is_local(input, dims)
     rounded = None if alone or dtype else in_full_precision(torch.prod, input)

@@ -20,15 +20,20 @@ Dims = int | Sequence[int] | None
 
 
 def reduced_dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
-    """The dims to reduce, non-negative and sorted; all for `None` or ()."""
+    """The dims to reduce, non-negative and sorted; all for `None` or ().
+
+    A tensor without dims has none to reduce, but torch takes 0 and -1 for it.
+    """
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(x.dim()))
-    dims = (dim,) if isinstance(dim, int) else tuple(dim)
-    return tuple(sorted(canonical_all(dims, x.dim())))
+    dims = canonical_all((dim,) if isinstance(dim, int) else tuple(dim), x.dim())
+    return tuple(sorted(dims)) if x.dim() else ()
 
 
 def axes_of(layout: Layout, dims: Sequence[int]) -> tuple[str, ...]:
-    """The mesh axes over which the given dims are cut."""
+    """The mesh axes over which the given dims are cut; none for a tensor without dims."""
+    if not layout.splits:
+        return ()
     return tuple(a for d in dims if (s := layout.splits[d]) is not None for a in s.axes)
 
 
@@ -53,7 +58,7 @@ def result_of(
 ) -> ShardedTensor | Tensor:
     """Wraps what is left after `dims` were reduced; a scalar is plain, as a loss has to be."""
     layout = x._layout
-    if len(dims) == len(layout.shape) and not keepdim:
+    if len(dims) >= len(layout.shape) and not keepdim:
         return local
     shape: list[int] = []
     splits: list[Any] = []

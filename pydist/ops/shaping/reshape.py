@@ -258,7 +258,7 @@ def unflatten(input: ShardedTensor, dim: int, sizes: Sequence[int]) -> ShardedTe
 def squeeze(input: ShardedTensor, dim: int | Sequence[int] | None = None) -> ShardedTensor:
     """Removes dims of (global) extent 1."""
     asked = range(input.dim()) if dim is None else (dim,) if isinstance(dim, int) else dim
-    gone = {d for d in canonical_all(asked, input.dim()) if input.shape[d] == 1}
+    gone = {d for d in canonical_all(asked, input.dim()) if input.shape[d : d + 1] == (1,)}
     layout = input._layout
     moved = redistribute(input, layout.replace(changes=dict.fromkeys(gone)))
     kept = [d for d in range(input.dim()) if d not in gone]

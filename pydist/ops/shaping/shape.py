@@ -75,7 +75,8 @@ def transpose(input: ShardedTensor, *dims: int, **named: int) -> ShardedTensor:
     first, second = (*dims, *(named[name] for name in sorted(named)))
     order = list(range(input.dim()))
     one, other = canonical(first, input.dim()), canonical(second, input.dim())
-    order[one], order[other] = order[other], order[one]
+    if order:  # torch takes 0 and -1 for the dims of a scalar
+        order[one], order[other] = order[other], order[one]
     return permute(input, order)
 
 

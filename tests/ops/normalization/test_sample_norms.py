@@ -169,6 +169,30 @@ def test_running_statistics_after_steps_and_evaluation_by_them(data):
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("kind", [nn.InstanceNorm3d, nn.BatchNorm3d])
+@pytest.mark.parametrize("after", [nn.Identity, nn.Tanh], ids=["last", "not last"])
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (3, 1, 1)])
+def test_running_statistics_in_a_checkpoint(kind, after, samples, spatial):
+    """Where instance norm is the last to save a tensor, torch updates once, else twice."""
+    x = randn(samples, 3, 4, 4, 3)
+
+    def norm_after_a_step(change):
+        model = nn.Sequential(kind(3, affine=True, track_running_stats=True), after()).double()
+        model = change(model)
+        given = x.clone().requires_grad_()
+        y = checkpoint(model, given, use_reentrant=False)
+        (y.sin().mean()).backward()
+        return model[0].running_mean, model[0].running_var, model[0].weight.grad, given.grad
+
+    def body(mesh):
+        return norm_after_a_step(lambda model: parallelize(model, mesh))
+
+    expected = norm_after_a_step(lambda model: model)
+    for found in on_ranks(spatial, body):
+        assert max(map(error, found, expected)) < 1e-12
+
+
 @pytest.mark.parametrize("points", [EMPTY, [[0, 3, 5], None, None]])
 def test_given_statistics_to_second_order(points):
     mean, var = randn(4, seed=4), randn(4, seed=5).abs() + 0.5

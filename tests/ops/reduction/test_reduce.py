@@ -136,6 +136,42 @@ def test_ways_to_call(call, points):
     check_function(call, randn(*SHAPE), (), points)
 
 
+OF_A_SCALAR = {
+    **{
+        name: lambda x, f=f: f(x, 0, True)
+        for name, f in BY_DIMS.items()
+        if "var" not in name and "std" not in name
+    },
+    "sum": lambda x: x.sum(0),
+    "the last dim": lambda x: x.mean(-1),
+    "var": lambda x: x.var(0, correction=0),
+    "std": lambda x: x.std(0, correction=0, keepdim=True),
+    "prod": lambda x: x.prod(0),
+    "max": lambda x: x.max(0).values,
+    "indices": lambda x: x.min(-1, keepdim=True).indices,
+    "argmax": lambda x: x.argmax(0),
+    "median": lambda x: x.median(0).values,
+    "any": lambda x: (x > 0).any(0),
+    "softmax": lambda x: x.softmax(0),
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: x.sort(-1).values,
+    "normalize": lambda x: F.normalize(x, dim=0) * x,
+    "squeeze": lambda x: x.squeeze(0),
+    "transpose": lambda x: x.transpose(0, -1),
+}
+
+
+@pytest.mark.parametrize("call", OF_A_SCALAR.values(), ids=OF_A_SCALAR)
+def test_dim_of_a_sharded_scalar(call):
+    def function(x):
+        scalar = x.sum(tuple(range(5)), keepdim=True).squeeze()
+        assert type(scalar) is type(x)
+        return call(scalar)
+
+    for points in ([], POINTS["2x1x1"]):
+        check_function(function, randn(*SHAPE), (), points)
+
+
 TIES = {
     "amax": lambda x: torch.amax(x, (2, 4)),
     "amin": lambda x: torch.amin(x, (2, 4)),

@@ -1,0 +1,95 @@
+"""Changes in place of a sharded tensor that is cut from a plain one, which is not a leaf."""
+
+import pytest
+import torch
+from equivalence import error, on_ranks, randn
+from torch import nn
+
+from pydist import parallelize
+from pydist.errors import NotSupported
+
+SHAPE = (2, 3, 5, 4, 3)
+GRIDS = [(1, 1, 1), (2, 1, 1), (3, 2, 1)]
+
+
+class _Assigns(nn.Module):
+    def forward(self, x):
+        x[:, :, 0] = 2 * x[:, :, 1]
+        x[:, :1].sigmoid_()
+        return x
+
+
+FIRST = {
+    "relu": lambda: nn.ReLU(inplace=True),
+    "elu": lambda: nn.ELU(inplace=True),
+    "assignments": _Assigns,
+}
+INPUTS = {"product": lambda x: x * 1, "slice": lambda x: (x * 2)[:, :, :4]}
+
+
+def _gradients(ready, first, given, after=lambda h: 0.0):
+    model = nn.Sequential(FIRST[first](), nn.Conv3d(3, 2, 3, padding=1)).double()
+    for seed, p in enumerate(model.parameters()):
+        p.data = randn(*p.shape, seed=seed)
+    model = ready(model)
+    x = randn(*SHAPE).requires_grad_()
+    h = given(x)
+    before = 2 * h.sum()  # saves nothing that the change would spoil
+    loss = model(h).sin().sum() + before + after(h)
+    loss.backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("spatial", GRIDS)
+@pytest.mark.parametrize("given", INPUTS)
+@pytest.mark.parametrize("first", FIRST)
+def test_a_first_layer_in_place(first, given, spatial):
+    expected = _gradients(lambda model: model, first, INPUTS[given])
+
+    def body(mesh):
+        return _gradients(lambda model: parallelize(model, mesh), first, INPUTS[given])
+
+    for found in on_ranks(spatial, body):
+        assert max(map(error, found, expected)) < 1e-12
+
+
+def test_what_torch_refuses_is_refused_on_all_ranks():
+    def body(mesh):
+        def ready(model):
+            return parallelize(model, mesh)
+
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation"):
+            _gradients(ready, "relu", lambda x: x.exp())
+        with pytest.raises(RuntimeError, match=r"modified inplace"):
+            _gradients(ready, "relu", lambda x: x)
+
+    on_ranks((2, 1, 1), body)
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, _Subclass])
+def test_the_plain_tensor_has_no_gradient_after_the_change(kind):
+    """Each rank changed its own block of it alone; on one rank that is all of it."""
+
+    def given(x):
+        return (x * 1).as_subclass(kind)
+
+    expected = _gradients(lambda model: model, "elu", given, lambda h: h.sum())
+
+    def body(mesh):
+        def run():
+            return _gradients(
+                lambda model: parallelize(model, mesh), "elu", given, lambda h: h.sum()
+            )
+
+        if mesh.size == 1:
+            assert max(map(error, run(), expected)) < 1e-12
+        else:
+            with pytest.raises(NotSupported, match="after it was cut over the ranks and changed"):
+                run()
+
+    on_ranks((1, 1, 1), body)
+    on_ranks((3, 1, 1), body)
