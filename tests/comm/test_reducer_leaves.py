@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 
@@ -113,6 +114,47 @@ def test_unfrozen_later(how, grid):
         return [*found, *gradients(model)]
 
     check_script(script, grid)
+
+
+@grids
+@pytest.mark.parametrize("frozen", ["bias", "all"])
+@pytest.mark.parametrize("accumulates", [False, True], ids=["afresh", "further"])
+def test_frozen_between_forward_and_backward(frozen, accumulates, grid):
+    """torch's backward still calls the hooks of such a parameter, and adds nothing to it."""
+
+    def script(ready, cut):
+        model = ready(network())
+        first = step_of(model, cut)
+        if not accumulates:
+            model.zero_grad()
+        x = cut(batch(1)).requires_grad_()
+        y = model(x)
+        for name, p in model.named_parameters():
+            p.requires_grad_(frozen == "bias" and not name.endswith("bias"))
+        y.square().mean().backward()
+        found = [None if g is None else g.clone() for g in gradients(model)]
+        model.requires_grad_(True)
+        return [*first, *found, *step_of(model, cut, 2)]
+
+    check_script(script, grid)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_frozen_before_a_backward_after_no_sync(paused):
+    def script(ready, cut):
+        model = ready(network())
+        with model.no_sync() if hasattr(model, "no_sync") else contextlib.nullcontext():
+            model(cut(batch())).square().mean().backward()
+            if paused:
+                y = model(cut(batch(1)))
+                model[2].requires_grad_(False)
+                y.square().mean().backward()
+        y = model(cut(batch(2)))
+        model[0].weight.requires_grad_(False)
+        y.square().mean().backward()
+        return gradients(model)
+
+    check_script(script)
 
 
 def test_frozen_in_turn():
@@ -324,6 +366,8 @@ def test_parameters_that_one_rank_alone_has_are_named():
 def test_a_parameter_frozen_on_one_rank_is_named():
     def body(mesh):
         model = parallelize(network(), mesh)
+        model[2].bias.requires_grad_(False)
+        model(distribute_tensor(batch(), mesh)).square().mean().backward()
         model[2].bias.requires_grad_(mesh.rank == 0)
         with pytest.raises(NotSupported, match=r"'2.bias' is frozen .* on some ranks"):
             model(distribute_tensor(batch(), mesh)).square().mean().backward()
