@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pydist.comm.exchange.exchanger import in_memory
 from pydist.errors import NotSupported
 from pydist.layout import Layout
 from pydist.ops.redistribute import redistribute, refuse_shard_shaped, shard_of_plain
@@ -73,7 +74,7 @@ def is_contiguous(
 def grad_of(x: ShardedTensor) -> ShardedTensor | None:
     """The gradient, sharded as the tensor is."""
     grad = x._local.grad
-    return None if grad is None else wrap(grad, x._layout, x)
+    return None if grad is None else wrap(in_memory(grad), x._layout, x)
 
 
 @implements(_descriptor("grad").__set__, _descriptor("grad").__delete__)
@@ -138,7 +139,7 @@ def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> 
     """
 
     def on_shard(grad: Tensor) -> Tensor | None:
-        result = hook(wrap(grad, x._layout, x))
+        result = hook(wrap(in_memory(grad), x._layout, x))
         return _shard_of(result, x._layout) if isinstance(result, Tensor) else None
 
     return x._local.register_hook(on_shard)
@@ -248,6 +249,6 @@ def grad(
         materialize_grads=materialize_grads,
     )
     return tuple(
-        wrap(g, x._layout, x) if isinstance(x, ShardedTensor) and g is not None else g
+        wrap(in_memory(g), x._layout, x) if isinstance(x, ShardedTensor) and g is not None else g
         for x, g in zip(asked, grads, strict=True)
     )

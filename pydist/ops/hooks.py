@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
+from pydist.comm.exchange.exchanger import in_memory
 from pydist.tensor import ShardedTensor, local_of, wrap
 
 _apply_on_plain = BackwardHook._apply_on_tensors
@@ -38,7 +39,9 @@ class _ShownNode:
         if not isinstance(grads, tuple) or len(grads) != len(self._like):
             return grads
         return tuple(
-            wrap(g, x._layout, x) if isinstance(x, ShardedTensor) and isinstance(g, Tensor) else g
+            wrap(in_memory(g), x._layout, x)
+            if isinstance(x, ShardedTensor) and isinstance(g, Tensor)
+            else g
             for g, x in zip(grads, self._like, strict=True)
         )
 

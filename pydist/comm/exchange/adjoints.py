@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from pydist.comm.exchange.exchanger import in_memory
+from pydist.comm.exchange.function import Function
 
 if TYPE_CHECKING:
     from pydist.comm.exchange.exchanger import Exchanger

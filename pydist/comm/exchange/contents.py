@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist._loader import native
+from pydist.comm.exchange.link import Link
 from pydist.comm.interface.ledger import DIFFERENT, calling_module
 from pydist.errors import UsageError
 
@@ -184,10 +185,8 @@ class Parameters:
     """
 
     def __init__(self) -> None:
-        self._operands: dict[int, tuple[weakref.ref[Tensor], Operand]] = {}
-        self._of: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tensor]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._operands: dict[int, tuple[Link, Operand]] = {}
+        self._of: weakref.WeakKeyDictionary[nn.Module, list[Link]] = weakref.WeakKeyDictionary()
 
     def hold(self, model: nn.Module, forward: int) -> None:
         """Takes up a model's parameters, in place of those it had before.
@@ -200,7 +199,7 @@ class Parameters:
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 continue
-            reference = weakref.ref[Tensor](parameter)
+            reference = Link(parameter)
             self._of[model].append(reference)
             if not self.holds(parameter):
                 operand = Operand(f"parameter {name!r} of shape {tuple(parameter.shape)}")
@@ -239,7 +238,7 @@ class Parameters:
     def _operand_of(self, tensor: Tensor) -> Operand:
         known = self._operands.get(id(tensor))
         if known is None or known[0]() is not tensor:
-            known = weakref.ref(tensor), Operand(f"parameter of shape {tuple(tensor.shape)}")
+            known = Link(tensor), Operand(f"parameter of shape {tuple(tensor.shape)}")
             self._operands[id(tensor)] = known
         return known[1]
 

@@ -356,7 +356,7 @@ def in_memory(tensor: Tensor) -> Tensor:
     torch puts off negation and conjugation, and keeps no memory for zeros that autograd knows of.
     """
     if tensor._is_zerotensor():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return tensor.clone(memory_format=torch.contiguous_format)
     return tensor.resolve_conj().resolve_neg()
 
 

@@ -76,6 +76,26 @@ def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], li
     return found, leaves
 
 
+def is_reached(parameter: Tensor) -> bool:
+    """Whether the running backward reaches a parameter.
+
+    It also reaches a parameter that was frozen after the forward pass: torch adds nothing to its
+    gradient then, but calls its hooks.
+    """
+    trains = parameter.requires_grad
+    try:
+        if not trains:
+            parameter.requires_grad_(True)  # torch names the node only of those that require it
+        # Asked for anew each time: `model.double()` gives a parameter another node.
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False  # the engine refuses the question for what it captures
+    finally:
+        if not trains:
+            parameter.requires_grad_(False)
+
+
 class _Engine(_engine):  # type: ignore[misc]
     """torch's engine, which tells the reducers of backward passes that concern them."""
 

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from pydist import memory
 from pydist.comm.gradients.bucket import Bucket
 from pydist.comm.gradients.buckets import make_buckets
+from pydist.comm.gradients.graph import is_reached
 from pydist.comm.gradients.leaf import Leaf
 from pydist.comm.gradients.scattered import Family
 from pydist.comm.gradients.scattered_bucket import ScatteredBucket
@@ -90,7 +90,7 @@ class Lane:
             return
         self.touched = True
         for bucket in self.buckets:
-            bucket.missing = sum(_may_come(leaf.parameter()) for leaf in bucket.leaves)
+            bucket.missing = sum(_may_come(leaf) for leaf in bucket.leaves)
 
     def start_rest(self) -> None:
         """Starts what has not left yet; a missing gradient counts as zero."""
@@ -142,5 +142,7 @@ class Lane:
         self._next += 1
 
 
-def _may_come(parameter: Tensor | None) -> bool:
-    return parameter is not None and parameter.requires_grad
+def _may_come(leaf: Leaf) -> bool:
+    """Whether the running backward may call the leaf's hooks."""
+    parameter = leaf.parameter()
+    return parameter is not None and (parameter.requires_grad or is_reached(parameter))

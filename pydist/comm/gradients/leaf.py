@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from pydist.comm.exchange.link import Link
 from pydist.comm.gradients.rows import is_dense
 from pydist.errors import NotSupported, UsageError
 
@@ -63,7 +64,7 @@ class Leaf:
     """
 
     def __init__(self, parameter: Tensor, name: str, reducer: Reducer) -> None:
-        self._parameter = weakref.ref(parameter)
+        self._parameter = Link(parameter)
         self._reducer = weakref.ref(reducer)
         self.key, self.name = id(parameter), name
         self.kind = Kind.of(parameter)
@@ -75,13 +76,27 @@ class Leaf:
         self.idle = 0
         self.base: Tensor | None = None
         self._stamp: tuple[int, int] | None = None
-        post: Any = parameter
-        self._before = _Hooks(self, post._backward_hooks)
-        self._after = _Hooks(self, post._post_accumulate_grad_hooks)
+        tensor: Any = parameter
+        self.attach(parameter, tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+
+    def attach(
+        self,
+        parameter: Tensor,
+        before: OrderedDict[int, _Hook] | None,
+        after: OrderedDict[int, _Hook] | None,
+    ) -> None:
+        """Gives the parameter the reducer's hooks.
+
+        Args:
+            parameter: the parameter.
+            before: users' hooks for its gradient, which are called after the reducer's.
+            after: those for the accumulated gradient.
+        """
+        self.has_hooks = False
+        self._before, self._after = _Hooks(self, before), _Hooks(self, after)
         self._before.set_own(lambda hooks, grad: hooks.leaf._before_accumulation(grad))
         self._after.set_own(lambda hooks, p: hooks.leaf._after_accumulation(p))
-        parameter._backward_hooks = self._before
-        post._post_accumulate_grad_hooks = self._after
+        _set_hooks(parameter, self._before, self._after)
 
     def renewed(self, parameter: Tensor) -> Leaf:
         """The same parameter after its dtype, shape or strides changed; this one is void.
@@ -98,11 +113,7 @@ class Leaf:
 
     def parameter(self) -> Tensor | None:
         """The parameter, while it lives and this describes it."""
-        parameter = None if self._gone else self._parameter()
-        if parameter is not None:
-            # What torch.utils.weak.TensorWeakRef does, which takes longer.
-            parameter._fix_weakref()  # type: ignore[attr-defined]
-        return parameter
+        return None if self._gone else self._parameter()
 
     def describes(self, parameter: Tensor) -> bool:
         """Whether the parameter still is what the buckets expect."""
@@ -251,6 +262,27 @@ class _Waiting:
 
 def _nothing(_: Any) -> None:
     """Holds the place of a hook."""
+
+
+def remove_own(
+    tensor: Tensor, before: OrderedDict[int, _Hook] | None, after: OrderedDict[int, _Hook] | None
+) -> None:
+    """Gives a tensor that the reducer does not know the users' hooks among these."""
+    _set_hooks(tensor, _users_of(before), _users_of(after))
+
+
+def _users_of(hooks: OrderedDict[int, _Hook] | None) -> OrderedDict[int, _Hook] | None:
+    if not isinstance(hooks, _Hooks):
+        return hooks
+    # Not None where there are no users' hooks: with that torch goes on calling the earlier ones.
+    return OrderedDict(enumerate(hooks.users()))
+
+
+def _set_hooks(
+    tensor: Any, before: OrderedDict[int, _Hook] | None, after: OrderedDict[int, _Hook] | None
+) -> None:
+    tensor._backward_hooks = before
+    tensor._post_accumulate_grad_hooks = after
 
 
 def leaf_of(tensor: Tensor) -> Leaf | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.comm.gradients import graph, watch
+from pydist.comm.gradients import graph, swap, watch
 from pydist.comm.gradients.leaf import leaf_of
 from pydist.comm.gradients.reducer import Reducer
 
@@ -20,6 +20,7 @@ def reducer_of(mesh: Mesh) -> Reducer:
     if mesh.reducer is None:
         graph.install()
         watch.install()
+        swap.install()
         mesh.reducer = Reducer(mesh)
     return mesh.reducer
 

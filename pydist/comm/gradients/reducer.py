@@ -14,6 +14,7 @@ from torch.autograd import Variable
 
 from pydist.comm.exchange.adjoints import mean_ranks
 from pydist.comm.exchange.agreement import agreement_of
+from pydist.comm.exchange.exchanger import in_memory
 from pydist.comm.gradients import graph, watch
 from pydist.comm.gradients.agreement import agree
 from pydist.comm.gradients.flags import NEW, Flags, own_flags, read_flags, refuse_frozen
@@ -218,7 +219,8 @@ class Reducer:
         lanes = [lane.leaves for lane in self.lanes if not lane.pauses]
         if not self._pauses:
             lanes.append(list(self._newcomers.values()))
-        if any(_is_accumulated(leaf.parameter()) for leaf in chain.from_iterable(lanes)):
+        parameters = (leaf.parameter() for leaf in chain.from_iterable(lanes))
+        if any(p is not None and graph.is_reached(p) for p in parameters):
             self._queue()
         else:
             run.reaches_none = True
@@ -226,6 +228,7 @@ class Reducer:
     def before(self, leaf: Leaf, grad: Tensor | None) -> Tensor | None:
         """A gradient arrives at a parameter; returns the mean where nothing else forms it."""
         parameter = leaf.parameter()
+        given, grad = grad, None if grad is None else in_memory(grad)
         accumulates = not self._runs or self._runs[-1].accumulates
         differentiable = torch.is_grad_enabled()
         if accumulates and parameter is not None and isinstance(parameter.grad, ScatteredGradient):
@@ -246,7 +249,7 @@ class Reducer:
             leaf.waits = True
             leaf.remember_base(parameter)
         if weight == 1 or grad is None:
-            return None
+            return None if grad is given else grad
         # Of nothing a mean loss is NaN.
         return grad * weight if weight else torch.zeros_like(grad)
 
@@ -261,7 +264,8 @@ class Reducer:
         if leaf.lane is not None and not paused:
             leaf.lane.begin()  # counts what may come, this one included
         current = self._current(leaf, parameter)
-        current.fired = current.fired or parameter.grad is not None
+        # Of a parameter that was frozen after the forward pass, torch calls the hooks only.
+        current.fired |= parameter.grad is not None and parameter.requires_grad
         if paused:
             if leaf.bucket is not None:
                 leaf.bucket.put_back(parameter)
@@ -392,18 +396,6 @@ class Reducer:
     def _plan(self, lane: Lane, leaves: Sequence[Leaf]) -> None:
         lane.plan(leaves)
         self.parts = {leaf.key: part for bucket in self.scattered for leaf, part in bucket.parts()}
-
-
-def _is_accumulated(parameter: Tensor | None) -> bool:
-    """Whether the running backward adds to the gradient of a parameter."""
-    if parameter is None or not parameter.requires_grad:
-        return False
-    # Asked for anew each time: `model.double()` gives a parameter another node.
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        return False  # the engine refuses the question for what it captures
 
 
 def _is_capturing(lanes: Sequence[Lane]) -> bool:

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from pydist.backend.choice import ConvKernels
 from pydist.comm.exchange.adjoints import begin_backward
+from pydist.comm.exchange.function import Function
 from pydist.ops.convolution.boundary import BoundaryPieces, PendingBoundary
 from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from pydist.backend.choice import ConvKernels, by_rule, choose
 from pydist.backend.conv import padded
 from pydist.backend.problem import ConvProblem, onednn_has
+from pydist.comm.exchange.function import Function
 from pydist.mesh import Mesh
 from pydist.ops.formats import all_channels_last
 from pydist.timers import Timers

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from pydist.backend.choice import ConvKernels
+from pydist.comm.exchange.function import Function
 from pydist.mesh import Mesh
 from pydist.ops.convolution.local_conv import ConvChooser, bias_gradient, with_bias
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from pydist.comm.exchange.function import Function
 from pydist.ops.convolution.finish import finish_
 from pydist.ops.handover import Handover, hook_on_saved, runs
 

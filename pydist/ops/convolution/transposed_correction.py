@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from pydist.backend.choice import ConvKernels
 from pydist.comm.exchange.adjoints import begin_backward
+from pydist.comm.exchange.function import Function
 from pydist.ops.convolution.correction import CorrectionPlan
 from pydist.ops.convolution.local_conv import bias_gradient
 from pydist.ops.convolution.local_transposed import second_order, transposed_by_torch

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from pydist.comm.exchange.adjoints import (
     begin_backward,
@@ -23,6 +22,7 @@ from pydist.comm.exchange.adjoints import (
     leave_weighted_sum,
     sum_ranks,
 )
+from pydist.comm.exchange.function import Function
 from pydist.group_sizes import GroupSizes
 from pydist.ops.convolution.local_conv import differentiable
 from pydist.ops.convolution.rectified import rectified

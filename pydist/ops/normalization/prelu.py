@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
+from pydist.comm.exchange.function import Function
 from pydist.errors import UsageError
 from pydist.ops.handover import Handover, runs
 from pydist.ops.normalization.norm_plan import NormPlan

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from pydist._loader import native
 from pydist.backend.slab_library import rectify_
 from pydist.comm.exchange.adjoints import begin_backward, exchange_marker
 from pydist.comm.exchange.exchanger import in_memory
+from pydist.comm.exchange.function import Function
 from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of, start
 from pydist.ops.windows import Window, WindowPlan
@@ -95,7 +95,7 @@ class Averaging:
         )
         if grad_x.numel() and grad.numel():
             native.pool_sum_backward(
-                in_3d(in_memory(grad)), in_3d(grad_x), lo_of(outputs), lo_of(inputs),
+                in_3d(grad), in_3d(grad_x), lo_of(outputs), lo_of(inputs),
                 self._footprints, self._scales(outputs, grad.device), into is not None,
                 None if x is None else in_3d(x), negative_slope,
             )  # fmt: skip

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from pydist._loader import native
 from pydist.comm.exchange.adjoints import begin_backward, with_true_gradient
 from pydist.comm.exchange.exchanger import in_memory
+from pydist.comm.exchange.function import Function
 from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, in_3d, lo_of
 from pydist.ops.windows import WindowPlan
@@ -53,7 +53,6 @@ class MaxPlan(PoolPlan):
     def spread(self, grad: Tensor, taps: Tensor, layer: str = "") -> Tensor:
         """The shard of dL/dx: every gradient at the input that was taken."""
         timers = self.mesh.timers
-        grad = in_memory(grad)
         halo = self.exchanges(grad).halo if self.has_halo else None
         pending = None
         if halo is not None:

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from pydist.comm.exchange.adjoints import begin_backward
+from pydist.comm.exchange.function import Function
 from pydist.ops.convolution.rectified import PendingRectifier
 from pydist.ops.handover import runs
 from pydist.ops.pooling.average import AveragePlan, spread

@@ -1,0 +1,51 @@
+"""`torch.utils.swap_tensors` for parameters that the reducer knows.
+
+Modules call it for their parameters too, after
+`torch.__future__.set_swap_module_params_on_conversion(True)`.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pydist.comm.exchange.link import links_to
+from pydist.comm.gradients.leaf import leaf_of, remove_own
+
+_swap = torch.utils.swap_tensors
+
+
+@wraps(_swap)
+def _swap_tensors(t1: Tensor, t2: Tensor) -> None:
+    """Swaps the contents of two tensors; a parameter stays a member of the reducer.
+
+    torch takes the hooks along with the contents. So those of users change places; those of the
+    reducer belong to the object, which the model and the optimizer hold.
+    """
+    pair: list[Any] = [t1, t2]
+    links = [links_to(tensor) for tensor in pair]
+    for link in (*links[0], *links[1]):
+        link.undo()
+    leaves = [leaf_of(tensor) for tensor in pair]
+    hooks = [(tensor._backward_hooks, tensor._post_accumulate_grad_hooks) for tensor in pair]
+    try:
+        _swap(t1, t2)
+    finally:
+        for tensor, its in zip(pair, links, strict=True):
+            for link in its:
+                link.restore(tensor)
+    if leaves == [None, None]:
+        return
+    for tensor, leaf, others in zip(pair, leaves, reversed(hooks), strict=True):
+        if leaf is None:
+            remove_own(tensor, *others)
+        else:
+            leaf.attach(tensor, *others)
+
+
+def install() -> None:
+    """Puts this function in the place of torch's."""
+    torch.utils.swap_tensors = _swap_tensors
