@@ -58,7 +58,8 @@ class Batches:
             sizes = GroupSizes(self._mesh, own, first, agreed=agreed, weighs=self._weighs)
             if learns:
                 self._mesh.weights.begin(sizes)
-                if module.training:
+                # A frozen network's gradients need no weights: its group may be alone.
+                if module.training and any(p.requires_grad for p in module.parameters()):
                     sizes.start()
         self._inside.append(sizes)
         return sizes

@@ -111,10 +111,12 @@ def in_backward(model, x, rank):
 def between_buckets(model, x, rank):
     if rank == 1:
 
-        def fail(_):
+        def fail(*_):
             raise Fault
 
-        model[4].weight.register_post_accumulate_grad_hook(fail)
+        # A hook on the parameter itself runs when all buckets are complete.
+        model.node = torch.autograd.graph.get_gradient_edge(model[4].weight).node
+        model.node.register_hook(fail)
     model(x).square().mean().backward()
 
 

@@ -74,13 +74,14 @@ def sweep(folders: tuple[Path, ...] | None = None) -> None:
     Args:
         folders: where private directories are; by default where `private_directory` makes them.
     """
-    for folder in folders or {_parent(), Path(tempfile.gettempdir())}:
+    for folder in folders or {_parent(), Path(tempfile.gettempdir()), _SHARED}:
         with contextlib.suppress(OSError):
             for path in sorted(folder.iterdir()):
                 match = _NAME.fullmatch(path.name)
                 if match is not None and owner.runs(match[1]) is False and _is_mine(path):
                     _remove_listed(path)
-                    shutil.rmtree(path, ignore_errors=True)
+                    with contextlib.suppress(OSError):
+                        owner.remove(path)
     for path in Path("/tmp").glob(_TOPOLOGY):  # whatever TMPDIR says
         with contextlib.suppress(OSError):
             if _is_mine(path) and time.time() - path.lstat().st_mtime > _TOPOLOGY_AGE:

@@ -57,7 +57,7 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
     Raises:
         UsageError: the ranks of the sample group hold different tensors.
     """
-    prove_equal(tensor, layout)
+    prove_equal(tensor, layout, "cut")
     follow(tensor, layout.mesh)
     part = with_true_gradient(tensor, layout.mesh, layout.used_axes)
     box = layout.box
@@ -151,8 +151,14 @@ def refuse_shard_shaped(x: Tensor, layout: Layout) -> None:
         )
 
 
-def prove_equal(tensor: Tensor, layout: Layout) -> None:
+def prove_equal(tensor: Tensor, layout: Layout, use: str = "operand") -> None:
     """Compares checksums of a plain tensor over the sample group, now or with those that follow.
+
+    Args:
+        tensor: the plain tensor.
+        layout: names the mesh.
+        use: what it is used for. The first tensor of a shape, dtype and use in a module is compared
+            before it is used.
 
     Raises:
         UsageError: it, or one before it, differs between the ranks of the group.
@@ -164,4 +170,4 @@ def prove_equal(tensor: Tensor, layout: Layout) -> None:
         return  # computed again in backward: perhaps on some ranks only, and compared in forward
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # on all ranks; there are no numbers yet
-    agreement_of(mesh).prove_equal(tensor, mesh)
+    agreement_of(mesh).prove_equal(tensor, mesh, use)

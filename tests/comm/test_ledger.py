@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pydist import Mesh, distribute_tensor, parallelize
+from pydist import Mesh, distribute_tensor, owner, parallelize
 from pydist.comm import Transport, run_local
 from pydist.comm.interface import board, ledger
 from pydist.comm.interface.ledger import STAMP_BYTES
@@ -18,15 +18,18 @@ from pydist.errors import UsageError
 from pydist.optim import sharded
 
 DIFFERENT = "the ranks call different things"
+_DRAWING = threading.Lock()
+"""torch's random numbers are one sequence for all threads, and so for all ranks here."""
 
 
 def network(*, kernel: int = 3, padding: int = 1, swapped: bool = False) -> nn.Sequential:
-    torch.manual_seed(0)
-    middle: list[nn.Module] = [nn.InstanceNorm3d(4), nn.Conv3d(4, 4, 3, padding=1)]
-    if swapped:
-        middle.reverse()
-    first = nn.Conv3d(2, 4, kernel, padding=padding)
-    return nn.Sequential(first, *middle, nn.AvgPool3d(3, 2, 1), nn.Conv3d(4, 2, 1))
+    with _DRAWING:
+        torch.manual_seed(0)
+        middle: list[nn.Module] = [nn.InstanceNorm3d(4), nn.Conv3d(4, 4, 3, padding=1)]
+        if swapped:
+            middle.reverse()
+        first = nn.Conv3d(2, 4, kernel, padding=padding)
+        return nn.Sequential(first, *middle, nn.AvgPool3d(3, 2, 1), nn.Conv3d(4, 2, 1))
 
 
 def samples(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -225,4 +228,4 @@ def test_boards_leave_no_files() -> None:
         t.split(t.rank % 2, 0).barrier()
 
     run_local(body, 4, timeout=30)
-    assert not list(Path("/dev/shm").glob(f"pydist-ledger-{os.getpid()}-*"))
+    assert not list(Path("/dev/shm").glob(f"pydist-{owner.tag()}-board-*"))

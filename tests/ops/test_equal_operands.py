@@ -121,7 +121,7 @@ def test_a_turn_of_shares_covers_a_tensor_of_any_strides() -> None:
                 tensor[tensor.shape[0] - 1, 3, 2, 2] += 1
             contents = Contents()
             for _ in range(SHARES + 1):
-                contents.add(tensor, 0)
+                contents.add(tensor, 0, "operand")
                 contents.take()
                 sums.setdefault(contents.turn, set()).add(contents._compared[0].checksum.value())
                 contents.turn += 1

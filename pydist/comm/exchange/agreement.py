@@ -47,15 +47,20 @@ class Agreement:
         self._first_of = {axes: mesh.first_ranks(axes) for axes in mesh.distinct_axes}
         self._everyone = [0] * mesh.size
 
-    def prove_equal(self, tensor: Tensor, mesh: Mesh) -> None:
+    def prove_equal(self, tensor: Tensor, mesh: Mesh, use: str) -> None:
         """Sums a plain operand, and compares it over the sample group if it is new.
+
+        Args:
+            tensor: the operand.
+            mesh: its mesh.
+            use: what it is used for.
 
         Raises:
             UsageError: it, or one before it, differs between the ranks; on all of them.
         """
         if self.parameters.holds(tensor):
             return
-        first = self.operands.add(tensor, mesh.forwards)
+        first = self.operands.add(tensor, mesh.forwards, use)
         if first is not None or len(self.operands) >= _MOST:
             group = mesh.sample
             # Without the module, which the ledger adds.

@@ -111,19 +111,20 @@ class Contents:
     def __len__(self) -> int:
         return len(self._fresh)
 
-    def add(self, tensor: Tensor, forward: int) -> Operand | None:
+    def add(self, tensor: Tensor, forward: int, use: str) -> Operand | None:
         """Sums a plain operand.
 
         Args:
             tensor: the operand, with its values in memory.
             forward: number of the training forward.
+            use: what it is used for.
 
         Returns:
             What it is, if it is the first of its kind: then it is compared before it is used.
         """
         is_parameter = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         kind = "a frozen parameter" if is_parameter else "a plain tensor"
-        key = (calling_module(), kind, tensor.shape, tensor.dtype)
+        key = (calling_module(), kind, use, tensor.shape, tensor.dtype)
         operand = self._known.get(key)
         is_new = operand is None
         if operand is None:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pydist import owner
+
 if TYPE_CHECKING:
     from pydist.comm.interface.primitives import Primitives
 
@@ -31,8 +33,8 @@ class Board:
     """The last calls of this rank, for others of its machine to read, and theirs.
 
     Each rank writes to its own file in memory and maps those of the ranks before and after it, as
-    far as they run on its machine. The files have no names any more once all have mapped them, so
-    that nothing is left of a job that is killed.
+    far as they run on its machine. The files lose their names once all have mapped them. Of a job
+    that is killed before, the next start removes them (`pydist.launch.leftovers`).
 
     Attributes:
         is_complete: whether every rank of the group reads its neighbors' boards: they see each
@@ -44,6 +46,14 @@ class Board:
         self.is_complete = False
         self._neighbors: list[tuple[int, memoryview, memoryview]] = []
         path, memory = _make()
+        try:
+            self._map_neighbors(group, path, memory)
+        finally:
+            if memory is not None:
+                Path(path).unlink(missing_ok=True)
+        self._numbers, self._texts = _parts(memory or mmap.mmap(-1, _BYTES))
+
+    def _map_neighbors(self, group: Primitives, path: str, memory: mmap.mmap | None) -> None:
         rows = _gather(group, f"{_machine()}\n{path}" if memory is not None else "")
         near = {(group.rank + step) % group.size for step in (1, -1)} - {group.rank}
         machine = rows[group.rank].partition("\n")[0]
@@ -55,11 +65,6 @@ class Board:
                 self._neighbors.append((peer, *_parts(_mapped(file))))
         sees_all = len(self._neighbors) == len(near)
         self.is_complete = all(each == "all" for each in _gather(group, "all" if sees_all else ""))
-        if memory is not None:
-            Path(path).unlink()
-        else:
-            memory = mmap.mmap(-1, _BYTES)
-        self._numbers, self._texts = _parts(memory)
 
     def write(self, number: int, state: int, text: bytes) -> None:
         """Enters a call of this rank; its number comes last, as it makes the entry valid.
@@ -104,7 +109,7 @@ def _make() -> tuple[str, mmap.mmap | None]:
     """A new file of zeros, mapped; None where there is no place for one."""
     memory = Path("/dev/shm")
     folder = memory if memory.is_dir() else Path(tempfile.gettempdir())
-    path = str(folder / f"pydist-ledger-{os.getpid()}-{secrets.token_hex(8)}")
+    path = str(folder / f"pydist-{owner.tag()}-board-{secrets.token_hex(8)}")
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError:
