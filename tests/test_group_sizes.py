@@ -95,6 +95,24 @@ def test_gradients_masks_and_statistics_are_those_of_the_whole_batch(sizes, spat
     on_groups(step, sizes, spatial)
 
 
+def deep_network() -> nn.Sequential:
+    """Ends in blocks thinner than the halo and a norm over all groups; its work depends on N."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv3d(2, 64, 3, stride=3, padding=1, bias=False),
+        nn.Conv3d(64, 64, 5, padding=2, bias=False),
+        nn.BatchNorm3d(64),
+    ).double()
+
+
+def test_thin_blocks_have_the_same_layout_in_groups_of_different_sizes():
+    def step(model, rows, mesh):
+        model(inputs(3)[rows]).sin().mean().backward()
+        return results(model)
+
+    on_groups(step, (2, 1), (2, 1, 1), deep_network)
+
+
 def test_a_head_a_criterion_and_a_feature_outside_of_the_model():
     """Parameters that a loss meets before the model's output, and a loss that passes it by."""
 

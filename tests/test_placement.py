@@ -82,6 +82,30 @@ def test_what_all_ranks_repeat_costs_more_where_they_share_cores():
     on_ranks((4, 1, 1), rank)
 
 
+def test_sample_groups_of_different_sizes_choose_identically():
+    def rank(mesh: Mesh) -> list[list[int] | None]:
+        mesh.ranks_per_core = 1.0
+        samples = (100, 1, 0)[mesh.data_index]
+        shape, points = (samples, *SHAPE[1:]), [0, 0, 2, 4, 8]
+        layout = layout_at(mesh, shape, (points, None, None))
+        chosen = [choose_layout(layout, work(10.0**k)) for k in range(9)]
+        assert all(c.shape == shape for c in chosen)
+        return [points_of(c) for c in chosen]
+
+    first, *others = on_ranks((4, 1, 1), rank, 3)
+    assert any(first)
+    assert None in first
+    assert all(found == first for found in others)
+
+
+def test_a_batch_without_samples_has_a_layout():
+    def rank(mesh: Mesh) -> None:
+        layout = layout_at(mesh, (0, *SHAPE[1:]), ([0, 0, 2, 4, 8], None, None))
+        assert choose_layout(layout, work(0.0)).shape[0] == 0
+
+    on_ranks((4, 1, 1), rank)
+
+
 def test_thin_blocks_can_be_kept():
     def rank(mesh: Mesh) -> None:
         layout = in_depth(mesh, [0, 0, 2, 4, 8])

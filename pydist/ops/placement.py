@@ -40,6 +40,9 @@ class Work:
 def choose_layout(layout: Layout, work: Work) -> Layout:
     """The layout in which a window operation takes the least time, forward and backward.
 
+    With several sample groups the choice is that for one sample: groups may have different numbers
+    of samples, and a norm over all groups needs the same layout in each.
+
     Args:
         layout: of the input; kept unless a block of it is thinner than the halo.
         work: the operation.
@@ -52,8 +55,12 @@ def choose_layout(layout: Layout, work: Work) -> Layout:
         return layout
     key = ("placement", layout, work)
     if key not in mesh.plans:
-        options = [layout, *_coarser(layout)]
-        mesh.plans[key] = min(options, key=lambda option: _seconds(layout, option, work))
+        judged = layout
+        if layout.splits[0] is None and (mesh.data_size > 1 or not layout.shape[0]):
+            judged = layout.replace(shape=(1, *layout.shape[1:]))
+        options = [judged, *_coarser(judged)]
+        chosen = min(options, key=lambda option: _seconds(judged, option, work))
+        mesh.plans[key] = layout if chosen is judged else chosen.replace(shape=layout.shape)
     return mesh.plans[key]
 
 
