@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 
 import pytest
 import torch
@@ -20,13 +21,19 @@ from pydist.optim import sharded
 DIFFERENT = "the ranks call different things"
 
 
+SEEDED = Lock()
+"""Ranks that are threads draw from one generator."""
+
+
 def network(*, kernel: int = 3, padding: int = 1, swapped: bool = False) -> nn.Sequential:
-    torch.manual_seed(0)
-    middle: list[nn.Module] = [nn.InstanceNorm3d(4), nn.Conv3d(4, 4, 3, padding=1)]
+    with SEEDED:
+        torch.manual_seed(0)
+        middle: list[nn.Module] = [nn.InstanceNorm3d(4), nn.Conv3d(4, 4, 3, padding=1)]
+        first = nn.Conv3d(2, 4, kernel, padding=padding)
+        last = nn.Conv3d(4, 2, 1)
     if swapped:
         middle.reverse()
-    first = nn.Conv3d(2, 4, kernel, padding=padding)
-    return nn.Sequential(first, *middle, nn.AvgPool3d(3, 2, 1), nn.Conv3d(4, 2, 1))
+    return nn.Sequential(first, *middle, nn.AvgPool3d(3, 2, 1), last)
 
 
 def samples(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Tensor:
