@@ -26,10 +26,11 @@ def network(*, kernel: int = 3, padding: int = 1, swapped: bool = False) -> nn.S
     with _DRAWING:
         torch.manual_seed(0)
         middle: list[nn.Module] = [nn.InstanceNorm3d(4), nn.Conv3d(4, 4, 3, padding=1)]
-        if swapped:
-            middle.reverse()
         first = nn.Conv3d(2, 4, kernel, padding=padding)
-        return nn.Sequential(first, *middle, nn.AvgPool3d(3, 2, 1), nn.Conv3d(4, 2, 1))
+        last = nn.Conv3d(4, 2, 1)
+    if swapped:
+        middle.reverse()
+    return nn.Sequential(first, *middle, nn.AvgPool3d(3, 2, 1), last)
 
 
 def samples(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -144,8 +144,12 @@ TEST(WatchdogReport, NamesRanksPhasesAndThoseThatNeverCame) {
   board->slot(0).enter("an all-reduce", Kind::kWait);
   board->slot(1).step = 7;
   board->slot(0).layer.store("enc.conv1");
-  Finding waits{0, 11, {'S', "", false}, "Thread 1 (most recent call first):\n  File \"a.py\"\n"};
-  Finding stopped{1, 12, {'T', "do_signal_stop", false}, ""};
+  const std::string stack = "Thread 1 (most recent call first):\n  File \"a.py\"\n";
+  // Not one initializer each: GCC 12 then warns of its own clean-up after exceptions.
+  const ProcessState sleeps{'S', "", false};
+  const ProcessState stops{'T', "do_signal_stop", false};
+  const Finding waits{0, 11, sleeps, stack};
+  const Finding stopped{1, 12, stops, ""};
   const std::string text = describe({3, true, 3, "n07", 2}, *board, {waits, stopped}, 2.5);
   EXPECT_EQ(
       text,
