@@ -42,6 +42,10 @@ def program_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> Program
     return legal(_Writer(seed, ingredients).program())
 
 
+_OVER_SAMPLES = re.compile(r"\.(?:mean|sum|min|max|std|var)\(\)")
+"""A reduction over all samples: of a group's own, so that several groups differ from one device."""
+
+
 class _Writer:
     def __init__(self, seed: int, ingredients: Collection[str]) -> None:
         self.seed, self.ingredients = seed, ingredients
@@ -140,6 +144,8 @@ class _Writer:
 
     def network(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         layers, after = network(self.numbers, shape)
+        while len(self.groups) > 1 and any(_OVER_SAMPLES.search(layer) for layer in layers):
+            layers, after = network(self.numbers, shape)
         if self.dropout and name == "m0":
             place = self.numbers.randint(0, len(layers))
             kind = self.any(("nn.Dropout", f"nn.Dropout{len(shape) - 2}d"))
@@ -238,7 +244,11 @@ class _Writer:
                 f"with no_sync(m0): (m0(x).square().mean() * {self.any('23')}).backward()\n"
                 "m0(x).sin().mean().backward()"
             )
-        forward = self.fill(self.any(words.FORWARDS))
+        # A part that is called by itself has no group weights, as documented.
+        unequal = len(set(self.groups)) > 1
+        forward = self.fill(
+            self.any([s for s in words.FORWARDS if not (unequal and "each in M" in s)])
+        )
         if not graph:
             forward = "with torch.no_grad():\n    " + forward.replace("\n", "\n    ")
         self.lines.append(forward)
@@ -312,7 +322,7 @@ class _Writer:
                 kept = re.sub(
                     r"see\('(\w+)'",
                     lambda m: f"see('{m[1]}_{len(self.lines)}'",
-                    self.any(words.HOOKS),
+                    self.any(self.hooks()),
                 )
                 self.add(kept)
             elif theme == "raise":
@@ -330,6 +340,11 @@ class _Writer:
         """Ways of looking; a hook on a parameter whose gradient is partitioned is refused."""
         partitioned = "opt = share(opt, m0)" in self.lines
         return [s for s in words.LOOKING if not (partitioned and "pick(M, K).register" in s)]
+
+    def hooks(self) -> list[str]:
+        """Hooks. A clamp of an activation's gradient shows that this is of the group's own loss."""
+        several = len(self.groups) > 1
+        return [s for s in words.HOOKS if not (several and s.startswith("Y.") and "clamp" in s)]
 
     def unless_waiting(self, changes: list[str]) -> list[str]:
         """Other memory for parameters: by default not while a graph waits for its backward."""
@@ -378,7 +393,10 @@ class _Writer:
             "opt.step()",
             "opt.zero_grad()",
         ]
-        change = self.fill(self.any(words.DIFFERENT), K=str(self.numbers.randint(0, 8)))
+        # Other inputs than volumes stay plain: such a network is computed whole on each rank.
+        plain = len(self.sample) != 4
+        kinds = [s for s in words.DIFFERENT if not (plain and "rows" in s)]
+        change = self.fill(self.any(kinds), K=str(self.numbers.randint(0, 8)))
         lines.insert(3 if change.startswith("y ") else 1, change)
         if change.startswith("y "):
             lines[2], lines[3] = lines[3], lines[2]
