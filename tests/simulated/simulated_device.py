@@ -50,6 +50,8 @@ class _Finder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name == "pydist._native":
+            # Its emulated launches look for the device's calls when it is loaded.
+            importlib.import_module("torch")
             return _spec(name, _file(self._built, "_native*.so"))
         if name != "torch":
             return None
