@@ -29,21 +29,27 @@ def _swap_tensors(t1: Tensor, t2: Tensor) -> None:
     links = [links_to(tensor) for tensor in pair]
     for link in (*links[0], *links[1]):
         link.undo()
-    leaves = [leaf_of(tensor) for tensor in pair]
-    hooks = [(tensor._backward_hooks, tensor._post_accumulate_grad_hooks) for tensor in pair]
+    # A tensor without storage, such as a sharded one, is never a member.
+    leaves = [leaf_of(t) if _has_storage(t) else None for t in pair]
+    known = leaves != [None, None]
+    hooks = [(t._backward_hooks, t._post_accumulate_grad_hooks) for t in pair] if known else []
     try:
         _swap(t1, t2)
     finally:
         for tensor, its in zip(pair, links, strict=True):
             for link in its:
                 link.restore(tensor)
-    if leaves == [None, None]:
+    if not known:
         return
     for tensor, leaf, others in zip(pair, leaves, reversed(hooks), strict=True):
         if leaf is None:
             remove_own(tensor, *others)
         else:
             leaf.attach(tensor, *others)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def install() -> None:
