@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from pydist.comm import Channel, Transport, Work
-from pydist.comm.interface.ledger import STAMP_BYTES
+from pydist.comm.interface.ledger import STAMP_BYTES, Ledger
+
+
+def stamp(ledger: Ledger, received: Sequence[Tensor]) -> None:
+    """Lets buffers of host memory begin with this rank's stamp, as messages do that were sent."""
+    own = torch.frombuffer(bytearray(ledger.stamp()), dtype=torch.uint8)
+    for buffer in received:
+        if not buffer.is_cuda:
+            buffer.view(-1).view(torch.uint8)[:STAMP_BYTES].copy_(own)
 
 
 class Quiet:
@@ -181,15 +189,12 @@ class _QuietChannel(Channel):
         self._channel = owner._transport.channel(sends, recvs, tag)
         self.stream = self._channel.stream
         self._started = False
-        # Messages begin with a stamp that the receiver compares: what is not sent brings its own.
-        self._heads = [buffer.view(-1).view(torch.uint8)[:STAMP_BYTES] for _, buffer in recvs]
+        self._received = [buffer for _, buffer in recvs]
 
     def start(self) -> None:
         if self._owner.quiet:
             self._owner._first.kept += self._bytes
-            stamp = torch.frombuffer(bytearray(self._owner.ledger.stamp()), dtype=torch.uint8)
-            for head in self._heads:
-                head.copy_(stamp)
+            stamp(self._owner.ledger, self._received)
         else:
             self._started = True
             self._channel.start()
