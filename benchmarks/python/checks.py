@@ -1,0 +1,135 @@
+"""What the checks between ranks cost: the ledger of calls, the checksums and the watchdog.
+
+Two ranks train a MONAI UNet on 32^3. In each round every variant takes a step: all checks
+on, each of them off, and all off. A check is switched off by replacing its functions with empty
+ones; nothing else changes. Shown is how much longer a step with all checks takes than a step of
+the variant, as the median over rounds.
+
+    python benchmarks/python/checks.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import common
+
+SIZE = 32
+STEPS = 1
+CHECKS = ("ledger", "checksums", "watchdog")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "all on": (),
+    **{f"without {check}": (check,) for check in CHECKS},
+    "all off": CHECKS,
+}
+HEAD = ("step", "median, ms", "least, ms", "cost, ms", "cost, %")
+
+
+def main() -> None:
+    """Starts the ranks and shows what they measured, or is one of them."""
+    parser = common.parser(__doc__, rounds=400)
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = 2
+    if options.rank is not None:
+        measure(options)
+        return
+    machine = common.machine(threads_per_rank=1)
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        command = [sys.executable, "-m", "pydist", "run", "-n", "2", str(Path(__file__).resolve())]
+        command += ["--rank", str(result), "--rounds", str(options.rounds)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, env=environment, cwd=folder, check=True)
+        times: dict[str, list[float]] = json.loads(result.read_text())
+    rows = []
+    for variant, seconds in times.items():
+        cost = common.paired(times["all on"], seconds)
+        rows.append({"variant": variant, "step": common.summary(seconds), "cost": cost})
+    shown = []
+    for row in rows:
+        median, least = row["step"]["median"], row["step"]["min"]
+        cost = (row["cost"] * 1e3, row["cost"] / median * 100) if row["cost"] else (None, None)
+        shown.append((row["variant"], median * 1e3, least * 1e3, *cost))
+    common.show(HEAD, shown)
+    common.write({"machine": machine, "rows": rows}, "checks", options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """One rank: each round has a step of every variant, in an order all ranks draw."""
+    import torch  # the parent needs neither
+    from monai.networks.nets import UNet
+
+    import pydist
+
+    mesh = pydist.init(spatial=(2, 1, 1))
+    torch.manual_seed(0)
+    net = UNet(3, 1, 2, channels=(16, 32, 64, 128), strides=(2, 2, 2), num_res_units=2)
+    model = pydist.parallelize(net, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = pydist.distribute_tensor(torch.randn(1, 1, SIZE, SIZE, SIZE), mesh)
+    target = pydist.distribute_tensor(torch.rand(1, 2, SIZE, SIZE, SIZE), mesh)
+
+    def step() -> None:
+        loss = torch.nn.functional.mse_loss(model(x), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(10):
+        step()
+    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    order = random.Random(0)  # the same on both ranks
+    for _ in range(options.rounds):
+        for variant in order.sample(list(VARIANTS), len(VARIANTS)):
+            with switched_off(VARIANTS[variant]):
+                mesh.world.barrier()
+                began = time.perf_counter()
+                for _ in range(STEPS):
+                    step()
+                times[variant].append((time.perf_counter() - began) / STEPS)
+    if mesh.rank == 0:
+        options.rank.write_text(json.dumps(times))
+
+
+@contextmanager
+def switched_off(checks: tuple[str, ...]) -> Iterator[None]:
+    """Replaces the functions of these checks; the same on all ranks, and between steps."""
+    from pydist._loader import native
+    from pydist.comm.exchange.agreement import Agreement
+    from pydist.comm.interface.handles import Work
+    from pydist.comm.interface.ledger import Ledger
+
+    empty: dict[str, list[tuple[Any, str, Any]]] = {
+        "ledger": [(Ledger, "note", lambda *_, **__: None)],
+        "checksums": [
+            (Agreement, "prove_equal", lambda *_: None),
+            (Agreement, "start", lambda *_: Work()),
+        ],
+        "watchdog": [
+            (native, "enter_phase", lambda *_: None),
+            (native, "leave_phase", lambda: None),
+        ],
+    }
+    with ExitStack() as stack:
+        for check in checks:
+            for owner, name, function in empty[check]:
+                stack.enter_context(mock.patch.object(owner, name, function))
+        yield
+
+
+if __name__ == "__main__":
+    main()

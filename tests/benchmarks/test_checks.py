@@ -1,0 +1,23 @@
+"""The benchmark of what the checks cost measures every variant; times of a test mean nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from children import child_environment
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "python" / "checks.py"
+
+
+def test_every_variant_is_measured(tmp_path):
+    pytest.importorskip("monai")
+    written = tmp_path / "checks.json"
+    command = [sys.executable, str(SCRIPT), "--quick", "--json", str(written)]
+    subprocess.run(command, cwd=tmp_path, env=child_environment(), check=True, timeout=120)
+    rows = {row["variant"]: row for row in json.loads(written.read_text())["rows"]}
+    assert len(rows) == 5 and "all on" in rows and "all off" in rows
+    assert all(row["step"]["rounds"] == 2 for row in rows.values())
