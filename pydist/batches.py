@@ -23,6 +23,8 @@ class Batches:
     forward pass without gradients in evaluation mode nothing travels: groups evaluate at their own
     pace. With gradients in evaluation mode the sizes travel in backward.
 
+    A batch enters with a call of the model, or of a part of the model from outside of it.
+
     Args:
         mesh: the mesh.
         weighs: whether the loss of a group weighs by its samples.
@@ -30,7 +32,7 @@ class Batches:
 
     def __init__(self, mesh: Mesh, weighs: bool) -> None:
         self._mesh, self._weighs = mesh, weighs
-        self._inside: list[GroupSizes | None] = []
+        self._inside: list[tuple[nn.Module, GroupSizes | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Batches:
         copy = memo[id(self)] = Batches(self._mesh, self._weighs)
@@ -48,27 +50,61 @@ class Batches:
         """
         if self._mesh.data_size == 1:
             return None
-        learns = torch.is_grad_enabled()
-        sizes = None
         batch = _batch_of(inputs)
+        sizes = None
         if batch is not None:
             first = batch._origin.sizes.given_first if isinstance(batch, ShardedTensor) else None
-            agreed = learns or module.training
-            own = batch.shape[0]
-            sizes = GroupSizes(self._mesh, own, first, agreed=agreed, weighs=self._weighs)
-            if learns:
-                self._mesh.weights.begin(sizes)
-                # A frozen network's gradients need no weights: its group may be alone.
-                if module.training and any(p.requires_grad for p in module.parameters()):
-                    sizes.start()
-        self._inside.append(sizes)
+            sizes = self._sizes(module, batch.shape[0], first)
+            self._begin(module, sizes)
+        self._inside.append((module, sizes))
         return sizes
 
+    def is_inside(self, module: nn.Module) -> bool:
+        """Whether a part of the model is called from within it."""
+        return bool(self._inside) and self._inside[-1][0] is not module
+
+    def enter_part(self, module: nn.Module, batch: ShardedTensor) -> GroupSizes | None:
+        """What a forward hook before a part of the model does, unless it `is_inside`.
+
+        Args:
+            module: the part.
+            batch: the first sharded tensor among its arguments.
+
+        Returns:
+            The sizes of the batch: those with which it has entered the model before, if it comes
+            from another part, or new ones. `None` with one sample group, or if the part calls
+            itself.
+        """
+        if self._mesh.data_size == 1:
+            return None
+        sizes = None
+        if not self._inside:
+            sizes = batch._origin.sizes
+            if not (sizes.agreed and sizes.entered is self):
+                sizes = self._sizes(module, batch.shape[0], sizes.given_first)
+            self._begin(module, sizes)
+        self._inside.append((module, sizes))
+        return sizes
+
+    def _sizes(self, module: nn.Module, own: int, first: int | None) -> GroupSizes:
+        agreed = torch.is_grad_enabled() or module.training
+        sizes = GroupSizes(self._mesh, own, first, agreed=agreed, weighs=self._weighs)
+        sizes.entered = self
+        return sizes
+
+    def _begin(self, module: nn.Module, sizes: GroupSizes) -> None:
+        # In backward a checkpointed part runs again, whose batch has entered already.
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            self._mesh.weights.begin(sizes)
+            # A frozen network's gradients need no weights: its group may be alone.
+            if module.training and any(p.requires_grad for p in module.parameters()):
+                sizes.start()
+
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """A forward hook, called when the model raises as well."""
-        if not self._inside:  # its inputs were refused
-            return
-        sizes = self._inside.pop()
+        """A forward hook, also called when the model or the part raises."""
+        if not self._inside or self._inside[-1][0] is not module:
+            return  # a part within, or the inputs were refused
+        _, sizes = self._inside.pop()
         if sizes is None or output is None or not torch.is_grad_enabled():
             return
         sizes.finish()

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 
+_NESTED = 16
+"""Backward passes that may run within each other."""
+
+
 class GroupSizes:
     """The number of samples of each sample group in one global batch.
 
@@ -45,6 +49,10 @@ class GroupSizes:
         self._weighs = weighs
         exchanged = agreed and mesh.data_size > 1
         self._counts = None if exchanged else (own,) * mesh.data_size
+        self.agreed = agreed
+        """Whether the counts are those of all groups."""
+        self.entered: object | None = None
+        """What has taken the batch into a model (`pydist.batches.Batches`)."""
         self._parts = mesh.data_size
         self.own = own
         """Samples of this rank's group."""
@@ -111,29 +119,26 @@ class GroupWeights:
 
     A group's script computes the mean loss of the group's own samples, and gradients are averaged
     over the groups. Weighted by `GroupSizes.weight`, they are the gradients of the mean over all
-    samples. A backward pass has the weights of the batch whose output it comes from; before it has
-    reached one (parameters of a criterion come earlier), those of the latest batch.
+    samples. A backward pass has the weights of the batch whose output it comes from. Until it has
+    reached an output (parameters of a criterion come earlier), and where it reaches none, it has
+    those of the latest batch. Weights have the mean 1, so a gradient that is equal in all groups,
+    such as that of a penalty on parameters, is the same with any.
     """
 
     def __init__(self) -> None:
-        self._latest: GroupSizes | None = None
-        self._task = -1
-        self._used: GroupSizes | None = None
+        self.latest: GroupSizes | None = None
+        """The batch that entered a model last."""
+        self._used: dict[int, GroupSizes | None] = {}  # by the number of the backward pass
         self.seen: list[GroupSizes] | None = None
-        """Where batches are listed while somebody evaluates a closure, else `None`."""
+        """Lists the batches that enter while a closure is evaluated, else `None`."""
 
     def begin(self, sizes: GroupSizes) -> None:
         """A batch enters a model that is to be trained."""
-        if self._latest is not None:
-            self._latest.finish()  # its buffers may be in use, if its forward pass raised
-        self._latest = sizes
+        if self.latest is not None:
+            self.latest.finish()  # its buffers may be in use, if its forward pass raised
+        self.latest = sizes
         if self.seen is not None:
             self.seen.append(sizes)
-
-    @property
-    def latest(self) -> GroupSizes | None:
-        """The batch that entered a model last, until a backward pass has ended."""
-        return self._latest
 
     def reached(self, sizes: GroupSizes) -> None:
         """The running backward pass has reached an output of this batch.
@@ -141,16 +146,13 @@ class GroupWeights:
         Raises:
             NotSupported: it has used other weights already.
         """
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task, self._used = task, sizes
+        used = self._used_or(sizes)
+        if used is sizes:
             return
-        if self._used is sizes:
-            return
-        if self._used is None:
+        if used is None:
             others, agrees = (1,) * len(sizes.counts), len(set(sizes.shares)) == 1
         else:
-            others, agrees = self._used.shares, self._used.weighs_as(sizes)
+            others, agrees = used.shares, used.weighs_as(sizes)
         if not agrees:
             raise NotSupported(
                 f"one backward pass through batches that sample groups share as {list(others)} and "
@@ -161,12 +163,14 @@ class GroupWeights:
 
     def weight(self) -> float:
         """This rank's weight in the running backward pass."""
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task, self._used = task, self._latest
-        return 1.0 if self._used is None else self._used.weight
+        used = self._used_or(self.latest)
+        return 1.0 if used is None else used.weight
 
-    def end(self) -> None:
-        """A backward pass has ended: a graph that no batch has entered has no weights."""
-        self._latest = self._used = None
-        self._task = -1
+    def _used_or(self, sizes: GroupSizes | None) -> GroupSizes | None:
+        """The batch whose weights the running backward pass has; from now on `sizes`, if none."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._used:
+            if len(self._used) >= _NESTED:
+                del self._used[min(self._used)]
+            self._used[task] = sizes
+        return self._used[task]

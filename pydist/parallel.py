@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_leaves
 
 from pydist.aliasing import view_at
 from pydist.batches import Batches
@@ -101,6 +102,11 @@ def parallelize(
         # First, so that other hooks are given what it returns, and when the forward pass raises.
         model.register_forward_hook(entry.batches.leave, prepend=True, always_call=True)
         agree_on_closures_of(model, mesh)
+    if mesh.data_size > 1 or batch_norm != "global":
+        for layer in model.modules():
+            if layer is not model:
+                layer.register_forward_pre_hook(entry.enter_part, with_kwargs=True)
+                layer.register_forward_hook(entry.batches.leave, prepend=True, always_call=True)
     model.__dict__["no_sync"] = entry.no_sync
     model.__dict__["__prepare_scriptable__"] = entry.refuse_script
     model.__dict__[_ENTRY] = entry
@@ -170,7 +176,23 @@ class Entry:
         kwargs = {name: self._cut(a) for name, a in kwargs.items()}
         if any(isinstance(each, ShardedTensor) for each in (*args, *kwargs.values())):
             agreement_of(self.mesh).called(module, self.mesh, trains)
-        sizes = self.batches.enter(module, (*args, *kwargs.values()))
+        sizes, forward = self.batches.enter(module, (*args, *kwargs.values())), self.mesh.forwards
+        return (
+            tuple(self._enter(a, sizes, forward) for a in args),
+            {name: self._enter(a, sizes, forward) for name, a in kwargs.items()},
+        )
+
+    def enter_part(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """A forward pre-hook of the parts: arguments as a part called by itself takes them."""
+        if self.batches.is_inside(module):
+            return None
+        leaves = tree_leaves((args, kwargs))
+        batch = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
+        if batch is None:
+            return None
+        sizes = self.batches.enter_part(module, batch)
         return (
             tuple(self._enter(a, sizes) for a in args),
             {name: self._enter(a, sizes) for name, a in kwargs.items()},
@@ -187,12 +209,15 @@ class Entry:
             return distribute_tensor(whole, self.mesh)
         return x
 
-    def _enter(self, x: Any, sizes: GroupSizes | None) -> Any:
+    def _enter(self, x: Any, sizes: GroupSizes | None, forward: int | None = None) -> Any:
         if not isinstance(x, ShardedTensor):
             return x
+        known = x._origin
         if sizes is None or x.shape[:1] != (sizes.own,):
-            sizes = x._origin.sizes
-        origin = Origin(self.mesh.forwards, sizes, self.statistics)
+            sizes = known.sizes
+        origin = Origin(known.forward if forward is None else forward, sizes, self.statistics)
+        if origin == known:
+            return x
         shown = ShardedTensor(local_of(x), x.layout, origin)
         shown._view = view_at(x)
         return shown

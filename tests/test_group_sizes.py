@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import copy
-import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_equal, bounds_of, jittered, on_ranks, randint, randn
+from equivalence import assert_equal, on_ranks, randint, randn
+from groups import inputs, on_groups, parts, plain, results
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pydist import Mesh, ShardedTensor, distribute_tensor, parallelize, sum_over_groups
+from pydist import Mesh, distribute_tensor, parallelize, sum_over_groups
 from pydist.comm import LocalTransport
 from pydist.errors import NotSupported, UsageError
 
@@ -39,49 +39,6 @@ def network(dropout: float = 0.5) -> Net:
     return Net(dropout).double()
 
 
-def parts(mesh: Mesh, sizes) -> slice:
-    """This rank's samples."""
-    ends = [0, *itertools.accumulate(sizes)]
-    return slice(ends[mesh.data_index], ends[mesh.data_index + 1])
-
-
-def results(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    found |= {name: b for name, b in model.named_buffers() if b.is_floating_point()}
-    return {name: t.detach().clone() for name, t in found.items()}
-
-
-def on_groups(step, sizes, spatial=(1, 1, 1), make=network, **options):
-    """`step(model, rows, mesh)` on groups of these sizes, beside one rank with the whole batch."""
-    total = sum(sizes)
-    made = make()  # here, as ranks share torch's random numbers
-
-    def body(mesh):
-        model = parallelize(copy.deepcopy(made), mesh, **options)
-        return step(model, parts(mesh, sizes if mesh.data_size > 1 else (total,)), mesh)
-
-    def whole(change):
-        mesh = Mesh(LocalTransport())
-        model = copy.deepcopy(made)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.copy_(change(p))
-        return step(parallelize(model, mesh, **options), slice(0, total), mesh)
-
-    expected = whole(lambda p: p)
-    bounds = bounds_of(expected, whole(jittered))
-    for found in on_ranks(spatial, body, len(sizes)):
-        assert_equal(found, expected, bounds)
-
-
-def inputs(total: int) -> torch.Tensor:
-    return randn(total, 2, 6, 5, 4, seed=total)
-
-
-def plain(y):
-    return y.full_tensor() if isinstance(y, ShardedTensor) else y
-
-
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_gradients_masks_and_statistics_are_those_of_the_whole_batch(sizes, spatial):
@@ -92,7 +49,7 @@ def test_gradients_masks_and_statistics_are_those_of_the_whole_batch(sizes, spat
         loss.backward()
         return results(model)
 
-    on_groups(step, sizes, spatial)
+    on_groups(network, step, sizes, spatial)
 
 
 def deep_network() -> nn.Sequential:
@@ -110,7 +67,7 @@ def test_thin_blocks_have_the_same_layout_in_groups_of_different_sizes():
         model(inputs(3)[rows]).sin().mean().backward()
         return results(model)
 
-    on_groups(step, (2, 1), (2, 1, 1), deep_network)
+    on_groups(deep_network, step, (2, 1), (2, 1, 1))
 
 
 def test_a_head_a_criterion_and_a_feature_outside_of_the_model():
@@ -134,7 +91,7 @@ def test_a_head_a_criterion_and_a_feature_outside_of_the_model():
         (loss + seen[0].square().mean((0, 1, 2, 3, 4))).backward()
         return results(model)
 
-    on_groups(step, (3, 2, 0), make=Learned)
+    on_groups(Learned, step, (3, 2, 0))
 
 
 def test_a_criterion_that_learns_and_belongs_to_no_model():
@@ -148,8 +105,8 @@ def test_a_criterion_that_learns_and_belongs_to_no_model():
             (scaled.square().mean() - noise.sum()).backward()
         return results(model) | {"noise": noise.grad}
 
-    on_groups(step, (3, 2, 0))
-    on_groups(step, (1, 4), (2, 1, 1))
+    on_groups(network, step, (3, 2, 0))
+    on_groups(network, step, (1, 4), (2, 1, 1))
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
@@ -164,7 +121,7 @@ def test_accumulation_over_batches_of_different_sizes(no_sync):
                 model(inputs(sum(sizes))[mine])[1].square().mean().backward()
         return results(model)
 
-    on_groups(step, (2, 1), (2, 1, 1))
+    on_groups(network, step, (2, 1), (2, 1, 1))
 
 
 def test_second_derivatives():
@@ -188,8 +145,8 @@ def test_second_derivatives():
         sum(g.square().sum() for g in grads).backward()
         return found | {f"d{name}": g for name, g in results(model).items()}
 
-    on_groups(step, (2, 1), (2, 1, 1), make)
-    on_groups(step, (3, 0, 1), make=make)
+    on_groups(make, step, (2, 1), (2, 1, 1))
+    on_groups(make, step, (3, 0, 1))
 
 
 def test_second_derivatives_through_batch_norm():
@@ -200,7 +157,7 @@ def test_second_derivatives_through_batch_norm():
         sum(g.square().sum() for g in grads).backward()
         return results(model)
 
-    on_groups(step, (2, 1), (2, 1, 1))
+    on_groups(network, step, (2, 1), (2, 1, 1))
 
 
 def test_clipping_a_scaler_and_checkpointing():
@@ -218,7 +175,7 @@ def test_clipping_a_scaler_and_checkpointing():
             results(model) | {"norm": norm} | {n: p.detach() for n, p in model.named_parameters()}
         )
 
-    on_groups(step, (1, 4), (2, 1, 1))
+    on_groups(network, step, (1, 4), (2, 1, 1))
 
 
 def test_training_in_evaluation_mode():
@@ -228,7 +185,7 @@ def test_training_in_evaluation_mode():
         model(inputs(5)[rows])[1].square().mean().backward()
         return {n: p.grad.clone() for n, p in model.named_parameters()}
 
-    on_groups(step, (3, 2, 0))
+    on_groups(network, step, (3, 2, 0))
 
 
 def test_shared_optimizer():
@@ -242,7 +199,23 @@ def test_shared_optimizer():
             optimizer.zero_grad()
         return {n: p.detach().clone() for n, p in model.named_parameters()}
 
-    on_groups(step, (3, 2, 0))
+    on_groups(network, step, (3, 2, 0))
+
+
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)])
+def test_backward_passes_through_a_retained_graph_have_the_weights_of_their_batch(spatial):
+    def step(model, rows, mesh):
+        factor = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+        x = inputs(3)[rows]
+        y = plain(model(x)[1])
+        y.square().mean().backward(retain_graph=True)
+        model.conv.weight.square().sum().backward()  # has no batch
+        (factor * y.sin().mean()).backward(retain_graph=True)  # the factor's gradient comes first
+        total = sum_over_groups(y.cos().mean((1, 2, 3, 4)).sum(), mesh)
+        (factor * (total / 3)).backward()
+        return results(model) | {"factor": factor.grad}
+
+    on_groups(network, step, (2, 1), spatial)
 
 
 def test_class_weights_ignored_labels_and_a_mask():
@@ -272,8 +245,8 @@ def test_class_weights_ignored_labels_and_a_mask():
             torch.testing.assert_close((entropy / counted.sum()).detach(), expected)
         return results(model)
 
-    on_groups(step, (3, 2, 0))
-    on_groups(step, (1, 4), (2, 1, 1))
+    on_groups(network, step, (3, 2, 0))
+    on_groups(network, step, (1, 4), (2, 1, 1))
 
 
 def test_sums_of_different_shapes_are_refused():

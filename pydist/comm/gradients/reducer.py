@@ -324,7 +324,6 @@ class Reducer:
             for lane in taking_part:
                 lane.finish(lambda leaf: flags.get(leaf, 0) > 0)
             self._queued = False
-            mesh.weights.end()
             if self._runs:
                 self._runs[-1].complete = True
             refuse_frozen(self.lanes, anywhere)
