@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pydist import Mesh, distribute_tensor, parallelize
 from pydist.comm import Transport, run_local
-from pydist.comm.exchange.contents import SHARES, Contents
+from pydist.comm.exchange.contents import REPEATED_SHARES, REPEATS, SHARES, WHOLE, Contents
 from pydist.errors import UsageError
 
 
@@ -172,12 +172,64 @@ def test_data_groups_may_hold_different_operands_and_go_at_their_own_pace() -> N
     run_local(body, 4)
 
 
-def test_operands_without_a_backward_are_compared_in_the_end() -> None:
+def small_operand(x: Tensor, model: nn.Module, differs: bool) -> None:
+    x + torch.full((4, 1, 1, 1), float(differs))
+
+
+def one_of_several_large_operands(x: Tensor, model: nn.Module, differs: bool) -> None:
+    for number in range(5):
+        values = torch.zeros(2, 4, 8, 6, 6)
+        values[1, 1, 4, 1, 1] = float(differs and number == 3)
+        x * values
+
+
+def weight_of_a_part(x: Tensor, model: nn.Module, differs: bool) -> None:
+    model[1].weight.data[31, 15, 2, 2, 2] = float(differs)
+    with torch.no_grad():
+        model[1](model[0](x))
+
+
+def training_without_backward(x: Tensor, model: nn.Module, differs: bool) -> None:
+    model[1].weight.data[1, 0, 0, 0, 0] = float(differs)
+    model(x)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        small_operand,
+        one_of_several_large_operands,
+        weight_of_a_part,
+        training_without_backward,
+    ],
+)
+def test_what_is_used_without_a_backward_is_compared_within_fifty_steps(step) -> None:
     def body(t: Transport) -> None:
         mesh = Mesh(t, spatial=(t.size, 1, 1))
-        x = distribute_tensor(torch.ones(1, 1, 6, 4, 4), mesh)
-        for number in range(2000):
-            x + float(t.rank and number > 3) * torch.ones(1, 1, 1, 1, 1)
+        x = distribute_tensor(torch.ones(2, 4, 8, 6, 6), mesh)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv3d(4, 16, 1), nn.Conv3d(16, 32, 3, padding=1))
+        parallelize(model, mesh)
+        for number in range(1, 54):
+            reached[t.rank] = number
+            step(x, model, t.rank == 1 and number >= 4)
 
+    reached: dict[int, int] = {}
     with pytest.raises(UsageError, match="differs between the ranks 0 and 1"):
         run_local(body, 2)
+    assert 4 <= min(reached.values()) <= 4 + 50
+
+
+def test_shares_of_operands_that_recur_follow_each_other() -> None:
+    """Also with several of one kind in a step each of them is summed whole in 50 steps."""
+    for number in (1, 2, 3, 4, 8, 12, 24):
+        contents, seen = Contents(), [set[int]() for _ in range(number)]
+        for _ in range(50):
+            for operand in seen:
+                before = len(contents)
+                contents.add(torch.zeros(2000), 0, "operand")
+                operand |= {each.share for each in contents._fresh[before:]}
+                if contents.repeats >= REPEATS - 1:
+                    contents.take()
+                    contents.turn += REPEATED_SHARES
+        assert all(len(operand - {WHOLE}) == SHARES for operand in seen), number

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.contents import Contents, Parameters, different_contents
+from pydist.comm.exchange.contents import (
+    REPEATED_SHARES,
+    REPEATS,
+    Contents,
+    Parameters,
+    different_contents,
+)
 from pydist.comm.interface.handles import Work
 from pydist.comm.interface.ledger import different_calls, gather_texts
 
@@ -58,15 +64,23 @@ class Agreement:
         Raises:
             UsageError: it, or one before it, differs between the ranks; on all of them.
         """
-        if self.parameters.holds(tensor):
-            return
-        first = self.operands.add(tensor, mesh.forwards, use)
-        if first is not None or len(self.operands) >= _MOST:
+        first, parameter = None, self.parameters.operand(tensor)
+        if parameter is None:
+            first = self.operands.add(tensor, mesh.forwards, use)
+        else:
+            self.operands.count_use(parameter)  # compared in rotation, mostly elsewhere
+        recurs = self.operands.repeats >= REPEATS - 1
+        if first is not None or recurs or len(self.operands) >= _MOST:
+            if recurs:
+                parameters = self.parameters.recurring_in(self.operands.turn)
+                self._add(self.operands, parameters, mesh, REPEATED_SHARES)
             group = mesh.sample
             # Without the module, which the ledger adds.
             what = "plain tensors" if first is None else first.text.partition(" in module ")[0]
             group.ledger.note(group, ("comparison of", what), waits=True)
             self._compare_operands(mesh)
+            if recurs:
+                self.operands.turn += REPEATED_SHARES
 
     def called(self, model: torch.nn.Module, mesh: Mesh, trains: bool) -> None:
         """Notes a forward on a sharded sample; without backward, compares over its group.
@@ -83,11 +97,15 @@ class Agreement:
         group.ledger.note(group, (what,), waits=True)
         if trains or is_capturing():
             return
-        parameters = self.parameters.of(model)
-        for operand, checksum, share in self.parameters.share(self.operands.turn, parameters):
-            self.operands.add_checksum(operand, checksum, share, mesh.forwards)
+        self._add(self.operands, self.parameters.of(model), mesh)
         self._compare_operands(mesh)
         self.operands.turn += 1
+
+    def _add(
+        self, contents: Contents, parameters: Sequence[Tensor], mesh: Mesh, count: int = 1
+    ) -> None:
+        for operand, checksum, share in self.parameters.share(contents.turn, parameters, count):
+            contents.add_checksum(operand, checksum, share, mesh.forwards)
 
     def _compare_operands(self, mesh: Mesh) -> None:
         """Compares what is new in `operands`. Collective over the sample group."""
@@ -118,8 +136,7 @@ class Agreement:
                 _Column(first_of, (ledger.count, ledger.state), ledger.details, different_calls)
             )
         if not is_capturing():
-            for operand, checksum, share in self.parameters.share(self._shared.turn, parameters):
-                self._shared.add_checksum(operand, checksum, share, mesh.forwards)
+            self._add(self._shared, parameters, mesh)
             group = self._first_of.get(mesh.sample_axes, list(range(mesh.size)))
             for contents, first_of in ((self.operands, group), (self._shared, self._everyone)):
                 columns.append(

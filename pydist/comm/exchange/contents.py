@@ -4,7 +4,10 @@ A plain tensor beside sharded ones is equal on all ranks of the sample group, an
 ranks. The first time that one is met all of it is compared. From then on a checksum goes into a
 list, which the ranks compare where they meet anyway (`pydist.comm.exchange.agreement`): of small
 tensors whole, of larger ones of one share, another one each time, so that all of it is seen within
-`SHARES` comparisons.
+`SHARES` comparisons. What is used again and again without a comparison, as in a loop without a
+model, is compared every `REPEATS` uses, and two shares are summed each time: all of it is seen
+within 50 uses, on a device as well. (Tensors of one kind, used in one module, are told apart by
+nothing. Some numbers of them in a step, from 5 on, let it take longer for large ones.)
 """
 
 from __future__ import annotations
@@ -27,6 +30,10 @@ from pydist.errors import UsageError
 
 SHARES = 47
 """A prime, so that a tensor that is met in every second or third comparison is seen whole too."""
+REPEATS = 11
+"""Uses of one operand after which it is compared, where nothing else compares it."""
+REPEATED_SHARES = 2 * REPEATS - 1
+"""How many shares are summed in so many uses."""
 WHOLE_BYTES = 4096
 """Up to this, tensors are summed whole each time."""
 WHOLE = -1
@@ -46,13 +53,24 @@ class Operand:
             the share that was compared; `WHOLE` for all of it.
     """
 
-    __slots__ = ("digest", "equal_in", "text")
+    __slots__ = ("_turn", "_uses", "digest", "equal_in", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
         digest = blake2b(text.encode(), digest_size=8).digest()
         self.digest = int.from_bytes(digest, "little", signed=True)
         self.equal_in: dict[int, int] = {}
+        self._turn, self._uses = -1, 0
+
+    def use_in(self, turn: int) -> int:
+        """Counts a use; how many came before it in the same turn."""
+        self._uses = self._uses + 1 if turn == self._turn else 0
+        self._turn = turn
+        return self._uses
+
+    def recurs_in(self, turn: int) -> bool:
+        """Whether it was used more than once in a turn."""
+        return turn == self._turn and self._uses > 0
 
 
 class Checksum:
@@ -99,11 +117,12 @@ class Contents:
     """The checksums that one rank has formed since the last comparison.
 
     Attributes:
-        turn: comparisons so far, which decide on the share that is summed.
+        turn: grows with each comparison, and decides on the share that is summed.
+        repeats: how often what was used last was used before in the same turn.
     """
 
     def __init__(self) -> None:
-        self.turn = 0
+        self.turn = self.repeats = 0
         self._known: dict[tuple[object, ...], Operand] = {}
         self._fresh: list[_Sum] = []
         self._compared: list[_Sum] = []
@@ -134,13 +153,21 @@ class Contents:
             dtype = str(tensor.dtype).removeprefix("torch.")
             text = f"{kind} of shape {tuple(tensor.shape)} ({dtype}){module}"
             operand = self._known[key] = Operand(text)
-        tensor = tensor.detach()
-        number = WHOLE if is_new or tensor.nbytes <= WHOLE_BYTES else self.turn % SHARES
-        if is_new:
-            tensor = tensor.cpu()
-        part = tensor.contiguous() if number == WHOLE else _share_of(tensor, number)
-        self._fresh.append(_Sum(operand, Checksum(part), number, forward, self.turn))
-        return operand if is_new else None
+        tensor, before = tensor.detach(), self.count_use(operand)
+        if is_new or tensor.nbytes <= WHOLE_BYTES:
+            whole = Checksum((tensor.cpu() if is_new else tensor).contiguous())
+            self.add_checksum(operand, whole, WHOLE, forward)
+            return operand if is_new else None
+        last = self.turn + 2 * before
+        for number in range(last - (before > 0), last + 1):
+            part = Checksum(_share_of(tensor, number % SHARES))
+            self.add_checksum(operand, part, number % SHARES, forward)
+        return None
+
+    def count_use(self, operand: Operand) -> int:
+        """Counts a use; how many came before it in the same turn."""
+        self.repeats = operand.use_in(self.turn)
+        return self.repeats
 
     def add_checksum(self, operand: Operand, checksum: Checksum, share: int, forward: int) -> None:
         """Takes up a checksum that the caller has formed."""
@@ -202,15 +229,21 @@ class Parameters:
                 continue
             reference = Link(parameter)
             self._of[model].append(reference)
-            if not self.holds(parameter):
+            if self.operand(parameter) is None:
                 operand = Operand(f"parameter {name!r} of shape {tuple(parameter.shape)}")
                 operand.equal_in[WHOLE] = forward
                 self._operands[id(parameter)] = reference, operand
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether it is one of them."""
+    def operand(self, tensor: Tensor) -> Operand | None:
+        """What is compared of a tensor, if it is one of them."""
         known = self._operands.get(id(tensor))
-        return known is not None and known[0]() is tensor and tensor.requires_grad
+        held = known is not None and known[0]() is tensor and tensor.requires_grad
+        return known[1] if known is not None and held else None
+
+    def recurring_in(self, turn: int) -> list[Tensor]:
+        """Those that were used more than once in a turn."""
+        links = [link for link, operand in self._operands.values() if operand.recurs_in(turn)]
+        return [tensor for link in links if (tensor := link()) is not None]
 
     def of(self, model: nn.Module) -> list[Tensor]:
         """Those of a model that is being called."""
@@ -218,23 +251,30 @@ class Parameters:
         return [tensor for tensor in found if tensor is not None]
 
     def share(
-        self, turn: int, tensors: Sequence[Tensor]
+        self, turn: int, tensors: Sequence[Tensor], count: int = 1
     ) -> Iterable[tuple[Operand, Checksum, int]]:
-        """The checksums of the share of a turn, by bytes over all these tensors; its number."""
+        """The checksums of the share of a turn, by bytes over all these tensors; its number.
+
+        Args:
+            turn: number of the first share.
+            tensors: what is summed.
+            count: how many shares, this one and those that follow.
+        """
         ends = list(accumulate(tensor.nbytes for tensor in tensors))
         total = ends[-1] if ends else 0
         if not total:
             return
         shares = max(1, min(SHARES, total // _LEAST_BYTES))
-        lo, hi = (total * (turn % shares + i) // shares for i in (0, 1))
-        for i in range(bisect_right(ends, lo), len(tensors)):
-            tensor, start = tensors[i], ends[i] - tensors[i].nbytes
-            if start >= hi:
-                break
-            if tensor.nbytes:
-                parts = max(lo - start, 0), min(hi - start, tensor.nbytes)
-                part = _bytes_of(tensor.detach(), *parts)
-                yield self._operand_of(tensor), Checksum(part), turn % shares
+        for number in range(turn, turn + min(count, shares)):
+            lo, hi = (total * (number % shares + i) // shares for i in (0, 1))
+            for i in range(bisect_right(ends, lo), len(tensors)):
+                tensor, start = tensors[i], ends[i] - tensors[i].nbytes
+                if start >= hi:
+                    break
+                if tensor.nbytes:
+                    parts = max(lo - start, 0), min(hi - start, tensor.nbytes)
+                    part = _bytes_of(tensor.detach(), *parts)
+                    yield self._operand_of(tensor), Checksum(part), number % shares
 
     def _operand_of(self, tensor: Tensor) -> Operand:
         known = self._operands.get(id(tensor))
@@ -291,6 +331,8 @@ def _differs(first: int, other: int, row: list[object]) -> UsageError:
     if isinstance(equal_in, int) and equal_in >= 0:
         part = "" if share == WHOLE else "this part of it "
         since = f"{part}equal in training forward {equal_in}, different in {forward} at the latest"
+        if equal_in == forward:  # without training there are no numbers
+            since = f"{part}equal when it was last compared"
     advice = "give each rank its part with ShardedTensor.from_local, or the same samples and seeds"
     if str(text).startswith(("parameter", "a frozen parameter")):
         advice = "load or change the model on every rank, not on one"
