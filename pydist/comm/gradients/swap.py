@@ -6,7 +6,7 @@ Modules call it for their parameters too, after
 
 from __future__ import annotations
 
-from functools import wraps
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -15,11 +15,14 @@ from torch import Tensor
 from pydist.comm.exchange.link import links_to
 from pydist.comm.gradients.leaf import leaf_of, remove_own
 
-_swap = torch.utils.swap_tensors
+_function: Any = torch.utils.swap_tensors
+_torchs: Any = getattr(_function, "torchs", None) or FunctionType(
+    _function.__code__, _function.__globals__, _function.__name__
+)
+"""What torch's function does, also after `install`."""
 
 
-@wraps(_swap)
-def _swap_tensors(t1: Tensor, t2: Tensor) -> None:
+def swap(t1: Tensor, t2: Tensor) -> None:
     """Swaps the contents of two tensors; a parameter stays a member of the reducer.
 
     torch takes the hooks along with the contents. So those of users change places; those of the
@@ -34,7 +37,7 @@ def _swap_tensors(t1: Tensor, t2: Tensor) -> None:
     known = leaves != [None, None]
     hooks = [(t._backward_hooks, t._post_accumulate_grad_hooks) for t in pair] if known else []
     try:
-        _swap(t1, t2)
+        _torchs(t1, t2)
     finally:
         for tensor, its in zip(pair, links, strict=True):
             for link in its:
@@ -53,5 +56,14 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def install() -> None:
-    """Puts this function in the place of torch's."""
-    torch.utils.swap_tensors = _swap_tensors
+    """Lets torch's function call this one.
+
+    The function object stays, as scripts may have imported it; it gets other code.
+    """
+
+    def swap_tensors(t1: Tensor, t2: Tensor) -> None:
+        from pydist.comm.gradients.swap import swap  # it runs among the globals of torch.utils
+
+        swap(t1, t2)
+
+    _function.__code__, _function.torchs = swap_tensors.__code__, _torchs

@@ -1,0 +1,106 @@
+"""What can't be reduced is named on all ranks, and what needs no reduction sends nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence import on_ranks
+from scripts import assert_same
+from steps import batch, gradients, network
+from torch import nn
+
+from pydist import distribute_tensor, parallelize
+from pydist.errors import NotSupported, UsageError
+
+
+def test_unequal_values_are_named_on_all_ranks():
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        head = nn.Parameter(torch.tensor(1.0 + mesh.rank, dtype=torch.float64))
+        with pytest.raises(UsageError, match=r"shape \[\] .* differs between rank 0 and rank 1"):
+            (model(distribute_tensor(batch(), mesh)).full_tensor().sum() * head).backward()
+        head.data.fill_(2)
+        model.zero_grad()
+        head.grad = None
+        (model(distribute_tensor(batch(), mesh)).full_tensor().sum() * head).backward()
+        return [head.grad, *gradients(model)]
+
+    first, second = on_ranks((2, 1, 1), body)
+    assert_same(second, first, 0, "rank 1")
+
+
+def test_parameters_that_one_rank_alone_has_are_named():
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        factor = nn.Parameter(torch.ones(()).double())
+        loss = model(distribute_tensor(batch(), mesh)).full_tensor().sum()
+        with pytest.raises(UsageError, match=r"rank 0 has of shape \[\] .*, rank 1 has none"):
+            (loss * factor if mesh.rank == 0 else loss).backward()
+
+    on_ranks((1, 1, 1), body, data=2)
+
+
+def test_a_parameter_frozen_on_one_rank_is_named():
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        model[2].bias.requires_grad_(False)
+        model(distribute_tensor(batch(), mesh)).square().mean().backward()
+        model[2].bias.requires_grad_(mesh.rank == 0)
+        with pytest.raises(NotSupported, match=r"'2.bias' is frozen .* on some ranks"):
+            model(distribute_tensor(batch(), mesh)).square().mean().backward()
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_step_after_no_sync_alone_is_named():
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        with model.no_sync():
+            model(distribute_tensor(batch(), mesh)).square().mean().backward()
+        with pytest.raises(NotSupported, match=r"'0.weight', .* accumulated under no_sync"):
+            optimizer.step()
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_step_of_a_plain_tensor_that_groups_would_part_over_is_named():
+    def body(mesh):
+        scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+        own = torch.full((), 1.0 + mesh.data_index, dtype=torch.float64, requires_grad=True)
+        x = distribute_tensor(batch(mesh.data_index), mesh)
+        (x * scale * own).square().mean().backward()
+        torch.optim.SGD([own], 0.1).step()  # data of the group
+        with pytest.raises(UsageError, match=r"plain tensor of shape \[\] .* torch.nn.Parameter"):
+            torch.optim.SGD([scale], 0.1).step()
+
+    on_ranks((2, 1, 1), body, data=2)
+
+
+# -- no-ops --------------------------------------------------------------------------------------
+
+
+def test_a_backward_of_one_rank_that_has_nothing_to_do_with_the_mesh():
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        x = distribute_tensor(batch(), mesh)
+        if mesh.rank == 1:
+            plain = nn.Linear(3, 2)
+            plain(torch.ones(1, 3)).sum().backward()
+            assert plain.weight.grad is not None
+        model(x).square().mean().backward()
+        return gradients(model)
+
+    first, second = on_ranks((2, 1, 1), body)
+    assert_same(second, first, 0, "rank 1")
+
+
+def test_a_backward_that_reaches_inputs_only_belongs_to_its_group():
+    def body(mesh):
+        model = parallelize(network(), mesh).requires_grad_(False)
+        if mesh.data_index == 0:
+            x = distribute_tensor(batch(), mesh).detach().requires_grad_()
+            model(x).square().mean().backward()
+            assert x.grad is not None
+
+    on_ranks((2, 1, 1), body, data=2)
