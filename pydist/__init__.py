@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("pydist._loader").native.__version__
     if name in _HOMES:
-        # Whoever makes a sharded tensor needs the handlers of torch's calls.
+        # Sharded tensors need the handlers of torch's calls.
         importlib.import_module("pydist.ops")
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "tensor":

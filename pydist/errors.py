@@ -21,7 +21,7 @@ _ALLOCATION = re.compile(
 
 
 _SIGPIPE = 141
-"""What a shell tells of a tool that was ended because nobody reads its output any more."""
+"""The exit code, as of a shell, of a tool whose output is no longer read."""
 
 
 class PydistError(Exception):

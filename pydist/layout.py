@@ -23,7 +23,7 @@ class Split:
 class Layout:
     """Where the elements of a global tensor lie on the ranks of a sample group.
 
-    A dim without a split is whole on every rank. Spatial axes on which no dim lies hold equal
+    A dim without a split is whole on every rank. Spatial axes that split no dim hold equal
     copies: `replicas` counts them.
 
     Args:
@@ -159,7 +159,7 @@ def layout_for_sample(
     Args:
         mesh: the mesh.
         shape: global shape; by default [N, C, D, H, W].
-        dims: which dim lies on which axis; by default {2: "depth", 3: "height", 4: "width"}.
+        dims: which dim is cut along which axis; by default {2: "depth", 3: "height", 4: "width"}.
 
     Raises:
         UsageError: a dim is missing, or the default was asked for a shape that is not 5-D.

@@ -150,7 +150,7 @@ class ShardedTensor(torch.Tensor):
         Args:
             local: the shard, of shape `layout.local_shape`: a tensor, or an array of another
                 library (see `pydist.interop`).
-            layout: where the shards lie.
+            layout: which block each rank holds.
             first_sample: index in the global batch of the group's first sample; by default the
                 groups tell each other how many samples they have, when that is first asked for.
             statistics: over which ranks batch norm forms its statistics.
@@ -176,7 +176,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """Where the shards lie (this is pydist's layout, not `torch.strided`)."""
+        """Which block each rank holds (this is pydist's layout, not `torch.strided`)."""
         return self._layout
 
     @property
@@ -212,7 +212,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where this rank's shard lies."""
+        """The device of this rank's shard."""
         return of_wrapper(GET_DEVICE, self)
 
     def dim(self) -> int:
@@ -353,7 +353,7 @@ def distribute_tensor(
         tensor: the whole tensor, or an array of another library (see `pydist.interop`), equal on
             all ranks of the group; checksums prove it, in every step.
         mesh: the mesh.
-        dims: which dim lies on which mesh axis; by default [N, C, D, H, W] over depth, height
+        dims: which dim is cut along which mesh axis; by default [N, C, D, H, W] over depth, height
             and width.
         first_sample: as of `ShardedTensor.from_local`.
 
@@ -377,7 +377,7 @@ def adopt_local(x: ShardedTensor, local: Tensor, changed: bool = True) -> Sharde
     Args:
         x: the tensor.
         local: its shard from now on.
-        changed: whether its numbers are others; whoever kept them for backward then notices.
+        changed: whether its values change; autograd then notices where it has saved them.
     """
     x._shard = local
     if changed and x._view is not None:

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: seconds by part of a step, and spans for whoever records them."""
+"""Where a rank's time goes: seconds by part of a step, and spans for recorders."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Timers:
         return Span(self, part, layer)
 
     def add(self, part: str, start: float, stop: float, begun: Any = None) -> None:
-        """Adds a span that the caller has measured and that no other one lies in.
+        """Adds a span that the caller has measured and that contains no other one.
 
         As `measure` for the layer at work, in half the time.
 

@@ -81,5 +81,5 @@ def at_step(step: int) -> None:
 
 
 def ended_ranks() -> list[int]:
-    """The ranks of this machine that have come to the end of their program, as far as is known."""
+    """The ranks of this machine that have reached the end of their program, as far as known."""
     return native.ended_ranks()

@@ -344,7 +344,7 @@ def with_sparse(module):
 def test_what_ranks_can_not_send_is_named_before_anything_is_sent(said, make):
     def body(mesh):
         model = make()
-        for _ in range(2):  # nothing is left behind that says it were parallelized
+        for _ in range(2):  # nothing remains that says it were parallelized
             with pytest.raises(UsageError, match=said):
                 parallelize(model, mesh)
 

@@ -275,7 +275,7 @@ def test_a_removed_hook_is_silent():
 
 @pytest.mark.parametrize("spatial", [(2, 1, 1), (2, 2, 2)])
 def test_gradients_of_replicated_leaves_are_the_true_ones(spatial):
-    """Split over the depth alone, each block lies on several ranks; all show the same gradient."""
+    """Split over the depth alone, each block is on several ranks; all show the same gradient."""
 
     def body(mesh):
         sliced = distribute_tensor(randn(*SHAPE), mesh, dims={2: "depth"})

@@ -81,13 +81,13 @@ class Alone(Transport):
         return _Nothing(self, [buffer for _, buffer in recvs])
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
-        """Nobody listens."""
+        """Sends to no other rank."""
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
         tensor.zero_()
 
     def _barrier(self) -> None:
-        """Nobody is late."""
+        """No other rank is late."""
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         """The root has said the same."""
@@ -122,7 +122,7 @@ class Alone(Transport):
         return Work()
 
     def abort(self, reason: str, exit_code: int) -> None:
-        """There is nobody to end."""
+        """There is no other rank to end."""
 
 
 class Neighbours(Alone):
@@ -167,14 +167,14 @@ class _Echo(Channel):
         self._owner, self._sent, self._received = owner, sent, received
         if owner.stream is not None:
             self.stream = owner.stream.cuda_stream
-        # Both directions at once, and each neighbour has a link of its own.
+        # Both directions at the same time, and each neighbour has a link of its own.
         most = max([each.nbytes for each in (*sent, *received)], default=0)
         self._seconds = owner.latency + most / owner.bytes_per_s
         for each in received:
             each.zero_()
 
     def start(self) -> None:
-        """The messages leave behind what the current stream has been given."""
+        """The messages leave after the work on the current stream."""
         stream = self._owner.stream
         if stream is None:
             self._copy()

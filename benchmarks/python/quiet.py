@@ -1,6 +1,6 @@
 """A transport that can fall silent: the code path of a split run with nothing exchanged.
 
-What a benchmark compares with: the same shards, kernels and bookkeeping on all ranks at once. Once
+What a benchmark compares with: the same shards, kernels and bookkeeping on all ranks together. Once
 quiet, every rank hears only itself: results have the right shapes and wrong values.
 """
 
@@ -129,7 +129,7 @@ class Quiet:
 
 
 class Noting:
-    """Stands in for a transport and notes what is still under way when somebody has to wait.
+    """Stands in for a transport and notes what is still in flight when a rank has to wait.
 
     Attributes:
         exposed: bytes of messages that were not through when the first of them was waited for, as
@@ -159,7 +159,7 @@ class Noting:
         return self._under_way[-1]
 
     def look(self) -> None:
-        """Somebody waits now."""
+        """A rank waits now."""
         self.exposed += sum(each.nbytes for each in self._under_way if not each.done())
         self._under_way.clear()
 

@@ -2,8 +2,8 @@
 
 All ranks of a sample group choose together. The memory format is one for all of them, as halos
 travel in it; the kernels are the same wherever ranks hold equal blocks, whose copies must not
-differ in a bit. What was measured is kept in a file, so that the next run chooses alike and gives
-the same bits; where no file can be kept, nothing is measured and a fixed rule chooses.
+differ in a bit. What was measured is kept in a file, so that the next run chooses the same and
+gives the same bits; where no file can be kept, nothing is measured and a fixed rule chooses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 # Below this a convolution takes less than a few milliseconds, and the rule is as good.
 _MEASURED_FLOPS = 200_000_000
-# Runs behind the first: at least two, and as many as go into that time. All kernels take turns this
+# Runs after the first: at least two, and as many as go into that time. All kernels take turns this
 # often, as what else runs on the machine comes and goes.
 _FEWEST, _MOST, _SECONDS, _TURNS = 2, 8, 0.03, 2
 _ROLES = ("forward", "dgrad", "wgrad")
@@ -85,7 +85,7 @@ class ConvKernels:
         return self._run(lambda: DGRAD[self.dgrad](self.problem, x, grad, weight))
 
     def run_transposed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The transposed convolution of `x` of which the problem's is the adjoint."""
+        """The transposed convolution of `x`, the adjoint of the problem's convolution."""
         weight = self._lying(weight)
         return self._run(lambda: transposed(self.problem, x, weight, bias))
 

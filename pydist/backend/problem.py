@@ -31,7 +31,7 @@ class ConvProblem:
     Attributes:
         input: [N, Ci, ...] with two or three spatial dims.
         weight: [Co, Ci / groups, ...].
-        stride: one number a spatial dim, as padding (before and after alike) and dilation.
+        stride: one number a spatial dim, as padding (the same before and after) and dilation.
         padding: zeros around the input.
         dilation: between the taps.
         groups: of channels.
@@ -138,7 +138,7 @@ class ConvProblem:
 
     @cached_property
     def is_overpadded(self) -> bool:
-        """Whether a window lies in the padding as a whole."""
+        """Whether a window is entirely in the padding."""
         return any(p > r for p, r in zip(self.padding, self.reach, strict=True))
 
     @cached_property

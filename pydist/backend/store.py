@@ -71,7 +71,7 @@ class Store:
                     content = kept
                 else:
                     fresh.replace(self._path)
-            except OSError:  # no hard links here: of jobs that measure at once the last one stays
+            except OSError:  # no hard links here: of concurrent jobs the last one stays
                 fresh.replace(self._path)
             finally:
                 fresh.unlink(missing_ok=True)

@@ -69,7 +69,7 @@ class WholeRun:
         casts: the narrower types that the network itself casts to.
 
     Raises:
-        UsageError: the network is one of which nothing can be compared.
+        UsageError: nothing of this network can be compared.
     """
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:

@@ -81,7 +81,7 @@ def _config(folder: Path) -> Config:
         # A tenth of the paper's decay; and at its rate Adam, which divides by what rounding
         # decides where gradients vanish, would soon drive any two runs apart.
         optimizer=OptimizerConfig(lr=1e-4, decay_epochs=10.0),
-        # With seed 0 an activation of the first step lies within rounding of a ReLU's kink: which
+        # With seed 0 an activation of the first step is within rounding of a ReLU's kink: which
         # slope it takes is chance, and 6e-4 of the loss.
         train=TrainConfig(epochs=EPOCHS, batch=8, seed=1),
         checkpoint=CheckpointConfig(resume="never"),

@@ -1,6 +1,6 @@
 """`pydist demo unet`: segmentation learnt from synthetic CT, on 2 ranks, in a few minutes.
 
-Each volume lies in two blocks, one a rank. What was learnt is tried on volumes that were not
+Each volume is cut into two blocks, one per rank. What was learnt is tried on volumes that were not
 trained on.
 """
 

@@ -21,13 +21,13 @@ def followed(listener: Listener) -> Iterator[None]:
     """Hands the events of the run that the `with` block starts to `listener`, in a thread.
 
     Rank 0 of the job finds the pipe's name in its environment. All that it wrote is handed over
-    before the block ends. If nobody reads the terminal any more (`| head`), the run is stopped, as
+    before the block ends. If the terminal is no longer read (`| head`), the run is stopped, as
     SIGTERM stops it, and `BrokenPipeError` is raised at the block's end.
     """
     with private_directory() as folder:
         path = folder / "events"
         os.mkfifo(path, 0o600)
-        # Open for writing as well: so the pipe never ends, whoever comes and goes.
+        # Open for writing as well: so the pipe does not end when a writer leaves.
         handle = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         over = threading.Event()
         gone: list[BrokenPipeError] = []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pydist.train.config import Config
 
 _SECONDS_TO_SAVE = 600.0
-"""Time after Ctrl-C to finish the step and write a checkpoint; a second Ctrl-C ends all at once."""
+"""Time after Ctrl-C to finish the step and write a checkpoint; a second one ends the run."""
 
 PROG = "pydist train CONFIG [-n RANKS] [--mpi NAME]"
 

@@ -41,7 +41,7 @@ class Batch:
     """The samples of one step for one sample group.
 
     Attributes:
-        inputs: [N, C, D, H, W], N the group's samples, of which this rank holds its blocks.
+        inputs: [N, C, D, H, W], N the group's samples; this rank holds its blocks of them.
         targets: [N, T], plain, equal on all ranks of the group; or, where the class of each voxel
             is to be predicted, [N, D, H, W] int64, a `ShardedTensor` that is cut as `inputs` is.
         weight: [N]; 0 for a sample that stands in for another, 1 else. In an evaluation,
@@ -253,7 +253,7 @@ class Loader:
         return read
 
     def _diagnosed(self, plan: GroupBatch, n: int) -> BadSample:
-        """What is wrong with a sample of which the device says that it is not finite."""
+        """What is wrong with a sample that the device has found not to be finite."""
         layout = layout_of(self.dataset, self.mesh, plan)
         try:
             self.dataset.read_block(plan.indices[n], block_of(layout))

@@ -210,7 +210,7 @@ class SafeFile:
         return found_file.dataset("/".join([target, *rest]))
 
     def _linked_file(self, name: str, what: str) -> SafeFile:
-        """Opens another file that this one leads to, if it lies in an allowed folder."""
+        """Opens another file that this one links to, if it is in an allowed folder."""
         target = (self.path.parent / name).resolve()
         if not any(target.is_relative_to(root) for root in self._roots):
             allowed = ", ".join(map(str, self._roots)) or "none"

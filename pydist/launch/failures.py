@@ -52,7 +52,7 @@ class _Guard:
 
     def end_job(self, code: int) -> NoReturn:
         if self.size == 1:
-            atexit._run_exitfuncs()  # nobody waits for this process: it may end in good order
+            atexit._run_exitfuncs()  # no process waits for this one: it may end in good order
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -73,7 +73,7 @@ def install(
     say: Callable[[str], object] | None = None,
     abort: Callable[[int], object] | None = None,
 ) -> None:
-    """From now on an error that nobody catches on this rank ends the job.
+    """From now on an uncaught error on this rank ends the job.
 
     Covers uncaught exceptions of the main and of other threads, `sys.exit` with a code other than
     0, and `KeyboardInterrupt`. May be called again when more is known.
@@ -102,7 +102,7 @@ def install(
 
 def fail(error: BaseException) -> NoReturn:
     """Print an error, unless another rank has done so, and end the job with its exit code."""
-    with _guard.lock:  # two threads of one rank may fail at once
+    with _guard.lock:  # two threads of one rank may fail at the same time
         code = exit_code_of(error) or 1
         first = _guard.claim is None or _guard.claim(code)
         # RankFailed says that another rank will tell more; it gets the time to do so.
@@ -115,7 +115,7 @@ def fail(error: BaseException) -> NoReturn:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Treat what leaves the block as the end of the program: errors and exit codes alike.
+    """Treat what leaves the block as the end of the program: errors and exit codes.
 
     For the outermost function of a command; `SystemExit` with code 0 passes through.
     """

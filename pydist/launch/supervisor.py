@@ -229,7 +229,7 @@ class _Job:
             self._claims.append((time.monotonic(), rank, message["claim"]))
         elif "say" in message:
             interrupted = self._verdict is not None and self._verdict.code == 128 + signal.SIGINT
-            if not interrupted:  # of which the launcher has told already
+            if not interrupted:  # the launcher has reported that already
                 sys.stderr.write(message["say"])
                 sys.stderr.flush()
         elif "end" in message:
@@ -312,7 +312,7 @@ class _Job:
             if now - self._verdict.since > _HANG_GRACE:
                 self._kill(signal.SIGKILL)
             return
-        # Without an MPI there is nobody else to end the other ranks: no reason to wait.
+        # Without an MPI nothing else ends the other ranks: no reason to wait.
         grace = _ABORT_GRACE if self._backend.executable is not None else 0.2
         if self._asked_to_end:
             grace = self._patience if self._verdict.asked else _SIGNAL_GRACE

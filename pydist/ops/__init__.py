@@ -2,7 +2,7 @@
 
 A new operator goes into the module of its family: a function with torch's signature, decorated
 with `pydist.tensor.implements`. Modules that register handlers are listed here; what families share
-(windows, gathering, redistribution) lies beside them.
+(windows, gathering, redistribution) is beside them.
 """
 
 # ruff: noqa: F401  imported for the handlers that they register

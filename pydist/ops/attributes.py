@@ -104,7 +104,7 @@ def data_of(x: ShardedTensor) -> ShardedTensor:
 @implements(torch.Tensor.detach_, torch.detach_)
 def detach_(x: ShardedTensor) -> ShardedTensor:
     """Takes the tensor out of its graph."""
-    x._shard = local_of(x).detach()  # a shard may be a view, of which torch would refuse it
+    x._shard = local_of(x).detach()  # torch refuses detach_() of views, and a shard may be one
     of_wrapper(torch.Tensor.requires_grad_, x, False)
     return x
 

@@ -48,7 +48,7 @@ def choose_layout(layout: Layout, work: Work) -> Layout:
         work: the operation.
 
     Returns:
-        `layout`, or one that lies on fewer ranks.
+        `layout`, or one over fewer ranks.
     """
     mesh = layout.mesh
     if mesh.keep_thin_blocks or not _has_thin_block(layout, work.window):

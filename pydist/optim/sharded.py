@@ -64,7 +64,7 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
         model: the parallelized model.
         use: "always", "never", or "auto": where it is estimated to be faster, that is on two ranks
             or more, from a million parameters on, with an optimizer that can be shared. The
-            estimate rests on counts alone, not on measured time: a rerun decides alike, bit by bit.
+            estimate rests on counts alone, not on measured time: a rerun decides the same.
 
     Returns:
         A `ShardedOptimizer`, or the optimizer as it is.
@@ -134,7 +134,7 @@ class ShardedOptimizer(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`; on all ranks alike."""
+        """See `torch.optim.Optimizer`; on all ranks."""
         super().add_param_group(param_group)
         if self._layout is not None:  # not while the groups of the optimizer are taken over
             self._reducer.scatter(self.param_groups[-1]["params"])
@@ -205,7 +205,7 @@ class ShardedOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state, that of a plain optimizer or of any number of ranks."""
         super().load_state_dict(state_dict)
-        # The optimizer mends what older versions of it have saved.
+        # The optimizer fixes what older versions of it have saved.
         self._inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
         self._take(dict(self._inner.state))
 

@@ -1,4 +1,4 @@
-"""A training step in a CUDA graph: capture, replay, and what both leave behind."""
+"""A training step in a CUDA graph: capture, replay, and what remains after both."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CapturedStep:
         """Takes the step on another batch; returns the loss, which the next one overwrites.
 
         Raises:
-            PydistError: the batch lies otherwise than the captured one.
+            PydistError: the batch has another layout than the captured one.
         """
         if batch.inputs.layout != self._layout or batch.first_sample != self._first:
             raise PydistError(

@@ -59,7 +59,7 @@ def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -
     Args:
         folder: where the run's checkpoints are; made if missing.
         step: training steps done. A checkpoint of the same step is left as it is: a run that
-            resumes from it and stops at once has nothing to add.
+            resumes from it and stops immediately has nothing to add.
         parts: state by name (letters, digits, ``_``, ``-``), as `pydist.train.tree.split` takes it.
         keep: complete checkpoints to leave, at least 1.
 

@@ -3,7 +3,7 @@
 Launching the thousands of kernels of a step from Python takes longer than the kernels do, where
 shards are small. A graph has them all, exchanges and the optimizer included, and one launch.
 
-What changes from step to step lies in memory that the graph reads: inputs, targets, the scale of
+What changes from step to step is in memory that the graph reads: inputs, targets, the scale of
 the loss, learning rates and the keys of random numbers. What stays in Python (schedule, counters,
 checkpoints) is unaware of it, so that a step is the same with and without a graph.
 
@@ -41,9 +41,9 @@ next ones run out of memory (https://github.com/pytorch/pytorch/pull/180395)."""
 class GraphedStep:
     """Takes training steps, by a graph as soon and as far as that is possible.
 
-    All ranks decide alike: by the size of the global batch, and together on what they were given.
+    All ranks decide the same: by the size of the global batch, together on what they were given.
     On one rank, steps go on without a graph after a capture that failed. With more, the ranks may
-    have come to different places in the step, each with exchanges that others do not know of: there
+    be at different places in the step, each with exchanges that others do not know of: there
     the job ends.
 
     Args:
@@ -128,7 +128,7 @@ class GraphedStep:
         if self._wanted == "always":
             raise UsageError(f'train.cuda_graph is "always": {reason}; "auto" goes on without')
         self._given_up = True
-        if self._step.device.type == "cuda":  # nobody expects a CUDA graph on a CPU
+        if self._step.device.type == "cuda":  # no CUDA graph is expected on a CPU
             self._notify(f"no CUDA graph: {reason}")
 
 
@@ -150,7 +150,7 @@ def obstacle(step: TrainStep) -> str | None:
 
 
 def risk(wanted: str, ranks: int) -> str | None:
-    """Why nothing is tried that may fail; nobody is kept from demanding it."""
+    """Why nothing is tried that may fail; a user can still demand it."""
     if wanted == "auto" and ranks > 1:
         return (
             "with several ranks a capture that fails ends the job; "

@@ -1,4 +1,4 @@
-"""The events of a run: appended to `log.jsonl`, and handed to whoever draws progress.
+"""The events of a run: appended to `log.jsonl`, and handed to what draws progress.
 
 One JSON object a line, with "event" and "time" (seconds since 1970) in each:
 

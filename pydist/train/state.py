@@ -154,7 +154,7 @@ def _names(state: Any) -> set[str]:
 
 
 def seed_everything(seed: int) -> None:
-    """Starts Python's, NumPy's and torch's random numbers alike on every rank."""
+    """Starts Python's, NumPy's and torch's random numbers with the same seed on every rank."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

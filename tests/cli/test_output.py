@@ -25,7 +25,7 @@ def ended(folder: Path, output: int, *arguments: str) -> subprocess.CompletedPro
 
 @pytest.fixture
 def unread() -> int:
-    """A pipe that nobody reads any more."""
+    """A pipe that is no longer read."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer

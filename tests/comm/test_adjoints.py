@@ -187,7 +187,7 @@ def test_entering_multiplies_the_gradient(factor):
     check(make, (2, 1, 1))
 
 
-# -- gradients of values held alike ---------------------------------------------------------
+# -- gradients of replicated values ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("axes", [("depth",), ("depth", "width"), ("data", *SPATIAL_AXES)])

@@ -202,7 +202,7 @@ def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatc
 
 
 def test_a_last_layer_used_by_one_group_alone_beside_global_batch_norm():
-    """Its bucket starts before the norm's exchange there, and behind it elsewhere."""
+    """Its bucket starts before the norm's exchange there, and after it elsewhere."""
 
     class Normed(nn.Module):
         def __init__(self):

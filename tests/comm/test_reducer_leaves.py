@@ -1,4 +1,4 @@
-"""Any parameter that feeds or follows a sharded call is reduced, whoever owns it."""
+"""Any parameter that feeds or follows a sharded call is reduced, in any model or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One writer at a time in a folder, whoever it is and however the last one ended."""
+"""One writer at a time in a folder, however the last one ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plans hand to kernels lies on the device that asks, and is made once."""
+"""What plans hand to kernels is on the device that uses it, and is made once."""
 
 from __future__ import annotations
 

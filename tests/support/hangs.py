@@ -129,7 +129,7 @@ def hang(folder: Path, launcher: str, phase: str, fault: str, limit: float, plai
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs, sleeps or is stopped; one that nobody has waited for is gone."""
+    """Whether a process runs, sleeps or is stopped; a zombie counts as gone."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False

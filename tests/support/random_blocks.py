@@ -30,7 +30,7 @@ class Expression(nn.Module):
 
 
 class Joined(nn.Module):
-    """x and what the body makes of it: added, in place or not, multiplied or behind one another."""
+    """x and what the body makes of it: added, in place or not, multiplied, or in sequence."""
 
     def __init__(self, body: nn.Module, how: str) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Checkpointed(nn.Module):
 
 
 class Twice(nn.Module):
-    """The same layers twice, behind one another or on two resolutions."""
+    """The same layers twice, one after the other or on two resolutions."""
 
     def __init__(self, body: nn.Module, scales: bool) -> None:
         super().__init__()

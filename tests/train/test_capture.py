@@ -27,7 +27,7 @@ from pydist.train.step import TrainStep
 
 
 class Computed:
-    """In a graph's place: what is "captured" is computed at once, so that all its traces are there.
+    """In a graph's place: what is "captured" is computed, so that all its traces are there.
 
     `reset` counts in `gone`.
     """
@@ -98,7 +98,7 @@ def test_a_capture_that_fails_leaves_the_run_as_it_was(
 
 
 def test_on_several_ranks_a_capture_that_fails_ends_the_job(config, refused_capture):
-    """They may have come to different exchanges, and none could know."""
+    """They may be at different exchanges, and none could know."""
     config = change(config, train={"steps": 4, "validate_every": 0})
     said = f'can\'t be captured: {REFUSAL}; train.cuda_graph = "never" goes without'
     with pytest.raises(PydistError, match=re.escape(said)):
@@ -230,7 +230,7 @@ def test_what_a_dead_capture_has_begun_is_forgotten_and_not_waited_for(computed_
 
     class Dead(Work):
         def wait(self):
-            pytest.fail("its event lies in a dead capture")
+            pytest.fail("its event belongs to a dead capture")
 
     def body(world):
         step, batch = small_step(world)

@@ -1,10 +1,10 @@
 """Exchanges as autograd functions, in closed pairs of a map and its adjoint.
 
 The convention, for everything that users see: a gradient is the true one on every rank, whether the
-tensor is cut, held alike by several ranks, or plain. Only a parameter's gradient is anything whose
+tensor is cut, replicated on several ranks, or plain. Only a parameter's gradient is anything whose
 *mean over all ranks* is the true one, as under DDP; the reducer forms that mean.
 
-In between, on the way from a result back to an operand that several ranks hold alike, each of them
+In between, on the way from a result back to a replicated operand, each of its ranks
 has a part: there too the mean over these ranks is the true one. The adjoints are
 
 ======================  =====================================================
@@ -23,7 +23,7 @@ which is its own. So what users see is true to second order.
 Sample groups weigh by their samples (`pydist.group_sizes`). A gradient within a group is that of
 the group's own loss; it is weighted where it reaches a parameter, and where it meets other groups'.
 
-The mean is taken where a tensor that ranks hold alike enters a call that uses its axes, on all of
+The mean is taken where a replicated tensor enters a call that uses its axes, on all of
 them at the same place of backward. So nothing that shows a gradient (a hook, `retain_grad`,
 `autograd.grad`) communicates, and it may be there on one rank alone.
 """
@@ -246,7 +246,7 @@ class _TrueGradient(Function):
 
 
 def with_true_gradient(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """A value that the ranks along `axes` hold alike, where it enters what differs between them.
+    """A value that is replicated along `axes`, where it enters what differs between them.
 
     Its gradient becomes the mean over these ranks: one all-reduce of its size in backward.
     """

@@ -86,7 +86,7 @@ def is_reached(parameter: Tensor) -> bool:
     try:
         if not trains:
             parameter.requires_grad_(True)  # torch names the node only of those that require it
-        # Asked for anew each time: `model.double()` gives a parameter another node.
+        # Not remembered: `model.double()` gives a parameter another node.
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:

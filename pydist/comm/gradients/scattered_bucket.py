@@ -1,4 +1,4 @@
-"""A bucket of whose gradients, and of whose optimizer step, each rank does its own part."""
+"""Buckets whose gradients and optimizer step are partitioned over the ranks (ZeRO-1)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Part(NamedTuple):
 
 
 class ScatteredBucket(Bucket):
-    """Parameters of whose gradients, and of whose optimizer step, each rank does its own part.
+    """A bucket whose gradients and optimizer step are partitioned over the ranks (ZeRO-1).
 
-    The bucket is one row of elements, of which each rank owns an interval. It keeps the mean of
+    The bucket is one row of elements; each rank owns an interval of it. It keeps the mean of
     that; what a rank has accumulated for the others is given up as soon as they have it. A further
     backward accumulates anew, and its mean is added.
 
@@ -70,7 +70,7 @@ class ScatteredBucket(Bucket):
             first = last
 
     def start(self, transport: Transport) -> None:
-        """Starts the mean of the gradients, of which this rank gets its part."""
+        """Starts the mean of the gradients; this rank gets its part of it."""
         self._row = self._alone()
         if self._row is None:
             self._row = self._packed()
@@ -103,7 +103,7 @@ class ScatteredBucket(Bucket):
         return leaf.key in self._released or super().has_gradient(leaf)
 
     def finish(self, family: Family, exists: Callable[[Leaf], bool]) -> None:
-        """Puts what stands for the mean in the place of the gradients."""
+        """Replaces the gradients by placeholders for the mean."""
         assert self._own is not None
         for leaf, part in self.parts():
             parameter = leaf.parameter()
@@ -168,7 +168,7 @@ class ScatteredBucket(Bucket):
                     parameter.grad += grad.pending
 
     def _place(self, part: Part) -> slice:
-        """Where a parameter's part lies in what this rank owns."""
+        """Where a parameter's part is in what this rank owns."""
         start = max(part.offset + part.start - self._lo, 0)
         return slice(start, start + part.stop - part.start)
 
@@ -178,7 +178,7 @@ class ScatteredBucket(Bucket):
         self.kept.clear()
 
     def start_gathering_values(self) -> None:
-        """Starts to collect the parameters themselves, of which each rank has its part."""
+        """Starts to gather the parameters themselves; each rank has its part of them."""
         first = self.leaves[0].parameter()
         if len(self.leaves) == 1 and first is not None:
             self._row = memory_of(first.detach())

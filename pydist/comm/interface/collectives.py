@@ -98,7 +98,7 @@ class Collectives(Primitives):
 
         Args:
             tensor: this rank's slice; it may be its place in `out` itself.
-            out: takes the slices, one behind the other, whatever its shape.
+            out: takes the slices, one after the other, whatever its shape.
             counts: elements of each rank's slice, >= 0; equal ones if None.
 
         Returns:
@@ -166,7 +166,7 @@ class Collectives(Primitives):
         """Start summing over ranks; each gets one slice of the sum.
 
         Args:
-            tensor: one slice for each rank, one behind the other, whatever its shape.
+            tensor: one slice for each rank, one after the other, whatever its shape.
             out: takes the sum over ranks of their slices for this rank. float16 and bfloat16 are
                 summed in float32, narrow integers in wider ones. It shares no memory with `tensor`.
             counts: elements of each rank's slice, >= 0; equal ones if None.

@@ -33,11 +33,11 @@ class Primitives(ABC):
         name: what the transport is called in `pydist.init(transport=...)`.
         rank: this rank's index in the group, 0 <= rank < size.
         size: number of ranks in the group.
-        unfinished: completes the exchange whose result nobody has asked for yet, if there is one;
+        unfinished: completes the exchange whose result was not used yet, if there is one;
             the next exchange calls it before it starts.
         watcher: is told of every exchanger that starts here, and of every tensor that is reduced
             or collected.
-        concurrent: whether threads of a rank may call it at once; else they take turns.
+        concurrent: whether threads of a rank may call it concurrently; else they take turns.
         device: the CUDA device whose tensors it takes as well as those of host memory; None for
             most.
     """
@@ -66,7 +66,7 @@ class Primitives(ABC):
 
     @abstractmethod
     def _subgroup(self, members: Sequence[int]) -> Transport:
-        """The transport of `members` (ranks of this one, in order), of which this rank is one.
+        """The transport of `members` (ranks of this one, in order, with this rank).
 
         Called by all ranks at the same point, each with its own group.
         """
@@ -80,7 +80,7 @@ class Primitives(ABC):
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,
     ) -> Channel:
-        """Bind buffers to peers, of which this rank may be one; empty buffers travel as well."""
+        """Bind buffers to peers, this rank among them perhaps; empty buffers travel as well."""
 
     @abstractmethod
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
@@ -163,7 +163,7 @@ class Primitives(ABC):
         """Take note of a CUDA graph with operations of these ranks: it can't outlive the group.
 
         Args:
-            graph: is reset before the group closes, if somebody still has it then.
+            graph: is reset before the group closes, if it is still referenced then.
         """
 
     def forget_capture(self) -> None:

@@ -55,7 +55,7 @@ class Nifti:
     Attributes:
         path: where it came from.
         header: its header as nibabel understands it.
-        block: its header as it lies in the file: 348 or 540 bytes.
+        block: its header as stored in the file: 348 or 540 bytes.
         stored: the voxels as stored, [x, y, z] or [x, y, z, channel].
     """
 

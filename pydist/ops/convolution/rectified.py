@@ -1,8 +1,8 @@
-"""ReLUs in place on a convolution's outputs, made when somebody asks for them.
+"""ReLUs in place on a convolution's outputs, made when their result is used.
 
 By then an average pool may have read the outputs, and applied the ReLU itself on the way
-(`pydist.ops.pooling.rectified`): nobody else needs the ReLU's result, whose sign, all that backward
-looks at, is that of the outputs. So they are neither read nor written for it.
+(`pydist.ops.pooling.rectified`): nothing else needs the ReLU's result. Its sign, which is
+all that backward looks at, is that of the outputs. So they are neither read nor written for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Given = tuple[Handover[Any], Any]
 
 
 class PendingRectifier:
-    """A ReLU, leaky or not, that is still to be made on outputs that nobody else has.
+    """A ReLU, leaky or not, that is still to be made on outputs that no other tensor shares.
 
     Args:
         outputs: to be changed. What saved them for backward need not know of it, as the signs
@@ -36,7 +36,7 @@ class PendingRectifier:
 
     Attributes:
         negative_slope: as given.
-        is_made: whether it was applied, for somebody who asked.
+        is_made: whether it was applied, as its result was used.
         handover: from the backward of who has read the outputs instead to the ReLU's.
     """
 
@@ -109,7 +109,7 @@ class PendingOutputs:
     def rectified(
         self, shard: Tensor, negative_slope: float
     ) -> tuple[Tensor, PendingRectifier] | None:
-        """The outputs behind a ReLU in place that is still to be made."""
+        """The outputs after a ReLU in place that is still to be made."""
         if not may_wait(shard):
             return None
         pending = PendingRectifier(self._outputs, negative_slope, None, self._bias)
@@ -118,7 +118,7 @@ class PendingOutputs:
 
 
 def may_wait(shard: Tensor) -> bool:
-    """Whether outputs may stay as they are behind a ReLU in place.
+    """Whether outputs may stay as they are after a ReLU in place.
 
     Not where hooks look at what is saved for backward (checkpointing, offloading), where the graph
     knows nothing of the ReLU, or knows the outputs as a part of something else.
@@ -133,7 +133,7 @@ def may_wait(shard: Tensor) -> bool:
 def rectified(
     shard: Tensor, negative_slope: float, after: Handover[Any], before: Given | None = None
 ) -> Tensor:
-    """Outputs behind a ReLU in place in autograd's graph; what they hold is up to the caller.
+    """Outputs after a ReLU in place in autograd's graph; the caller decides what they hold.
 
     The graph is that of torch's own call, to second order as well: ranks that fuse and ranks that
     do not run the same exchanges.

@@ -3,7 +3,7 @@
 One exchange in forward: every rank's mean and squared deviations; their counts follow from the
 layout. One in backward: Σ dy and Σ dy (x - mean), under way while the parameters' gradients are
 formed. A step reads x four times from memory (statistics, result, sums, dL/dx) and dL/dy twice,
-with a ReLU right behind or without; nothing of the size of an activation is made but the two
+with a ReLU right after it or without; nothing of the size of an activation is made but the two
 results.
 """
 
@@ -106,7 +106,7 @@ class Normalization:
         return result
 
     def node(self, out: Tensor) -> Tensor:
-        """`out` as the result in autograd's graph; what it holds is up to the other methods."""
+        """`out` as the result in autograd's graph; the other methods fill it."""
         result: Tensor = _Normalize.apply(*self._operands, out, self._call)
         return result
 

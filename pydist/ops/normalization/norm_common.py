@@ -51,7 +51,7 @@ def evaluate(
 ) -> ShardedTensor:
     """A norm with given statistics of the channels; the memory format is kept.
 
-    Where nothing learns, a ReLU right behind is made in the same pass.
+    Where nothing learns, a ReLU right after the norm is made in the same pass.
     """
     input, local = source.tensor, source.shard
     layout = input._layout

@@ -47,7 +47,7 @@ class PendingNorm:
             norm.write(self._out)
 
     def rectified(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, None] | None:
-        """The result behind a ReLU in place, written in the same pass.
+        """The result after a ReLU in place, written in the same pass.
 
         Args:
             shard: the result without, in the graph.
@@ -65,7 +65,7 @@ class PendingNorm:
         return norm.rectified(shard, negative_slope), None
 
     def parametric(self, shard: Tensor, slope: Tensor) -> Tensor | None:
-        """The result behind a PReLU, written without the one before.
+        """The result after a PReLU, written without the one before.
 
         Args:
             shard: the result before, in the graph.

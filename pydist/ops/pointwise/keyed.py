@@ -51,7 +51,7 @@ def _expandable(numbers: Tensor, extents: Sequence[int]) -> Tensor:
 
 
 def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int | Tensor:
-    """The key of one draw: seed, step, module, and the how-manieth draw in that module.
+    """The key of one draw: seed, step, module, and the number of the draw in that module.
 
     Within the capture of a CUDA graph, where the key of each replay will be.
     """
@@ -89,7 +89,7 @@ class ReplayedKeys:
         self._places: dict[tuple[str, int], int] = {}
 
     def place_of(self, layer: str, number: int) -> Tensor:
-        """Where the key of a module's draw lies, one int64.
+        """The memory of the key of a module's draw, one int64.
 
         Raises:
             NotSupported: the step draws too often.
@@ -105,7 +105,7 @@ class ReplayedKeys:
             return
         mesh = self._mesh
         keys = [_key(mesh, mesh.forwards, layer, number) for layer, number in self._places]
-        # Pinned: nobody waits for the copy, and torch keeps the memory until it is done.
+        # Pinned: the host does not wait for the copy; torch keeps the memory until it is done.
         signed = torch.tensor(
             [key - (1 << 64) if key >> 63 else key for key in keys],
             dtype=torch.int64,

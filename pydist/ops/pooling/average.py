@@ -1,4 +1,4 @@
-"""Average pooling: native sums over the shard as it lies; the halo's part added after.
+"""Average pooling: native sums over the shard as stored; the halo's part added after.
 
 Pooling is linear: the pooled shard, zero padded, plus the pooled slabs of the halo. So the shard is
 neither copied nor padded, the slabs travel meanwhile, and nothing is saved for backward, which has
@@ -28,7 +28,7 @@ from pydist.partition import Box, Footprint
 
 @dataclass(frozen=True)
 class Averaging:
-    """Sums over windows, each times a scale: what is computed, whoever holds the parts.
+    """Sums over windows, each times a scale: what is computed, wherever the parts are.
 
     Attributes:
         window: without dilation.
@@ -162,7 +162,7 @@ class AveragePlan(PoolPlan):
         Args:
             grad: dL/dy.
             layer: for the timers.
-            x: where a ReLU comes first, the shard before or behind it.
+            x: where a ReLU comes first, the shard before or after it.
             negative_slope: of the ReLU; 1 for none.
         """
         timers = self.mesh.timers

@@ -1,4 +1,4 @@
-"""Maximum pooling: native maxima of the shard as it lies; the halo's part merged after.
+"""Maximum pooling: native maxima of the shard as stored; the halo's part merged after.
 
 Each output remembers which tap of its window it took, in one byte for windows of up to 255 inputs.
 A maximum over parts is the maximum of their maxima, and the numbers of taps settle which of equal

@@ -141,7 +141,7 @@ def _plan(
     if ceil_mode:
         window = window.with_ceil(x.shape[2:])
     layout = choose_layout(x._layout, pool_work(window, x.shape[1]))
-    if layout != x._layout:  # else nobody need ask for the shard yet
+    if layout != x._layout:  # else the shard is not needed yet
         x = redistribute(x, layout)
     return x, window, plan_window(x._layout, window, x.shape[1])
 

@@ -56,7 +56,7 @@ def empty(box: Box, like: Tensor) -> Tensor:
     """A tensor for a box, in the memory format of `like`."""
     if not is_channels_last(like):
         return like.new_empty(box.shape)
-    # Not a view, of which a function's result may not be changed in place.
+    # Not a view: torch refuses changes in place of a function's result that is one.
     n, channels, *spatial = box.shape
     shape, order = (n, *spatial, channels), (0, len(spatial) + 1, *range(1, len(spatial) + 1))
     strides = [math.prod(max(1, extent) for extent in shape[i + 1 :]) for i in range(len(shape))]

@@ -1,4 +1,4 @@
-"""Average pooling of a convolution's outputs behind a ReLU in place: one pass for both.
+"""Average pooling of a convolution's outputs after a ReLU in place: one pass for both.
 
 The pool reads the convolution's outputs and applies the ReLU as it adds them up. The ReLU's result
 is made only where it travels, in the send buffers of the pool's halo. So a rank on which the ReLU
@@ -11,7 +11,7 @@ Of a convolution's outputs, elements read and written in memory by a step with a
 which has 1/8 as many: 2 (ReLU) + 1 1/8 (pool) forward, 1 1/8 + 3 backward; in one pass 1 1/8 and
 2 1/8.
 
-Whoever asks for the ReLU's result nonetheless, before or after, finds it, made in place then, and
+Where the ReLU's result is used nonetheless, before or after, it is made in place then, and
 backward goes its separate ways. So it does for gradients of gradients.
 """
 

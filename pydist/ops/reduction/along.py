@@ -63,7 +63,7 @@ def softmin(
 
 
 def _dtype(given: tuple[Any, ...], dtype: torch.dtype | None) -> torch.dtype | None:
-    """A dtype given by position: behind F's `_stacklevel`, or right after the dim."""
+    """A dtype given by position: after F's `_stacklevel`, or right after the dim."""
     return next((g for g in given if isinstance(g, torch.dtype)), dtype)
 
 
@@ -81,7 +81,7 @@ def _keeps_the_shape(name: str, positional: tuple[str, ...] = ("dim",)) -> None:
         if any(isinstance(value, Tensor) for value in named.values()):
             raise refusal(func, (input,), {}, "only numbers beside the tensor are possible")
         local = local_of(input)
-        if input.numel():  # else all ranks are alike
+        if input.numel():  # else all ranks are equal
             local = with_elements(local)
         return _wrapped(func(local, **named), input, d)
 

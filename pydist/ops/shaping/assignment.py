@@ -92,7 +92,7 @@ def _part_of(value: Tensor, dtype: torch.dtype, layout: Layout, removed: Sequenc
 
 
 def _layout_around(value: ShardedTensor, entries: Sequence[Any], x: Tensor) -> Layout:
-    """The layout of a tensor of which `value` becomes a part: cut where whole dims of it are."""
+    """The layout of a tensor that `value` becomes a part of: cut where whole dims of it are."""
     splits: list[Split | None] = [None] * x.dim()
     dim, at = x.dim(), value.dim()
     for entry in reversed(entries):

@@ -72,7 +72,7 @@ def _resized(layout: Layout, d: int, extent: int, split: Split | None) -> Layout
 
 
 def _part_of(like: ShardedTensor, d: int, start: int, extent: int, split: Split | None) -> Layout:
-    """Where a tensor is needed that lies at `start` in the joined dim."""
+    """Where a tensor is needed that begins at `start` in the joined dim."""
     if split is not None:
         points = [min(extent, max(0, p - start)) for p in split.partition.points]
         split = Split(split.axes, Partition(points))
@@ -141,7 +141,7 @@ def _nothing_of(x: ShardedTensor, d: int) -> ShardedTensor:
 
 @implements(torch.tile, torch.Tensor.tile)
 def tile(input: ShardedTensor, *dims: Any, **named: Any) -> ShardedTensor:
-    """As `repeat`; dims of which nothing is said are not repeated."""
+    """As `repeat`; dims that are not given are not repeated."""
     asked = given_as("dims", dims, named)
     times = (asked,) if isinstance(asked, int) else tuple(asked)
     return repeat(input, (*[1] * (input.dim() - len(times)), *times))

@@ -20,17 +20,17 @@ from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, wrap
 
 Entry = int | slice | None
-"""What stands for one dim in an index; `None` is a new dim."""
+"""The entry of one dim in an index; `None` is a new dim."""
 
 
 class Region(NamedTuple):
     """What an index of integers, slices and `None` selects, before integers remove their dim.
 
     Attributes:
-        local: the index of this rank's part in its shard; a slice stands for an integer.
+        local: the index of this rank's part in its shard; an integer becomes a slice.
         layout: of the selection, in which the dim of an integer has extent 1.
         removed: the dims of the selection that integers remove.
-        added: the dims of the selection that stand for `None`.
+        added: the dims of the selection that `None` adds.
     """
 
     local: tuple[slice | None, ...]

@@ -29,7 +29,7 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Over the last one to all dims, of which up to three are split over 2 to 8 ranks."""
+    """Over the last one to all dims; up to three are split over 2 to 8 ranks."""
     extents = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 3)), *extents)
     normalized = shape[draw(st.integers(0, len(shape) - 1)) :]

@@ -182,7 +182,7 @@ def test_taps_are_those_of_torch(mode, dims, dtype, data):
     weights = torch.ones_like(taps.indices, dtype=dtype) if taps.weights is None else taps.weights
     found = torch.zeros(extent, size.out, dtype=dtype).scatter_add_(0, taps.indices, weights)
     eps = torch.finfo(dtype).eps
-    # A place near an integer may come to lie on its other side: the weights are continuous.
+    # A place near an integer may end up on its other side: the weights are continuous.
     assert float((found - expected.view(extent, -1)).abs().max()) <= 8 * eps * (extent + 2)
 
 

@@ -34,7 +34,7 @@ SLICES = 2
 class SliceSums:
     """The reduce-scatters of one communicator.
 
-    Ranks start them in one order, and pieces travel in that order, whoever waits for which. All
+    Ranks start them in one order, and pieces travel in that order, whichever is waited for. All
     that others need of this rank is given to MPI at the start, out of the caller's memory. What is
     received moves on in `advance` and in waiting.
     """
@@ -44,7 +44,7 @@ class SliceSums:
         self.comm, self.engine = comm, engine
         self.rank = comm.Get_rank()
         size = comm.Get_size()
-        # Each rank begins with the one behind it, so that no one is mobbed.
+        # Each rank begins with the next one, so that none gets all messages first.
         self.peers = [(self.rank + step) % size for step in range(1, size)]
         piece = min(PIECE_BYTES, _WINDOW_BYTES // (_AHEAD * max(1, size - 1)))
         self._piece_bytes = max(piece, 4096) // 64 * 64

@@ -1,8 +1,8 @@
 """Tensors of one CUDA device between ranks: NCCL on a stream of its own.
 
-Nothing here waits for the device. An operation begins behind what is on the caller's current
-stream, and `wait` puts what the caller does next behind the operation: both by events. Until then
-the transport keeps the tensors, so that the allocator gives their memory to nobody.
+Nothing here waits for the device. An operation begins after what is on the caller's current
+stream, and `wait` puts what the caller does next after the operation: both by events. Until then
+the transport keeps the tensors, so that the allocator does not reuse their memory.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class NcclWork(Work):
         self._finish()
 
     def _finish(self) -> None:
-        """What comes behind the operation, on the caller's stream."""
+        """What comes after the operation, on the caller's stream."""
 
     def done(self) -> bool:
         """See `Work.done`."""
@@ -248,7 +248,7 @@ def as_messages(pairs: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int, int
 
 
 def _address(parts: Sequence[Tensor]) -> int:
-    """Where slices that lie one behind the other begin; empty ones have no address of their own."""
+    """Where slices that follow each other begin; empty ones have no address of their own."""
     before = 0
     for each in parts:
         if each.numel():
