@@ -9,7 +9,7 @@ is stale from the order of calls, so all ranks refuse the same use.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -206,6 +206,22 @@ def entry_of_plain(part: Tensor, plain: Tensor) -> Tensor:
 
 def _is_leaf(plain: Tensor) -> bool:
     return plain.is_leaf or (plain._is_view() and plain._base is not None and plain._base.is_leaf)
+
+
+def to_change(x: ShardedTensor, shard: Tensor, others: Iterable[Any] = ()) -> Tensor:
+    """The shard of `x`, for a change in place by a call with these other arguments.
+
+    Where an empty view is changed in place, autograd loses gradients of gradients: that of torch's
+    `as_strided` ends the graph there, on this rank alone. As nothing changes, what it is a view of
+    need not know, unless its gradient would go to one of the others.
+    """
+    if shard.numel() or not shard._is_view() or not shard.requires_grad:
+        return shard
+    if x._view is not None and any(isinstance(o, Tensor) and o.requires_grad for o in others):
+        return shard
+    entry: Tensor = _Entry.apply(shard)
+    torch.autograd.graph.increment_version(shard)  # as the change does on other ranks
+    return entry
 
 
 def remember_plain(x: ShardedTensor, plain: Tensor) -> None:

@@ -187,6 +187,11 @@ class PendingBoundary:
             pending.complete()
         return rectified(shard, negative_slope, pending.handover), pending
 
+    def complete_now(self) -> None:
+        """Completes the outputs within the call, but for the bias: it may still wait for a ReLU."""
+        self.is_deferrable, self.bias = False, None
+        self.complete()
+
     def complete(self, negative_slope: float = 1.0) -> None:
         """Waits for the halo and adds its part; does nothing when that has been done.
 

@@ -27,6 +27,7 @@ from pydist.ops.convolution.local_conv import (
 )
 from pydist.ops.convolution.rectified import PendingOutputs
 from pydist.ops.convolution.slab_kernels import SlabChooser, SlabKernels, as_read
+from pydist.ops.handover import hook_on_saved
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box
 
@@ -98,14 +99,20 @@ class _CorrectedConv(Function):
             y = kernels.run_forward(x, weight, bias if boundary.bias is None else None)
         boundary.outputs = y.data
         ctx.plan, ctx.kernels, ctx.layer = plan, kernels, timers.layer
-        ctx.boundary = boundary if ctx.needs_input_grad[1] else None
         ctx.boundary_kernels = boundary.kernels
-        ctx.save_for_backward(x, weight)  # the bias may change, as with torch
+        if hook_on_saved() is None:
+            ctx.boundary = boundary if ctx.needs_input_grad[1] else None
+            ctx.save_for_backward(x, weight)  # the bias may change, as with torch
+            return y
+        # A checkpoint computes the halo again as well, perhaps from other values than now.
+        boundary.complete_now()
+        ctx.boundary = None
+        ctx.save_for_backward(x, weight, *(boundary.slabs if ctx.needs_input_grad[1] else ()))
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, *halo = ctx.saved_tensors
         plan: CorrectionPlan = ctx.plan
         begin_backward(plan.mesh)
         if torch.is_grad_enabled():
@@ -125,7 +132,8 @@ class _CorrectedConv(Function):
             plan.mesh.world.progress()
             out_lo = plan.plan.out.box.lo[2:]
             with timers.measure("boundary", layer):
-                received = zip(ctx.boundary.slabs, exchanges.halo.slots, strict=True)
+                halo = halo if ctx.boundary is None else ctx.boundary.slabs
+                received = zip(halo, exchanges.halo.slots, strict=True)
                 for i, (slab, box) in enumerate(received):
                     slab_kernels.add("wgrad", i, slab, grad, grad_weight, box.lo[2:], out_lo)
         if pending is not None:
@@ -178,6 +186,5 @@ def corrected_conv(
     y = _CorrectedConv.apply(x, weight, bias, boundary, kernels)
     if boundary.is_deferrable:
         return y, boundary
-    boundary.bias = None  # it may still wait for a ReLU
-    boundary.complete()
+    boundary.complete_now()
     return y, PendingOutputs(y, behind)

@@ -65,13 +65,13 @@ class _CorrectedTransposed(Function):
         ctx.plan, ctx.kernels, ctx.recomputation = plan, kernels, recomputation
         ctx.slab_kernels = slab_kernels
         ctx.layer = timers.layer
-        ctx.slabs = slabs if ctx.needs_input_grad[1] else []
-        ctx.save_for_backward(x, weight)  # the bias may change, as with torch
+        for_wgrad = slabs if ctx.needs_input_grad[1] else ()
+        ctx.save_for_backward(x, weight, *for_wgrad)  # the bias may change, as with torch
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight, *for_wgrad = ctx.saved_tensors
         plan: CorrectionPlan = ctx.plan
         begin_backward(plan.mesh)
         if torch.is_grad_enabled():
@@ -92,7 +92,7 @@ class _CorrectedTransposed(Function):
                 grad_weight = as_read(kernels.run_wgrad(grad, x, weight))
             plan.mesh.world.progress()
             with timers.measure("boundary", layer):
-                received = zip(ctx.slabs, exchanges.grad_halo.slots, strict=True)
+                received = zip(for_wgrad, exchanges.grad_halo.slots, strict=True)
                 for i, (slab, box) in enumerate(received):
                     slab_kernels.add("wgrad", i, grad, slab, grad_weight, out_lo, box.lo[2:])
         if pending is not None:

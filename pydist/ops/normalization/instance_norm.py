@@ -65,9 +65,10 @@ def instance_norm(
         if local.shape[0] > 1:
             normed = by_torch(F.instance_norm, local, *running, *scale_shift, True, momentum, eps)
         else:
-            normed = _of_one_sample(local, running, scale_shift, momentum, eps)
+            normed = _of_one_sample(local, running, _copied(scale_shift), momentum, eps)
         return wrap(normed, layout, input)
     local = dense(local)
+    scale_shift = _copied(scale_shift)
     gathering = Gathering(local, plan)
     with torch.no_grad():
         own = gathering.merged()
@@ -79,6 +80,16 @@ def instance_norm(
         with torch.no_grad():
             update(running, found, momentum)
     return result
+
+
+def _copied(parameters: Running) -> Running:
+    """Copies in autograd's graph, as torch's instance norm makes them for its samples.
+
+    Backward then uses the scale as it was, whatever becomes of the parameter, and all sample groups
+    reach the two parameters in one order.
+    """
+    scale, shift = (None if each is None else each.clone() for each in parameters)
+    return scale, shift
 
 
 def _of_one_sample(

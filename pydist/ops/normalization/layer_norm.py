@@ -83,9 +83,7 @@ def _norm(
         own = gathering.merged()
     centred = function is F.layer_norm
     normed = Normalization(rows, None, None, own, plan, eps, centred).result()
-    # Not a view to autograd: of an empty one changed in place, gradients of gradients are lost.
-    normed = torch.ops.aten._unsafe_view(normed, local.shape)
-    return wrap(_scaled(normed, operands).to(dtype), layout, input)
+    return wrap(_scaled(normed.view(local.shape), operands).to(dtype), layout, input)
 
 
 def _scaled(x: Tensor, operands: Sequence[Tensor | None]) -> Tensor:

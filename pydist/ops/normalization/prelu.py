@@ -93,6 +93,9 @@ class _Prelu(Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.y = None  # as what is saved, which the engine lets go of now
         for_y, for_slope, *_ = ctx.needs_input_grad
+        # As they are now, perhaps changed past autograd, which torch would see too.
+        slopes = ctx.plan.of_samples(slope.to(values.dtype).expand(x.shape[1]), x)
+        values = torch.cat([values[:3], slopes[None]])
         grad, transform = strided_like(grad, x), Transform(values)
         sums = gradient_sums(grad, x, transform)
         grad_slope = None

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pydist.aliasing import to_change
 from pydist.errors import UsageError
 from pydist.ops.pointwise.keyed import keyed_uniform
 from pydist.tensor import HANDLERS, ShardedTensor, adopt_local, local_of, refusal, wrap
@@ -39,7 +40,7 @@ def dropout(
     if p < 1:
         mask.div_(1 - p)
     if inplace:
-        return adopt_local(input, local.mul_(mask))
+        return adopt_local(input, to_change(input, local).mul_(mask))
     return wrap(local * mask, input._layout, input)
 
 
@@ -63,7 +64,7 @@ def alpha_dropout(
         factor = kept * scale
         offset = (1 - kept - p) * (_SELU_LIMIT * scale)
     if inplace:
-        return adopt_local(input, local.mul_(factor).add_(offset))
+        return adopt_local(input, to_change(input, local).mul_(factor).add_(offset))
     return wrap(local * factor + offset, input._layout, input)
 
 

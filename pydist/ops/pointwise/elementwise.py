@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pydist.aliasing import to_change
 from pydist.errors import UsageError
 from pydist.layout import Layout, Split
 from pydist.ops.pointwise.in_place import in_place_on_plain
@@ -124,6 +125,9 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             else:
                 refuse_shard_shaped(operand, layout)
         args, kwargs = _map_tensors(align, args, kwargs)
+    if in_place:
+        others = (*args[1:], *kwargs.values())
+        args = (to_change(target, args[0], others), *args[1:])
     result = func(*args, **kwargs)
     if not isinstance(result, Tensor):
         return result  # NotImplemented, or the name of the dtype

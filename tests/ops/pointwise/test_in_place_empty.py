@@ -1,0 +1,33 @@
+"""Calls in place on empty shards: gradients of gradients reach the calls before."""
+
+from __future__ import annotations
+
+import pytest
+import torch.nn.functional as F
+from equivalence import check_function, randn
+
+
+def unpooled(x):
+    y, places = F.max_pool3d(x, 2, return_indices=True)
+    return F.max_unpool3d(y, places, 2, output_size=x.shape)
+
+
+# Their shards are views.
+RESULTS = {
+    "unpool": unpooled,
+    "linear": lambda x: F.linear(x.movedim(1, -1), randn(2, 1)).movedim(-1, 1),
+    "interpolate": lambda x: F.interpolate(x, scale_factor=2, mode="trilinear"),
+}
+
+
+@pytest.mark.parametrize(
+    "act", [lambda y: F.leaky_relu_(y, 0.1), lambda y: y.mul_(2)], ids=["leaky_relu_", "mul_"]
+)
+@pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
+def test_to_second_order(result, act):
+    def function(x):
+        y = act(result(F.avg_pool3d(x * x, (3, 1, 1), 1, (1, 0, 0))))
+        return F.conv3d(y, randn(1, y.shape[1], 3, 3, 3), padding=1)
+
+    points = [(0, 1, 2, 8, 8), None, None]
+    check_function(function, randn(1, 1, 8, 2, 2), (), points, second_order=True)
