@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -240,3 +241,22 @@ def test_backward_runs_on_the_threads_of_the_ranks() -> None:
         return weight.grad.tolist()
 
     assert run_local(body, 4) == [[6.0, 6.0]] * 4
+
+
+def test_buffers_of_a_collective_outlive_a_rank_that_does_not_wait_for_it() -> None:
+    buffers: list[weakref.ref[torch.Tensor]] = []
+
+    def body(t: Transport) -> torch.Tensor | None:
+        out = torch.zeros(2)
+        if t.rank == 0:
+            buffers.append(weakref.ref(out.untyped_storage()))
+            t.all_gather_async(torch.ones(1), out)
+            return None
+        for thread in threading.enumerate():
+            if thread.name == "rank 0":
+                thread.join()
+        assert buffers[0]() is not None, "this rank writes into freed memory"
+        t.all_gather_async(torch.ones(1), out).wait()
+        return out
+
+    assert run_local(body, 2)[1].tolist() == [1, 1]

@@ -52,6 +52,7 @@ def run_local(
     """
     hub = native.LocalHub(size)
     delay = Latency(latency) if latency > 0 else None
+    lent = dict[tuple[int, int, int], object]()
     context = _Context()
     results: dict[int, R] = {}
     failures: list[tuple[int, BaseException]] = []
@@ -59,7 +60,8 @@ def run_local(
     def body(rank: int) -> None:
         try:
             with context.entered():
-                results[rank] = fn(LocalTransport(hub, rank, latency=delay), *args, **kwargs)
+                transport = LocalTransport(hub, rank, latency=delay, lent=lent)
+                results[rank] = fn(transport, *args, **kwargs)
         except BaseException as error:
             failures.append((rank, error))
             # While the exception is held its frames keep the buffers that others may be reading.

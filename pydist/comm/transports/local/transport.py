@@ -34,6 +34,7 @@ class LocalTransport(Transport):
         group: int = _WORLD,
         size: int | None = None,
         latency: Latency | None = None,
+        lent: dict[tuple[int, int, int], object] | None = None,
     ) -> None:
         """Join a hub.
 
@@ -43,6 +44,8 @@ class LocalTransport(Transport):
             group: the hub's number for the group.
             size: ranks in the group; those of the hub if None.
             latency: delays what is sent; the same object on all ranks of the hub.
+            lent: buffers of collectives under way, by group, rank and ticket; the same object on
+                all ranks of the hub.
         """
         self._hub = hub or native.LocalHub(1)
         self._group = group
@@ -51,8 +54,9 @@ class LocalTransport(Transport):
         self._latency = latency
         self._splits = 0
         self._collectives = 0
-        # Buffers of collectives under way: another rank's thread may be writing into them.
-        self._lent: dict[int, object] = {}
+        # The last rank to join a collective copies, into the buffers of all. So they outlive the
+        # `Work`, and a rank whose thread has ended meanwhile.
+        self._lent = {} if lent is None else lent
 
     def _subgroup(self, members: Sequence[int]) -> LocalTransport:
         self._splits += 1
@@ -63,6 +67,7 @@ class LocalTransport(Transport):
             group=group,
             size=len(members),
             latency=self._latency,
+            lent=self._lent,
         )
 
     def _channel(
@@ -164,7 +169,7 @@ class LocalWork(Work):
         self._transport = transport
         self._ticket: int | None = ticket
         self._number = number
-        transport._lent[ticket] = buffers
+        transport._lent[transport._group, transport.rank, ticket] = buffers
 
     def wait(self) -> None:
         """See `Work.wait`."""
@@ -173,7 +178,7 @@ class LocalWork(Work):
         ticket, self._ticket = self._ticket, None
         transport = self._transport
         transport._hub.finish(transport._group, transport.rank, ticket)
-        del transport._lent[ticket]
+        del transport._lent[transport._group, transport.rank, ticket]
         if transport._latency is not None:
             transport._latency.finish(transport._group, self._number, transport.size)
 

@@ -26,7 +26,7 @@ _MPI_TYPES = {
 
 
 class MpiWork(Work):
-    """Requests under way and what must live as long as they do."""
+    """Requests under way and their buffers, which live until `wait`, even if nobody calls it."""
 
     def __init__(
         self, requests: list[MPI.Request], engine: ProgressEngine, *buffers: object
@@ -34,6 +34,7 @@ class MpiWork(Work):
         self._pending: tuple[list[MPI.Request], object] | None = (requests, buffers)
         self._engine = engine
         engine.started()
+        engine.works.add(self)
 
     @waits("messages")
     def wait(self) -> None:
@@ -42,6 +43,7 @@ class MpiWork(Work):
             return
         MPI.Request.Waitall(self._pending[0])
         self._pending = None
+        self._engine.works.discard(self)
         self._engine.ended()
 
 

@@ -48,6 +48,8 @@ class ProgressEngine:
         self._poll = _Poll(poll)
         self._polls_in_calls = way == "calls"
         self._under_way = 0
+        self.works: set[object] = set()
+        """Collectives under way: MPI writes into their buffers, whether or not anybody waits."""
         self._thread = _Thread(self._poll) if way == "thread" else None
 
     @classmethod
