@@ -330,3 +330,29 @@ def test_hooks_on_partitioned_gradients_are_refused(early):
         model(distribute_tensor(batch(), mesh)).square().mean().backward()
 
     on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
+@pytest.mark.parametrize("accumulates", [False, True], ids=["afresh", "further"])
+def test_hooks_of_parameters_frozen_after_the_forward_pass(accumulates, grid):
+    """As under torch they are called: with what arrives, and with the gradient as it was."""
+
+    def script(ready, cut):
+        model, seen = ready(network()), {}
+        model[0].weight.register_hook(lambda g: seen.update(arrived=g.clone()))
+        for name, p in model[0].named_parameters():
+            p.register_post_accumulate_grad_hook(
+                lambda p, name=name: seen.update({name: None if p.grad is None else p.grad + 0})
+            )
+        if accumulates:
+            backward(model, cut)
+        y = model(cut(batch(1)))
+        model[0].requires_grad_(False)
+        seen.clear()
+        y.square().mean().backward()
+        found = [seen.pop(name) for name in ("arrived", "weight", "bias")]
+        backward(model, cut, 2)  # frozen before: nothing arrives
+        assert not seen
+        return [*found, *gradients(model)]
+
+    check_script(script, grid)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -274,6 +277,25 @@ def started_all_gathers_of_uneven_slices(t: Transport) -> None:
     equal_slices = torch.empty(t.size, 2)
     t.all_gather_async(torch.full((2,), float(t.rank)), equal_slices).wait()
     assert equal_slices.tolist() == [[float(rank)] * 2 for rank in range(t.size)]
+
+
+@check
+def buffers_outlive_work_that_nobody_waits_for(t: Transport) -> None:
+    """As where a forward pass raises: bytes of the other ranks still arrive."""
+    memory = np.zeros(t.size)
+    alive = weakref.ref(memory)
+    if t.rank > 0:
+        t.recv(torch.zeros(1), 0)  # not before rank 0 has dropped its own
+    work = t.all_gather_async(torch.ones(1, dtype=torch.float64), torch.from_numpy(memory))
+    if t.rank == 0:
+        del memory, work
+        gc.collect()
+        assert t.size == 1 or alive() is not None
+        for peer in range(1, t.size):
+            t.send(torch.ones(1), peer)
+    else:
+        work.wait()
+        assert memory.tolist() == [1.0] * t.size
 
 
 @check

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from pydist.comm.exchange.adjoints import mean_ranks
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
     from pydist.comm.gradients.lane import Lane
     from pydist.comm.gradients.leaf import Leaf
     from pydist.comm.interface.transport import Transport
+    from pydist.mesh import Mesh
 
 # A parameter that is frozen for so many backward passes in a row is sent no longer. Networks that
 # are frozen and unfrozen in turn (GANs) keep their places.
 _IDLE_PASSES = 3
 OLD, NEW = 1, 2
 """A gradient from before this backward, and one that this backward has added to."""
+FROZEN, SHOWN = 1, 2
+"""A parameter that takes no gradient, and one whose hooks see that which arrives all the same."""
 
 
 class Flags:
@@ -56,12 +61,15 @@ class Flags:
         return self._any
 
 
-def own_flags(lanes: Sequence[Lane], news: bool) -> tuple[list[int], list[list[int]]]:
+def own_flags(
+    lanes: Sequence[Lane], news: bool, unused: Container[Leaf] = ()
+) -> tuple[list[int], list[list[int]]]:
     """What this rank has: a place for news, a flag for each lane, two for each member.
 
     Args:
         lanes: all lanes.
         news: whether a parameter without a lane has a gradient.
+        unused: frozen members that a gradient has arrived at.
 
     Returns:
         The flags, and for each lane the leaves that need no place any more.
@@ -93,7 +101,8 @@ def own_flags(lanes: Sequence[Lane], news: bool) -> tuple[list[int], list[list[i
             leaf.fired = False  # or zero_grad() was called since
             flags.append(OLD if exists else 0)
             trains = parameter.requires_grad
-            frozen.append(int(not trains))
+            is_shown = leaf in unused and leaf.shows_gradients
+            frozen.append(0 if trains else SHOWN if is_shown else FROZEN)
             leaf.idle = 0 if trains else leaf.idle + lane.touched
             if leaf.idle >= _IDLE_PASSES:
                 proposal.append(index)
@@ -112,6 +121,24 @@ def read_flags(
     members = chain.from_iterable(lane.leaves for lane in lanes)
     flags = dict(zip(members, anywhere[1 + count :], strict=False))
     return bool(anywhere[0]), list(anywhere[1 : 1 + count]), flags
+
+
+def show_unused(
+    mesh: Mesh, lanes: Sequence[Lane], anywhere: Sequence[int], unused: dict[Leaf, Tensor]
+) -> None:
+    """Forms the means that hooks of any rank are to see. Collective.
+
+    Args:
+        mesh: the mesh.
+        lanes: all lanes.
+        anywhere: the flags of all ranks.
+        unused: what has arrived at frozen members; means take its place.
+    """
+    members = [(lane, leaf) for lane in lanes for leaf in lane.leaves]
+    frozen = anywhere[1 + len(lanes) + len(members) :]
+    for (lane, leaf), flag in zip(members, frozen, strict=False):
+        if flag == SHOWN:
+            unused[leaf] = mean_ranks(unused[leaf], mesh, lane.axes, "gradients")
 
 
 def refuse_frozen(lanes: Sequence[Lane], anywhere: Sequence[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -151,8 +151,17 @@ class Leaf:
         if self.has_hooks:
             self._stamp = _stamp_of(parameter.grad)
 
-    def call_hooks(self, parameter: Tensor) -> None:
+    @property
+    def shows_gradients(self) -> bool:
+        """Whether users' hooks look at what arrives."""
+        return self.has_hooks and bool(self._before.users())
+
+    def call_hooks(self, parameter: Tensor, unused: Tensor | None = None) -> None:
         """Calls users' hooks with the mean, as torch would have with the gradient.
+
+        Args:
+            parameter: the parameter.
+            unused: the mean of what arrived at a frozen parameter, whose gradient stays.
 
         Raises:
             UsageError: a hook returned something else than a gradient.
@@ -160,24 +169,30 @@ class Leaf:
         """
         base, self.base = self.base, None
         hooks, grad = self._before.users(), parameter.grad
-        if hooks and grad is not None:
-            added = grad if base is None else grad - base
-            for hook in hooks:
-                changed = hook(added)
-                if changed is None:
-                    continue
-                if not isinstance(changed, Tensor) or changed.shape != added.shape:
-                    raise UsageError(
-                        f"a hook of the parameter {self.name} returned {_what(changed)}; a tensor "
-                        f"of shape {list(added.shape)} or None is possible"
-                    )
-                added = changed.detach()
+        if unused is not None:
+            self._seen_by(hooks, unused)
+        elif hooks and grad is not None:
+            added = self._seen_by(hooks, grad if base is None else grad - base)
             if base is not None:
                 parameter.grad = base.add_(added)
             elif added is not grad:
                 parameter.grad = added.to(grad.dtype, copy=True)
         for hook in self._after.users():
             hook(parameter)
+
+    def _seen_by(self, hooks: Iterable[_Hook], grad: Tensor) -> Tensor:
+        """What hooks make of a gradient."""
+        for hook in hooks:
+            changed = hook(grad)
+            if changed is None:
+                continue
+            if not isinstance(changed, Tensor) or changed.shape != grad.shape:
+                raise UsageError(
+                    f"a hook of the parameter {self.name} returned {_what(changed)}; a tensor "
+                    f"of shape {list(grad.shape)} or None is possible"
+                )
+            grad = changed.detach()
+        return grad
 
     def _before_accumulation(self, grad: Tensor | None) -> Tensor | None:
         reducer = self._reducer()

@@ -17,7 +17,14 @@ from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.exchange.exchanger import in_memory
 from pydist.comm.gradients import graph, watch
 from pydist.comm.gradients.agreement import agree
-from pydist.comm.gradients.flags import NEW, Flags, own_flags, read_flags, refuse_frozen
+from pydist.comm.gradients.flags import (
+    NEW,
+    Flags,
+    own_flags,
+    read_flags,
+    refuse_frozen,
+    show_unused,
+)
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.leaf import Leaf, leaf_of
 from pydist.comm.gradients.scattered import ScatteredGradient
@@ -76,6 +83,7 @@ class Reducer:
         self._pauses = 0  # open `no_sync` blocks, of any model
         self._runs: list[_Run] = []  # of the engine, nested
         self._queued = self._interrupted = False
+        self._unused: dict[Leaf, Tensor] = {}  # what has arrived at frozen parameters
         self.parts: dict[int, Part] = {}
         """By the id of a scattered parameter: which part of it is whose. Another dict whenever
         the buckets were made anew."""
@@ -203,6 +211,7 @@ class Reducer:
         if failed and run.accumulates and not run.complete and not self._runs:
             # Other ranks may have come further, and this may be caught: the next pass tidies up.
             self._interrupted, self._queued = True, False
+            self._unused.clear()
             for lane in self.lanes:
                 lane.interrupt()
             for leaf in chain(self._newcomers.values(), *(lane.leaves for lane in self.lanes)):
@@ -248,10 +257,13 @@ class Reducer:
         if leaf.has_hooks and parameter is not None:
             leaf.waits = True
             leaf.remember_base(parameter)
-        if weight == 1 or grad is None:
-            return None if grad is given else grad
-        # Of nothing a mean loss is NaN.
-        return grad * weight if weight else torch.zeros_like(grad)
+        if weight != 1 and grad is not None:
+            # Of nothing a mean loss is NaN.
+            grad = grad * weight if weight else torch.zeros_like(grad)
+        is_frozen = parameter is not None and not parameter.requires_grad
+        if is_frozen and grad is not None and leaf.lane is not None and not leaf.lane.pauses:
+            self._unused[leaf] = grad  # torch calls hooks with it
+        return None if grad is given else grad
 
     def after(self, leaf: Leaf, parameter: Tensor) -> None:
         """A gradient was accumulated."""
@@ -303,7 +315,7 @@ class Reducer:
         mesh = self.mesh
         with mesh.timers.measure("gradients"):
             news = self._found_news()
-            own, proposals = own_flags(self.lanes, bool(news))
+            own, proposals = own_flags(self.lanes, bool(news), self._unused)
             for lane in self.lanes:
                 if lane.wanted:
                     lane.start_rest()
@@ -323,6 +335,8 @@ class Reducer:
                 lane.start_rest()
             for lane in taking_part:
                 lane.finish(lambda leaf: flags.get(leaf, 0) > 0)
+            unused, self._unused = self._unused, {}
+            show_unused(mesh, self.lanes, anywhere, unused)
             self._queued = False
             if self._runs:
                 self._runs[-1].complete = True
@@ -332,8 +346,8 @@ class Reducer:
                 self._take_up(news, proposals)
         for leaf in hooked:
             parameter = leaf.parameter()
-            if parameter is not None and flags.get(leaf, NEW) == NEW:
-                leaf.call_hooks(parameter)
+            if parameter is not None and (leaf in unused or flags.get(leaf, NEW) == NEW):
+                leaf.call_hooks(parameter, unused.get(leaf))
 
     def _found_news(self) -> list[Leaf]:
         """Parameters that have a gradient and no lane."""

@@ -88,6 +88,8 @@ class C10dTransport(HostTransport):
         self._order = list(order) if order is not None else list(range(self.size))
         self.rank = self._order.index(dist.get_rank(self._group))
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
+        # Bytes of other ranks still arrive where nobody waits.
+        self._under_way: set[_C10dWork] = set()
         # gloo can't send to itself: tag -> messages of this rank to this rank.
         self._own: dict[int, deque[Tensor]] = defaultdict(deque)
 
@@ -176,13 +178,15 @@ class _C10dWork(Work):
         self, transport: C10dTransport, works: Sequence[dist.Work], tensors: Sequence[Tensor]
     ) -> None:
         self._works, self._tensors = works, tensors
-        self.ledger = transport.ledger
+        self._under_way, self.ledger = transport._under_way, transport.ledger
+        self._under_way.add(self)
 
     @_waits("messages")
     def wait(self) -> None:
         for work in self._works:
             work.wait()
         self._works, self._tensors = [], []
+        self._under_way.discard(self)
 
 
 class C10dChannel(Channel):
