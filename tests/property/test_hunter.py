@@ -29,7 +29,7 @@ SMALL = Program(
 def test_programs_are_the_same_when_they_are_split(tmp_path):
     path = child_environment()
     path["PYTHONPATH"] = f"{SUPPORT}:{path.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "hunter.hunt", "--programs", str(SEEDS), "--seconds", "100"]
+    command = [sys.executable, "-m", "hunter.command", "--programs", str(SEEDS), "--seconds", "100"]
     ended = subprocess.run(
         [*command, "--minimise", "1", "--workers", "2"],
         env={**path, "OMP_NUM_THREADS": "1"},

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import re
-import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import NamedTuple
 
 from random_spot import call
 
-from hunter.generator import INGREDIENTS, KNOWN, program_of
+from hunter.generator import program_of
 from hunter.isolation import each_isolated
-from hunter.job import run_job
-from hunter.judge import BAD, Run, Verdict, judge, legal, run_whole, settings, verdict_of, without
+from hunter.judge import BAD, Verdict, judge, legal, settings, without
 from hunter.program import Program
 from hunter.shrink import shrunk
 
 LIMIT = 60.0
 """Seconds after which the process of one program is killed."""
-
-BATCH = 100
-"""Programs of one MPI job."""
 
 REFUSALS = 4
 """So many refused statements are taken out of a program, and the rest run again."""
@@ -50,13 +42,14 @@ class Tally:
     def programs(self) -> int:
         return self.outcomes.total()
 
-    def count(self, seed: int, answer: Answer) -> None:
-        """Adds a program, and says so where it failed."""
+    def count(self, seed: int, answer: Answer, *, quiet: bool = False) -> None:
+        """Adds a program, and prints it where it failed."""
         verdict = answer.verdict
         self.outcomes[verdict.outcome] += 1
         if verdict.bad:
             self.found.append((seed, verdict))
-            print(f"seed {seed}: {verdict.outcome}: {verdict.detail}", flush=True)
+            if not quiet:
+                print(f"seed {seed}: {verdict.outcome}: {verdict.detail}", flush=True)
 
     def lines(self) -> Iterator[str]:
         parts = ", ".join(f"{n} {name}" for name, n in self.outcomes.most_common())
@@ -110,7 +103,14 @@ def warm_up() -> None:
     assert verdict.outcome == "equal", verdict
 
 
-def hunt(tasks: Iterable[Task], seconds: float, workers: int = 1, most: int = 10**9) -> Tally:
+def hunt(
+    tasks: Iterable[Task],
+    seconds: float,
+    workers: int = 1,
+    most: int = 10**9,
+    *,
+    quiet: bool = False,
+) -> Tally:
     """Examines programs until the tasks or the time are over, or so many have failed."""
     warm_up()
     deadline = time.monotonic() + seconds
@@ -125,50 +125,8 @@ def hunt(tasks: Iterable[Task], seconds: float, workers: int = 1, most: int = 10
     for (seed, _), answer in each_isolated(examine, in_time(), LIMIT, workers):
         found = Answer(answer, [], None) if isinstance(answer, Verdict) else answer
         tally.refused.update(_short(text) for text in found.refused)
-        tally.count(seed, found)
+        tally.count(seed, found, quiet=quiet)
     return tally
-
-
-def hunt_mpi(tasks: Iterable[Task], seconds: float, workers: int, ranks: int, mpi: str) -> Tally:
-    """As `hunt`, and programs for so many ranks that are equal there run as an MPI job as well."""
-    warm_up()
-    deadline = time.monotonic() + seconds
-    tally, waiting = Tally(), list[tuple[int, Program]]()
-    for (seed, _), answer in each_isolated(examine, tasks, LIMIT, workers):
-        found = Answer(answer, [], None) if isinstance(answer, Verdict) else answer
-        program = found.program
-        over = time.monotonic() > deadline
-        if found.verdict.outcome == "equal" and program is not None and program.ranks == ranks:
-            waiting.append((seed, program))
-        if waiting and (over or len(waiting) == BATCH):
-            for seed_of, verdict in judged_under_mpi(waiting, ranks, mpi):
-                tally.count(seed_of, Answer(verdict, [], None))
-            waiting.clear()
-        if over:
-            break
-    return tally
-
-
-def judged_under_mpi(
-    programs: Sequence[tuple[int, Program]], ranks: int, mpi: str
-) -> Iterator[tuple[int, Verdict]]:
-    """The verdicts on programs that run one after another in MPI jobs of so many ranks."""
-    rest = list(programs)
-    while rest:
-        with tempfile.TemporaryDirectory(prefix="pydist-hunt-") as folder:
-            output, runs = run_job(Path(folder), [p for _, p in rest], ranks, mpi)
-        for (seed, program), found in zip(rest, runs, strict=False):
-            ((_, verdict),) = each_isolated(_compared, [(program, found)], LIMIT)
-            yield seed, verdict
-        rest = rest[len(runs) :]
-        if rest:  # the job ended at the next one
-            yield rest[0][0], Verdict("crash", f"under {mpi}: {output[-500:]}")
-            rest = rest[1:]
-
-
-def _compared(case: tuple[Program, list[Run]]) -> Verdict:
-    program, runs = case
-    return verdict_of(program, run_whole(program), runs)
 
 
 def minimise(task: Task, outcome: str, seconds: float) -> str | None:
@@ -199,51 +157,3 @@ def _short(message: str) -> str:
     text = message.split("; ", maxsplit=1)[0]
     text = re.sub(r" (in module \S+|at \S+:\d+|\(shapes [^)]*\))", "", text)
     return re.sub(r"\d+(, \d+)*", "n", text)[:160]
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command `tools/hunt`."""
-    parser = argparse.ArgumentParser(
-        prog="tools/hunt", description="Runs random training programs split against whole."
-    )
-    parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--programs", type=int, default=10**9, help="at most so many")
-    parser.add_argument("--seconds", type=float, default=120.0, help="start none after so long")
-    parser.add_argument(
-        "--only", nargs="*", choices=(*INGREDIENTS, *KNOWN), default=INGREDIENTS,
-        metavar="INGREDIENT",
-        help=f"what programs may have beside networks and steps: {', '.join(INGREDIENTS)}; "
-        f"known to differ: {', '.join(KNOWN)}",
-    )  # fmt: skip
-    parser.add_argument("--failures", type=int, default=10**9, help="end after so many")
-    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
-    parser.add_argument("--minimise", type=int, default=3, help="of so many failures")
-    parser.add_argument("--mpi", help="run programs under this MPI as well: openmpi, mpich, gloo")
-    parser.add_argument("--ranks", type=int, default=2, help="of the MPI job")
-    parser.add_argument("--out", type=Path, help="folder for scripts of failures, else printed")
-    given = parser.parse_args(arguments)
-    start = time.monotonic()
-    ingredients = tuple(given.only)
-    tasks = ((seed, ingredients) for seed in range(given.seed, given.seed + given.programs))
-    if given.mpi is None:
-        tally = hunt(tasks, given.seconds, given.workers, given.failures)
-    else:
-        tally = hunt_mpi(tasks, given.seconds, given.workers, given.ranks, given.mpi)
-    print(*tally.lines(), sep="\n")
-    print(f"seeds from {given.seed}, {time.monotonic() - start:.0f} s", flush=True)
-    for seed, verdict in tally.found[: given.minimise]:
-        script = minimise((seed, ingredients), verdict.outcome, 120)
-        if script is None:
-            print(f"seed {seed}: fails not each time, or not with the same outcome")
-        elif given.out is None:
-            print(f"\n{script}")
-        else:
-            given.out.mkdir(parents=True, exist_ok=True)
-            path = given.out / f"found-{seed}.py"
-            path.write_text(script)
-            print(f"{path}: {verdict.outcome}")
-    return 1 if tally.found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

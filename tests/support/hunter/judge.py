@@ -193,7 +193,8 @@ def _joined(program: Program, over: str, group: int, parts: Sequence[Seen]) -> T
     if over == "share":
         return torch.cat([v * s for v, s in zip(values, shares, strict=True)])
     if over == "mean":
-        return torch.stack([v * s for v, s in zip(values, shares, strict=True)]).sum(0)
+        # Of no samples a mean is NaN.
+        return torch.stack([v * s for v, s in zip(values, shares, strict=True) if s]).sum(0)
     return values[group]
 
 

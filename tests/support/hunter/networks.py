@@ -32,6 +32,15 @@ def wide_network(numbers: random.Random, shape: tuple[int, ...]) -> Blocks:
     return [first, Spot(numbers, shape, 0).layer("Conv", 32, 48, 3, padding=1)]
 
 
+def plain_network(numbers: random.Random, shape: tuple[int, ...]) -> tuple[Blocks, tuple[int, ...]]:
+    """Layers that torch computes of no samples, too."""
+    layers: Blocks = []
+    for _ in range(numbers.randint(1, 3)):
+        found, shape = chosen(numbers, shape)
+        layers += found
+    return _with_weight(numbers, layers, shape)
+
+
 def network(numbers: random.Random, shape: tuple[int, ...]) -> tuple[Blocks, tuple[int, ...]]:
     """Layers for an input of [N, C, ...], and the shape of their result."""
     layers: Blocks = []
@@ -41,6 +50,12 @@ def network(numbers: random.Random, shape: tuple[int, ...]) -> tuple[Blocks, tup
         else:
             found, shape = chosen(numbers, shape)
         layers += found
+    return _with_weight(numbers, layers, shape)
+
+
+def _with_weight(
+    numbers: random.Random, layers: Blocks, shape: tuple[int, ...]
+) -> tuple[Blocks, tuple[int, ...]]:
     if not any("Conv" in layer for layer in layers):
         layers.append(Spot(numbers, shape, 0).layer("Conv", shape[1], 2, 1))
         shape = (shape[0], 2, *shape[2:])
@@ -73,6 +88,26 @@ def reaching_conv(s: Spot) -> Source:
     padding[d] = span // 2 if s.flag() else s.number(0, span)
     sizes = {"padding": tuple(padding), "dilation": tuple(dilation)}
     return s.layer("Conv", s.channels, s.number(1, 3), tuple(kernel), **sizes)
+
+
+def far_conv(s: Spot) -> Source:
+    """Along the first dim, with as many outputs, of which thin slabs reach some here and there."""
+    kernel, dilation = s.pick(3, 5, 5), s.pick(1, 2, 2, 3)
+    rest = (1,) * (s.dims - 1)
+    sizes = {
+        "padding": (dilation * (kernel - 1) // 2, *(0 for _ in rest)),
+        "dilation": (dilation, *rest),
+    }
+    return s.layer("Conv", s.channels, s.number(1, 3), (kernel, *rest), **sizes)
+
+
+def relu_in_place(s: Spot) -> Source:
+    return s.pick(call("nn.ReLU", True), call("nn.LeakyReLU", 0.1, True))
+
+
+def average(s: Spot) -> Source:
+    rest = (1,) * (s.dims - 1)
+    return s.layer("AvgPool", (3, *rest), s.pick(1, 1, 2), (1, *(0 for _ in rest)))
 
 
 def head_conv(s: Spot) -> Source:
@@ -118,7 +153,8 @@ def residual(s: Spot) -> Source:
 
 MOTIFS: list[list[Callable[[Spot], Source]]] = [
     [plain_conv, in_place, overlapping],
-    *[[reaching_conv, in_place, overlapping]] * 3,
+    *[[reaching_conv, in_place, overlapping]] * 2,
+    *[[far_conv, relu_in_place, average]] * 2,
     [conv, in_place, overlapping],
     [plain_conv, norm, in_place],
     [plain_conv, in_place, plain_conv],

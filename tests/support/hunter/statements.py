@@ -52,6 +52,11 @@ for a, b in zip(E.parameters(), M.parameters()): a.data.lerp_(b.data, 0.5)
 with torch.no_grad(): [a.copy_(b) for a, b in zip(E.parameters(), M.parameters())]
 E.load_state_dict(M.state_dict())
 M.load_state_dict(scaled(M.state_dict()))
+part(M, K).register_forward_hook(lambda m, a, o: [p.data.mul_(0.9) for p in m.parameters()] and None)
+part(M, K).register_forward_hook(lambda m, a, o: [p.detach().zero_() for p in m.parameters()] and None)
+swap(M, E)
+see('average', swapped(M, E, X), 'rows')
+E.update_parameters(M)
 """.strip().splitlines()
 """Values that change past autograd, `E` being an average of the weights of `M`."""
 
@@ -83,6 +88,20 @@ M.zero_grad(set_to_none=False)
 pick(M, K).grad = None
 """.strip().splitlines()
 """The network itself changes."""
+
+SAVING = """
+state = reloaded(M.state_dict())
+state = reloaded(M.state_dict())\\nM.load_state_dict(state)
+M.load_state_dict(reloaded(M.state_dict()))
+M.load_state_dict(reloaded(M.state_dict()), assign=True)
+M.load_state_dict(state)
+M.load_state_dict(state, assign=True)
+opt.load_state_dict(reloaded(opt.state_dict()))
+states = reloaded((M.state_dict(), opt.state_dict()))
+M.load_state_dict(states[0])\\nopt.load_state_dict(states[1])
+M.load_state_dict(reloaded(M.state_dict()), assign=True)\\nopt = torch.optim.SGD(P, 0.05, momentum=0.9)
+""".strip().splitlines()
+"""Checkpoints are written and read in the middle of training."""
 
 CASTING = """
 M.float().double()
@@ -324,6 +343,29 @@ nn.utils.clip_grad_value_(params(M), 1e-3)
 for p in M.parameters(): p.grad is not None and p.grad.mul_(0.5)
 see('total', nn.utils.get_total_norm([p.grad for p in M.parameters() if p.grad is not None]))
 """.strip().splitlines()
+
+ZEROING = """
+opt.zero_grad()
+opt.zero_grad()
+opt.zero_grad(set_to_none=False)
+M.zero_grad()
+""".strip().splitlines()
+
+RAISING = """
+pick(M, K).register_hook|M(X).square().mean().backward()
+pick(M, K).register_post_accumulate_grad_hook|M(X).square().mean().backward()
+part(M, K).register_full_backward_hook|M(X).square().mean().backward()
+part(M, K).register_full_backward_hook|M(X).square().mean().backward()
+part(M, K).register_full_backward_hook|L.backward(retain_graph=True)
+part(M, K).register_forward_hook|M(X).square().mean().backward()
+part(M, K).register_forward_pre_hook|M(X)
+y.register_hook|y.square().mean().backward(retain_graph=True)
+pick(M, K).register_hook|L.backward(retain_graph=True)
+pick(M, K).register_hook|L.backward(retain_graph=True)
+pick(M, K).register_hook|L.backward(retain_graph=True)
+pick(M, K).register_hook|y.square().mean().backward(retain_graph=True)
+""".strip().splitlines()
+"""Where a hook that raises is registered, and the pass that it interrupts."""
 
 DIFFERENT = """
 x = rows(0) + (0.01 if here and t >= K else 0.0)

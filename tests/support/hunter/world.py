@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +15,8 @@ from networks import initialised
 from one_device import with_noise
 from random_blocks import make
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 from hunter.program import Program
@@ -63,10 +66,10 @@ class World:
         here = self.mesh is None or self.mesh.size == 1 or self.mesh.rank == self.program.looker
         return {
             **tools, "torch": torch, "nn": nn, "F": F, "copy": copy, "checkpoint": checkpoint,
-            "here": here, "Boom": Boom, "params": params, "trained": trained, "pick": pick,
-            "part": part,
-            "scaled": scaled, "tie": tie, "boom": boom, "raising": raising, "full": full,
-            "local": local,
+            "averaged": AveragedModel, "here": here, "Boom": Boom, "params": params,
+            "trained": trained, "pick": pick, "part": part, "scaled": scaled,
+            "reloaded": reloaded, "swap": swap, "swapped": swapped, "spectral": spectral,
+            "tie": tie, "boom": boom, "raising": raising, "full": full, "local": local,
         }  # fmt: skip
 
     def run(self) -> tuple[int, Exception] | None:
@@ -107,17 +110,18 @@ class World:
         x = x if self.noise is None else jittered(x, self.noise + 10 * seed)
         return x[self.rows_of_group].clone().requires_grad_(leaf)
 
-    def cut(self, seed: int, leaf: bool = False) -> Tensor:
-        """An input, cut at the program's points."""
+    def cut(self, seed: int, leaf: bool = False, names_first: bool = True) -> Tensor:
+        """An input, cut at the program's points; pydist may have to find the first sample."""
         x = self.rows(seed)
         if self.mesh is not None:
             layout = self.layout(x)
+            first = self.first_sample if names_first else None
             if layout is None:
-                x = distribute_tensor(x, self.mesh, first_sample=self.first_sample)
+                x = distribute_tensor(x, self.mesh, first_sample=first)
             else:
                 box = layout.box
                 index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
-                x = ShardedTensor.from_local(x[index].clone(), layout, self.first_sample)
+                x = ShardedTensor.from_local(x[index].clone(), layout, first)
         return x.requires_grad_(leaf)
 
     def layout(self, x: Tensor) -> Layout | None:
@@ -218,6 +222,47 @@ def tie(a: nn.Module, b: nn.Module) -> None:
 def scaled(state: dict[str, Tensor], factor: float = 0.9) -> dict[str, Tensor]:
     """A state dict with other values, in memory of its own."""
     return {k: v * factor if v.is_floating_point() else v.clone() for k, v in state.items()}
+
+
+def reloaded(state: Any) -> Any:
+    """What was written into a file, read again."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@torch.no_grad()
+def swap(one: nn.Module, other: nn.Module) -> None:
+    """The parameters of two networks change places, value by value."""
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        before = a.detach().clone()
+        a.data.copy_(b.data)
+        b.data.copy_(before)
+
+
+@torch.no_grad()
+def swapped(model: nn.Module, average: nn.Module, x: Tensor) -> Tensor:
+    """What a model computes with averaged weights, which it then gives back."""
+    own = [p.detach().clone() for p in model.parameters()]
+    for p, a in zip(model.parameters(), average.parameters(), strict=True):
+        p.data.copy_(a.data)
+    y = model(x)
+    for p, before in zip(model.parameters(), own, strict=True):
+        p.data.copy_(before)
+    return y
+
+
+def spectral(model: nn.Module, number: int) -> None:
+    """Divides the weight of a convolution by its spectral norm."""
+    found = [m for m in model.modules() if hasattr(m, "transposed")]
+    layer = found[number % len(found)]
+    spectral_norm(layer)
+    estimate: Any = layer.parametrizations.weight[-1]  # type: ignore[union-attr, index]
+    with torch.no_grad():
+        # Not the random numbers of torch, which rank-threads share.
+        estimate._u.copy_(F.normalize(randn(*estimate._u.shape, seed=900), dim=0))
+        estimate._v.copy_(F.normalize(randn(*estimate._v.shape, seed=901), dim=0))
 
 
 def boom(*_: Any) -> None:

@@ -1,0 +1,261 @@
+"""Known faults of pydist, put back one at a time: the hunter has to find each of them.
+
+A mutation replaces functions of pydist by older or careless ones, in this process and in those that
+it forks. It names the ingredients of the programs that look for it, as a user who suspects that
+part of pydist would.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from pydist import global_loss
+from pydist.aliasing import Storage
+from pydist.comm.exchange.contents import Contents, Parameters
+from pydist.comm.gradients.leaf import Leaf, leaf_of
+from pydist.comm.gradients.reducer import Reducer
+from pydist.group_sizes import GroupSizes
+from pydist.ops.convolution.boundary import PendingBoundary
+from pydist.ops.convolution.slab_kernels import as_read
+from pydist.ops.normalization import pending, prelu
+from pydist.ops.pooling.average import AveragePlan
+from pydist.ops.pooling.pool_plan import start
+from pydist.ops.shaping import nonzero
+from pydist.tensor import local_of
+
+Patches = Sequence[AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A known fault.
+
+    Attributes:
+        name: on the command line.
+        point: the promise that it breaks, by its number in the issue.
+        only: ingredients of the programs that look for it.
+        fault: a sentence.
+        patches: contexts in which pydist has the fault.
+    """
+
+    name: str
+    point: int
+    only: tuple[str, ...]
+    fault: str
+    patches: Callable[[], Patches]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Pydist has the fault inside."""
+        with ExitStack() as stack:
+            for each in self.patches():
+                stack.enter_context(each)
+            yield
+
+
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def _mutation(name: str, point: int, *only: str) -> Callable[[Callable[[], Patches]], Any]:
+    def keep(patches: Callable[[], Patches]) -> Callable[[], Patches]:
+        fault = inspect.getdoc(patches) or ""
+        MUTATIONS[name] = Mutation(name, point, only, fault, patches)
+        return patches
+
+    return keep
+
+
+# -- 1: what a rank sees alone decides what travels ---------------------------------------------
+
+
+@_mutation("pool-looked-at", 1, "look")
+@_mutation("pool-uneven", 1)
+def _pool_sends_before_the_relu() -> Patches:
+    """A pool that fuses a ReLU sends its halo before the ReLU; one that does not, after."""
+
+    def pool(self: AveragePlan, x: Tensor, negative_slope: float = 1.0) -> Tensor:
+        exchanges = self.exchanges(x)
+        halo = start(exchanges.halo, x)
+        y = self.averaging.means(x, self.own, self.out, None, negative_slope)
+        if halo is not None:
+            slabs = exchanges.receive(exchanges.halo, halo, x)
+            for slab, box in zip(slabs, exchanges.halo.slots, strict=True):
+                self.averaging.means(slab, box, self.out, y, negative_slope)
+        return y
+
+    return [patch.object(AveragePlan, "pool", pool)]
+
+
+# -- 2: gradients that the reducer does not see -------------------------------------------------
+
+
+@_mutation("cast-unreduced", 2, "surgery")
+def _ignores_other_dtypes() -> Patches:
+    """Parameters of another dtype than at `parallelize` keep this rank's part of the gradient."""
+    after = Reducer.after
+
+    def only_known(self: Reducer, leaf: Leaf, parameter: Tensor) -> None:
+        if leaf.describes(parameter):
+            after(self, leaf, parameter)
+
+    return [patch.object(Reducer, "after", only_known)]
+
+
+@_mutation("hooks-local", 2, "hooks")
+def _hooks_see_the_local_part() -> Patches:
+    """Users' hooks on parameters run before the mean is formed, on this rank's part."""
+    before = Reducer.before
+
+    def without_waiting(self: Reducer, leaf: Leaf, grad: Tensor | None) -> Tensor | None:
+        found = before(self, leaf, grad)
+        leaf.waits = False
+        return found
+
+    return [
+        patch.object(Reducer, "before", without_waiting),
+        patch.object(Leaf, "call_hooks", lambda self, parameter: None),
+    ]
+
+
+@_mutation("outside-unreduced", 2, "outside")
+def _ignores_parameters_outside_of_models() -> Patches:
+    """A parameter in no parallelized model, such as one of a criterion, is not reduced."""
+    register = Reducer.register
+
+    def only_plain(self: Reducer, tensor: Tensor) -> None:
+        if not isinstance(tensor, nn.Parameter):
+            register(self, tensor)
+
+    return [patch.object(Reducer, "register", only_plain)]
+
+
+@_mutation("tied-twice", 2, "tied")
+def _second_model_takes_members_again() -> Patches:
+    """A parameter of two parallelized models is a member of both, and is reduced in both."""
+    add_lane = Reducer.add_lane
+
+    def anew(self: Reducer, parameters: Any) -> Any:
+        found = list(parameters)
+        known = [leaf for _, p in found if (leaf := leaf_of(p)) is not None]
+        with ExitStack() as stack:
+            for leaf in known:
+                stack.enter_context(patch.object(leaf, "reducer", lambda: None))
+            return add_lane(self, found)
+
+    return [patch.object(Reducer, "add_lane", anew)]
+
+
+@_mutation("caught-forgotten", 2, "raise")
+def _forgets_interrupted_passes() -> Patches:
+    """After a backward that raised and was caught, the next one finds buckets half filled."""
+
+    def leave(self: Reducer, *, failed: bool) -> None:
+        self._runs.pop()
+        self._queued = self._queued and not failed
+
+    return [patch.object(Reducer, "leave", leave)]
+
+
+# -- 3: deferred work ---------------------------------------------------------------------------
+
+
+@_mutation("weight-read-late", 3, "data")
+def _boundary_reads_the_weight_late() -> Patches:
+    """The boundary of a convolution is computed from the weight as it is when that is used."""
+
+    def begin(self: PendingBoundary, x: Tensor, weight: Tensor) -> None:
+        halo = self._exchanges.halo
+        self._under_way = halo.start(x), as_read(weight.detach())
+        halo.transport.unfinished = self.complete
+
+    return [patch.object(PendingBoundary, "start", begin)]
+
+
+# -- 4, 5: views and indices --------------------------------------------------------------------
+
+
+@_mutation("views-stale", 4, "views")
+def _stale_views_are_used() -> Patches:
+    """A copy in place of a view is used after a change of its base."""
+    return [patch.object(Storage, "change_after", lambda self, memory, part: "")]
+
+
+@_mutation("indices-local", 5, "indices")
+def _indices_of_the_shard() -> Patches:
+    """`torch.where(condition)` and its kin return indices into this rank's shard."""
+    return [patch.object(nonzero, "_indices", lambda x: local_of(x).detach().nonzero())]
+
+
+# -- 6: equal on all ranks ----------------------------------------------------------------------
+
+
+@_mutation("checks-used-up", 6, "different")
+def _three_checks_for_each_shape() -> Patches:
+    """Plain operands are compared three times for each shape, parameters never."""
+    used: Counter[tuple[int, torch.Size]] = Counter()
+    add = Contents.add
+
+    def three_times(self: Contents, tensor: Tensor, forward: int, use: str) -> Any:
+        used[id(self), tensor.shape] += 1
+        return add(self, tensor, forward, use) if used[id(self), tensor.shape] <= 3 else None
+
+    return [
+        patch.object(Contents, "add", three_times),
+        patch.object(Parameters, "share", lambda self, turn, tensors: ()),
+    ]
+
+
+# -- 7: groups of unequal size ------------------------------------------------------------------
+
+
+@_mutation("groups-equal", 7, "groups", "unequal")
+def _groups_weigh_alike() -> Patches:
+    """Each sample group weighs the same, whatever its number of samples."""
+    shares = property(lambda self: (1,) * self._parts)
+    return [patch.object(GroupSizes, "shares", shares)]
+
+
+@_mutation("first-sample-equal", 7, "groups", "unequal", "dropout")
+def _first_sample_as_of_equal_groups() -> Patches:
+    """The first sample of a group is found as if all groups had as many samples as this one."""
+
+    def first_sample(self: GroupSizes) -> int:
+        return self._index * self.own if self._first is None else self._first
+
+    return [patch.object(GroupSizes, "first_sample", property(first_sample))]
+
+
+@_mutation("closures-alone", 7, "groups", "lbfgs")
+def _line_search_by_the_loss_of_a_group() -> Patches:
+    """A line search compares the losses of its own sample group, and no checksum notices."""
+    return [
+        patch.object(global_loss, "_agreed", lambda closure, mesh: closure),
+        patch.object(Parameters, "share", lambda self, turn, tensors: ()),
+    ]
+
+
+# -- 10: second derivatives in checkpoints ------------------------------------------------------
+
+
+@_mutation("saved-read-twice", 10, "penalty", "checkpoint")
+def _prelu_reads_saved_tensors_twice() -> Patches:
+    """Second-order backward of PReLU after a norm reads twice what a checkpoint makes anew."""
+    by_composition = prelu._by_composition
+
+    def twice(ctx: Any, *given: Any) -> Any:
+        _ = ctx.saved_tensors
+        return by_composition(ctx, *given)
+
+    return [
+        patch.object(prelu, "_by_composition", twice),
+        patch.object(pending, "hook_on_saved", lambda: None),
+    ]

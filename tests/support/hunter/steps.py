@@ -1,0 +1,225 @@
+"""The steps of a program: forward, loss, backward, optimizer, and what happens between them."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from hunter import statements as words
+from hunter.draws import Draws
+
+
+class Steps(Draws):
+    """Writes steps.
+
+    Attributes:
+        groups, spatial: as of the program.
+        themes: what happens between the calls of a step.
+        accumulates: whether steps may accumulate gradients.
+        checkpointed: whether all forward passes are checkpoints.
+        leaf: whether the input requires a gradient.
+        is_plain: whether the model cuts the input itself.
+        second: the call of a second network; "" where there is none.
+        outside: whether parameters outside of networks are trained.
+        scaled: whether a GradScaler makes the steps.
+        waiting: whether a graph waits for its backward.
+    """
+
+    groups: tuple[int, ...]
+    spatial: tuple[int, ...]
+    themes: list[str]
+    accumulates: bool
+    checkpointed: bool
+    leaf: bool
+    is_plain: bool
+    second: str
+    outside: bool
+    scaled: bool
+    waiting = False
+
+    def step(self) -> None:
+        """One step of training, or a forward pass without a graph."""
+        self.gap(before=True)
+        if self.maybe(0.15):
+            self.lines.append(self.any(("m0.eval()", "m0.train()")))
+        graph = self.maybe(0.8)
+        if self.accumulates and self.maybe(0.5):
+            self.lines.append(
+                f"with no_sync(m0): (m0(x).square().mean() * {self.any('23')}).backward()\n"
+                "m0(x).sin().mean().backward()"
+            )
+        if not self.second and not self.scaled and self.takes("closure", 0.06):
+            self.closed_step()
+            return
+        forward = self.fill(self.any(self.forwards()))
+        if not graph:
+            forward = "with torch.no_grad():\n    " + forward.replace("\n", "\n    ")
+        self.lines.append(forward)
+        self.waiting = self.waiting or graph
+        if self.second:
+            self.lines.append(self.second if graph else f"with torch.no_grad(): {self.second}")
+        self.gap()
+        if self.maybe(0.6):
+            self.lines.append("see('y', y, 'rows')")
+        if not graph:
+            self.gap()
+            self.lines.append("see('y', y, 'rows')")
+            return
+        self.lines.append(f"L = {self.loss()}")
+        self.gap()
+        if self.maybe(0.3):
+            self.lines.append("see('loss', L, 'mean')")
+        if self.scaled:
+            self.scaled_step()
+            return
+        often = 0.7 if self.checkpointed else 0.1
+        if len(self.groups) == 1 and self.leaf and self.takes("penalty", often):
+            self.add(self.any(words.PENALTIES))
+        else:
+            self.add(self.any(words.BACKWARDS))
+            self.waiting = "raise" in self.themes  # whose backwards use older graphs
+        self.after_backward()
+
+    def forwards(self) -> list[str]:
+        """Ways of calling the network."""
+        if self.checkpointed:
+            return [s for s in words.FORWARDS if "checkpoint" in s]
+        # A part that is called by itself has no group weights, as documented; and with a plain
+        # input it is torch's own, which would see what layers in place did to a block of that.
+        whole_only = self.is_plain or len(set(self.groups)) > 1
+        return [s for s in words.FORWARDS if not (whole_only and "each in M" in s)]
+
+    def loss(self) -> str:
+        """An expression."""
+        pool = list(words.LOSSES)
+        if len(self.groups) == 1:
+            pool += words.SUMS
+        if self.outside and self.maybe(0.6):
+            pool = words.OUTSIDE
+        text = self.fill(self.any(pool))
+        if self.second.startswith("z"):
+            text += " + z.sin().mean()"
+        return text
+
+    def after_backward(self) -> None:
+        """Looks at gradients, changes them, takes the step."""
+        if self.leaf and self.maybe(0.5):
+            self.lines.append("see('x.grad', x.grad, 'share')")
+        if self.maybe(0.7):
+            self.see_models()
+        if self.maybe(0.3):
+            self.add(self.any(words.AFTER_BACKWARD))
+        if self.maybe(0.6):
+            self.lines.append("opt.step()")
+            if self.maybe(0.8):
+                self.lines.append(self.any(words.ZEROING))
+            self.see_models()
+        self.gap()
+
+    def closed_step(self) -> None:
+        """A step whose optimizer calls forward and backward itself."""
+        self.add(
+            "def closure():\\n    opt.zero_grad()\\n    y = M(X)\\n"
+            f"    L = {self.loss()}\\n    L.backward()\\n    return L"
+        )
+        self.lines.append("see('loss', opt.step(closure), 'mean')")
+        self.see_models()
+        self.gap()
+
+    def scaled_step(self) -> None:
+        """A step by a GradScaler, which now and then overflows."""
+        factor = ""
+        if self.maybe(0.3):
+            factor = " * float('inf')"
+            # Of groups with one rank each, one alone may overflow.
+            if math.prod(self.spatial) == 1 and self.maybe(0.5):
+                factor = " * (float('inf') if here else 1.0)"
+        self.lines.append(f"scaler.scale(L{factor}).backward()")
+        self.waiting = False
+        self.gap()
+        if self.maybe(0.4):
+            self.lines.append("scaler.unscale_(opt)")
+            if not factor:
+                self.see_models()
+                self.add(self.any(words.AFTER_BACKWARD))
+        self.lines += ["scaler.step(opt)", "scaler.update()", "see('scale', scaler.get_scale())"]
+        self.lines += [self.any(words.ZEROING)] if factor or self.maybe(0.8) else []
+        self.see_models()
+
+    def see_models(self) -> None:
+        """Keeps all parameters, gradients and buffers."""
+        self.lines.append("see_model('m0', m0)")
+        if self.second:
+            self.lines.append("see_model('m1', m1)")
+        if self.outside:
+            self.lines += ["see_model('head', head)", "see('learned', [learned, learned.grad])"]
+
+    # -- between the calls ------------------------------------------------------------------
+
+    def gap(self, before: bool = False) -> None:
+        """Some statements of the program's themes."""
+        for theme in self.themes:
+            if not self.maybe(0.45):
+                continue
+            model = self.any(("m0", "m0", "e")) if self.averages() else "m0"
+            if theme == "look":
+                self.add(self.any(self.looks()))
+            elif theme == "data":
+                self.add(self.any([*words.DATA, *self.unless_waiting(words.REPLACING)]))
+            elif theme == "surgery":
+                kinds = [*words.SURGERY, *self.unless_waiting(words.CASTING)]
+                self.add(self.any(kinds), M=model, E="e")
+            elif theme == "saving":
+                self.add(self.any(words.SAVING), M=model)
+            elif theme == "hooks":
+                kept = re.sub(
+                    r"see\('(\w+)'",
+                    lambda m: f"see('{m[1]}_{len(self.lines)}'",
+                    self.any(self.hooks()),
+                )
+                self.add(kept)
+            elif theme == "raise":
+                self.raising()
+            elif before or len(self.groups) > 1:
+                continue
+            elif theme == "indices":
+                self.add(f"see('index', {self.any(words.INDICES)})")
+            elif theme == "views":
+                self.views()
+        if self.averages() and self.maybe(0.2):
+            self.lines.append("see('average', e(x), 'rows')")
+
+    def looks(self) -> list[str]:
+        """Ways of looking; a hook on a parameter whose gradient is partitioned is refused."""
+        partitioned = "opt = share(opt, m0)" in self.lines
+        return [s for s in words.LOOKING if not (partitioned and "pick(M, K).register" in s)]
+
+    def hooks(self) -> list[str]:
+        """Hooks. A clamp of an activation's gradient shows that this is of the group's own loss."""
+        several = len(self.groups) > 1
+        return [s for s in words.HOOKS if not (several and s.startswith("Y.") and "clamp" in s)]
+
+    def unless_waiting(self, changes: list[str]) -> list[str]:
+        """Other memory for parameters: by default not while a graph waits for its backward."""
+        return changes if "replaced" in self.ingredients or not self.waiting else []
+
+    def views(self) -> None:
+        """A view, changes of it or its base, and a look at both."""
+        y = "y"
+        if self.maybe(0.4):
+            y = "w"
+            self.add(self.any(("w = x * 1", "w = y * 1", "w = y + 0")))
+        self.add(self.any(words.VIEWS), Y=y)
+        if self.maybe(0.2):
+            self.add("u = v[:1]")
+        for _ in range(self.numbers.randint(1, 2)):
+            self.add(self.any(words.CHANGES), Y=y)
+        self.lines.append("see('v', v * 1)")
+        self.lines.append(f"see('base', {y} * 1)")
+
+    def raising(self) -> None:
+        """A hook that raises, in a pass whose error the program catches."""
+        register, call = self.any(words.RAISING).split("|")
+        self.add(f"with raising({register}): {call}\\nM.zero_grad()")
+        if self.maybe(0.3):
+            self.lines += ["m0(x).square().mean().backward()", "see_model('m0', m0)"]
