@@ -184,7 +184,12 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
 
     def normalized(split: str) -> ShardDataset:
         return ShardDataset(
-            wanted.path, split, normalize=wanted.normalize, window=wanted.window, manifest=manifest
+            wanted.path,
+            split,
+            normalize=wanted.normalize,
+            window=wanted.window,
+            manifest=manifest,
+            ignore_label=config.train.ignore_label,
         )
 
     return normalized("train"), normalized("val") if "val" in manifest.splits else None
