@@ -97,7 +97,7 @@ def test_class_weights_and_an_ignored_label_are_of_the_global_batch(
     assert found.loss == pytest.approx(expected.loss, abs=1e-4)
     torch.testing.assert_close(found.dice, expected.dice, rtol=0, atol=0.02, equal_nan=True)
     unknown = change(config, train={"ignore_label": None})
-    with pytest.raises(DataError, match="label 255 at voxel .*; ignore_label leaves such voxels"):
+    with pytest.raises(DataError, match=r"label 255 at voxel .*; ignore_label leaves such voxels"):
         alone(change(unknown, output={"folder": tmp_path / "unknown"}))
 
 

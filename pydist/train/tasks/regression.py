@@ -47,8 +47,8 @@ class Regression:
         for option in ("class_weights", "ignore_label"):
             if getattr(train, option) is not None:
                 raise UsageError(
-                    f'train.{option} is for segmentation (model.name = "unet3d"); CosmoFlow predicts '
-                    "no classes"
+                    f"train.{option} is for segmentation, and CosmoFlow predicts no classes: leave "
+                    'it out, or choose model.name = "unet3d"'
                 )
         self.config = config
 

@@ -66,8 +66,8 @@ class Segmentation:
             )
         if train.class_weights is not None and kind == "dice":
             raise UsageError(
-                'train.class_weights weighs the classes in the cross-entropy, and train.loss is "dice"'
-                ': choose "cross_entropy" or "dice_ce", or leave the weights out'
+                "train.class_weights weighs the classes in the cross-entropy, and train.loss is "
+                '"dice": choose "cross_entropy" or "dice_ce", or leave the weights out'
             )
         if train.class_weights is not None and not any(train.class_weights):
             raise UsageError("train.class_weights are all 0: at least one must be positive")
@@ -95,8 +95,8 @@ class Segmentation:
         weights, ignored = self._loss.class_weights, self._loss.ignore_label
         if weights is not None and len(weights) != len(names):
             raise UsageError(
-                f"train.class_weights has {len(weights)} weights; {data.root} has {len(names)} classes"
-                f" ({', '.join(names)})"
+                f"train.class_weights has {len(weights)} weights; {data.root} has {len(names)} "
+                f"classes ({', '.join(names)})"
             )
         if not scored_classes(len(names), ignored):
             given = "" if ignored is None else f" with train.ignore_label = {ignored}"
