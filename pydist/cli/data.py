@@ -88,6 +88,9 @@ def nifti(arguments: Sequence[str]) -> int:
         console.print(f"rejected   {why}", soft_wrap=True, markup=False)
     what = f"{len(manifest.files)} cases" + (f", {len(rejected)} rejected" if rejected else "")
     _say(console, what, manifest, chosen.folder, began)
+    ignored = manifest.origin["options"].get("ignore_label")
+    if ignored is not None:
+        console.print(f"next       set train.ignore_label = {ignored}: these voxels have no class")
     return 0
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -40,6 +40,8 @@ class _Arguments:
     """Predict window by window, of so many voxels along a side, what does not fit as a whole."""
     overlap: float | None = None
     """Part that neighbouring windows share; by default a quarter."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the network computes; "auto" is CUDA where each rank has a device of its own."""
 
 
 def predict(arguments: Sequence[str]) -> int:
@@ -54,7 +56,7 @@ def predict(arguments: Sequence[str]) -> int:
         return _predict_here(options)
     from pydist.launch import launch
 
-    own = ["--output", str(options.output)]
+    own = ["--output", str(options.output), "--device", options.device]
     if options.spatial is not None:
         own += ["--spatial", *map(str, options.spatial)]
     if options.sliding is not None:
@@ -96,10 +98,12 @@ def _check(options: _Arguments) -> None:
 def _predict_here(options: _Arguments) -> int:
     """Predicts in this process, which is one rank of a job, or the only one."""
     from pydist import owner
+    from pydist.cli.progress import describe_place
     from pydist.data.publish import make_folder
     from pydist.inference import Predictor, Sliding
     from pydist.launch import identity
     from pydist.setup import init
+    from pydist.train.device import facts_of_run
 
     place = identity.detect()
     spatial = options.spatial or (1 if place is None else place.size, 1, 1)
@@ -108,8 +112,11 @@ def _predict_here(options: _Arguments) -> int:
     if options.sliding is not None:
         overlap = {} if options.overlap is None else {"overlap": options.overlap}
         sliding = Sliding(options.sliding, **overlap)
-    mesh = init(1, spatial, "host")  # the network computes on the CPU
-    predictor = Predictor(options.checkpoint, mesh, sliding)
+    mesh = init(1, spatial, "host" if options.device == "cpu" else "auto")
+    predictor = Predictor(options.checkpoint, mesh, sliding, options.device)
+    facts = facts_of_run(predictor.device, options.device, "off", mesh, "--device")
+    if mesh.rank == 0:
+        print(f"predict    {describe_place(facts)}", flush=True)
     if mesh.rank == 0 and len(options.images) == 1 and options.images[0].is_dir():
         make_folder(options.output)
     if mesh.rank == 0:

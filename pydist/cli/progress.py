@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console as RichConsole
 from rich.console import Group
@@ -77,10 +78,7 @@ class ProgressView:
         self.console.print(Text(f"{label:<10} {text}"), soft_wrap=True)
 
     def _on_start(self, event: Event) -> None:
-        where = ", ".join(f"{fact} {event[fact]}" for fact in ("device", "transport", "precision"))
-        if event["unused_device"]:
-            where += f"; a CUDA device is there and not used: {event['unused_device']}"
-        self.say(self.label, where)
+        self.say(self.label, describe_place(event))
         if self.verbose:
             for table, values in event["config"].items():
                 self.say(table, "  ".join(f"{key}={value}" for key, value in values.items()))
@@ -149,6 +147,14 @@ class ProgressView:
             mean_parts([e["parts"] for e in self._recent]),
             sum(e["seconds"] for e in self._recent) / len(self._recent),
         )
+
+
+def describe_place(facts: Mapping[str, Any]) -> str:
+    """Device, transport and precision of a run as one line; see `pydist.train.device`."""
+    where = ", ".join(f"{fact} {facts[fact]}" for fact in ("device", "transport", "precision"))
+    if facts["unused_device"]:
+        where += f"; a CUDA device is there and not used: {facts['unused_device']}"
+    return where
 
 
 def mean_parts(parts: list[Mapping[str, float]]) -> dict[str, float]:

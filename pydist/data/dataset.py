@@ -52,6 +52,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         open_files: how many files are held open.
         manifest: instead of the one in `root`, for folders that can't be written.
         driver: makes the file object to read a path through; by default HDF5 reads the file.
+        ignore_label: a label that voxels may have besides the classes.
 
     Raises:
         DataError: the manifest is missing or damaged, or lacks what `normalize` needs.
@@ -70,6 +71,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         open_files: int = 64,
         manifest: Manifest | None = None,
         driver: Callable[[Path], Readable] | None = None,
+        ignore_label: int | None = None,
     ) -> None:
         if dtype not in (torch.float32, torch.float64):
             raise UsageError(f"dtype={dtype}; possible are torch.float32 and torch.float64")
@@ -79,6 +81,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         self.manifest = Manifest.load(self.root) if manifest is None else manifest
         self.sample_shape = self.manifest.sample_shape
         """(C, D, H, W) of one sample; the largest extents, where samples differ."""
+        self.ignore_label = ignore_label
+        """A label that voxels may have besides the classes."""
         numbers = str(dtype).removeprefix("torch.")
         self._normalizer = Normalizer(normalize, self.manifest, numbers, window)
         self._samples = _samples_of(self.manifest, split)
@@ -217,14 +221,24 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         values[...] = stored
         classes = len(self.manifest.class_names)
         if classes and not 0 <= int(values.min()) <= int(values.max()) < classes:
-            wrong = np.argmax((values < 0) | (values >= classes))
-            voxel = np.unravel_index(int(wrong), values.shape)
-            where = tuple(int(p) + a for p, a in zip(voxel, lo, strict=True))
-            raise BadSample(
-                f"{self._where(index, self.manifest.label)}: label {values[voxel]} at voxel "
-                f"{where}; there are {classes} classes"
-            )
+            wrong = (values < 0) | (values >= classes)
+            if self.ignore_label is not None:
+                wrong &= values != self.ignore_label
+            if wrong.any():
+                self._refuse_label(index, values, int(np.argmax(wrong)), lo)
         return out
+
+    def _refuse_label(
+        self, index: int, labels: npt.NDArray[Any], wrong: int, lo: Sequence[int]
+    ) -> None:
+        """Raises `BadSample` for a label that is none of the classes."""
+        voxel = np.unravel_index(wrong, labels.shape)
+        where = tuple(int(p) + a for p, a in zip(voxel, lo, strict=True))
+        hint = "; ignore_label leaves such voxels out" if self.ignore_label is None else ""
+        raise BadSample(
+            f"{self._where(index, self.manifest.label)}: label {labels[voxel]} at voxel {where}; "
+            f"there are {len(self.manifest.class_names)} classes{hint}"
+        )
 
     def target(self, index: int) -> Tensor:
         """The values to predict for a sample, [num_targets].

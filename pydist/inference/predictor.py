@@ -27,6 +27,7 @@ from pydist.parallel import parallelize
 from pydist.tensor import ShardedTensor
 from pydist.train.about import load_trained
 from pydist.train.config import UNet3dConfig
+from pydist.train.device import choose_device
 from pydist.train.gather import from_first_rank, on_first_rank
 
 
@@ -64,14 +65,24 @@ class Predictor:
         checkpoint: of a segmentation; see `pydist.train.about.load_trained`.
         mesh: its spatial axes say how volumes are cut.
         sliding: window by window instead of the whole volume; each window then is cut.
+        device: "cpu", "cuda", or "auto": CUDA wherever that is possible, as in training.
 
     Raises:
         CheckpointError: there is none, it is damaged, or its network is not one for segmentation.
-        UsageError: a window that the network can't halve, or MONAI is missing.
+        UsageError: a window that the network can't halve, MONAI is missing, or "cuda" where it is
+            not possible.
     """
 
-    def __init__(self, checkpoint: str | Path, mesh: Mesh, sliding: Sliding | None = None) -> None:
+    def __init__(
+        self,
+        checkpoint: str | Path,
+        mesh: Mesh,
+        sliding: Sliding | None = None,
+        device: str = "auto",
+    ) -> None:
         with together(mesh.world):
+            self.device = choose_device(device, mesh, "device")
+            """Where this rank computes."""
             about, weights = load_trained(checkpoint)
             model = about.config.model
             if not isinstance(model, UNet3dConfig):
@@ -95,7 +106,7 @@ class Predictor:
         data = about.config.data
         self._normalizer = Normalizer(data.normalize, about.manifest, "float32", data.window)
         network.eval()
-        self.model = parallelize(network, mesh)
+        self.model = parallelize(network.to(self.device), mesh)
 
     @property
     def grid(self) -> GridOptions:
@@ -149,17 +160,20 @@ class Predictor:
 
     def _predict(self, image: ArrayLike | None, name: str) -> npt.NDArray[np.generic] | None:
         """See `predict`; `name` says in errors whose image it is."""
-        x = self._input(image, name)
         with torch.no_grad():
-            scores = self.model(x) if self._sliding is None else self._by_windows(x, self._sliding)
-        labels = scores.argmax(1)
+            if self._sliding is None:
+                scores = self.model(self._input(image, name, self.device))
+            else:
+                x = self._input(image, name, torch.device("cpu"))
+                scores = self._by_windows(x, self._sliding)
+        labels = scores.argmax(1).cpu()
         if not isinstance(labels, ShardedTensor):
             return labels[0].numpy() if self.mesh.sample.rank == 0 else None
         whole = on_first_rank(labels)
         return None if whole is None else whole[0].numpy()
 
-    def _input(self, image: ArrayLike | None, name: str) -> ShardedTensor:
-        """The normalised volume, of which each rank has its block."""
+    def _input(self, image: ArrayLike | None, name: str, device: torch.device) -> ShardedTensor:
+        """The normalised volume on a device, of which each rank has its block."""
         group = self.mesh.sample
         facts = b""
         whole = None
@@ -176,7 +190,7 @@ class Predictor:
         stored_block = from_first_rank(whole, layout, dtype)[0]
         block = torch.empty(stored_block.shape)
         self._normalizer(stored_block.numpy(), 0, mean, block.numpy())
-        return ShardedTensor.from_local(block[None], layout)
+        return ShardedTensor.from_local(block[None].to(device), layout)
 
     def _checked(self, image: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
         """The image as the training data were stored."""
@@ -192,7 +206,7 @@ class Predictor:
         return as_stored(image, self._manifest.dtype, name, ", as which training data were stored")
 
     def _by_windows(self, x: ShardedTensor, sliding: Sliding) -> Tensor:
-        """Scores of the whole volume, on every rank."""
+        """Scores of the whole volume, on every rank: in host memory, where there is most room."""
         from monai.inferers.utils import sliding_window_inference
 
         def scores_of(window: Tensor) -> Tensor:
@@ -206,6 +220,8 @@ class Predictor:
             predictor=scores_of,
             overlap=sliding.overlap,
             mode="gaussian",
+            sw_device=self.device,
+            device="cpu",
         )
         assert isinstance(found, Tensor)  # a network with several outputs would give a tuple
         return found

@@ -148,6 +148,12 @@ class TrainConfig(_Table):
     """What is minimised: by default the squared error for CosmoFlow, cross-entropy for the U-Net
     (as the paper); "dice" is the mean soft Dice of the classes but background, "dice_ce" the sum of
     the two."""
+    class_weights: Annotated[tuple[NotNegative, ...], Field(min_length=1)] | None = None
+    """Weight of each class in the cross-entropy, in the order of the labels. The mean is over the
+    weights of all voxels of the global batch, however they are spread over the ranks."""
+    ignore_label: CountOrZero | None = None
+    """Label of voxels that count neither in the loss nor in the scores: one of the classes, or a
+    number that is none of them, such as 255."""
     seed: CountOrZero = 0
     """Start of all random numbers: weights, order of the samples, dropout, augmentation."""
     clip_norm: Positive | None = None

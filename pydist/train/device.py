@@ -26,12 +26,13 @@ _DEVICE_TRANSPORTS = ("nccl", "ipc", "cuda-mpi")
 """Those that carry the memory of CUDA devices."""
 
 
-def choose_device(wanted: str, mesh: Mesh) -> torch.device:
+def choose_device(wanted: str, mesh: Mesh, option: str = "train.device") -> torch.device:
     """The device of this rank: its current CUDA device, or the CPU.
 
     Args:
         wanted: "cpu", "cuda", or "auto": CUDA wherever that is possible.
         mesh: the mesh.
+        option: what the user calls `wanted`.
 
     Raises:
         UsageError: "cuda" where it is not possible.
@@ -40,7 +41,7 @@ def choose_device(wanted: str, mesh: Mesh) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and obstacle is not None):
         return torch.device("cpu")
     if obstacle is not None:
-        raise UsageError(f'train.device is "cuda": {obstacle}; "cpu" is possible')
+        raise UsageError(f'{option} is "cuda": {obstacle}; "cpu" is possible')
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -53,7 +54,32 @@ def cuda_obstacle(mesh: Mesh) -> str | None:
     return host_transport(mesh)
 
 
-def why_unused(wanted: str, mesh: Mesh) -> str:
+def facts_of_run(
+    device: torch.device, wanted: str, amp: str, mesh: Mesh, option: str = "train.device"
+) -> dict[str, str]:
+    """What the first line of a run says: where it computes and how. Collective.
+
+    Args:
+        device: of `choose_device`.
+        wanted: see `choose_device`.
+        amp: automatic mixed precision, "off" if there is none.
+        mesh: the mesh.
+        option: see `choose_device`.
+
+    Returns:
+        "device", "transport", "precision", and "unused_device": why a CUDA device that is there is
+        not used, or "".
+    """
+    unused = why_unused(wanted, mesh, option)
+    return {
+        "device": describe(device),
+        "transport": mesh.world.name,
+        "precision": PRECISIONS[amp],
+        "unused_device": "" if device.type == "cuda" else unused,
+    }
+
+
+def why_unused(wanted: str, mesh: Mesh, option: str = "train.device") -> str:
     """Why a CUDA device that a rank has is not used; "" if no rank has one. Collective.
 
     To be asked where the run computes on the CPU; all ranks get the same answer.
@@ -61,13 +87,14 @@ def why_unused(wanted: str, mesh: Mesh) -> str:
     Args:
         wanted: see `choose_device`.
         mesh: the mesh.
+        option: see `choose_device`.
     """
     mine = json.dumps([present(), cuda_obstacle(mesh)]).encode()
     everyone = [json.loads(row) for row in mesh.world.all_gather_bytes(mine)]
     if not any(devices for devices, _ in everyone):
         return ""
     if wanted == "cpu":
-        return 'train.device is "cpu"'
+        return f'{option} is "cpu"'
     return why_no_devices() or next((obstacle for _, obstacle in everyone if obstacle), "")
 
 

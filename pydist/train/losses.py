@@ -2,59 +2,193 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pydist.comm.interface.reduction import WIDER
+from pydist.global_loss import sum_over_groups
 from pydist.tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from pydist.mesh import Mesh
 
 SMOOTH = 1e-5
 """Added to numerator and denominator of the soft Dice, as nnU-Net and MONAI do."""
 
+_VOXELS = (1, 2, 3)
+"""The dims of [N, D, H, W] that a sum by sample is over."""
 
-def dice_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """1 less the soft Dice, mean over samples and classes; background does not count.
+_NOTHING = -100
+"""torch's own number for labels that are ignored: no label has it."""
+
+
+@dataclass
+class SegmentationLoss:
+    """Cross-entropy, soft Dice, or their sum.
+
+    With class weights or an ignored label the cross-entropy is the weighted mean over all voxels of
+    the global batch, the same in all sample groups. Without them it is a mean over samples, as the
+    Dice always is.
+
+    Args:
+        kind: "cross_entropy", "dice" or "dice_ce".
+        class_weights: weight of each class in the cross-entropy; by default all are 1.
+        ignore_label: label of voxels that do not count; one of the classes, or another number.
+    """
+
+    kind: str
+    class_weights: tuple[float, ...] | None = None
+    ignore_label: int | None = None
+    _weights: Tensor | None = field(default=None, init=False, repr=False)
+
+    @property
+    def has_entropy(self) -> bool:
+        """Whether cross-entropy is a part of it."""
+        return self.kind != "dice"
+
+    @property
+    def has_dice(self) -> bool:
+        """Whether the Dice is a part of it."""
+        return self.kind != "cross_entropy"
+
+    @property
+    def weighted(self) -> bool:
+        """Whether voxels differ in their weights."""
+        return self.class_weights is not None or self.ignore_label is not None
+
+    def __call__(
+        self, scores: Tensor, labels: Tensor, mesh: Mesh | None = None, *, counts: bool = True
+    ) -> Tensor:
+        """The loss of a group, such that the groups' mean is that of the global batch.
+
+        Collective over all ranks of the mesh. It is 0 where no voxel counts.
+
+        Args:
+            scores: [N, C, D, H, W], sharded or plain.
+            labels: [N, D, H, W], integers.
+            mesh: the mesh whose sample groups train together, if there is one.
+            counts: False if the group's samples are padding.
+
+        Returns:
+            A scalar. The gradient is that of the global batch once groups are averaged, weighted by
+            their samples (see `pydist.batches`).
+        """
+        parts = []
+        if self.has_entropy and self.weighted:
+            sums = self.entropy_sums(scores, labels).sum(0)
+            if not counts:
+                sums = sums * 0  # not left out: all groups exchange the gradients
+            parts.append(ratio(sums if mesh is None else sum_over_groups(sums, mesh)))
+        elif self.has_entropy:
+            parts.append(F.cross_entropy(scores, labels))
+        if self.has_dice:
+            parts.append(dice_loss(scores, labels, self.ignore_label).mean())
+        return parts[0] if len(parts) == 1 else parts[0] + parts[1]
+
+    def entropy_sums(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Sums over each sample's voxels: weighted cross-entropy, and weight, [N, 2].
+
+        Collective over the sample group. `ratio` makes a mean of them.
+        """
+        ignored = _NOTHING if self.ignore_label is None else self.ignore_label
+        scores = scores.to(WIDER.get(scores.dtype, scores.dtype))
+        weights = self._weights_like(scores)
+        entropy = F.cross_entropy(scores, labels, weights, ignore_index=ignored, reduction="none")
+        kept = labels != ignored
+        weight = kept.to(scores.dtype)
+        if weights is not None:
+            of_label = F.embedding(torch.where(kept, labels, 0), weights.unsqueeze(1)).squeeze(-1)
+            weight = weight * of_label
+        return _plain(torch.stack([entropy.sum(_VOXELS), weight.sum(_VOXELS)], 1))
+
+    def _weights_like(self, scores: Tensor) -> Tensor | None:
+        """The weights in the type and on the device of the scores, copied there once."""
+        if self.class_weights is None:
+            return None
+        if self._weights is None or self._weights.device != scores.device:
+            self._weights = torch.tensor(self.class_weights, dtype=torch.float64).to(scores.device)
+        return self._weights.to(scores.dtype)
+
+
+def ratio(sums: Tensor) -> Tensor:
+    """The mean that sums of values and of weights make, [..., 2]; 0 where there is no weight."""
+    value, weight = sums.unbind(-1)
+    return value / torch.where(weight > 0, weight, 1)
+
+
+def dice_loss(scores: Tensor, labels: Tensor, ignore_label: int | None = None) -> Tensor:
+    """1 less the soft Dice of each sample, mean over classes; background does not count.
 
     By sample: so the mean over a batch is that over its parts, however they are spread.
 
     Args:
         scores: [N, C, D, H, W], C > 1; softmax makes them probabilities.
-        labels: [N, D, H, W], integers below C.
+        labels: [N, D, H, W], integers.
+        ignore_label: label of voxels that do not count. If it is one of the classes, that class
+            does not count either.
+
+    Returns:
+        [N]; 0 for a sample of which no voxel counts.
     """
-    shape = (1, scores.shape[1], 1, 1, 1)
-    classes = torch.arange(scores.shape[1], device=scores.device).view(shape)
-    truth = labels.unsqueeze(1) == classes
+    classes = scores.shape[1]
+    numbers = torch.arange(classes, device=scores.device).view(1, classes, 1, 1, 1)
+    truth = labels.unsqueeze(1) == numbers
     probabilities = F.softmax(scores, 1)
+    if ignore_label is not None:
+        kept = (labels != ignore_label).unsqueeze(1)
+        truth = truth & kept
+        probabilities = torch.where(kept, probabilities, 0)
     dims = (2, 3, 4)
     shared = torch.where(truth, probabilities, 0).sum(dims)
     sizes = probabilities.sum(dims) + truth.to(probabilities.dtype).sum(dims)
     dice = (2 * shared + SMOOTH) / (sizes + SMOOTH)
-    return 1 - dice[:, 1:].mean()
+    parts = [dice[:, first:end] for first, end in _runs(scored_classes(classes, ignore_label))]
+    return _plain(1 - (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).mean(1))
 
 
-def segmentation_loss(kind: str, scores: Tensor, labels: Tensor) -> Tensor:
-    """The loss by its name in a configuration: "cross_entropy", "dice" or "dice_ce"."""
-    if kind == "dice":
-        return dice_loss(scores, labels)
-    entropy = F.cross_entropy(scores, labels)
-    return entropy + dice_loss(scores, labels) if kind == "dice_ce" else entropy
+def _plain(x: Tensor) -> Tensor:
+    """A result without spatial dims, which every rank has whole."""
+    return x.full_tensor() if isinstance(x, ShardedTensor) else x
 
 
-def confusion(scores: Tensor, labels: Tensor) -> Tensor:
+def scored_classes(classes: int, ignore_label: int | None) -> tuple[int, ...]:
+    """The classes that have a Dice: all but background and the one that is ignored."""
+    return tuple(c for c in range(1, classes) if c != ignore_label)
+
+
+def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Ascending numbers as slices: indices in a list would be copied to the device in each step."""
+    runs: list[tuple[int, int]] = []
+    for n in numbers:
+        if runs and runs[-1][1] == n:
+            runs[-1] = runs[-1][0], n + 1
+        else:
+            runs.append((n, n + 1))
+    return runs
+
+
+def confusion(scores: Tensor, labels: Tensor, ignore_label: int | None = None) -> Tensor:
     """How many voxels of each class were taken for which. Collective over the sample group.
 
     Args:
         scores: [N, C, D, H, W], sharded or plain.
-        labels: [N, D, H, W], integers below C.
+        labels: [N, D, H, W], integers.
+        ignore_label: label of voxels that are not counted.
 
     Returns:
         [N, C, C] int64: sample, true class, predicted class; of the whole volumes, on every rank.
     """
     count = scores.shape[1]
     pairs = labels * count + scores.argmax(1)
+    if ignore_label is not None:
+        pairs = torch.where(labels == ignore_label, count**2, pairs)
     local = pairs.to_local() if isinstance(pairs, ShardedTensor) else pairs
-    found = [torch.bincount(sample.flatten(), minlength=count**2) for sample in local]
-    counts = torch.stack(found).view(len(local), count, count)
+    found = [torch.bincount(sample.flatten(), minlength=count**2 + 1) for sample in local]
+    counts = torch.stack([each[:-1].view(count, count) for each in found])
     if isinstance(pairs, ShardedTensor):
         pairs.mesh.sample.all_reduce(counts)
         counts //= pairs.layout.replicas

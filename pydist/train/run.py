@@ -30,13 +30,11 @@ from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About
 from pydist.train.device import (
-    PRECISIONS,
     choose_device,
-    describe,
+    facts_of_run,
     in_format,
     memory_format,
     own_stream,
-    why_unused,
 )
 from pydist.train.log import EventLog, Listener, losses
 from pydist.train.loop import Trainer
@@ -184,7 +182,12 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
 
     def normalized(split: str) -> ShardDataset:
         return ShardDataset(
-            wanted.path, split, normalize=wanted.normalize, window=wanted.window, manifest=manifest
+            wanted.path,
+            split,
+            normalize=wanted.normalize,
+            window=wanted.window,
+            manifest=manifest,
+            ignore_label=config.train.ignore_label,
         )
 
     return normalized("train"), normalized("val") if "val" in manifest.splits else None
@@ -291,14 +294,9 @@ def _clean(folder: Path) -> list[Path]:
 
 def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
     mesh, state = trainer.mesh, trainer.state
-    device, wanted = trainer.loader.device, config.train.device
-    unused = why_unused(wanted, mesh)
     log.emit(
         "start",
-        device=describe(device),
-        transport=mesh.world.name,
-        precision=PRECISIONS[config.train.amp],
-        unused_device="" if device.type == "cuda" else unused,
+        **facts_of_run(trainer.loader.device, config.train.device, config.train.amp, mesh),
         version=__version__,
         torch=torch.__version__,
         ranks=mesh.size,

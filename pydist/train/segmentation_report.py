@@ -72,9 +72,14 @@ def draw_run(
     report.draw_curves(axes[0], curves, "training loss")
     _draw_dice(axes[1], folder / DICE_FILE)
     if predicted is not None:
-        unseen = ShardDataset(data.root, "val", normalize="none", manifest=data.manifest)
+        ignored = data.ignore_label
+        unseen = ShardDataset(
+            data.root, "val", normalize="none", manifest=data.manifest, ignore_label=ignored
+        )
         image, truth = (part.numpy() for part in unseen[0])
         unseen.close()
+        if ignored is not None:
+            truth[truth == ignored] = 0  # not drawn, as background
         _draw_volume(axes[2:], image[0], truth, predicted, spatial)
     return report.save_figure(figure, folder)
 

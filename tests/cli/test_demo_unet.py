@@ -34,6 +34,7 @@ def test_the_demo_trains_and_draws_and_its_network_predicts(tmp_path):
 
     generate_ct(tmp_path, CTOptions(count=2, shape=(12, 16, 20), seed=9, format="nifti"))
     shown = pydist("predict", "a demo", "imagesTr", "-o", "out", "-n", "2", cwd=tmp_path)
+    assert shown.startswith("predict    device ")
     assert shown.count("predicted") == 2
     found = nib.load(tmp_path / "out" / "ct_0001.nii.gz")
     truth = nib.load(tmp_path / "labelsTr" / "ct_0001.nii.gz")

@@ -183,6 +183,9 @@ def test_checkpoints_and_windows_that_do_not_fit(trained, tmp_path):
             Predictor(trained / "run", mesh, Sliding(18))
         with pytest.raises(CheckpointError, match="no checkpoint here"):
             Predictor(tmp_path, mesh)
+        if not torch.cuda.is_available():
+            with pytest.raises(UsageError, match=r'device is "cuda": .* finds no CUDA device'):
+                Predictor(trained / "run", mesh, device="cuda")
         parts = checkpoint.read(checkpoint.complete(trained / "run" / "ckpt")[-1])
         del parts["step"], parts["model"]["last.weight"]
         with pytest.raises(CheckpointError, match=r"do not fit: .*last\.weight"):

@@ -9,7 +9,7 @@ import torch
 from equivalence import Answer, Task, check_network, randint, randn, whole_answer
 
 from pydist.models import UNet3d
-from pydist.train.losses import segmentation_loss
+from pydist.train.losses import SegmentationLoss
 
 
 @functools.cache
@@ -21,7 +21,7 @@ def task_of(samples: int, loss: str) -> tuple[Task, Answer]:
         model,
         randn(samples, 2, 12, 8, 8),
         randint(3, samples, 12, 8, 8),
-        functools.partial(segmentation_loss, loss),
+        SegmentationLoss(loss),
     )
     return task, whole_answer(task)
 

@@ -32,7 +32,7 @@ def test_any_values_survive_the_way_through_toml(path, lr, batch, groups):
         data=DataConfig(path=Path(path)),
         optimizer=OptimizerConfig(lr=lr),
         mesh=MeshConfig(data=groups, spatial=(1, 2, 3)),
-        train=TrainConfig(batch=batch),
+        train=TrainConfig(batch=batch, class_weights=(lr, 0.0), ignore_label=groups),
     )
     tables = config_io.tomllib.loads(config_io.dumps(config))
     assert config_io.check(tables, "test") == config
@@ -51,6 +51,9 @@ def test_any_values_survive_the_way_through_toml(path, lr, batch, groups):
         ("[mesh]\nspatial = [1, 2]", "mesh.spatial.2 = [1, 2]: field required"),
         ("[mesh]\nspatial = [1, 2, 0]", "mesh.spatial.2 = 0: input should be greater than or"),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan: input should be a finite number"),
+        ("[train]\nclass_weights = [1.0, -1.0]", "train.class_weights.1 = -1.0: input should be"),
+        ("[train]\nclass_weights = []", "train.class_weights = []: tuple should have at least 1"),
+        ("[train]\nignore_label = -1", "train.ignore_label = -1: input should be greater than or"),
         ("model = 3", "model = 3: a table is expected"),
         ('[model]\nname = "unet"', "model.name = 'unet': possible are 'cosmoflow', 'unet3d'"),
         ('[model]\nname = "unet3d"\nwidth = 32', "model.width is not a setting: choose from name,"),

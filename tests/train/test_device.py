@@ -82,6 +82,11 @@ def test_why_a_device_is_not_used_is_the_same_on_all_ranks(monkeypatch) -> None:
     assert found[0] == found[1]
     assert found[0][0]
     assert found[0][1] == 'train.device is "cpu"'
+    ranks = [1]
+    told = device.facts_of_run(
+        torch.device("cpu"), "cpu", "off", Mesh(LocalTransport()), "--device"
+    )
+    assert told["unused_device"] == '--device is "cpu"'
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device to use")

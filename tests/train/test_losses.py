@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from equivalence import Cut, check_function, on_ranks, randint, randn, shard
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from pydist import layout_for_sample
-from pydist.train.losses import confusion, dice_loss, dice_scores, segmentation_loss
+from pydist import distribute_tensor, layout_for_sample, parallelize
+from pydist.train.losses import SegmentationLoss, confusion, dice_loss, dice_scores
 
 SHAPE = (2, 4, 5, 4, 6)
 LABELS = randint(4, 2, 5, 4, 6)
@@ -26,14 +30,16 @@ def test_soft_dice_is_its_definition():
             truth = (LABELS[sample] == c).double()
             p = probabilities[sample, c]
             terms.append((2 * (p * truth).sum() + 1e-5) / (p.sum() + truth.sum() + 1e-5))
-    assert float(dice_loss(scores, LABELS)) == pytest.approx(1 - float(sum(terms)) / 6, rel=1e-12)
+    assert float(dice_loss(scores, LABELS).mean()) == pytest.approx(
+        1 - float(sum(terms)) / 6, rel=1e-12
+    )
 
 
 def test_a_perfect_and_a_wrong_answer():
     right = torch.nn.functional.one_hot(LABELS, 4).movedim(-1, 1).double() * 100
-    assert float(dice_loss(right, LABELS)) == pytest.approx(0, abs=1e-6)
-    assert float(dice_loss(right.roll(1, 1), LABELS)) == pytest.approx(1, abs=1e-6)
-    assert float(segmentation_loss("dice_ce", right, LABELS)) == pytest.approx(0, abs=1e-6)
+    assert float(dice_loss(right, LABELS).mean()) == pytest.approx(0, abs=1e-6)
+    assert float(dice_loss(right.roll(1, 1), LABELS).mean()) == pytest.approx(1, abs=1e-6)
+    assert float(SegmentationLoss("dice_ce")(right, LABELS)) == pytest.approx(0, abs=1e-6)
 
 
 POINTS = st.sampled_from(
@@ -46,7 +52,7 @@ POINTS = st.sampled_from(
 def test_losses_on_shards_are_those_of_the_whole(points):
     for kind in ("cross_entropy", "dice", "dice_ce"):
         check_function(
-            lambda scores, labels, kind=kind: segmentation_loss(kind, scores, labels),
+            SegmentationLoss(kind),
             randn(*SHAPE),
             points=points,
             beside=[Cut(LABELS, points)],
@@ -79,3 +85,88 @@ def test_dice_of_counts():
     assert liver == pytest.approx(2 * 6 / (10 + 8))
     assert tumour == 0
     assert math.isnan(absent)
+
+
+WEIGHTS = (0.5, 2.0, 0.0, 1.25)
+
+
+def labels_with(ignored: int) -> torch.Tensor:
+    """Of three samples: all voxels of the first ignored, many of the second, none of the third."""
+    labels = randint(4, 3, 6, 5, 4, seed=4)
+    labels[labels == ignored] = 1
+    labels[0] = ignored
+    labels[1, :4] = ignored
+    return labels
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights", "ignored"),
+    [("cross_entropy", WEIGHTS, None), ("cross_entropy", None, 2), ("dice_ce", WEIGHTS, 255)],
+)
+def test_weighted_means_are_those_of_the_global_batch(kind, weights, ignored):
+    """Loss and gradients against torch's own loss of the whole batch, on groups of any size."""
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv3d(4, 4, 3, padding=1))
+    made = made.double()
+    x = randn(3, 1, 6, 5, 4)
+    labels = labels_with(-1 if ignored is None else ignored).clamp(min=0)
+    whole = copy.deepcopy(made)
+    scores = whole(x)
+    expected = F.cross_entropy(
+        scores,
+        labels,
+        None if weights is None else torch.tensor(weights, dtype=torch.float64),
+        ignore_index=-100 if ignored is None else ignored,
+    )
+    if kind == "dice_ce":
+        dice = 0
+        for sample, truth in zip(scores.softmax(1), labels, strict=True):
+            counted = truth != ignored
+            for c in (1, 2, 3):
+                p, t = sample[c][counted], (truth == c)[counted].double()
+                dice = dice + (2 * (p * t).sum() + 1e-5) / (p.sum() + t.sum() + 1e-5)
+        expected = expected + 1 - dice / 9
+    expected.backward()
+
+    def rank(mesh, sizes):
+        model = parallelize(copy.deepcopy(made), mesh)
+        ends = [0, *itertools.accumulate(sizes)]
+        # A group without a sample trains on the first one, which does not count.
+        size = sizes[mesh.data_index]
+        rows = slice(ends[mesh.data_index], ends[mesh.data_index + 1]) if size else slice(0, 1)
+        own = distribute_tensor(labels[rows], mesh, {1: "depth", 2: "height", 3: "width"})
+        loss = SegmentationLoss(kind, weights, ignored)(model(x[rows]), own, mesh, counts=size > 0)
+        scale = (size > 0) * max(1.0, len(sizes) / sum(sizes))  # as `Batch.loss_scale`
+        (loss * scale).backward()
+        value = loss.detach() * size
+        mesh.data.all_reduce(value)
+        assert float(value) / sum(sizes) == pytest.approx(float(expected.detach()), rel=1e-12)
+        for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-10, atol=1e-14)
+
+    for sizes, spatial in (((3,), (2, 1, 2)), ((1, 2), (2, 1, 1)), ((1, 1, 1, 0), (1, 1, 1))):
+        on_ranks(spatial, lambda mesh, sizes=sizes: rank(mesh, sizes), len(sizes))
+
+
+def test_nothing_that_counts_makes_a_loss_of_zero():
+    scores = randn(*SHAPE).requires_grad_()
+    loss = SegmentationLoss("dice_ce", WEIGHTS, 255)(scores, torch.full_like(LABELS, 255))
+    loss.backward()
+    assert float(loss) == 0
+    assert scores.grad is not None
+    assert not scores.grad.any()
+
+
+def test_ignored_voxels_are_in_no_score():
+    scores = randn(*SHAPE)
+    labels = LABELS.clone()
+    labels[0, :3] = 255
+    rest = torch.where(labels == 255, 0, labels)
+    counted = labels != 255
+    found = confusion(scores, labels, 255)
+    assert int(found.sum()) == int(counted.sum())
+    for sample in range(2):
+        pairs = rest[sample] * 4 + scores[sample].argmax(0)
+        expected = torch.bincount(pairs[counted[sample]], minlength=16).view(4, 4)
+        assert torch.equal(found[sample], expected)
+    assert not confusion(scores, LABELS, 2)[:, 2].any()

@@ -6,13 +6,14 @@ import csv
 import math
 from pathlib import Path
 
+import h5py
 import pytest
 import torch
 from training import change, job
 
 from pydist.comm import run_local
 from pydist.data.medical import CTOptions, generate_ct
-from pydist.errors import CheckpointError, UsageError
+from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.train import checkpoint, log
 from pydist.train.about import load_trained
 from pydist.train.config import (
@@ -48,6 +49,10 @@ def alone(config):
     return run_local(job, 1, config)[0]
 
 
+def weighing(config, **options) -> Config:
+    return change(config, train=options)
+
+
 def curve(config) -> list[float]:
     return list(log.losses(config.output.folder / "log.jsonl").values())
 
@@ -66,6 +71,41 @@ def test_split_training_is_that_of_one_rank(segmentation, tmp_path, data, spatia
         torch.testing.assert_close(
             found.dice, expected.validation.dice, rtol=0, atol=0.02, equal_nan=True
         )
+
+
+@pytest.fixture(scope="session")
+def partly_labelled(tmp_path_factory) -> Path:
+    """Volumes of which voxels have no label: all of one, a half of another."""
+    folder = tmp_path_factory.mktemp("partly")
+    generate_ct(folder, CTOptions(count=7, shape=(16, 8, 8), validation=3 / 7))
+    for number, depths in ((1, 16), (2, 8), (5, 11)):
+        with h5py.File(folder / f"ct_{number:04}.hdf5", "r+") as file:
+            file["segmentation"][:depths] = 255
+    return folder
+
+
+def test_class_weights_and_an_ignored_label_are_of_the_global_batch(
+    segmentation, partly_labelled, tmp_path
+):
+    """A batch of 3 volumes over 2 groups, and 3 volumes to validate."""
+    weighted = {"class_weights": (0.2, 1.0, 3.0), "ignore_label": 255, "batch": 3, "steps": 1}
+    config = change(segmentation, data={"path": partly_labelled}, train=weighted)
+    whole = change(config, output={"folder": tmp_path / "whole"})
+    expected = alone(whole).validation
+    found = run_local(job, 4, config, 2, (2, 1, 1))[0].validation
+    assert curve(config) == pytest.approx(curve(whole), abs=5e-6)
+    assert found.loss == pytest.approx(expected.loss, abs=1e-4)
+    torch.testing.assert_close(found.dice, expected.dice, rtol=0, atol=0.02, equal_nan=True)
+    unknown = change(config, train={"ignore_label": None})
+    with pytest.raises(DataError, match=r"label 255 at voxel .*; ignore_label leaves such voxels"):
+        alone(change(unknown, output={"folder": tmp_path / "unknown"}))
+
+
+def test_an_ignored_class_has_no_dice(segmentation):
+    result = alone(change(segmentation, train={"ignore_label": 1, "steps": 1})).validation
+    assert list(result.figures()["dice"]) == ["tumour"]
+    header = (segmentation.output.folder / "dice.csv").read_text().splitlines()[0]
+    assert header == "file,tumour"
 
 
 def test_the_log_and_the_table_tell_the_dice_of_each_class(segmentation):
@@ -121,6 +161,11 @@ def test_network_data_and_loss_must_fit_together(segmentation, universes):
         (change(segmentation, data={"path": universes}), 'choose "cosmoflow"'),
         (change(segmentation, model={"levels": 4}), "needs multiples of 16: convert"),
         (change(segmentation, model={"features": 3}), "features is even"),
+        (weighing(segmentation, class_weights=(1.0, 2.0)), "has 2 weights; .* has 3 classes"),
+        (weighing(segmentation, class_weights=(0.0, 0.0, 0.0)), "at least one must be positive"),
+        (weighing(segmentation, class_weights=(1.0,) * 3, loss="dice"), "in the cross-entropy"),
+        (weighing(cosmoflow, class_weights=(1.0,)), "class_weights is for segmentation"),
+        (weighing(cosmoflow, ignore_label=0), "ignore_label is for segmentation"),
     ):
         with pytest.raises(UsageError, match=message) as caught:
             alone(config)

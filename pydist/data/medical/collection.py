@@ -57,12 +57,14 @@ class Source:
         split: "train", "val", or another name.
         recipe: hash of all that decides its content.
         make: makes the content.
+        ignore_label: label of voxels that have none; it is no class.
     """
 
     name: str
     split: str
     recipe: str
     make: Callable[[], LabelledVolume]
+    ignore_label: int | None = None
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,8 @@ def _write(
         raise DataError(unlike(source.name, len(volume.image), other, like.channels))
     image = as_stored(volume.image, storage.dtype, name, ": use float32")
     label = volume.label.astype(_label_type(volume.label), copy=False)
-    highest = int(label.max())
+    labelled = label if source.ignore_label is None else label[label != source.ignore_label]
+    highest = int(labelled.max(initial=0))
     if classes and highest >= classes:
         raise DataError(f"{source.name}: labels go up to {highest}; there are {classes} classes")
 
@@ -224,7 +227,7 @@ def _write(
         (float(image.mean(dtype=np.float64)),),
         (depth, height, width),
     )
-    return _Made(entry, image.shape[0], highest, _foreground(image, label))
+    return _Made(entry, image.shape[0], highest, _foreground(image, label, source.ignore_label))
 
 
 def unlike(name: str, channels: int, other: str, its: int) -> str:
@@ -253,9 +256,11 @@ def _label_type(label: npt.NDArray[Any]) -> str:
     return next(t for t in ("uint8", "uint16", "uint32") if int(label.max()) <= np.iinfo(t).max)
 
 
-def _foreground(image: npt.NDArray[Any], label: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _foreground(
+    image: npt.NDArray[Any], label: npt.NDArray[Any], ignored: int | None
+) -> npt.NDArray[Any]:
     """Values of labelled voxels, evenly picked, [C, n]."""
-    found = np.flatnonzero(label)
+    found = np.flatnonzero(label if ignored is None else (label != 0) & (label != ignored))
     picks = np.linspace(0, len(found) - 1, min(len(found), _FOREGROUND_SAMPLES)).astype(np.intp)
     return image.reshape(image.shape[0], -1)[:, found[picks]]
 

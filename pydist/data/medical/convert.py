@@ -8,7 +8,7 @@ are read and no others.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,8 @@ class NiftiOptions:
         storage: "contiguous", or "chunked" with a checksum in each chunk.
         compression: "gzip" for chunked storage, or "none".
         on_bad_case: "stop" at the first that can't be used, or "skip" it and say so.
+        ignore_label: label of voxels that have none, such as 255: it stays in the files, and is no
+            class. Known from a `dataset.json` of nnU-Net with a class "ignore".
         keep_header: keep the free text of the headers, which may name a patient.
         overwrite: replace a data set made from other files or with other options.
     """
@@ -51,19 +53,24 @@ class NiftiOptions:
     storage: Literal["contiguous", "chunked"] = "contiguous"
     compression: Literal["none", "gzip"] = "none"
     on_bad_case: Literal["stop", "skip"] = "stop"
+    ignore_label: int | None = None
     keep_header: bool = False
     overwrite: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.validation < 1:
             raise UsageError(f"validation={self.validation}: a fraction in [0, 1)")
+        if self.ignore_label is not None and self.ignore_label < 1:
+            raise UsageError(f"ignore_label={self.ignore_label}: 1 or more; 0 is background")
         if self.compression == "gzip" and self.storage == "contiguous":
             raise UsageError('compression="gzip" needs storage="chunked"')
 
     def recipe(self) -> dict[str, Any]:
         """The options that decide what is in a volume's file."""
         names = ("dtype", "storage", "compression", "keep_header")
-        return {"grid": asdict(self.grid), **{name: getattr(self, name) for name in names}}
+        found = {"grid": asdict(self.grid), **{name: getattr(self, name) for name in names}}
+        # Not always: data sets of earlier versions have no such option.
+        return found if self.ignore_label is None else {**found, "ignore_label": self.ignore_label}
 
 
 def convert_nifti(
@@ -90,6 +97,11 @@ def convert_nifti(
     """
     options = options or NiftiOptions()
     found = find_cases(source, options.labels)
+    if options.ignore_label is None:
+        options = replace(options, ignore_label=found.ignore_label)
+    elif options.ignore_label < len(found.class_names):
+        name = found.class_names[options.ignore_label]
+        raise UsageError(f"ignore_label={options.ignore_label}: that label is the class {name!r}")
     outlines = {case.name: _outlines(case) for case in found.cases}
     if options.on_bad_case == "stop":
         _require_one_number_of_channels(outlines)
@@ -105,6 +117,7 @@ def convert_nifti(
             "train" if i < first_validation else "val",
             recipes[i],
             partial(convert_case, case, options.grid, keep_header=options.keep_header),
+            options.ignore_label,
         )
         for i, case in enumerate(found.cases)
     ]

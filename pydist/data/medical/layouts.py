@@ -19,6 +19,7 @@ from pydist.errors import DataError, UsageError
 from pydist.parsing import parse_json
 
 _CHANNEL = re.compile(r"(.+)_(\d{4})")
+_IGNORE = "ignore"
 _IMAGE_PREFIX, _LABEL_PREFIX = "volume-", "segmentation-"
 
 
@@ -45,11 +46,13 @@ class Found:
         cases: at least one.
         class_names: in the order of the labels; empty if not known.
         channel_names: empty if not known.
+        ignore_label: label of voxels that have none, as nnU-Net's class "ignore".
     """
 
     cases: tuple[Case, ...]
     class_names: tuple[str, ...] = ()
     channel_names: tuple[str, ...] = ()
+    ignore_label: int | None = None
 
 
 def find_cases(source: str | Path, labels: str | Path | None = None) -> Found:
@@ -107,6 +110,12 @@ def _nnunet(folder: Path, record: Mapping[str, Any]) -> Found:
         raise DataError(f"{where}: file_ending {ending!r}; .nii and .nii.gz are read")
     channels = _by_number(where, "channel_names", record.get("channel_names"))
     classes = _classes(where, record.get("labels"), numbers_first=False)
+    ignored = None
+    if _IGNORE in classes:  # nnU-Net wants it last; it is no class of the network
+        if classes[-1] != _IGNORE:
+            given = classes.index(_IGNORE)
+            raise DataError(f'{where}: labels has "ignore" as {given}; it comes after all classes')
+        ignored, classes = len(classes) - 1, classes[:-1]
     cases = []
     for name, images in find_images(folder / "imagesTr").items():
         if len(images) != len(channels):
@@ -121,7 +130,7 @@ def _nnunet(folder: Path, record: Mapping[str, Any]) -> Found:
         if path.name not in labels:
             image = folder / "imagesTr" / f"{stem(path)}_0000{ending}"
             raise DataError(f"{path}: its image {image} is missing")
-    return Found(found, classes, channels)
+    return Found(found, classes, channels, ignored)
 
 
 def _decathlon(folder: Path, record: Mapping[str, Any]) -> Found:
@@ -217,6 +226,4 @@ def _classes(where: Path, names: Any, *, numbers_first: bool) -> tuple[str, ...]
         return _by_number(where, "labels", names)
     if any(isinstance(number, list) for number in names.values()):
         raise DataError(f"{where}: labels has regions, classes that overlap; these are not read")
-    if "ignore" in names:
-        raise DataError(f'{where}: labels has "ignore", voxels without a label; these are not read')
     return _by_number(where, "labels", {number: name for name, number in names.items()})

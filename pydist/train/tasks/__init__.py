@@ -17,12 +17,12 @@ def task_of(config: Config) -> Task:
     """The task of a configuration: the table "model" names it.
 
     Raises:
-        UsageError: the loss is not one of this network's.
+        UsageError: the loss, or an option of it, is not one of this network's.
     """
     if isinstance(config.model, UNet3dConfig):
         from pydist.train.tasks.segmentation import Segmentation
 
-        return Segmentation(config.model, config.train.loss)
+        return Segmentation(config.model, config.train)
     from pydist.train.tasks.regression import Regression
 
-    return Regression(config.model, config.train.loss)
+    return Regression(config.model, config.train)

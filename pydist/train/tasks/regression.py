@@ -20,7 +20,7 @@ from pydist.train.tasks.base import Validation, call_of
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
     from pydist.data.loader import Batch
-    from pydist.train.config import CosmoFlowConfig
+    from pydist.train.config import CosmoFlowConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,15 @@ class RegressionValidation(Validation):
 class Regression:
     """CosmoFlow on values of samples; see `Task`."""
 
-    def __init__(self, config: CosmoFlowConfig, loss: str) -> None:
-        if loss not in ("auto", "mse"):
-            raise UsageError(f'train.loss is "{loss}", and CosmoFlow\'s is "mse"')
+    def __init__(self, config: CosmoFlowConfig, train: TrainConfig) -> None:
+        if train.loss not in ("auto", "mse"):
+            raise UsageError(f'train.loss is "{train.loss}", and CosmoFlow\'s is "mse"')
+        for option in ("class_weights", "ignore_label"):
+            if getattr(train, option) is not None:
+                raise UsageError(
+                    f"train.{option} is for segmentation, and CosmoFlow predicts no classes: leave "
+                    'it out, or choose model.name = "unet3d"'
+                )
         self.config = config
 
     def check(self, data: ShardDataset) -> None:

@@ -15,13 +15,20 @@ from pydist.models import UNet3d
 from pydist.tensor import ShardedTensor
 from pydist.train import segmentation_report
 from pydist.train.gather import on_first_rank
-from pydist.train.losses import confusion, dice_scores, segmentation_loss
+from pydist.train.losses import (
+    SegmentationLoss,
+    confusion,
+    dice_loss,
+    dice_scores,
+    ratio,
+    scored_classes,
+)
 from pydist.train.tasks.base import Validation, call_of
 
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
     from pydist.data.loader import Batch
-    from pydist.train.config import UNet3dConfig
+    from pydist.train.config import TrainConfig, UNet3dConfig
 
 _LOSSES = ("cross_entropy", "dice", "dice_ce")
 
@@ -31,15 +38,16 @@ class SegmentationValidation(Validation):
     """How well each class was found."""
 
     class_names: tuple[str, ...]
+    """Of the classes that have a Dice: all but background and an ignored one."""
     dice: Tensor
-    """`[samples, classes - 1]`: Dice of each volume and class but background; NaN where a class is
-    neither there nor predicted."""
+    """`[samples, classes]`: Dice of each volume and class; NaN where a class is neither there nor
+    predicted."""
     pooled: Tensor
-    """`[classes - 1]`: Dice of the voxels of all volumes together."""
+    """`[classes]`: Dice of the voxels of all volumes together."""
 
     def figures(self) -> dict[str, Any]:
         """Loss, and by class the mean over the volumes and the Dice of all voxels."""
-        names = self.class_names[1:]
+        names = self.class_names
         return {
             "loss": self.loss,
             "dice": dict(zip(names, self.dice.nanmean(0).tolist(), strict=True)),
@@ -50,13 +58,21 @@ class SegmentationValidation(Validation):
 class Segmentation:
     """3D U-Net on volumes with labels; see `Task`."""
 
-    def __init__(self, config: UNet3dConfig, loss: str) -> None:
-        if loss not in ("auto", *_LOSSES):
+    def __init__(self, config: UNet3dConfig, train: TrainConfig) -> None:
+        kind = "cross_entropy" if train.loss == "auto" else train.loss
+        if kind not in _LOSSES:
             raise UsageError(
-                f'train.loss is "{loss}"; possible for segmentation are {", ".join(_LOSSES)}'
+                f'train.loss is "{kind}"; possible for segmentation are {", ".join(_LOSSES)}'
             )
+        if train.class_weights is not None and kind == "dice":
+            raise UsageError(
+                "train.class_weights weighs the classes in the cross-entropy, and train.loss is "
+                '"dice": choose "cross_entropy" or "dice_ce", or leave the weights out'
+            )
+        if train.class_weights is not None and not any(train.class_weights):
+            raise UsageError("train.class_weights are all 0: at least one must be positive")
         self.config = config
-        self._loss = "cross_entropy" if loss == "auto" else loss
+        self._loss = SegmentationLoss(kind, train.class_weights, train.ignore_label)
         self._class_names: tuple[str, ...] = ()
         self._example: Tensor | None = None
 
@@ -75,7 +91,17 @@ class Segmentation:
                     f"model.levels {self.config.levels} needs multiples of {multiple}: convert "
                     f"them with --multiple {multiple}"
                 )
-        self._class_names = data.manifest.class_names
+        names = data.manifest.class_names
+        weights, ignored = self._loss.class_weights, self._loss.ignore_label
+        if weights is not None and len(weights) != len(names):
+            raise UsageError(
+                f"train.class_weights has {len(weights)} weights; {data.root} has {len(names)} "
+                f"classes ({', '.join(names)})"
+            )
+        if not scored_classes(len(names), ignored):
+            given = "" if ignored is None else f" with train.ignore_label = {ignored}"
+            raise UsageError(f"{data.root} has no class but background{given}: nothing to learn")
+        self._class_names = names
 
     def network(self, manifest: Manifest) -> nn.Module:
         """The U-Net."""
@@ -97,29 +123,39 @@ class Segmentation:
         }
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """The loss that was chosen."""
-        return segmentation_loss(self._loss, output, batch.targets)
+        """The loss that was chosen; with weighted voxels, the same in all sample groups."""
+        counts = batch.count > 0
+        return self._loss(output, batch.targets, batch.inputs.mesh, counts=counts)
 
     def measure(self, output: Tensor, batch: Batch) -> Tensor:
-        """[N, 1 + classes²]: the batch's loss and each sample's confusion."""
-        counts = confusion(output, batch.targets).double()
-        loss = self.loss(output, batch).double().expand(len(counts), 1)
+        """[N, 3 + classes²]: sums for the cross-entropy, loss by Dice, and confusion."""
+        labels, ignored = batch.targets, self._loss.ignore_label
+        counts = confusion(output, labels, ignored).double()
+        sums = counts.new_zeros(len(counts), 3)
+        if self._loss.has_entropy:
+            sums[:, :2] = self._loss.entropy_sums(output, labels)
+        if self._loss.has_dice:
+            sums[:, 2] = dice_loss(output, labels, ignored)
         predicted = output.argmax(1).cpu()
         if batch.indices[0] == 0 and isinstance(predicted, ShardedTensor):
             found = on_first_rank(predicted)
             self._example = None if found is None else found[0]
-        return torch.cat([loss, counts.flatten(1)], dim=1)
+        return torch.cat([sums, counts.flatten(1)], dim=1)
 
     def judge(self, rows: Tensor) -> SegmentationValidation:
         """Dice by volume and of all voxels."""
         classes = len(self._class_names)
-        counts = rows[:, 1:].view(-1, classes, classes)
+        counts = rows[:, 3:].view(-1, classes, classes)
+        sums = rows[:, :2]
+        # Where voxels differ in weight, the mean is over them, else over samples: as in training.
+        entropy = ratio(sums.sum(0)) if self._loss.weighted else ratio(sums).mean()
+        scored = [c - 1 for c in scored_classes(classes, self._loss.ignore_label)]
         return SegmentationValidation(
             samples=len(rows),
-            loss=float(rows[:, 0].mean()),
-            class_names=self._class_names,
-            dice=dice_scores(counts),
-            pooled=dice_scores(counts.sum(0)),
+            loss=float(entropy + rows[:, 2].mean()),
+            class_names=tuple(self._class_names[c + 1] for c in scored),
+            dice=dice_scores(counts)[:, scored],
+            pooled=dice_scores(counts.sum(0))[scored],
         )
 
     def write_results(self, folder: Path, data: ShardDataset, validation: Validation) -> None:
@@ -128,7 +164,7 @@ class Segmentation:
         files = [file.path for file in data.manifest.files if file.split == "val"]
         segmentation_report.write_dice(
             folder / segmentation_report.DICE_FILE,
-            self._class_names[1:],
+            validation.class_names,
             files,
             validation.dice.numpy(),
         )

@@ -62,6 +62,21 @@ def test_labels_go_to_hdf5_and_back_to_the_bit(pairs, tmp_path, storage):
         assert gzip.decompress((tmp_path / name).read_bytes()) == theirs
 
 
+def test_an_ignored_label_stays_in_the_files_and_is_no_class(pairs, tmp_path):
+    plain = convert(pairs, tmp_path / "plain", dtype="int16")
+    label = nib.load(pairs / "labels" / "case0.nii.gz")
+    values = np.asarray(label.dataobj).astype(np.int16)
+    values[values == 2] = 255
+    nib.save(nib.Nifti1Image(values, label.affine), pairs / "labels" / "case0.nii.gz")
+    manifest = convert(pairs, tmp_path / "out", ignore_label=255)
+    assert manifest.class_names == ("background", "class 1", "class 2")
+    assert manifest.intensity != plain.intensity  # of voxels that have a label
+    data = ShardDataset(tmp_path / "out", ignore_label=255)
+    assert sorted(data.read_labels(0).unique().tolist()) == [0, 1, 255]
+    with pytest.raises(DataError, match="label 255 at voxel"):
+        ShardDataset(tmp_path / "out").read_labels(0)
+
+
 def test_free_text_does_not_travel(pairs, tmp_path):
     convert(pairs, tmp_path / "out")
     with safe_open(tmp_path / "out" / "case0.hdf5") as file:

@@ -43,6 +43,11 @@ def test_nnunet_with_two_channels(tmp_path):
     assert [p.name for p in found.cases[1].images] == ["b_0000.nii.gz", "b_0001.nii.gz"]
     assert found.class_names == ("background", "liver", "tumour")
     assert found.channel_names == ("CT", "PET")
+    assert found.ignore_label is None
+    describe(tmp_path, **{**NNUNET, "labels": {**NNUNET["labels"], "ignore": 3}})
+    found = find_cases(root)
+    assert found.class_names == ("background", "liver", "tumour")
+    assert found.ignore_label == 3
 
 
 def test_decathlon(tmp_path):
@@ -86,7 +91,7 @@ def test_images_without_labels(tmp_path):
     [
         ({**NNUNET, "file_ending": ".nrrd"}, "file_ending '.nrrd'"),
         ({**NNUNET, "labels": {"background": 0, "whole": [1, 2]}}, "regions"),
-        ({**NNUNET, "labels": {"background": 0, "ignore": 1}}, '"ignore"'),
+        ({**NNUNET, "labels": {"background": 0, "ignore": 1, "liver": 2}}, "after all classes"),
         ({**NNUNET, "labels": {"background": 0, "liver": 2}}, "numbers from 0 on"),
         ({**NNUNET, "labels": [1]}, "a table is expected"),
         ({**NNUNET, "channel_names": {"x": "CT"}}, "a table of numbers and names"),
