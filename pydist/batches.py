@@ -72,11 +72,8 @@ class Batches:
 
         Returns:
             The sizes of the batch: those with which it has entered the model before, if it comes
-            from another part, or new ones. `None` with one sample group, or if the part calls
-            itself.
+            from another part, or new ones. `None` if the part calls itself.
         """
-        if self._mesh.data_size == 1:
-            return None
         sizes = None
         if not self._inside:
             sizes = batch._origin.sizes

@@ -54,12 +54,13 @@ def parallelize(
     The model keeps its class, its hooks and its `state_dict` keys; only hooks are added. All ranks
     start from the parameters and buffers of rank 0. Inputs may be sharded (as a `Loader` gives
     them) or plain 5-D tensors or arrays, equal on all ranks of a sample group, which are cut on
-    entry. After `backward()` every gradient is the mean over the sample groups, each weighted by
-    its number of samples: where the loss is a mean over samples, that of the whole batch. For
-    losses that are other means see `pydist.sum_over_groups`. This holds for these parameters and
-    for any other `nn.Parameter` that feeds or follows a sharded call. Hooks on parameters see that
-    mean. The optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its
-    step. `model.no_sync()` postpones the reduction, and hooks, to accumulate gradients.
+    entry; with several groups also where a part of the model is called by itself. After
+    `backward()` every gradient is the mean over the sample groups, each weighted by its number of
+    samples: where the loss is a mean over samples, that of the whole batch. For losses that are
+    other means see `pydist.sum_over_groups`. This holds for these parameters and for any other
+    `nn.Parameter` that feeds or follows a sharded call. Hooks on parameters see that mean. The
+    optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its step.
+    `model.no_sync()` postpones the reduction, and hooks, to accumulate gradients.
 
     Args:
         model: any `nn.Module`; its calls on sharded tensors must have handlers.
@@ -102,7 +103,6 @@ def parallelize(
         # First, so that other hooks are given what it returns, and when the forward pass raises.
         model.register_forward_hook(entry.batches.leave, prepend=True, always_call=True)
         agree_on_closures_of(model, mesh)
-    if mesh.data_size > 1 or batch_norm != "global":
         for layer in model.modules():
             if layer is not model:
                 layer.register_forward_pre_hook(entry.enter_part, with_kwargs=True)
@@ -188,6 +188,8 @@ class Entry:
         """A forward pre-hook of the parts: arguments as a part called by itself takes them."""
         if self.batches.is_inside(module):
             return None
+        args = tuple(self._cut(a) for a in args)
+        kwargs = {name: self._cut(a) for name, a in kwargs.items()}
         leaves = tree_leaves((args, kwargs))
         batch = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
         if batch is None:
