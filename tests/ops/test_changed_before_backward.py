@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from equivalence import on_ranks, randn
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -48,7 +48,12 @@ def ranks_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> int:
 
 def program_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> Program | None:
     """The program of a seed, without what torch refuses; `None` where nothing is left."""
-    return legal(_Writer(seed, ingredients).program())
+    return legal(draft_of(seed, ingredients))
+
+
+def draft_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> Program:
+    """The program of a seed, with statements that torch may refuse."""
+    return _Writer(seed, ingredients).program()
 
 
 _PRELU = call("nn.PReLU")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from random_spot import call
 
-from hunter.generator import program_of
+from hunter.generator import draft_of, program_of
 from hunter.isolation import each_isolated
 from hunter.judge import BAD, Verdict, judge, legal, settings, without
 from hunter.program import Program
@@ -88,6 +88,22 @@ def _made(task: Task) -> Program | None:
     return program_of(*task)
 
 
+def answered(task: Task, answer: Answer | Verdict) -> Answer:
+    """What became of a task, whose process may have died."""
+    if isinstance(answer, Answer):
+        return answer
+    return Answer(blamed(answer, draft_of(*task)), [], None)
+
+
+def blamed(verdict: Verdict, draft: Program) -> Verdict:
+    """The verdict on a program whose process died: illegal where plain torch dies on it."""
+    if verdict.outcome == "crash" and draft.reference == "torch":
+        ((_, answer),) = each_isolated(legal, [draft], LIMIT)
+        if isinstance(answer, Verdict):
+            return Verdict("illegal", f"torch itself: {answer.detail}")
+    return verdict
+
+
 def warm_up() -> None:
     """Loads what every program needs, once for all children."""
     layers = (call("nn.Conv3d", 1, 2, 3, padding=1), call("nn.BatchNorm3d", 2), call("nn.ReLU"))
@@ -122,8 +138,8 @@ def hunt(
                 return
             yield task
 
-    for (seed, _), answer in each_isolated(examine, in_time(), LIMIT, workers):
-        found = Answer(answer, [], None) if isinstance(answer, Verdict) else answer
+    for task, answer in each_isolated(examine, in_time(), LIMIT, workers):
+        seed, found = task[0], answered(task, answer)
         tally.refused.update(_short(text) for text in found.refused)
         tally.count(seed, found, quiet=quiet)
     return tally

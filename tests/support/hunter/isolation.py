@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import time
@@ -85,6 +86,7 @@ def _result(slot: _Slot) -> Any:
 def _child(function: Callable[[T], R], task: T, answer: Connection) -> None:
     # What glibc says of a damaged heap is in the exit code.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    faulthandler.disable()
     try:
         with settings():
             answer.send(function(task))

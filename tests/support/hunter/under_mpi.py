@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from hunter.generator import ranks_of
-from hunter.hunt import LIMIT, Answer, Tally, Task, examine, warm_up
+from hunter.hunt import LIMIT, Answer, Tally, Task, answered, examine, warm_up
 from hunter.isolation import each_isolated
 from hunter.job import run_job
 from hunter.judge import Run, Verdict, run_whole, verdict_of
@@ -47,8 +47,8 @@ def hunt_mpi(
                 left -= 1
                 yield task
 
-    for (seed, _), answer in each_isolated(examine, fitting(), LIMIT, workers):
-        found = Answer(answer, [], None) if isinstance(answer, Verdict) else answer
+    for task, answer in each_isolated(examine, fitting(), LIMIT, workers):
+        seed, found = task[0], answered(task, answer)
         if found.verdict.outcome == "equal" and found.program is not None:
             equal.append((seed, found.program))
         else:
