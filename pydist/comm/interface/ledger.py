@@ -16,14 +16,13 @@ A step that repeats finds each entry in a table, and sends nothing for it.
 
 from __future__ import annotations
 
-import json
 import struct
 import sys
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -243,21 +242,19 @@ class Ledger:
                 return entry.text
         return "a call that this rank has never made"
 
-    def details(self) -> bytes:
+    def details(self) -> list[list[Any]]:
         """The calls that this rank remembers, for the other ranks."""
         first = self.count - len(self._recent) + 1
-        return json.dumps(
-            [[first + i, [e.digest, e.text]] for i, e in enumerate(self._recent)]
-        ).encode()
+        return [[first + i, [e.digest, e.text]] for i, e in enumerate(self._recent)]
 
 
-def different_calls(heard: Mapping[int, bytes]) -> UsageError:
+def different_calls(heard: Mapping[int, list[list[Any]]]) -> UsageError:
     """The error for ranks whose ledgers differ; the same on all of them.
 
     Args:
         heard: the `details` of each rank of the group.
     """
-    calls = {rank: dict(map(tuple, json.loads(each))) for rank, each in heard.items()}
+    calls = {rank: dict(each) for rank, each in heard.items()}
     first, *others = sorted(calls)
     pairs = []
     for other in others:
