@@ -104,6 +104,6 @@ def test_a_backward_ends_with_one_message_between_all_ranks() -> None:
             made = t.ledger.count - before
         return t.ledger.last_calls(made)
 
-    # The proof, the flags of news and of the lane, and those of the weight and the bias.
-    expected = "all_reduce of 5 elements of int64, sum in backward"
+    # The proof, flags of news and of the lane, and two each of the weight and the bias.
+    expected = "all_reduce of 7 elements of int64, sum in backward"
     assert run_local(body, 3, timeout=30) == [expected] * 3
