@@ -146,13 +146,18 @@ class Mesh:
         """Sets of axes, one for each group of several ranks that this one is in."""
         return [axes for axes in self._groups if axes and all(self.axis_size(a) > 1 for a in axes)]
 
-    def first_ranks(self, axes: Sequence[str]) -> list[int]:
-        """For each rank of the mesh the first rank of its group along `axes`."""
-        grid = torch.arange(self.size, device="cpu").view(self.shape)
-        for axis in axes:
-            dim = AXES.index(axis)
-            grid = grid.narrow(dim, 0, 1).expand_as(grid)
-        return [int(rank) for rank in grid.flatten()]
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes along which there are several ranks, named as in `distinct_axes`."""
+        return tuple(a for a in AXES if self.axis_size(a) > 1)
+
+    def groups_along(self, axes: Sequence[str]) -> list[list[int]]:
+        """The ranks of each group along `axes`, in order; of the whole mesh."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.size):
+            coords = zip(AXES, _unravel(rank, self.shape), strict=True)
+            groups.setdefault(tuple(c for a, c in coords if a not in axes), []).append(rank)
+        return list(groups.values())
 
     @property
     def transports(self) -> list[Transport]:

@@ -110,14 +110,14 @@ def switched_off(checks: tuple[str, ...]) -> Iterator[None]:
     """Replaces the functions of these checks; the same on all ranks, and between steps."""
     from pydist._loader import native
     from pydist.comm.exchange.agreement import Agreement
-    from pydist.comm.interface.handles import Work
     from pydist.comm.interface.ledger import Ledger
 
     empty: dict[str, list[tuple[Any, str, Any]]] = {
         "ledger": [(Ledger, "note", lambda *_, **__: None)],
         "checksums": [
             (Agreement, "prove_equal", lambda *_: None),
-            (Agreement, "start", lambda *_: Work()),
+            (Agreement, "proof", lambda *_: 0),
+            (Agreement, "sum_parameters", lambda *_: None),
         ],
         "watchdog": [
             (native, "enter_phase", lambda *_: None),

@@ -14,17 +14,18 @@ inline py::object error_type(const char* name) {
   return py::module_::import("pydist.errors").attr(name);
 }
 
-void bind_core(py::module_& module);      // geometry.cpp: boxes, partitions, footprints, plans
-void bind_io(py::module_& module);        // checksum.cpp
-void bind_conv(py::module_& module);      // conv.cpp: boundary convolution
-void bind_kernels(py::module_& module);   // kernels.cpp: random numbers, devices, threads
-void bind_norm(py::module_& module);      // norm.cpp: norms with an activation behind
-void bind_pack(py::module_& module);      // pack.cpp: boxes of tensors to and from buffers
-void bind_pool(py::module_& module);      // pool.cpp: sums over pooling windows
-void bind_convert(py::module_& module);   // convert.cpp: stored numbers to inputs
-void bind_comm(py::module_& module);      // comm.cpp: what transports need natively
-void bind_nccl(py::module_& module);      // nccl.cpp: NCCL, opened at run time
-void bind_ipc(py::module_& module);       // ipc.cpp: memory that processes share on devices
-void bind_watchdog(py::module_& module);  // watchdog.cpp: what ends a job that hangs
+void bind_core(py::module_& module);        // geometry.cpp: boxes, partitions, footprints, plans
+void bind_io(py::module_& module);          // checksum.cpp
+void bind_conv(py::module_& module);        // conv.cpp: boundary convolution
+void bind_kernels(py::module_& module);     // kernels.cpp: random numbers, devices, threads
+void bind_norm(py::module_& module);        // norm.cpp: norms with an activation behind
+void bind_pack(py::module_& module);        // pack.cpp: boxes of tensors to and from buffers
+void bind_pool(py::module_& module);        // pool.cpp: sums over pooling windows
+void bind_convert(py::module_& module);     // convert.cpp: stored numbers to inputs
+void bind_call_board(py::module_& module);  // call_board.cpp: which calls a rank has started
+void bind_comm(py::module_& module);        // comm.cpp: what transports need natively
+void bind_nccl(py::module_& module);        // nccl.cpp: NCCL, opened at run time
+void bind_ipc(py::module_& module);         // ipc.cpp: memory that processes share on devices
+void bind_watchdog(py::module_& module);    // watchdog.cpp: what ends a job that hangs
 
 }  // namespace pydist::bindings

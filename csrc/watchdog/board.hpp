@@ -1,17 +1,16 @@
 // The page of shared memory on which the ranks of a machine say what they do.
 //
 // Each rank writes its own slot, with relaxed atomics and without locks or clocks; the watchdog
-// thread of every rank reads all of them. A reader may see a text that is half old, half new: it
-// goes into a report, not into a decision. Fresh memory of zeros is a valid, empty board.
+// thread of every rank reads all of them. Fresh memory of zeros is a valid, empty board.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <cstring>
-#include <string>
 #include <string_view>
+
+#include "core/shared_text.hpp"
 
 namespace pydist::watchdog {
 
@@ -24,37 +23,9 @@ enum class Kind : std::uint32_t {
   kWork,     // long work that is expected to be silent: tuning, saving, opening files
 };
 
-// Text of a fixed size. Longer text is cut.
-template <std::size_t Words>
-class Text {
- public:
-  void store(std::string_view text) {
-    std::array<char, 8 * Words> bytes{};
-    std::memcpy(bytes.data(), text.data(), std::min(text.size(), bytes.size()));
-    for (std::size_t i = 0; i < Words; ++i) {
-      std::uint64_t word;
-      std::memcpy(&word, bytes.data() + 8 * i, 8);
-      words_[i].store(word, std::memory_order_relaxed);
-      if (8 * (i + 1) > text.size()) break;  // the rest is never read
-    }
-  }
-
-  std::string load() const {
-    std::array<char, 8 * Words> bytes{};
-    for (std::size_t i = 0; i < Words; ++i) {
-      const std::uint64_t word = words_[i].load(std::memory_order_relaxed);
-      std::memcpy(bytes.data() + 8 * i, &word, 8);
-    }
-    return {bytes.data(), strnlen(bytes.data(), bytes.size())};
-  }
-
- private:
-  std::array<std::atomic<std::uint64_t>, Words> words_;
-};
-
 struct Frame {
   std::atomic<Kind> kind;
-  Text<6> name;
+  SharedText<6> name;
 };
 
 inline constexpr std::uint32_t kFrames = 8;
@@ -68,7 +39,7 @@ struct Slot {
   std::atomic<std::int32_t> stacks;   // file descriptor that the rank's stacks are written to
   std::atomic<std::uint32_t> told;    // how many reports the rank has prepared for
   std::array<Frame, kFrames> frames;  // the innermost last
-  Text<16> layer;                     // at work when the rank was asked, "" if unknown
+  SharedText<16> layer;               // at work when the rank was asked, "" if unknown
 
   void enter(std::string_view name, Kind kind) {
     const std::uint32_t place = depth.load(std::memory_order_relaxed);
@@ -118,7 +89,6 @@ struct Board {
   const Slot& slot(std::size_t rank) const { return slots.data()[rank]; }
 };
 
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 static_assert(std::atomic<Kind>::is_always_lock_free);
 
 }  // namespace pydist::watchdog

@@ -112,13 +112,14 @@ def test_norms_of_scattered_gradients_are_found_on_the_device(devices: Transport
         assert norm.item() == pytest.approx(torch.linalg.vector_norm(expected, order).item())
 
 
-def test_a_capture_takes_the_flags_of_the_step_before(devices: Transport) -> None:
-    """And only these: nothing is sent."""
+def test_a_captured_step_has_the_flags_of_the_step_before(devices: Transport) -> None:
+    """The message goes between the hosts, and adds nothing to the graph."""
     flags = Flags()
-    own = [int(devices.rank == 0), 0, 1]
-    assert flags.exchange(devices, own, captured=False) == [1, 0, 1]
+    own, proof = [int(devices.rank == 0), 0, 1], 7 - 14 * devices.rank
+    everyones = [1, 0, 1], 7 * devices.size * (2 - devices.size)
+    assert flags.exchange(devices, own, proof, captured=False) == everyones
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros(1, device=devices.device)
-        assert flags.exchange(devices, own, captured=True) == [1, 0, 1]
+        assert flags.exchange(devices, own, proof, captured=True) == everyones
         with pytest.raises(NotSupported, match="other gradients than the last one"):
-            flags.exchange(devices, [1, 1, 1], captured=True)
+            flags.exchange(devices, [1, 1, 1], proof, captured=True)

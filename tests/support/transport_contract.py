@@ -398,6 +398,21 @@ def sums_have_the_same_bits_on_all_ranks(t: Transport) -> None:
 
 
 @check
+def sums_of_integers_wrap(t: Transport) -> None:
+    """What cancels modulo 2**64 is 0: the ranks compare hashes so."""
+    share = (1 << 62) + 12_345
+    last = -share * (t.size - 1)
+    for started in (False, True):
+        mine = share if t.rank else (last + (1 << 63)) % (1 << 64) - (1 << 63)
+        tensor = torch.tensor([mine, t.rank])
+        if started:
+            t.all_reduce_async(tensor).wait()
+        else:
+            t.all_reduce(tensor)
+        assert tensor.tolist() == [0, t.size * (t.size - 1) // 2]
+
+
+@check
 def half_types_round_once(t: Transport) -> None:
     for dtype, step in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
         tensor = torch.tensor([1.0 if t.rank == 0 else step], dtype=dtype)

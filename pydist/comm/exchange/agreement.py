@@ -1,18 +1,23 @@
 """Agreement: what the ranks of a mesh compare with each other while a program runs.
 
 That they started the same calls in the same order (`Ledger`), that the plain operands of a sample
-group are equal on all of its ranks, and the parameters on all ranks (`Contents`). At the end of
-each backward one small message holds the hashes of all this. It travels with the last gradients and
-is read before the backward returns, so that no optimizer uses what belongs to other calls. It goes
+group are equal on all of its ranks, and the parameters on all ranks (`Contents`). All of this is
+one number, the proof, in the message that the ranks exchange at the end of each backward anyway
+(`pydist.comm.gradients.flags`). No optimizer uses what belongs to other calls. The message goes
 between hosts, also where the gradients are on devices, and no host waits for a device.
 
-Where the hashes differ, all ranks of the mesh see that, and tell each other the details: all raise
-the same error.
+The proof is a sum over all ranks that is 0 where they agree. Each rank multiplies the hash of what
+it compares within a group by a weight. The weights are random, and those of a group add up to 0
+modulo 2**64: equal hashes cancel out, and others cancel by chance only. So one all-reduce of one
+integer compares all groups, however many ranks there are. Where the sum is not 0, all ranks of the
+mesh see that, and tell each other the details: all raise the same error.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +29,33 @@ from pydist.comm.exchange.contents import (
     Parameters,
     different_contents,
 )
-from pydist.comm.interface.handles import Work
-from pydist.comm.interface.ledger import different_calls, gather_texts
+from pydist.comm.interface.ledger import DIFFERENT, different_calls, gather_texts
+from pydist.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from pydist.comm.interface.transport import Transport
-    from pydist.errors import UsageError
     from pydist.mesh import Mesh
 
 _MOST = 512
 """Checksums that wait for a comparison, where no backward comes."""
+
+
+class _Claim(NamedTuple):
+    """What the ranks of a group must have in common.
+
+    Attributes:
+        axes: of the group.
+        value: a hash of it.
+        details: what a rank adds where the ranks differ.
+        error: made of the details of a group.
+    """
+
+    axes: tuple[str, ...]
+    value: int
+    details: Callable[[], list[Any]]
+    error: Callable[[Mapping[int, list[Any]]], UsageError]
 
 
 class Agreement:
@@ -50,8 +70,10 @@ class Agreement:
         """Begin with nothing compared. Made by `agreement_of`."""
         self.operands, self.parameters = Contents(), Parameters()
         self._shared = Contents()
-        self._first_of = {axes: mesh.first_ranks(axes) for axes in mesh.distinct_axes}
-        self._everyone = [0] * mesh.size
+        self._claims: list[_Claim] = []
+        self._ledgers = {axes: mesh.group(axes).ledger for axes in mesh.distinct_axes}
+        self._weights = {axes: _weight(mesh, axes) for axes in ((), *self._ledgers)}
+        self._sample_axes, self._split_axes = mesh.sample_axes, mesh.split_axes
 
     def prove_equal(self, tensor: Tensor, mesh: Mesh, use: str) -> None:
         """Sums a plain operand, and compares it over the sample group if it is new.
@@ -110,96 +132,91 @@ class Agreement:
     def _compare_operands(self, mesh: Mesh) -> None:
         """Compares what is new in `operands`. Collective over the sample group."""
         group = mesh.sample
-        mine = torch.tensor(self.operands.take(), device="cpu")
-        rows = torch.empty(group.size, 2, dtype=torch.int64, device="cpu")
-        group._all_gather(mine, rows)
-        if not bool((rows == mine).all()):
-            raise different_contents(gather_texts(group, self.operands.details()))
+        share = self._share_of([self._claim(self.operands, self._sample_axes)])
+        total = torch.tensor([share], device="cpu")
+        group._all_reduce(total, "sum")
+        if int(total):
+            raise different_contents(_gather(group, self.operands.details()))
         self.operands.confirm()
 
-    def start(self, mesh: Mesh, parameters: Sequence[Tensor]) -> Work:
-        """Starts to compare, at the end of a backward. Collective over the mesh.
+    def proof(self, mesh: Mesh) -> int:
+        """The share of this rank, at the end of a backward, of a sum that is 0 if all agree."""
+        self._claims = [
+            _Claim(axes, hash((ledger.count, ledger.state)), ledger.details, different_calls)
+            for axes, ledger in self._ledgers.items()
+        ]
+        if mesh.size > 1 and not is_capturing():
+            self._claims.append(self._claim(self.operands, self._sample_axes))
+            self._claims.append(self._claim(self._shared, self._split_axes))
+            self.operands.turn += 1
+        return self._share_of(self._claims)
+
+    def conclude(self, mesh: Mesh, total: int) -> None:
+        """Ends a comparison. Collective over the mesh.
 
         Args:
             mesh: the mesh.
-            parameters: that all ranks hold equally, in one order.
-
-        Returns:
-            Its `wait` raises `UsageError` where ranks differ, on all of them.
-        """
-        if mesh.size == 1:
-            return Work()
-        columns: list[_Column] = []
-        for axes, first_of in self._first_of.items():
-            ledger = mesh.group(axes).ledger
-            columns.append(
-                _Column(first_of, (ledger.count, ledger.state), ledger.details, different_calls)
-            )
-        if not is_capturing():
-            self._add(self._shared, parameters, mesh)
-            group = self._first_of.get(mesh.sample_axes, list(range(mesh.size)))
-            for contents, first_of in ((self.operands, group), (self._shared, self._everyone)):
-                columns.append(
-                    _Column(first_of, contents.take(), contents.details, different_contents)
-                )
-                contents.turn += 1
-        return _Comparison(mesh.world, columns, (self.operands, self._shared))
-
-
-class _Column:
-    """A part of the message.
-
-    Attributes:
-        first_of: for each rank of the mesh the first rank of the group that compares.
-        mine: what this rank says.
-        details: what it adds where ranks differ.
-        error: made of the details of a group.
-    """
-
-    def __init__(
-        self,
-        first_of: list[int],
-        mine: tuple[int, int],
-        details: Callable[[], bytes],
-        error: Callable[[dict[int, bytes]], UsageError],
-    ) -> None:
-        self.first_of, self.mine, self.details, self.error = first_of, mine, details, error
-
-
-class _Comparison(Work):
-    """A message of all ranks under way."""
-
-    def __init__(
-        self, transport: Transport, columns: list[_Column], contents: tuple[Contents, ...]
-    ) -> None:
-        self._transport, self._columns, self._contents = transport, columns, contents
-        mine = torch.tensor([each.mine for each in columns], device="cpu")
-        self._rows = torch.empty(transport.size, *mine.shape, dtype=torch.int64, device="cpu")
-        self._work: Work | None = transport.all_gather_async(mine, self._rows)
-
-    def wait(self) -> None:
-        """See `Work.wait`.
+            total: the sum over all ranks of what `proof` returned.
 
         Raises:
             UsageError: ranks differ; the same error on all of them.
         """
-        if self._work is None:
-            return
-        work, self._work = self._work, None
-        work.wait()
-        same = bool((self._rows == self._rows[0]).all())  # mostly, if there is one sample group
-        for number, column in enumerate(() if same else self._columns):
-            rows = self._rows[:, number]
-            differs = (rows != rows[column.first_of]).any(1)
-            if not bool(differs.any()):
-                continue
-            first = column.first_of[int(differs.nonzero()[0])]
-            heard = gather_texts(self._transport, column.details())
-            raise column.error(
-                {rank: heard[rank] for rank, each in enumerate(column.first_of) if each == first}
-            )
-        for contents in self._contents:
-            contents.confirm()
+        if total:
+            raise self._difference(mesh)
+        self.operands.confirm()
+        self._shared.confirm()
+
+    def sum_parameters(self, mesh: Mesh, parameters: Sequence[Tensor]) -> None:
+        """Sums the share of a turn, to be compared at the end of the next backward.
+
+        Args:
+            mesh: the mesh.
+            parameters: that all ranks hold equally, in one order.
+        """
+        if mesh.size > 1 and not is_capturing():
+            self._add(self._shared, parameters, mesh)
+            self._shared.turn += 1
+
+    def _claim(self, contents: Contents, axes: tuple[str, ...]) -> _Claim:
+        return _Claim(axes, contents.take(), contents.details, different_contents)
+
+    def _share_of(self, claims: Iterable[_Claim]) -> int:
+        return _signed(sum(self._weights[each.axes] * each.value for each in claims))
+
+    def _difference(self, mesh: Mesh) -> UsageError:
+        """The error for ranks that differ. Collective over the mesh."""
+        mine = [[each.value, each.details()] for each in self._claims]
+        all_claims = _gather(mesh.world, mine)
+        if len({len(claims) for claims in all_claims.values()}) > 1:
+            return UsageError(f"{DIFFERENT}: some capture a CUDA graph, and others do not")
+        for number, claim in enumerate(self._claims):
+            for ranks in mesh.groups_along(claim.axes):
+                said = {rank: all_claims[rank][number] for rank in ranks}
+                if len({value for value, _ in said.values()}) > 1:
+                    return claim.error({rank: details for rank, (_, details) in said.items()})
+        return UsageError(f"{DIFFERENT}, or the sum of what they compare is damaged")
+
+
+def _gather(group: Transport, mine: list[Any]) -> dict[int, list[Any]]:
+    """Details of all ranks of a group. Collective."""
+    heard = gather_texts(group, json.dumps(mine).encode())
+    return {rank: json.loads(each) for rank, each in heard.items()}
+
+
+def _weight(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """What this rank's hashes are multiplied by, within its group along `axes`."""
+    group = next(ranks for ranks in mesh.groups_along(axes) if mesh.rank in ranks)
+    successor = group[(group.index(mesh.rank) + 1) % len(group)]
+    mine, other = (
+        int.from_bytes(blake2b(f"{axes} {rank}".encode(), digest_size=8).digest(), "little")
+        for rank in (mesh.rank, successor)
+    )
+    return mine - other
+
+
+def _signed(number: int) -> int:
+    """A number modulo 2**64, as an integer of 64 bits with a sign."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def agreement_of(mesh: Mesh) -> Agreement:

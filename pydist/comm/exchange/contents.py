@@ -12,13 +12,12 @@ nothing. Some numbers of them in a step, from 5 on, let it take longer for large
 
 from __future__ import annotations
 
-import json
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -173,8 +172,8 @@ class Contents:
         """Takes up a checksum that the caller has formed."""
         self._fresh.append(_Sum(operand, checksum, share, forward, self.turn))
 
-    def take(self) -> tuple[int, int]:
-        """Number and hash of what is compared now: all that devices have delivered by design.
+    def take(self) -> int:
+        """A hash of what is compared now: all that devices have delivered by design.
 
         What a device sums is left for the next turn, so that the host waits for none.
         """
@@ -182,8 +181,7 @@ class Contents:
         both = list(zip(self._fresh, is_late, strict=True))
         self._fresh = [each for each, late in both if late]
         self._compared = [each for each, late in both if not late]
-        sums = [(each.operand.digest, each.checksum.value()) for each in self._compared]
-        return len(sums), hash(tuple(sums))
+        return hash(tuple((each.operand.digest, each.checksum.value()) for each in self._compared))
 
     def confirm(self) -> None:
         """What was taken is equal on all ranks."""
@@ -191,9 +189,9 @@ class Contents:
             each.operand.equal_in[each.share] = each.forward
         self._compared = []
 
-    def details(self) -> bytes:
+    def details(self) -> list[list[Any]]:
         """What was taken, for the other ranks."""
-        rows = [
+        return [
             [
                 each.operand.text,
                 each.checksum.value(),
@@ -203,7 +201,6 @@ class Contents:
             ]
             for each in self._compared
         ]
-        return json.dumps(rows).encode()
 
 
 class Parameters:
@@ -301,13 +298,12 @@ def _bytes_of(tensor: Tensor, lo: int, hi: int) -> Tensor:
     return tensor.narrow(dim, first, last - first).contiguous()
 
 
-def different_contents(heard: Mapping[int, bytes]) -> UsageError:
+def different_contents(rows: Mapping[int, list[list[Any]]]) -> UsageError:
     """The error for ranks that hold different tensors; the same on all of them.
 
     Args:
-        heard: the `details` of each rank of the group.
+        rows: the `details` of each rank of the group.
     """
-    rows = {rank: json.loads(each) for rank, each in heard.items()}
     first, *others = sorted(rows)
     for index in range(max(len(each) for each in rows.values())):
         for other in others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Container, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -25,40 +26,48 @@ OLD, NEW = 1, 2
 """A gradient from before this backward, and one that this backward has added to."""
 FROZEN, SHOWN = 1, 2
 """A parameter that takes no gradient, and one whose hooks see that which arrives all the same."""
+_COUNTED = 0, 1, 1 << 31
+"""What each flag is in a sum over ranks."""
 
 
 class Flags:
-    """Which gradients any rank has, which lanes any rank uses, and whether any has news.
+    """The highest of each flag that any rank has; and whether the ranks agree.
 
-    One all-reduce of a few integers in host memory. While a step is captured nothing is sent: the
-    answer is that of the step before, as each rank has proved for itself that it has the same
-    gradients again; one that has not refuses, and the ranks agree afterwards that there is no
-    graph.
+    One all-reduce of a few integers in host memory: a sum, as the agreement needs one, in which a
+    flag of 2 counts for more than all flags of 1 together. A captured step sends it as well, and
+    its replays do not: what it captures must be a step like the one before.
     """
 
     def __init__(self) -> None:
-        self._own: list[int] = []
-        self._sent = torch.empty(0, dtype=torch.int32, device="cpu")
+        self._sums: list[int] = []
         self._any: list[int] = []
 
-    def exchange(self, world: Transport, own: list[int], *, captured: bool) -> list[int]:
+    def exchange(
+        self, world: Transport, own: list[int], proof: int, *, captured: bool
+    ) -> tuple[list[int], int]:
         """The largest of each flag over all ranks. Collective.
+
+        Args:
+            world: connects all ranks.
+            own: the flags of this rank: 0, 1 or 2.
+            proof: the share of this rank in a sum that is 0 where the ranks agree.
+            captured: whether the step becomes a CUDA graph.
+
+        Returns:
+            The largest flags, and the sum of the proofs.
 
         Raises:
             NotSupported: a step is captured that has other gradients than the one before.
         """
-        same = own == self._own
-        if captured:
-            if not same:
+        message = array("q", [proof, *(_COUNTED[flag] for flag in own)])
+        world.all_reduce(torch.frombuffer(message, dtype=torch.int64))
+        total, *sums = message
+        if sums != self._sums:
+            if captured:
                 raise NotSupported("a CUDA graph of a step with other gradients than the last one")
-            return self._any
-        if not same:
-            self._own = own
-            self._sent = torch.tensor(own, dtype=torch.int32, device="cpu")
-        anywhere = self._sent.clone()
-        world.all_reduce(anywhere, "max")
-        self._any = anywhere.tolist()
-        return self._any
+            self._sums = sums
+            self._any = [2 if n >= _COUNTED[2] else min(n, 1) for n in sums]
+        return self._any, total
 
 
 def own_flags(

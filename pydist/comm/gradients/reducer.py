@@ -320,7 +320,9 @@ class Reducer:
                 if lane.wanted:
                     lane.start_rest()
             captured = _is_capturing(self.lanes)
-            anywhere = self._flags.exchange(mesh.world, own, captured=captured)
+            agreement = agreement_of(mesh)
+            proof = agreement.proof(mesh)
+            anywhere, total = self._flags.exchange(mesh.world, own, proof, captured=captured)
             any_news, used, flags = read_flags(self.lanes, anywhere)
             members = (leaf for lane in self.lanes for leaf in lane.leaves)
             hooked = [e for e in (*members, *news) if e.has_hooks and (e.waits or not e.fired)]
@@ -330,9 +332,9 @@ class Reducer:
                 for e in chain.from_iterable(x.leaves for x in taking_part)
                 if flags.get(e, 0) > 0
             )
-            compared = agreement_of(mesh).start(mesh, [p for p in held if p is not None])
             for lane in taking_part:
                 lane.start_rest()
+            agreement.sum_parameters(mesh, [p for p in held if p is not None])
             for lane in taking_part:
                 lane.finish(lambda leaf: flags.get(leaf, 0) > 0)
             unused, self._unused = self._unused, {}
@@ -341,7 +343,7 @@ class Reducer:
             if self._runs:
                 self._runs[-1].complete = True
             refuse_frozen(self.lanes, anywhere)
-            compared.wait()
+            agreement.conclude(mesh, total)
             if any_news:
                 self._take_up(news, proposals)
         for leaf in hooked:

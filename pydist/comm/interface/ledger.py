@@ -16,19 +16,16 @@ A step that repeats finds each entry in a table, and sends nothing for it.
 
 from __future__ import annotations
 
-import json
 import struct
-import sys
-from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
-from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from pydist.comm.interface.board import TEXT_BYTES, Board
+from pydist._loader import native
+from pydist.comm.interface.board import share_board
 from pydist.errors import RankFailed, RankLost, UsageError
 
 if TYPE_CHECKING:
@@ -38,12 +35,12 @@ STAMP_BYTES = 32
 STAMPED_TAG = 1023
 """The tag of messages with a stamp. All share it: they match in the order in which ranks start
 their exchanges, so that the stamp of one that is out of order arrives, and is noticed."""
-_STAMP = struct.Struct("<qqqq")
-_REMEMBERED = 64
-"""Entries that an error can name."""
+_STAMP = struct.Struct("=qqqq")
+_SHOWN_BYTES = 304
 _MOST_NODES = 1 << 14
 """Entries in the table; where shapes never repeat it starts anew."""
 _MODULE_CALL = nn.Module._call_impl.__code__
+_PATH = "_pydist_path"
 _IN_BACKWARD = "backward"
 
 DIFFERENT = "the ranks call different things"
@@ -57,7 +54,7 @@ class Entry:
 
     Attributes:
         text: for errors.
-        shown: the same for the board.
+        shown: the same for the board, cut to one length.
         digest: of what the ranks compare.
         after: the calls that were seen to follow it.
     """
@@ -66,7 +63,7 @@ class Entry:
 
     def __init__(self, text: str, digest: int) -> None:
         self.text, self.digest = text, digest
-        self.shown = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        self.shown = text.encode()[:_SHOWN_BYTES].ljust(_SHOWN_BYTES, b"\0")
         self.after: dict[tuple[Hashable, ...], Entry] = {}
 
 
@@ -74,19 +71,25 @@ class Ledger:
     """What one rank has started in a group.
 
     Attributes:
-        count: calls so far.
-        state: their running hash.
         last: the call that was started last.
     """
 
     def __init__(self) -> None:
-        self.count = self.state = 0
         self.last = Entry("nothing", 0)
-        self._before = 0, 0  # state and digest before the last call
         self._entries: dict[tuple[Hashable, ...], Entry] = {}
-        self._recent: deque[Entry] = deque(maxlen=_REMEMBERED)
-        self._states: deque[int] = deque(maxlen=_REMEMBERED)  # before each of these
-        self._board: Board | None = None
+        self._board = native.CallBoard()
+        self._enter = self._board.enter
+        self._sees_all: bool | None = None  # see `share_board`; None until it was called
+
+    @property
+    def count(self) -> int:
+        """Calls so far."""
+        return self._board.count
+
+    @property
+    def state(self) -> int:
+        """Their running hash."""
+        return self._board.state
 
     def note(self, group: Primitives, what: What, *, waits: bool) -> None:
         """Enters a call that is about to start.
@@ -107,37 +110,25 @@ class Ledger:
         is_new = entry is None
         if entry is None:
             entry = last.after[key] = self._entry(key)
-        self._before = self.state, last.digest
-        self.state = hash((self.state, entry.digest))
-        self.count += 1
         self.last = entry
-        self._recent.append(entry)
-        self._states.append(self._before[0])
-        board = self._board
-        if board is None:
-            if not waits:
-                return
-            board = self.open(group)
-            if board is None:
-                return
-        board.write(self.count, self.state, entry.shown)
-        peer = board.differing(self.count, self.state)
-        error = None if peer is None else self._on_board(group.rank, peer)
+        if waits and self._sees_all is None:
+            self.open(group)
+        peer = self._enter(entry.digest, entry.shown)
+        error = None if peer < 0 else self._on_board(group.rank, peer)
         if error is not None:
             raise error
-        if is_new and waits and not board.is_complete:
+        if is_new and waits and self._sees_all is False:
             self._compare(group)
 
-    def open(self, group: Primitives) -> Board | None:
-        """Makes the board, if there is none yet. Collective; the first call that waits does it."""
-        if self._board is None and group.size > 1:
+    def open(self, group: Primitives) -> None:
+        """Opens the board to the neighbors, once. Collective; the first call that waits does it."""
+        if self._sees_all is None and group.size > 1:
             try:
-                self._board = Board(group)
+                self._sees_all = share_board(self._board, group)
             except RankLost as error:
-                if self.count:
+                if self.last.digest:
                     error.args = (f"{error}; rank {group.rank} calls {self.last.text}",)
                 raise
-        return self._board
 
     def _entry(self, key: tuple[What, str]) -> Entry:
         if len(self._entries) >= _MOST_NODES:
@@ -177,23 +168,18 @@ class Ledger:
 
     def _on_board(self, rank: int, peer: int) -> UsageError | None:
         """The error for the first call that differs from a neighbor's, as far as both remember."""
-        if self._board is None:
-            return None
-        states = [*self._states, self.state][1:]
-        number = self.count - len(self._recent)
-        for entry, state in zip(self._recent, states, strict=True):
-            number += 1
-            theirs = self._board.call(peer, number)
-            if theirs is not None and theirs[0] != state:
+        for number, state, digest, _ in self._board.recent():
+            theirs = self._board.call_of(peer, number)
+            if theirs is not None and theirs[1] != state:
                 return UsageError(
-                    f"{DIFFERENT}: call {number} of their group is {entry.text} on rank {rank} and"
-                    f" {theirs[1]} on rank {peer}"
+                    f"{DIFFERENT}: call {number} of their group is {self._text_of(digest)} on rank"
+                    f" {rank} and {theirs[3]} on rank {peer}"
                 )
         return None
 
     def stamp(self) -> bytes:
         """What a message of the call noted last begins with."""
-        return _STAMP.pack(self.count, *self._before, self.last.digest)
+        return self._board.stamp()
 
     def mismatch(
         self, rank: int, peer: int, mine: bytes, theirs: bytes, text: str = ""
@@ -235,29 +221,33 @@ class Ledger:
 
     def last_calls(self, count: int) -> str:
         """The calls that were started last, the latest at the end."""
-        return "; ".join(each.text for each in list(self._recent)[-count:])
+        recent = self._board.recent()[-count:]
+        return "; ".join(self._text_of(digest) for _, _, digest, _ in recent)
 
     def _text_of(self, digest: int) -> str:
-        for entry in (*self._recent, *self._entries.values()):
+        for entry in self._entries.values():
             if entry.digest == digest:
                 return entry.text
+        for _, _, other, text in self._board.recent():  # of before the table began anew
+            if other == digest:
+                return text
         return "a call that this rank has never made"
 
-    def details(self) -> bytes:
+    def details(self) -> list[list[Any]]:
         """The calls that this rank remembers, for the other ranks."""
-        first = self.count - len(self._recent) + 1
-        return json.dumps(
-            [[first + i, [e.digest, e.text]] for i, e in enumerate(self._recent)]
-        ).encode()
+        return [
+            [number, [digest, self._text_of(digest)]]
+            for number, _, digest, _ in self._board.recent()
+        ]
 
 
-def different_calls(heard: Mapping[int, bytes]) -> UsageError:
+def different_calls(heard: Mapping[int, list[list[Any]]]) -> UsageError:
     """The error for ranks whose ledgers differ; the same on all of them.
 
     Args:
         heard: the `details` of each rank of the group.
     """
-    calls = {rank: dict(map(tuple, json.loads(each))) for rank, each in heard.items()}
+    calls = {rank: dict(each) for rank, each in heard.items()}
     first, *others = sorted(calls)
     pairs = []
     for other in others:
@@ -269,7 +259,7 @@ def different_calls(heard: Mapping[int, bytes]) -> UsageError:
                 pairs.append((number, other, here[1], there[1]))
                 break
     if not pairs:
-        return UsageError(f"{DIFFERENT}, and did so more than {_REMEMBERED} calls ago")
+        return UsageError(f"{DIFFERENT}, and did so longer ago than they remember")
     number, other, here, there = min(pairs)
     return UsageError(
         f"{DIFFERENT}: call {number} of their group is {here} on rank {first} and {there} on rank"
@@ -299,14 +289,8 @@ def calling_module() -> str:
     """
     if torch._C._current_graph_task_id() != -1:
         return _IN_BACKWARD
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _MODULE_CALL:
-            path = frame.f_locals["self"].__dict__.get("_pydist_path")
-            if path is not None:
-                return str(path)
-        frame = frame.f_back
-    return ""
+    module = native.called_object(_MODULE_CALL, _PATH)
+    return "" if module is None else str(module.__dict__[_PATH])
 
 
 def _describe(what: What, module: str) -> str:
@@ -318,20 +302,16 @@ def _describe(what: What, module: str) -> str:
     if module == _IN_BACKWARD:
         where = " in backward"
     elif module:
-        where = f" in module {module}{_kind_of(module)}"
+        where = f" in module {module}{_kind_of_called()}"
     else:
         where = ""
     return f"{name} {about}".rstrip() + where
 
 
-def _kind_of(path: str) -> str:
-    """What the module is whose call is on the stack."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _MODULE_CALL:
-            module = frame.f_locals["self"]
-            if module.__dict__.get("_pydist_path") == path:
-                said = "..." if list(module.children()) else module.extra_repr()
-                return f": {type(module).__name__}({said})"
-        frame = frame.f_back
-    return ""
+def _kind_of_called() -> str:
+    """What the innermost parallelized module is."""
+    module = native.called_object(_MODULE_CALL, _PATH)
+    if not isinstance(module, nn.Module):
+        return ""
+    said = "..." if list(module.children()) else module.extra_repr()
+    return f": {type(module).__name__}({said})"

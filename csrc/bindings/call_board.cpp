@@ -1,0 +1,167 @@
+// What a group's ledger needs natively; see pydist/comm/interface/ledger.py. `enter` and
+// `called_object` are plain C functions: they are called about a hundred times a step.
+#include "comm/call_board.hpp"
+
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.hpp"
+#include "core/errors.hpp"
+
+namespace pydist::bindings {
+namespace {
+
+using comm::CallBoard;
+using comm::CallPage;
+using comm::SeenCall;
+
+// A board with what keeps the memory of its pages in place.
+struct HeldBoard : CallBoard {
+  std::vector<py::buffer_info> memory;
+
+  void share(const py::buffer& page, const std::vector<std::pair<int, py::buffer>>& neighbors) {
+    CallPage& own = at(page, true);
+    std::vector<std::pair<int, const CallPage*>> others;
+    for (const auto& [rank, buffer] : neighbors) others.emplace_back(rank, &at(buffer, false));
+    CallBoard::share(own, std::move(others));
+  }
+
+ private:
+  CallPage& at(const py::buffer& buffer, bool writable) {
+    memory.push_back(buffer.request(writable));
+    PYDIST_EXPECT(memory.back().size >= static_cast<py::ssize_t>(sizeof(CallPage)),
+                  "a page of calls takes " + std::to_string(sizeof(CallPage)) + " bytes");
+    return *static_cast<CallPage*>(memory.back().ptr);
+  }
+};
+
+py::tuple as_tuple(const SeenCall& call) {
+  const auto text = PyUnicode_DecodeUTF8(call.text.data(), std::ssize(call.text), "replace");
+  return py::make_tuple(call.number, call.state, call.digest, py::reinterpret_steal<py::str>(text));
+}
+
+// The innermost frame that runs `code` with a `self` whose dict has `name`: that self, or null.
+py::object called_object(py::handle code, py::handle name) {
+  static PyObject* const self_name = PyUnicode_InternFromString("self");
+  const auto own = [](auto* pointer) {  // what CPython gives, or null
+    return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(pointer));
+  };
+  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
+  while (frame) {
+    auto* const running = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    if (own(PyFrame_GetCode(running)).is(code)) {
+      const py::object locals = own(PyObject_GetAttrString(frame.ptr(), "f_locals"));
+      if (!locals) throw py::error_already_set();
+      const py::object self = own(PyObject_GetItem(locals.ptr(), self_name));
+      const py::object dict = self ? own(PyObject_GenericGetDict(self.ptr(), nullptr)) : self;
+      if (!dict) throw py::error_already_set();
+      if (PyDict_Contains(dict.ptr(), name.ptr()) == 1) return self;
+    }
+    frame = own(PyFrame_GetBack(running));
+  }
+  return {};
+}
+
+PyObject* called_object_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "called_object takes the code of a method and a name");
+    return nullptr;
+  }
+  try {
+    py::object found = called_object(arguments[0], arguments[1]);
+    return found ? found.release().ptr() : py::none().release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return nullptr;
+  }
+}
+
+// enter(digest, text), of the board in a capsule.
+PyObject* enter(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
+  auto* const board = static_cast<CallBoard*>(PyCapsule_GetPointer(capsule, nullptr));
+  if (board == nullptr) return nullptr;
+  if (count != 2 || !PyLong_Check(arguments[0]) || !PyBytes_Check(arguments[1])) {
+    PyErr_SetString(PyExc_TypeError, "enter takes a digest and the bytes of a text");
+    return nullptr;
+  }
+  const std::int64_t digest = PyLong_AsLongLong(arguments[0]);
+  if (digest == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  const std::string_view text(PyBytes_AS_STRING(arguments[1]),
+                              static_cast<std::size_t>(PyBytes_GET_SIZE(arguments[1])));
+  return PyLong_FromLong(board->enter(digest, text));
+}
+
+// NOLINTNEXTLINE: CPython keeps pointers to it
+PyMethodDef enter_definition = {
+    "enter", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(enter)), METH_FASTCALL,
+    "enter(digest: int, text: bytes) -> int\n\n"
+    "Enters a call; returns a neighbor that has called something else, or -1."};
+
+// NOLINTNEXTLINE: CPython keeps pointers to it
+PyMethodDef functions[] = {
+    {"called_object", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(called_object_of)),
+     METH_FASTCALL,
+     "called_object(code: CodeType, name: str) -> object | None\n\n"
+     "The innermost object on the stack whose method `code` runs and whose dict has `name`."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+// The function `enter` of a board, which keeps the board.
+py::object enter_of(const py::object& board) {
+  const auto release = [](PyObject* capsule) {
+    Py_XDECREF(static_cast<PyObject*>(PyCapsule_GetContext(capsule)));
+  };
+  const auto capsule = py::reinterpret_steal<py::object>(
+      PyCapsule_New(static_cast<CallBoard*>(board.cast<HeldBoard*>()), nullptr, release));
+  if (!capsule || PyCapsule_SetContext(capsule.ptr(), board.ptr()) != 0) {
+    throw py::error_already_set();
+  }
+  board.inc_ref();
+  return py::reinterpret_steal<py::object>(PyCFunction_New(&enter_definition, capsule.ptr()));
+}
+
+}  // namespace
+
+void bind_call_board(py::module_& module) {
+  using namespace py::literals;
+  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
+  py::class_<HeldBoard> board(module, "CallBoard",
+                              "What a rank has started in a group, for its neighbors to read.");
+  board.attr("PAGE_BYTES") = sizeof(CallPage);
+  board.def(py::init<>())
+      .def_property_readonly("count", &HeldBoard::count, "Calls so far.")
+      .def_property_readonly("state", &HeldBoard::state, "Their running hash.")
+      .def_property_readonly("enter", &enter_of,
+                             "Enters a call by its digest and text; returns a neighbor that has "
+                             "called something else, or -1. Looked up once: it is made anew.")
+      .def(
+          "stamp",
+          [](const HeldBoard& board) {
+            const CallBoard::Stamp stamp = board.stamp();
+            return py::bytes(reinterpret_cast<const char*>(stamp.data()), sizeof(stamp));
+          },
+          "Number of the last call, state and digest before it, its digest: 32 bytes.")
+      .def("share", &HeldBoard::share, "page"_a, "neighbors"_a,
+           "Moves to a page in memory that others read.")
+      .def(
+          "recent",
+          [](const HeldBoard& board) {
+            py::list calls;
+            for (const SeenCall& call : board.recent()) calls.append(as_tuple(call));
+            return calls;
+          },
+          "Number, state, digest and text of the last calls, the latest at the end.")
+      .def(
+          "call_of",
+          [](const HeldBoard& board, int neighbor, std::int64_t number) -> py::object {
+            const auto call = board.call_of(neighbor, number);
+            return call ? py::object(as_tuple(*call)) : py::none();
+          },
+          "neighbor"_a, "number"_a, "The same of a neighbor's call, if its page holds it.");
+}
+
+}  // namespace pydist::bindings
