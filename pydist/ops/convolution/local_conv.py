@@ -96,7 +96,7 @@ class _LocalConv(Function):
         ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.timers.layer
         ctx.save_for_backward(x, weight)  # the bias may change, as with torch
         with mesh.timers.measure("convolution"):
-            return kernels.run_forward(x, weight, bias if adds_bias else None)
+            return kernels.run_forward(x, with_dims(weight, x), bias if adds_bias else None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -105,12 +105,24 @@ class _LocalConv(Function):
             # Views: a weight that layers share may be an ancestor of x as well.
             x, weight = x.view_as(x), weight.view_as(weight)
             p = ctx.kernels.problem
-            y = unpadded_conv(padded(p, x), weight, p.stride, p.dilation, p.groups)
+            kernel = with_dims(weight, x)
+            y = unpadded_conv(padded(p, x), kernel, p.stride, p.dilation, p.groups)
             grads = with_bias(y, (x, weight), ctx.needs_input_grad, grad)
         else:
             needed = ctx.needs_input_grad
-            grads = gradients(ctx.kernels, x, grad, weight, needed, ctx.mesh.timers, ctx.layer)
+            timers, kernel = ctx.mesh.timers, with_dims(weight, x)
+            grads = gradients(ctx.kernels, x, grad, kernel, needed, timers, ctx.layer)
+            if grads[1] is not None and kernel is not weight:
+                grads[1] = grads[1].squeeze(2)
         return (*grads, None, None, None)
+
+
+def with_dims(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight with a dim of 1 before the only spatial one, if x has that.
+
+    Made within autograd functions, as what these save has to be the parameter itself.
+    """
+    return weight if weight.dim() == x.dim() else weight.unsqueeze(2)
 
 
 def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
@@ -208,9 +220,8 @@ def local_conv(
         [N, Co, ...], channels-last where that was chosen.
     """
     if x.dim() == 3:
-        x, weight = x.unsqueeze(2), weight.unsqueeze(2)
-        return local_conv(x, weight, bias, chooser, mesh, adds_bias).squeeze(2)
-    kernels = chooser.kernels(x, weight)
+        return local_conv(x.unsqueeze(2), weight, bias, chooser, mesh, adds_bias).squeeze(2)
+    kernels = chooser.kernels(x, with_dims(weight, x))
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)
     return _LocalConv.apply(x, weight, bias, kernels, mesh, adds_bias)
