@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import distribute_tensor, parallelize
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.ops.normalization import norm_common
 
 
@@ -130,6 +130,19 @@ def test_another_dtype_between_forward_and_backward_is_refused():
         model.float()
         with pytest.raises(UsageError, match="between forward and backward"):
             y.backward()
+
+    on_ranks((2, 1, 1), rank)
+
+
+@pytest.mark.parametrize("layer", [conv(), nn.ConvTranspose3d(2, 3, 3, 2, 1)], ids=str)
+def test_a_weight_that_is_unfrozen_before_a_penalty_is_refused(layer):
+    def rank(mesh):
+        model = parallelize(copy.deepcopy(layer).double().requires_grad_(False), mesh)
+        x = distribute_tensor(randn(1, 2, 6, 3, 3), mesh).requires_grad_()
+        loss = model(x).square().mean()
+        model.requires_grad_(True)
+        with pytest.raises(NotSupported, match="unfreeze it before the forward"):
+            torch.autograd.grad(loss, x, create_graph=True)
 
     on_ranks((2, 1, 1), rank)
 

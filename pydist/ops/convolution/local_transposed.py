@@ -16,7 +16,13 @@ from torch import Tensor
 from pydist.backend.choice import ConvKernels
 from pydist.comm.exchange.function import Function
 from pydist.mesh import Mesh
-from pydist.ops.convolution.local_conv import ConvChooser, bias_gradient, with_bias, with_dims
+from pydist.ops.convolution.local_conv import (
+    ConvChooser,
+    bias_gradient,
+    refuse_unfrozen,
+    with_bias,
+    with_dims,
+)
 
 
 class _LocalTransposed(Function):
@@ -46,6 +52,7 @@ class _LocalTransposed(Function):
         kernels: ConvKernels = ctx.kernels
         p = kernels.problem
         if torch.is_grad_enabled():
+            refuse_unfrozen(weight, ctx.needs_input_grad, ctx.mesh)
             starts = [start + q for start, q in zip(ctx.starts, p.padding, strict=True)]
 
             def again(x: Tensor, weight: Tensor) -> Tensor:
