@@ -77,8 +77,7 @@ def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None:
     if isinstance(tensor, ShardedTensor):
         return _sharded_operand(tensor, tensor._layout.whole(), layout)
     prove_equal(tensor, layout)
-    tensor = _plain_operand(tensor, layout)
-    return enter(tensor, layout.mesh.sample_size / layout.replicas)
+    return _entered(tensor, None, layout)
 
 
 def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -116,11 +115,11 @@ def operand_in(x: Tensor, target: Layout, layout: Layout) -> Tensor:
     if isinstance(x, ShardedTensor):
         return _sharded_operand(x, target, layout)
     prove_equal(x, target)
-    x = _plain_operand(x, layout)
+    index = None
     if target.split_dims:
         box = target.box
-        x = x[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
-    return enter(x, layout.mesh.sample_size / layout.replicas)
+        index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+    return _entered(x, index, layout)
 
 
 def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor:
@@ -132,12 +131,18 @@ def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor
     return enter(local, target.replicas / layout.replicas)
 
 
-def _plain_operand(x: Tensor, layout: Layout) -> Tensor:
-    """A plain operand of a result in `layout`; a parameter waits for the reducer's mean."""
-    follow(x, layout.mesh)
-    if x.is_leaf and isinstance(x, nn.Parameter):
-        return x
-    return with_true_gradient(x, layout.mesh, layout.used_axes)
+def _entered(x: Tensor, index: tuple[slice, ...] | None, layout: Layout) -> Tensor:
+    """A plain operand of a result in `layout`, or a part; a parameter waits for the reducer."""
+    mesh = layout.mesh
+    follow(x, mesh)
+    is_parameter = x.is_leaf and isinstance(x, nn.Parameter)
+    part = x if is_parameter else with_true_gradient(x, mesh, layout.used_axes)
+    if index is not None:
+        part = part[index]
+    part = enter(part, mesh.sample_size / layout.replicas)
+    if is_parameter and part is not x and part.requires_grad and mesh.reducer is not None:
+        mesh.reducer.aliases.note(part, index)
+    return part
 
 
 def refuse_shard_shaped(x: Tensor, layout: Layout) -> None:

@@ -6,11 +6,12 @@ import copy
 
 import pytest
 import torch
-from equivalence import on_ranks, randn
+from equivalence import even_points, layout_at, on_ranks, randn, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import distribute_tensor, parallelize
+from pydist.errors import NotSupported, UsageError
 from pydist.ops.normalization import norm_common
 
 
@@ -30,6 +31,39 @@ MODELS = {
 CHANGES = {
     "data": lambda p: p.data.mul_(0.5),
     "numpy": lambda p: p.detach().numpy().fill(0.3),
+    "other memory": lambda p: setattr(p, "data", p.data * 0.5),
+}
+
+
+class Scaled(nn.Module):
+    """A parameter for each channel and place along the depth, by torch's own product."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(randn(2, 6, 1, 1))
+
+    def forward(self, x):
+        return (x * self.scale).tanh()
+
+
+class Places(nn.Module):
+    """Layer norm over the channels."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(2)
+
+    def forward(self, x):
+        return self.norm(x.movedim(1, -1)).movedim(-1, 1).tanh()
+
+
+OTHERS = {
+    "product": ([Scaled(), conv()], (2, 2, 6, 4, 4), (2, 1, 1)),
+    "layer norm": ([Places(), conv()], (2, 2, 6, 4, 4), (2, 1, 1)),
+    "conv 1d": ([nn.Conv1d(2, 3, 3), nn.Tanh()], (2, 2, 9), (1, 1, 1)),
+    "transposed 1d": ([nn.ConvTranspose1d(2, 3, 3, 2), nn.Tanh()], (2, 2, 9), (1, 1, 1)),
+    "conv 1d, split": ([nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Conv1d(3, 1, 3)], (2, 2, 9), (2, 1, 1)),
+    "conv 2d": ([nn.Conv2d(2, 3, 3), nn.PReLU(), nn.Conv2d(3, 1, 1)], (2, 2, 9, 3), (2, 1, 1)),
 }
 
 
@@ -48,7 +82,9 @@ def compared(layers, shape, change, spatial, checkpointed=False):
 
     def rank(mesh):
         own = parallelize(copy.deepcopy(model), mesh)
-        return gradients(own, distribute_tensor(randn(*shape), mesh), change, checkpointed)
+        points = [even_points(n, k) for n, k in zip(shape[2:], spatial, strict=False)]
+        x = shard(randn(*shape), layout_at(mesh, shape, points))
+        return gradients(own, x, change, checkpointed)
 
     for found in on_ranks(spatial, rank):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
@@ -59,6 +95,56 @@ def compared(layers, shape, change, spatial, checkpointed=False):
 def test_weights(layers, change, monkeypatch):
     monkeypatch.setattr(norm_common, "_WORTH_A_PASS", 0)
     compared(layers, (2, 2, 6, 4, 4), change, (2, 1, 1))
+
+
+@pytest.mark.parametrize(("layers", "shape", "spatial"), OTHERS.values(), ids=OTHERS)
+def test_other_memory_for_other_weights(layers, shape, spatial):
+    compared(layers, shape, CHANGES["other memory"], spatial)
+
+
+def test_other_memory_to_second_order_and_in_a_second_forward():
+    def grads(model, x):
+        y = model(x.requires_grad_())
+        for p in model.parameters():
+            p.data = p.data * 0.5
+        (g,) = torch.autograd.grad(y.square().mean(), x, create_graph=True)
+        (g.square().sum() + model(x).sin().mean()).backward()
+        return [p.grad for p in model.parameters()]
+
+    torch.manual_seed(3)
+    model = nn.Sequential(conv(), nn.Tanh(), conv(3)).double()
+    expected = grads(copy.deepcopy(model), randn(1, 2, 6, 3, 3))
+
+    def rank(mesh):
+        x = distribute_tensor(randn(1, 2, 6, 3, 3), mesh)
+        return grads(parallelize(copy.deepcopy(model), mesh), x)
+
+    for found in on_ranks((2, 1, 1), rank):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_another_dtype_between_forward_and_backward_is_refused():
+    def rank(mesh):
+        model = parallelize(nn.Sequential(conv()).double(), mesh)
+        y = model(distribute_tensor(randn(1, 2, 6, 3, 3), mesh)).square().mean()
+        model.float()
+        with pytest.raises(UsageError, match="between forward and backward"):
+            y.backward()
+
+    on_ranks((2, 1, 1), rank)
+
+
+@pytest.mark.parametrize("layer", [conv(), nn.ConvTranspose3d(2, 3, 3, 2, 1)], ids=str)
+def test_a_weight_that_is_unfrozen_before_a_penalty_is_refused(layer):
+    def rank(mesh):
+        model = parallelize(copy.deepcopy(layer).double().requires_grad_(False), mesh)
+        x = distribute_tensor(randn(1, 2, 6, 3, 3), mesh).requires_grad_()
+        loss = model(x).square().mean()
+        model.requires_grad_(True)
+        with pytest.raises(NotSupported, match="unfreeze it before the forward"):
+            torch.autograd.grad(loss, x, create_graph=True)
+
+    on_ranks((2, 1, 1), rank)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -17,6 +17,7 @@ from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.exchange.exchanger import in_memory
 from pydist.comm.gradients import graph, watch
 from pydist.comm.gradients.agreement import agree
+from pydist.comm.gradients.aliases import Aliases
 from pydist.comm.gradients.flags import (
     NEW,
     Flags,
@@ -82,6 +83,8 @@ class Reducer:
         self._flags = Flags()
         self._pauses = 0  # open `no_sync` blocks, of any model
         self._runs: list[_Run] = []  # of the engine, nested
+        self.aliases = Aliases()
+        """Views of parameters that sharded calls have used."""
         self._queued = self._interrupted = False
         self._unused: dict[Leaf, Tensor] = {}  # what has arrived at frozen parameters
         self.parts: dict[int, Part] = {}
@@ -203,6 +206,7 @@ class Reducer:
         """The engine begins a pass over a graph with members or sharded tensors."""
         if accumulates and self._interrupted and not self._runs:
             self._recover()
+        self.aliases.renew()
         self._runs.append(_Run(accumulates))
 
     def leave(self, *, failed: bool) -> None:

@@ -22,6 +22,7 @@ from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
     bias_gradient,
+    refuse_unfrozen,
     unpadded_conv,
     with_bias,
 )
@@ -116,6 +117,7 @@ class _CorrectedConv(Function):
         plan: CorrectionPlan = ctx.plan
         begin_backward(plan.mesh)
         if torch.is_grad_enabled():
+            refuse_unfrozen(weight, ctx.needs_input_grad, plan.mesh)
             return (*_backward_by_gathering(ctx, x, weight, grad), None, None)
         kernels: ConvKernels = ctx.kernels
         slab_kernels: SlabKernels = ctx.boundary_kernels

@@ -13,6 +13,7 @@ from pydist.backend.choice import ConvKernels, by_rule, choose
 from pydist.backend.conv import padded
 from pydist.backend.problem import ConvProblem, onednn_has
 from pydist.comm.exchange.function import Function
+from pydist.errors import NotSupported
 from pydist.mesh import Mesh
 from pydist.ops.formats import all_channels_last
 from pydist.timers import Timers
@@ -96,21 +97,52 @@ class _LocalConv(Function):
         ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.timers.layer
         ctx.save_for_backward(x, weight)  # the bias may change, as with torch
         with mesh.timers.measure("convolution"):
-            return kernels.run_forward(x, weight, bias if adds_bias else None)
+            return kernels.run_forward(x, with_dims(weight, x), bias if adds_bias else None)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
+            refuse_unfrozen(weight, ctx.needs_input_grad, ctx.mesh)
             # Views: a weight that layers share may be an ancestor of x as well.
             x, weight = x.view_as(x), weight.view_as(weight)
             p = ctx.kernels.problem
-            y = unpadded_conv(padded(p, x), weight, p.stride, p.dilation, p.groups)
+            kernel = with_dims(weight, x)
+            y = unpadded_conv(padded(p, x), kernel, p.stride, p.dilation, p.groups)
             grads = with_bias(y, (x, weight), ctx.needs_input_grad, grad)
         else:
             needed = ctx.needs_input_grad
-            grads = gradients(ctx.kernels, x, grad, weight, needed, ctx.mesh.timers, ctx.layer)
+            timers, kernel = ctx.mesh.timers, with_dims(weight, x)
+            grads = gradients(ctx.kernels, x, grad, kernel, needed, timers, ctx.layer)
+            if grads[1] is not None and kernel is not weight:
+                grads[1] = grads[1].squeeze(2)
         return (*grads, None, None, None)
+
+
+def with_dims(weight: Tensor, x: Tensor) -> Tensor:
+    """The weight with a dim of 1 before the only spatial one, if x has that.
+
+    Made within autograd functions, as what these save has to be the parameter itself.
+    """
+    return weight if weight.dim() == x.dim() else weight.unsqueeze(2)
+
+
+def refuse_unfrozen(weight: Tensor, needed: Sequence[bool], mesh: Mesh) -> None:
+    """Called in a backward with a graph of its own, through which the weight gets a gradient.
+
+    Args:
+        weight: as it was saved.
+        needed: whether the gradient is needed: of x, of the weight, of the bias.
+        mesh: the mesh.
+
+    Raises:
+        NotSupported: it was frozen in the forward pass, so nothing scales this gradient.
+    """
+    if weight.requires_grad and not needed[1] and mesh.sample_size > 1:
+        raise NotSupported(
+            f"a weight of shape {list(weight.shape)} was frozen in the forward pass and trains in "
+            "a backward pass with create_graph=True: unfreeze it before the forward pass"
+        )
 
 
 def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
@@ -208,9 +240,8 @@ def local_conv(
         [N, Co, ...], channels-last where that was chosen.
     """
     if x.dim() == 3:
-        x, weight = x.unsqueeze(2), weight.unsqueeze(2)
-        return local_conv(x, weight, bias, chooser, mesh, adds_bias).squeeze(2)
-    kernels = chooser.kernels(x, weight)
+        return local_conv(x.unsqueeze(2), weight, bias, chooser, mesh, adds_bias).squeeze(2)
+    kernels = chooser.kernels(x, with_dims(weight, x))
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)
     return _LocalConv.apply(x, weight, bias, kernels, mesh, adds_bias)

@@ -16,7 +16,13 @@ from torch import Tensor
 from pydist.backend.choice import ConvKernels
 from pydist.comm.exchange.function import Function
 from pydist.mesh import Mesh
-from pydist.ops.convolution.local_conv import ConvChooser, bias_gradient, with_bias
+from pydist.ops.convolution.local_conv import (
+    ConvChooser,
+    bias_gradient,
+    refuse_unfrozen,
+    with_bias,
+    with_dims,
+)
 
 
 class _LocalTransposed(Function):
@@ -35,7 +41,7 @@ class _LocalTransposed(Function):
         ctx.starts, ctx.extents = starts, extents
         ctx.save_for_backward(x, weight)  # the bias may change, as with torch
         with mesh.timers.measure("convolution"):
-            y = kernels.run_transposed(x, weight, bias)
+            y = kernels.run_transposed(x, with_dims(weight, x), bias)
             y = kernels.in_format(_cut(y, starts, extents))
             # Of a view made in here torch allows no change in place.
             return y.clone() if y._is_view() else y
@@ -46,11 +52,12 @@ class _LocalTransposed(Function):
         kernels: ConvKernels = ctx.kernels
         p = kernels.problem
         if torch.is_grad_enabled():
+            refuse_unfrozen(weight, ctx.needs_input_grad, ctx.mesh)
             starts = [start + q for start, q in zip(ctx.starts, p.padding, strict=True)]
 
             def again(x: Tensor, weight: Tensor) -> Tensor:
                 attributes = p.stride, p.dilation, p.groups, starts, ctx.extents
-                return transposed_by_torch(x, weight, *attributes)
+                return transposed_by_torch(x, with_dims(weight, x), *attributes)
 
             return (*second_order(again, x, weight, ctx, grad), None, None, None, None)
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
@@ -61,10 +68,12 @@ class _LocalTransposed(Function):
         grad_x = grad_weight = None
         if for_x:
             with timers.measure("dgrad", layer):
-                grad_x = kernels.run_forward(grad, weight, None)
+                grad_x = kernels.run_forward(grad, with_dims(weight, x), None)
         if for_weight:
             with timers.measure("wgrad", layer):
-                grad_weight = kernels.run_wgrad(grad, x, weight)
+                kernel = with_dims(weight, x)
+                grad_weight = kernels.run_wgrad(grad, x, kernel)
+                grad_weight = grad_weight if kernel is weight else grad_weight.squeeze(2)
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
@@ -145,9 +154,8 @@ def local_transposed(
         [N, Co, *extents], channels-last where that was chosen.
     """
     if x.dim() == 3:
-        x, weight = x.unsqueeze(2), weight.unsqueeze(2)
         wanted = (0, *starts), (1, *extents)
-        return local_transposed(x, weight, bias, chooser, mesh, *wanted).squeeze(2)
+        return local_transposed(x.unsqueeze(2), weight, bias, chooser, mesh, *wanted).squeeze(2)
     kernels = chooser.kernels_ahead(x, weight)
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)

@@ -18,7 +18,7 @@ from pydist.backend.choice import ConvKernels
 from pydist.comm.exchange.adjoints import begin_backward
 from pydist.comm.exchange.function import Function
 from pydist.ops.convolution.correction import CorrectionPlan
-from pydist.ops.convolution.local_conv import bias_gradient
+from pydist.ops.convolution.local_conv import bias_gradient, refuse_unfrozen
 from pydist.ops.convolution.local_transposed import second_order, transposed_by_torch
 from pydist.ops.convolution.slab_kernels import SlabKernels, as_read
 from pydist.ops.gathering import BoxGatherer
@@ -75,6 +75,7 @@ class _CorrectedTransposed(Function):
         plan: CorrectionPlan = ctx.plan
         begin_backward(plan.mesh)
         if torch.is_grad_enabled():
+            refuse_unfrozen(weight, ctx.needs_input_grad, plan.mesh)
             grads = second_order(_by_gathering(ctx), x, weight, ctx, grad)
             return (*grads, None, None, None, None)
         kernels: ConvKernels = ctx.kernels

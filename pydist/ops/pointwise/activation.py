@@ -58,7 +58,8 @@ def prelu(input: Tensor, weight: Tensor) -> ShardedTensor:
         own = operand_for(by_channel, layout, layout.shape).flatten()
     else:
         own = parameter_for(weight, layout)
-        fused = parametric(input, own.flatten())
+        # A view, as torch makes one: backward does not see other memory of the parameter.
+        fused = parametric(input, own.flatten().view(-1))
         if fused is not None:
             return wrap(fused, layout, input)
     return wrap(torch.prelu(local_of(input), own), layout, input)

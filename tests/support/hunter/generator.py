@@ -34,9 +34,9 @@ INGREDIENTS = (
 """All that a program may have beside networks, losses and steps."""
 
 KNOWN = ("replaced",)
-"""Programs that are known to differ. `replaced`: between forward and backward parameters get other
-memory (`p.data = ...`), or inputs and outputs change past autograd (`x.data.mul_`). The backward of
-torch then computes with what is there, that of pydist with what the forward used."""
+"""Programs that are known to differ. `replaced`: between forward and backward inputs and outputs
+change past autograd (`x.data.mul_`). The backward of torch then computes with what is there, that
+of pydist also with halos and statistics of the forward pass."""
 
 
 def ranks_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> int:

@@ -94,15 +94,15 @@ def run_rank(program: Program, transport: Transport) -> Run:
 
 def judge(program: Program, seconds: float = SECONDS) -> Verdict:
     """Runs a program whole and on rank-threads."""
-    whole = None if program.differs else run_whole(program)
-    if whole is not None and whole.failed is not None:
+    whole = run_whole(program)
+    if whole.failed is not None:
         number, error = whole.failed
         return Verdict("illegal", f"{type(error).__name__}: {error}", number)
     try:
         ranks = run_local(lambda t: run_rank(program, t), program.ranks, timeout=seconds)
     except RankLost as error:
         return Verdict("hang", str(error))
-    return verdict_of(program, whole, ranks)
+    return verdict_of(program, None if program.differs else whole, ranks)
 
 
 def verdict_of(program: Program, whole: Run | None, ranks: Sequence[Run]) -> Verdict:
@@ -289,11 +289,11 @@ def _facts(seen: dict[str, list[Seen]], name: str, i: int) -> Any:
 def legal(program: Program, tries: int = 12) -> Program | None:
     """The program without the statements that torch itself refuses."""
     for _ in range(tries):
-        if program.differs:
-            return program
         failed = run_whole(program).failed
         if failed is None:
             return program
+        if program.differs:
+            return None  # it is one loop, in which the data differ
         program = without(program, failed[0])
     return None
 

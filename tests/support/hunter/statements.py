@@ -57,18 +57,18 @@ part(M, K).register_forward_hook(lambda m, a, o: [p.detach().zero_() for p in m.
 swap(M, E)
 see('average', swapped(M, E, X), 'rows')
 E.update_parameters(M)
+for p in M.parameters(): p.data = p.data * 0.5
+with torch.no_grad(): pick(M, K).set_((pick(M, K) * 0.8).detach())
+v = nn.utils.parameters_to_vector(M.parameters()) * 0.9\\nnn.utils.vector_to_parameters(v.detach(), M.parameters())
+for a, b in zip(E.parameters(), M.parameters()): a.data, b.data = b.data, a.data
 """.strip().splitlines()
 """Values that change past autograd, `E` being an average of the weights of `M`."""
 
 REPLACING = """
 X.data.add_(0.3)
 Y.data.mul_(0.5)
-for p in M.parameters(): p.data = p.data * 0.5
-with torch.no_grad(): pick(M, K).set_((pick(M, K) * 0.8).detach())
-v = nn.utils.parameters_to_vector(M.parameters()) * 0.9\\nnn.utils.vector_to_parameters(v.detach(), M.parameters())
-for a, b in zip(E.parameters(), M.parameters()): a.data, b.data = b.data, a.data
 """.strip().splitlines()
-"""Other memory for parameters, and values that autograd saved changed past it."""
+"""Activations that autograd saved changed past it."""
 
 SURGERY = """
 M.requires_grad_(True)
