@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import overload
+import math
+from collections.abc import Iterable
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -176,3 +178,17 @@ def prove_equal(tensor: Tensor, layout: Layout, use: str = "operand") -> None:
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # on all ranks; there are no numbers yet
     agreement_of(mesh).prove_equal(tensor, mesh, use)
+
+
+def prove_numbers_equal(values: Iterable[Any], layout: Layout) -> None:
+    """Compares the floats among the arguments of a call, as if they were plain tensors.
+
+    Only those with more digits than people write: such numbers are drawn or computed, and may
+    differ between ranks. Constants cost nothing, and no message.
+
+    Raises:
+        UsageError: one, or an operand before it, differs between the ranks of the group.
+    """
+    for value in values:
+        if isinstance(value, float) and math.isfinite(value) and float(f"{value:.7g}") != value:
+            prove_equal(torch.tensor(value, dtype=torch.float64, device="cpu"), layout, "number")

@@ -167,9 +167,9 @@ class Steps(Draws):
             model = self.any(("m0", "m0", "e")) if self.averages() else "m0"
             if theme == "look":
                 self.add(self.any(self.looks()))
+            elif theme == "data" and self.waiting and "checkpoint" in self.called:
+                continue  # torch asks for a recomputation with the same weights
             elif theme == "data":
-                if self.waiting and "checkpoint" in self.called:
-                    continue  # torch asks for a recomputation with the same weights
                 self.add(self.any([*words.DATA, *self.unless_waiting(words.REPLACING)]))
             elif theme == "surgery":
                 kinds = [*words.SURGERY, *self.unless_waiting(words.CASTING)]
@@ -187,12 +187,17 @@ class Steps(Draws):
                 self.raising()
             elif before or len(self.groups) > 1:
                 continue
-            elif theme == "indices":
-                self.add(f"see('index', {self.any(words.INDICES)})")
-            elif theme == "views":
-                self.views()
+            else:
+                self.alone(theme)
         if self.averages() and self.maybe(0.2):
             self.lines.append("see('average', e(x), 'rows')")
+
+    def alone(self, theme: str) -> None:
+        """A statement after the calls, of a theme for one sample group."""
+        if theme == "indices":
+            self.add(f"see('index', {self.any(words.INDICES)})")
+        elif theme == "views":
+            self.views()
 
     def looks(self) -> list[str]:
         """Ways of looking; a hook on a parameter whose gradient is partitioned is refused."""
