@@ -6,7 +6,6 @@ import random
 import re
 from collections.abc import Collection, Iterable
 
-
 FEW = 4
 """Programs that may have so few ingredients look for something: they have them more often."""
 
