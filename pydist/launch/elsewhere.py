@@ -115,7 +115,7 @@ class Elsewhere:
     def _connected(self) -> Store:
         """A connection of this thread's own; made when it is first needed."""
         if self._connection is None:
-            self._connection = self._store.clone()
+            self._connection = self._store.clone()  # type: ignore[attr-defined]
             self._connection.set_timeout(_TIMEOUT)
         return self._connection
 
@@ -148,7 +148,9 @@ def describe(
         others: the ranks of other machines.
         heard: what each of them has told.
     """
-    silent, told, differ = [], [], []
+    silent: list[str] = []
+    told: list[str] = []
+    differ: list[str] = []
     for other, place in others.items():
         theirs = heard.get(other)
         if theirs is None:

@@ -234,6 +234,27 @@ def test_gradients_of_another_count_are_noticed_before_backward_returns() -> Non
         run_local(body, 2, timeout=30)
 
 
+@pytest.mark.usefixtures("no_board")
+def test_known_calls_that_fit_each_other_are_noticed_before_gradients_are_used() -> None:
+    """As with devices on several machines: no board, and the messages have no stamps."""
+    used: list[tuple[int, int]] = []
+
+    def body(t: Transport) -> None:
+        mesh = Mesh(t, spatial=(t.size, 1, 1))
+        model = parallelize(network(), mesh)
+        hooked = model[4].weight
+        hooked.register_post_accumulate_grad_hook(lambda _: used.append((t.rank, step)))
+        for step in range(5):
+            y = model(samples(mesh))
+            kind = "a" if step % 2 == 0 or (step == 3 and t.rank == 0) else "b"
+            t.ledger.note(t, (kind,), waits=True)  # two calls with equal messages
+            y.sum().backward()
+
+    with pytest.raises(UsageError, match=DIFFERENT):
+        run_local(body, 2, timeout=30)
+    assert sorted(used) == [(rank, step) for rank in range(2) for step in range(3)]
+
+
 def test_a_healthy_step_sends_stamps_and_no_other_message(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     compare = ledger.Ledger._compare

@@ -196,7 +196,8 @@ class Exchanger:
         self._fingerprint = _fingerprint_of(owned, needed, self._order)
         shape = tuple(max(box.hi[dim] for box in owned) for dim in dims)
         # For the ledger: the fingerprint tells plans apart, and only the rest is shown.
-        self._said = shape, _described(owned, needed, shape), self._fingerprint.to_bytes(4, "big")
+        said = _described(owned, needed, shape)
+        self._said = str(shape), said, self._fingerprint.to_bytes(4, "big")
         self._ways = ("exchange", "sum of an exchange's gradients")
         if timers is not None:
             self._ways = ("halo exchange", "halo exchange of gradients")

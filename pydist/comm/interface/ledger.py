@@ -323,7 +323,7 @@ def _describe(what: What, module: str) -> str:
     name, *rest = what
     if rest and isinstance(rest[0], torch.dtype):  # then elements or a shape, and more
         dtype = str(rest[0]).removeprefix("torch.")
-        if len(rest) > 1 and isinstance(rest[1], tuple):
+        if len(rest) > 1 and isinstance(rest[1], str):
             rest[:2] = [f"of {rest[1]} {dtype}"]
         else:
             rest[:2] = [f"of {rest[1]} elements of {dtype}" if len(rest) > 1 else f"of {dtype}"]

@@ -150,7 +150,7 @@ class MpiTransport(HostTransport):
             for peer, each in sends
             for part in parts_of(each)
         ]
-        return MpiWork(requests, self._engine, sends, recvs)
+        return MpiWork(requests, self._engine, self.ledger, sends, recvs)
 
     @_fits
     @waits("an all-gather")
@@ -166,7 +166,7 @@ class MpiTransport(HostTransport):
         memory, kind = as_buffer(out)
         counts = [part.nbytes for part in parts]
         request = self._comm.Iallgatherv(MPI.IN_PLACE, [memory, counts, kind])
-        return MpiWork([request], self._engine, counts, out)
+        return MpiWork([request], self._engine, self.ledger, counts, out)
 
     def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
         return self._sums.start(parts, out, divisor)
@@ -181,7 +181,7 @@ class MpiTransport(HostTransport):
         requests = [
             self._comm.Iallreduce(MPI.IN_PLACE, part, _MPI_OPS[op]) for part in elements_of(tensor)
         ]
-        return MpiWork(requests, self._engine, tensor)
+        return MpiWork(requests, self._engine, self.ledger, tensor)
 
     def progress(self) -> None:
         """See `Transport.progress`; serves all transports of this process."""
