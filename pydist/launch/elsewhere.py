@@ -167,12 +167,16 @@ def describe(
 
 
 def _different(rank: int, waiting: Waiting, other: int, theirs: Waiting) -> list[str]:
+    """The error for the first of their calls that differs; none where one is only behind."""
     if not (waiting.calls and theirs.calls):
         return []
-    ledger = sys.modules["pydist.comm.interface.ledger"]  # where `waiting.calls` comes from
-    return [
-        str(ledger.different_calls({rank: waiting.calls.encode(), other: theirs.calls.encode()}))
-    ]
+    calls = {r: dict(json.loads(each.calls)) for r, each in ((rank, waiting), (other, theirs))}
+    both = sorted(calls[rank].keys() & calls[other].keys())
+    if all(calls[rank][number][0] == calls[other][number][0] for number in both):
+        return []
+    ledger = sys.modules["pydist.comm.interface.ledger"]  # where the calls come from
+    details = {r: json.dumps([[n, each[n]] for n in both]).encode() for r, each in calls.items()}
+    return [str(ledger.different_calls(details))]
 
 
 def _name(rank: int, place: Place) -> str:

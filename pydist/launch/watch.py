@@ -106,6 +106,11 @@ def place() -> Place:
     return Place(host, pid, _pages[-1] if _pages else f"{host} {pid}")
 
 
+def listens() -> bool:
+    """Whether this rank hears of ranks of other machines already."""
+    return bool(_elsewhere)
+
+
 def listen_to(elsewhere: Elsewhere) -> None:
     """From now on reports say what is known of the ranks of other machines."""
     _elsewhere.append(elsewhere)

@@ -32,17 +32,19 @@ WAITING = Waiting("call 2 of ranks 0, 2: barrier", [0, 2], [2, 77], calls("halo"
 def test_ranks_that_do_not_wait_come_first_and_calls_that_differ_are_named() -> None:
     others = {rank: PLACES[rank] for rank in (2, 3)}
     there = replace(
-        WAITING, call="call 1 of ranks 0, 2: sum", state=[1, 5], calls=calls("halo", "sum")
+        WAITING, call="call 2 of ranks 0, 2: sum", state=[2, 5], calls=calls("halo", "sum")
     )
     assert describe(0, WAITING, others, {2: there, 3: None}).splitlines() == [
         "rank 3 (host n08, process 22) has not said that it waits: it computes, is stopped or has"
         " ended",
         "the ranks call different things: call 2 of their group is barrier on rank 0 and sum on"
         " rank 2",
-        "rank 2 (host n08, process 21) waits in call 1 of ranks 0, 2: sum",
+        "rank 2 (host n08, process 21) waits in call 2 of ranks 0, 2: sum",
     ]
     (line,) = describe(0, WAITING, {2: PLACES[2]}, {2: WAITING}).splitlines()
     assert line == "rank 2 (host n08, process 21) waits in call 2 of ranks 0, 2: barrier"
+    behind = replace(WAITING, state=[1, 5], calls=calls("halo"))
+    assert "different" not in describe(0, WAITING, {2: PLACES[2]}, {2: behind})
     apart = replace(WAITING, group=[1, 2], state=[9, 9])  # of another group: nothing to compare
     assert "different" not in describe(0, WAITING, {2: PLACES[2]}, {2: apart})
 
