@@ -85,7 +85,8 @@ class Batches:
 
     def _sizes(self, module: nn.Module, own: int, first: int | None) -> GroupSizes:
         agreed = torch.is_grad_enabled() or module.training
-        sizes = GroupSizes(self._mesh, own, first, agreed=agreed, weighs=self._weighs)
+        use = f"a forward in {'training' if module.training else 'evaluation mode'}"
+        sizes = GroupSizes(self._mesh, own, first, agreed=agreed, weighs=self._weighs, use=use)
         sizes.entered = self
         return sizes
 

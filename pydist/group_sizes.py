@@ -30,6 +30,7 @@ class GroupSizes:
         agreed: whether all groups process their batches together. Groups that evaluate at their
             own pace exchange nothing, and each takes the others to have as many samples as itself.
         weighs: whether a group's loss weighs by its samples; else all groups weigh the same.
+        use: what the sizes are needed for, to be compared between the groups.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class GroupSizes:
         *,
         agreed: bool = True,
         weighs: bool = True,
+        use: str = "a batch",
     ) -> None:
+        self._use = f"batch sizes of {use}"
         self._weight: float | None = None
         self._first = self.given_first = first_sample
         """Index of the first sample, where the caller has given it."""
@@ -62,6 +65,7 @@ class GroupSizes:
         """Starts the exchange. Collective over the data axis."""
         if self._counts is None and not self._started:
             self._started = True
+            self._group.ledger.note(self._group, (self._use,), waits=False)
             self._row = torch.tensor([self.own])
             self._rows = torch.empty(self._group.size, dtype=torch.int64)
             self._work = self._group.all_gather_async(self._row, self._rows)

@@ -11,17 +11,25 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, HashStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from torch.distributed.rendezvous import rendezvous
 
 from pydist.comm import LocalTransport, Transport
 from pydist.errors import NotSupported, UsageError
 from pydist.launch import backends, failures, identity, leftovers, lifeline, watch
+from pydist.launch.elsewhere import Elsewhere, Place
 from pydist.launch.identity import Identity
 from pydist.watchdog import BLOCKED, end_of_program, phase
 
@@ -90,6 +98,7 @@ def _join(transport: str) -> Transport:
         watch.start(who)
         world.barrier()
     watch.forget_page(who)
+    _hear_of_other_machines(who, world)
     failures.install(world.rank, world.size, claim=_claim(world), abort=_abort(world))
     _set_threads(world)
     _list_mapped()
@@ -306,6 +315,25 @@ def _list_mapped() -> None:
     made = leftovers.list_mapped(None if job is None else Path(job).parent)
     if made is not None:
         atexit.register(shutil.rmtree, made, ignore_errors=True)
+
+
+def _hear_of_other_machines(who: Identity | None, world: Transport) -> None:
+    """Lets reports of hangs say what ranks of other machines do. Collective."""
+    if who is None or who.local_size >= world.size or watch.listens():  # the same on all ranks
+        return
+    mine = json.dumps(asdict(watch.place())).encode()
+    places = [Place(**json.loads(row)) for row in world.all_gather_bytes(mine)]
+    store = _stores[-1] if _stores else dist.distributed_c10d._get_default_store()
+    served = isinstance(_plain(store), TCPStore)
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    watch.listen_to(Elsewhere(world.rank, places, store, 0 if served and not agent else None))
+
+
+def _plain(store: Store) -> Store:
+    """The store that others only give prefixes to."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def _affinity() -> set[int]:

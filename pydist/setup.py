@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 from pydist import memory
 from pydist._loader import native
-from pydist.comm import Transport
 from pydist.comm.agree import require_same
+from pydist.launch import identity
 from pydist.mesh import Mesh
 from pydist.runtime import connect
 
@@ -21,6 +23,8 @@ _OF_A_RANK = frozenset(
     {"PYDIST_RANK", "PYDIST_STORE", "PYDIST_SUPERVISOR", "PYDIST_CACHE", "PYDIST_TRACEBACK"}
 )
 """Variables that may differ between ranks: they change nothing that ranks exchange."""
+
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def init(
@@ -58,25 +62,32 @@ def init(
     """
     if not (keep_freed_memory and memory.keep_freed_memory()):
         memory.allow_relief()
-    world = connect(transport)
-    require_same(world, _facts(world, data, spatial, seed))
+    if transport != "local" and identity.detect() is not None:
+        # First where every rank is: ranks that ask for different transports join different ones.
+        host = connect("host")
+        require_same(host, _facts(host.size, transport, data, spatial, seed))
+        world = connect(transport)
+    else:
+        world = connect(transport)
+        require_same(world, _facts(world.size, transport, data, spatial, seed))
+    if world.device is not None:
+        require_same(world, _device_facts())
     native.set_num_threads(torch.get_num_threads())
     return Mesh(world, data, spatial, seed)
 
 
 def _facts(
-    world: Transport, data: int | None, spatial: Sequence[int], seed: int
+    size: int, transport: str, data: int | None, spatial: Sequence[int], seed: int
 ) -> dict[str, object]:
     """What has to be equal on all ranks from the start."""
     if data is None:
-        data = world.size // max(1, math.prod(spatial))
-    mpi = sys.modules.get("mpi4py.MPI")
+        data = size // max(1, math.prod(spatial))
     facts: dict[str, object] = {
         "the version of pydist": native.__version__,
         "the version of torch": torch.__version__,
         "the version of Python": platform.python_version(),
-        "the MPI library": mpi.Get_library_version().strip() if mpi is not None else "none",
-        "the transport": world.name,
+        "the MPI library": _mpi_library(),
+        "the transport": transport,
         "the mesh (data × depth × height × width)": " × ".join(map(str, (data, *spatial))),
         "the seed": seed,
         "torch's default dtype": torch.get_default_dtype(),
@@ -86,3 +97,24 @@ def _facts(
         if name.startswith("PYDIST_") and name not in _OF_A_RANK:
             facts[f"the environment variable {name}"] = os.environ[name]
     return facts
+
+
+def _mpi_library() -> str:
+    """Name, version and build of the MPI that connects the ranks, on one line."""
+    if "pydist.comm.transports.mpi.transport" not in sys.modules:
+        return "none"  # a program's own mpi4py says nothing of the ranks
+    library: str = sys.modules["mpi4py.MPI"].Get_library_version()
+    return " ".join(library.split("\0", maxsplit=1)[0].split())
+
+
+def _device_facts() -> dict[str, object]:
+    """What has to be equal where ranks compute on CUDA devices; NCCL is compared where it joins."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
+    except OSError:
+        found = None
+    return {
+        "the version of CUDA": torch.version.cuda,
+        "the version of cuDNN": torch.backends.cudnn.version(),
+        "the version of the CUDA driver": found[0] if found else "unknown",
+    }

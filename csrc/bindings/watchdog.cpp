@@ -72,8 +72,12 @@ void bind_watchdog(py::module_& module) {
   module.def("ended_ranks", &watchdog::ended_ranks,
              "The ranks of this machine that have come to the end of their program.");
   module.def(
-      "answer_layer", [](const std::string& layer) { watchdog::answer_layer(layer); }, "layer"_a,
-      "Tells the watchdog the layer at work.");
+      "answer_watchdog",
+      [](const std::string& layer, const std::string& call) { watchdog::answer(layer, call); },
+      "layer"_a, "call"_a, "Tells the watchdog the layer at work, and the call it waits in.");
+  module.def(
+      "tell_elsewhere", [](const std::string& lines) { watchdog::tell_elsewhere(lines); },
+      "lines"_a, "Tells the watchdog what is known of the ranks of other machines.");
 }
 
 }  // namespace pydist::bindings

@@ -40,6 +40,7 @@ struct Slot {
   std::atomic<std::uint32_t> told;    // how many reports the rank has prepared for
   std::array<Frame, kFrames> frames;  // the innermost last
   SharedText<16> layer;               // at work when the rank was asked, "" if unknown
+  SharedText<48> call;                // that the rank waits in, the same way
 
   void enter(std::string_view name, Kind kind) {
     const std::uint32_t place = depth.load(std::memory_order_relaxed);

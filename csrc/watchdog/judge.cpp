@@ -9,6 +9,8 @@ namespace {
 // Ranks that all wait for each other can't go on, but a large message may be on its way.
 constexpr double kDeadlockSeconds = 10;
 constexpr double kDeadlockPart = 0.1;
+// A machine whose ranks all wait gives that of the rank that they wait for the first word.
+constexpr double kModestSeconds = 0.5;
 
 }  // namespace
 
@@ -23,8 +25,9 @@ double Judge::allowed(const std::vector<Sample>& ranks) const {
   }
   if (works > 0) return kPatience * limit_;
   if (waits + blocked > 0) {
-    const bool none_computes = all_here_ && waits + ends == ranks.size();
+    const bool none_computes = waits + ends == ranks.size();
     if (!none_computes) return limit_;
+    if (!all_here_) return limit_ + kModestSeconds;
     return std::min(limit_, std::max(kDeadlockSeconds, kDeadlockPart * limit_));
   }
   if (ends > 0) return kPatience * limit_;

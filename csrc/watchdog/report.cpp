@@ -97,7 +97,7 @@ bool in_debugger(const std::string& stacks) {
 }
 
 std::string describe(const Job& job, const Board& board, const std::vector<Finding>& ranks,
-                     double silent) {
+                     double silent, const std::string& elsewhere) {
   std::vector<Finding> sorted = ranks;
   std::stable_sort(sorted.begin(), sorted.end(), [&](const Finding& a, const Finding& b) {
     return order(board.slot(a.rank), a) < order(board.slot(b.rank), b);
@@ -122,8 +122,13 @@ std::string describe(const Job& job, const Board& board, const std::vector<Findi
          << how(slot, each) << ": step " << slot.step.load() << ", phase '" << doing(slot) << "'";
     const std::string layer = slot.layer.load();
     if (!layer.empty()) text << ", layer " << layer;
+    const std::string call = slot.call.load();
+    if (!call.empty()) text << ", in " << call;
     text << "\n";
   }
+  std::istringstream others(elsewhere);
+  std::string other;
+  while (std::getline(others, other)) text << "  " << other << "\n";
   for (const Finding& each : sorted) {
     std::istringstream lines(busy_threads(each.stacks));
     std::string line;

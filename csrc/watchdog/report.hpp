@@ -34,9 +34,10 @@ std::string busy_threads(const std::string& stacks);
 // Whether a debugger waits for its user in one of these stacks.
 bool in_debugger(const std::string& stacks);
 
-// The whole report, one line a rank, those that others wait for first, then their stacks.
+// The whole report, one line a rank, those that others wait for first, then `elsewhere`, lines on
+// ranks of other machines, then the stacks.
 std::string describe(const Job& job, const Board& board, const std::vector<Finding>& ranks,
-                     double silent);
+                     double silent, const std::string& elsewhere = "");
 
 // A text as a JSON string.
 std::string quoted(const std::string& text);

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <atomic>
 #include <csignal>
+#include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -23,10 +25,14 @@ constexpr double kTellSeconds = 0.3;    // for a rank to write its stacks
 constexpr double kGatherSeconds = 1;    // for all of them
 constexpr double kDrainSeconds = 0.15;  // MPICH drops what a rank writes just before it ends
 constexpr double kReportSeconds = 10;   // after which another rank no longer waits for the reporter
+constexpr double kLongWait = 0.5;       // of the limit, after which other machines are told
 
 std::atomic<Slot*> own_slot{nullptr};
 std::atomic<const Board*> own_board{nullptr};
 std::atomic<int> own_size{0};
+// Never destroyed: the watchdog's thread lives until the process is gone.
+std::mutex& elsewhere_mutex = *new std::mutex;
+std::string& elsewhere = *new std::string;
 
 double now() {
   timespec time;
@@ -57,6 +63,7 @@ class Watcher {
       // This process was stopped, with the job or alone: what it did not see says nothing.
       if (time - last > std::max(1.0, 4 * tick_)) judge_.start_again();
       last = time;
+      if (!options_.job.all_here) look_at_own(time);
       if (board_.reporter.load() != 0) {
         assist();
       } else if (const auto silent = judge_.look(time, samples()); silent && !is_traced()) {
@@ -95,6 +102,27 @@ class Watcher {
     return found;
   }
 
+  // Has other machines told when this rank waits for long, and when it goes on.
+  void look_at_own(double time) {
+    const Slot& slot = board_.slot(options_.rank);
+    const std::uint64_t beats = slot.beats.load(std::memory_order_relaxed);
+    if (beats != own_beats_) {
+      own_beats_ = beats;
+      own_progress_ = time;
+      if (waits_long_) ask(Question::kGoesOn);
+      waits_long_ = false;
+    } else if (!waits_long_ && time - own_progress_ > kLongWait * options_.job.limit) {
+      const Kind kind = slot.kind();
+      waits_long_ = kind == Kind::kWait || kind == Kind::kBlocked || kind == Kind::kEnd;
+      if (waits_long_) ask(Question::kWaits);
+    }
+  }
+
+  void ask(Question question) const {
+    const char byte = static_cast<char>(question);
+    if (options_.questions >= 0) write_all(options_.questions, {&byte, 1});
+  }
+
   bool is_traced() const {
     const std::vector<Finding> found = findings();
     return std::any_of(found.begin(), found.end(), [](const Finding& f) { return f.state.traced; });
@@ -106,7 +134,7 @@ class Watcher {
       lseek(options_.stacks, 0, SEEK_SET);
       pthread_kill(main_thread_, options_.signal);
     }
-    if (options_.questions >= 0) write_all(options_.questions, "?");
+    ask(Question::kReport);
     rest(kTellSeconds);
     board_.slot(options_.rank).told.store(board_.reports.load() + 1);
   }
@@ -152,7 +180,7 @@ class Watcher {
       board_.reporter.store(0);
       return;
     }
-    const std::string text = describe(options_.job, board_, found, silent);
+    const std::string text = describe(options_.job, board_, found, silent, of_other_machines());
     write_all(options_.output, options_.as_message ? "{\"hang\": " + quoted(text) + "}\n" : text);
     rest(kDrainSeconds);
     board_.reported.store(1);
@@ -166,11 +194,19 @@ class Watcher {
     _exit(kExitCode);
   }
 
+  static std::string of_other_machines() {
+    const std::lock_guard lock(elsewhere_mutex);
+    return elsewhere;
+  }
+
   Options options_;
   Board& board_;
   pthread_t main_thread_;
   Judge judge_;
   double tick_;
+  std::uint64_t own_beats_ = 0;
+  double own_progress_ = now();  // when this rank last did something
+  bool waits_long_ = false;
 };
 
 // A fork of a rank is no rank: it says nothing in its name.
@@ -233,8 +269,16 @@ std::vector<int> ended_ranks() {
   return ended;
 }
 
-void answer_layer(std::string_view layer) {
-  if (Slot* const slot = own_slot.load(std::memory_order_relaxed)) slot->layer.store(layer);
+void answer(std::string_view layer, std::string_view call) {
+  if (Slot* const slot = own_slot.load(std::memory_order_relaxed)) {
+    slot->layer.store(layer);
+    slot->call.store(call);
+  }
+}
+
+void tell_elsewhere(std::string_view lines) {
+  const std::lock_guard lock(elsewhere_mutex);
+  elsewhere = lines;
 }
 
 }  // namespace pydist::watchdog

@@ -17,6 +17,13 @@ namespace pydist::watchdog {
 
 inline constexpr int kExitCode = 72;  // of pydist.errors.RankLost
 
+// What the watchdog tells and asks the program's own thread for that, as one byte.
+enum class Question : char {
+  kReport = '?',  // a report is due: `answer`, and `tell_elsewhere`
+  kWaits = 'w',   // this rank waits for half of the limit; only if the job has other machines
+  kGoesOn = 'g',  // it no longer does
+};
+
 struct Options {
   int rank = 0;
   Job job;
@@ -24,7 +31,7 @@ struct Options {
   bool as_message = false;  // as a line of JSON for the launcher, not as text
   int stacks = -1;          // descriptor that `signal`'s handler writes Python's stacks to
   int signal = 0;
-  int questions = -1;  // a byte is written here when the layer is asked for
+  int questions = -1;  // takes a `Question`
   int launcher = -1;   // descriptor that takes `farewell` before this process ends, if there is one
   std::string farewell;
 };
@@ -42,7 +49,12 @@ bool is_watched();
 void enter(std::string_view name, Kind kind);
 void leave();
 void mark_step(std::int64_t step);
-void answer_layer(std::string_view layer);
+
+// The layer at work, and the call that the rank waits in, for the report.
+void answer(std::string_view layer, std::string_view call);
+
+// What is known of the ranks of other machines, for the report: one line each.
+void tell_elsewhere(std::string_view lines);
 
 // The ranks of this machine that have come to the end of their program, in order.
 std::vector<int> ended_ranks();

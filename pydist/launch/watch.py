@@ -24,6 +24,7 @@ from typing import Any
 
 from pydist._loader import native
 from pydist.errors import RankLost, UsageError
+from pydist.launch.elsewhere import Elsewhere, Place, Waiting, waiting_at
 from pydist.launch.identity import Identity
 from pydist.launch.lifeline import Lifeline
 
@@ -34,6 +35,8 @@ DEFAULT_LIMIT = 600.0
 """Seconds; the time that NCCL's watchdog in torch gives a collective."""
 
 _SHORTEST = 1.0
+_elsewhere: list[Elsewhere] = []  # the ranks of other machines, once it is known that there are any
+_pages: list[str] = []  # identity of this machine's page
 _JOB_VARIABLES = (
     "PYDIST_SUPERVISOR", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR",
     "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
@@ -97,6 +100,22 @@ def start(who: Identity) -> None:
     )
 
 
+def place() -> Place:
+    """Where this rank runs; ranks have equal pages if one watchdog sees them."""
+    host, pid = socket.gethostname(), os.getpid()
+    return Place(host, pid, _pages[-1] if _pages else f"{host} {pid}")
+
+
+def listens() -> bool:
+    """Whether this rank hears of ranks of other machines already."""
+    return bool(_elsewhere)
+
+
+def listen_to(elsewhere: Elsewhere) -> None:
+    """From now on reports say what is known of the ranks of other machines."""
+    _elsewhere.append(elsewhere)
+
+
 def forget_page(who: Identity | None) -> None:
     """Removes the name of the page once all ranks of this machine have it open."""
     if who is not None:
@@ -119,7 +138,16 @@ def _open_board(who: Identity) -> int:
         fcntl.flock(board, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.truncate(board, 0)
     fcntl.flock(board, fcntl.LOCK_SH)
+    file = os.fstat(board)
+    _pages.append(f"{_boot()} {file.st_dev} {file.st_ino}")
     return board
+
+
+def _boot() -> str:
+    """What tells machines apart."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
 
 
 def _sweep(folder: Path, own: Path) -> None:
@@ -174,15 +202,24 @@ def _write_stacks_on_signal() -> tuple[int, int]:
 
 
 def _answer_questions() -> int:
-    """A descriptor; each byte that is written to it has the layer at work told to the watchdog."""
+    """A descriptor that takes the watchdog's questions; see `Question` in `csrc/watchdog`."""
     reads, writes = os.pipe()
 
     def listen() -> None:
-        while os.read(reads, 1):
-            layer = ""
+        while question := os.read(reads, 1):
+            waiting, layer = Waiting(), ""
             with contextlib.suppress(Exception):  # whatever the program's objects do when asked
-                layer = layer_at_work()
-            native.answer_layer(layer)
+                waiting = waiting_at(map(_outwards, _stacks()))
+            if question == b"?":  # a report is due: what takes longer comes last
+                native.answer_watchdog("", waiting.call)
+                for each in _elsewhere:
+                    each.ask(waiting)
+                with contextlib.suppress(Exception):
+                    layer = layer_at_work()
+                native.answer_watchdog(layer, waiting.call)
+            else:
+                for each in _elsewhere:
+                    each.tell(waiting if question == b"w" else None)
 
     threading.Thread(target=listen, name="pydist watchdog", daemon=True).start()
     return writes
@@ -194,8 +231,7 @@ def layer_at_work() -> str:
     In forward it is the innermost module on the stack, in backward the one whose parameters the
     backward function has saved.
     """
-    own = threading.get_ident()
-    stacks = [frame for ident, frame in sys._current_frames().items() if ident != own]
+    stacks = _stacks()
     for find in (_called_module, _module_in_backward):
         for stack in stacks:
             for frame in _outwards(stack):
@@ -203,6 +239,12 @@ def layer_at_work() -> str:
                 if path:
                     return path
     return ""
+
+
+def _stacks() -> list[FrameType]:
+    """The innermost frame of each other thread."""
+    own = threading.get_ident()
+    return [frame for ident, frame in sys._current_frames().items() if ident != own]
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -229,7 +271,8 @@ def _owner_of(places: set[int]) -> str:
     import torch
 
     for module in gc.get_objects():
-        if isinstance(module, torch.nn.Module) and "_pydist_path" in module.__dict__:
+        # Not isinstance, which asks the object: some warn when they are asked anything.
+        if issubclass(type(module), torch.nn.Module) and "_pydist_path" in module.__dict__:
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.data_ptr() in places:
                     return str(module.__dict__["_pydist_path"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import math
 import time
@@ -87,9 +86,10 @@ def train(
         Stopped: a signal arrived, a checkpoint was saved.
         PydistError: see the parts; every rank raises.
     """
-    settings = hashlib.sha256(config_io.dumps(config).encode()).hexdigest()
     versions = f"{__version__} with torch {torch.__version__}"
-    facts = {"the configuration (its SHA-256)": settings, "the version of pydist": versions}
+    facts = {"the version of pydist": versions}
+    for table, values in config_io.to_dict(config).items():
+        facts |= {f"the configuration's {table}.{key}": str(each) for key, each in values.items()}
     require_same(mesh.world, facts)
     with ExitStack() as stack:
         lock = None

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from pydist import Mesh, distribute_tensor, owner, parallelize
 from pydist.comm import Transport, run_local
+from pydist.comm.exchange.exchanger import Exchanger
 from pydist.comm.interface import board, ledger
 from pydist.comm.interface.ledger import STAMP_BYTES
 from pydist.errors import UsageError
 from pydist.optim import sharded
+from pydist.partition import Box
 
 DIFFERENT = "the ranks call different things"
 _DRAWING = threading.Lock()
@@ -121,7 +123,10 @@ def with_another_collective(t: Transport) -> None:
 
 DIFFERENCES: dict[str, tuple[Callable[[Transport], None], str]] = {
     "kernel": (of_another_kernel, r"shape \(4, 2, 5, 5, 5\)"),
-    "padding": (of_another_padding, r"need \[360, 360\] elements"),
+    "padding": (
+        of_another_padding,
+        r"exchange of \(1, 2, 8, 6, 6\) float32, block 0 \[:, :, 0:4\] takes \[:, :, 4:5\]",
+    ),
     "order": (of_another_order, "InstanceNorm3d"),
     "dtype": (of_another_dtype, "float64"),
     "another call": (with_another_call, "all_reduce"),
@@ -143,6 +148,47 @@ def test_both_calls_are_named(name: str) -> None:
         run_local(body, 2, timeout=30)
     assert " on rank 0" in str(caught.value)
     assert " on rank 1" in str(caught.value)
+
+
+@pytest.mark.parametrize("spatial", [1, 2])
+def test_training_and_evaluation_are_named_over_sample_groups(spatial: int) -> None:
+    def body(t: Transport) -> None:
+        mesh = Mesh(t, data=2, spatial=(spatial, 1, 1))
+        model = parallelize(network(), mesh)
+        for step in range(3):
+            model.train(step != 2 or mesh.data_index == 0)
+            model(samples(mesh)).sum().backward()
+
+    with pytest.raises(UsageError, match=DIFFERENT) as caught:
+        run_local(body, 2 * spatial, timeout=30)
+    said = str(caught.value).split(" and batch sizes")
+    (training,) = [each for each in said if "of a forward in training" in each]
+    (evaluation,) = [each for each in said if "of a forward in evaluation mode" in each]
+    assert any(training.endswith(f" on rank {rank}") for rank in range(spatial))
+    assert any(evaluation.endswith(f" on rank {rank}") for rank in range(spatial, 2 * spatial))
+
+
+def test_groups_name_ranks_of_the_job() -> None:
+    def body(t: Transport) -> None:
+        group = t.split(t.rank // 2, t.rank)
+        if t.rank >= 2:
+            group.all_reduce(torch.ones(t.rank))
+
+    with pytest.raises(UsageError, match=r"float32, sum on rank [23] and .* on rank [23]"):
+        run_local(body, 4, timeout=30)
+
+
+def test_plans_of_one_shape_are_told_apart() -> None:
+    def body(t: Transport) -> None:
+        owned = [Box([4 * rank, 0], [4 * rank + 4, 2]) for rank in range(t.size)]
+        needed = [[box] for box in owned]
+        needed[7] = [owned[t.rank // 4]]  # more blocks than an error shows
+        x = torch.ones(4, 2)
+        exchanger = Exchanger(t, owned, needed)
+        exchanger.gather(x, exchanger.empty_slots(x))
+
+    with pytest.raises(UsageError, match=r"takes .*blocks that are not shown\) on rank"):
+        run_local(body, 8, timeout=30)
 
 
 def test_any_neighbor_of_three_ranks_notices() -> None:
@@ -186,6 +232,27 @@ def test_gradients_of_another_count_are_noticed_before_backward_returns() -> Non
 
     with pytest.raises(UsageError, match=f"{DIFFERENT}.*all_reduce_async"):
         run_local(body, 2, timeout=30)
+
+
+@pytest.mark.usefixtures("no_board")
+def test_known_calls_that_fit_each_other_are_noticed_before_gradients_are_used() -> None:
+    """As with devices on several machines: no board, and the messages have no stamps."""
+    used: list[tuple[int, int]] = []
+
+    def body(t: Transport) -> None:
+        mesh = Mesh(t, spatial=(t.size, 1, 1))
+        model = parallelize(network(), mesh)
+        hooked = model[4].weight
+        hooked.register_post_accumulate_grad_hook(lambda _: used.append((t.rank, step)))
+        for step in range(5):
+            y = model(samples(mesh))
+            kind = "a" if step % 2 == 0 or (step == 3 and t.rank == 0) else "b"
+            t.ledger.note(t, (kind,), waits=True)  # two calls with equal messages
+            y.sum().backward()
+
+    with pytest.raises(UsageError, match=DIFFERENT):
+        run_local(body, 2, timeout=30)
+    assert sorted(used) == [(rank, step) for rank in range(2) for step in range(3)]
 
 
 def test_a_healthy_step_sends_stamps_and_no_other_message(monkeypatch: pytest.MonkeyPatch) -> None:

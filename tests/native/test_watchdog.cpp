@@ -55,6 +55,16 @@ TEST(WatchdogJudge, RanksThatWaitForEachOtherEndSooner) {
             301);  // others may compute elsewhere
 }
 
+TEST(WatchdogJudge, AMachineWhoseRanksAllWaitSpeaksLater) {
+  const auto speaks = [](Kind second) {
+    Judge judge(3, /*all_here=*/false);
+    judge.look(0, both(Kind::kWait, second));
+    return judge.look(3.25, both(Kind::kWait, second)).has_value();
+  };
+  EXPECT_FALSE(speaks(Kind::kWait));
+  EXPECT_TRUE(speaks(Kind::kSpan));
+}
+
 TEST(WatchdogJudge, WorkAndTheEndHaveMoreTime) {
   EXPECT_EQ(found_after(100, Kind::kWork, Kind::kWait), 301);
   EXPECT_EQ(found_after(100, Kind::kEnd, Kind::kSpan), 301);
@@ -144,13 +154,15 @@ TEST(WatchdogReport, NamesRanksPhasesAndThoseThatNeverCame) {
   board->slot(0).enter("an all-reduce", Kind::kWait);
   board->slot(1).step = 7;
   board->slot(0).layer.store("enc.conv1");
+  board->slot(0).call.store("call 7 of all ranks: barrier");
   const std::string stack = "Thread 1 (most recent call first):\n  File \"a.py\"\n";
   // Not one initializer each: GCC 12 then warns of its own clean-up after exceptions.
   const ProcessState sleeps{'S', "", false};
   const ProcessState stops{'T', "do_signal_stop", false};
   const Finding waits{0, 11, sleeps, stack};
   const Finding stopped{1, 12, stops, ""};
-  const std::string text = describe({3, true, 3, "n07", 2}, *board, {waits, stopped}, 2.5);
+  const std::string text =
+      describe({3, true, 3, "n07", 2}, *board, {waits, stopped}, 2.5, "rank 9 waits\nrank 10 too");
   EXPECT_EQ(
       text,
       "pydist: hang: no rank of n07 has made progress for 2.5 s (PYDIST_HANG_LIMIT=2); the job "
@@ -159,7 +171,9 @@ TEST(WatchdogReport, NamesRanksPhasesAndThoseThatNeverCame) {
       "  rank 1 (host n07, process 12) is stopped (state T in do_signal_stop): step 7, phase "
       "'the program's own code'\n"
       "  rank 0 (host n07, process 11) waits for other ranks: step 0, phase 'an all-reduce', "
-      "layer enc.conv1\n"
+      "layer enc.conv1, in call 7 of all ranks: barrier\n"
+      "  rank 9 waits\n"
+      "  rank 10 too\n"
       "[rank 0] Thread 1 (most recent call first):\n"
       "[rank 0]   File \"a.py\"\n");
 }

@@ -16,6 +16,11 @@ SCRIPT = Path(__file__).parents[1] / "support" / "divided.py"
 CASES = {
     ("openmpi", "call"): ("the ranks call different things", " on rank 0", " on rank 1"),
     ("mpich", "known"): ("the ranks call different things", "module 0: Conv3d"),
+    ("mpich", "evaluation"): (
+        "a forward in training",
+        "a forward in evaluation mode",
+        " on rank 1",
+    ),
     ("gloo", "operand"): ("equal in training forward 3, different in 4 at the latest",),
 }
 

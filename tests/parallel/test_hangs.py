@@ -7,6 +7,7 @@ every phase once, and every launcher and every fault several times.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,31 @@ def test_a_hang_is_named_and_ended(phase: str, fault: str, launcher: str, data: 
     outcome = hang(folder, launcher, phase, fault, LIMIT)
     assert not outcome.complaint(phase, fault, LIMIT), outcome.stderr
     assert outcome.stderr.count("pydist: hang:") <= 1  # gloo may notice a broken connection first
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("stop", "rank 0 (host machine-0, process {}) has not said that it waits: it computes"),
+        ("call", "all_reduce of 3 elements of float32, sum on rank 0 and all_reduce of 1 elements"),
+    ][: None if os.environ.get("PYDIST_TEST_HANGS") else 1],
+)
+def test_reports_say_what_ranks_of_other_machines_do(fault: str, said: str, tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "support" / "machines.py"
+    result = subprocess.run(
+        [sys.executable, "-m", "pydist.launch", "2", "gloo", str(script), fault],
+        env=child_environment(
+            PYDIST_HANG_LIMIT="3", OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYDIST_TUNE="0"
+        ),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 72, result.stderr
+    assert said.format((tmp_path / "pid0").read_text()) in result.stderr
+    assert re.search(r"rank 1 \(host machine-1.*wait.* in call \d+ of all ranks: ", result.stderr)
 
 
 PROGRAM = """

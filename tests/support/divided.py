@@ -11,7 +11,7 @@ import pydist
 
 
 def main(case: str) -> None:
-    mesh = pydist.init(spatial=(2, 1, 1))
+    mesh = pydist.init(spatial=(1 if case == "evaluation" else 2, 1, 1))
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.AvgPool3d(3, 2))
     pydist.parallelize(model, mesh)
@@ -19,6 +19,7 @@ def main(case: str) -> None:
     for step in range(1, 7):
         x = torch.ones(1, 2, 8, 6, 6)
         strange = step == 4 and mesh.rank == 1
+        model.train(not (strange and case == "evaluation"))
         y = model(pydist.distribute_tensor(x, mesh))
         if strange and case == "call":
             y = nn.functional.avg_pool3d(y, 3, 1, 1)

@@ -48,7 +48,11 @@ def decided(monkeypatch: pytest.MonkeyPatch, found: list[Found]) -> tuple[str, s
         ([FIRST, NONE], "host", "rank 1 on n08: torch 2.13 sees no GPU"),
         ([NONE, SECOND], "host", "rank 0 on n08: torch 2.13 sees no GPU"),
         ([HIDDEN, HIDDEN], "host", "rank 0 on n08: pydist was built without CUDA kernels"),
-        ([FIRST, replace(FIRST, version=23000)], "host", "ranks have different versions of NCCL"),
+        (
+            [FIRST, replace(FIRST, version=23000)],
+            "host",
+            "the version of NCCL differs between the ranks",
+        ),
         ([replace(FIRST, version=23000)] * 2, "host", "2 ranks on n07 for 1 GPU (ranks 0, 1 would"),
     ],
 )

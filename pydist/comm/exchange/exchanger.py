@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
 # Tags below this, and below STAMPED_TAG, are left to point-to-point calls that name theirs.
 _FIRST_TAG = 1024
 _TAGS = 30_000
+
+_DESCRIBED = 160
+"""Characters for the blocks of an exchange in an error."""
 
 _Kind: TypeAlias = tuple[torch.dtype, torch.device, bool]
 
@@ -192,7 +194,13 @@ class Exchanger:
             for t in plan.copies
         ]
         self._fingerprint = _fingerprint_of(owned, needed, self._order)
-        self._said = f"{_described(owned, needed)}, plan {self._fingerprint}"
+        shape = tuple(max(box.hi[dim] for box in owned) for dim in dims)
+        # For the ledger: the fingerprint tells plans apart, and only the rest is shown.
+        said = _described(owned, needed, shape)
+        self._said = str(shape), said, self._fingerprint.to_bytes(4, "big")
+        self._ways = ("exchange", "sum of an exchange's gradients")
+        if timers is not None:
+            self._ways = ("halo exchange", "halo exchange of gradients")
         self._made: dict[tuple[torch.dtype, bool], int] = {}
         self._idle: defaultdict[_Kind, list[Pending]] = defaultdict(list)
         self.is_local = not plan.sends and not plan.recvs
@@ -293,8 +301,7 @@ class Exchanger:
         if transport.watcher is not None:
             transport.watcher(self)
         if transport.size > 1:
-            way = "add back" if homeward else "exchange"
-            what = (way, self._said, local.dtype)
+            what = (self._ways[homeward], local.dtype, *self._said)
             transport.ledger.note(transport, what, waits=True)
 
     def empty_slots(self, like: Tensor) -> list[Tensor]:
@@ -371,8 +378,24 @@ def _fingerprint_of(
     return zlib.crc32(repr((list(owned), [list(n) for n in needed], order)).encode())
 
 
-def _described(owned: Sequence[Box], needed: Sequence[Sequence[Box]]) -> str:
-    """The exchange in words: from which shape, and how much."""
-    shape = [max(box.hi[dim] for box in owned) for dim in range(len(owned[0].hi))]
-    elements = [sum(math.prod(box.shape) for box in boxes) for boxes in needed]
-    return f"of {shape}, whose ranks need {elements} elements"
+def _described(owned: Sequence[Box], needed: Sequence[Sequence[Box]], shape: Sequence[int]) -> str:
+    """The blocks that ranks have and take, as slices; of the first ranks, if there are many."""
+    said = ""
+    for rank, (own, boxes) in enumerate(zip(owned, needed, strict=True)):
+        takes = " and ".join(_slices(box, shape) for box in boxes if all(box.shape)) or "nothing"
+        block = f"block {rank} {_slices(own, shape)} takes {takes}"
+        if said and len(said) + len(block) > _DESCRIBED:
+            return f"{said}, ..."
+        said += f", {block}" if said else block
+    return said
+
+
+def _slices(box: Box, shape: Sequence[int]) -> str:
+    """A box as indices in Python, without whole dims at the end."""
+    parts = [
+        ":" if (lo, hi) == (0, size) else f"{lo}:{hi}"
+        for lo, hi, size in zip(box.lo, box.hi, shape, strict=True)
+    ]
+    while len(parts) > 1 and parts[-1] == ":":
+        parts.pop()
+    return f"[{', '.join(parts)}]"

@@ -37,6 +37,7 @@ STAMPED_TAG = 1023
 their exchanges, so that the stamp of one that is out of order arrives, and is noticed."""
 _STAMP = struct.Struct("=qqqq")
 _SHOWN_BYTES = 304
+_COMPARED = _SHOWN_BYTES - 16  # characters of a text, which a board may cut
 _MOST_NODES = 1 << 14
 """Entries in the table; where shapes never repeat it starts anew."""
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -72,9 +73,11 @@ class Ledger:
 
     Attributes:
         last: the call that was started last.
+        job_ranks: the rank in the job of each rank of the group; empty if they are the same.
     """
 
     def __init__(self) -> None:
+        self.job_ranks: Sequence[int] = ()
         self.last = Entry("nothing", 0)
         self._entries: dict[tuple[Hashable, ...], Entry] = {}
         self._board = native.CallBoard()
@@ -127,7 +130,7 @@ class Ledger:
                 self._sees_all = share_board(self._board, group)
             except RankLost as error:
                 if self.last.digest:
-                    error.args = (f"{error}; rank {group.rank} calls {self.last.text}",)
+                    error.args = (f"{error}; rank {self.name(group.rank)} calls {self.last.text}",)
                 raise
 
     def _entry(self, key: tuple[What, str]) -> Entry:
@@ -171,10 +174,8 @@ class Ledger:
         for number, state, digest, _ in self._board.recent():
             theirs = self._board.call_of(peer, number)
             if theirs is not None and theirs[1] != state:
-                return UsageError(
-                    f"{DIFFERENT}: call {number} of their group is {self._text_of(digest)} on rank"
-                    f" {rank} and {theirs[3]} on rank {peer}"
-                )
+                mine = self._text_of(digest)
+                return _differing(number, mine, self.name(rank), theirs[3], self.name(peer))
         return None
 
     def stamp(self) -> bytes:
@@ -203,19 +204,18 @@ class Ledger:
             number, here, there = number - 1, before, their_before
         if here == there:
             return UsageError(
-                f"{DIFFERENT}: rank {rank} and rank {peer} are at call {number} of their group,"
-                f" {self._text_of(digest)}, and one of the calls before differs; the last ones of"
-                f" rank {rank}: {self.last_calls(8)}"
+                f"{DIFFERENT}: rank {self.name(rank)} and rank {self.name(peer)} are at call"
+                f" {number} of their group, {self._text_of(digest)}, and one of the calls before"
+                f" differs; the last ones of rank {self.name(rank)}: {self.last_calls(8)}"
             )
-        return UsageError(
-            f"{DIFFERENT}: call {number} of their group is {self._text_of(here)} on rank {rank}"
-            f" and {(there == their_digest and text) or self._text_of(there)} on rank {peer}"
-        )
+        theirs_is = (there == their_digest and text) or self._text_of(there)
+        return _differing(number, self._text_of(here), self.name(rank), theirs_is, self.name(peer))
 
     def misfit(self, rank: int, why: object) -> UsageError:
         """The error where what arrived does not fit the call noted last."""
         return UsageError(
-            f"{DIFFERENT}: call {self.count} of the group on rank {rank} is {self.last.text}, and"
+            f"{DIFFERENT}: call {self.count} of the group on rank {self.name(rank)} is"
+            f" {self.last.text}, and"
             f" another rank has started another one: {why}"
         )
 
@@ -223,6 +223,10 @@ class Ledger:
         """The calls that were started last, the latest at the end."""
         recent = self._board.recent()[-count:]
         return "; ".join(self._text_of(digest) for _, _, digest, _ in recent)
+
+    def name(self, rank: int) -> int:
+        """The rank in the job of a rank of the group."""
+        return self.job_ranks[rank] if self.job_ranks else rank
 
     def _text_of(self, digest: int) -> str:
         for entry in self._entries.values():
@@ -261,8 +265,15 @@ def different_calls(heard: Mapping[int, list[list[Any]]]) -> UsageError:
     if not pairs:
         return UsageError(f"{DIFFERENT}, and did so longer ago than they remember")
     number, other, here, there = min(pairs)
+    return _differing(number, here, first, there, other)
+
+
+def _differing(number: int, here: str, rank: int, there: str, other: int) -> UsageError:
+    """The error for a call that differs between two ranks of the job."""
+    if here[:_COMPARED] == there[:_COMPARED]:
+        here, there = f"{here} (with blocks that are not shown)", f"{there} with others"
     return UsageError(
-        f"{DIFFERENT}: call {number} of their group is {here} on rank {first} and {there} on rank"
+        f"{DIFFERENT}: call {number} of their group is {here} on rank {rank} and {there} on rank"
         f" {other}"
     )
 
@@ -295,10 +306,14 @@ def calling_module() -> str:
 
 def _describe(what: What, module: str) -> str:
     name, *rest = what
-    if rest and isinstance(rest[0], torch.dtype):  # of a collective: dtype, elements, and more
-        count = f"{rest[1]} elements of " if len(rest) > 1 else ""
-        rest[:2] = [f"of {count}{rest[0]}".replace("torch.", "")]
-    about = ", ".join(str(each).removeprefix("torch.") for each in rest if each not in ("", None))
+    if rest and isinstance(rest[0], torch.dtype):  # then elements or a shape, and more
+        dtype = str(rest[0]).removeprefix("torch.")
+        if len(rest) > 1 and isinstance(rest[1], str):
+            rest[:2] = [f"of {rest[1]} {dtype}"]
+        else:
+            rest[:2] = [f"of {rest[1]} elements of {dtype}" if len(rest) > 1 else f"of {dtype}"]
+    shown = [each for each in rest if each not in ("", None) and not isinstance(each, bytes)]
+    about = ", ".join(str(each).removeprefix("torch.") for each in shown)
     if module == _IN_BACKWARD:
         where = " in backward"
     elif module:

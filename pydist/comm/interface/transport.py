@@ -51,6 +51,7 @@ class Transport(Collectives):
             key=lambda rank: (pairs[rank][1], rank),
         )
         group = self._subgroup(members)
+        group.ledger.job_ranks = [self.ledger.name(member) for member in members]
         group.ledger.open(group)
         return group
 

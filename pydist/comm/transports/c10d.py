@@ -40,27 +40,40 @@ class _Waiting(Protocol):
 W = TypeVar("W", bound=_Waiting)
 
 
-def _waits(name: str) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
-    """As `pydist.watchdog.waits`, and says which rank has ended if that breaks a connection."""
+def _names_lost(
+    doing: str,
+) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
+    """A decorator that says which rank has ended where a connection breaks.
+
+    Args:
+        doing: what this rank does with other ranks, as in "this rank waits for a message".
+    """
 
     def decorate(function: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
-        waiting = waits(name)(function)
-
         @functools.wraps(function)
         def checked(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
             try:
-                return waiting(self, *args, **kwargs)
+                return function(self, *args, **kwargs)
             except RuntimeError as error:
                 if not _BROKEN.search(str(error)):
                     raise
                 ended = ", ".join(f"rank {rank}" for rank in ended_ranks()) or "another rank"
                 calls = self.ledger.last_calls(2)
                 raise RankLost(
-                    f"{ended} ended while this rank waits for {name}"
+                    f"{ended} ended while this rank {doing}"
                     + (f"; the last calls of this rank: {calls}" if calls else "")
                 ) from error
 
         return checked
+
+    return decorate
+
+
+def _waits(name: str) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
+    """As `pydist.watchdog.waits`, and says which rank has ended if that breaks a connection."""
+
+    def decorate(function: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
+        return _names_lost(f"waits for {name}")(waits(name)(function))
 
     return decorate
 
@@ -126,11 +139,13 @@ class C10dTransport(HostTransport):
         elif tensor.numel():
             self._irecv(tensor, source, tag).wait()
 
+    @_names_lost("sends a message")
     def _isend(self, tensor: Tensor, dest: int, tag: int) -> dist.Work:
         work = dist.isend(_bytes(tensor), group=self._group, group_dst=self._order[dest], tag=tag)
         assert work is not None
         return work
 
+    @_names_lost("is to receive a message")
     def _irecv(self, tensor: Tensor, source: int, tag: int) -> dist.Work:
         work = dist.irecv(_bytes(tensor), group=self._group, group_src=self._order[source], tag=tag)
         assert work is not None
@@ -156,6 +171,7 @@ class C10dTransport(HostTransport):
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         dist.all_reduce(tensor, _OPS[op], group=self._group)
 
+    @_names_lost("starts an all-reduce")
     def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
         work = dist.all_reduce(tensor, _OPS[op], group=self._group, async_op=True)
         assert work is not None

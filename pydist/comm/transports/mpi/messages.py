@@ -10,6 +10,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pydist.comm.interface.handles import Channel, Work
+from pydist.comm.interface.ledger import Ledger
 from pydist.comm.transports.mpi.progress import ProgressEngine
 from pydist.watchdog import waits
 
@@ -29,8 +30,13 @@ class MpiWork(Work):
     """Requests under way and their buffers, which live until `wait`, even if nobody calls it."""
 
     def __init__(
-        self, requests: list[MPI.Request], engine: ProgressEngine, *buffers: object
+        self,
+        requests: list[MPI.Request],
+        engine: ProgressEngine,
+        ledger: Ledger,
+        *buffers: object,
     ) -> None:
+        self.ledger = ledger  # of the group, for the report of a hang
         self._pending: tuple[list[MPI.Request], object] | None = (requests, buffers)
         self._engine = engine
         engine.started()

@@ -7,9 +7,11 @@ is there to be called between long computations, or by a thread (see the module 
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Concatenate, ParamSpec
 
 from mpi4py import MPI
 from torch import Tensor
@@ -32,7 +34,26 @@ from pydist.watchdog import waits
 # Tags of a transport's own communicator; `SLICES` of slice_sums.py is another one.
 _EXCHANGED, _NEVER_SENT = 0, 1
 
+P = ParamSpec("P")
+
 _MPI_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
+
+
+def _fits(
+    function: Callable[Concatenate[MpiTransport, P], None],
+) -> Callable[Concatenate[MpiTransport, P], None]:
+    """A decorator for collectives: a message of another length belongs to another call."""
+
+    @functools.wraps(function)
+    def checked(self: MpiTransport, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            function(self, *args, **kwargs)
+        except MPI.Exception as error:
+            if error.Get_error_class() != MPI.ERR_TRUNCATE:
+                raise
+            raise self.ledger.misfit(self.rank, error) from error
+
+    return checked
 
 
 class MpiTransport(HostTransport):
@@ -110,6 +131,7 @@ class MpiTransport(HostTransport):
     def _barrier(self) -> None:
         self._comm.Barrier()
 
+    @_fits
     @waits("a broadcast")
     def _broadcast(self, tensor: Tensor, root: int) -> None:
         for part in parts_of(tensor):
@@ -128,8 +150,9 @@ class MpiTransport(HostTransport):
             for peer, each in sends
             for part in parts_of(each)
         ]
-        return MpiWork(requests, self._engine, sends, recvs)
+        return MpiWork(requests, self._engine, self.ledger, sends, recvs)
 
+    @_fits
     @waits("an all-gather")
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
         if not fits_one_message(out):
@@ -143,11 +166,12 @@ class MpiTransport(HostTransport):
         memory, kind = as_buffer(out)
         counts = [part.nbytes for part in parts]
         request = self._comm.Iallgatherv(MPI.IN_PLACE, [memory, counts, kind])
-        return MpiWork([request], self._engine, counts, out)
+        return MpiWork([request], self._engine, self.ledger, counts, out)
 
     def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
         return self._sums.start(parts, out, divisor)
 
+    @_fits
     @waits("an all-reduce")
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
         for part in elements_of(tensor):
@@ -157,7 +181,7 @@ class MpiTransport(HostTransport):
         requests = [
             self._comm.Iallreduce(MPI.IN_PLACE, part, _MPI_OPS[op]) for part in elements_of(tensor)
         ]
-        return MpiWork(requests, self._engine, tensor)
+        return MpiWork(requests, self._engine, self.ledger, tensor)
 
     def progress(self) -> None:
         """See `Transport.progress`; serves all transports of this process."""

@@ -180,18 +180,22 @@ def lack(found: Sequence[Found]) -> str:
 
 def conflict(found: Sequence[Found], environment: Mapping[str, str]) -> str:
     """Why devices of ranks that lack nothing can't be connected; "" if they can."""
-    versions = sorted({each.version for each in found})
-    if len({version // 100 for version in versions}) > 1:
-        return f"ranks have different versions of NCCL: {versions}; they need the same"
+    versions = [each.version for each in found]
+    for rank, version in enumerate(versions):
+        if version // 100 != versions[0] // 100:
+            return (
+                f"the version of NCCL differs between the ranks: {versions[0]} on rank 0,"
+                f" {version} on rank {rank}"
+            )
     sharing: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, each in enumerate(found):
         sharing[each.machine, each.gpu].append(rank)
     for (machine, _), ranks in sharing.items():
         may_share = environment.get(SHARE) == "1"
-        if len(ranks) > 1 and (not may_share or versions[0] < SHARING):
+        if len(ranks) > 1 and (not may_share or min(versions) < SHARING):
             there = sum(each.machine == machine for each in found)
             gpus = len({gpu for name, gpu in sharing if name == machine})
-            older = f", which this one, {versions[0]}, is not" if may_share else ""
+            older = f", which this one, {min(versions)}, is not" if may_share else ""
             return (
                 f"{there} ranks on {machine} for {gpus} GPU{'s' * (gpus > 1)} (ranks"
                 f" {', '.join(map(str, ranks))} would share one), and NCCL takes one rank a GPU:"

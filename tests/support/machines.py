@@ -1,0 +1,58 @@
+"""Two ranks, each on a machine of its own as far as pydist can tell; one of them makes a fault.
+
+machines.py FAULT
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydist.launch import identity, watch
+
+
+def part() -> int:
+    """Makes this process believe that it is alone on its machine; its rank."""
+    who = identity.detect()
+    assert who is not None
+    alone = dataclasses.replace(who, local_rank=0, local_size=1)
+    path = watch._path
+    identity.detect = lambda *_: alone
+    watch._path = lambda who: path(who).with_suffix(f".{who.rank}")
+    socket.gethostname = lambda: f"machine-{alone.rank}"
+    return alone.rank
+
+
+def main(fault: str) -> None:
+    rank = part()
+    Path(f"pid{rank}").write_text(str(os.getpid()))
+    import torch
+    from torch import nn
+
+    import pydist
+
+    mesh = pydist.init(spatial=(2, 1, 1))
+    model = pydist.parallelize(nn.Sequential(nn.Conv3d(1, 2, 3), nn.InstanceNorm3d(2)), mesh)
+
+    def step(strange: Any = False) -> None:
+        y = model(torch.ones(1, 1, 8, 8, 8))
+        if strange:
+            mesh.world.all_reduce(torch.ones(3))
+        y.square().mean().backward()
+
+    for number in range(4):
+        step(strange=number == 1 or (fault == "call" and rank == 0 and number == 3))
+    if rank == 0 and fault == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 0 and fault == "spin":
+        sum(iter(int, 1))
+    step()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
