@@ -39,7 +39,8 @@ class Flags:
     """
 
     def __init__(self) -> None:
-        self._sums: list[int] = []
+        self._own: list[int] = []
+        self._sent = self._sums = array("q", [0])  # the proof and the flags
         self._any: list[int] = []
 
     def exchange(
@@ -59,14 +60,18 @@ class Flags:
         Raises:
             NotSupported: a step is captured that has other gradients than the one before.
         """
-        message = array("q", [proof, *(_COUNTED[flag] for flag in own)])
-        world.all_reduce(torch.frombuffer(message, dtype=torch.int64))
-        total, *sums = message
+        if own != self._own:
+            self._own = own
+            self._sent = array("q", [0, *(_COUNTED[flag] for flag in own)])
+        sums = self._sent[:]
+        sums[0] = proof
+        world.all_reduce(torch.frombuffer(sums, dtype=torch.int64))
+        total, sums[0] = sums[0], 0
         if sums != self._sums:
             if captured:
                 raise NotSupported("a CUDA graph of a step with other gradients than the last one")
             self._sums = sums
-            self._any = [2 if n >= _COUNTED[2] else min(n, 1) for n in sums]
+            self._any = [2 if n >= _COUNTED[2] else min(n, 1) for n in sums[1:]]
         return self._any, total
 
 
