@@ -156,6 +156,25 @@ def test_gradients_after_a_change_that_torch_does_not_see(threshold, monkeypatch
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("grid", [(1, 1, 1), (2, 1, 1)], ids=str)
+def test_instance_norm_goes_back_through_the_weight_that_it_had(grid, samples):
+    """As torch's own, which copies it: one sample on one rank is another path here."""
+    whole = randn(samples, 2, 4, 3, 2)
+
+    def gradient(x):
+        weight = torch.tensor([0.7, 1.3], dtype=whole.dtype, requires_grad=True)
+        y = F.instance_norm(x.requires_grad_(), weight=weight)
+        weight.data.mul_(0.1)
+        return torch.autograd.grad(y.sin().sum(), x)[0]
+
+    def body(mesh):
+        found = gradient(distribute_tensor(whole.clone(), mesh)).full_tensor()
+        torch.testing.assert_close(found, gradient(whole.clone()), rtol=0, atol=1e-12)
+
+    on_ranks(grid, body)
+
+
 def test_gradients_after_a_change_that_torch_sees_are_refused_as_torch_refuses_them():
     def rank(mesh):
         w = nn.Parameter(randn(2, 2, 3, 3, 3))

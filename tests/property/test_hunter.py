@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from children import child_environment
+from hunter.command import found_in
 from hunter.judge import judge, settings
+from hunter.mutations import MUTATIONS
 from hunter.program import Program
 from hunter.shrink import shrunk
 from random_spot import Source
@@ -18,6 +20,9 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 SEEDS = 60
 """Programs in the suite; CI runs minutes of others."""
+
+MOST_FOR_FAULTS = 15
+"""So few programs find one of the faults that are tried here."""
 
 SMALL = Program(
     statements=("m0 = ready(net('m0'))", "x = cut(0)", "y = m0(x)", "see('y', y, 'rows')"),
@@ -64,6 +69,17 @@ def verdict(program: Program, *more: str) -> str:
 )
 def test_the_judge_tells_outcomes_apart(statements, outcome):
     assert verdict(SMALL, *statements) == outcome
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [("groups-equal", 1000), ("hooks-local", 1000), ("pool-uneven", 1000), ("views-stale", 1000)],
+)
+def test_known_faults_are_found(name, seed):
+    """`tools/hunt --mutations` tries all of them."""
+    mutation = MUTATIONS[name]
+    programs, what = found_in(mutation, mutation.only, seed, MOST_FOR_FAULTS, 60.0)
+    assert programs, what
 
 
 def test_noise_in_the_last_bit_decides_nothing():

@@ -51,8 +51,11 @@ def instance_norm(
         raise refusal(F.instance_norm, (input,), {}, "the channels are split")
     source, running = taken(input), (running_mean, running_var)
     local = source.shard
+    # Copies, as in torch: backward goes through the weight that forward had.
+    scale, shift = parameters_for(weight, bias, layout)
+    scale_shift = None if scale is None else scale.clone(), None if shift is None else shift.clone()
     if not use_input_stats:
-        return evaluate(source, *running, *parameters_for(weight, bias, layout), eps)
+        return evaluate(source, *running, *scale_shift, eps)
     voxels = math.prod(layout.shape[2:])
     if voxels == 1:
         raise one_value("spatial element", layout.shape)
@@ -60,7 +63,6 @@ def instance_norm(
     tracked = running_mean is not None or running_var is not None
     mesh = layout.mesh
     holders = mesh.group(("data", *layout.used_axes) if tracked else layout.used_axes)
-    scale_shift = parameters_for(weight, bias, layout)
     if is_for_torch(local, holders):
         if local.shape[0] > 1:
             normed = by_torch(F.instance_norm, local, *running, *scale_shift, True, momentum, eps)

@@ -58,6 +58,9 @@ class Reads:
         if not self._stays:
             return self._gatherer(local, self._is_channels_last(local))
         own = self.layout.box
+        if any(extent > has for extent, has in zip(self.box.shape, own.shape, strict=True)):
+            # An empty box, as of a batch without samples, that is longer than the block.
+            return local.flatten()[:0].reshape(self.box.shape)
         for dim, (lo, extent) in enumerate(zip(self.box.lo, self.box.shape, strict=True)):
             if extent != own.shape[dim]:
                 local = local.narrow(dim, max(0, lo - own.lo[dim]) if extent else 0, extent)

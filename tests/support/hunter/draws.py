@@ -6,7 +6,6 @@ import random
 import re
 from collections.abc import Collection, Iterable
 
-
 FEW = 4
 """Programs that may have so few ingredients look for something: they have them more often."""
 
@@ -47,8 +46,8 @@ class Draws:
             "M": self.model, "X": "x", "Y": "y", "E": "e", "K": str(self.numbers.randint(0, 9)),
             "D": str(self.numbers.randint(1, 3)), "P": self.parameters, **names,
         }  # fmt: skip
-        text = re.sub(r"\b([A-Z])\b", lambda m: known.get(m[1], m[1]), template)
-        return text.replace("\\n", "\n")
+        lines = template.replace("\\n", "\n")
+        return re.sub(r"\b([A-Z])\b", lambda m: known.get(m[1], m[1]), lines)
 
     def add(self, template: str, **names: str) -> None:
         """Adds a statement."""

@@ -210,13 +210,15 @@ class _Writer(Steps):
         self.add(f"opt = {self.any(words.OPTIMIZERS)}")
         if not self.outside and not self.second and self.takes("share", 0.15):
             self.lines.append("opt = share(opt, m0)")
+        if "saving" in self.themes:
+            self.lines.append("states = reloaded((m0.state_dict(), opt.state_dict()))")
         if self.takes("scaler", 0.08):
             self.scaled = True
             scale, every = self.any(("1.0", "4.0", "1024.0")), self.any("123")
             self.lines.append(
                 f"scaler = torch.amp.GradScaler('cpu', {scale}, growth_interval={every})"
             )
-        elif "hooks" in self.themes and self.maybe(0.15):
+        elif "hooks" in self.themes and "raise" not in self.themes and self.maybe(0.15):
             # The optimizer in backward.
             self.lines.append("own = {p: torch.optim.SGD([p], 0.1) for p in params(m0)}")
             self.lines.append(
@@ -226,7 +228,8 @@ class _Writer(Steps):
 
     def closure(self) -> None:
         search = self.any(("None", "'strong_wolfe'"))
-        rate = self.any(("0.5", "1.0", "20.0"))
+        # Groups are only compared with each other: there steps may be as long as they like.
+        rate = self.any(("0.5", "1.0") if len(self.groups) == 1 else ("0.5", "20.0"))
         self.add(f"opt = torch.optim.LBFGS(P, {rate}, max_iter=4, line_search_fn={search})")
         self.add(
             "def closure():\\n    opt.zero_grad()\\n    L = (M(x) - 1).square().mean()\\n"

@@ -31,6 +31,9 @@ PARAMETER_NOISES, LAYER_NOISES = (0, 2, 4, 6), (1, 3, 5)
 UNDECIDED = 1e-8
 """A value that noise in the last bit moves further says nothing when it differs."""
 
+ZERO = 1e-13
+"""A gradient is zero but for rounding if it is so small beside the largest of the program."""
+
 BAD = ("wrong", "parted", "hang", "crash", "silent")
 
 
@@ -245,11 +248,12 @@ def _beyond_noise(program: Program, whole: Run, found: Sequence[dict[str, list[S
             if seed in PARAMETER_NOISES or e < 1e-6:
                 noise[name, i] = max(noise[name, i], e)
     worst, undecided = None, False
+    largest = _largest_gradient(whole)
     for rank, seen in enumerate(found):
         for name, i, e in _differences(seen, whole.seen):
-            bound = max(FP64_BOUND, 4 * noise[name, i])
+            bound = max(FP64_BOUND, 16 * noise[name, i])
             bound *= 100 if bound > ROUNDING else 1
-            if e <= bound:
+            if e <= bound or _is_zero(name, i, (seen, whole.seen), largest):
                 continue
             if noise[name, i] > UNDECIDED:
                 undecided = True
@@ -264,6 +268,23 @@ def _beyond_noise(program: Program, whole: Run, found: Sequence[dict[str, list[S
             "wrong", f"{name}[{i}] on rank {rank}: error {e:.3g}, bound {bound:.3g}{facts}"
         )
     return Verdict("undecided" if undecided else "equal")
+
+
+def _largest_gradient(whole: Run) -> float:
+    found = [s for name, values in whole.seen.items() if "grad" in name for s in values]
+    return max((_largest(s.value) for s in found), default=0.0)
+
+
+def _largest(value: Any) -> float:
+    return float(value.abs().max()) if isinstance(value, Tensor) and value.numel() else 0.0
+
+
+def _is_zero(name: str, i: int, runs: Sequence[dict[str, list[Seen]]], largest: float) -> bool:
+    """Whether a gradient is zero but for rounding in both, as of a bias before a norm."""
+    values = [seen.get(name, [])[i : i + 1] for seen in runs] if i >= 0 else []
+    if "grad" not in name or not all(v and isinstance(v[0].value, Tensor) for v in values):
+        return False
+    return bool(values) and all(_largest(v[0].value) <= ZERO * largest for v in values)
 
 
 def _facts(seen: dict[str, list[Seen]], name: str, i: int) -> Any:

@@ -90,14 +90,14 @@ pick(M, K).grad = None
 """The network itself changes."""
 
 SAVING = """
-state = reloaded(M.state_dict())
+states = reloaded((M.state_dict(), opt.state_dict()))
+states = reloaded((M.state_dict(), opt.state_dict()))
 state = reloaded(M.state_dict())\\nM.load_state_dict(state)
 M.load_state_dict(reloaded(M.state_dict()))
 M.load_state_dict(reloaded(M.state_dict()), assign=True)
-M.load_state_dict(state)
-M.load_state_dict(state, assign=True)
+M.load_state_dict(states[0])
+M.load_state_dict(states[0], assign=True)
 opt.load_state_dict(reloaded(opt.state_dict()))
-states = reloaded((M.state_dict(), opt.state_dict()))
 M.load_state_dict(states[0])\\nopt.load_state_dict(states[1])
 M.load_state_dict(reloaded(M.state_dict()), assign=True)\\nopt = torch.optim.SGD(P, 0.05, momentum=0.9)
 """.strip().splitlines()
@@ -117,9 +117,9 @@ pick(M, K).register_hook(lambda g: g * 2)
 pick(M, K).register_hook(lambda g: g / (g.norm() + 1))
 pick(M, K).register_hook(lambda g: see('hook', g))
 [p.register_hook(lambda g: g.clamp(-1e-2, 1e-2)) for p in trained(M)]
-pick(M, K).register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5) and None)
+pick(M, K).register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1])
 pick(M, K).register_post_accumulate_grad_hook(lambda p: see('grad', p.grad))
-pick(M, K).register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-1e-3, 1e-3) and None)
+pick(M, K).register_post_accumulate_grad_hook(lambda p: (p.grad.clamp_(-1e-3, 1e-3), None)[1])
 Y.register_hook(lambda g: g * 0.5)
 Y.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
 Y.register_hook(lambda g: see('dy', g, 'share'))
@@ -356,16 +356,20 @@ pick(M, K).register_hook|M(X).square().mean().backward()
 pick(M, K).register_post_accumulate_grad_hook|M(X).square().mean().backward()
 part(M, K).register_full_backward_hook|M(X).square().mean().backward()
 part(M, K).register_full_backward_hook|M(X).square().mean().backward()
-part(M, K).register_full_backward_hook|L.backward(retain_graph=True)
+part(M, K).register_full_backward_hook|M(X).square().mean().backward()
 part(M, K).register_forward_hook|M(X).square().mean().backward()
 part(M, K).register_forward_pre_hook|M(X)
-y.register_hook|y.square().mean().backward(retain_graph=True)
-pick(M, K).register_hook|L.backward(retain_graph=True)
-pick(M, K).register_hook|L.backward(retain_graph=True)
-pick(M, K).register_hook|L.backward(retain_graph=True)
-pick(M, K).register_hook|y.square().mean().backward(retain_graph=True)
 """.strip().splitlines()
 """Where a hook that raises is registered, and the pass that it interrupts."""
+
+RAISING_LATER = """
+Y.register_hook|Y.square().mean().backward(retain_graph=True)
+pick(M, K).register_hook|Y.square().mean().backward(retain_graph=True)
+pick(M, K).register_hook|L.backward(retain_graph=True)
+pick(M, K).register_hook|L.backward(retain_graph=True)
+part(M, K).register_full_backward_hook|L.backward(retain_graph=True)
+""".strip().splitlines()
+"""The same for graphs that wait for their backward."""
 
 DIFFERENT = """
 x = rows(0) + (0.01 if here and t >= K else 0.0)

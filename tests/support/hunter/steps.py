@@ -76,7 +76,7 @@ class Steps(Draws):
         if len(self.groups) == 1 and self.leaf and self.takes("penalty", often):
             self.add(self.any(words.PENALTIES))
         else:
-            self.add(self.any(words.BACKWARDS))
+            self.add(self.any(s for s in words.BACKWARDS if self.leaf or "X" not in s))
             self.waiting = "raise" in self.themes  # whose backwards use older graphs
         self.after_backward()
 
@@ -112,7 +112,7 @@ class Steps(Draws):
         if self.maybe(0.6):
             self.lines.append("opt.step()")
             if self.maybe(0.8):
-                self.lines.append(self.any(words.ZEROING))
+                self.add(self.any(words.ZEROING))
             self.see_models()
         self.gap()
 
@@ -143,7 +143,8 @@ class Steps(Draws):
                 self.see_models()
                 self.add(self.any(words.AFTER_BACKWARD))
         self.lines += ["scaler.step(opt)", "scaler.update()", "see('scale', scaler.get_scale())"]
-        self.lines += [self.any(words.ZEROING)] if factor or self.maybe(0.8) else []
+        if factor or self.maybe(0.8):
+            self.add(self.any(words.ZEROING))
         self.see_models()
 
     def see_models(self) -> None:
@@ -196,8 +197,14 @@ class Steps(Draws):
 
     def hooks(self) -> list[str]:
         """Hooks. A clamp of an activation's gradient shows that this is of the group's own loss."""
-        several = len(self.groups) > 1
-        return [s for s in words.HOOKS if not (several and s.startswith("Y.") and "clamp" in s)]
+        several, raising = len(self.groups) > 1, "raise" in self.themes
+        return [
+            s
+            for s in words.HOOKS
+            if not (several and s.startswith("Y.") and "clamp" in s)
+            # How far an interrupted pass came is not as in torch.
+            and not (raising and "see(" in s)
+        ]
 
     def unless_waiting(self, changes: list[str]) -> list[str]:
         """Other memory for parameters: by default not while a graph waits for its backward."""
@@ -219,7 +226,10 @@ class Steps(Draws):
 
     def raising(self) -> None:
         """A hook that raises, in a pass whose error the program catches."""
-        register, call = self.any(words.RAISING).split("|")
-        self.add(f"with raising({register}): {call}\\nM.zero_grad()")
+        graphs = words.RAISING_LATER if self.waiting else []
+        register, call = self.any([*words.RAISING, *graphs]).split("|")
+        self.add(f"with raising({register}): {call}\\nopt.zero_grad()\\nM.zero_grad()")
+        if self.leaf:
+            self.lines.append("x.grad = None")
         if self.maybe(0.3):
             self.lines += ["m0(x).square().mean().backward()", "see_model('m0', m0)"]
