@@ -156,6 +156,24 @@ def test_gradients_after_a_change_that_torch_does_not_see(threshold, monkeypatch
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("slopes", [1, 2])
+def test_prelu_after_a_norm_goes_back_through_the_slopes_as_they_are(slopes):
+    """As torch's own, which saves them without a copy."""
+    whole = randn(2, 2, 4, 3, 2)
+
+    def gradients(x):
+        slope = torch.full((slopes,), 0.3, dtype=whole.dtype, requires_grad=True)
+        y = F.prelu(F.instance_norm(x.requires_grad_()), slope)
+        slope.data.mul_(0.1)
+        return torch.autograd.grad(y.sin().sum(), x)[0]
+
+    def body(mesh):
+        found = gradients(distribute_tensor(whole.clone(), mesh)).full_tensor()
+        torch.testing.assert_close(found, gradients(whole.clone()), rtol=0, atol=1e-12)
+
+    on_ranks((2, 1, 1), body)
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("grid", [(1, 1, 1), (2, 1, 1)], ids=str)
 def test_instance_norm_goes_back_through_the_weight_that_it_had(grid, samples):

@@ -92,6 +92,8 @@ class _Prelu(Function):
             return (*_by_composition(ctx, grad, slope, x, values), *rest)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.y = None  # as what is saved, which the engine lets go of now
+        # As torch's own, which goes back through the slopes as they are by then.
+        values.data[3].view(-1, x.shape[1]).copy_(slope.detach())
         for_y, for_slope, *_ = ctx.needs_input_grad
         # As they are now, perhaps changed past autograd, which torch would see too.
         slopes = ctx.plan.of_samples(slope.to(values.dtype).expand(x.shape[1]), x)

@@ -23,6 +23,7 @@ class Steps(Draws):
         outside: whether parameters outside of networks are trained.
         scaled: whether a GradScaler makes the steps.
         waiting: whether a graph waits for its backward.
+        called: the latest forward pass.
     """
 
     groups: tuple[int, ...]
@@ -36,6 +37,7 @@ class Steps(Draws):
     outside: bool
     scaled: bool
     waiting = False
+    called = ""
 
     def step(self) -> None:
         """One step of training, or a forward pass without a graph."""
@@ -51,7 +53,7 @@ class Steps(Draws):
         if not self.second and not self.scaled and self.takes("closure", 0.06):
             self.closed_step()
             return
-        forward = self.fill(self.any(self.forwards()))
+        self.called = forward = self.fill(self.any(self.forwards()))
         if not graph:
             forward = "with torch.no_grad():\n    " + forward.replace("\n", "\n    ")
         self.lines.append(forward)
@@ -166,6 +168,8 @@ class Steps(Draws):
             if theme == "look":
                 self.add(self.any(self.looks()))
             elif theme == "data":
+                if self.waiting and "checkpoint" in self.called:
+                    continue  # torch asks for a recomputation with the same weights
                 self.add(self.any([*words.DATA, *self.unless_waiting(words.REPLACING)]))
             elif theme == "surgery":
                 kinds = [*words.SURGERY, *self.unless_waiting(words.CASTING)]
@@ -203,7 +207,7 @@ class Steps(Draws):
             for s in words.HOOKS
             if not (several and s.startswith("Y.") and "clamp" in s)
             # How far an interrupted pass came is not as in torch.
-            and not (raising and "see(" in s)
+            and not (raising and ("see(" in s or "i[0]" in s))
         ]
 
     def unless_waiting(self, changes: list[str]) -> list[str]:
