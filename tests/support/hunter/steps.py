@@ -162,14 +162,12 @@ class Steps(Draws):
     def gap(self, before: bool = False) -> None:
         """Some statements of the program's themes."""
         for theme in self.themes:
-            if not self.maybe(0.45):
+            if not self.maybe(0.45) or (theme == "data" and self.recomputes()):
                 continue
             model = self.any(("m0", "m0", "e")) if self.averages() else "m0"
             if theme == "look":
                 self.add(self.any(self.looks()))
             elif theme == "data":
-                if self.waiting and "checkpoint" in self.called:
-                    continue  # torch asks for a recomputation with the same weights
                 self.add(self.any([*words.DATA, *self.unless_waiting(words.REPLACING)]))
             elif theme == "surgery":
                 kinds = [*words.SURGERY, *self.unless_waiting(words.CASTING)]
@@ -193,6 +191,10 @@ class Steps(Draws):
                 self.views()
         if self.averages() and self.maybe(0.2):
             self.lines.append("see('average', e(x), 'rows')")
+
+    def recomputes(self) -> bool:
+        """Whether a checkpoint waits for its backward, for which torch wants the same weights."""
+        return self.waiting and "checkpoint" in self.called
 
     def looks(self) -> list[str]:
         """Ways of looking; a hook on a parameter whose gradient is partitioned is refused."""
