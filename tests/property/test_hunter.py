@@ -112,3 +112,20 @@ def test_a_failing_program_becomes_small():
     assert len(small.statements) < 5
     assert small.ranks < 4
     assert "replay(Program(" in small.script("wrong")
+
+
+def test_a_group_without_samples_has_an_empty_block_where_padding_reads_more():
+    """Found by seed 42."""
+    conv = "nn.Conv3d(1, 2, 3, padding=1, padding_mode='replicate')"
+    program = Program(
+        statements=(
+            "m0 = ready(net('m0'))",
+            "m0(cut(0)).square().mean().backward()",
+            "see_model('m0', m0)",
+        ),
+        networks={"m0": (Source(conv),)},
+        sample=(1, 6, 3, 3),
+        groups=(0, 2),
+        points=((0, 0, 6), (0, 3), (0, 3)),
+    )
+    assert verdict(program) == "equal"
