@@ -162,13 +162,11 @@ class Steps(Draws):
     def gap(self, before: bool = False) -> None:
         """Some statements of the program's themes."""
         for theme in self.themes:
-            if not self.maybe(0.45):
+            if not self.maybe(0.45) or (theme == "data" and self.recomputes()):
                 continue
             model = self.any(("m0", "m0", "e")) if self.averages() else "m0"
             if theme == "look":
                 self.add(self.any(self.looks()))
-            elif theme == "data" and self.waiting and "checkpoint" in self.called:
-                continue  # torch asks for a recomputation with the same weights
             elif theme == "data":
                 self.add(self.any([*words.DATA, *self.unless_waiting(words.REPLACING)]))
             elif theme == "surgery":
@@ -187,17 +185,16 @@ class Steps(Draws):
                 self.raising()
             elif before or len(self.groups) > 1:
                 continue
-            else:
-                self.alone(theme)
+            elif theme == "indices":
+                self.add(f"see('index', {self.any(words.INDICES)})")
+            elif theme == "views":
+                self.views()
         if self.averages() and self.maybe(0.2):
             self.lines.append("see('average', e(x), 'rows')")
 
-    def alone(self, theme: str) -> None:
-        """A statement after the calls, of a theme for one sample group."""
-        if theme == "indices":
-            self.add(f"see('index', {self.any(words.INDICES)})")
-        elif theme == "views":
-            self.views()
+    def recomputes(self) -> bool:
+        """Whether a checkpoint waits for its backward, for which torch wants the same weights."""
+        return self.waiting and "checkpoint" in self.called
 
     def looks(self) -> list[str]:
         """Ways of looking; a hook on a parameter whose gradient is partitioned is refused."""
