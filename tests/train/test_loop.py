@@ -23,6 +23,8 @@ from pydist.errors import (
     UsageError,
 )  # fmt: skip
 from pydist.train import about, checkpoint, log
+from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfig, TrainConfig
+from pydist.train.run import Result
 
 
 def alone(config, listeners=()):
@@ -59,16 +61,28 @@ def assert_same_bits(one, other) -> None:
         assert one == other
 
 
+@pytest.fixture(scope="module")
+def whole_run(universes, tmp_path_factory) -> tuple[list[float], Result]:
+    """Losses and result of the paper's network on one rank."""
+    config = Config(
+        model=CosmoFlowConfig(variant="paper", width=32),
+        data=DataConfig(path=universes, normalize="log1p"),
+        train=TrainConfig(epochs=2, batch=3),
+        output=OutputConfig(folder=tmp_path_factory.mktemp("whole") / "run", plot=False),
+    )
+    result = alone(config)
+    return curve(config), result
+
+
 @pytest.mark.parametrize(
     ("data", "spatial"), [(2, (2, 1, 1)), (1, (1, 2, 2)), (3, (1, 1, 1)), (2, (1, 1, 1))]
 )
-def test_split_training_is_that_of_one_rank(config, tmp_path, data, spatial):
+def test_split_training_is_that_of_one_rank(config, whole_run, data, spatial):
     """With dropout, a batch that two groups can't share evenly, and unequal validation shares."""
     config = change(config, model={"variant": "paper"})
-    whole = change(config, output={"folder": tmp_path / "whole"})
-    expected = alone(whole)
+    losses, expected = whole_run
     results = run_local(job, data * math.prod(spatial), config, data, spatial)
-    assert curve(config) == pytest.approx(curve(whole), abs=5e-6)
+    assert curve(config) == pytest.approx(losses, abs=5e-6)
     for result in results:
         assert result.steps == 4
         assert result.validation.samples == 3
