@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from pydist.arguments import leaves
 from pydist.group_sizes import GroupSizes
 from pydist.tensor import ShardedTensor
 
@@ -43,7 +43,7 @@ class Batches:
 
         Args:
             module: the model.
-            inputs: its arguments; volumes are sharded.
+            inputs: its arguments, and what containers among them hold; volumes are sharded.
 
         Returns:
             The sizes; `None` with one sample group, or without a tensor.
@@ -111,7 +111,7 @@ class Batches:
         if not self._weighs:
             return
         reached = _reached(self._mesh, sizes)
-        for value in tree_leaves(output):
+        for value in leaves((output,)):
             local = value._local if isinstance(value, ShardedTensor) else value
             if isinstance(local, Tensor) and local.requires_grad and not local.is_leaf:
                 local.register_hook(reached)
@@ -119,8 +119,8 @@ class Batches:
 
 def _batch_of(inputs: Iterable[Any]) -> Tensor | None:
     """The first sharded tensor, or else the first tensor that has dims."""
-    leaves = [x for x in tree_leaves(list(inputs)) if isinstance(x, Tensor) and x.dim()]
-    return next((x for x in leaves if isinstance(x, ShardedTensor)), leaves[0] if leaves else None)
+    tensors = [x for x in inputs if isinstance(x, Tensor) and x.dim()]
+    return next((x for x in tensors if isinstance(x, ShardedTensor)), next(iter(tensors), None))
 
 
 def _reached(mesh: Mesh, sizes: GroupSizes) -> Callable[[Tensor], None]:

@@ -12,9 +12,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves
 
 from pydist.aliasing import view_at
+from pydist.arguments import is_container, leaves, mapped
 from pydist.batches import Batches
 from pydist.comm.agree import require_same
 from pydist.comm.exchange.agreement import agreement_of
@@ -54,12 +54,13 @@ def parallelize(
     The model keeps its class, its hooks and its `state_dict` keys; only hooks are added. All ranks
     start from the parameters and buffers of rank 0. Inputs may be sharded (as a `Loader` gives
     them) or plain 5-D tensors or arrays, equal on all ranks of a sample group, which are cut on
-    entry. After `backward()` every gradient is the mean over the sample groups, each weighted by
-    its number of samples: where the loss is a mean over samples, that of the whole batch. For
-    losses that are other means see `pydist.sum_over_groups`. This holds for these parameters and
-    for any other `nn.Parameter` that feeds or follows a sharded call. Hooks on parameters see that
-    mean. The optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its
-    step. `model.no_sync()` postpones the reduction, and hooks, to accumulate gradients.
+    entry; where no argument is one, those in lists, tuples, dicts and dataclasses are. After
+    `backward()` every gradient is the mean over the sample groups, each weighted by its number of
+    samples: where the loss is a mean over samples, that of the whole batch. For losses that are
+    other means see `pydist.sum_over_groups`. This holds for these parameters and for any other
+    `nn.Parameter` that feeds or follows a sharded call. Hooks on parameters see that mean. The
+    optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its step.
+    `model.no_sync()` postpones the reduction, and hooks, to accumulate gradients.
 
     Args:
         model: any `nn.Module`; its calls on sharded tensors must have handlers.
@@ -174,9 +175,13 @@ class Entry:
             self.mesh.forwards += 1
         args = tuple(self._cut(a) for a in args)
         kwargs = {name: self._cut(a) for name, a in kwargs.items()}
-        if any(isinstance(each, ShardedTensor) for each in (*args, *kwargs.values())):
+        if not any(isinstance(each, ShardedTensor) for each in (*args, *kwargs.values())):
+            args = tuple(mapped(self._cut_nested, a) for a in args)
+            kwargs = {name: mapped(self._cut_nested, a) for name, a in kwargs.items()}
+        given = list(leaves((*args, *kwargs.values())))
+        if any(isinstance(each, ShardedTensor) for each in given):
             agreement_of(self.mesh).called(module, self.mesh, trains)
-        sizes, forward = self.batches.enter(module, (*args, *kwargs.values())), self.mesh.forwards
+        sizes, forward = self.batches.enter(module, given), self.mesh.forwards
         return (
             tuple(self._enter(a, sizes, forward) for a in args),
             {name: self._enter(a, sizes, forward) for name, a in kwargs.items()},
@@ -188,8 +193,8 @@ class Entry:
         """A forward pre-hook of the parts: arguments as a part called by itself takes them."""
         if self.batches.is_inside(module):
             return None
-        leaves = tree_leaves((args, kwargs))
-        batch = next((x for x in leaves if isinstance(x, ShardedTensor)), None)
+        given = leaves((*args, *kwargs.values()))
+        batch = next((x for x in given if isinstance(x, ShardedTensor)), None)
         if batch is None:
             return None
         sizes = self.batches.enter_part(module, batch)
@@ -209,18 +214,32 @@ class Entry:
             return distribute_tensor(whole, self.mesh)
         return x
 
+    def _cut_nested(self, x: Any) -> Any:
+        # Kernels are 5-D too, and come in lists: what learns is left as it is, and so is all beside
+        # a volume that is an argument by itself.
+        return self._cut(x) if isinstance(x, Tensor) and not x.requires_grad else x
+
     def _enter(self, x: Any, sizes: GroupSizes | None, forward: int | None = None) -> Any:
+        if is_container(x):
+            # In place: a model may write into a dict that it is given, for its caller to read.
+            for each in leaves((x,)):
+                if isinstance(each, ShardedTensor):
+                    each._origin = self._origin_of(each, sizes, forward)
+            return x
         if not isinstance(x, ShardedTensor):
             return x
-        known = x._origin
-        if sizes is None or x.shape[:1] != (sizes.own,):
-            sizes = known.sizes
-        origin = Origin(known.forward if forward is None else forward, sizes, self.statistics)
-        if origin == known:
+        origin = self._origin_of(x, sizes, forward)
+        if origin == x._origin:
             return x
         shown = ShardedTensor(local_of(x), x.layout, origin)
         shown._view = view_at(x)
         return shown
+
+    def _origin_of(self, x: ShardedTensor, sizes: GroupSizes | None, forward: int | None) -> Origin:
+        known = x._origin
+        if sizes is None or x.shape[:1] != (sizes.own,):
+            sizes = known.sizes
+        return Origin(known.forward if forward is None else forward, sizes, self.statistics)
 
 
 def _refuse_compiler() -> None:
