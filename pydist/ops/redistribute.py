@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import overload
 
 import torch
@@ -171,3 +172,16 @@ def prove_equal(tensor: Tensor, layout: Layout, use: str = "operand") -> None:
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # on all ranks; there are no numbers yet
     agreement_of(mesh).prove_equal(tensor, mesh, use)
+
+
+def prove_number_equal(number: float, layout: Layout) -> None:
+    """Compares a number that a call on sharded tensors is given, as if it were a plain tensor.
+
+    Only where it has more digits than people write: such numbers are drawn or computed, and may
+    differ between ranks. Constants cost nothing, and no message.
+
+    Raises:
+        UsageError: it, or an operand before it, differs between the ranks of the group.
+    """
+    if float(f"{number:.7g}") != number and math.isfinite(number):
+        prove_equal(torch.tensor(number, dtype=torch.float64, device="cpu"), layout, "number")

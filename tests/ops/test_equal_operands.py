@@ -81,6 +81,38 @@ def test_random_numbers_of_other_libraries_are_noticed(library: str) -> None:
         run_local(body, 2)
 
 
+@pytest.mark.parametrize("use", [
+    lambda x, draw: draw * x, lambda x, draw: x.mul(draw), lambda x, draw: x.add(x, alpha=draw),
+    lambda x, draw: torch.lerp(x, x.square(), draw), lambda x, draw: x.clamp(max=draw),
+], ids=["product", "method", "alpha", "lerp", "clamp"])  # fmt: skip
+def test_numbers_that_are_drawn_are_noticed_as_tensors_are(use) -> None:
+    def body(t: Transport, seed: int) -> None:
+        mesh = Mesh(t, spatial=(2, 1, 1))
+        model = parallelize(nn.Conv3d(1, 1, 3, padding=1), mesh)
+        draws = random.Random(seed)
+        for _ in range(3):
+            loss = use(model(torch.ones(1, 1, 6, 4, 4)), draws.random()).square().mean()
+            (draws.uniform(1, 2) * loss * np.float64(draws.random())).backward()
+
+    with pytest.raises(UsageError, match="a number differs between the ranks 0 and 1"):
+        run_local(lambda t: body(t, t.rank), 2)
+    run_local(lambda t: body(t, 5), 2)
+
+
+def test_constants_are_not_compared() -> None:
+    """So that one rank may compute with them alone, as it looks at something."""
+
+    def body(t: Transport) -> None:
+        model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(2, 1, 1)))
+        for _ in range(3):
+            y = model(torch.ones(1, 1, 6, 4, 4))
+            if t.rank == 1:
+                _ = (y * 0.1 > 1e-5, y + 1.5, y.clamp(max=float("inf")))
+            y.square().mean().backward()
+
+    run_local(body, 2)
+
+
 def test_what_differs_from_the_fourth_step_on_is_named_with_the_step() -> None:
     reached: dict[int, int] = {}
 

@@ -151,7 +151,8 @@ class Contents:
                 self._known.clear()
             module = f" in module {key[0]}" if key[0] else ""
             dtype = str(tensor.dtype).removeprefix("torch.")
-            text = f"{kind} of shape {tuple(tensor.shape)} ({dtype}){module}"
+            shape = f" of shape {tuple(tensor.shape)} ({dtype})"
+            text = f"a number{module}" if use == "number" else f"{kind}{shape}{module}"
             operand = self._known[key] = Operand(text)
         tensor, before = tensor.detach(), self.count_use(operand)
         if is_new or tensor.nbytes <= WHOLE_BYTES:
