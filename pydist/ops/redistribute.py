@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import overload
 
 import torch
@@ -174,14 +175,15 @@ def prove_equal(tensor: Tensor, layout: Layout, use: str = "operand") -> None:
     agreement_of(mesh).prove_equal(tensor, mesh, use)
 
 
-def prove_number_equal(number: float, layout: Layout) -> None:
-    """Compares a number that a call on sharded tensors is given, as if it were a plain tensor.
+def prove_numbers_equal(values: Iterable[object], layout: Layout) -> None:
+    """Compares the numbers among a call's arguments, each as if it were a plain tensor.
 
-    Only where it has more digits than people write: such numbers are drawn or computed, and may
-    differ between ranks. Constants cost nothing, and no message.
+    Only those with more digits than people write: these are drawn or computed, and may differ
+    between ranks. Constants cost no message.
 
     Raises:
-        UsageError: it, or an operand before it, differs between the ranks of the group.
+        UsageError: one, or an operand before it, differs between the ranks of the group.
     """
-    if float(f"{number:.7g}") != number and math.isfinite(number):
-        prove_equal(torch.tensor(number, dtype=torch.float64, device="cpu"), layout, "number")
+    for each in values:
+        if isinstance(each, float) and math.isfinite(each) and float(f"{each:.7g}") != each:
+            prove_equal(torch.tensor(each, dtype=torch.float64, device="cpu"), layout, "number")
