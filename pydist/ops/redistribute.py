@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor, nn
@@ -180,15 +180,15 @@ def prove_equal(tensor: Tensor, layout: Layout, use: str = "operand") -> None:
     agreement_of(mesh).prove_equal(tensor, mesh, use)
 
 
-def prove_numbers_equal(values: Iterable[Any], layout: Layout) -> None:
-    """Compares the floats among the arguments of a call, as if they were plain tensors.
+def prove_numbers_equal(values: Iterable[object], layout: Layout) -> None:
+    """Compares the numbers among a call's arguments, each as if it were a plain tensor.
 
-    Only those with more digits than people write: such numbers are drawn or computed, and may
-    differ between ranks. Constants cost nothing, and no message.
+    Only those with more digits than people write: these are drawn or computed, and may differ
+    between ranks. Constants cost no message.
 
     Raises:
         UsageError: one, or an operand before it, differs between the ranks of the group.
     """
-    for value in values:
-        if isinstance(value, float) and math.isfinite(value) and float(f"{value:.7g}") != value:
-            prove_equal(torch.tensor(value, dtype=torch.float64, device="cpu"), layout, "number")
+    for each in values:
+        if isinstance(each, float) and math.isfinite(each) and float(f"{each:.7g}") != each:
+            prove_equal(torch.tensor(each, dtype=torch.float64, device="cpu"), layout, "number")
