@@ -152,7 +152,11 @@ def show_unused(
     frozen = anywhere[1 + len(lanes) + len(members) :]
     for (lane, leaf), flag in zip(members, frozen, strict=False):
         if flag == SHOWN:
-            unused[leaf] = mean_ranks(unused[leaf], mesh, lane.axes, "gradients")
+            arrived = unused.get(leaf)
+            if arrived is None:  # at another rank only
+                kind = leaf.kind
+                arrived = torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device)
+            unused[leaf] = mean_ranks(arrived, mesh, lane.axes, "gradients")
 
 
 def refuse_frozen(lanes: Sequence[Lane], anywhere: Sequence[int]) -> None:
