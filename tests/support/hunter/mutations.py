@@ -204,13 +204,13 @@ def _three_checks_for_each_shape() -> Patches:
     used: Counter[tuple[int, torch.Size]] = Counter()
     add = Contents.add
 
-    def three_times(self: Contents, tensor: Tensor, forward: int, use: str) -> Any:
+    def three_times(self: Contents, tensor: Tensor, *given: Any) -> Any:
         used[id(self), tensor.shape] += 1
-        return add(self, tensor, forward, use) if used[id(self), tensor.shape] <= 3 else None
+        return add(self, tensor, *given) if used[id(self), tensor.shape] <= 3 else None
 
     return [
         patch.object(Contents, "add", three_times),
-        patch.object(Parameters, "share", lambda self, turn, tensors: ()),
+        patch.object(Parameters, "share", lambda self, *_: ()),
     ]
 
 
@@ -238,8 +238,8 @@ def _first_sample_as_of_equal_groups() -> Patches:
 def _line_search_by_the_loss_of_a_group() -> Patches:
     """A line search compares the losses of its own sample group, and no checksum notices."""
     return [
-        patch.object(global_loss, "_agreed", lambda closure, mesh: closure),
-        patch.object(Parameters, "share", lambda self, turn, tensors: ()),
+        patch.object(global_loss, "_agreed", lambda closure, *_: closure),
+        patch.object(Parameters, "share", lambda self, *_: ()),
     ]
 
 
