@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist.arguments import leaves
+from pydist.comm.gradients.graph import led_out
 from pydist.group_sizes import GroupSizes
 from pydist.tensor import ShardedTensor
 
@@ -106,12 +107,15 @@ class Batches:
         if sizes is None or output is None or not torch.is_grad_enabled():
             return
         sizes.finish()
+        tensors = [x for x in leaves((output,)) if isinstance(x, Tensor)]
+        if not any(x.requires_grad for x in tensors):
+            led_out(self._mesh)
         if not self._weighs:
             return
         reached = _reached(self._mesh, sizes)
-        for value in leaves((output,)):
+        for value in tensors:
             local = value._local if isinstance(value, ShardedTensor) else value
-            if isinstance(local, Tensor) and local.requires_grad and not local.is_leaf:
+            if local.requires_grad and not local.is_leaf:
                 local.register_hook(reached)
 
 

@@ -59,9 +59,10 @@ def parallelize(
     `backward()` every gradient is the mean over the sample groups, each weighted by its number of
     samples: where the loss is a mean over samples, that of the whole batch. For losses that are
     other means see `pydist.sum_over_groups`. This holds for these parameters and for any other
-    `nn.Parameter` that feeds or follows a sharded call. Hooks on parameters see that mean. The
-    optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its step.
-    `model.no_sync()` postpones the reduction, and hooks, to accumulate gradients.
+    `nn.Parameter` that feeds or follows a sharded call, or is trained on the outputs of a frozen
+    model; not for one that follows `detach()` or `no_grad()` only. Hooks on parameters see that
+    mean. The optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its
+    step. `model.no_sync()` postpones the reduction, and hooks, to accumulate gradients.
 
     Args:
         model: any `nn.Module`; its calls on sharded tensors must have handlers.

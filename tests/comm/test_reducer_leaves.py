@@ -32,6 +32,21 @@ def test_a_plain_head(grid):
 
 
 @grids
+def test_a_plain_head_on_frozen_features(grid):
+    def script(ready, cut):
+        model = ready(network().requires_grad_(False))
+        head = copy_of(nn.Linear(3 * 5 * 4 * 3, 2), 1)
+        optimizer = torch.optim.SGD(head.parameters(), 0.1)
+        for seed in (0, 1):
+            y = full(model(cut(batch(seed)))).flatten(1)
+            head(y).square().mean().backward()
+            optimizer.step()
+        return [*gradients(head), *head.parameters()]
+
+    check_script(script, grid)
+
+
+@grids
 def test_a_learned_criterion(grid):
     def script(ready, cut):
         model = ready(network())

@@ -10,11 +10,13 @@ private; torch has no public means to learn of their start, their roots and thei
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 
 from pydist.comm.gradients.leaf import leaf_of
@@ -28,11 +30,29 @@ _functions: Any = torch._C._functions
 _engine: Any = type(Variable._execution_engine)
 
 
+class _Detached(threading.local):
+    """The mesh of a model whose last outputs have no graph; ranks can be threads."""
+
+    mesh: weakref.ref[Mesh] | None = None
+
+
+_detached = _Detached()
+
+
 def mark(tensor: Tensor, mesh: Mesh) -> None:
     """Notes that all parameters that a tensor was computed from are known to the mesh."""
     node: Any = tensor.grad_fn
     if node is not None:
         node.metadata[_MARK] = mesh
+
+
+def led_out(mesh: Mesh) -> None:
+    """Notes that a forward pass has given outputs without a graph, to several sample groups.
+
+    What the next backward pass trains without reaching a mesh is a head on frozen features: its
+    gradients are those of each group's own samples, and are reduced as others are.
+    """
+    _detached.mesh = weakref.ref(mesh)
 
 
 def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], list[Tensor]]:
@@ -110,6 +130,10 @@ class _Engine(_engine):  # type: ignore[misc]
             reducer = None if leaf is None else leaf.reducer()
             if reducer is not None and reducer.mesh not in meshes:
                 meshes.append(reducer.mesh)
+        noted, _detached.mesh = _detached.mesh, None
+        frozen = noted() if noted is not None else None
+        if not meshes and frozen is not None and any(isinstance(x, nn.Parameter) for x in leaves):
+            meshes.append(frozen)
         if not meshes:
             return super().run_backward(outputs, *args, **kwargs)
         reducers = [mesh.reducer for mesh in meshes if mesh.reducer is not None]
