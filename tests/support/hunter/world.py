@@ -70,6 +70,7 @@ class World:
             "trained": trained, "pick": pick, "part": part, "scaled": scaled,
             "reloaded": reloaded, "swap": swap, "swapped": swapped, "spectral": spectral,
             "tie": tie, "boom": boom, "raising": raising, "full": full, "local": local,
+            "into": into,
         }  # fmt: skip
 
     def run(self) -> tuple[int, Exception] | None:
@@ -139,6 +140,16 @@ class World:
         found = randint(y.shape[1], self.program.batch, *y.shape[2:], seed=800 + seed)
         return found[self.rows_of_group]
 
+    def whole(self, y: Tensor) -> Tensor:
+        """The whole tensor, for parameters outside of networks.
+
+        Raises:
+            RuntimeError: it has no graph, which alone would lead from them to the groups' mesh.
+        """
+        if len(self.program.groups) > 1 and not y.requires_grad:
+            raise RuntimeError("a plain tensor without a graph says nothing of the groups")
+        return full(y)
+
     def no_sync(self, model: nn.Module) -> Any:
         return contextlib.nullcontext() if self.mesh is None else model.no_sync()  # type: ignore[operator]
 
@@ -167,7 +178,7 @@ class World:
 
 TOOLS = (
     "net", "number", "ready", "rows", "cut", "like", "labels", "no_sync", "share", "see",
-    "see_model",
+    "see_model", "whole",
 )  # fmt: skip
 
 
@@ -209,6 +220,11 @@ def part(model: nn.Module, number: int) -> nn.Module:
     """One of the layers."""
     found = [m for m in model.modules() if not any(m.children())]
     return found[number % len(found)]
+
+
+def into(layer: nn.Module) -> str:
+    """How a layer's gradients in the groups make that of one device: weights have no rows."""
+    return "mean" if type(layer).__module__ == spectral_norm.__module__ else "share"
 
 
 def tie(a: nn.Module, b: nn.Module) -> None:
