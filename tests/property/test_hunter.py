@@ -82,6 +82,46 @@ def test_known_faults_are_found(name):
     assert programs, what
 
 
+GROUPS = replace(SMALL, groups=(1, 1), spatial=(1, 1, 1))
+
+
+def test_the_gradient_of_a_computed_weight_has_no_rows():
+    ready = "m0 = net('m0')\nspectral(m0, 0)\nm0 = ready(m0)"
+    hooks = "for m in (m0[0], part(m0, 0)): m.register_full_backward_hook("
+    hooks += "lambda m, i, o: see(type(m).__name__, i[0], into(m)))"
+    program = replace(
+        GROUPS,
+        statements=(ready, hooks, "x = cut(0, True)"),
+        networks={"m0": SMALL.networks["m0"][:1]},
+    )
+    backward = "m0(x).square().mean().backward()"
+    assert verdict(program, backward) == "equal"
+
+
+def test_rounding_of_terms_that_cancel_is_no_error():
+    """A gradient of 1e-5 beside one of 1: batch norm undoes the scale of the weight before it."""
+    body = "nn.Sequential(nn.Conv3d(1, 1, 3, padding=1), nn.LeakyReLU(0.1))"
+    joined = Source(f"Joined({body}, 'add')")
+    norm = (Source("nn.BatchNorm3d(2, affine=True)"), Source("nn.PReLU()"))
+    program = Program(
+        statements=(
+            "m0 = net('m0')\nm0.float()\nm0 = ready(m0)\nm0.double()",
+            "m1 = ready(net('m1'))",
+            "y = m1(checkpoint(m0, cut(0), use_reentrant=False))",
+            "(full(y).sin().mean() + y.square().mean()).backward()",
+            "see_model('m0', m0)",
+        ),
+        networks={
+            "m0": (Source("nn.Identity()"), joined, Source("nn.Conv3d(1, 2, 1)"), *norm),
+            "m1": (Source("nn.Conv3d(2, 2, 1)"),),
+        },
+        sample=(1, 9, 4, 5),
+        groups=(2, 1, 1),
+        spatial=(1, 1, 1),
+    )
+    assert verdict(program) == "equal"
+
+
 def test_noise_in_the_last_bit_decides_nothing():
     # 1 / (mean of what cancels): rounding decides it.
     chaos = "see('c', 1 / (y.sum() - y.flip(2).sum() + 1e-30))"

@@ -33,7 +33,7 @@ UNDECIDED = 1e-8
 """A value that noise in the last bit moves further says nothing when it differs."""
 
 ZERO = 1e-13
-"""A gradient is zero but for rounding if it is so small beside the largest of the program."""
+"""So far beside the largest gradient of a program others are rounding: their terms may cancel."""
 
 BAD = ("wrong", "parted", "hang", "crash", "silent")
 
@@ -292,11 +292,13 @@ def _largest(value: Any) -> float:
 
 
 def _is_zero(name: str, i: int, runs: Sequence[dict[str, list[Seen]]], largest: float) -> bool:
-    """Whether a gradient is zero but for rounding in both, as of a bias before a norm."""
-    values = [seen.get(name, [])[i : i + 1] for seen in runs] if i >= 0 else []
-    if "grad" not in name or not all(v and isinstance(v[0].value, Tensor) for v in values):
+    """Whether gradients differ by nothing but rounding of what cancels, as before a norm."""
+    if "grad" not in name or i < 0:
         return False
-    return bool(values) and all(_largest(v[0].value) <= ZERO * largest for v in values)
+    a, b = (seen[name][i] for seen in runs)
+    if a.facts != b.facts or not isinstance(a.value, Tensor) or a.value.shape != b.value.shape:
+        return False
+    return _largest(a.value - b.value) <= ZERO * largest
 
 
 def _facts(seen: dict[str, list[Seen]], name: str, i: int) -> Any:

@@ -127,7 +127,7 @@ X.register_hook(lambda g: see('dx', g, 'share'))
 part(M, K).register_forward_hook(lambda m, a, o: o * 1.5)
 part(M, K).register_forward_hook(lambda m, a, o: o.mul_(0.5))
 part(M, K).register_forward_pre_hook(lambda m, a: (a[0] * 0.5,))
-part(M, K).register_full_backward_hook(lambda m, i, o: see('into', i[0], 'share'))
+part(M, K).register_full_backward_hook(lambda m, i, o: see('into', i[0], into(m)))
 part(M, K).register_full_backward_hook(lambda m, i, o: (i[0] * 0.5,))
 """.strip().splitlines()
 """Hooks that change or keep what they are given, on all ranks."""

@@ -133,8 +133,8 @@ class Steps(Draws):
         factor = ""
         if self.maybe(0.3):
             factor = " * float('inf')"
-            # Of groups with one rank each, one alone may overflow.
-            if math.prod(self.spatial) == 1 and self.maybe(0.5):
+            # Of groups with one rank each, one alone may overflow, if its samples count.
+            if math.prod(self.spatial) == 1 and min(self.groups) and self.maybe(0.5):
                 factor = " * (float('inf') if here else 1.0)"
         self.lines.append(f"scaler.scale(L{factor}).backward()")
         self.waiting = False

@@ -70,6 +70,7 @@ class World:
             "trained": trained, "pick": pick, "part": part, "scaled": scaled,
             "reloaded": reloaded, "swap": swap, "swapped": swapped, "spectral": spectral,
             "tie": tie, "boom": boom, "raising": raising, "full": full, "local": local,
+            "into": into,
         }  # fmt: skip
 
     def run(self) -> tuple[int, Exception] | None:
@@ -209,6 +210,11 @@ def part(model: nn.Module, number: int) -> nn.Module:
     """One of the layers."""
     found = [m for m in model.modules() if not any(m.children())]
     return found[number % len(found)]
+
+
+def into(layer: nn.Module) -> str:
+    """How a layer's gradients in the groups make that of one device: weights have no rows."""
+    return "mean" if type(layer).__module__ == spectral_norm.__module__ else "share"
 
 
 def tie(a: nn.Module, b: nn.Module) -> None:
