@@ -175,7 +175,7 @@ def _different(rank: int, waiting: Waiting, other: int, theirs: Waiting) -> list
     if all(calls[rank][number][0] == calls[other][number][0] for number in both):
         return []
     ledger = sys.modules["pydist.comm.interface.ledger"]  # where the calls come from
-    details = {r: json.dumps([[n, each[n]] for n in both]).encode() for r, each in calls.items()}
+    details = {r: [[n, each[n]] for n in both] for r, each in calls.items()}
     return [str(ledger.different_calls(details))]
 
 
@@ -207,7 +207,7 @@ def waiting_at(stacks: Iterable[Iterable[FrameType]]) -> Waiting:
                         f"call {ledger.count} of {_members(ledger.job_ranks)}: {ledger.last.text}",
                         list(ledger.job_ranks),
                         [ledger.count, ledger.state],
-                        ledger.details().decode(),
+                        json.dumps(ledger.details()),
                     )
     return Waiting()
 
