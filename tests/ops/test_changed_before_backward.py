@@ -10,7 +10,7 @@ from equivalence import even_points, layout_at, on_ranks, randn, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pydist import distribute_tensor, parallelize
+from pydist import ShardedTensor, distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.ops.normalization import norm_common
 
@@ -145,6 +145,35 @@ def test_a_weight_that_is_unfrozen_before_a_penalty_is_refused(layer):
             torch.autograd.grad(loss, x, create_graph=True)
 
     on_ranks((2, 1, 1), rank)
+
+
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("name", [*MODELS, "conv 1d", "transposed 1d"])
+def test_weights_that_are_frozen_before_a_penalty(name, spatial, monkeypatch):
+    """Found by seed 4001182."""
+    monkeypatch.setattr(norm_common, "_WORTH_A_PASS", 0)
+    layers, shape = MODELS.get(name) or OTHERS[name][0], (1, 2, 6, 3, 3)
+    shape = (1, 2, 9) if name not in MODELS else shape
+
+    def penalty(model, x):
+        loss = model(x.requires_grad_()).sin().mean()
+        model.requires_grad_(False)
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        g.square().sum().backward()
+        full = [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in (g, x.grad)]
+        assert all(p.grad is None for p in model.parameters())
+        return [t.detach() for t in full]
+
+    model = nn.Sequential(*copy.deepcopy(layers)).double()
+    expected = penalty(copy.deepcopy(model), randn(*shape))
+
+    def rank(mesh):
+        points = [even_points(n, k) for n, k in zip(shape[2:], spatial, strict=False)]
+        x = shard(randn(*shape), layout_at(mesh, shape, points))
+        return penalty(parallelize(copy.deepcopy(model), mesh), x)
+
+    for found in on_ranks(spatial, rank):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -155,6 +155,43 @@ def test_digits_that_only_the_norm_of_one_device_loses_are_no_error():
     assert verdict(program) == "equal"
 
 
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_wrong_gradients_of_the_instance_norm_of_one_device_are_no_error(checkpointed):
+    """torch 2.13 has them on CPU where dL/dy of one thin sample has other strides; seed 4000339."""
+    conv = "nn.Conv3d(3, 3, 3, (2, 1, 2), 1)"
+    layers = (
+        f"nn.Sequential({conv}, nn.InstanceNorm3d(3, affine=True), ChannelLinear(3, 3, True, True))"
+    )
+    program = Program(
+        statements=(
+            "m0 = ready(net('m0'))",
+            "y = m0(cut(0))",
+            "torch.autograd.backward([full(y).sin().mean() + y.square().mean()])",
+            "see_model('m0', m0)",
+        ),
+        networks={"m0": (Source(f"Checkpointed({layers})" if checkpointed else layers),)},
+        sample=(3, 1, 1, 3),
+        groups=(1,),
+        spatial=(1, 1, 1),
+    )
+    assert verdict(program) == "equal"
+
+
+def test_what_reaches_the_shift_of_an_overwritten_instance_norm_is_not_compared():
+    """torch's result is a view: to second order its shift gets zeros, and no gradient otherwise."""
+    program = replace(
+        SMALL,
+        statements=(
+            *("m0 = ready(net('m0'))", "x = cut(0, True)", "y = m0(x)", "y.zero_()"),
+            "g, = torch.autograd.grad((y - 1).square().mean(), x, create_graph=True)",
+            "g.square().sum().backward()",
+            "see_model('m0', m0)",
+        ),
+        networks={"m0": (Source("nn.InstanceNorm3d(2, affine=True)"),)},
+    )
+    assert verdict(program) == "equal"
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_crash_of_torch_itself_is_no_failure(dies):
     # A hook on a view that was changed past autograd: torch 2.13 ends with a segmentation fault.

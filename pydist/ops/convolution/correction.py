@@ -21,6 +21,7 @@ from pydist.ops.convolution.boundary import BoundaryPieces, PendingBoundary
 from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
+    apart,
     bias_gradient,
     refuse_unfrozen,
     unpadded_conv,
@@ -157,8 +158,7 @@ def _backward_by_gathering(
     """Backward with a graph of its own: recomputes by the general path, and differentiates that."""
     plan: CorrectionPlan = ctx.plan
     stride, _, dilation, groups = plan.geometry
-    # Views: of weight and x either may be computed from the other.
-    x, weight = x.view_as(x), weight.view_as(weight)
+    x, weight = apart(x, weight, ctx.needs_input_grad)
     padded = plan.plan.gathers(x)
     y = unpadded_conv(padded, weight, stride, dilation, groups)
     return with_bias(y, (x, weight), ctx.needs_input_grad, grad)

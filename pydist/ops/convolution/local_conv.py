@@ -104,8 +104,7 @@ class _LocalConv(Function):
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
             refuse_unfrozen(weight, ctx.needs_input_grad, ctx.mesh)
-            # Views: a weight that layers share may be an ancestor of x as well.
-            x, weight = x.view_as(x), weight.view_as(weight)
+            x, weight = apart(x, weight, ctx.needs_input_grad)
             p = ctx.kernels.problem
             kernel = with_dims(weight, x)
             y = unpadded_conv(padded(p, x), kernel, p.stride, p.dilation, p.groups)
@@ -178,6 +177,19 @@ def gradients(
 def bias_gradient(grad: Tensor) -> Tensor:
     """The sum over all dims but the channels."""
     return grad.sum([0, *range(2, grad.dim())])
+
+
+def apart(x: Tensor, weight: Tensor, needed: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Saved operands from which a backward with a graph of its own computes anew.
+
+    They are views: of x and weight either may be computed from the other. An operand that was
+    frozen after the forward pass is one that trains: torch forms its gradient as well, for hooks.
+    """
+    x, weight = (
+        t.detach().requires_grad_() if need and not t.requires_grad else t.view_as(t)
+        for t, need in zip((x, weight), needed, strict=False)
+    )
+    return x, weight
 
 
 def differentiable(

@@ -18,6 +18,7 @@ from pydist.comm.exchange.function import Function
 from pydist.mesh import Mesh
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
+    apart,
     bias_gradient,
     refuse_unfrozen,
     with_bias,
@@ -81,8 +82,7 @@ def second_order(
     again: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, ctx: Any, grad: Tensor
 ) -> list[Tensor | None]:
     """Backward with a graph of its own: computes anew, without bias, and differentiates that."""
-    # Views: of weight and x either may be computed from the other.
-    x, weight = x.view_as(x), weight.view_as(weight)
+    x, weight = apart(x, weight, ctx.needs_input_grad)
     return with_bias(again(x, weight), (x, weight), ctx.needs_input_grad, grad)
 
 

@@ -24,7 +24,7 @@ from pydist.comm.exchange.adjoints import (
 )
 from pydist.comm.exchange.function import Function
 from pydist.group_sizes import GroupSizes
-from pydist.ops.convolution.local_conv import differentiable
+from pydist.ops.convolution.local_conv import apart, differentiable
 from pydist.ops.convolution.rectified import rectified
 from pydist.ops.handover import Handover
 from pydist.ops.normalization.norm_plan import NormPlan
@@ -218,9 +218,9 @@ def _by_composition(
     ctx: Any, x: Tensor, scale: Tensor | None, n: Tensor, grad: Tensor
 ) -> list[Tensor | None]:
     """Gradients of x and scale with a graph of their own: recomputes, and differentiates that."""
-    # Views: the scale may be computed from x, or shared with a layer before it.
-    x = x.view_as(x)
-    scale = None if scale is None else scale.view_as(scale)
+    # The scale may be computed from x, or shared with a layer before it.
+    x, factor = apart(x, x if scale is None else scale, ctx.needs_input_grad)
+    scale = None if scale is None else factor
     y = _composed(x, n, ctx.call)
     if scale is not None:
         y = y * per_channel(scale, y)
