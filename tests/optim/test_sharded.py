@@ -374,10 +374,13 @@ def test_gradients_that_are_not_reduced_yet_are_refused(read):
     on_ranks((2, 1, 1), body)
 
 
-def test_a_backward_that_raised_leaves_earlier_gradients():
+@pytest.mark.parametrize("cleared", [None, "to None", "to zero"])
+def test_a_backward_that_raised_leaves_earlier_gradients(cleared):
+    """They are what the caller clears after it, and the next backward does not bring them back."""
+
     def body(mesh):
         model, _ = train(mesh, "always", steps=1)
-        for seed in (0, 1):
+        for seed in (0, 1) if cleared is None else (1,):
             loss_of(model, mesh, seed).backward()
         gather_gradients(model)
         expected = [p.grad.clone() for p in model.parameters()]
@@ -392,6 +395,8 @@ def test_a_backward_that_raised_leaves_earlier_gradients():
         with pytest.raises(ArithmeticError):
             loss_of(model, mesh, 2).backward()
         handle.remove()
+        if cleared is not None:
+            model.zero_grad(set_to_none=cleared == "to None")
         loss_of(model, mesh, 1).backward()
         gather_gradients(model)
         for p, grad in zip(model.parameters(), expected, strict=True):

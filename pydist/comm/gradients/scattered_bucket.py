@@ -123,13 +123,17 @@ class ScatteredBucket(Bucket):
             parameter.grad = ScatteredGradient(parameter, piece, family)
         self._forget()
 
+    def let_go(self) -> None:
+        """See `Bucket.let_go`; brings back earlier gradients before the caller may clear them."""
+        for leaf in self.leaves:
+            parameter, earlier = leaf.parameter(), self.kept.pop(leaf.key, None)
+            if parameter is not None and earlier is not None:
+                parameter.grad = earlier
+        super().let_go()
+
     def abandon(self, *, wait: bool = True) -> None:
         """See `Bucket.abandon`."""
         super().abandon(wait=wait)
-        for leaf in self.leaves:
-            parameter = leaf.parameter()
-            if parameter is not None and leaf.key in self.kept:
-                parameter.grad = self.kept[leaf.key]
         self._forget()
 
     def set_aside(self, parameter: Tensor) -> None:

@@ -112,7 +112,7 @@ M.to(torch.float32).to(torch.float64)
 
 HOOKS = """
 pick(M, K).register_hook(lambda g: g.clamp(-1e-3, 1e-3))
-pick(M, K).register_hook(lambda g: g.sign() * 0.01)
+pick(M, K).register_hook(lambda g: g.tanh() * 0.01)
 pick(M, K).register_hook(lambda g: g * 2)
 pick(M, K).register_hook(lambda g: g / (g.norm() + 1))
 pick(M, K).register_hook(lambda g: see('hook', g))

@@ -216,17 +216,22 @@ class Steps(Draws):
         """Other memory for parameters: by default not while a graph waits for its backward."""
         return changes if "replaced" in self.ingredients or not self.waiting else []
 
+    def noticed(self, statements: list[str], y: str) -> list[str]:
+        """By default not `.data` of what a waiting graph has saved: torch would not notice."""
+        unseen = statements if y != "y" else self.unless_waiting(statements)
+        return unseen or [s for s in statements if ".data" not in s]
+
     def views(self) -> None:
         """A view, changes of it or its base, and a look at both."""
         y = "y"
         if self.maybe(0.4):
             y = "w"
             self.add(self.any(("w = x * 1", "w = y * 1", "w = y + 0")))
-        self.add(self.any(words.VIEWS), Y=y)
+        self.add(self.any(self.noticed(words.VIEWS, y)), Y=y)
         if self.maybe(0.2):
             self.add("u = v[:1]")
         for _ in range(self.numbers.randint(1, 2)):
-            self.add(self.any(words.CHANGES), Y=y)
+            self.add(self.any(self.noticed(words.CHANGES, y)), Y=y)
         self.lines.append("see('v', v * 1)")
         self.lines.append(f"see('base', {y} * 1)")
 
