@@ -374,7 +374,8 @@ def test_gradients_that_are_not_reduced_yet_are_refused(read):
     on_ranks((2, 1, 1), body)
 
 
-def test_a_backward_that_raised_leaves_earlier_gradients():
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_a_backward_that_raised_leaves_earlier_gradients(zeroed):
     def body(mesh):
         model, _ = train(mesh, "always", steps=1)
         for seed in (0, 1):
@@ -392,6 +393,9 @@ def test_a_backward_that_raised_leaves_earlier_gradients():
         with pytest.raises(ArithmeticError):
             loss_of(model, mesh, 2).backward()
         handle.remove()
+        if zeroed:
+            model.zero_grad()
+            loss_of(model, mesh, 0).backward()
         loss_of(model, mesh, 1).backward()
         gather_gradients(model)
         for p, grad in zip(model.parameters(), expected, strict=True):

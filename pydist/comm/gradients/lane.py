@@ -112,7 +112,7 @@ class Lane:
 
     def interrupt(self) -> None:
         """After an error: gradients no longer share memory with messages on their way."""
-        for bucket in self.buckets[: self._next]:
+        for bucket in self.buckets:
             bucket.let_go()
 
     def recover(self, started: int) -> None:

@@ -126,11 +126,13 @@ class ScatteredBucket(Bucket):
     def abandon(self, *, wait: bool = True) -> None:
         """See `Bucket.abandon`."""
         super().abandon(wait=wait)
-        for leaf in self.leaves:
-            parameter = leaf.parameter()
-            if parameter is not None and leaf.key in self.kept:
-                parameter.grad = self.kept[leaf.key]
+        self._restore()
         self._forget()
+
+    def let_go(self) -> None:
+        """See `Bucket.let_go`; earlier gradients are back before a caller may zero them."""
+        self._restore()
+        super().let_go()
 
     def set_aside(self, parameter: Tensor) -> None:
         """Makes room for what a backward accumulates, if there is a scattered gradient already."""
@@ -171,6 +173,14 @@ class ScatteredBucket(Bucket):
         """Where a parameter's part is in what this rank owns."""
         start = max(part.offset + part.start - self._lo, 0)
         return slice(start, start + part.stop - part.start)
+
+    def _restore(self) -> None:
+        """Makes the gradients of earlier backwards `.grad` again."""
+        for leaf in self.leaves:
+            parameter = leaf.parameter()
+            if parameter is not None and leaf.key in self.kept:
+                parameter.grad = self.kept[leaf.key]
+        self.kept.clear()
 
     def _forget(self) -> None:
         self._row = self._work = self._own = None
