@@ -38,6 +38,9 @@ UNDECIDED = 1e-8
 ZERO = 1e-13
 """So far beside the largest gradient of a program others are rounding: their terms may cancel."""
 
+STALE = "after a change in place of another"
+"""In what is said of a copy in place of a view, which is refused where it is used."""
+
 BAD = ("wrong", "parted", "hang", "crash", "silent")
 
 
@@ -161,6 +164,9 @@ def _of_failures(
     if strange:
         last = ranks[strange[0]].trace.strip().splitlines()[-6:]
         return Verdict("crash", f"{where}: {text}\n" + "\n".join(last), number)
+    looked = program.statements[number].startswith("if here") and set(own) == {program.looker}
+    if looked and STALE in text:
+        return Verdict("refused", text, number)  # a use without messages, on one rank alone
     if len(own) < program.ranks or len({n for n, _ in own.values()}) > 1:
         return Verdict("parted", f"{where}: only ranks {sorted(own)} refuse: {text}", number)
     return Verdict("refused", text, number)

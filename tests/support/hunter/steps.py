@@ -54,6 +54,10 @@ class Steps(Draws):
             self.closed_step()
             return
         self.called = forward = self.fill(self.any(self.forwards()))
+        # Of outputs without a graph a head keeps the gradients of its own group, as documented.
+        grouped = self.outside and len(self.groups) > 1
+        if grouped:
+            forward += "\ngraph = torch.is_grad_enabled()"
         if not graph:
             forward = "with torch.no_grad():\n    " + forward.replace("\n", "\n    ")
         self.lines.append(forward)
@@ -67,7 +71,7 @@ class Steps(Draws):
             self.gap()
             self.lines.append("see('y', y, 'rows')")
             return
-        self.lines.append(f"L = {self.loss()}")
+        self.lines.append(("assert graph\n" if grouped else "") + f"L = {self.loss()}")
         self.gap()
         if self.maybe(0.3):
             self.lines.append("see('loss', L, 'mean')")
@@ -133,8 +137,10 @@ class Steps(Draws):
         factor = ""
         if self.maybe(0.3):
             factor = " * float('inf')"
-            # Of groups with one rank each, one alone may overflow, if its samples count.
-            if math.prod(self.spatial) == 1 and min(self.groups) and self.maybe(0.5):
+            # Of groups with one rank each, one alone may overflow, if its samples count. The
+            # gradients are then not those of one device, so nothing may see them.
+            alone = math.prod(self.spatial) == 1 and min(self.groups) and "hooks" not in self.themes
+            if alone and self.maybe(0.5):
                 factor = " * (float('inf') if here else 1.0)"
         self.lines.append(f"scaler.scale(L{factor}).backward()")
         self.waiting = False
@@ -145,7 +151,9 @@ class Steps(Draws):
                 self.see_models()
                 self.add(self.any(words.AFTER_BACKWARD))
         self.lines += ["scaler.step(opt)", "scaler.update()", "see('scale', scaler.get_scale())"]
-        if factor or self.maybe(0.8):
+        if "here" in factor:
+            self.add("for p in P: p.grad = None")
+        elif factor or self.maybe(0.8):
             self.add(self.any(words.ZEROING))
         self.see_models()
 
@@ -170,8 +178,7 @@ class Steps(Draws):
             elif theme == "data":
                 self.add(self.any([*words.DATA, *self.unless_waiting(words.REPLACING)]))
             elif theme == "surgery":
-                kinds = [*words.SURGERY, *self.unless_waiting(words.CASTING)]
-                self.add(self.any(kinds), M=model, E="e")
+                self.add(self.any(self.surgery()), M=model, E="e")
             elif theme == "saving":
                 self.add(self.any(words.SAVING), M=model)
             elif theme == "hooks":
@@ -191,6 +198,11 @@ class Steps(Draws):
                 self.views()
         if self.averages() and self.maybe(0.2):
             self.lines.append("see('average', e(x), 'rows')")
+
+    def surgery(self) -> list[str]:
+        """Changes of the network; one that is frozen saves fewer tensors for a recomputation."""
+        kinds = [*words.SURGERY, *self.unless_waiting(words.CASTING)]
+        return [s for s in kinds if not (self.recomputes() and "requires_grad_" in s)]
 
     def recomputes(self) -> bool:
         """Whether a checkpoint waits for its backward, for which torch wants the same weights."""
