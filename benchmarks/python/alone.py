@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from gpu import Stopwatch
-from quiet import stamp
+from quiet import agree, stamp
 from torch import Tensor
 
 from pydist.backend import choice, slab_choice
@@ -116,7 +116,8 @@ class Alone(Transport):
         return Work()
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        """All others have zeros."""
+        """All others have zeros, and agree with this rank."""
+        agree(tensor, op)
 
     def _all_reduce_async(self, tensor: Tensor, op: Any) -> Work:
         return Work()
