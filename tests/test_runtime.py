@@ -94,7 +94,7 @@ def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
-def test_plain_mpirun_gets_the_library_that_fits(name: str) -> None:
+def test_plain_mpirun_gets_the_library_that_fits(name: str, tmp_path: Path) -> None:
     """Two MPIs are installed, and nobody tells mpi4py which one has started it."""
     backend = {each.name: each for each in available()}.get(name)
     if backend is None:
@@ -109,7 +109,7 @@ def test_plain_mpirun_gets_the_library_that_fits(name: str) -> None:
         "import sys; sys.stdout.write(line)\n"
     )
     command = backend.command(2, [])
-    variables = {**backend.variables(2)}
+    variables = backend.variables(2, tmp_path)
     del variables["MPI4PY_LIBMPI"]
     result = run(source, *command, **variables)
     threads = max(1, len(os.sched_getaffinity(0)) // 2)

@@ -20,6 +20,8 @@ from pathlib import Path
 from pydist.errors import UsageError
 
 NAMES = ("openmpi", "mpich", "gloo")
+_SESSION_PARENT = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
+"""Where Open MPI makes its session folder: version 5, version 4."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,18 @@ class Backend:
         )
         return [self.executable, *options, "-n", str(ranks), *argv]
 
-    def variables(self, ranks: int) -> dict[str, str]:
-        """Environment variables for the launcher, which hands them on to the ranks."""
+    def variables(self, ranks: int, directory: Path) -> dict[str, str]:
+        """Environment variables for the launcher, which hands them on to the ranks.
+
+        Args:
+            ranks: ranks on this machine.
+            directory: private to the job. Open MPI's session folder goes there: it is named after
+                the launcher's process number, and a launcher does not start where a killed one of
+                the same number has left its own.
+        """
         variables = dict(self.environment)
+        if self.name == "openmpi" and not any(name.endswith("tmpdir_base") for name in os.environ):
+            variables |= dict.fromkeys(_SESSION_PARENT, str(directory))
         if self.library is not None:
             variables["MPI4PY_LIBMPI"] = self.library
         if self.name == "openmpi" and os.geteuid() == 0:

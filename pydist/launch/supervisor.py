@@ -151,7 +151,7 @@ class _Job:
     def _environment(self, socket_path: str) -> dict[str, str]:
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", str(max(1, cores() // self._size)))
-        environment.update(self._backend.variables(self._size))
+        environment.update(self._backend.variables(self._size, self._directory))
         environment[VARIABLE] = socket_path
         package = Path(pydist.__path__[0]).parent
         if package.name not in ("site-packages", "dist-packages"):

@@ -110,7 +110,7 @@ def test_under_plain_mpirun(place, whole, mpi):
     if backend is None:
         pytest.skip(f"{mpi} is not installed")
     launcher = backend.command(2, [sys.executable, "-m"])
-    train(*SPLIT, launcher=launcher, **backend.variables(2))
+    train(*SPLIT, launcher=launcher, **backend.variables(2, place))
     assert losses() == pytest.approx(whole, abs=5e-6)
 
 

@@ -73,6 +73,23 @@ def test_a_job_that_was_killed_as_a_whole(tmp_path: Path, temporary: Path, mpi: 
     assert not list(temporary.iterdir())
 
 
+def test_session_folders_of_reused_process_numbers(tmp_path: Path, temporary: Path) -> None:
+    """Open MPI's launcher does not start where a killed one of its number has left a folder."""
+    if "openmpi" not in [backend.name for backend in available()]:
+        pytest.skip("openmpi is not installed")
+    (tmp_path / "script.py").write_text("print('ran')")
+    for pid in range(os.getpid() + 1, os.getpid() + 3000):
+        folder = temporary / f"ompi.{pid}"
+        folder.mkdir()
+        (folder / f"pmix.{os.uname().nodename}.tool").write_text("stale")
+        (folder / f"pmix.{os.uname().nodename}.tool.{pid}").write_text("stale")
+    job = subprocess.run(
+        [sys.executable, "-m", "pydist", "run", "-n", "1", "--mpi", "openmpi", "script.py"],
+        cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (job.returncode, job.stdout) == (0, "ran\n"), job.stderr
+
+
 def test_what_is_not_ours_or_in_use_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dead = subprocess.run(
         [sys.executable, "-c", "from pydist import owner; print(owner.tag())"],

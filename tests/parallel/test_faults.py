@@ -41,13 +41,13 @@ def backend(name: str):
     pytest.skip(f"{name} is not installed")
 
 
-def plain_launcher(name: str, argv: list[str]) -> tuple[list[str], dict[str, str]]:
+def plain_launcher(name: str, folder: Path, argv: list[str]) -> tuple[list[str], dict[str, str]]:
     """The command line of a user who does not know `pydist run`."""
     if name == "torchrun":
         module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         return [sys.executable, *module, *argv], {}
     chosen = backend(name)
-    return chosen.command(2, [sys.executable, *argv]), chosen.variables(2)
+    return chosen.command(2, [sys.executable, *argv]), chosen.variables(2, folder)
 
 
 def pydist_run(name: str, argv: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -97,7 +97,7 @@ def wait_until_gone(folder: Path, deadline: float) -> None:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("fault", ["forward", "backward", "buckets"])
 def test_an_exception_on_one_rank_ends_all(fault: str, launcher: str, tmp_path: Path) -> None:
-    process = start(*plain_launcher(launcher, [str(SCRIPT), str(tmp_path), fault]))
+    process = start(*plain_launcher(launcher, tmp_path, [str(SCRIPT), str(tmp_path), fault]))
     outcome = finish(process, tmp_path)
     assert outcome.seconds < LIMIT
     # torchrun ends with 1, whatever its ranks say.
@@ -107,7 +107,7 @@ def test_an_exception_on_one_rank_ends_all(fault: str, launcher: str, tmp_path: 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_rank_ends_all(launcher: str, tmp_path: Path) -> None:
-    process = start(*plain_launcher(launcher, [str(SCRIPT), str(tmp_path), "kill"]))
+    process = start(*plain_launcher(launcher, tmp_path, [str(SCRIPT), str(tmp_path), "kill"]))
     outcome = finish(process, tmp_path)
     assert outcome.seconds < LIMIT
     assert outcome.code != 0
@@ -118,7 +118,7 @@ def test_a_killed_rank_ends_all(launcher: str, tmp_path: Path) -> None:
 def test_exit_codes_under_plain_mpirun(
     fault: str, code: int, launcher: str, tmp_path: Path
 ) -> None:
-    process = start(*plain_launcher(launcher, [str(SCRIPT), str(tmp_path), fault]))
+    process = start(*plain_launcher(launcher, tmp_path, [str(SCRIPT), str(tmp_path), fault]))
     outcome = finish(process, tmp_path)
     assert outcome.seconds < LIMIT
     assert outcome.code == code

@@ -78,7 +78,9 @@ def seconds_allowed(phase: str, limit: float) -> float:
     return limit * PATIENT.get(phase, 1) + SLACK * max(1.0, busy)
 
 
-def command(launcher: str, argv: list[str], plain: bool) -> tuple[list[str], dict[str, str]]:
+def command(
+    launcher: str, argv: list[str], folder: Path, plain: bool
+) -> tuple[list[str], dict[str, str]]:
     """The command line that starts two ranks, by `pydist run` or by the launcher itself."""
     if not plain:
         return [sys.executable, "-m", "pydist.launch", "2", launcher, *argv], {}
@@ -86,7 +88,7 @@ def command(launcher: str, argv: list[str], plain: bool) -> tuple[list[str], dic
         module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         return [sys.executable, *module, *argv], {}
     backend = next(each for each in available() if each.name == launcher)
-    return backend.command(2, [sys.executable, *argv]), backend.variables(2)
+    return backend.command(2, [sys.executable, *argv]), backend.variables(2, folder)
 
 
 def make_data(folder: Path) -> None:
@@ -97,7 +99,7 @@ def make_data(folder: Path) -> None:
 
 def hang(folder: Path, launcher: str, phase: str, fault: str, limit: float, plain=False) -> Outcome:
     """Run the program under a launcher until all its processes have ended."""
-    line, variables = command(launcher, [str(SCRIPT), str(folder), phase, fault], plain)
+    line, variables = command(launcher, [str(SCRIPT), str(folder), phase, fault], folder, plain)
     variables |= {"PYDIST_HANG_LIMIT": str(limit), "PYDIST_CACHE": str(folder / "cache")}
     variables |= {"PYDIST_TUNE": "1" if phase == "tuning" else "0", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
