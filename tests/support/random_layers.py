@@ -88,7 +88,7 @@ ReLU() ReLU(inplace=True) LeakyReLU(0.1) LeakyReLU(0.1,inplace=True) PReLU() ELU
 SELU() CELU(0.5) GELU() GELU("tanh") SiLU() SiLU(inplace=True) Mish() Softplus() Hardswish()
 Hardsigmoid() Hardtanh(inplace=True) ReLU6() Tanh() Sigmoid() Softsign() LogSigmoid() Tanhshrink()
 Softshrink() Hardshrink() Threshold(0.1,0.2) GLU(1) Softmax(1) LogSoftmax(1) Softmin(1)
-Dropout(0.0) RReLU(0.2,0.2) Softmax2d()
+Dropout(0.0) RReLU(0.2,0.2)
 """.split()
 
 
@@ -98,6 +98,8 @@ def activation(s: Spot) -> Source:
         "Dropout(0.5).eval()",
         "AlphaDropout(0.2).eval()",
         f"Dropout{s.dims}d(0.0)",
+        # Without a height it takes the samples for channels.
+        "Softmax2d()" if s.dims > 1 else "Softmax(1)",
     )
     return Source(f"nn.{s.pick(*ACTIVATIONS, *own)}")
 

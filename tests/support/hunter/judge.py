@@ -41,6 +41,9 @@ ZERO = 1e-13
 STALE = "after a change in place of another"
 """In what is said of a copy in place of a view, which is refused where it is used."""
 
+CHANGED = ("modified by an inplace operation", "has been modified inplace")
+"""In what torch says of a tensor that backward needs and that was changed in place."""
+
 BAD = ("wrong", "parted", "hang", "crash", "silent")
 
 
@@ -174,7 +177,7 @@ def _of_failures(
 
 def _is_refusal(error: Exception) -> bool:
     """Whether an error is pydist's, or torch's own of a tensor that backward needs."""
-    changed = "modified by an inplace operation" in str(error) and type(error) is RuntimeError
+    changed = type(error) is RuntimeError and any(text in str(error) for text in CHANGED)
     return isinstance(error, PydistError) or changed
 
 
