@@ -57,7 +57,9 @@ def _assign(
     if isinstance(value, Tensor):
         value = _part_of(value, x.dtype, region.layout, region.removed)
     local = local_of(x)
-    local[region.local] = value
+    # Through a view: where the selection is all of a block, torch would leave out what was there,
+    # and this rank's second-order graph would lack exchanges that the others have.
+    local.view_as(local)[region.local] = value
     adopt_local(x, local)
     if written is not None and written.storage is not None:
         written.born = written.storage.clock

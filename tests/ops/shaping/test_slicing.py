@@ -120,6 +120,12 @@ def test_a_table_at_sharded_indices():
 # -- assignments ----------------------------------------------------------------------------
 
 
+def _set_after_exchange(x, index, value):
+    y = F.conv3d(x, torch.ones(3, 3, 3, 3, 3, dtype=x.dtype), padding=1)
+    y[index] = value
+    return y.sin()
+
+
 def _set(x, index, value):
     y = x * x
     y[index] = value
@@ -137,6 +143,12 @@ ASSIGNED = {
     "sharded": lambda x, p: _set(x, (slice(None), slice(1)), x[:, 2:] * p[:, None]),
     "sharded, shifted": lambda x, p: _set(x, (..., slice(1, None), 0, 2), x[:, :, :-1, 3, 0]),
     "sharded, one element": lambda x, p: _set(x, (0, 1, 4, None, 3), x[0, 0, 0, 0]),
+    "number in whole blocks": lambda x, p: _set_after_exchange(
+        x, (slice(None), slice(None), slice(2)), 3.0
+    ),
+    "plain, into whole blocks": lambda x, p: _set_after_exchange(
+        x, (slice(None), slice(None), slice(2)), p[:, None, 2:4, :, :]
+    ),
     "leading dims of one": lambda x, p: _set(x, 0, x[:1] * 2),
 }  # fmt: skip
 
