@@ -9,6 +9,8 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -35,6 +37,27 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
         "--quick", action="store_true", help="tiny sizes, few rounds: that it runs, not how fast"
     )
     return made
+
+
+def on_two_ranks(script: str, options: argparse.Namespace, mpi: str = "auto") -> Any:
+    """Runs a benchmark's script as two ranks of one thread each.
+
+    Args:
+        script: the benchmark's file. Its option `--rank` names the JSON file that rank 0 writes.
+        options: as parsed from `parser`; `--rounds` and `--quick` are handed on.
+        mpi: as of `pydist run`.
+
+    Returns:
+        What rank 0 wrote.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "result.json")
+        command = [sys.executable, "-m", "pydist", "run", "-n", "2", "--mpi", mpi]
+        command += [str(Path(script).resolve()), "--rank", str(result)]
+        command += ["--rounds", str(options.rounds), *["--quick"] * options.quick]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, env=environment, cwd=folder, check=True)
+        return json.loads(result.read_text())
 
 
 def machine(**more: Any) -> dict[str, Any]:

@@ -14,12 +14,8 @@ import json
 import os
 import random
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import common
 
@@ -45,25 +41,17 @@ def main() -> None:
         measure(options)
         return
     machine = common.machine(threads_per_rank=1)
-    rows = [{"mpi": mpi, **row} for mpi in options.mpi for row in _run(mpi, options)]
+    rows = [
+        {"mpi": mpi, **row}
+        for mpi in options.mpi
+        for row in common.on_two_ranks(__file__, options, mpi)
+    ]
     shown = [
         (f"{r['mpi']}, {r['way']}", r["calls"], r["wait"]["median"] * 1e3, r["slowdown"] * 100)
         for r in rows
     ]
     common.show(HEAD, shown)
     common.write({"machine": machine, "rows": rows}, "progress", options)
-
-
-def _run(mpi: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder, "result.json")
-        command = [sys.executable, "-m", "pydist.launch", "2", mpi, str(Path(__file__).resolve())]
-        command += ["--rank", str(result), "--rounds", str(options.rounds)]
-        command += ["--quick"] if options.quick else []
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, env=environment, cwd=folder, check=True)
-        entries: list[dict[str, Any]] = json.loads(result.read_text())
-        return entries
 
 
 def measure(options: argparse.Namespace) -> None:

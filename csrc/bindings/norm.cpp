@@ -1,4 +1,4 @@
-// Norms with an activation behind for Python.
+// Norms, with an activation after them, for Python.
 #include "cpu/norm.hpp"
 
 #include <string>

@@ -1,4 +1,4 @@
-// Norms with an activation behind: the problem, and its arithmetic for scalars and vectors.
+// Norms with an activation after them: the problem, and its arithmetic for scalars and vectors.
 //
 // A row is what has a mean and a scale of its own: a channel, or a channel of one sample.
 #pragma once

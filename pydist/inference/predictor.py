@@ -173,7 +173,7 @@ class Predictor:
         return None if whole is None else whole[0].numpy()
 
     def _input(self, image: ArrayLike | None, name: str, device: torch.device) -> ShardedTensor:
-        """The normalised volume on a device, of which each rank has its block."""
+        """The normalized volume on a device; each rank has its block of it."""
         group = self.mesh.sample
         facts = b""
         whole = None

@@ -167,7 +167,7 @@ def describe(
 
 
 def _different(rank: int, waiting: Waiting, other: int, theirs: Waiting) -> list[str]:
-    """The error for the first of their calls that differs; none where one is only behind."""
+    """The error for the first of their calls that differs; none where one only lags."""
     if not (waiting.calls and theirs.calls):
         return []
     calls = {r: dict(json.loads(each.calls)) for r, each in ((rank, waiting), (other, theirs))}

@@ -132,7 +132,7 @@ def dice_loss(scores: Tensor, labels: Tensor, ignore_label: int | None = None) -
             does not count either.
 
     Returns:
-        [N]; 0 for a sample of which no voxel counts.
+        [N]; 0 for a sample whose voxels are all ignored.
     """
     classes = scores.shape[1]
     numbers = torch.arange(classes, device=scores.device).view(1, classes, 1, 1, 1)

@@ -215,8 +215,7 @@ class Ledger:
         """The error where what arrived does not fit the call noted last."""
         return UsageError(
             f"{DIFFERENT}: call {self.count} of the group on rank {self.name(rank)} is"
-            f" {self.last.text}, and"
-            f" another rank has started another one: {why}"
+            f" {self.last.text}, and another rank has started another one: {why}"
         )
 
     def last_calls(self, count: int) -> str:
