@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist.arguments import leaves
-from pydist.comm.gradients.graph import led_out
+from pydist.comm.gradients.graph import led_out, register_hook
 from pydist.group_sizes import GroupSizes
 from pydist.tensor import ShardedTensor
 
@@ -116,7 +116,7 @@ class Batches:
         for value in tensors:
             local = value._local if isinstance(value, ShardedTensor) else value
             if local.requires_grad and not local.is_leaf:
-                local.register_hook(reached)
+                register_hook(local, reached)
 
 
 def _batch_of(inputs: Iterable[Any]) -> Tensor | None:

@@ -9,6 +9,7 @@ import torch
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
+    from pydist.comm import Work
     from pydist.mesh import Mesh
 
 
@@ -59,20 +60,20 @@ class GroupSizes:
         self._parts = mesh.data_size
         self.own = own
         """Samples of this rank's group."""
-        self._started = False
+        self._started: tuple[Work, torch.Tensor] | None = None
+        """The exchange under way, and where it puts the counts."""
 
     def start(self) -> None:
         """Starts the exchange. Collective over the data axis."""
-        if self._counts is None and not self._started:
-            self._started = True
+        if self._counts is None and self._started is None:
             self._group.ledger.note(self._group, (self._use,), waits=False)
-            self._row = torch.tensor([self.own])
-            self._rows = torch.empty(self._group.size, dtype=torch.int64)
-            self._work = self._group.all_gather_async(self._row, self._rows)
+            counts = torch.empty(self._group.size, dtype=torch.int64)
+            work = self._group.all_gather_async(torch.tensor([self.own]), counts)
+            self._started = work, counts
 
     def finish(self) -> None:
         """Waits for the exchange, if it has been started."""
-        if self._started:
+        if self._started is not None:
             _ = self.counts
 
     @property
@@ -80,10 +81,11 @@ class GroupSizes:
         """Samples of each group; collective over the data axis where it is read first."""
         if self._counts is None:
             self.start()
+            assert self._started is not None
+            work, counts = self._started
             with self._timers.measure("statistics"):
-                self._work.wait()
-            self._counts = tuple(self._rows.tolist())
-            del self._work, self._row, self._rows
+                work.wait()
+            self._counts, self._started = tuple(counts.tolist()), None
         return self._counts
 
     # Kept by hand: `cached_property` holds one lock for all objects in Python 3.11, and ranks that

@@ -39,6 +39,10 @@ _NO_SCRIPT = (
     "torch.{} of a parallelized model: exchanges between ranks can't be recorded; load its "
     "state_dict() into a model that is not parallelized, and give that one"
 )
+_NO_FUNC = (
+    "a parallelized model within torch.func or vmap: their tensors have no memory that could be "
+    "exchanged; use torch.autograd.grad, torch.autograd.functional or a loop"
+)
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -170,7 +174,7 @@ class Entry:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward pre-hook: arguments as the model takes them."""
-        _refuse_compiler()
+        _refuse_transforms()
         trains = module.training and torch.is_grad_enabled()
         if trains:
             self.mesh.forwards += 1
@@ -245,12 +249,14 @@ class Entry:
         return Origin(known.forward if forward is None else forward, sizes, self.statistics)
 
 
-def _refuse_compiler() -> None:
-    """Stops a call through torch.compile, torch.jit.trace or torch.export.
+def _refuse_transforms() -> None:
+    """Stops a call through torch.func, torch.compile, torch.jit.trace or torch.export.
 
     While the compiler traces, an error raised here only makes it fall back to running this call
     as it is, still inside of it: so its frames are looked for.
     """
+    if torch._C._are_functorch_transforms_active():
+        raise NotSupported(_NO_FUNC)
     if torch._C._get_tracing_state() is not None:
         raise NotSupported(_NO_SCRIPT.format("jit.trace"))
     if torch.compiler.is_exporting():

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from pydist import Mesh, distribute_tensor, parallelize, sum_over_groups
 from pydist.comm import LocalTransport
 from pydist.errors import NotSupported, UsageError
+from pydist.group_sizes import GroupSizes
 
 SIZES = [(2, 1), (3, 2, 0), (1, 4)]
 
@@ -343,3 +344,14 @@ def test_a_line_search_keeps_ranks_together(data, spatial, as_number):
         assert torch.equal(found_weight, found[0][1])
         torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(found_weight, weight, rtol=1e-5, atol=1e-6)
+
+
+def test_an_exchange_that_did_not_start_is_started_again():
+    def body(mesh):
+        sizes = GroupSizes(mesh, 1 + mesh.data_index)
+        with pytest.raises(RuntimeError, match="storage"):  # no tensor in there has any
+            torch.func.grad(lambda _: sizes.start())(torch.ones(()))
+        sizes.finish()
+        return sizes.counts
+
+    assert on_ranks((1, 1, 1), body, data=2) == [(1, 2)] * 2

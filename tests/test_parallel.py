@@ -383,6 +383,10 @@ def _trace(model, x):
     torch.jit.trace(model, (x,))
 
 
+def _func_grad(model, x):
+    torch.func.grad(lambda x: model(x).sum())(x)
+
+
 def _script(model, x):
     torch.jit.script(model)
 
@@ -397,6 +401,7 @@ def _script_within(model, x):
         (_save, r"can't be pickled \(torch.save\): save its state_dict\(\)"),
         (_save_within, r"can't be pickled"),
         (_trace, "torch.jit.trace of a parallelized model"),
+        (_func_grad, "within torch.func or vmap"),
         (_script, "torch.jit.script of a parallelized model"),
         (_script_within, "torch.jit.script of a parallelized model"),
     ],

@@ -328,3 +328,20 @@ def test_backward_into_some_inputs_only(by_function):
         torch.testing.assert_close(scale.grad, 2 * whole.square().sum())
 
     on_shards(body)
+
+
+def test_a_hook_on_a_view_that_was_changed_past_autograd():
+    """torch's own call crashes there (2.13)."""
+
+    def body(mesh):
+        x = distribute_tensor(randn(*SHAPE), mesh).requires_grad_()
+        y = (x * 2).permute(0, 1, 2, 4, 3)
+        y.detach().add_(1)
+        seen = []
+        y.register_hook(seen.append)
+        y.sum().backward()
+        return seen[0].full_tensor(), x.grad.full_tensor()
+
+    for of_y, of_x in on_ranks((2, 1, 1), body):
+        assert torch.equal(of_y, torch.ones_like(of_y))
+        assert torch.equal(of_x, torch.full(SHAPE, 2.0, dtype=of_x.dtype))

@@ -243,9 +243,11 @@ TensorView view_of_tensor(py::handle object, const char* name, const dlpack::Exc
     return table != nullptr ? view_by_table(object, name, *table)
                             : view_by_attributes(object, name);
   } catch (py::error_already_set& error) {
-    // Sparse and mkldnn tensors, and those without storage, raise inside torch.
-    const std::string message = std::string(name) + " (" + type_name(object) +
-                                ") has no memory that can be lent to native code";
+    // Sparse and mkldnn tensors, and those of torch.func, raise inside torch.
+    const std::string message =
+        std::string(name) + " (" + type_name(object) +
+        ") has no memory that can be lent to native code, as is the case of sparse "
+        "tensors and within torch.func, vmap and forward-mode AD";
     py::raise_from(error, error_type("UsageError").ptr(), message.c_str());
     throw py::error_already_set();
   }

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pydist.comm.exchange.exchanger import in_memory
+from pydist.comm.gradients import graph
 from pydist.errors import NotSupported
 from pydist.layout import Layout
 from pydist.ops.redistribute import redistribute, refuse_shard_shaped, shard_of_plain
@@ -142,7 +143,7 @@ def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> 
         result = hook(wrap(in_memory(grad), x._layout, x))
         return _shard_of(result, x._layout) if isinstance(result, Tensor) else None
 
-    return x._local.register_hook(on_shard)
+    return graph.register_hook(x._local, on_shard)
 
 
 def _value(as_type: Callable[[Any], Any], x: ShardedTensor) -> Any:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from pydist.comm.gradients.leaf import leaf_of
 from pydist.errors import NotSupported
@@ -44,6 +45,17 @@ def mark(tensor: Tensor, mesh: Mesh) -> None:
     node: Any = tensor.grad_fn
     if node is not None:
         node.metadata[_MARK] = mesh
+
+
+def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
+    """Registers a hook on a tensor, also on a view whose base was changed past autograd.
+
+    torch makes a new graph node for such a view. Where `register_hook` is what makes it, the
+    process crashes (torch 2.13), so the node is asked for before.
+    """
+    _ = tensor.grad_fn
+    handle: RemovableHandle = tensor.register_hook(hook)
+    return handle
 
 
 def led_out(mesh: Mesh) -> None:
