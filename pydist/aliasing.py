@@ -21,6 +21,7 @@ from pydist.errors import NotSupported
 from pydist.refusals import module_path, source_line
 
 if TYPE_CHECKING:
+    from pydist.layout import Layout
     from pydist.tensor import ShardedTensor
 
 Part = tuple["View", tuple[tuple[int, int], ...]]
@@ -50,14 +51,15 @@ class Memory:
         storage: the storage that has copies; `None` where no copy was made.
         born: the storage's clock when this copy was made.
         key: names this memory in the storage, which holds no memory.
-        plain: the plain tensor that has this memory and more on every rank, while that is needed.
+        plain: the plain tensor that has this memory and more on every rank, and how it is cut, if
+            it may be changed.
     """
 
     __slots__ = ("born", "is_base", "key", "plain", "storage")
 
     def __init__(self, storage: Storage | None = None) -> None:
         self.storage = storage
-        self.plain: weakref.ref[Tensor] | None = None
+        self.plain: tuple[weakref.ref[Tensor], Layout] | None = None
         self.born = storage.clock if storage else 0
         self.is_base = False
         self.key = object()
@@ -73,6 +75,13 @@ class Memory:
     def __del__(self) -> None:
         if self.storage is not None and not self.is_base:
             self.storage.leave(self.key)
+
+
+_PARTLY_CHANGED = (
+    "a plain tensor of shape {} is used after it was cut over the ranks and changed in place "
+    "there: each rank changed only its own block of it; clone() the tensor before the call, or use "
+    "the result of the change"
+)
 
 
 class _Probe:
@@ -174,7 +183,7 @@ def record_change(x: ShardedTensor) -> None:
             "single memory location; clone() the expanded tensor before"
         )
     if view is not None and view.memory.plain is not None:
-        _refuse_gradient(view.memory.plain())
+        _record_partly(*view.memory.plain)
     if view is not None and (storage := view.memory.storage) is not None:
         source = source_line()
         how = f"of shape {list(x._layout.shape)}{f' at {source}' if source else ''}"
@@ -229,8 +238,8 @@ def remember_plain(x: ShardedTensor, plain: Tensor) -> None:
 
     A change in place of the sharded tensor reaches one block of the plain one on each rank.
     """
-    if plain.requires_grad and not plain.is_leaf:
-        view_at(x).memory.plain = weakref.ref(plain)
+    if not (plain.requires_grad and plain.is_leaf) and not plain.is_inference():
+        view_at(x).memory.plain = weakref.ref(plain), x._layout
 
 
 class _Changed(Function):
@@ -242,19 +251,40 @@ class _Changed(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise NotSupported(
-            f"a plain tensor of shape {ctx.shape} is used after it was cut over the ranks and "
-            "changed in place there: each rank changed only its own block of it; clone() the "
-            "tensor before the call, or use the result of the change"
-        )
+        raise NotSupported(_PARTLY_CHANGED.format(ctx.shape))
 
 
-def _refuse_gradient(plain: Tensor | None) -> None:
-    """Stops the backward of what uses a plain tensor from now on; what has used it is not."""
-    if plain is not None and plain.requires_grad and not plain.is_leaf:
+def _record_partly(of: weakref.ref[Tensor], layout: Layout) -> None:
+    """Stops what uses a plain tensor from now on: sharded calls, and the backward of plain ones.
+
+    Calls that need no more of it than the block which this rank has changed may use it.
+    If the caller changes it afterwards, such as to the next batch, all may.
+    """
+    if (plain := of()) is None:
+        return
+    plain._pydist_changed = plain._version, layout  # type: ignore[attr-defined]
+    if plain.requires_grad and not plain.is_leaf:
         # Its version counts for what was saved, and has been raised by the change itself.
         with torch.enable_grad(), preserve_version(plain):
             _Changed.apply(plain)
+
+
+def is_partly_changed(plain: Tensor, layout: Layout) -> bool:
+    """Whether each rank has changed its own block of a plain tensor, and needs only that.
+
+    Args:
+        plain: the plain tensor.
+        layout: which block each rank needs now.
+
+    Raises:
+        NotSupported: this rank needs what others have changed.
+    """
+    version, cut = getattr(plain, "_pydist_changed", (None, None))
+    if version is None or version != plain._version:
+        return False
+    if cut != layout:
+        raise NotSupported(_PARTLY_CHANGED.format(list(plain.shape)))
+    return True
 
 
 def staleness(x: ShardedTensor) -> str:

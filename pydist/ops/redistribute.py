@@ -9,7 +9,7 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from pydist.aliasing import entry_of_plain
+from pydist.aliasing import entry_of_plain, is_partly_changed
 from pydist.comm.exchange.adjoints import enter, gather_box, with_true_gradient
 from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.exchange.exchanger import Exchanger
@@ -163,15 +163,16 @@ def prove_equal(tensor: Tensor, layout: Layout, use: str = "operand") -> None:
 
     Args:
         tensor: the plain tensor.
-        layout: names the mesh.
+        layout: which block each rank needs, if not all of it; names the mesh.
         use: what it is used for. The first tensor of a shape, dtype and use in a module is compared
             before it is used.
 
     Raises:
         UsageError: it, or one before it, differs between the ranks of the group.
+        NotSupported: it was cut and changed in place, and is needed in another layout.
     """
     mesh = layout.mesh
-    if mesh.sample_size == 1:
+    if mesh.sample_size == 1 or is_partly_changed(tensor, layout):
         return
     if torch._C._current_graph_task_id() != -1:
         return  # computed again in backward: perhaps on some ranks only, and compared in forward

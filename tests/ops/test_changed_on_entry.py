@@ -1,11 +1,14 @@
-"""Changes in place of a sharded tensor that is cut from a plain one, which is not a leaf."""
+"""Changes in place of a sharded tensor that is cut from a plain one, which is no parameter."""
+
+import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from equivalence import error, on_ranks, randn
 from torch import nn
 
-from pydist import parallelize
+from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported
 
 SHAPE = (2, 3, 5, 4, 3)
@@ -93,3 +96,35 @@ def test_the_plain_tensor_has_no_gradient_after_the_change(kind):
 
     on_ranks((1, 1, 1), body)
     on_ranks((3, 1, 1), body)
+
+
+CHANGING = {
+    "at once": lambda: nn.Sequential(nn.ELU(1.0, True), nn.Conv3d(2, 2, 3, padding=1)),
+    "with what follows": lambda: nn.Sequential(nn.ReLU(True), nn.AvgPool3d(3, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("make", CHANGING.values(), ids=CHANGING)
+def test_a_plain_batch_that_the_model_changes_in_place(make):
+    """Calls that need no more than the block of a rank see the change, as in torch."""
+
+    def losses(model, x):
+        found = [model(x).square().mean(), F.mse_loss(model(x), x), (model(x) * x).mean()]
+        x.copy_(randn(2, 2, 6, 4, 3, seed=1))
+        return [*found, model(x).square().mean()]
+
+    torch.manual_seed(0)
+    whole = make().double()
+    expected = losses(whole, randn(2, 2, 6, 4, 3))
+
+    def body(mesh):
+        model, x = parallelize(copy.deepcopy(whole), mesh), randn(2, 2, 6, 4, 3)
+        found = losses(model, x)
+        model(x)
+        with pytest.raises(NotSupported, match="each rank changed only its own block"):
+            distribute_tensor(x, mesh, {3: "depth"})
+        return found
+
+    for found in on_ranks((3, 1, 1), body):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert error(mine.detach(), theirs.detach()) <= 1e-12
