@@ -228,7 +228,8 @@ def to_change(x: ShardedTensor, shard: Tensor, others: Iterable[Any] = ()) -> Te
         return shard
     if x._view is not None and any(isinstance(o, Tensor) and o.requires_grad for o in others):
         return shard
-    entry: Tensor = _Entry.apply(shard)
+    with torch.enable_grad():  # also where the change needs no graph, what was there keeps its own
+        entry: Tensor = _Entry.apply(shard)
     torch.autograd.graph.increment_version(shard)  # as the change does on other ranks
     return entry
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.nn.functional as F
 from equivalence import check_function, randn
 
@@ -20,9 +21,22 @@ RESULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "act", [lambda y: F.leaky_relu_(y, 0.1), lambda y: y.mul_(2)], ids=["leaky_relu_", "mul_"]
-)
+def halved_past_autograd(y):
+    with torch.no_grad():
+        y.mul_(0.5)
+    assert y.requires_grad
+    assert (y.select(-1, 0) * 1).requires_grad
+    return y
+
+
+ACTS = {
+    "leaky_relu_": lambda y: F.leaky_relu_(y, 0.1),
+    "mul_": lambda y: y.mul_(2),
+    "no_grad": halved_past_autograd,
+}
+
+
+@pytest.mark.parametrize("act", ACTS.values(), ids=ACTS)
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
 def test_to_second_order(result, act):
     def function(x):

@@ -194,7 +194,7 @@ class _Writer(Steps):
             before.append(self.fill("spectral(m0, K)"))
         if self.takes("surgery", 0.05):
             before.append("m0.float()")
-            after_ready.append("m0.double()")
+            after_ready += ["m0.double()", "stir(m0)"]
         return "\n".join([*before, "m0 = ready(m0)", *after_ready])
 
     def input(self) -> None:

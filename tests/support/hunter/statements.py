@@ -23,8 +23,8 @@ if here: part(M, K).register_forward_hook(lambda m, a, o: repr(o) and None)
 if here: part(M, K).register_forward_hook(lambda m, a, o: local(o) is None or None)
 if here: part(M, K).register_forward_pre_hook(lambda m, a: repr(a) and None)
 if here: part(M, K).register_full_backward_hook(lambda m, i, o: None)
-if here: part(M, K).register_forward_hook(lambda m, a, o: o.register_hook(lambda g: None) and None)
-if here: part(M, K).register_forward_hook(lambda m, a, o: o.retain_grad())
+if here: part(M, K).register_forward_hook(lambda m, a, o: o.register_hook(lambda g: None) and None if o.requires_grad else None)
+if here: part(M, K).register_forward_hook(lambda m, a, o: o.retain_grad() if o.requires_grad else None)
 part(M, K).register_forward_hook(lambda m, a, o: repr(o) and None)
 if here: copy.deepcopy(M)
 if here: M.state_dict()
@@ -104,9 +104,9 @@ M.load_state_dict(reloaded(M.state_dict()), assign=True)\\nopt = torch.optim.SGD
 """Checkpoints are written and read in the middle of training."""
 
 CASTING = """
-M.float().double()
-M.half().double()
-M.to(torch.float32).to(torch.float64)
+M.float().double()\\nstir(M)
+M.half().double()\\nstir(M)
+M.to(torch.float32).to(torch.float64)\\nstir(M)
 """.strip().splitlines()
 """Parameters get other memory: changes of the network."""
 

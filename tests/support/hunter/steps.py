@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
+
+from random_spot import Source
 
 from hunter import statements as words
 from hunter.draws import Draws
@@ -13,7 +16,7 @@ class Steps(Draws):
     """Writes steps.
 
     Attributes:
-        groups, spatial: as of the program.
+        groups, spatial, networks: as of the program.
         themes: what happens between the calls of a step.
         accumulates: whether steps may accumulate gradients.
         checkpointed: whether all forward passes are checkpoints.
@@ -28,6 +31,7 @@ class Steps(Draws):
 
     groups: tuple[int, ...]
     spatial: tuple[int, ...]
+    networks: dict[str, tuple[Source, ...]]
     themes: list[str]
     accumulates: bool
     checkpointed: bool
@@ -176,7 +180,7 @@ class Steps(Draws):
             if theme == "look":
                 self.add(self.any(self.looks()))
             elif theme == "data":
-                self.add(self.any([*words.DATA, *self.unless_waiting(words.REPLACING)]))
+                self.add(self.any([*self.changes(), *self.unless_waiting(words.REPLACING)]))
             elif theme == "surgery":
                 self.add(self.any(self.surgery()), M=model, E="e")
             elif theme == "saving":
@@ -204,6 +208,12 @@ class Steps(Draws):
         kinds = [*words.SURGERY, *self.unless_waiting(words.CASTING)]
         return [s for s in kinds if not (self.recomputes() and "requires_grad_" in s)]
 
+    def changes(self) -> list[str]:
+        """Changes past autograd; in a forward pass only where it runs once."""
+        layers = "".join(map(str, itertools.chain(*self.networks.values())))
+        once = "Checkpointed" not in layers and not self.checkpointed
+        return [s for s in words.DATA if once or "forward_hook" not in s]
+
     def recomputes(self) -> bool:
         """Whether a checkpoint waits for its backward, for which torch wants the same weights."""
         return self.waiting and "checkpoint" in self.called
@@ -214,12 +224,15 @@ class Steps(Draws):
         return [s for s in words.LOOKING if not (partitioned and "pick(M, K).register" in s)]
 
     def hooks(self) -> list[str]:
-        """Hooks. A clamp of an activation's gradient shows that this is of the group's own loss."""
+        """Hooks. A clamp of an activation's gradient shows that this is of the group's own loss.
+
+        Under a GradScaler it also shows which gradients are infinite and which are no numbers.
+        """
         several, raising = len(self.groups) > 1, "raise" in self.themes
         return [
             s
             for s in words.HOOKS
-            if not (several and s.startswith("Y.") and "clamp" in s)
+            if not ((several or self.scaled) and s.startswith("Y.") and "clamp" in s)
             # How far an interrupted pass came is not as in torch.
             and not (raising and ("see(" in s or "i[0]" in s))
         ]

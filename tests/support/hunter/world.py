@@ -90,13 +90,17 @@ class World:
         layers = self.program.networks[name]
         index = list(self.program.networks).index(name)
         model = initialised(nn.Sequential(*map(make, layers)), index)
+        self.stir(model)
+        if self.noise is not None and self.noise % 2:
+            model = with_noise(model, self.noise)
+        return model
+
+    def stir(self, model: nn.Module) -> None:
+        """Adds the run's noise to the parameters: again where rounding has taken it away."""
         if self.noise is not None:
             with torch.no_grad():
                 for p in model.parameters():
                     p.copy_(jittered(p, self.noise))
-            if self.noise % 2:
-                model = with_noise(model, self.noise)
-        return model
 
     def number(self, *shape: int, seed: int = 0) -> nn.Parameter:
         """A parameter outside of networks."""
@@ -168,7 +172,7 @@ class World:
 
 TOOLS = (
     "net", "number", "ready", "rows", "cut", "like", "labels", "no_sync", "share", "see",
-    "see_model",
+    "see_model", "stir",
 )  # fmt: skip
 
 
