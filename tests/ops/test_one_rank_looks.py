@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence import check_function, on_ranks, randn, shard
+from torch import nn
 
-from pydist import ShardedTensor, layout_for_sample
+from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.ops.convolution import boundary, local_conv
 
 LOOKS = {
@@ -197,3 +198,29 @@ def test_a_processor_without_bf16_decides_for_all_ranks(monkeypatch):
     for strides, found in on_ranks((2, 1, 1), rank):
         assert strides == torch.empty(1, 4, 4, 6, 6).stride()
         assert (found - expected).abs().max() <= expected.abs().max() / 64
+
+
+@pytest.mark.parametrize("look", [0, 1])
+@pytest.mark.parametrize(("data", "parts"), [(2, 1), (1, 2), (2, 2)])
+def test_a_look_before_a_backward_that_raises_and_trains_nothing(data, parts, look):
+    """Nothing was to be reduced, so no rank tidies up in the next pass."""
+
+    def interrupt(_grad):
+        raise ArithmeticError
+
+    def body(mesh):
+        frozen, model = nn.Conv3d(2, 2, 1).double().requires_grad_(False), nn.Conv3d(2, 2, 1)
+        frozen, model = parallelize(frozen, mesh), parallelize(model.double(), mesh)
+        x = distribute_tensor(randn(1, 2, 4, 2, 1), mesh).requires_grad_()
+        y = frozen(x)
+        if mesh.rank == look:
+            y.to_local()
+        y.register_hook(interrupt)
+        with pytest.raises(ArithmeticError):
+            y.square().mean().backward()
+        frozen(x).mean().backward()
+        model(x).square().mean().backward()
+        return model.weight.grad
+
+    first, *others = on_ranks((parts, 1, 1), body, data=data)
+    assert all(torch.equal(first, other) for other in others)

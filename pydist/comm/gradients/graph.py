@@ -24,6 +24,7 @@ from pydist.comm.gradients.leaf import leaf_of
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
+    from pydist.comm.gradients.reducer import Reducer
     from pydist.mesh import Mesh
 
 _MARK = "pydist mesh"
@@ -108,6 +109,24 @@ def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], li
     return found, leaves
 
 
+def _reducers_below(nodes: Iterable[Any], leaves: Iterable[Tensor]) -> list[Reducer]:
+    """The reducers of all parameters that a graph leads to.
+
+    Marks end no walk here: looking at a tensor leaves one, perhaps on this rank alone.
+    """
+    variables, stack, seen = list(leaves), list(nodes), set[Any]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, _functions.AccumulateGrad):
+            variables.append(node.variable)
+        stack += [following for following, _ in node.next_functions]
+    known = (leaf_of(variable) for variable in variables)
+    return [reducer for leaf in known if leaf is not None and (reducer := leaf.reducer())]
+
+
 def is_reached(parameter: Tensor) -> bool:
     """Whether the running backward reaches a parameter.
 
@@ -156,11 +175,12 @@ class _Engine(_engine):  # type: ignore[misc]
         try:
             results = super().run_backward(outputs, *args, **kwargs)
         except BaseException:
+            reached = _reducers_below(roots, direct)
             for reducer in reducers:
-                reducer.leave(failed=True)
+                reducer.leave(interrupted=reducer in reached)
             raise
         for reducer in reducers:
-            reducer.leave(failed=False)
+            reducer.leave(interrupted=False)
         for result in results or ():
             if isinstance(result, Tensor):
                 mark(result, meshes[0])

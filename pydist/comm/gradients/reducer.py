@@ -209,10 +209,14 @@ class Reducer:
         self.aliases.renew()
         self._runs.append(_Run(accumulates))
 
-    def leave(self, *, failed: bool) -> None:
-        """The engine has ended that pass."""
+    def leave(self, *, interrupted: bool) -> None:
+        """The engine has ended that pass.
+
+        Args:
+            interrupted: whether it raised and would have reached a member.
+        """
         run = self._runs.pop()
-        if failed and run.accumulates and not run.complete and not self._runs:
+        if interrupted and run.accumulates and not run.complete and not self._runs:
             # Other ranks may have come further, and this may be caught: the next pass tidies up.
             self._interrupted, self._queued = True, False
             self._unused.clear()
