@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, randn
+from equivalence import error, on_ranks, randn
 from networks import BATCH, SHAPE, check_use, gradients_of, initialised, loss_of, small
 from torch import nn
 
 import pydist.comm.gradients.buckets
 from pydist import parallelize
+from pydist.errors import NotSupported
 
 GRIDS = [(1, (2, 1, 1)), (2, (2, 1, 1)), (2, (1, 2, 2)), (1, (8, 1, 1))]
 
@@ -402,3 +404,41 @@ def test_gradients_that_share_memory_are_copied():
         return float(a.grad.max()), float(b.grad.min())
 
     assert on_ranks((2, 1, 1), body) == [(1.5, 1.5)] * 2
+
+
+def _with_other_memory(model, x):
+    """The gradient of the bias arrives in two parts: torch knows two nodes for it."""
+    y = model(x)
+    with torch.no_grad():
+        model.bias.set_((model.bias * 0.8).detach())
+    (y.square().mean() + 0.01 * sum(p.square().sum() for p in model.parameters())).backward()
+
+
+def test_a_parameter_that_gets_other_memory_between_two_uses():
+    whole = nn.Conv3d(1, 2, 3, padding=1).double()
+    expected = copy.deepcopy(whole)
+    _with_other_memory(expected, randn(1, 1, 4, 3, 2))
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(whole), mesh)
+        _with_other_memory(model, randn(1, 1, 4, 3, 2))
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert error(p.grad, q.grad) <= 1e-12
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_the_second_part_of_a_gradient_that_has_left_is_refused():
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(1, dtype=torch.float64))
+
+        def forward(self, x):
+            return x + self.bias
+
+    def body(mesh):
+        with pytest.raises(NotSupported, match="'bias' got other memory between two uses"):
+            _with_other_memory(parallelize(Adds(), mesh), randn(1, 1, 4, 3, 2))
+
+    on_ranks((2, 1, 1), body)

@@ -14,6 +14,7 @@ from pydist.comm.gradients.graph import is_reached
 from pydist.comm.gradients.leaf import Leaf
 from pydist.comm.gradients.scattered import Family
 from pydist.comm.gradients.scattered_bucket import ScatteredBucket
+from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
@@ -45,6 +46,7 @@ class Lane:
         self.pauses = 0
         self.pending = self.touched = False
         self.dropped: list[int] = []
+        self._arrived: set[Leaf] = set()
         self._next = self._released = 0  # of the buckets: the first that has not started, ...
 
     @property
@@ -75,8 +77,22 @@ class Lane:
         self.reset()
 
     def arrive(self, leaf: Leaf) -> None:
-        """Takes note of a gradient, and starts the buckets that are complete."""
+        """Takes note of a gradient, and starts the buckets that are complete.
+
+        Raises:
+            NotSupported: another part of this gradient has left already.
+        """
         assert leaf.bucket is not None
+        if leaf in self._arrived:
+            # torch gives a parameter another node when its memory is replaced, as by `set_`.
+            if self.buckets.index(leaf.bucket) < self._next:
+                raise NotSupported(
+                    f"the parameter {leaf.name} got other memory between two uses that one "
+                    "backward() reaches: its gradient comes in two parts, and the first is on its "
+                    "way; change it before the forward pass or after backward()"
+                )
+            return
+        self._arrived.add(leaf)
         while self._released < self._next and self.buckets[self._released].release():
             self._released += 1
         memory.relieve()
@@ -134,6 +150,7 @@ class Lane:
     def reset(self) -> None:
         """Makes ready for another backward."""
         self.touched = False
+        self._arrived.clear()
         self._next = self._released = 0
 
     def _start_next(self) -> None:
