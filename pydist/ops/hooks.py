@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
+from pydist.aliasing import view_at
 from pydist.comm.exchange.exchanger import in_memory
 from pydist.tensor import ShardedTensor, local_of, wrap
 
@@ -46,6 +47,13 @@ class _ShownNode:
         )
 
 
+def _alias(shard: Tensor, x: ShardedTensor) -> ShardedTensor:
+    """The same tensor with another node: what is done to it in place is done to `x`."""
+    alias = wrap(shard, x._layout, x)
+    alias._view = view_at(x)
+    return alias
+
+
 @wraps(_apply_on_plain)
 def _apply_on_tensors(self: BackwardHook, fn: Callable[[Any], None], args: Any) -> Any:
     if not any(isinstance(a, ShardedTensor) for a in args):
@@ -53,8 +61,10 @@ def _apply_on_tensors(self: BackwardHook, fn: Callable[[Any], None], args: Any) 
     tensors = [a for a in args if isinstance(a, Tensor)]
     plain = tuple(local_of(a) if isinstance(a, ShardedTensor) else a for a in args)
     result, index = _apply_on_plain(self, lambda node: fn(_ShownNode(node, tensors)), plain)
+    if result is plain:
+        return args, index  # without gradients there is nothing to hook
     shown = [
-        wrap(r, a._layout, a) if isinstance(a, ShardedTensor) else r
+        _alias(r, a) if isinstance(a, ShardedTensor) else r
         for a, r in zip(args, result, strict=True)
     ]
     return (tuple(shown) if type(args) is tuple else type(args)(*shown)), index

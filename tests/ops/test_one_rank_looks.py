@@ -15,6 +15,7 @@ from equivalence import check_function, on_ranks, randn, shard
 from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
+from pydist.errors import NotSupported
 from pydist.ops.convolution import boundary, local_conv
 
 LOOKS = {
@@ -224,3 +225,20 @@ def test_a_look_before_a_backward_that_raises_and_trains_nothing(data, parts, lo
 
     first, *others = on_ranks((parts, 1, 1), body, data=data)
     assert all(torch.equal(first, other) for other in others)
+
+
+def test_a_backward_hook_on_one_rank_hides_no_change_in_place():
+    """Here `v` is a copy of `x`: its change makes `x` stale, on all ranks."""
+
+    def body(mesh):
+        x = distribute_tensor(randn(3, 3, 1, 2, 1), mesh).requires_grad_() * 1
+        model = nn.ReLU(inplace=True)
+        if mesh.rank == 0:
+            model.register_full_backward_hook(lambda m, i, o: None)
+        v = x.flatten(0, 1).unflatten(0, (3, 3))
+        with torch.no_grad():  # else torch refuses the change
+            model(v)
+        with pytest.raises(NotSupported, match="after a change in place of another"):
+            x.sum()
+
+    on_ranks((1, 2, 1), body)
