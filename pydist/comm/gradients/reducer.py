@@ -255,10 +255,11 @@ class Reducer:
                 leaf.bucket.set_aside(parameter)
         weight = self.mesh.weights.weight()
         if not accumulates or differentiable:
+            axes = self.mesh.axes if leaf.lane is None else leaf.lane.axes
+            own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
+            mean = mean_ranks(own, self.mesh, axes, "gradients", weight)
             if grad is None:
                 return None
-            axes = self.mesh.axes if leaf.lane is None else leaf.lane.axes
-            mean = mean_ranks(grad, self.mesh, axes, "gradients", weight)
             if differentiable:
                 graph.mark(mean, self.mesh)
             return mean
