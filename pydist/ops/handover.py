@@ -51,8 +51,11 @@ class Handover(Generic[T]):
 def runs(ctx: Any, argument: int) -> bool:
     """Whether the backward under way goes on to the node that made an argument of this one's call.
 
-    It does not where gradients of other tensors alone are asked for (`torch.autograd.grad`).
+    It does not where gradients of other tensors alone are asked for (`torch.autograd.grad`), and
+    goes on without a gradient where none has arrived.
     """
+    if not ctx.has_gradient:
+        return False
     node = ctx.next_functions[argument][0]
     return node is not None and bool(torch._C._will_engine_execute_node(node))
 

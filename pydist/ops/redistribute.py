@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import overload
 
 import torch
@@ -13,9 +13,10 @@ from pydist.aliasing import entry_of_plain, is_partly_changed
 from pydist.comm.exchange.adjoints import enter, gather_box, with_true_gradient
 from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.exchange.exchanger import Exchanger
-from pydist.comm.gradients.members import follow
+from pydist.comm.gradients.members import follow, reducer_of
 from pydist.errors import UsageError
 from pydist.layout import Layout
+from pydist.mesh import Mesh
 from pydist.ops.formats import all_channels_last
 from pydist.tensor import ShardedTensor, local_of, wrap
 
@@ -65,7 +66,8 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
     box = layout.box
     if tuple(box.shape) != tuple(tensor.shape):
         part = part[tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))]
-    return entry_of_plain(enter(part, layout.mesh.sample_size / layout.replicas), tensor)
+    entered = enter(part, layout.mesh.sample_size / layout.replicas, as_view=True)
+    return entry_of_plain(entered, tensor)
 
 
 @overload
@@ -126,24 +128,51 @@ def operand_in(x: Tensor, target: Layout, layout: Layout) -> Tensor:
 
 def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor:
     """The shard of `x` in the layout `target`, for a result in `layout`, which uses more axes."""
-    local = local_of(redistribute(x, target))
+    local, mesh = local_of(redistribute(x, target)), layout.mesh
+    more: tuple[str, ...] = ()
     if local is x._local:
         more = tuple(a for a in layout.used_axes if a not in target.used_axes)
-        local = with_true_gradient(local, layout.mesh, more)
-    return enter(local, target.replicas / layout.replicas)
+    factor = target.replicas / layout.replicas
+
+    def made(local: Tensor) -> Tensor:
+        return enter(with_true_gradient(local, mesh, more), factor)
+
+    return _part(local, None, made, mesh) if factor != 1 else made(local)
 
 
 def _entered(x: Tensor, index: tuple[slice, ...] | None, layout: Layout) -> Tensor:
     """A plain operand of a result in `layout`, or a part; a parameter waits for the reducer."""
     mesh = layout.mesh
-    follow(x, mesh)
-    is_parameter = x.is_leaf and isinstance(x, nn.Parameter)
-    part = x if is_parameter else with_true_gradient(x, mesh, layout.used_axes)
-    if index is not None:
-        part = part[index]
-    part = enter(part, mesh.sample_size / layout.replicas)
-    if is_parameter and part is not x and part.requires_grad and mesh.reducer is not None:
-        mesh.reducer.aliases.note(part, index)
+    factor = mesh.sample_size / layout.replicas
+
+    def made(x: Tensor) -> Tensor:
+        follow(x, mesh)
+        is_parameter = x.is_leaf and isinstance(x, nn.Parameter)
+        part = x if is_parameter else with_true_gradient(x, mesh, layout.used_axes)
+        return enter(part if index is None else part[index], factor)
+
+    return _part(x, index, made, mesh) if factor != 1 else made(x)
+
+
+def _part(
+    x: Tensor, index: tuple[slice, ...] | None, made: Callable[[Tensor], Tensor], mesh: Mesh
+) -> Tensor:
+    """An operand in the graph; a leaf's part follows the leaf until backward.
+
+    Args:
+        x: plain, or a shard.
+        index: which part of it; `None` for all of it.
+        made: makes the part.
+        mesh: the mesh.
+    """
+    part = made(x)
+    if not (x.is_leaf and torch.is_grad_enabled() and (x.is_floating_point() or x.is_complex())):
+        return part
+    if x.is_inference():
+        return part
+    if not part.requires_grad:
+        part = part.detach()  # by the time of a backward pass it may require a gradient
+    reducer_of(mesh).aliases.note(part, x, index, made)
     return part
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import randn
-from scripts import check_script, copy_of
+from equivalence import on_ranks, randn
+from scripts import check_script, copy_of, on_mesh
 from torch import nn
+
+from pydist import ShardedTensor
 
 LAYERS = {
     "halo": lambda: nn.Conv3d(4, 3, 3, padding=1),
@@ -57,3 +59,78 @@ def test_zeros_without_memory_are_gradients():
         return [*found, *(p.grad for p in model.parameters())]
 
     check_script(script)
+
+
+class Scaled(nn.Module):
+    """A parameter for each place along the depth, by torch's own product."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(randn(6, 1, 1)), nn.Parameter(randn(6, 1, 1))
+
+    def forward(self, x):
+        return x * self.scale + self.shift
+
+
+class Head(nn.Module):
+    """A plain layer after `full_tensor()`."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x):
+        means = x.mean((2, 3, 4))
+        return self.linear(means.full_tensor() if isinstance(means, ShardedTensor) else means)
+
+
+NAMED = {
+    **LAYERS,
+    "product": Scaled,
+    "plain head": Head,
+    "adaptive maximum": lambda: nn.AdaptiveMaxPool3d(1),
+}
+
+
+def penalty(loss, layer, prepared=lambda model: None):
+    def script(ready, cut):
+        model = ready(copy_of(nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), layer())))
+        prepared(model)
+        x = cut(randn(2, 2, 6, 4, 3)).requires_grad_()
+        found = torch.autograd.grad(loss(model(x)), [x, model[0].weight], create_graph=True)
+        squares = sum(g.square().sum() for g in found)
+        asked = [x, *model.parameters()]
+        second = torch.autograd.grad(squares, asked, retain_graph=True, allow_unused=True)
+        squares.backward()
+        last = [x.grad, *(p.grad for p in model.parameters())]
+        shown = [*found, *second, *last]
+        return [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in shown]
+
+    return script
+
+
+@pytest.mark.parametrize("loss", [torch.sum, lambda y: y.abs().mean()], ids=["linear", "abs"])
+@pytest.mark.parametrize("layer", NAMED.values(), ids=NAMED)
+def test_no_gradient_is_none_and_not_zeros(layer, loss):
+    """Optimizers leave alone what has no gradient; with zeros they decay it."""
+    check_script(penalty(loss, layer), bound=1e-9)  # zeros that norms round
+
+
+@pytest.mark.parametrize("name", ["halo", "average", "plain head"])
+def test_a_hook_on_one_rank_makes_zeros_of_none_there_and_changes_no_exchange(name):
+    """torch's own function for hooks of modules does so."""
+    expected = penalty(torch.sum, NAMED[name])(lambda module: module, lambda x: x)
+
+    def rank(mesh):
+        def hooked(model):
+            if mesh.rank == 1:
+                model[1].register_full_backward_hook(lambda *_: None)
+
+        return on_mesh(penalty(torch.sum, NAMED[name], hooked), mesh)
+
+    for found in on_ranks((2, 1, 1), rank):
+        for a, b in zip(found, expected, strict=True):
+            if b is not None:
+                torch.testing.assert_close(a, b)
+            else:
+                assert a is None or not a.any()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import ShardedTensor, distribute_tensor, parallelize
-from pydist.errors import NotSupported, UsageError
+from pydist.errors import UsageError
 from pydist.ops.normalization import norm_common
 
 
@@ -134,46 +134,68 @@ def test_another_dtype_between_forward_and_backward_is_refused():
     on_ranks((2, 1, 1), rank)
 
 
-@pytest.mark.parametrize("layer", [conv(), nn.ConvTranspose3d(2, 3, 3, 2, 1)], ids=str)
-def test_a_weight_that_is_unfrozen_before_a_penalty_is_refused(layer):
-    def rank(mesh):
-        model = parallelize(copy.deepcopy(layer).double().requires_grad_(False), mesh)
-        x = distribute_tensor(randn(1, 2, 6, 3, 3), mesh).requires_grad_()
-        loss = model(x).square().mean()
-        model.requires_grad_(True)
-        with pytest.raises(NotSupported, match="unfreeze it before the forward"):
-            torch.autograd.grad(loss, x, create_graph=True)
-
-    on_ranks((2, 1, 1), rank)
+# Whether the weights train in the forward pass, in the one with create_graph, in the last one.
+MOMENTS = {
+    "frozen before the penalty": (True, False, False),  # found by seed 4001182
+    "frozen for the penalty": (True, False, True),
+    "frozen after the penalty": (True, True, False),
+    "unfrozen before the penalty": (False, True, True),
+    "unfrozen for the penalty": (False, True, False),
+    "unfrozen after the penalty": (False, False, True),
+}
 
 
-@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)], ids=str)
-@pytest.mark.parametrize("name", [*MODELS, "conv 1d", "transposed 1d"])
-def test_weights_that_are_frozen_before_a_penalty(name, spatial, monkeypatch):
-    """Found by seed 4001182."""
-    monkeypatch.setattr(norm_common, "_WORTH_A_PASS", 0)
-    layers, shape = MODELS.get(name) or OTHERS[name][0], (1, 2, 6, 3, 3)
-    shape = (1, 2, 9) if name not in MODELS else shape
+def penalty(model, x, moments, checkpointed=False):
+    """The gradients of a penalty, then those of an ordinary step."""
+    trains = iter(moments)
+    model.requires_grad_(next(trains))
+    x.requires_grad_()
+    y = checkpoint(model, x, use_reentrant=False) if checkpointed else model(x)
+    loss = y.sin().mean()
+    model.requires_grad_(next(trains))
+    (g,) = torch.autograd.grad(loss, x, create_graph=True)
+    model.requires_grad_(next(trains))
+    (g.square().sum() + loss).backward()
+    model.requires_grad_(True)
+    found = [g, x.grad, *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
+    model.zero_grad()
+    model(x).square().mean().backward()
+    found += [p.grad for p in model.parameters()]
+    return [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in found]
 
-    def penalty(model, x):
-        loss = model(x.requires_grad_()).sin().mean()
-        model.requires_grad_(False)
-        (g,) = torch.autograd.grad(loss, x, create_graph=True)
-        g.square().sum().backward()
-        full = [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in (g, x.grad)]
-        assert all(p.grad is None for p in model.parameters())
-        return [t.detach() for t in full]
 
+def check_penalty(name, moments, spatial, checkpointed=False):
+    layers, shape = MODELS.get(name) or OTHERS[name][0], (1, 2, 6, 4, 4)
+    if name not in MODELS:
+        shape = OTHERS[name][1]
     model = nn.Sequential(*copy.deepcopy(layers)).double()
-    expected = penalty(copy.deepcopy(model), randn(*shape))
+    expected = penalty(copy.deepcopy(model), randn(*shape), moments, checkpointed)
 
     def rank(mesh):
         points = [even_points(n, k) for n, k in zip(shape[2:], spatial, strict=False)]
         x = shard(randn(*shape), layout_at(mesh, shape, points))
-        return penalty(parallelize(copy.deepcopy(model), mesh), x)
+        return penalty(parallelize(copy.deepcopy(model), mesh), x, moments, checkpointed)
 
     for found in on_ranks(spatial, rank):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("moments", MOMENTS.values(), ids=MOMENTS)
+@pytest.mark.parametrize("name", [*MODELS, "product", "layer norm", "conv 2d"])
+def test_weights_that_are_frozen_or_unfrozen_around_a_penalty(name, moments, monkeypatch):
+    monkeypatch.setattr(norm_common, "_WORTH_A_PASS", 0)
+    check_penalty(name, moments, (2, 1, 1))
+
+
+@pytest.mark.parametrize("name", ["conv", "norm, PReLU", "conv 1d", "transposed 1d"])
+def test_weights_that_are_frozen_before_a_penalty_on_one_rank(name):
+    check_penalty(name, MOMENTS["frozen before the penalty"], (1, 1, 1))
+
+
+@pytest.mark.parametrize("moments", [(True, False, False), (False, True, True)], ids=str)
+@pytest.mark.parametrize("name", ["conv", "transposed"])
+def test_weights_that_are_frozen_or_unfrozen_before_a_checkpoint_is_computed_again(name, moments):
+    check_penalty(name, moments, (2, 1, 1), checkpointed=True)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])

@@ -61,13 +61,13 @@ def _copy(x: Tensor) -> Tensor:
 
 class _Enter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, factor: float, as_view: bool) -> Tensor:
         ctx.factor = factor
-        return x.view_as(x)
+        return x.view_as(x) if as_view else x.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _Scale.apply(grad, ctx.factor), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Scale.apply(grad, ctx.factor), None, None
 
 
 class _Scale(Function):
@@ -78,14 +78,21 @@ class _Scale(Function):
 
     @staticmethod
     def backward(ctx: Any, x: Tensor) -> tuple[Tensor, None]:
-        return _Enter.apply(x, ctx.factor), None
+        return _Enter.apply(x, ctx.factor, False), None
 
 
-def enter(x: Tensor, factor: float) -> Tensor:
-    """A value held `factor` times as often as the result it goes into; its gradient × factor."""
+def enter(x: Tensor, factor: float, *, as_view: bool = False) -> Tensor:
+    """A value held `factor` times as often as the result it goes into; its gradient × factor.
+
+    Args:
+        x: the value.
+        factor: of its gradient.
+        as_view: whether the result is a view, which torch allows no change in place. If not, it can
+            be given another graph (`pydist.comm.gradients.aliases`).
+    """
     if factor == 1 or not x.requires_grad or not torch.is_grad_enabled():
         return x
-    return _Enter.apply(x, factor)
+    return _Enter.apply(x, factor, as_view)
 
 
 class _SumRanks(Function):

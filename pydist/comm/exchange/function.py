@@ -6,6 +6,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pydist.comm.exchange.exchanger import in_memory
 
@@ -16,14 +17,41 @@ class Function(torch.autograd.Function):
     Where a formula of torch knows that a gradient is zero, or only its negative, the engine hands
     on a tensor without these values. That depends on the graph of one rank alone: a rank that
     passed such a tensor to native code would raise while the others communicate.
+
+    Where there is no gradient at all, as for what a gradient of a gradient does not depend on,
+    torch's nodes hand on `None`, and optimizers leave a parameter without a gradient alone. So do
+    these functions. They exchange zeros nonetheless: another rank may have a gradient of zeros
+    there, for a hook that only it has.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        forward: Any = cls.forward
         backward: Any = cls.backward
 
-        @wraps(backward)
-        def with_memory(ctx: Any, *grads: Any) -> Any:
-            return backward(ctx, *(None if g is None else in_memory(g) for g in grads))
+        @wraps(forward)
+        def without_zeros(ctx: Any, *args: Any) -> Any:
+            ctx.set_materialize_grads(False)
+            return forward(ctx, *args)
 
+        @wraps(backward)
+        def with_memory(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> Any:
+            ctx.has_gradient = grad is not None or any(g is not None for g in rest)
+            if grad is not None:
+                return backward(ctx, in_memory(grad), *rest)
+            of_result = ctx._input_metadata[0]
+            zeros = torch.zeros(of_result.shape, dtype=of_result.dtype, device=of_result.device)
+            found = backward(ctx, zeros, *rest)
+            return found if ctx.has_gradient else (None,) * len(found)
+
+        cls.forward = staticmethod(without_zeros)  # type: ignore[method-assign]
         cls.backward = staticmethod(with_memory)  # type: ignore[method-assign]
+
+
+def way_back(x: Tensor) -> Tensor:
+    """An empty second result of a function of x, to which its backward's backward gives zeros.
+
+    Where torch's own backward names its input, as those of pools do, gradients of gradients reach
+    the input as zeros instead of `None`.
+    """
+    return x.new_empty(0)

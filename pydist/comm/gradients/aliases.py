@@ -1,64 +1,108 @@
-"""Views of parameters in the graph, which follow a parameter that gets other memory.
+"""Parts of leaves in the graph, which follow a leaf that gets other memory, is frozen or unfrozen.
 
-Autograd saves a parameter itself for backward, and so sees what `p.data = ...` puts into its place.
-A sharded call uses a view of the parameter, with a node that scales the gradient. Before a backward
-pass these views get the parameter's memory of then.
+Autograd saves a leaf itself for backward. So it sees what `p.data = ...` puts into the leaf's
+place, and with `create_graph` it asks by then whether the leaf requires a gradient. A sharded call
+uses a part of the leaf instead, with nodes that scale the gradient. Before a backward pass these
+parts become what the leaf is then.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
+from pydist.comm.exchange.function import Function
 from pydist.comm.exchange.link import Link
 from pydist.errors import UsageError
 
 _FEW = 64
 
 
+class _Alias(NamedTuple):
+    """A part of a leaf.
+
+    Attributes:
+        part: its memory is the leaf's; no view of the leaf for autograd.
+        leaf: the leaf.
+        index: which part; `None` for all of it.
+        made: makes the part anew, with the graph that leads to the leaf as it is then.
+        trains: whether the part leads to the leaf.
+    """
+
+    part: Link
+    leaf: Link
+    index: Any
+    made: Callable[[Tensor], Tensor]
+    trains: bool
+
+
 class Aliases:
-    """The views that graphs hold; they are referred to weakly."""
+    """The parts that graphs hold; they are referred to weakly."""
 
     def __init__(self) -> None:
-        self._views: list[tuple[Link, Any]] = []
+        self._parts: list[_Alias] = []
         self._most = _FEW
 
-    def note(self, view: Tensor, index: Any) -> None:
-        """Remembers a view.
+    def note(
+        self, part: Tensor, leaf: Tensor, index: Any, made: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Remembers a part.
 
         Args:
-            view: of a parameter, in the graph.
-            index: which part of the parameter; `None` for all of it.
+            part: what a call uses; frozen or not, as the leaf is.
+            leaf: what it is a part of.
+            index: which part; `None` for all of it.
+            made: makes the part from the leaf.
         """
-        self._views.append((Link(view), index))
-        if len(self._views) > self._most:  # forward passes without a backward
-            self._views = [each for each in self._views if each[0]() is not None]
-            self._most = 2 * len(self._views) + _FEW
+        self._parts.append(_Alias(Link(part), Link(leaf), index, made, part.requires_grad))
+        if len(self._parts) > self._most:  # forward passes without a backward
+            self._parts = [each for each in self._parts if each.part() is not None]
+            self._most = 2 * len(self._parts) + _FEW
 
-    def renew(self) -> None:
-        """Gives the views the memory that their parameters have now.
+    def renew(self, create_graph: bool) -> None:
+        """Makes the parts what their leaves are now.
+
+        Args:
+            create_graph: whether the backward pass that begins can lead to the leaves.
 
         Raises:
-            UsageError: a parameter has changed its shape, dtype or device.
+            UsageError: a leaf has changed its shape, dtype or device.
         """
         alive = []
-        for each in self._views:
-            link, index = each
-            view = link()
-            if view is None:
+        for each in self._parts:
+            part, leaf = each.part(), each.leaf()
+            if part is None or leaf is None:
                 continue
-            alive.append(each)
-            parameter = view._base
-            assert parameter is not None
-            now = parameter if index is None else parameter.data[index]
-            if now.data_ptr() == view.data_ptr():
-                continue
-            if (now.shape, now.dtype, now.device) != (view.shape, view.dtype, view.device):
-                raise UsageError(
-                    f"a parameter of shape {list(view.shape)} and {view.dtype} has become one of "
-                    f"shape {list(now.shape)} and {now.dtype} between forward and backward: change "
-                    "it before the forward pass or after backward()"
-                )
-            view.data = now.data
-        self._views = alive
+            now = leaf if each.index is None else leaf.data[each.index]
+            if now.data_ptr() != part.data_ptr():
+                if (now.shape, now.dtype, now.device) != (part.shape, part.dtype, part.device):
+                    raise UsageError(
+                        f"a parameter of shape {list(part.shape)} and {part.dtype} has become one "
+                        f"of shape {list(now.shape)} and {now.dtype} between forward and backward: "
+                        "change it before the forward pass or after backward()"
+                    )
+                part.data = now.data
+            if create_graph and leaf.requires_grad is not each.trains:
+                with torch.enable_grad(), preserve_version(part):
+                    _Follow.apply(part, each.made(leaf) if leaf.requires_grad else None)
+                alive.append(each._replace(trains=leaf.requires_grad))
+            else:
+                alive.append(each)
+        self._parts = alive
+
+
+class _Follow(Function):
+    """Gives a part the graph of another tensor, or one that ends, for what uses it from now on."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, other: Tensor | None) -> Tensor:
+        ctx.mark_dirty(part)
+        return part
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
+        return None, grad if ctx.needs_input_grad[1] else None

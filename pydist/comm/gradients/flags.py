@@ -154,8 +154,7 @@ def show_unused(
         if flag == SHOWN:
             arrived = unused.get(leaf)
             if arrived is None:  # at another rank only
-                kind = leaf.kind
-                arrived = torch.zeros(kind.shape, dtype=kind.dtype, device=kind.device)
+                arrived = leaf.kind.zeros()
             unused[leaf] = mean_ranks(arrived, mesh, lane.axes, "gradients")
 
 

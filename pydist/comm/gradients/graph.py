@@ -168,10 +168,13 @@ class _Engine(_engine):  # type: ignore[misc]
         if not meshes:
             return super().run_backward(outputs, *args, **kwargs)
         reducers = [mesh.reducer for mesh in meshes if mesh.reducer is not None]
-        for tensor in leaves:
+        for tensor in leaves if reducers else ():
             reducers[0].register(tensor)
         for reducer in reducers:
-            reducer.enter(bool(kwargs.get("accumulate_grad", False)))
+            reducer.enter(
+                accumulates=bool(kwargs.get("accumulate_grad", False)),
+                create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False)),
+            )
         try:
             results = super().run_backward(outputs, *args, **kwargs)
         except BaseException:

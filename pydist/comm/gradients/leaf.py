@@ -37,6 +37,10 @@ class Kind(NamedTuple):
         """Describes a tensor."""
         return Kind(tensor.dtype, tensor.device, tensor.shape, tensor.stride())
 
+    def zeros(self) -> Tensor:
+        """A gradient of zeros."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{dtype}{list(self.shape)} on {self.device.type}, strides {list(self.stride)}"

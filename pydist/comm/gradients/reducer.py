@@ -84,7 +84,7 @@ class Reducer:
         self._pauses = 0  # open `no_sync` blocks, of any model
         self._runs: list[_Run] = []  # of the engine, nested
         self.aliases = Aliases()
-        """Views of parameters that sharded calls have used."""
+        """Parts of leaves that sharded calls have used."""
         self._queued = self._interrupted = False
         self._unused: dict[Leaf, Tensor] = {}  # what has arrived at frozen parameters
         self.parts: dict[int, Part] = {}
@@ -202,11 +202,11 @@ class Reducer:
 
     # -- a backward pass --------------------------------------------------------------------
 
-    def enter(self, accumulates: bool) -> None:
+    def enter(self, *, accumulates: bool, create_graph: bool) -> None:
         """The engine begins a pass over a graph with members or sharded tensors."""
         if accumulates and self._interrupted and not self._runs:
             self._recover()
-        self.aliases.renew()
+        self.aliases.renew(create_graph)
         self._runs.append(_Run(accumulates))
 
     def leave(self, *, interrupted: bool) -> None:
@@ -255,10 +255,11 @@ class Reducer:
                 leaf.bucket.set_aside(parameter)
         weight = self.mesh.weights.weight()
         if not accumulates or differentiable:
+            axes = self.mesh.axes if leaf.lane is None else leaf.lane.axes
+            own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
+            mean = mean_ranks(own, self.mesh, axes, "gradients", weight)
             if grad is None:
                 return None
-            axes = self.mesh.axes if leaf.lane is None else leaf.lane.axes
-            mean = mean_ranks(grad, self.mesh, axes, "gradients", weight)
             if differentiable:
                 graph.mark(mean, self.mesh)
             return mean

@@ -23,7 +23,6 @@ from pydist.ops.convolution.local_conv import (
     ConvChooser,
     apart,
     bias_gradient,
-    refuse_unfrozen,
     unpadded_conv,
     with_bias,
 )
@@ -106,10 +105,11 @@ class _CorrectedConv(Function):
             ctx.boundary = boundary if ctx.needs_input_grad[1] else None
             ctx.save_for_backward(x, weight)  # the bias may change, as with torch
             return y
-        # A checkpoint computes the halo again as well, perhaps from other values than now.
+        # A checkpoint computes the halo again as well, perhaps from other values than now, and
+        # saves as many tensors, though the weight may be frozen then.
         boundary.complete_now()
         ctx.boundary = None
-        ctx.save_for_backward(x, weight, *(boundary.slabs if ctx.needs_input_grad[1] else ()))
+        ctx.save_for_backward(x, weight, *boundary.slabs)
         return y
 
     @staticmethod
@@ -118,7 +118,6 @@ class _CorrectedConv(Function):
         plan: CorrectionPlan = ctx.plan
         begin_backward(plan.mesh)
         if torch.is_grad_enabled():
-            refuse_unfrozen(weight, ctx.needs_input_grad, plan.mesh)
             return (*_backward_by_gathering(ctx, x, weight, grad), None, None)
         kernels: ConvKernels = ctx.kernels
         slab_kernels: SlabKernels = ctx.boundary_kernels

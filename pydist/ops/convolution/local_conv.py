@@ -13,7 +13,6 @@ from pydist.backend.choice import ConvKernels, by_rule, choose
 from pydist.backend.conv import padded
 from pydist.backend.problem import ConvProblem, onednn_has
 from pydist.comm.exchange.function import Function
-from pydist.errors import NotSupported
 from pydist.mesh import Mesh
 from pydist.ops.formats import all_channels_last
 from pydist.timers import Timers
@@ -103,7 +102,6 @@ class _LocalConv(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
-            refuse_unfrozen(weight, ctx.needs_input_grad, ctx.mesh)
             x, weight = apart(x, weight, ctx.needs_input_grad)
             p = ctx.kernels.problem
             kernel = with_dims(weight, x)
@@ -124,24 +122,6 @@ def with_dims(weight: Tensor, x: Tensor) -> Tensor:
     Made within autograd functions, as what these save has to be the parameter itself.
     """
     return weight if weight.dim() == x.dim() else weight.unsqueeze(2)
-
-
-def refuse_unfrozen(weight: Tensor, needed: Sequence[bool], mesh: Mesh) -> None:
-    """Called in a backward with a graph of its own, through which the weight gets a gradient.
-
-    Args:
-        weight: as it was saved.
-        needed: whether the gradient is needed: of x, of the weight, of the bias.
-        mesh: the mesh.
-
-    Raises:
-        NotSupported: it was frozen in the forward pass, so nothing scales this gradient.
-    """
-    if weight.requires_grad and not needed[1] and mesh.sample_size > 1:
-        raise NotSupported(
-            f"a weight of shape {list(weight.shape)} was frozen in the forward pass and trains in "
-            "a backward pass with create_graph=True: unfreeze it before the forward pass"
-        )
 
 
 def in_autocast_type(*tensors: Tensor | None) -> list[Any]:

@@ -20,7 +20,6 @@ from pydist.ops.convolution.local_conv import (
     ConvChooser,
     apart,
     bias_gradient,
-    refuse_unfrozen,
     with_bias,
     with_dims,
 )
@@ -53,7 +52,6 @@ class _LocalTransposed(Function):
         kernels: ConvKernels = ctx.kernels
         p = kernels.problem
         if torch.is_grad_enabled():
-            refuse_unfrozen(weight, ctx.needs_input_grad, ctx.mesh)
             starts = [start + q for start, q in zip(ctx.starts, p.padding, strict=True)]
 
             def again(x: Tensor, weight: Tensor) -> Tensor:

@@ -18,10 +18,11 @@ from pydist.backend.choice import ConvKernels
 from pydist.comm.exchange.adjoints import begin_backward
 from pydist.comm.exchange.function import Function
 from pydist.ops.convolution.correction import CorrectionPlan
-from pydist.ops.convolution.local_conv import bias_gradient, refuse_unfrozen
+from pydist.ops.convolution.local_conv import bias_gradient
 from pydist.ops.convolution.local_transposed import second_order, transposed_by_torch
 from pydist.ops.convolution.slab_kernels import SlabKernels, as_read
 from pydist.ops.gathering import BoxGatherer
+from pydist.ops.handover import hook_on_saved
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ class _CorrectedTransposed(Function):
         ctx.plan, ctx.kernels, ctx.recomputation = plan, kernels, recomputation
         ctx.slab_kernels = slab_kernels
         ctx.layer = timers.layer
-        for_wgrad = slabs if ctx.needs_input_grad[1] else ()
+        # In a checkpoint the weight may be frozen, or no longer be so, when all is computed again.
+        keeps = ctx.needs_input_grad[1] or hook_on_saved() is not None
+        for_wgrad = slabs if keeps else ()
         ctx.save_for_backward(x, weight, *for_wgrad)  # the bias may change, as with torch
         return y
 
@@ -75,7 +78,6 @@ class _CorrectedTransposed(Function):
         plan: CorrectionPlan = ctx.plan
         begin_backward(plan.mesh)
         if torch.is_grad_enabled():
-            refuse_unfrozen(weight, ctx.needs_input_grad, plan.mesh)
             grads = second_order(_by_gathering(ctx), x, weight, ctx, grad)
             return (*grads, None, None, None, None)
         kernels: ConvKernels = ctx.kernels

@@ -90,8 +90,8 @@ def by_torch(norm: Callable[..., Tensor], local: Tensor, *args: Any) -> Tensor:
     return normed
 
 
-def _restrided(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
-    if grad.stride() == strides:
+def _restrided(grad: Tensor | None, strides: tuple[int, ...]) -> Tensor | None:
+    if grad is None or grad.stride() == strides:
         return grad
     return grad.new_empty_strided(grad.shape, strides).copy_(grad)
 

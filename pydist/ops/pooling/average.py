@@ -19,7 +19,7 @@ from pydist._loader import native
 from pydist.backend.slab_library import rectify_
 from pydist.comm.exchange.adjoints import begin_backward, exchange_marker
 from pydist.comm.exchange.exchanger import in_memory
-from pydist.comm.exchange.function import Function
+from pydist.comm.exchange.function import Function, way_back
 from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of, start
 from pydist.ops.windows import Window, WindowPlan
@@ -186,37 +186,47 @@ def average(x: Tensor, plan: AveragePlan) -> Tensor:
     The same node and the same exchanges on every rank, as all ranks have the same plan; an empty
     shard takes part.
     """
-    return _Average.apply(x, plan)
+    result: Tensor = _Average.apply(x, plan)[0]
+    return result
 
 
-def spread(grad: Tensor, plan: AveragePlan, layer: str) -> Tensor:
-    """The adjoint of `average`, differentiable to any order; `layer` is for the timers."""
-    return _Spread.apply(grad, plan, layer)
+def spread(grad: Tensor, way: Tensor, plan: AveragePlan, layer: str) -> Tensor:
+    """The adjoint of `average`, differentiable to any order.
+
+    Args:
+        grad: dL/dy.
+        way: the `way_back` to x.
+        plan: of the pool.
+        layer: for the timers.
+    """
+    result: Tensor = _Spread.apply(grad, way, plan, layer)
+    return result
 
 
 class _Average(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: AveragePlan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: AveragePlan) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.layer = plan, plan.mesh.timers.layer
-        ctx.save_for_backward(exchange_marker())
-        return plan.pool(x)
+        way = way_back(x)
+        ctx.save_for_backward(way)  # the exchange's marker too
+        return plan.pool(x), way
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        _ = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+        (way,) = ctx.saved_tensors
         begin_backward(ctx.plan.mesh)
-        return spread(grad, ctx.plan, ctx.layer), None
+        return spread(grad, way, ctx.plan, ctx.layer), None
 
 
 class _Spread(Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, plan: AveragePlan, layer: str) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, way: Tensor, plan: AveragePlan, layer: str) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(exchange_marker())
         return plan.spread(grad, layer)
 
     @staticmethod
-    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors
         begin_backward(ctx.plan.mesh)
-        return _Average.apply(x, ctx.plan), None, None
+        return average(x, ctx.plan), x.new_zeros(0), None, None

@@ -18,7 +18,7 @@ from torch import Tensor
 from pydist._loader import native
 from pydist.comm.exchange.adjoints import begin_backward, with_true_gradient
 from pydist.comm.exchange.exchanger import in_memory
-from pydist.comm.exchange.function import Function
+from pydist.comm.exchange.function import Function, way_back
 from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, in_3d, lo_of
 from pydist.ops.windows import WindowPlan
@@ -133,53 +133,59 @@ def maximum(x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
     """
     if plan.has_halo:
         x = with_true_gradient(x, plan.mesh, plan.plan.layout.unused_axes)
-    return _Maximum.apply(x, plan)
+    y, taps, _ = _Maximum.apply(x, plan)
+    return y, taps
 
 
 def taken(x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
     """The inputs at given taps, 0 where another rank holds them; differentiable to any order."""
-    return _Pick.apply(x, taps, plan)
+    result: Tensor = _Pick.apply(x, taps, plan)[0]
+    return result
 
 
 class _Maximum(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor, Tensor]:
         y, taps = plan.maxima(x)
         ctx.plan, ctx.layer = plan, plan.mesh.timers.layer
         ctx.mark_non_differentiable(taps)
-        ctx.save_for_backward(taps)
-        return y, taps
+        way = way_back(x)
+        ctx.save_for_backward(taps, way)
+        return y, taps, way
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
-        (taps,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None]:
+        taps, way = ctx.saved_tensors
         begin_backward(ctx.plan.mesh)
-        return _Spread.apply(grad, taps, ctx.plan, ctx.layer), None
+        return _Spread.apply(grad, way, taps, ctx.plan, ctx.layer), None
 
 
 class _Spread(Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, taps: Tensor, plan: MaxPlan, layer: str) -> Tensor:
+    def forward(
+        ctx: Any, grad: Tensor, way: Tensor, taps: Tensor, plan: MaxPlan, layer: str
+    ) -> Tensor:
         ctx.plan = plan
         ctx.save_for_backward(taps)
         return plan.spread(grad, taps, layer)
 
     @staticmethod
-    def backward(ctx: Any, x: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, x: Tensor) -> tuple[Tensor | None, ...]:
         (taps,) = ctx.saved_tensors
         begin_backward(ctx.plan.mesh)
-        return _Pick.apply(x, taps, ctx.plan), None, None, None
+        return taken(x, taps, ctx.plan), x.new_zeros(0), None, None, None
 
 
 class _Pick(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, taps: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.layer = plan, plan.mesh.timers.layer
-        ctx.save_for_backward(taps)
-        return plan.pick(x, taps)
+        way = way_back(x)
+        ctx.save_for_backward(taps, way)
+        return plan.pick(x, taps), way
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (taps,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
+        taps, way = ctx.saved_tensors
         begin_backward(ctx.plan.mesh)
-        return _Spread.apply(grad, taps, ctx.plan, ctx.layer), None, None
+        return _Spread.apply(grad, way, taps, ctx.plan, ctx.layer), None, None

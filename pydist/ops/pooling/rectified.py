@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pydist.comm.exchange.adjoints import begin_backward
-from pydist.comm.exchange.function import Function
+from pydist.comm.exchange.function import Function, way_back
 from pydist.ops.convolution.rectified import PendingRectifier
 from pydist.ops.handover import runs
 from pydist.ops.pooling.average import AveragePlan, spread
@@ -51,7 +51,7 @@ def average_rectified(x: ShardedTensor, plan: AveragePlan) -> Tensor | None:
     refuse_foreign_graph(x)
     if not pending.read():
         return None
-    result: Tensor = _RectifiedAverage.apply(x._shard, x._shard.detach(), pending, plan)
+    result: Tensor = _RectifiedAverage.apply(x._shard, x._shard.detach(), pending, plan)[0]
     return result
 
 
@@ -59,22 +59,23 @@ class _RectifiedAverage(Function):
     @staticmethod
     def forward(
         ctx: Any, rectified: Tensor, linear: Tensor, pending: PendingRectifier, plan: AveragePlan
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.layer, ctx.handover = plan, plan.mesh.timers.layer, pending.handover
         ctx.negative_slope = pending.negative_slope
         # The exchange's marker for checkpointing too.
-        ctx.save_for_backward(linear)
-        return plan.pool(linear, pending.negative_slope)
+        way = way_back(linear)
+        ctx.save_for_backward(linear, way)
+        return plan.pool(linear, pending.negative_slope), way
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (linear,) = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None]:
+        linear, way = ctx.saved_tensors
         plan, rest = ctx.plan, (None,) * 3
         begin_backward(plan.mesh)
         # Gradients of gradients reach the ReLU on other ways as well.
         ctx.handover.is_shared |= torch.is_grad_enabled()
         if ctx.handover.is_shared or not runs(ctx, 0):
-            return spread(grad, plan, ctx.layer), *rest
+            return spread(grad, way, plan, ctx.layer), *rest
         grad_linear = plan.spread(grad, ctx.layer, linear, ctx.negative_slope)
         ctx.handover.give(grad_linear, True)
         return grad_linear, *rest
