@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from pydist.comm.exchange.adjoints import mean_ranks
 from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.exchange.exchanger import in_memory
-from pydist.comm.gradients import graph, watch
+from pydist.comm.gradients import graph, interrupted, watch
 from pydist.comm.gradients.agreement import agree
 from pydist.comm.gradients.aliases import Aliases
 from pydist.comm.gradients.flags import (
@@ -43,10 +43,12 @@ class _Run:
         accumulates: whether gradients go to `.grad`; else `autograd.grad` returns them.
         reaches_none: whether it is known to reach no member.
         complete: whether the gradients were reduced.
+        added: the members whose gradients it has added to.
     """
 
     def __init__(self, accumulates: bool) -> None:
         self.accumulates = accumulates
+        self.added: list[Leaf] = []
         self.reaches_none = self.complete = False
 
 
@@ -178,6 +180,8 @@ class Reducer:
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Makes ordinary gradients, final and equal, of scattered ones. Collective."""
+        if not self._runs:
+            self.settle()
         with self.mesh.timers.measure("gradients"):
             for bucket in self.scattered:
                 bucket.gather_gradients()
@@ -204,8 +208,8 @@ class Reducer:
 
     def enter(self, accumulates: bool) -> None:
         """The engine begins a pass over a graph with members or sharded tensors."""
-        if accumulates and self._interrupted and not self._runs:
-            self._recover()
+        if accumulates and not self._runs:
+            self.settle()
         self.aliases.renew()
         self._runs.append(_Run(accumulates))
 
@@ -220,10 +224,7 @@ class Reducer:
             # Other ranks may have come further, and this may be caught: the next pass tidies up.
             self._interrupted, self._queued = True, False
             self._unused.clear()
-            for lane in self.lanes:
-                lane.interrupt()
-            for leaf in chain(self._newcomers.values(), *(lane.leaves for lane in self.lanes)):
-                leaf.fired = leaf.fired and leaf.paused
+            interrupted.interrupt(self.lanes, run.added)
 
     def expect_end_of_backward(self) -> None:
         """Asks the engine, once, to call when the running backward is over.
@@ -285,7 +286,10 @@ class Reducer:
             leaf.lane.begin()  # counts what may come, this one included
         current = self._current(leaf, parameter)
         # Of a parameter that was frozen after the forward pass, torch calls the hooks only.
-        current.fired |= parameter.grad is not None and parameter.requires_grad
+        if parameter.grad is not None and parameter.requires_grad:
+            current.fired = True
+            if self._runs:
+                self._runs[0].added.append(current)
         if paused:
             if leaf.bucket is not None:
                 leaf.bucket.put_back(parameter)
@@ -398,16 +402,16 @@ class Reducer:
             self._newcomers[leaf.key] = leaf
             leaf.idle = 0
 
-    def _recover(self) -> None:
-        """Completes what interrupted passes have begun, so that messages match again."""
-        with torch.no_grad():
-            own = torch.tensor([lane.started for lane in self.lanes], device="cpu")
-            most = own.clone()
-            if len(own):
-                self.mesh.world.all_reduce(most, "max")
-            for lane, started in zip(self.lanes, most.tolist(), strict=True):
-                lane.recover(started)
-        self._interrupted = self._queued = False
+    def settle(self) -> None:
+        """Completes what passes that raised have begun, so that messages match again. Collective.
+
+        Raises:
+            NotSupported: see `interrupted.settle`.
+        """
+        if self._interrupted:
+            self._queued = False
+            interrupted.settle(self.mesh.world, self.lanes)
+            self._interrupted = False
 
     def _new_lane(self) -> Lane:
         mesh = self.mesh
@@ -418,7 +422,8 @@ class Reducer:
 
     def _plan(self, lane: Lane, leaves: Sequence[Leaf]) -> None:
         lane.plan(leaves)
-        self.parts = {leaf.key: part for bucket in self.scattered for leaf, part in bucket.parts()}
+        parts = (each for bucket in self.scattered for each in bucket.parts())
+        self.parts = {leaf.key: part for leaf, part in parts if leaf.parameter() is not None}
 
 
 def _is_capturing(lanes: Sequence[Lane]) -> bool:
