@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from pydist.comm.gradients.scattered_bucket import Part, ScatteredBucket
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
+    from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
 
 
@@ -43,11 +44,13 @@ class _Run:
         accumulates: whether gradients go to `.grad`; else `autograd.grad` returns them.
         reaches_none: whether it is known to reach no member.
         complete: whether the gradients were reduced.
+        roots: the nodes of the graph where it starts.
+        sizes: of the batch whose outputs have no graph, if that was the last one.
         added: the members whose gradients it has added to.
     """
 
-    def __init__(self, accumulates: bool) -> None:
-        self.accumulates = accumulates
+    def __init__(self, accumulates: bool, roots: Sequence[Any], sizes: GroupSizes | None) -> None:
+        self.accumulates, self.roots, self.sizes = accumulates, roots, sizes
         self.added: list[Leaf] = []
         self.reaches_none = self.complete = False
 
@@ -206,12 +209,18 @@ class Reducer:
 
     # -- a backward pass --------------------------------------------------------------------
 
-    def enter(self, accumulates: bool) -> None:
-        """The engine begins a pass over a graph with members or sharded tensors."""
+    def enter(self, accumulates: bool, roots: Sequence[Any], sizes: GroupSizes | None) -> None:
+        """The engine begins a pass over a graph with members or sharded tensors.
+
+        Args:
+            accumulates: whether gradients go to `.grad`; else `autograd.grad` returns them.
+            roots: the nodes of the graph where the pass starts.
+            sizes: of the batch whose outputs have no graph, if that was the last one.
+        """
         if accumulates and not self._runs:
             self.settle()
         self.aliases.renew()
-        self._runs.append(_Run(accumulates))
+        self._runs.append(_Run(accumulates, roots, sizes))
 
     def leave(self, *, interrupted: bool) -> None:
         """The engine has ended that pass.
@@ -254,7 +263,10 @@ class Reducer:
                 self.gather_gradients()  # what is added to it is the mean as well
             elif leaf.bucket is not None:
                 leaf.bucket.set_aside(parameter)
-        weight = self.mesh.weights.weight()
+        weight = 1.0
+        if self.mesh.data_size > 1 and self._runs:
+            run = self._runs[-1]
+            weight = self.mesh.weights.weight(run.roots, run.sizes)
         if not accumulates or differentiable:
             if grad is None:
                 return None
