@@ -13,6 +13,7 @@ from pydist.errors import NotSupported
 PROGRAMS = [
     "b r0 b s", "b r2 Z b s", "b n r0 b s", "n r2 b s b", "r0 n b s", "b r2 z b s", "r0 Z s b",
     "b R2 b s", "b n R0 z n b s", "b s r2 g b s", "b r4 s b", "b n r2 r0 b h s", "r0 z s b s",
+    "r0 Z b r2 b s",
 ]  # fmt: skip
 SOME = PROGRAMS[:5]
 

@@ -124,6 +124,10 @@ class Bucket:
             family: takes up gradients that stay scattered.
             remnants: the last one of all ranks, in their order.
         """
+        sent, changed = self._sent, Remnant.CHANGED
+        self._sent = {
+            e.key: sent[e.key] for e in self.leaves if e.key in sent and remnants[e] is changed
+        }
         if self._work is None:
             return
         self._work.wait()
@@ -134,7 +138,7 @@ class Bucket:
             grad = None if parameter is None else parameter.grad
             if parameter is None or grad is None or remnants[leaf] is not Remnant.SENT:
                 continue
-            if self._sent.pop(leaf.key, (None,))[0] is grad:
+            if sent.get(leaf.key, (None,))[0] is grad:
                 grad.copy_(piece)
             else:  # this rank had not come so far: its own part is here
                 grad.add_(piece)
