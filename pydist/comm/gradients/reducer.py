@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from pydist.comm.exchange.adjoints import mean_ranks
 from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.exchange.exchanger import in_memory
-from pydist.comm.gradients import graph, interrupted, watch
+from pydist.comm.gradients import graph, watch
 from pydist.comm.gradients.agreement import agree
 from pydist.comm.gradients.aliases import Aliases
 from pydist.comm.gradients.flags import (
@@ -26,6 +26,7 @@ from pydist.comm.gradients.flags import (
     refuse_frozen,
     show_unused,
 )
+from pydist.comm.gradients.interrupted import interrupt, settle
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.leaf import Leaf, leaf_of
 from pydist.comm.gradients.scattered import ScatteredGradient
@@ -233,7 +234,7 @@ class Reducer:
             # Other ranks may have come further, and this may be caught: the next pass tidies up.
             self._interrupted, self._queued = True, False
             self._unused.clear()
-            interrupted.interrupt(self.lanes, run.added)
+            interrupt(self.lanes, run.added)
 
     def expect_end_of_backward(self) -> None:
         """Asks the engine, once, to call when the running backward is over.
@@ -422,7 +423,7 @@ class Reducer:
         """
         if self._interrupted:
             self._queued = False
-            interrupted.settle(self.mesh.world, self.lanes)
+            settle(self.mesh.world, self.lanes)
             self._interrupted = False
 
     def _new_lane(self) -> Lane:
