@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pydist.arguments import leaves
 from pydist.comm.gradients.graph import led_out, register_hook
-from pydist.group_sizes import GroupSizes
+from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -94,9 +94,11 @@ class Batches:
     def _begin(self, module: nn.Module, sizes: GroupSizes) -> None:
         # In backward a checkpointed part runs again, whose batch has entered already.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            self._mesh.weights.begin(sizes)
             # A frozen network's gradients need no weights: its group may be alone.
-            if module.training and any(p.requires_grad for p in module.parameters()):
+            together = module.training and any(p.requires_grad for p in module.parameters())
+            sizes.in_features = self._weighs and not together
+            self._mesh.weights.begin(sizes, together=together)
+            if together:
                 sizes.start()
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -109,13 +111,14 @@ class Batches:
         sizes.finish()
         tensors = [x for x in leaves((output,)) if isinstance(x, Tensor)]
         if not any(x.requires_grad for x in tensors):
-            led_out(self._mesh)
+            led_out(self._mesh, sizes)
         if not self._weighs:
             return
         reached = _reached(self._mesh, sizes)
         for value in tensors:
             local = value._local if isinstance(value, ShardedTensor) else value
             if local.requires_grad and not local.is_leaf:
+                mark_batch(local, sizes)
                 register_hook(local, reached)
 
 

@@ -46,8 +46,8 @@ def sum_over_groups(x: Tensor, mesh: Mesh) -> Tensor:
     if len(set(shapes)) > 1:
         given = ", ".join(shape.decode() for shape in shapes)
         raise UsageError(f"sum_over_groups of shapes {given}; equal shapes are possible")
-    sizes = mesh.weights.latest
     local = local_of(x) if isinstance(x, ShardedTensor) else x
+    sizes = mesh.weights.batch_of([local.grad_fn])
     total = sum_ranks(local, mesh, ("data",), sizes=sizes)
     if sizes is not None and total.requires_grad:
         total.register_hook(lambda _: mesh.weights.reached(sizes))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import itertools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from pydist.errors import NotSupported
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
 
 _NESTED = 16
 """Backward passes that may run within each other."""
+_MARK = "pydist batch"
+_numbers = itertools.count()
 
 
 class GroupSizes:
@@ -45,6 +50,10 @@ class GroupSizes:
         use: str = "a batch",
     ) -> None:
         self._use = f"batch sizes of {use}"
+        self._number = next(_numbers)
+        self.in_features = False
+        """Whether all results of the forward pass are marked as the batch's, and not outputs only:
+        one group may make it alone, so it must be told by the graph."""
         self._weight: float | None = None
         self._first = self.given_first = first_sample
         """Index of the first sample, where the caller has given it."""
@@ -120,29 +129,60 @@ class GroupSizes:
         return all(a * sum(others) == b * sum(mine) for a, b in pairs)
 
 
+def mark_batch(tensor: Tensor, sizes: GroupSizes) -> None:
+    """Notes on a tensor's graph from which batch it was computed."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[_MARK] = sizes
+
+
+def _batch_of(nodes: Iterable[Any]) -> GroupSizes | None:
+    """The batch that a graph was computed from: of several the one that entered last."""
+    found: list[GroupSizes] = []
+    stack, seen = list(nodes), set[Any]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        sizes = node.metadata.get(_MARK)
+        if sizes is None:
+            stack += [following for following, _ in node.next_functions]
+        else:
+            found.append(sizes)
+    return max(found, key=lambda sizes: sizes._number, default=None)
+
+
 class GroupWeights:
     """Which weights of the sample groups hold in the running backward pass.
 
     A group's script computes the mean loss of the group's own samples, and gradients are averaged
     over the groups. Weighted by `GroupSizes.weight`, they are the gradients of the mean over all
-    samples. A backward pass has the weights of the batch whose output it comes from. Until it has
-    reached an output (parameters of a criterion come earlier), and where it reaches none, it has
-    those of the latest batch. Weights have the mean 1, so a gradient that is equal in all groups,
-    such as that of a penalty on parameters, is the same with any.
+    samples. A backward pass has the weights of the batch whose output it comes from: the one that
+    it reaches first or, until then (parameters of a criterion come earlier), that the graph has.
+    Where there is none it has those of the latest batch of all groups. Weights have the mean 1, so
+    a gradient that is equal in all groups, such as that of a penalty on parameters, is the same
+    with any.
     """
 
     def __init__(self) -> None:
         self.latest: GroupSizes | None = None
-        """The batch that entered a model last."""
+        """The last batch that all groups have entered together."""
         self._used: dict[int, GroupSizes | None] = {}  # by the number of the backward pass
         self.seen: list[GroupSizes] | None = None
         """Lists the batches that enter while a closure is evaluated, else `None`."""
 
-    def begin(self, sizes: GroupSizes) -> None:
-        """A batch enters a model that is to be trained."""
-        if self.latest is not None:
-            self.latest.finish()  # its buffers may be in use, if its forward pass raised
-        self.latest = sizes
+    def begin(self, sizes: GroupSizes, *, together: bool) -> None:
+        """A batch enters a model, and may be trained.
+
+        Args:
+            sizes: of the batch.
+            together: whether all groups enter theirs now; else one may evaluate alone.
+        """
+        if together:
+            if self.latest is not None:
+                self.latest.finish()  # its buffers may be in use, if its forward pass raised
+            self.latest = sizes
         if self.seen is not None:
             self.seen.append(sizes)
 
@@ -167,10 +207,23 @@ class GroupWeights:
                 "pydist.sum_over_groups"
             )
 
-    def weight(self) -> float:
-        """This rank's weight in the running backward pass."""
-        used = self._used_or(self.latest)
+    def weight(self, roots: Iterable[Any], detached: GroupSizes | None) -> float:
+        """This rank's weight in the running backward pass.
+
+        Args:
+            roots: the nodes where it starts.
+            detached: the last batch, if its outputs have no graph that would lead to it.
+        """
+        task = torch._C._current_graph_task_id()
+        known = task in self._used
+        used = self._used[task] if known else self._used_or(self.batch_of(roots, detached))
         return 1.0 if used is None else used.weight
+
+    def batch_of(
+        self, roots: Iterable[Any], detached: GroupSizes | None = None
+    ) -> GroupSizes | None:
+        """The batch that these nodes of a graph come from; else `detached` or the latest."""
+        return _batch_of(roots) or detached or self.latest
 
     def _used_or(self, sizes: GroupSizes | None) -> GroupSizes | None:
         """The batch whose weights the running backward pass has; from now on `sizes`, if none."""

@@ -13,7 +13,7 @@ from pydist.aliasing import View, record_change, refuse_stale, remember_plain, s
 from pydist.comm.exchange.adjoints import with_true_gradient
 from pydist.comm.gradients.members import follow, lead_to
 from pydist.errors import NotSupported, UsageError
-from pydist.group_sizes import GroupSizes
+from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import SPATIAL_AXES
@@ -135,6 +135,8 @@ class ShardedTensor(torch.Tensor):
         wrapper._pending = None
         if requires_grad:
             set_tripwire(wrapper)
+            if origin.sizes.in_features:
+                mark_batch(local, origin.sizes)
         return wrapper
 
     @classmethod

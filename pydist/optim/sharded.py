@@ -22,10 +22,11 @@ from torch.optim import (
     RMSprop,
 )  # fmt: skip
 
+from pydist.comm.gradients.leaf import leaf_of
 from pydist.comm.gradients.reducer import Reducer
 from pydist.comm.gradients.rows import in_memory_order_of, memory_of
 from pydist.comm.gradients.scattered import ScatteredGradient, refuse_pending
-from pydist.comm.gradients.scattered_bucket import Part
+from pydist.comm.gradients.scattered_bucket import Part, ScatteredBucket
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.optim.whole_state import State, gather_state
@@ -119,7 +120,8 @@ class ShardedOptimizer(Optimizer):
         self._entry = entry_of(model)
         self._inner = optimizer
         self._parts: dict[Tensor, Tensor] = {}
-        self._layout: Mapping[int, Part] | None = None
+        self._layout: dict[int, Part] = {}
+        self._source: Mapping[int, Part] | None = None  # of the layout: the reducer's
         super().__init__(optimizer.param_groups, optimizer.defaults)
         optimizer.param_groups = self.param_groups
         self._reducer.scatter(self._parameters())
@@ -136,7 +138,7 @@ class ShardedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; on all ranks."""
         super().add_param_group(param_group)
-        if self._layout is not None:  # not while the groups of the optimizer are taken over
+        if self._source is not None:  # not while the groups of the optimizer are taken over
             self._reducer.scatter(self.param_groups[-1]["params"])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -160,27 +162,28 @@ class ShardedOptimizer(Optimizer):
         started = []
         failure: Exception | None = None
         for bucket in reducer.scattered:
-            some = {leaf.key for leaf in bucket.leaves if rest.pop(leaf.key, None) is not None}
+            alive = (p for leaf in bucket.leaves if (p := leaf.parameter()) is not None)
+            some = {id(p) for p in alive if rest.pop(id(p), None) is not None}
             if some:
-                failure = failure or self._step_some(some, reducer)
+                failure = failure or self._step_some(some)
                 # Its values travel while the next one is stepped; after a failure as well, as
                 # other ranks, which may have nothing of what failed, wait for them.
                 reducer.start_gathering_values(bucket)
                 started.append((bucket, some))
-        failure = failure or self._step_some(rest.keys(), reducer)
+        failure = failure or self._step_some(rest.keys())
         for bucket, some in started:
             reducer.finish_gathering_values(bucket, some)
         if failure is not None:
             raise failure
         return loss
 
-    def _step_some(self, some: Collection[int], reducer: Reducer) -> Exception | None:
+    def _step_some(self, some: Collection[int]) -> Exception | None:
         """Steps this rank's parts of some parameters, which are given by their ids.
 
         Returns:
             What the optimizer raised.
         """
-        with self._mesh.timers.measure("optimizer"), self._on_own_parts(some, reducer) as there_are:
+        with self._mesh.timers.measure("optimizer"), self._on_own_parts(some) as there_are:
             try:
                 if there_are:
                     self._inner.step()
@@ -222,13 +225,19 @@ class ShardedOptimizer(Optimizer):
 
     def _follow_reducer(self) -> Reducer:
         """The reducer; with other buckets, parts have changed hands."""
-        if self._reducer.parts is not self._layout:
+        if self._reducer.parts is not self._source:
             self._take(self._whole_state())
         return self._reducer
 
     def _take(self, whole: dict[Tensor, State]) -> None:
         """Makes the parts that the reducer has for this rank, with their state."""
-        self._layout = self._reducer.parts
+        self._source = source = self._reducer.parts
+        # Not by the id alone, which a parameter that is gone may have had.
+        self._layout = {
+            id(p): source[id(p)]
+            for p in self._parameters()
+            if (leaf := leaf_of(p)) is not None and isinstance(leaf.bucket, ScatteredBucket)
+        }
         self._parts = {}
         state: defaultdict[Tensor, State] = defaultdict(dict)
         for parameter in self._parameters():
@@ -247,13 +256,12 @@ class ShardedOptimizer(Optimizer):
 
     def _whole_state(self) -> dict[Tensor, State]:
         """The state by parameter, whole on every rank. Collective."""
-        assert self._layout is not None
         return gather_state(
             self._mesh.world, self._parameters(), self._parts, self._layout, self.state
         )
 
     @contextmanager
-    def _on_own_parts(self, some: Collection[int], reducer: Reducer) -> Iterator[bool]:
+    def _on_own_parts(self, some: Collection[int]) -> Iterator[bool]:
         """Puts this rank's parts, with their gradients, in the place of the parameters.
 
         Yields:
@@ -264,7 +272,7 @@ class ShardedOptimizer(Optimizer):
         try:
             for group in self.param_groups:
                 parameters = [p for p in group["params"] if id(p) in some]
-                group["params"] = list(self._prepared(parameters, reducer))
+                group["params"] = list(self._prepared(parameters))
                 own += group["params"]
             yield bool(own)
         finally:
@@ -274,13 +282,13 @@ class ShardedOptimizer(Optimizer):
                 if id(part) not in some:  # which would be a parameter itself
                     part.grad = None
 
-    def _prepared(self, parameters: list[nn.Parameter], reducer: Reducer) -> Iterator[Tensor]:
+    def _prepared(self, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
         for parameter in parameters:
             own = self._parts.get(parameter)
             if own is None:
                 continue  # all of it belongs to other ranks
             if own is not parameter:
-                part = reducer.parts[id(parameter)]
+                part = self._layout[id(parameter)]
                 own.data = memory_of(parameter.detach())[part.start : part.stop]
                 grad = parameter.grad
                 if isinstance(grad, ScatteredGradient):

@@ -109,7 +109,7 @@ def test_no_host_waits_once_the_ranks_know_each_other(recorder: Recorder) -> Non
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_nothing_is_written_before_its_receiver_is_done(recorder: Recorder, late: int) -> None:
-    """One rank only sends, the other only receives; either may be far behind."""
+    """One rank only sends, the other only receives; either may be much later."""
     rounds, count = 6, 3000
 
     def body(t: Transport) -> None:

@@ -43,8 +43,8 @@ def test_ranks_that_do_not_wait_come_first_and_calls_that_differ_are_named() -> 
     ]
     (line,) = describe(0, WAITING, {2: PLACES[2]}, {2: WAITING}).splitlines()
     assert line == "rank 2 (host n08, process 21) waits in call 2 of ranks 0, 2: barrier"
-    behind = replace(WAITING, state=[1, 5], calls=calls("halo"))
-    assert "different" not in describe(0, WAITING, {2: PLACES[2]}, {2: behind})
+    late = replace(WAITING, state=[1, 5], calls=calls("halo"))
+    assert "different" not in describe(0, WAITING, {2: PLACES[2]}, {2: late})
     apart = replace(WAITING, group=[1, 2], state=[9, 9])  # of another group: nothing to compare
     assert "different" not in describe(0, WAITING, {2: PLACES[2]}, {2: apart})
 

@@ -59,7 +59,7 @@ TEST(CallBoard, WhatWasEnteredBeforeIsSharedAndOldCallsAreForgotten) {
   EXPECT_EQ(static_cast<std::int64_t>(first.recent().size()), CallPage::kCalls);
   EXPECT_EQ(first.recent().front().number, 3);
   EXPECT_EQ(first.recent().back().text, text.substr(0, 304));
-  EXPECT_EQ(second.enter(7, "far behind"), -1);
+  EXPECT_EQ(second.enter(7, "many calls later"), -1);
 }
 
 TEST(CallBoard, RanksThatCallTheSameAtTheirOwnPaceSeeNoDifference) {

@@ -6,7 +6,9 @@ import copy
 
 import pytest
 import torch
+from interrupted import run
 from networks import loss_of, small
+from scripts import assert_same
 from torch import nn
 
 import pydist.comm.gradients.buckets
@@ -76,3 +78,12 @@ def test_single_precision_keeps_replicas_equal(world):
     for p in model.parameters():
         copies = world.all_gather(p.detach())
         assert (copies == copies[0]).all()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared"])
+def test_gradients_after_a_backward_that_raised(world, shared, monkeypatch):
+    monkeypatch.setattr(pydist.comm.gradients.buckets, "ALONE_BYTES", 1)
+    for program in ("b n r0 b s", "n r2 b s b", "b R2 b s", "b r2 z b s"):
+        expected = run(program, None, 2, shared=False)
+        found = run(program, Mesh(world, 2, (2, 1, 1)), 2, shared=shared)
+        assert_same(found, expected, 1e-11, program)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pydist.comm.gradients.interrupted import Remnant
 from pydist.comm.gradients.rows import in_order_of, memory_of
 from pydist.comm.gradients.scattered import Family, ScatteredGradient
 from pydist.comm.interface.reduction import divide
@@ -31,6 +32,7 @@ class Bucket:
         self._flat: Tensor | None = None
         self._row: Tensor | None = None
         self._work: Work | None = None
+        self._sent: dict[int, tuple[Tensor, int]] = {}  # see `interrupt`
 
     def start(self, transport: Transport) -> None:
         """Starts the sum of the gradients; a missing one counts as zero."""
@@ -88,16 +90,60 @@ class Bucket:
         parameter = leaf.parameter()
         return parameter is not None and parameter.grad is not None
 
-    def let_go(self) -> None:
-        """Gives the gradient memory of its own, while its old memory may still be written."""
+    def interrupt(self) -> None:
+        """After a backward that raised: parts the gradients from the message, if it has left.
+
+        The gradients are in the message now, and NaN here until `resume` brings them back. Other
+        ranks may not have come so far, so nothing waits for the message.
+        """
+        if self._work is None:
+            return
         for leaf in self.leaves:
             parameter = leaf.parameter()
             grad = None if parameter is None else parameter.grad
-            if grad is None or self._row is None or isinstance(grad, ScatteredGradient):
+            if parameter is None or grad is None or grad.requires_grad or not fits(leaf, grad):
                 continue
-            if grad.data_ptr() == self._row.data_ptr():
-                assert parameter is not None
-                parameter.grad = grad.clone()
+            parameter.grad = torch.full_like(grad, torch.nan)
+            self._sent[leaf.key] = parameter.grad, parameter.grad._version
+
+    def remnant(self, leaf: Leaf) -> Remnant:
+        """Where this rank has its part of a gradient after a backward that raised."""
+        parameter = leaf.parameter()
+        grad = None if parameter is None else parameter.grad
+        if parameter is None or grad is None or leaf.is_cleared(parameter):
+            return Remnant.NONE
+        sent, version = self._sent.get(leaf.key, (None, 0))
+        if sent is not grad:
+            return Remnant.HERE
+        return Remnant.SENT if grad._version == version else Remnant.CHANGED
+
+    def resume(self, family: Family, remnants: Mapping[Leaf, Remnant]) -> None:
+        """Waits for the message of an interrupted backward, and adds its mean to the gradients.
+
+        Args:
+            family: takes up gradients that stay scattered.
+            remnants: the last one of all ranks, in their order.
+        """
+        sent, changed = self._sent, Remnant.CHANGED
+        self._sent = {
+            e.key: sent[e.key] for e in self.leaves if e.key in sent and remnants[e] is changed
+        }
+        if self._work is None:
+            return
+        self._work.wait()
+        assert self._row is not None
+        divide(self._row, family.transport.size)
+        for leaf, piece in self._pieces(self._row):
+            parameter = leaf.parameter()
+            grad = None if parameter is None else parameter.grad
+            if parameter is None or grad is None or remnants[leaf] is not Remnant.SENT:
+                continue
+            if sent.get(leaf.key, (None,))[0] is grad:
+                grad.copy_(piece)
+            else:  # this rank had not come so far: its own part is here
+                grad.add_(piece)
+            leaf.remember_pause(parameter)
+        self._row = self._work = None
 
     def abandon(self, *, wait: bool = True) -> None:
         """Lets go of what a backward that raised left under way.

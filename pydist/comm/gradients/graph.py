@@ -25,6 +25,7 @@ from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
     from pydist.comm.gradients.reducer import Reducer
+    from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
 
 _MARK = "pydist mesh"
@@ -33,9 +34,10 @@ _engine: Any = type(Variable._execution_engine)
 
 
 class _Detached(threading.local):
-    """The mesh of a model whose last outputs have no graph; ranks can be threads."""
+    """Of a model whose last outputs have no graph: mesh and batch; ranks can be threads."""
 
     mesh: weakref.ref[Mesh] | None = None
+    sizes: GroupSizes | None = None
 
 
 _detached = _Detached()
@@ -59,13 +61,13 @@ def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Re
     return handle
 
 
-def led_out(mesh: Mesh) -> None:
-    """Notes that a forward pass has given outputs without a graph, to several sample groups.
+def led_out(mesh: Mesh, sizes: GroupSizes) -> None:
+    """Notes that the forward pass of a batch has given outputs without a graph, to several groups.
 
     What the next backward pass trains without reaching a mesh is a head on frozen features: its
     gradients are those of each group's own samples, and are reduced as others are.
     """
-    _detached.mesh = weakref.ref(mesh)
+    _detached.mesh, _detached.sizes = weakref.ref(mesh), sizes
 
 
 def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], list[Tensor]]:
@@ -162,6 +164,7 @@ class _Engine(_engine):  # type: ignore[misc]
             if reducer is not None and reducer.mesh not in meshes:
                 meshes.append(reducer.mesh)
         noted, _detached.mesh = _detached.mesh, None
+        sizes, _detached.sizes = _detached.sizes, None
         frozen = noted() if noted is not None else None
         if not meshes and frozen is not None and any(isinstance(x, nn.Parameter) for x in leaves):
             meshes.append(frozen)
@@ -172,6 +175,8 @@ class _Engine(_engine):  # type: ignore[misc]
             reducers[0].register(tensor)
         for reducer in reducers:
             reducer.enter(
+                roots,
+                sizes,
                 accumulates=bool(kwargs.get("accumulate_grad", False)),
                 create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False)),
             )

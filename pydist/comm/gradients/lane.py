@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,9 +11,11 @@ from pydist import memory
 from pydist.comm.gradients.bucket import Bucket
 from pydist.comm.gradients.buckets import make_buckets
 from pydist.comm.gradients.graph import is_reached
+from pydist.comm.gradients.interrupted import Remnant
 from pydist.comm.gradients.leaf import Leaf
 from pydist.comm.gradients.scattered import Family
 from pydist.comm.gradients.scattered_bucket import ScatteredBucket
+from pydist.comm.interface.ledger import IN_BACKWARD
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
@@ -34,7 +36,8 @@ class Lane:
             its buckets later than the others, after exchanges that they start after theirs.
         leaves: the parameters, in the order in which they were registered.
         pauses: how many `no_sync` blocks are open.
-        pending: whether gradients were accumulated in one and are to be reduced.
+        pending: whether gradients were accumulated in one, or in a backward that raised, and are to
+            be reduced.
         touched: whether the running backward has accumulated one of the gradients.
         dropped: which leaves this rank has last proposed to drop.
     """
@@ -127,19 +130,30 @@ class Lane:
         self.reset()
 
     def interrupt(self) -> None:
-        """After an error: gradients no longer share memory with messages on their way."""
+        """After a backward that raised: parts the gradients from the messages under way."""
         for bucket in self.buckets:
-            bucket.let_go()
+            bucket.interrupt()
 
-    def recover(self, started: int) -> None:
-        """Completes what an interrupted backward has begun, on all ranks.
+    def remnants(self) -> list[Remnant]:
+        """For each of the leaves, where this rank has its part after a backward that raised."""
+        return [Remnant.NONE if e.bucket is None else e.bucket.remnant(e) for e in self.leaves]
+
+    def resume(self, started: int, remnants: Mapping[Leaf, Remnant]) -> None:
+        """Completes what an interrupted backward has begun. On all ranks.
 
         Args:
             started: how many buckets have left on the rank that came furthest.
+            remnants: see `Bucket.resume`.
         """
+        ledger = self.transport.ledger
+        ledger.place = IN_BACKWARD  # as on the ranks that came further
         for bucket in self.buckets[self._next : started]:
             bucket.start_blank(self.transport)
-        self.abandon(wait=True)
+        ledger.place = ""
+        family = Family(self.transport)
+        for bucket in self.buckets:
+            bucket.resume(family, remnants)
+        self.reset()
 
     def abandon(self, *, wait: bool) -> None:
         """Forgets the running backward. See `Bucket.abandon`."""

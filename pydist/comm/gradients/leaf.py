@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pydist.comm.exchange.link import Link
 from pydist.comm.gradients.rows import is_dense
+from pydist.comm.gradients.scattered import ScatteredGradient
 from pydist.errors import NotSupported, UsageError
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ class Leaf:
         bucket: the message that it is part of.
         scattered: whether each rank gets the mean of its own part only.
         fired: whether this rank has accumulated a gradient that is not reduced yet.
-        paused: whether that was under `no_sync`.
+        paused: whether that was under `no_sync`, or in a backward that raised.
+        partial: whether a backward that raised has added to the gradient, until the ranks have
+            settled that (`Reducer.settle`).
         idle: backward passes in a row that found it frozen.
         has_hooks: whether users' hooks were registered.
         waits: whether users' hooks wait for the mean in the running backward.
@@ -76,7 +79,8 @@ class Leaf:
         self.scattered = False
         self.lane: Lane | None = None
         self.bucket: Bucket | None = None
-        self.fired = self.paused = self.waits = self.has_hooks = self._gone = False
+        self.fired = self.paused = self.partial = False
+        self.waits = self.has_hooks = self._gone = False
         self.idle = 0
         self.base: Tensor | None = None
         self._stamp: tuple[int, int] | None = None
@@ -150,10 +154,21 @@ class Leaf:
         self.base = None if grad is None else grad.detach().clone()
 
     def remember_pause(self, parameter: Tensor) -> None:
-        """Notes the gradient as a backward under `no_sync` leaves it."""
+        """Notes the gradient as a backward leaves it that does not reduce it."""
         self.paused = True
-        if self.has_hooks:
-            self._stamp = _stamp_of(parameter.grad)
+        self._stamp = _stamp_of(parameter.grad)
+
+    def forget(self) -> None:
+        """Forgets what was accumulated: the caller has cleared it."""
+        self.fired = self.paused = self.waits = False
+        self.base = None
+
+    def is_cleared(self, parameter: Tensor) -> bool:
+        """Whether the caller has cleared the gradient since it was noted."""
+        grad = parameter.grad
+        if grad is None or isinstance(grad, ScatteredGradient):
+            return grad is None
+        return self._stamp != _stamp_of(grad) and not bool(grad.any())
 
     @property
     def shows_gradients(self) -> bool:
@@ -315,7 +330,9 @@ def leaf_of(tensor: Tensor) -> Leaf | None:
 
 
 def _stamp_of(grad: Tensor | None) -> tuple[int, int] | None:
-    return None if grad is None else (id(grad), grad._version)
+    if grad is None or isinstance(grad, ScatteredGradient):
+        return None
+    return id(grad), grad._version
 
 
 def _what(value: Any) -> str:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from pydist.comm.gradients.flags import (
     refuse_frozen,
     show_unused,
 )
+from pydist.comm.gradients.interrupted import interrupt, settle
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.leaf import Leaf, leaf_of
 from pydist.comm.gradients.scattered import ScatteredGradient
@@ -33,6 +34,7 @@ from pydist.comm.gradients.scattered_bucket import Part, ScatteredBucket
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
+    from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
 
 
@@ -43,10 +45,14 @@ class _Run:
         accumulates: whether gradients go to `.grad`; else `autograd.grad` returns them.
         reaches_none: whether it is known to reach no member.
         complete: whether the gradients were reduced.
+        roots: the nodes of the graph where it starts.
+        sizes: of the batch whose outputs have no graph, if that was the last one.
+        added: the members whose gradients it has added to.
     """
 
-    def __init__(self, accumulates: bool) -> None:
-        self.accumulates = accumulates
+    def __init__(self, accumulates: bool, roots: Sequence[Any], sizes: GroupSizes | None) -> None:
+        self.accumulates, self.roots, self.sizes = accumulates, roots, sizes
+        self.added: list[Leaf] = []
         self.reaches_none = self.complete = False
 
 
@@ -178,6 +184,8 @@ class Reducer:
     @torch.no_grad()
     def gather_gradients(self) -> None:
         """Makes ordinary gradients, final and equal, of scattered ones. Collective."""
+        if not self._runs:
+            self.settle()
         with self.mesh.timers.measure("gradients"):
             for bucket in self.scattered:
                 bucket.gather_gradients()
@@ -202,12 +210,26 @@ class Reducer:
 
     # -- a backward pass --------------------------------------------------------------------
 
-    def enter(self, *, accumulates: bool, create_graph: bool) -> None:
-        """The engine begins a pass over a graph with members or sharded tensors."""
-        if accumulates and self._interrupted and not self._runs:
-            self._recover()
+    def enter(
+        self,
+        roots: Sequence[Any],
+        sizes: GroupSizes | None,
+        *,
+        accumulates: bool,
+        create_graph: bool,
+    ) -> None:
+        """The engine begins a pass over a graph with members or sharded tensors.
+
+        Args:
+            roots: the nodes of the graph where the pass starts.
+            sizes: of the batch whose outputs have no graph, if that was the last one.
+            accumulates: whether gradients go to `.grad`; else `autograd.grad` returns them.
+            create_graph: whether the gradients have a graph.
+        """
+        if accumulates and not self._runs:
+            self.settle()
         self.aliases.renew(create_graph)
-        self._runs.append(_Run(accumulates))
+        self._runs.append(_Run(accumulates, roots, sizes))
 
     def leave(self, *, interrupted: bool) -> None:
         """The engine has ended that pass.
@@ -220,10 +242,7 @@ class Reducer:
             # Other ranks may have come further, and this may be caught: the next pass tidies up.
             self._interrupted, self._queued = True, False
             self._unused.clear()
-            for lane in self.lanes:
-                lane.interrupt()
-            for leaf in chain(self._newcomers.values(), *(lane.leaves for lane in self.lanes)):
-                leaf.fired = leaf.fired and leaf.paused
+            interrupt(self.lanes, run.added)
 
     def expect_end_of_backward(self) -> None:
         """Asks the engine, once, to call when the running backward is over.
@@ -253,7 +272,10 @@ class Reducer:
                 self.gather_gradients()  # what is added to it is the mean as well
             elif leaf.bucket is not None:
                 leaf.bucket.set_aside(parameter)
-        weight = self.mesh.weights.weight()
+        weight = 1.0
+        if self.mesh.data_size > 1 and self._runs:
+            run = self._runs[-1]
+            weight = self.mesh.weights.weight(run.roots, run.sizes)
         if not accumulates or differentiable:
             axes = self.mesh.axes if leaf.lane is None else leaf.lane.axes
             own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
@@ -286,7 +308,10 @@ class Reducer:
             leaf.lane.begin()  # counts what may come, this one included
         current = self._current(leaf, parameter)
         # Of a parameter that was frozen after the forward pass, torch calls the hooks only.
-        current.fired |= parameter.grad is not None and parameter.requires_grad
+        if parameter.grad is not None and parameter.requires_grad:
+            current.fired = True
+            if self._runs:
+                self._runs[0].added.append(current)
         if paused:
             if leaf.bucket is not None:
                 leaf.bucket.put_back(parameter)
@@ -399,16 +424,16 @@ class Reducer:
             self._newcomers[leaf.key] = leaf
             leaf.idle = 0
 
-    def _recover(self) -> None:
-        """Completes what interrupted passes have begun, so that messages match again."""
-        with torch.no_grad():
-            own = torch.tensor([lane.started for lane in self.lanes], device="cpu")
-            most = own.clone()
-            if len(own):
-                self.mesh.world.all_reduce(most, "max")
-            for lane, started in zip(self.lanes, most.tolist(), strict=True):
-                lane.recover(started)
-        self._interrupted = self._queued = False
+    def settle(self) -> None:
+        """Completes what passes that raised have begun, so that messages match again. Collective.
+
+        Raises:
+            NotSupported: see `interrupted.settle`.
+        """
+        if self._interrupted:
+            self._queued = False
+            settle(self.mesh.world, self.lanes)
+            self._interrupted = False
 
     def _new_lane(self) -> Lane:
         mesh = self.mesh
@@ -419,7 +444,8 @@ class Reducer:
 
     def _plan(self, lane: Lane, leaves: Sequence[Leaf]) -> None:
         lane.plan(leaves)
-        self.parts = {leaf.key: part for bucket in self.scattered for leaf, part in bucket.parts()}
+        parts = (each for bucket in self.scattered for each in bucket.parts())
+        self.parts = {leaf.key: part for leaf, part in parts if leaf.parameter() is not None}
 
 
 def _is_capturing(lanes: Sequence[Lane]) -> bool:

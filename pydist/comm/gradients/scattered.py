@@ -87,7 +87,10 @@ class ScatteredGradient(Tensor):
     piece: Tensor
     """The mean, of the part of this rank: elements in the order of memory, shape [n], n >= 0."""
     pending: Tensor | None
-    """What this rank has accumulated since, under `no_sync`; the next backward reduces it."""
+    """What this rank has accumulated since and the ranks have not exchanged: under `no_sync`, or in
+    a backward that raised. The next backward reduces it."""
+    arriving: bool
+    """Whether a backward that raised has left more of it under way."""
     family: Family
     member: int
     """Which one of the family it is."""
@@ -103,6 +106,7 @@ class ScatteredGradient(Tensor):
             device=parameter.device,
         )
         made.piece, made.pending, made.family = piece, None, family
+        made.arriving = False
         made.member = family.add(piece)
         return made
 
@@ -159,7 +163,7 @@ def _repr(_: Any, grad: ScatteredGradient, **__: Any) -> str:
 @_handles(Tensor.zero_)
 def _zero(_: Any, grad: ScatteredGradient) -> ScatteredGradient:
     grad.piece.zero_()
-    grad.pending = None
+    grad.pending, grad.arriving = None, False
     grad.family.forget_norms()
     return grad
 
@@ -223,19 +227,20 @@ def _numbers(grads: Iterable[Tensor], *, linear: bool) -> list[Tensor]:
             continue
         grad.family.forget_norms()
         found.append(grad.piece)
+        if grad.arriving or not linear:
+            refuse_pending(grad)
         if grad.pending is not None:
-            if not linear:
-                refuse_pending(grad)
             found.append(grad.pending)
     return found
 
 
 def refuse_pending(grad: ScatteredGradient) -> None:
     """Refuses a gradient of which the ranks have not exchanged all."""
-    if grad.pending is not None:
+    if grad.pending is not None or grad.arriving:
         raise NotSupported(
-            "gradients to which a backward() under no_sync() was added, while the optimizer's step "
-            "is shared by the ranks: they are known after the next backward() outside of no_sync()"
+            "gradients to which a backward() under no_sync(), or one that raised, has added, while "
+            "the optimizer's step is shared by the ranks: they are known after the next backward() "
+            "outside of no_sync(); after an error zero_grad() clears them"
         )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pydist.comm.gradients.bucket import Bucket, fits, pending_gradient
+from pydist.comm.gradients.interrupted import Remnant
 from pydist.comm.gradients.rows import in_order_of, memory_of
 from pydist.comm.gradients.scattered import Family, ScatteredGradient
 
@@ -123,13 +124,55 @@ class ScatteredBucket(Bucket):
             parameter.grad = ScatteredGradient(parameter, piece, family)
         self._forget()
 
-    def let_go(self) -> None:
-        """See `Bucket.let_go`; brings back earlier gradients before the caller may clear them."""
-        for leaf in self.leaves:
-            parameter, earlier = leaf.parameter(), self.kept.pop(leaf.key, None)
-            if parameter is not None and earlier is not None:
-                parameter.grad = earlier
-        super().let_go()
+    def interrupt(self) -> None:
+        """See `Bucket.interrupt`; puts earlier gradients back, which the caller may clear."""
+        family = Family(self.transport)
+        for leaf, part in self.parts():
+            parameter = leaf.parameter()
+            if parameter is None:
+                continue
+            self.put_back(parameter)
+            grad = parameter.grad
+            if self._work is None or (grad is not None and grad.requires_grad):
+                continue
+            if grad is None and leaf.key not in self._released:
+                continue
+            if not isinstance(grad, ScatteredGradient):
+                count = part.stop - part.start
+                kind = leaf.kind
+                zeros = torch.zeros(count, dtype=kind.dtype, device=kind.device)
+                grad = parameter.grad = ScatteredGradient(parameter, zeros, family)
+            elif grad.pending is None and leaf.key not in self._released:
+                continue
+            grad.pending, grad.arriving = None, True
+        self._released.clear()
+
+    def remnant(self, leaf: Leaf) -> Remnant:
+        """See `Bucket.remnant`."""
+        parameter = leaf.parameter()
+        grad = None if parameter is None else parameter.grad
+        if not isinstance(grad, ScatteredGradient):
+            return super().remnant(leaf)
+        if grad.arriving:
+            return Remnant.SENT
+        return Remnant.NONE if grad.pending is None else Remnant.HERE
+
+    def resume(self, family: Family, remnants: Mapping[Leaf, Remnant]) -> None:
+        """See `Bucket.resume`."""
+        if self._work is None:
+            return
+        self._work.wait()
+        assert self._own is not None
+        for leaf, part in self.parts():
+            parameter = leaf.parameter()
+            if parameter is None or parameter.grad is None or remnants[leaf] is not Remnant.SENT:
+                continue
+            piece, pending = self._own[self._place(part)], pending_gradient(parameter)
+            if isinstance(parameter.grad, ScatteredGradient):
+                piece += parameter.grad.piece
+            parameter.grad = ScatteredGradient(parameter, piece, family)
+            parameter.grad.pending = pending
+        self._forget()
 
     def abandon(self, *, wait: bool = True) -> None:
         """See `Bucket.abandon`."""

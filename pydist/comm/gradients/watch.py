@@ -45,10 +45,12 @@ def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
                 if hasattr(parameter, _GROUPS_OWN) and not isinstance(parameter, nn.Parameter):
                     own.append(parameter)
             elif leaf.paused and leaf.fired and leaf.reducer() is not None:
+                if leaf.is_cleared(parameter):
+                    continue
                 raise NotSupported(
                     f"a step with the parameter {leaf.name}, whose gradient was accumulated under "
-                    "no_sync() and is this rank's part: let a backward() outside of no_sync() come "
-                    "before the step"
+                    "no_sync() or by a backward() that raised, and is this rank's part: let a "
+                    "backward() outside of no_sync() come before the step, or zero_grad()"
                 )
     mesh = getattr(own[0], _GROUPS_OWN)() if own else None
     if mesh is not None:

@@ -42,7 +42,7 @@ _MOST_NODES = 1 << 14
 """Entries in the table; where shapes never repeat it starts anew."""
 _MODULE_CALL = nn.Module._call_impl.__code__
 _PATH = "_pydist_path"
-_IN_BACKWARD = "backward"
+IN_BACKWARD = "backward"
 
 DIFFERENT = "the ranks call different things"
 
@@ -74,10 +74,13 @@ class Ledger:
     Attributes:
         last: the call that was started last.
         job_ranks: the rank in the job of each rank of the group; empty if they are the same.
+        place: what the next calls belong to, where another rank makes them somewhere else in its
+            program; empty where the module that calls says it.
     """
 
     def __init__(self) -> None:
         self.job_ranks: Sequence[int] = ()
+        self.place = ""
         self.last = Entry("nothing", 0)
         self._entries: dict[tuple[Hashable, ...], Entry] = {}
         self._board = native.CallBoard()
@@ -107,7 +110,7 @@ class Ledger:
         Raises:
             UsageError: the ranks start different calls; the same error on all of them.
         """
-        key = (what, calling_module())
+        key = (what, self.place or calling_module())
         last = self.last
         entry = last.after.get(key)
         is_new = entry is None
@@ -298,7 +301,7 @@ def calling_module() -> str:
         "" outside of modules; in backward, where there is none, that.
     """
     if torch._C._current_graph_task_id() != -1:
-        return _IN_BACKWARD
+        return IN_BACKWARD
     module = native.called_object(_MODULE_CALL, _PATH)
     return "" if module is None else str(module.__dict__[_PATH])
 
@@ -313,7 +316,7 @@ def _describe(what: What, module: str) -> str:
             rest[:2] = [f"of {rest[1]} elements of {dtype}" if len(rest) > 1 else f"of {dtype}"]
     shown = [each for each in rest if each not in ("", None) and not isinstance(each, bytes)]
     about = ", ".join(str(each).removeprefix("torch.") for each in shown)
-    if module == _IN_BACKWARD:
+    if module == IN_BACKWARD:
         where = " in backward"
     elif module:
         where = f" in module {module}{_kind_of_called()}"

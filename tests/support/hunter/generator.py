@@ -11,7 +11,7 @@ from random_spot import Source, Spot, call
 
 from hunter import statements as words
 from hunter.judge import legal
-from hunter.networks import network, plain_network, sample_shape, wide_network
+from hunter.networks import FAR, fitted, network, plain_network, sample_shape, wide_network
 from hunter.program import Program
 from hunter.steps import Steps
 
@@ -29,7 +29,7 @@ THEMES = ("look", "data", "surgery", "hooks", "views", "indices", "raise", "savi
 INGREDIENTS = (
     *THEMES, "accumulate", "average", "checkpoint", "closure", "different", "dropout", "empty",
     "frozen", "groups", "lbfgs", "outside", "penalty", "scaler", "second", "share",
-    "spectral_norm", "tied", "unequal", "weight_norm",
+    "spectral_norm", "thin", "tied", "unequal", "weight_norm",
 )  # fmt: skip
 """All that a program may have beside networks, losses and steps."""
 
@@ -91,7 +91,7 @@ class _Writer(Steps):
         made = Program(
             statements=tuple(self.lines), networks=self.networks, sample=self.sample,
             groups=self.groups, spatial=self.spatial, points=self.points,
-            keep_thin_blocks=self.maybe(0.7), seed=self.seed,
+            keep_thin_blocks=self.maybe(0.7) or self.thin, seed=self.seed,
         )  # fmt: skip
         looker = self.numbers.randrange(made.ranks)
         return replace(made, looker=looker, **changes)
@@ -121,6 +121,15 @@ class _Writer(Steps):
             self.points = tuple(
                 self.cuts(n, parts) for n, parts in zip(self.sample[1:], self.spatial, strict=False)
             )
+        self.thin = dims == 3 and count == 1 and self.takes("thin", 0.05)
+        if self.thin:
+            channels, extent, *rest = self.sample
+            extent = max(extent, 6)
+            self.sample, self.spatial = (channels, extent, *rest), (2, 1, 1)
+            self.points = (
+                (0, self.numbers.choice((1, extent - 1)), extent),
+                *((0, n) for n in rest),
+            )
 
     def cuts(self, extent: int, parts: int) -> tuple[int, ...]:
         """Split points: even, uneven, thin or empty blocks."""
@@ -135,9 +144,13 @@ class _Writer(Steps):
     def network(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         # Of no samples torch itself refuses some calls.
         make = network if min(self.groups) else plain_network
+        first: list[Source] = []
+        if self.thin and name == "m0":
+            first, shape = fitted(self.numbers, shape, FAR)
         layers, after = make(self.numbers, shape)
         while len(self.groups) > 1 and any(_OVER_SAMPLES.search(layer) for layer in layers):
             layers, after = make(self.numbers, shape)
+        layers = first + layers
         if self.checkpointed and name == "m0":
             layers += [Spot(self.numbers, after, 0).layer("InstanceNorm", after[1]), _PRELU]
         if self.dropout and name == "m0":

@@ -11,6 +11,7 @@ from random_layers import conv
 from random_spot import Source, Spot, call
 
 Blocks = list[Source]
+Motif = list[Callable[[Spot], Source]]
 
 MOST_VALUES = 900
 """Of an input, of one sample."""
@@ -64,8 +65,15 @@ def _with_weight(
 
 def chosen(numbers: random.Random, shape: tuple[int, ...]) -> tuple[Blocks, tuple[int, ...]]:
     """One of the motifs, as far as it fits the shape."""
+    return fitted(numbers, shape, numbers.choice(MOTIFS))
+
+
+def fitted(
+    numbers: random.Random, shape: tuple[int, ...], motif: Motif
+) -> tuple[Blocks, tuple[int, ...]]:
+    """The layers of a motif that fit the shape."""
     kept: Blocks = []
-    for make_layer in numbers.choice(MOTIFS):
+    for make_layer in motif:
         layer = make_layer(Spot(numbers, shape, 0))
         after = shape_after(layer, shape)
         if after is not None:
@@ -91,7 +99,7 @@ def reaching_conv(s: Spot) -> Source:
 
 
 def far_conv(s: Spot) -> Source:
-    """Along the first dim, with as many outputs, of which thin slabs reach some here and there."""
+    """Along the first dim, as many outputs as inputs; slabs may reach none of a thin block's."""
     kernel, dilation = s.pick(3, 5, 5), s.pick(1, 2, 2, 3)
     rest = (1,) * (s.dims - 1)
     sizes = {
@@ -151,10 +159,13 @@ def residual(s: Spot) -> Source:
     return call("Joined", body, s.pick("add", "in place", "cat"))
 
 
-MOTIFS: list[list[Callable[[Spot], Source]]] = [
+FAR: Motif = [far_conv, relu_in_place, average]
+"""What fuses on some ranks only where a block is thinner than the convolution's dilation."""
+
+MOTIFS: list[Motif] = [
     [plain_conv, in_place, overlapping],
     *[[reaching_conv, in_place, overlapping]] * 2,
-    *[[far_conv, relu_in_place, average]] * 2,
+    *[FAR] * 2,
     [conv, in_place, overlapping],
     [plain_conv, norm, in_place],
     [plain_conv, in_place, plain_conv],

@@ -1,0 +1,87 @@
+"""Gradients after a backward that raised, whose error a script may catch.
+
+What was added to a gradient stays, as in torch, and is reduced with what the next backward adds, as
+after `no_sync`. Some messages have left by then, and other ranks may have sent fewer. So at first
+no rank waits. The next backward on all ranks completes the messages (`settle`), and their means go
+into the gradients that the script has not cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+from pydist.errors import NotSupported
+
+if TYPE_CHECKING:
+    from pydist.comm.gradients.lane import Lane
+    from pydist.comm.gradients.leaf import Leaf
+    from pydist.comm.interface.transport import Transport
+
+
+class Remnant(IntEnum):
+    """Where a rank has its part of a gradient after a backward that raised."""
+
+    NONE = 0
+    """Nowhere: it has none, or the script has cleared it since."""
+    HERE = 1
+    """In its own memory."""
+    SENT = 2
+    """In a message that was under way."""
+    CHANGED = 3
+    """In a message, and the script has changed the gradient since."""
+
+
+def interrupt(lanes: Iterable[Lane], added: Iterable[Leaf]) -> None:
+    """Notes that a backward has raised on this rank.
+
+    Args:
+        lanes: all lanes.
+        added: the parameters whose gradients it has added to.
+    """
+    for lane in lanes:
+        lane.interrupt()
+    for leaf in added:
+        leaf.partial, parameter = True, leaf.parameter()
+        if parameter is not None:
+            leaf.remember_pause(parameter)
+        if leaf.lane is not None:
+            leaf.lane.pending = True
+
+
+@torch.no_grad()
+def settle(world: Transport, lanes: Sequence[Lane]) -> None:
+    """Completes the messages of a backward that raised on all ranks. Collective.
+
+    Raises:
+        NotSupported: ranks have added to different gradients, or a script has changed one whose
+            message was under way; on all ranks. Gradients that were cleared are right.
+    """
+    leaves = [leaf for lane in lanes for leaf in lane.leaves]
+    own = [remnant for lane in lanes for remnant in lane.remnants()]
+    added = [e.partial and r is not Remnant.NONE for e, r in zip(leaves, own, strict=True)]
+    row = [*(lane.started for lane in lanes), *own, *added, *(not each for each in added)]
+    most = torch.tensor(row, dtype=torch.int64, device="cpu")
+    if row:
+        world.all_reduce(most, "max")
+    found = most.tolist()
+    started, last = found[: len(lanes)], found[len(lanes) :]
+    count = len(leaves)
+    remnants = {leaf: Remnant(each) for leaf, each in zip(leaves, last[:count], strict=True)}
+    for lane, buckets in zip(lanes, started, strict=True):
+        lane.resume(buckets, remnants)
+    partly = (a and b for a, b in zip(last[count : 2 * count], last[2 * count :], strict=True))
+    for leaf, differs in zip(leaves, partly, strict=True):
+        if differs or remnants[leaf] is Remnant.CHANGED:
+            how = "was added to on some ranks only by" if differs else "was changed after"
+            raise NotSupported(
+                f"the gradient of the parameter {leaf.name} {how} a backward() that raised: call "
+                "zero_grad() on all ranks before the next backward()"
+            )
+    for leaf, remnant in zip(leaves, own, strict=True):
+        if leaf.partial and remnant is Remnant.NONE:
+            leaf.forget()
+        leaf.partial = False
