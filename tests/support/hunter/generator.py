@@ -284,6 +284,7 @@ class _Writer(Steps):
             "m0 = ready(net('m0'))",
             "opt = torch.optim.SGD(params(m0), 0.01)",
             "for t in range(60):\n" + "\n".join(f"    {line}" for line in lines),
+            "see('weights', nn.utils.parameters_to_vector(m0.parameters()))",
         ]
         made = self.finished(differs=True)
         # A rank without samples has no data that could differ.

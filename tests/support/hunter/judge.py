@@ -110,6 +110,9 @@ def judge(program: Program, seconds: float = SECONDS) -> Verdict:
     if whole.failed is not None:
         number, error = whole.failed
         return Verdict("illegal", f"{type(error).__name__}: {error}", number)
+    weights = whole.seen.get("weights", [])
+    if program.differs and not all(each.value.isfinite().all() for each in weights):
+        return Verdict("illegal", "the training diverges: without numbers no data differ")
     try:
         ranks = run_local(lambda t: run_rank(program, t), program.ranks, timeout=seconds)
     except RankLost as error:
