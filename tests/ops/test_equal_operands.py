@@ -265,3 +265,18 @@ def test_shares_of_operands_that_recur_follow_each_other() -> None:
                     contents.take()
                     contents.turn += REPEATED_SHARES
         assert all(len(operand - {WHOLE}) == SHARES for operand in seen), number
+
+
+def test_replaced_parameters_that_one_rank_keeps() -> None:
+    def body(t: Transport) -> None:
+        mesh = Mesh(t, spatial=(2, 1, 1))
+        torch.manual_seed(0)
+        model = parallelize(nn.Conv3d(1, 2, 3, padding=1), mesh)
+        kept = model.weight if mesh.rank == 0 else None
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+        with torch.no_grad():
+            for _ in range(3):
+                model(torch.ones(1, 1, 4, 3, 2))
+        assert kept is not model.weight
+
+    run_local(body, 2)

@@ -62,7 +62,9 @@ class Outcome:
             return "rank 1 is not named"
         # Ranks that go on after an exception call different things, which they notice themselves.
         differ = (
-            fault == "caught" and self.code == UsageError.exit_code and DIFFERENT in self.stderr
+            fault == "caught"
+            and self.code == UsageError.exit_code
+            and (DIFFERENT in self.stderr or "a backward() that raised" in self.stderr)
         )
         if not (self.code == RankLost.exit_code or differ or leaves):
             return f"exit code {self.code}"

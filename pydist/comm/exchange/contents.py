@@ -245,8 +245,10 @@ class Parameters:
 
     def of(self, model: nn.Module) -> list[Tensor]:
         """Those of a model that is being called."""
+        # What was replaced may live on, on one rank only.
+        present = {id(parameter) for parameter in model.parameters()}
         found = [reference() for reference in self._of.get(model, ())]
-        return [tensor for tensor in found if tensor is not None]
+        return [tensor for tensor in found if tensor is not None and id(tensor) in present]
 
     def share(
         self, turn: int, tensors: Sequence[Tensor], count: int = 1

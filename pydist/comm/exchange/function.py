@@ -37,6 +37,7 @@ class Function(torch.autograd.Function):
         @wraps(backward)
         def with_memory(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> Any:
             ctx.has_gradient = grad is not None or any(g is not None for g in rest)
+            rest = tuple(None if g is None else in_memory(g) for g in rest)
             if grad is not None:
                 return backward(ctx, in_memory(grad), *rest)
             of_result = ctx._input_metadata[0]

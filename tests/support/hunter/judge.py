@@ -173,7 +173,8 @@ def _of_failures(
     looked = program.statements[number].startswith("if here") and set(own) == {program.looker}
     if looked and STALE in text:
         return Verdict("refused", text, number)  # a use without messages, on one rank alone
-    if len(own) < program.ranks or len({n for n, _ in own.values()}) > 1:
+    stale = all(STALE in str(error) for _, error in own.values())  # found at the first use
+    if len(own) < program.ranks or (len({n for n, _ in own.values()}) > 1 and not stale):
         return Verdict("parted", f"{where}: only ranks {sorted(own)} refuse: {text}", number)
     return Verdict("refused", text, number)
 
