@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import group_slice, on_ranks, randn
+import torch.nn.functional as F
+from equivalence import error, group_slice, layout_at, on_ranks, randn, shard
 from networks import BATCH, SHAPE, check_use, gradients_of, loss_of, small
+from torch import nn
 
 import pydist.comm.gradients.buckets
 from pydist import ShardedTensor, distribute_tensor, parallelize
@@ -157,3 +159,21 @@ def test_autograd_grad_on_the_input_reduces_no_parameters():
         assert "gradients" not in mesh.timers.snapshot()
 
     on_ranks((2, 1, 1), body)
+
+
+def test_second_order_of_a_block_without_samples():
+    """torch's own convolution gives none there."""
+    x, weight = randn(4, 2, 8), randn(3, 2, 3, seed=1)
+
+    def second(x, w):
+        first = torch.autograd.grad(F.conv1d(x, w).square().sum(), [x], create_graph=True)
+        return torch.autograd.grad(first[0].square().sum(), w)[0]
+
+    expected = second(x.clone().requires_grad_(), nn.Parameter(weight.clone()))
+
+    def body(mesh):
+        layout = layout_at(mesh, x.shape, [[0, 0, 4], None, None])
+        return second(shard(x, layout).requires_grad_(), nn.Parameter(weight.clone()))
+
+    for found in on_ranks((2, 1, 1), body):
+        assert error(found, expected) <= 1e-12

@@ -193,6 +193,10 @@ def with_bias(
         grad: dL/dy.
     """
     grads = differentiable(y, inputs, needed, grad)
+    if not y.numel():
+        # Of nothing torch's convolution has no further derivatives; other ranks have them.
+        zero = sum(t.sum() * 0 for t in (*inputs, grad) if t is not None)
+        grads = [None if g is None else g + zero for g in grads]
     return [*grads, bias_gradient(grad) if needed[2] else None]
 
 
