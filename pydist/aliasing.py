@@ -221,22 +221,17 @@ def _is_leaf(plain: Tensor) -> bool:
 def to_change(x: ShardedTensor, shard: Tensor, others: Iterable[Any] = ()) -> Tensor:
     """The shard of `x`, for a change in place by a call with these other arguments.
 
-    A change in place of a view has another graph than that of a tensor with memory of its own, and
-    whether the shard is one may depend on the rank. What no other tensor of the script shares
-    memory with is changed as if it were none. Where a view is empty, autograd would even lose
-    gradients of gradients: that of torch's `as_strided` ends the graph there. As nothing changes,
-    what it is a view of need not know, unless its gradient would go to one of the others.
+    Where an empty view is changed in place, autograd loses gradients of gradients: that of torch's
+    `as_strided` ends the graph there, on this rank alone. As nothing changes, what it is a view of
+    need not know, unless its gradient would go to one of the others.
     """
-    if not shard._is_view() or not shard.requires_grad:
+    if shard.numel() or not shard._is_view() or not shard.requires_grad:
         return shard
-    if x._view is not None and (
-        shard.numel() or any(isinstance(o, Tensor) and o.requires_grad for o in others)
-    ):
+    if x._view is not None and any(isinstance(o, Tensor) and o.requires_grad for o in others):
         return shard
     with torch.enable_grad():  # also where the change needs no graph, what was there keeps its own
         entry: Tensor = _Entry.apply(shard)
-    if not shard.numel():
-        torch.autograd.graph.increment_version(shard)  # as the change does on other ranks
+    torch.autograd.graph.increment_version(shard)  # as the change does on other ranks
     return entry
 
 
