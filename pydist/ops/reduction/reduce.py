@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist.comm.exchange.adjoints import sum_ranks
+from pydist.comm.exchange.function import Function
 from pydist.comm.gradients.members import lead_to
 from pydist.comm.interface.reduction import WIDER
 from pydist.layout import Layout
@@ -171,6 +172,24 @@ def _all(input: ShardedTensor, dim: Dims = None, keepdim: bool = False) -> Any:
     return found.to(torch.uint8) if input.dtype == torch.uint8 else found
 
 
+class _SquaredDeviation(Function):
+    """(x - mean)², where the mean is that of all values that are summed.
+
+    The deviations then have the sum 0, and so has the mean's gradient, in all orders. It is left
+    out, as in torch: of an infinite gradient it would be inf - inf.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mean: Tensor) -> Tensor:
+        ctx.save_for_backward(x, mean)
+        return (x - mean).square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        x, mean = ctx.saved_tensors
+        return 2 * grad * (x - mean), None
+
+
 def _moments(
     func: Callable[..., Any],
     input: ShardedTensor,
@@ -191,9 +210,9 @@ def _moments(
     rounded = in_full_precision(torch.var, input)
     wide = input.to(WIDER[input.dtype]) if rounded else input
     mean = reduce_mean(wide, dims, keepdim=True)  # type: ignore[arg-type]
-    deviation = wide - mean
+    squares = elementwise(_SquaredDeviation.apply, wide, mean)
     count = math.prod(input.shape[d] for d in dims)
-    var = reduce_sum(deviation * deviation, dims, keepdim) / max(0.0, count - correction)
+    var = reduce_sum(squares, dims, keepdim) / max(0.0, count - correction)
     if func is torch.std_mean:
         # At 0 sqrt has no gradient; torch takes that of the deviation to be 0.
         zero = var == 0

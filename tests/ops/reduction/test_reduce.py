@@ -238,6 +238,25 @@ def test_half_precision_is_rounded_once(dtype):
     on_ranks((3, 1, 1), body)
 
 
+@pytest.mark.parametrize("reduce", [torch.std, torch.var], ids=["std", "var"])
+def test_infinite_gradient_of_a_deviation(reduce):
+    """As of an overflow that a gradient scaler finds: infinities, and no NaN among them."""
+    whole = randn(*SHAPE)
+
+    def gradient(x):
+        (reduce(x.requires_grad_()) * torch.inf).backward()
+        return x.grad
+
+    def body(mesh):
+        return gradient(
+            shard(whole, layout_at(mesh, whole.shape, [[0, 3, 3, 4], None, None]))
+        ).full_tensor()
+
+    expected = gradient(whole.clone())
+    assert expected.isinf().all()
+    assert all(torch.equal(found, expected) for found in on_ranks((3, 1, 1), body))
+
+
 def test_norm_of_zeros_has_gradient_zero():
     x = torch.zeros(SHAPE).double()
     check_function(
