@@ -356,3 +356,27 @@ def test_hooks_of_parameters_frozen_after_the_forward_pass(accumulates, grid):
         return [*found, *gradients(model)]
 
     check_script(script, grid)
+
+
+@pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
+@pytest.mark.parametrize("renewed", [False, True], ids=["known", "converted"])
+def test_hooks_of_parameters_that_no_lane_has(renewed, grid):
+    """A parameter that was converted is new to the reducer, and one often frozen has no place."""
+
+    def script(ready, cut):
+        model, seen = ready(network().float()).double() if renewed else ready(network()), []
+        model[0].weight.register_hook(lambda g: seen.append(g.clone()))
+        model[0].bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+        for seed in range(5):
+            y = model(cut(batch(seed)))
+            model[0].requires_grad_(False)
+            y.square().mean().backward()
+            assert len(seen) == 2 * (seed + 1)
+            assert seen[-1] is None or seen[-2] is None
+            model[0].requires_grad_(True)
+        found = [each for each in seen if each is not None]
+        assert len(found) == 5
+        backward(model, cut, 5)
+        return [*found, *gradients(model)]
+
+    check_script(script, grid)

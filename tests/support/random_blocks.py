@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 
 class Expression(nn.Module):
@@ -220,6 +220,21 @@ class Unpooled(nn.Module):
         return self.unpool(y * 2, indices, output_size=x.shape)
 
 
+def checkpointed(model: nn.Module, x: Tensor, function: Any = None) -> Tensor:
+    """torch's checkpoint of a model; computes all of it anew where instance norms track statistics.
+
+    Else torch updates these once if the norm saves the region's last tensor, and twice if another
+    follows. A sharded call after the norm, such as a slice, saves one where torch's does not.
+    """
+    tracks = any(
+        isinstance(m, (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d))
+        and m.track_running_stats
+        for m in model.modules()
+    )
+    with set_checkpoint_early_stop(not tracks):
+        return checkpoint(function or model, x, use_reentrant=False)
+
+
 class Checkpointed(nn.Module):
     """Computed anew in backward."""
 
@@ -229,7 +244,7 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # A copy: with the first layer in place torch itself would compute anew from its result.
-        return checkpoint(lambda x: self.body(x * 1.0), x, use_reentrant=False)
+        return checkpointed(self.body, x, lambda x: self.body(x * 1.0))
 
 
 class Twice(nn.Module):

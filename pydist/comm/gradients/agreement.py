@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,15 +18,20 @@ if TYPE_CHECKING:
 
 
 def agree(
-    world: Transport, newcomers: Sequence[Leaf], lanes: Sequence[Lane], proposals: list[list[int]]
+    world: Transport,
+    newcomers: Sequence[Leaf],
+    lanes: Sequence[Lane],
+    proposals: list[list[int]],
+    frozen: Container[Leaf],
 ) -> list[set[int]]:
     """Compares parameters that are new to the reducer, and what may be dropped. Collective.
 
     Args:
         world: connects all ranks.
-        newcomers: parameters that have a gradient and no lane.
+        newcomers: parameters without a lane that a gradient has arrived at.
         lanes: those there are.
         proposals: for each lane, which of its leaves need no place any more on this rank.
+        frozen: those newcomers that do not take their gradient.
 
     Returns:
         For each lane the leaves that no rank needs.
@@ -34,7 +39,7 @@ def agree(
     Raises:
         UsageError: ranks have different newcomers, or different values of one; on all ranks.
     """
-    mine: dict[str, Any] = {"new": [_describe(leaf) for leaf in newcomers], "drop": proposals}
+    mine: dict[str, Any] = {"new": [_describe(leaf, leaf in frozen) for leaf in newcomers], "drop": proposals}
     everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
     lists = [each["new"] for each in everyones]
     for rank, other in enumerate(lists):
@@ -72,10 +77,11 @@ def checksum(tensor: Tensor) -> int:
     return native.crc32c(tensor.detach().contiguous().cpu())
 
 
-def _describe(leaf: Leaf) -> tuple[str, str, int]:
+def _describe(leaf: Leaf, frozen: bool) -> tuple[str, str, int]:
     parameter = leaf.parameter()
     assert parameter is not None
-    return leaf.name, str(leaf.kind), checksum(parameter)
+    kind = f"{leaf.kind}, frozen" if frozen else str(leaf.kind)
+    return leaf.name, kind, checksum(parameter)
 
 
 def _compare(

@@ -264,6 +264,8 @@ class Reducer:
     def before(self, leaf: Leaf, grad: Tensor | None) -> Tensor | None:
         """A gradient arrives at a parameter; returns the mean where nothing else forms it."""
         parameter = leaf.parameter()
+        if parameter is not None:
+            leaf = self._current(leaf, parameter)
         given, grad = grad, None if grad is None else in_memory(grad)
         accumulates = not self._runs or self._runs[-1].accumulates
         differentiable = torch.is_grad_enabled()
@@ -292,7 +294,7 @@ class Reducer:
             # Of nothing a mean loss is NaN.
             grad = grad * weight if weight else torch.zeros_like(grad)
         is_frozen = parameter is not None and not parameter.requires_grad
-        if is_frozen and grad is not None and leaf.lane is not None and not leaf.lane.pauses:
+        if is_frozen and grad is not None and not self._is_paused(leaf):
             self._unused[leaf] = grad  # torch calls hooks with it
         return None if grad is given else grad
 
@@ -303,7 +305,7 @@ class Reducer:
             lane.transport.progress()
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise NotSupported(f"a gradient of layout {parameter.grad.layout}; dense is possible")
-        paused = self._pauses if leaf.lane is None else leaf.lane.pauses
+        paused = self._is_paused(leaf)
         if leaf.lane is not None and not paused:
             leaf.lane.begin()  # counts what may come, this one included
         current = self._current(leaf, parameter)
@@ -329,6 +331,10 @@ class Reducer:
             lane.transport.forget_capture()
             lane.abandon(wait=False)
         self._queued = self._interrupted = False
+
+    def _is_paused(self, leaf: Leaf) -> bool:
+        """Whether the gradient of a member accumulates on this rank alone for now."""
+        return bool(self._pauses if leaf.lane is None else leaf.lane.pauses)
 
     def _current(self, leaf: Leaf, parameter: Tensor) -> Leaf:
         """The member that a parameter is; another one if its dtype, shape or strides changed."""
@@ -379,24 +385,30 @@ class Reducer:
             refuse_frozen(self.lanes, anywhere)
             agreement.conclude(mesh, total)
             if any_news:
-                self._take_up(news, proposals)
+                self._take_up(news, proposals, unused)
         for leaf in hooked:
             parameter = leaf.parameter()
             if parameter is not None and (leaf in unused or flags.get(leaf, NEW) == NEW):
                 leaf.call_hooks(parameter, unused.get(leaf))
 
     def _found_news(self) -> list[Leaf]:
-        """Parameters that have a gradient and no lane."""
+        """Parameters without a lane that a gradient has arrived at."""
         if self._pauses:
             return []
         found = [(leaf, leaf.parameter()) for leaf in self._newcomers.values()]
         self._newcomers = {leaf.key: leaf for leaf, p in found if p is not None}
-        return [leaf for leaf, p in found if p is not None and leaf.fired and p.grad is not None]
+        return [
+            leaf
+            for leaf, p in found
+            if p is not None and (leaf in self._unused or (leaf.fired and p.grad is not None))
+        ]
 
-    def _take_up(self, news: list[Leaf], proposals: list[list[int]]) -> None:
+    def _take_up(
+        self, news: list[Leaf], proposals: list[list[int]], unused: dict[Leaf, Tensor]
+    ) -> None:
         """Gives new members a place, and reduces their first gradients. Collective."""
         lanes = list(self.lanes)
-        dropped = agree(self.mesh.world, news, lanes, proposals)
+        dropped = agree(self.mesh.world, news, lanes, proposals, unused)
         self.gather_gradients()  # in the next buckets parts may be others
         for lane, gone, proposal in zip(lanes, dropped, proposals, strict=True):
             if gone:
@@ -412,7 +424,11 @@ class Reducer:
             known = self._found.leaves
             self._plan(self._found, news)  # alone at first: the others have left already
             self._found.start_rest()
-            self._found.finish(lambda leaf: True)
+            self._found.finish(lambda leaf: leaf not in unused)
+            for leaf in news:
+                if leaf in unused:
+                    axes = self._found.axes
+                    unused[leaf] = mean_ranks(unused[leaf], self.mesh, axes, "gradients")
             self._plan(self._found, [*known, *news])
         self.lanes = [lane for lane in self.lanes if lane.leaves or lane is self._found]
 

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from equivalence import jittered, layout_at, randint, randn
 from networks import initialised
 from one_device import with_noise
-from random_blocks import make
+from random_blocks import checkpointed, make
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 from hunter.program import Program
 from pydist import Layout, Mesh, ShardedTensor, distribute_tensor, parallelize
@@ -65,7 +64,7 @@ class World:
         tools = {name: getattr(self, name) for name in TOOLS}
         here = self.mesh is None or self.mesh.size == 1 or self.mesh.rank == self.program.looker
         return {
-            **tools, "torch": torch, "nn": nn, "F": F, "copy": copy, "checkpoint": checkpoint,
+            **tools, "torch": torch, "nn": nn, "F": F, "copy": copy, "checkpointed": checkpointed,
             "averaged": AveragedModel, "here": here, "Boom": Boom, "params": params,
             "trained": trained, "pick": pick, "part": part, "scaled": scaled,
             "reloaded": reloaded, "swap": swap, "swapped": swapped, "spectral": spectral,
