@@ -6,6 +6,7 @@ next call finds nothing to fuse with. What is exchanged must not depend on it, f
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -242,3 +243,24 @@ def test_a_backward_hook_on_one_rank_hides_no_change_in_place():
             x.sum()
 
     on_ranks((1, 2, 1), body)
+
+
+@pytest.mark.parametrize("looking", [0, 1])
+def test_a_hook_on_a_parametrization_of_one_rank_changes_no_order(looking):
+    """There gradients of the parametrization's parameters arrive in another order."""
+    whole = nn.utils.parametrizations.weight_norm(nn.Conv3d(2, 3, 3, padding=1).double())
+    x = randn(1, 2, 5, 4, 3)
+
+    def gradients(model, x):
+        return torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+
+    def body(mesh):
+        model = parallelize(copy.deepcopy(whole), mesh)
+        if mesh.rank == looking:
+            model.parametrizations.weight[0].register_full_backward_hook(lambda m, i, o: None)
+        return gradients(model, distribute_tensor(x, mesh))
+
+    expected = gradients(whole, x)
+    for found in on_ranks((2, 1, 1), body):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)

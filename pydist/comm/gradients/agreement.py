@@ -39,7 +39,10 @@ def agree(
     Raises:
         UsageError: ranks have different newcomers, or different values of one; on all ranks.
     """
-    mine: dict[str, Any] = {"new": [_describe(leaf, leaf in frozen) for leaf in newcomers], "drop": proposals}
+    mine: dict[str, Any] = {
+        "new": [_describe(leaf, leaf in frozen) for leaf in newcomers],
+        "drop": proposals,
+    }
     everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
     lists = [each["new"] for each in everyones]
     for rank, other in enumerate(lists):

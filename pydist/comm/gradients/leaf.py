@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -187,11 +187,11 @@ class Leaf:
             Exception: what a hook raised.
         """
         base, self.base = self.base, None
-        hooks, grad = self._before.users(), parameter.grad
+        grad = parameter.grad
         if unused is not None:
-            self._seen_by(hooks, unused)
-        elif hooks and grad is not None:
-            added = self._seen_by(hooks, grad if base is None else grad - base)
+            self.seen_by_hooks(unused)
+        elif self._before.users() and grad is not None:
+            added = self.seen_by_hooks(grad if base is None else grad - base)
             if base is not None:
                 parameter.grad = base.add_(added)
             elif added is not grad:
@@ -199,9 +199,9 @@ class Leaf:
         for hook in self._after.users():
             hook(parameter)
 
-    def _seen_by(self, hooks: Iterable[_Hook], grad: Tensor) -> Tensor:
-        """What hooks make of a gradient."""
-        for hook in hooks:
+    def seen_by_hooks(self, grad: Tensor) -> Tensor:
+        """What users' hooks make of a gradient."""
+        for hook in self._before.users():
             changed = hook(grad)
             if changed is None:
                 continue

@@ -48,11 +48,14 @@ class _Run:
         roots: the nodes of the graph where it starts.
         sizes: of the batch whose outputs have no graph, if that was the last one.
         added: the members whose gradients it has added to.
+        returned: gradients that `autograd.grad` returns, with this rank's weight: until the pass
+            ends this rank's own.
     """
 
     def __init__(self, accumulates: bool, roots: Sequence[Any], sizes: GroupSizes | None) -> None:
         self.accumulates, self.roots, self.sizes = accumulates, roots, sizes
         self.added: list[Leaf] = []
+        self.returned: dict[Leaf, tuple[Tensor, float]] = {}
         self.reaches_none = self.complete = False
 
 
@@ -279,14 +282,13 @@ class Reducer:
             run = self._runs[-1]
             weight = self.mesh.weights.weight(run.roots, run.sizes)
         if not accumulates or differentiable:
-            axes = self.mesh.axes if leaf.lane is None else leaf.lane.axes
             own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
-            mean = mean_ranks(own, self.mesh, axes, "gradients", weight)
-            if grad is None:
-                return None
             if differentiable:
-                graph.mark(mean, self.mesh)
-            return mean
+                result = mean_ranks(own, self.mesh, self._axes(leaf), "gradients", weight)
+                graph.mark(result, self.mesh)
+            else:
+                result = self._returned(leaf, own, weight)
+            return None if grad is None else result
         if leaf.has_hooks and parameter is not None:
             leaf.waits = True
             leaf.remember_base(parameter)
@@ -331,6 +333,32 @@ class Reducer:
             lane.transport.forget_capture()
             lane.abandon(wait=False)
         self._queued = self._interrupted = False
+
+    def _axes(self, leaf: Leaf) -> tuple[str, ...]:
+        return self.mesh.axes if leaf.lane is None else leaf.lane.axes
+
+    def _returned(self, leaf: Leaf, own: Tensor, weight: float) -> Tensor:
+        """A gradient that `autograd.grad` returns; the mean takes its place when the pass ends.
+
+        Not before: the order in which gradients arrive can be another on a rank that has a hook.
+        """
+        returned = self._runs[-1].returned
+        if not returned:
+            Variable._execution_engine.queue_callback(self._reduce_returned)
+        leaf.waits = leaf.has_hooks
+        returned[leaf] = own.clone(), weight
+        return returned[leaf][0]
+
+    @torch.no_grad()
+    def _reduce_returned(self) -> None:
+        """Makes means of what `autograd.grad` returns, and shows them to users' hooks."""
+        returned = self._runs[-1].returned
+        members = chain.from_iterable(lane.leaves for lane in self.lanes)
+        for leaf in [*members, *self._newcomers.values()]:
+            if leaf in returned:
+                result, weight = returned[leaf]
+                mean = mean_ranks(result, self.mesh, self._axes(leaf), "gradients", weight)
+                result.copy_(leaf.seen_by_hooks(mean))
 
     def _is_paused(self, leaf: Leaf) -> bool:
         """Whether the gradient of a member accumulates on this rank alone for now."""

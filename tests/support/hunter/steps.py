@@ -210,9 +210,14 @@ class Steps(Draws):
 
     def changes(self) -> list[str]:
         """Changes past autograd; in a forward pass only where it runs once."""
-        layers = "".join(map(str, itertools.chain(*self.networks.values())))
-        once = "Checkpointed" not in layers and not self.checkpointed
+        once = self.computes_once()
         return [s for s in words.DATA if once or "forward_hook" not in s]
+
+    def computes_once(self) -> bool:
+        """Whether no part of a network is computed anew in a backward pass."""
+        layers = "".join(map(str, itertools.chain(*self.networks.values())))
+        again = "Checkpointed" in layers or self.checkpointed or "checkpoint" in self.called
+        return not again
 
     def recomputes(self) -> bool:
         """Whether a checkpoint waits for its backward, for which torch wants the same weights."""
@@ -261,7 +266,12 @@ class Steps(Draws):
         self.lines.append(f"see('base', {y} * 1)")
 
     def raising(self) -> None:
-        """A hook that raises, in a pass whose error the program catches."""
+        """A hook that raises, in a pass whose error the program catches.
+
+        How far that pass came shows in buffers of what it computed anew.
+        """
+        if not self.computes_once():
+            return
         graphs = words.RAISING_LATER if self.waiting else []
         register, call = self.any([*words.RAISING, *graphs]).split("|")
         self.add(f"with raising({register}): {call}\\nopt.zero_grad()\\nM.zero_grad()")
