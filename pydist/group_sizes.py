@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pydist import marks
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
@@ -131,25 +132,12 @@ class GroupSizes:
 
 def mark_batch(tensor: Tensor, sizes: GroupSizes) -> None:
     """Notes on a tensor's graph from which batch it was computed."""
-    node: Any = tensor.grad_fn
-    if node is not None:
-        node.metadata[_MARK] = sizes
+    marks.mark(tensor, _MARK, sizes)
 
 
 def _batch_of(nodes: Iterable[Any]) -> GroupSizes | None:
     """The batch that a graph was computed from: of several the one that entered last."""
-    found: list[GroupSizes] = []
-    stack, seen = list(nodes), set[Any]()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        sizes = node.metadata.get(_MARK)
-        if sizes is None:
-            stack += [following for following, _ in node.next_functions]
-        else:
-            found.append(sizes)
+    found = (sizes for _, sizes in marks.below(nodes, _MARK) if sizes is not None)
     return max(found, key=lambda sizes: sizes._number, default=None)
 
 

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from pydist import marks
 from pydist.comm.gradients.leaf import leaf_of
 from pydist.errors import NotSupported
 
 if TYPE_CHECKING:
-    from pydist.comm.gradients.reducer import Reducer
     from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
 
@@ -45,9 +45,7 @@ _detached = _Detached()
 
 def mark(tensor: Tensor, mesh: Mesh) -> None:
     """Notes that all parameters that a tensor was computed from are known to the mesh."""
-    node: Any = tensor.grad_fn
-    if node is not None:
-        node.metadata[_MARK] = mesh
+    marks.mark(tensor, _MARK, mesh)
 
 
 def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
@@ -82,51 +80,25 @@ def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], li
     """
     meshes: dict[int, Mesh] = {}
     leaves: list[Tensor] = []
-    stack, seen = list(nodes), set[Any]()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    walked: list[Any] = []
+    for node, marked in marks.below(nodes, _MARK):
+        walked.append(node)
         if isinstance(node, _functions.AccumulateGrad):
-            variable = node.variable
-            leaf = leaf_of(variable)
+            leaf = leaf_of(node.variable)
             reducer = None if leaf is None else leaf.reducer()
             if reducer is None:
-                leaves.append(variable)
+                leaves.append(node.variable)
             else:
                 meshes[id(reducer.mesh)] = reducer.mesh
-            continue
-        marked = node.metadata.get(_MARK)
-        if marked is not None:
+        elif marked is not None:
             meshes[id(marked)] = marked
-            continue
-        stack += [following for following, _ in node.next_functions]
     found = list(meshes.values())
     owner = mesh or (found[0] if found else None)
     if owner is not None:
-        for node in seen:
+        for node in walked:
             node.metadata[_MARK] = owner
     leaves.reverse()  # the order in which they were used, as far as the graph tells it
     return found, leaves
-
-
-def _reducers_below(nodes: Iterable[Any], leaves: Iterable[Tensor]) -> list[Reducer]:
-    """The reducers of all parameters that a graph leads to.
-
-    Marks end no walk here: looking at a tensor leaves one, perhaps on this rank alone.
-    """
-    variables, stack, seen = list(leaves), list(nodes), set[Any]()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, _functions.AccumulateGrad):
-            variables.append(node.variable)
-        stack += [following for following, _ in node.next_functions]
-    known = (leaf_of(variable) for variable in variables)
-    return [reducer for leaf in known if leaf is not None and (reducer := leaf.reducer())]
 
 
 def is_reached(parameter: Tensor) -> bool:
@@ -183,9 +155,8 @@ class _Engine(_engine):  # type: ignore[misc]
         try:
             results = super().run_backward(outputs, *args, **kwargs)
         except BaseException:
-            reached = _reducers_below(roots, direct)
             for reducer in reducers:
-                reducer.leave(interrupted=reducer in reached)
+                reducer.leave(interrupted=True)
             raise
         for reducer in reducers:
             reducer.leave(interrupted=False)

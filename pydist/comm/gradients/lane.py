@@ -147,9 +147,11 @@ class Lane:
         """
         ledger = self.transport.ledger
         ledger.place = IN_BACKWARD  # as on the ranks that came further
-        for bucket in self.buckets[self._next : started]:
-            bucket.start_blank(self.transport)
-        ledger.place = ""
+        try:
+            for bucket in self.buckets[self._next : started]:
+                bucket.start_blank(self.transport)
+        finally:
+            ledger.place = ""
         family = Family(self.transport)
         for bucket in self.buckets:
             bucket.resume(family, remnants)

@@ -29,6 +29,7 @@ from pydist.comm.gradients.flags import (
 from pydist.comm.gradients.interrupted import interrupt, settle
 from pydist.comm.gradients.lane import Lane
 from pydist.comm.gradients.leaf import Leaf, leaf_of
+from pydist.comm.gradients.run import Run
 from pydist.comm.gradients.scattered import ScatteredGradient
 from pydist.comm.gradients.scattered_bucket import Part, ScatteredBucket
 from pydist.errors import NotSupported
@@ -36,27 +37,6 @@ from pydist.errors import NotSupported
 if TYPE_CHECKING:
     from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
-
-
-class _Run:
-    """A run of torch's engine.
-
-    Attributes:
-        accumulates: whether gradients go to `.grad`; else `autograd.grad` returns them.
-        reaches_none: whether it is known to reach no member.
-        complete: whether the gradients were reduced.
-        roots: the nodes of the graph where it starts.
-        sizes: of the batch whose outputs have no graph, if that was the last one.
-        added: the members whose gradients it has added to.
-        returned: gradients that `autograd.grad` returns, with this rank's weight: until the pass
-            ends this rank's own.
-    """
-
-    def __init__(self, accumulates: bool, roots: Sequence[Any], sizes: GroupSizes | None) -> None:
-        self.accumulates, self.roots, self.sizes = accumulates, roots, sizes
-        self.added: list[Leaf] = []
-        self.returned: dict[Leaf, tuple[Tensor, float]] = {}
-        self.reaches_none = self.complete = False
 
 
 class Reducer:
@@ -91,7 +71,7 @@ class Reducer:
         self._newcomers: dict[int, Leaf] = {}  # registered, and on no lane yet
         self._flags = Flags()
         self._pauses = 0  # open `no_sync` blocks, of any model
-        self._runs: list[_Run] = []  # of the engine, nested
+        self._runs: list[Run] = []  # of the engine, nested
         self.aliases = Aliases()
         """Parts of leaves that sharded calls have used."""
         self._queued = self._interrupted = False
@@ -232,7 +212,7 @@ class Reducer:
         if accumulates and not self._runs:
             self.settle()
         self.aliases.renew(create_graph)
-        self._runs.append(_Run(accumulates, roots, sizes))
+        self._runs.append(Run(roots, sizes, accumulates=accumulates))
 
     def leave(self, *, interrupted: bool) -> None:
         """The engine has ended that pass.
@@ -277,17 +257,16 @@ class Reducer:
                 self.gather_gradients()  # what is added to it is the mean as well
             elif leaf.bucket is not None:
                 leaf.bucket.set_aside(parameter)
-        weight = 1.0
-        if self.mesh.data_size > 1 and self._runs:
-            run = self._runs[-1]
-            weight = self.mesh.weights.weight(run.roots, run.sizes)
+        weight = self._runs[-1].weight(self.mesh) if self._runs else 1.0
         if not accumulates or differentiable:
             own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
             if differentiable:
                 result = mean_ranks(own, self.mesh, self._axes(leaf), "gradients", weight)
                 graph.mark(result, self.mesh)
             else:
-                result = self._returned(leaf, own, weight)
+                if not self._runs[-1].returns:
+                    Variable._execution_engine.queue_callback(self._reduce_returned)
+                result = self._runs[-1].give_back(leaf, own, weight)
             return None if grad is None else result
         if leaf.has_hooks and parameter is not None:
             leaf.waits = True
@@ -337,28 +316,10 @@ class Reducer:
     def _axes(self, leaf: Leaf) -> tuple[str, ...]:
         return self.mesh.axes if leaf.lane is None else leaf.lane.axes
 
-    def _returned(self, leaf: Leaf, own: Tensor, weight: float) -> Tensor:
-        """A gradient that `autograd.grad` returns; the mean takes its place when the pass ends.
-
-        Not before: the order in which gradients arrive can be another on a rank that has a hook.
-        """
-        returned = self._runs[-1].returned
-        if not returned:
-            Variable._execution_engine.queue_callback(self._reduce_returned)
-        leaf.waits = leaf.has_hooks
-        returned[leaf] = own.clone(), weight
-        return returned[leaf][0]
-
-    @torch.no_grad()
     def _reduce_returned(self) -> None:
-        """Makes means of what `autograd.grad` returns, and shows them to users' hooks."""
-        returned = self._runs[-1].returned
         members = chain.from_iterable(lane.leaves for lane in self.lanes)
-        for leaf in [*members, *self._newcomers.values()]:
-            if leaf in returned:
-                result, weight = returned[leaf]
-                mean = mean_ranks(result, self.mesh, self._axes(leaf), "gradients", weight)
-                result.copy_(leaf.seen_by_hooks(mean))
+        newcomers = list(self._newcomers.values())
+        self._runs[-1].reduce_returned(self.mesh, [*members, *newcomers], self._axes)
 
     def _is_paused(self, leaf: Leaf) -> bool:
         """Whether the gradient of a member accumulates on this rank alone for now."""

@@ -1,0 +1,34 @@
+"""Marks on autograd's graph: what a tensor was computed from, without a walk to the leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+def mark(tensor: Tensor, key: str, value: object) -> None:
+    """Marks the node that a tensor comes from, if it has one."""
+    node: Any = tensor.grad_fn
+    if node is not None:
+        node.metadata[key] = value
+
+
+def below(roots: Iterable[Any], key: str) -> Iterator[tuple[Any, Any]]:
+    """Every node of a graph once, with its mark of that name or `None`.
+
+    Args:
+        roots: nodes where the walk starts; `None` is left out.
+        key: name of the mark. What is below a marked node is left out.
+    """
+    stack, seen = list(roots), set[Any]()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        value = node.metadata.get(key)
+        if value is None:
+            stack += [following for following, _ in node.next_functions]
+        yield node, value
