@@ -214,6 +214,18 @@ def entry_of_plain(part: Tensor, plain: Tensor) -> Tensor:
     return entry
 
 
+def as_result(view: Tensor) -> Tensor:
+    """A view of memory that nothing else refers to, as a result that may be changed in place.
+
+    For a view, autograd would record a change elsewhere than for a result, and a rank whose block
+    is empty may have no view there.
+    """
+    if not view.requires_grad or not torch.is_grad_enabled():
+        return view
+    result: Tensor = _Entry.apply(view)
+    return result
+
+
 def _is_leaf(plain: Tensor) -> bool:
     return plain.is_leaf or (plain._is_view() and plain._base is not None and plain._base.is_leaf)
 

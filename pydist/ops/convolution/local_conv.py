@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pydist.aliasing import as_result
 from pydist.backend.choice import ConvKernels, by_rule, choose
 from pydist.backend.conv import padded
 from pydist.backend.problem import ConvProblem, onednn_has
@@ -236,7 +237,8 @@ def local_conv(
         [N, Co, ...], channels-last where that was chosen.
     """
     if x.dim() == 3:
-        return local_conv(x.unsqueeze(2), weight, bias, chooser, mesh, adds_bias).squeeze(2)
+        y = local_conv(x.unsqueeze(2), weight, bias, chooser, mesh, adds_bias)
+        return as_result(y.squeeze(2))
     kernels = chooser.kernels(x, with_dims(weight, x))
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)

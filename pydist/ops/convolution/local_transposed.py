@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pydist.aliasing import as_result
 from pydist.backend.choice import ConvKernels
 from pydist.comm.exchange.function import Function
 from pydist.mesh import Mesh
@@ -153,7 +154,8 @@ def local_transposed(
     """
     if x.dim() == 3:
         wanted = (0, *starts), (1, *extents)
-        return local_transposed(x.unsqueeze(2), weight, bias, chooser, mesh, *wanted).squeeze(2)
+        y = local_transposed(x.unsqueeze(2), weight, bias, chooser, mesh, *wanted)
+        return as_result(y.squeeze(2))
     kernels = chooser.kernels_ahead(x, weight)
     # Here, and not in the function: what that saves has to be its input.
     x = kernels.in_format(x)
