@@ -237,7 +237,7 @@ def to_change(x: ShardedTensor, shard: Tensor, others: Iterable[Any] = ()) -> Te
     `as_strided` ends the graph there, on this rank alone. As nothing changes, what it is a view of
     need not know, unless its gradient would go to one of the others.
     """
-    if shard.numel() or not shard._is_view() or not shard.requires_grad:
+    if shard.numel() or not shard._is_view() or not shard.requires_grad or shard.is_leaf:
         return shard
     if x._view is not None and any(isinstance(o, Tensor) and o.requires_grad for o in others):
         return shard

@@ -128,3 +128,23 @@ def test_a_plain_batch_that_the_model_changes_in_place(make):
     for found in on_ranks((3, 1, 1), body):
         for mine, theirs in zip(found, expected, strict=True):
             assert error(mine.detach(), theirs.detach()) <= 1e-12
+
+
+def test_a_change_without_gradients_leaves_the_leaf():
+    """Also on ranks whose block is an empty view."""
+
+    def gradient(x):
+        x.requires_grad_()
+        y = (x * 1).square()
+        with torch.no_grad():
+            x.mul_(0.5)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    whole = randn(1, 2, 1, 3, 2)
+    expected = gradient(whole.clone())
+
+    def body(mesh):
+        return gradient(distribute_tensor(whole.clone(), mesh)).full_tensor()
+
+    for found in on_ranks((2, 1, 1), body):
+        assert torch.equal(found, expected)
