@@ -239,6 +239,7 @@ class Entry:
         if origin == x._origin:
             return x
         shown = ShardedTensor(local_of(x), x.layout, origin)
+        shown._history = x._history
         shown._view = view_at(x)
         return shown
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from pydist.aliasing import View, record_change, refuse_stale, remember_plain, staleness
 from pydist.comm.exchange.adjoints import with_true_gradient
+from pydist.comm.exchange.history import caused_by, history_of, remember
 from pydist.comm.gradients.members import follow, lead_to
+from pydist.comm.interface.ledger import CAUSE
 from pydist.errors import NotSupported, UsageError
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.interop import ArrayLike, as_tensor
@@ -119,6 +121,8 @@ class ShardedTensor(torch.Tensor):
     """What is to be completed before the shard may be used."""
     _view: View | None = None
     """What it shares memory with, here and in torch; `None` where that is nothing."""
+    _history: int = 1
+    """See `pydist.comm.exchange.history`."""
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, origin: Origin) -> ShardedTensor:
@@ -228,7 +232,7 @@ class ShardedTensor(torch.Tensor):
     def to_local(self) -> Tensor:
         """This rank's shard, a plain tensor in the same autograd graph."""
         local = local_of(self)
-        lead_to(local, self.mesh)
+        lead_to(local, self.mesh, self._history)
         if self._view is not None and (storage := self._view.memory.storage) is not None:
             storage.watch(self._view.memory.key, local)
         return local
@@ -240,10 +244,11 @@ class ShardedTensor(torch.Tensor):
         """
         from pydist.ops.redistribute import redistribute
 
-        whole = redistribute(self, self._layout.whole())._local
+        with caused_by(self._history):
+            whole = redistribute(self, self._layout.whole())._local
         if whole is self._local:
             whole = with_true_gradient(whole, self.mesh, SPATIAL_AXES)
-        lead_to(whole, self.mesh)
+        lead_to(whole, self.mesh, self._history)
         return whole
 
     def redistribute(
@@ -263,7 +268,8 @@ class ShardedTensor(torch.Tensor):
                 "pydist.Layout, as in x.redistribute(x.layout.whole()); a device mesh and "
                 "placements are for torch's DTensor"
             )
-        moved = redistribute(self, layout)
+        with caused_by(self._history):
+            moved = redistribute(self, layout)
         return self if moved is self else view_of(self, moved._shard, layout, is_copy=True)
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
@@ -275,7 +281,7 @@ class ShardedTensor(torch.Tensor):
         return f"ShardedTensor(shape={self._layout.shape}, {self._layout!r}, {what})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        return ShardedTensor(self._local.__deepcopy__(memo), self._layout, self._origin)
+        return wrap(self._local.__deepcopy__(memo), self._layout, self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotSupported(
@@ -302,13 +308,22 @@ class ShardedTensor(torch.Tensor):
                 plain_operands(args, ShardedTensor),
                 plain_operands(kwargs or {}, ShardedTensor),
             )
+        outermost = not CAUSE.history
         try:
-            return handler(*args, **kwargs) if kwargs else handler(*args)
+            if outermost:
+                CAUSE.history = history_of(func, args, kwargs or {})
+            result = handler(*args, **kwargs) if kwargs else handler(*args)
+            if outermost:
+                remember(result, CAUSE.history, args)
+            return result
         except TypeError as error:
             why = misfit(handler, func, args, kwargs or {}, error)
             if why is None:
                 raise
             raise refusal(func, args, kwargs or {}, why) from error
+        finally:
+            if outermost:
+                CAUSE.history = 0
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -325,12 +340,14 @@ class ShardedTensor(torch.Tensor):
 
 def wrap(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
     """A result of `like`: the shard `local` in `layout`."""
-    return ShardedTensor(local, layout, like._origin)
+    result = ShardedTensor(local, layout, like._origin)
+    result._history = like._history  # unless a call that the program makes is its cause
+    return result
 
 
 def wrap_new(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
     """A result of `like` in memory that no other tensor shares, outside of autograd's graph."""
-    result = ShardedTensor(local, layout, like._origin)
+    result = wrap(local, layout, like)
     result._pending = NOTHING
     return result
 
@@ -382,6 +399,8 @@ def adopt_local(x: ShardedTensor, local: Tensor, changed: bool = True) -> Sharde
         changed: whether its values change; autograd then notices where it has saved them.
     """
     x._shard = local
+    if changed and CAUSE.history:
+        x._history = CAUSE.history
     if changed and x._view is not None:
         record_change(x)
     if changed and not of_wrapper(torch.Tensor.is_inference, x):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import overload
 
 import torch
@@ -208,17 +207,3 @@ def prove_equal(tensor: Tensor, layout: Layout, use: str = "operand") -> None:
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # on all ranks; there are no numbers yet
     agreement_of(mesh).prove_equal(tensor, mesh, use)
-
-
-def prove_numbers_equal(values: Iterable[object], layout: Layout) -> None:
-    """Compares the numbers among a call's arguments, each as if it were a plain tensor.
-
-    Only those with more digits than people write: these are drawn or computed, and may differ
-    between ranks. Constants cost no message.
-
-    Raises:
-        UsageError: one, or an operand before it, differs between the ranks of the group.
-    """
-    for each in values:
-        if isinstance(each, float) and math.isfinite(each) and float(f"{each:.7g}") != each:
-            prove_equal(torch.tensor(each, dtype=torch.float64, device="cpu"), layout, "number")

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pydist import Mesh, distribute_tensor, parallelize
@@ -81,22 +82,78 @@ def test_random_numbers_of_other_libraries_are_noticed(library: str) -> None:
         run_local(body, 2)
 
 
-@pytest.mark.parametrize("use", [
-    lambda x, draw: draw * x, lambda x, draw: x.mul(draw), lambda x, draw: x.add(x, alpha=draw),
-    lambda x, draw: torch.lerp(x, x.square(), draw), lambda x, draw: x.clamp(max=draw),
-], ids=["product", "method", "alpha", "lerp", "clamp"])  # fmt: skip
-def test_numbers_that_are_drawn_are_noticed_as_tensors_are(use) -> None:
+NUMBERS = {
+    "product": lambda x, draw: draw() * x,
+    "of few digits": lambda x, draw: x * round(draw(), 1),
+    "integer": lambda x, draw: x.mul(int(100 * draw())),
+    "negative": lambda x, draw: x * (-1 if draw() < 0.5 else -2),
+    "alpha": lambda x, draw: x.add(x, alpha=draw()),
+    "lerp": lambda x, draw: torch.lerp(x, x.square(), draw()),
+    "clamp": lambda x, draw: x.clamp(max=draw()),
+    "in place": lambda x, draw: x.mul_(draw()),
+    "assigned": lambda x, draw: _assigned(x, draw()),
+    "option of a function": lambda x, draw: F.leaky_relu(x, draw()),
+    "dropout": lambda x, draw: F.dropout(x, draw()),
+    "channel": lambda x, draw: x[:, int(8 * draw())],
+    "call": lambda x, draw: torch.relu(x) if draw() < 0.5 else x,
+    "another call": lambda x, draw: torch.sin(x) if draw() < 0.5 else torch.cos(x),
+    "after a reduction": lambda x, draw: x.mean((2, 3, 4)) * round(draw(), 1),
+    "of a block": lambda x, draw: (x * round(draw(), 1)).to_local(),
+    "of the whole": lambda x, draw: (x * round(draw(), 1)).full_tensor(),
+}
+
+
+def _assigned(x, number):
+    x = x * 1
+    x[:, :1] = number
+    return x
+
+
+@pytest.mark.parametrize("use", NUMBERS.values(), ids=NUMBERS)
+def test_numbers_that_are_drawn_are_noticed(use) -> None:
     def body(t: Transport, seed: int) -> None:
         mesh = Mesh(t, spatial=(2, 1, 1))
-        model = parallelize(nn.Conv3d(1, 1, 3, padding=1), mesh)
+        model = parallelize(nn.Conv3d(1, 8, 3, padding=1), mesh)
         draws = random.Random(seed)
         for _ in range(3):
-            loss = use(model(torch.ones(1, 1, 6, 4, 4)), draws.random()).square().mean()
-            (draws.uniform(1, 2) * loss * np.float64(draws.random())).backward()
+            use(model(torch.ones(1, 1, 6, 4, 4)), draws.random).square().mean().backward()
 
-    with pytest.raises(UsageError, match="a number differs between the ranks 0 and 1"):
-        run_local(lambda t: body(t, t.rank), 2)
+    with pytest.raises(UsageError, match="the ranks call different things"):
+        run_local(lambda t: body(t, t.rank + 1), 2)
     run_local(lambda t: body(t, 5), 2)
+
+
+def test_numbers_that_differ_are_named() -> None:
+    def body(t: Transport) -> None:
+        model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(2, 1, 1)))
+        y = model(torch.ones(1, 1, 6, 4, 4))
+        if t.rank == 1:
+            y.abs()  # a call of its own
+        (y.sin() * (0.5 + t.rank)).square().mean().backward()
+
+    with pytest.raises(UsageError, match=r"mul\(0.5\) on rank 0 and mul\(1.5\) on rank 1"):
+        run_local(body, 2)
+
+
+def test_numbers_without_training_are_noticed_by_the_next_batch() -> None:
+    def body(t: Transport) -> None:
+        model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(2, 1, 1)))
+        for _ in range(2):
+            (model(torch.ones(1, 1, 6, 4, 4)) * (0.5 + t.rank)).mean()
+
+    with torch.no_grad(), pytest.raises(UsageError, match=r"mul\(0.5\) on rank 0"):
+        run_local(body, 2)
+
+
+def test_sample_groups_may_have_numbers_of_their_own() -> None:
+    def body(t: Transport) -> None:
+        mesh = Mesh(t, data=2, spatial=(2, 1, 1))
+        model = parallelize(nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2)), mesh)
+        for _ in range(2):
+            x = distribute_tensor(torch.ones(1, 1, 6, 4, 4), mesh) * (1.5 + mesh.data_index)
+            model(x).square().mean().backward()
+
+    run_local(body, 4)
 
 
 def test_constants_are_not_compared() -> None:

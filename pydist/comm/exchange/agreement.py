@@ -29,13 +29,13 @@ from pydist.comm.exchange.contents import (
     Parameters,
     different_contents,
 )
+from pydist.comm.exchange.history import different_histories, recent_calls
 from pydist.comm.interface.ledger import DIFFERENT, different_calls, gather_texts
 from pydist.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from pydist.comm.interface.transport import Transport
     from pydist.mesh import Mesh
 
 _MOST = 512
@@ -132,11 +132,11 @@ class Agreement:
     def _compare_operands(self, mesh: Mesh) -> None:
         """Compares what is new in `operands`. Collective over the sample group."""
         group = mesh.sample
-        share = self._share_of([self._claim(self.operands, self._sample_axes)])
-        total = torch.tensor([share], device="cpu")
+        claims = [self._claim(self.operands, self._sample_axes), *self._histories()]
+        total = torch.tensor([self._share_of(claims)], device="cpu")
         group._all_reduce(total, "sum")
         if int(total):
-            raise different_contents(_gather(group, self.operands.details()))
+            raise self._difference(mesh, claims, self._sample_axes)
         self.operands.confirm()
 
     def proof(self, mesh: Mesh) -> int:
@@ -145,6 +145,7 @@ class Agreement:
             _Claim(axes, hash((ledger.count, ledger.state)), ledger.details, different_calls)
             for axes, ledger in self._ledgers.items()
         ]
+        self._claims += self._histories()
         if mesh.size > 1 and not is_capturing():
             self._claims.append(self._claim(self.operands, self._sample_axes))
             self._claims.append(self._claim(self._shared, self._split_axes))
@@ -162,7 +163,7 @@ class Agreement:
             UsageError: ranks differ; the same error on all of them.
         """
         if total:
-            raise self._difference(mesh)
+            raise self._difference(mesh, self._claims, self._split_axes)
         self.operands.confirm()
         self._shared.confirm()
 
@@ -177,30 +178,35 @@ class Agreement:
             self._add(self._shared, parameters, mesh)
             self._shared.turn += 1
 
+    def _histories(self) -> list[_Claim]:
+        return [
+            _Claim(axes, ledger.history, recent_calls, different_histories)
+            for axes, ledger in self._ledgers.items()
+            if "data" not in axes  # sample groups may have augmentations of their own
+        ]
+
     def _claim(self, contents: Contents, axes: tuple[str, ...]) -> _Claim:
         return _Claim(axes, contents.take(), contents.details, different_contents)
 
     def _share_of(self, claims: Iterable[_Claim]) -> int:
         return _signed(sum(self._weights[each.axes] * each.value for each in claims))
 
-    def _difference(self, mesh: Mesh) -> UsageError:
-        """The error for ranks that differ. Collective over the mesh."""
-        mine = [[each.value, each.details()] for each in self._claims]
-        all_claims = _gather(mesh.world, mine)
-        if len({len(claims) for claims in all_claims.values()}) > 1:
+    def _difference(
+        self, mesh: Mesh, claims: Sequence[_Claim], axes: tuple[str, ...]
+    ) -> UsageError:
+        """The error for ranks that differ. Collective over the group along `axes`."""
+        ranks = next(each for each in mesh.groups_along(axes) if mesh.rank in each)
+        mine = json.dumps([[each.value, each.details()] for each in claims]).encode()
+        texts = gather_texts(mesh.group(axes), mine).values()
+        heard = {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
+        if len({len(each) for each in heard.values()}) > 1:
             return UsageError(f"{DIFFERENT}: some capture a CUDA graph, and others do not")
-        for number, claim in enumerate(self._claims):
-            for ranks in mesh.groups_along(claim.axes):
-                said = {rank: all_claims[rank][number] for rank in ranks}
+        for number, claim in enumerate(claims):
+            for members in mesh.groups_along(claim.axes):
+                said = {rank: heard[rank][number] for rank in members if rank in heard}
                 if len({value for value, _ in said.values()}) > 1:
                     return claim.error({rank: details for rank, (_, details) in said.items()})
         return UsageError(f"{DIFFERENT}, or the sum of what they compare is damaged")
-
-
-def _gather(group: Transport, mine: list[Any]) -> dict[int, list[Any]]:
-    """Details of all ranks of a group. Collective."""
-    heard = gather_texts(group, json.dumps(mine).encode())
-    return {rank: json.loads(each) for rank, each in heard.items()}
 
 
 def _weight(mesh: Mesh, axes: tuple[str, ...]) -> int:

@@ -151,8 +151,7 @@ class Contents:
             module = f" in module {key[0]}" if key[0] else ""
             dtype = str(tensor.dtype).removeprefix("torch.")
             shape = f" of shape {tuple(tensor.shape)} ({dtype})"
-            text = f"a number{module}" if use == "number" else f"{kind}{shape}{module}"
-            operand = self._known[key] = Operand(text)
+            operand = self._known[key] = Operand(f"{kind}{shape}{module}")
         tensor, before = tensor.detach(), self.count_use(operand)
         if is_new or tensor.nbytes <= WHOLE_BYTES:
             whole = Checksum((tensor.cpu() if is_new else tensor).contiguous())

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 _MARK = "pydist mesh"
+_HISTORY = "pydist history"
 _functions: Any = torch._C._functions
 _engine: Any = type(Variable._execution_engine)
 
@@ -43,9 +44,10 @@ class _Detached(threading.local):
 _detached = _Detached()
 
 
-def mark(tensor: Tensor, mesh: Mesh) -> None:
+def mark(tensor: Tensor, mesh: Mesh, history: int = 0) -> None:
     """Notes that all parameters that a tensor was computed from are known to the mesh."""
     marks.mark(tensor, _MARK, mesh)
+    marks.mark(tensor, _HISTORY, history)
 
 
 def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
@@ -68,7 +70,7 @@ def led_out(mesh: Mesh, sizes: GroupSizes) -> None:
     _detached.mesh, _detached.sizes = weakref.ref(mesh), sizes
 
 
-def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], list[Tensor]]:
+def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], list[Tensor], int]:
     """Finds what the unmarked part of a graph leads to.
 
     Args:
@@ -76,8 +78,10 @@ def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], li
         mesh: marks what was walked; by default the first mesh that is found does.
 
     Returns:
-        The meshes whose tensors or parameters are met, and the leaves that none of them knows.
+        The meshes whose tensors or parameters are met; the leaves that none of them knows; and a
+        hash of the calls that have made the tensors (see `pydist.comm.exchange.history`).
     """
+    history = 0
     meshes: dict[int, Mesh] = {}
     leaves: list[Tensor] = []
     walked: list[Any] = []
@@ -92,13 +96,14 @@ def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], li
                 meshes[id(reducer.mesh)] = reducer.mesh
         elif marked is not None:
             meshes[id(marked)] = marked
+            history += node.metadata.get(_HISTORY, 0)  # a sum: the order is this rank's own
     found = list(meshes.values())
     owner = mesh or (found[0] if found else None)
     if owner is not None:
         for node in walked:
             node.metadata[_MARK] = owner
     leaves.reverse()  # the order in which they were used, as far as the graph tells it
-    return found, leaves
+    return found, leaves, hash(history)
 
 
 def is_reached(parameter: Tensor) -> bool:
@@ -129,7 +134,7 @@ class _Engine(_engine):  # type: ignore[misc]
         roots = [getattr(each, "node", None) or getattr(each, "grad_fn", None) for each in outputs]
         roots += [each.grad_fn for each in seeds if isinstance(each, Tensor)]
         direct = [t for t in outputs if isinstance(t, Tensor) and t.grad_fn is None]
-        meshes, leaves = walk(roots)
+        meshes, leaves, history = walk(roots)
         for tensor in direct:
             leaf = leaf_of(tensor)
             reducer = None if leaf is None else leaf.reducer()
@@ -142,6 +147,9 @@ class _Engine(_engine):  # type: ignore[misc]
             meshes.append(frozen)
         if not meshes:
             return super().run_backward(outputs, *args, **kwargs)
+        for mesh in meshes:
+            ledger = mesh.sample.ledger
+            ledger.history = hash((ledger.history, history))
         reducers = [mesh.reducer for mesh in meshes if mesh.reducer is not None]
         for tensor in leaves if reducers else ():
             reducers[0].register(tensor)

@@ -34,7 +34,13 @@ def follow(tensor: Tensor, mesh: Mesh) -> None:
         reducer_of(mesh).follow(tensor)
 
 
-def lead_to(tensor: Tensor, mesh: Mesh) -> None:
-    """Notes that a plain result comes from sharded tensors alone."""
+def lead_to(tensor: Tensor, mesh: Mesh, history: int) -> None:
+    """Notes that a plain result comes from sharded tensors alone, by which calls.
+
+    Args:
+        tensor: the result.
+        mesh: of the sharded tensors.
+        history: see `pydist.comm.exchange.history`.
+    """
     if mesh.size > 1:
-        graph.mark(tensor, mesh)
+        graph.mark(tensor, mesh, history)

@@ -128,7 +128,7 @@ class Reducer:
         if tensor.grad_fn is None:
             self.register(tensor)
             return
-        _, leaves = graph.walk([tensor.grad_fn], self.mesh)
+        leaves = graph.walk([tensor.grad_fn], self.mesh)[1]
         for leaf in leaves:
             self.register(leaf)
 

@@ -17,6 +17,7 @@ A step that repeats finds each entry in a table, and sends nothing for it.
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -43,6 +44,19 @@ _MOST_NODES = 1 << 14
 _MODULE_CALL = nn.Module._call_impl.__code__
 _PATH = "_pydist_path"
 IN_BACKWARD = "backward"
+
+
+class _Cause(threading.local):
+    """The call on sharded tensors that is running; ranks can be threads.
+
+    Attributes:
+        history: see `pydist.comm.exchange.history`; 0 outside of such calls.
+    """
+
+    history = 0
+
+
+CAUSE = _Cause()
 
 DIFFERENT = "the ranks call different things"
 
@@ -76,11 +90,13 @@ class Ledger:
         job_ranks: the rank in the job of each rank of the group; empty if they are the same.
         place: what the next calls belong to, where another rank makes them somewhere else in its
             program; empty where the module that calls says it.
+        history: a running hash of what has made the tensors that the calls exchange.
     """
 
     def __init__(self) -> None:
         self.job_ranks: Sequence[int] = ()
         self.place = ""
+        self.history = 0
         self.last = Entry("nothing", 0)
         self._entries: dict[tuple[Hashable, ...], Entry] = {}
         self._board = native.CallBoard()
@@ -111,6 +127,8 @@ class Ledger:
             UsageError: the ranks start different calls; the same error on all of them.
         """
         key = (what, self.place or calling_module())
+        if CAUSE.history and key[1] != IN_BACKWARD:  # computed anew there, on some ranks
+            self.history = hash((self.history, CAUSE.history))
         last = self.last
         entry = last.after.get(key)
         is_new = entry is None

@@ -14,7 +14,7 @@ from pydist.aliasing import to_change
 from pydist.errors import UsageError
 from pydist.layout import Layout, Split
 from pydist.ops.pointwise.in_place import in_place_on_plain
-from pydist.ops.redistribute import operand_for, prove_numbers_equal, refuse_shard_shaped
+from pydist.ops.redistribute import operand_for, refuse_shard_shaped
 from pydist.ops.views import in_format, view_of
 from pydist.tensor import (
     HANDLERS,
@@ -109,7 +109,6 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise refusal(func, args, kwargs, "out= would fill only this rank's block")
     operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
     first = next(o for o in operands if isinstance(o, ShardedTensor))
-    prove_numbers_equal((*args, *kwargs.values()), first._layout)
     in_place = _is_in_place(func, kwargs)
     target: Any = args[0] if in_place else None
     if in_place and not isinstance(target, ShardedTensor):

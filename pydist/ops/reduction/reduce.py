@@ -12,6 +12,7 @@ from torch import Tensor
 from pydist.comm.exchange.adjoints import sum_ranks
 from pydist.comm.exchange.function import Function
 from pydist.comm.gradients.members import lead_to
+from pydist.comm.interface.ledger import CAUSE
 from pydist.comm.interface.reduction import WIDER
 from pydist.layout import Layout
 from pydist.ops.dims import canonical, canonical_all, numpy_names
@@ -61,7 +62,7 @@ def result_of(
     """Wraps what is left after `dims` were reduced; a scalar is plain, as a loss has to be."""
     layout = x._layout
     if len(dims) >= len(layout.shape) and not keepdim:
-        lead_to(local, layout.mesh)
+        lead_to(local, layout.mesh, CAUSE.history)
         return local
     shape: list[int] = []
     splits: list[Any] = []
