@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pydist.aliasing import View, record_change, refuse_stale, remember_plain, staleness
 from pydist.comm.exchange.adjoints import with_true_gradient
-from pydist.comm.exchange.history import caused_by, history_of, remember
+from pydist.comm.exchange.history import NO_HISTORY, caused_by, history_of, remember
 from pydist.comm.gradients.members import follow, lead_to
 from pydist.comm.interface.ledger import CAUSE
 from pydist.errors import NotSupported, UsageError
@@ -121,7 +121,7 @@ class ShardedTensor(torch.Tensor):
     """What is to be completed before the shard may be used."""
     _view: View | None = None
     """What it shares memory with, here and in torch; `None` where that is nothing."""
-    _history: int = 1
+    _history: int = NO_HISTORY
     """See `pydist.comm.exchange.history`."""
 
     @staticmethod

@@ -23,20 +23,29 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import resolve_name
 
 from pydist.comm.interface.ledger import CAUSE, DIFFERENT, calling_module
 from pydist.errors import UsageError
 
 _SAME = frozenset(
-    "clone contiguous cpu cuda data.__get__ detach detach_ grad.__get__ requires_grad_ "
-    "requires_grad.__set__ retain_grad to view_as".split()
+    "clone contiguous cpu cuda detach detach_ register_hook requires_grad_ retain_grad to "
+    "view_as".split()
 )
-"""Methods whose result is the same tensor: one rank may call them alone."""
+"""Methods whose result is the same tensor: one rank may call them alone, and read attributes."""
+_CHANGES = frozenset(f"{name}.__get__" for name in ("H", "T", "imag", "mH", "mT", "real"))
+"""Attributes that are other tensors."""
 _REMEMBERED = 256
 
-_NAN = 1, 2, 3
+_NUMBERS = frozenset((int, float, bool))
+_UNSEEN = frozenset((type(None), Tensor, nn.Parameter))
+"""Types of arguments that are not compared here: plain tensors are, by their checksums."""
+_LEAST_HASH = 1 << 41
+"""Larger integers are hashes, and the others numbers of the program."""
+NO_HISTORY = _LEAST_HASH
+"""Of a tensor that no call has made."""
+_NAN = math.pi * 1e300
 
 _codes: dict[object, int] = {}
 
@@ -57,11 +66,11 @@ def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     if code is None:
         code = _codes[func] = _code_of(func)
     if code == 0:
-        return getattr(args[0], "_history", 1) if args else 1
+        return getattr(args[0], "_history", NO_HISTORY) if args else NO_HISTORY
     key: tuple[Any, ...] = (code, *map(_key, args))
     if kwargs:
         key = (*key, *map(_key, kwargs), *map(_key, kwargs.values()))
-    history = hash(key) or 1
+    history = hash(key) | _LEAST_HASH
     _recent.calls.append((history, func.__name__, key, calling_module()))
     return history
 
@@ -74,7 +83,7 @@ def remember(result: Any, history: int, args: Sequence[Any]) -> None:
             _set(result, history)
     elif isinstance(result, (tuple, list)):
         for index, each in enumerate(result):
-            _set(each, hash((history, index)))
+            _set(each, hash((history, index)) | _LEAST_HASH)
 
 
 def _set(result: Any, history: int) -> None:
@@ -84,23 +93,34 @@ def _set(result: Any, history: int) -> None:
 
 def _code_of(func: Callable[..., Any]) -> int:
     name = resolve_name(func) or getattr(func, "__qualname__", "")
-    return 0 if name.removeprefix("torch.Tensor.") in _SAME else crc32(name.encode()) or 1
+    method = name.removeprefix("torch.Tensor.")
+    reads = method.endswith(("__get__", "__set__")) and method not in _CHANGES
+    return 0 if reads or method in _SAME else crc32(name.encode()) or 1
 
 
 def _key(value: Any) -> Any:
     """What of an argument all ranks must have in common, as something with the same hash on all."""
+    kind = type(value)
+    if kind in _NUMBERS:
+        return value if value != -2 and value == value else _odd(value)  # noqa: PLR0124
+    if kind in _UNSEEN:
+        return 0
     if isinstance(value, Tensor):
-        return getattr(value, "_history", 0)  # plain ones are compared by their checksums
-    if isinstance(value, (int, float, np.number)):
-        # Python gives -1 and -2 one hash, and NaN another one each time.
-        return _NAN if math.isnan(value) else (value, value < -1.5)
-    if isinstance(value, (tuple, list)):
+        return getattr(value, "_history", 0)
+    if kind is tuple or isinstance(value, (tuple, list)):
         return tuple(map(_key, value))
-    if isinstance(value, slice):
+    if kind is slice:
         return _key(value.start), _key(value.stop), _key(value.step)
+    if isinstance(value, np.number):
+        return _key(value.item())
     if isinstance(value, (str, torch.dtype)):
-        return crc32(str(value).encode())
+        return crc32(str(value).encode()) * _LEAST_HASH
     return 0
+
+
+def _odd(value: float) -> float:
+    """A number with a hash of its own: -2 has that of -1, and NaN another one each time."""
+    return math.nextafter(value, 0) if value == -2 else _NAN
 
 
 @contextmanager
@@ -150,15 +170,15 @@ def _text(name: str, key: Any, module: str) -> str:
 
 
 def _is_number(key: Any) -> bool:
-    return isinstance(key, tuple) and len(key) == 2 and isinstance(key[1], (bool, np.bool_))
+    return not isinstance(key, tuple) and abs(key) < _LEAST_HASH
 
 
 def _numbers(key: Any) -> Iterator[Any]:
     for each in key:
-        if _is_number(each):
-            yield each[0]
-        elif isinstance(each, tuple):
+        if isinstance(each, tuple):
             yield from _numbers(each)
+        elif _is_number(each):
+            yield each
 
 
 def _without_numbers(key: Any) -> Any:
