@@ -23,7 +23,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import resolve_name
 
 from pydist.comm.interface.ledger import CAUSE, DIFFERENT, calling_module
@@ -39,8 +39,6 @@ _CHANGES = frozenset(f"{name}.__get__" for name in ("H", "T", "imag", "mH", "mT"
 _REMEMBERED = 256
 
 _NUMBERS = frozenset((int, float, bool))
-_UNSEEN = frozenset((type(None), Tensor, nn.Parameter))
-"""Types of arguments that are not compared here: plain tensors are, by their checksums."""
 _LEAST_HASH = 1 << 41
 """Larger integers are hashes, and the others numbers of the program."""
 NO_HISTORY = _LEAST_HASH
@@ -103,14 +101,12 @@ def _key(value: Any) -> Any:
     kind = type(value)
     if kind in _NUMBERS:
         return value if value != -2 and value == value else _odd(value)  # noqa: PLR0124
-    if kind in _UNSEEN:
-        return 0
-    if isinstance(value, Tensor):
-        return getattr(value, "_history", 0)
-    if kind is tuple or isinstance(value, (tuple, list)):
-        return tuple(map(_key, value))
+    if value is None or isinstance(value, Tensor):
+        return getattr(value, "_history", 0)  # plain tensors are compared by their checksums
     if kind is slice:
-        return _key(value.start), _key(value.stop), _key(value.step)
+        value = value.start, value.stop, value.step
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_key, value))
     if isinstance(value, np.number):
         return _key(value.item())
     if isinstance(value, (str, torch.dtype)):
