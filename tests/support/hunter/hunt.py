@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -127,7 +128,7 @@ def hunt(
     *,
     quiet: bool = False,
 ) -> Tally:
-    """Examines programs until the tasks or the time are over, or so many have failed."""
+    """Examines programs until the tasks or the time are over, so many have failed, or Ctrl-C."""
     warm_up()
     deadline = time.monotonic() + seconds
     tally = Tally()
@@ -138,10 +139,11 @@ def hunt(
                 return
             yield task
 
-    for task, answer in each_isolated(examine, in_time(), LIMIT, workers):
-        seed, found = task[0], answered(task, answer)
-        tally.refused.update(_short(text) for text in found.refused)
-        tally.count(seed, found, quiet=quiet)
+    with contextlib.suppress(KeyboardInterrupt):
+        for task, answer in each_isolated(examine, in_time(), LIMIT, workers):
+            seed, found = task[0], answered(task, answer)
+            tally.refused.update(_short(text) for text in found.refused)
+            tally.count(seed, found, quiet=quiet)
     return tally
 
 
