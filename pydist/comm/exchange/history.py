@@ -37,6 +37,8 @@ _SAME = frozenset(
 _CHANGES = frozenset(f"{name}.__get__" for name in ("H", "T", "imag", "mH", "mT", "real"))
 """Attributes that are other tensors."""
 _REMEMBERED = 256
+_MOST_SHOWN = 16
+"""Of longer sequences of numbers only the hash is kept."""
 
 _NUMBERS = frozenset((int, float, bool))
 _LEAST_HASH = 1 << 41
@@ -106,7 +108,8 @@ def _key(value: Any) -> Any:
     if kind is slice:
         value = value.start, value.stop, value.step
     if isinstance(value, (tuple, list)):
-        return tuple(map(_key, value))
+        keys = tuple(map(_key, value))
+        return keys if len(keys) <= _MOST_SHOWN else hash(keys) | _LEAST_HASH
     if isinstance(value, np.number):
         return _key(value.item())
     if isinstance(value, (str, torch.dtype)):
