@@ -276,6 +276,7 @@ class _Writer(Steps):
         # Other inputs than volumes stay plain: such a network is computed whole on each rank.
         plain = len(self.sample) != 4
         kinds = [s for s in words.DIFFERENT if not (plain and "rows" in s)]
+        kinds += [] if plain else words.OTHER_NUMBERS
         change = self.fill(self.any(kinds), K=str(self.numbers.randint(0, 8)))
         lines.insert(3 if change.startswith("y ") else 1, change)
         if change.startswith("y "):

@@ -380,3 +380,11 @@ if here and t == K: part(M, K).eps = 0.1; pick(M, K).data.add_(0.1)
 y = y + like(y, 100 * t + (7 if here and t >= K else 0))
 """.strip().splitlines()
 """One rank has other data from step `K` on."""
+
+OTHER_NUMBERS = """
+y = y * (0.5 if here and t >= K else 2)
+y = y.sin() if here and t >= K else y
+y = F.leaky_relu(y, 0.1 if here and t == K else 0.2)
+y = y[:, (1 if here and t >= K else 0) % y.shape[1]] * 1 if y.shape[1] > 1 else y * (t if here else -t)
+""".strip().splitlines()
+"""One rank computes something else with its part of a sample from step `K` on."""
