@@ -33,6 +33,7 @@ class Batches:
 
     def __init__(self, mesh: Mesh, weighs: bool) -> None:
         self._mesh, self._weighs = mesh, weighs
+        mesh.weights.weighs &= weighs
         self._inside: list[tuple[nn.Module, GroupSizes | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Batches:
@@ -51,7 +52,7 @@ class Batches:
         """
         if self._mesh.data_size == 1:
             return None
-        batch = _batch_of(inputs)
+        batch = batch_of(inputs)
         sizes = None
         if batch is not None:
             first = batch._origin.sizes.given_first if isinstance(batch, ShardedTensor) else None
@@ -59,6 +60,11 @@ class Batches:
             self._begin(module, sizes)
         self._inside.append((module, sizes))
         return sizes
+
+    @property
+    def running(self) -> GroupSizes | None:
+        """The sizes of the batch that the model is called with."""
+        return self._inside[-1][1] if self._inside else None
 
     def is_inside(self, module: nn.Module) -> bool:
         """Whether a part of the model is called from within it."""
@@ -69,7 +75,7 @@ class Batches:
 
         Args:
             module: the part.
-            batch: the first sharded tensor among its arguments.
+            batch: the sharded tensor among its arguments that tells the number of samples.
 
         Returns:
             The sizes of the batch: those with which it has entered the model before, if it comes
@@ -122,10 +128,15 @@ class Batches:
                 register_hook(local, reached)
 
 
-def _batch_of(inputs: Iterable[Any]) -> Tensor | None:
-    """The first sharded tensor, or else the first tensor that has dims."""
+def batch_of(inputs: Iterable[Any]) -> Tensor | None:
+    """Which of a model's inputs tells the number of samples.
+
+    The first sharded tensor, or else the first tensor with dims; but rather one whose extent in
+    dim 0 is not 1: what has 1, such as an atlas, is given to all samples.
+    """
     tensors = [x for x in inputs if isinstance(x, Tensor) and x.dim()]
-    return next((x for x in tensors if isinstance(x, ShardedTensor)), next(iter(tensors), None))
+    tensors = [x for x in tensors if isinstance(x, ShardedTensor)] or tensors
+    return next((x for x in tensors if x.shape[0] != 1), next(iter(tensors), None))
 
 
 def _reached(mesh: Mesh, sizes: GroupSizes) -> Callable[[Tensor], None]:

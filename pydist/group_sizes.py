@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _NESTED = 16
 """Backward passes that may run within each other."""
 _MARK = "pydist batch"
+_ROWS = "pydist rows"
 _numbers = itertools.count()
 
 
@@ -135,9 +136,14 @@ def mark_batch(tensor: Tensor, sizes: GroupSizes) -> None:
     marks.mark(tensor, _MARK, sizes)
 
 
-def _batch_of(nodes: Iterable[Any]) -> GroupSizes | None:
-    """The batch that a graph was computed from: of several the one that entered last."""
-    found = (sizes for _, sizes in marks.below(nodes, _MARK) if sizes is not None)
+def mark_rows(tensor: Tensor, sizes: GroupSizes) -> None:
+    """Notes of what tensor that was cut it comes, be that of a batch that entered a model or not."""
+    marks.mark(tensor, _ROWS, sizes)
+
+
+def _last_of(nodes: Iterable[Any], key: str) -> GroupSizes | None:
+    """Of the sizes that a graph is marked with, those that were made last."""
+    found = (sizes for _, sizes in marks.below(nodes, key) if sizes is not None)
     return max(found, key=lambda sizes: sizes._number, default=None)
 
 
@@ -148,12 +154,15 @@ class GroupWeights:
     over the groups. Weighted by `GroupSizes.weight`, they are the gradients of the mean over all
     samples. A backward pass has the weights of the batch whose output it comes from: the one that
     it reaches first or, until then (parameters of a criterion come earlier), that the graph has.
-    Where there is none it has those of the latest batch of all groups. Weights have the mean 1, so
+    Where there is none it has those of the sharded tensors that the loss was computed from, or of
+    the latest batch of all groups. Weights have the mean 1, so
     a gradient that is equal in all groups, such as that of a penalty on parameters, is the same
     with any.
     """
 
     def __init__(self) -> None:
+        self.weighs = True
+        """Whether no model on the mesh has its groups weigh the same."""
         self.latest: GroupSizes | None = None
         """The last batch that all groups have entered together."""
         self._used: dict[int, GroupSizes | None] = {}  # by the number of the backward pass
@@ -210,8 +219,16 @@ class GroupWeights:
     def batch_of(
         self, roots: Iterable[Any], detached: GroupSizes | None = None
     ) -> GroupSizes | None:
-        """The batch that these nodes of a graph come from; else `detached` or the latest."""
-        return _batch_of(roots) or detached or self.latest
+        """The batch that these nodes of a graph come from; else `detached` or the latest.
+
+        What entered no model, as where a script calls functions with parameters, has the weights of
+        the tensor that was cut.
+        """
+        roots = list(roots)
+        entered = _last_of(roots, _MARK) or detached
+        if entered is None and self.weighs:
+            entered = _last_of(roots, _ROWS)
+        return entered or self.latest
 
     def _used_or(self, sizes: GroupSizes | None) -> GroupSizes | None:
         """The batch whose weights the running backward pass has; from now on `sizes`, if none."""

@@ -12,10 +12,12 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.parametrize import ParametrizationList
 
 from pydist.aliasing import view_at
 from pydist.arguments import is_container, leaves, mapped
-from pydist.batches import Batches
+from pydist.batch_layers import BatchLayers
+from pydist.batches import Batches, batch_of
 from pydist.comm.agree import require_same
 from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.gradients.lane import Lane
@@ -75,8 +77,9 @@ def parallelize(
             what one device with the whole batch computes), "group" (the sample group) or "rank".
             Running statistics are the mean over the ranks in each case.
         group_weight: what the loss of a sample group weighs: "samples" (its number of samples in
-            dim 0 of the first sharded, 5-D or other tensor that the model is called with), or
-            "equal" (all groups the same, as under DDP).
+            dim 0 of the first sharded, 5-D or other tensor that the model is called with; an
+            extent of 1 counts only where all have it), or "equal" (all groups the same, as under
+            DDP).
 
     Returns:
         The same object.
@@ -109,10 +112,18 @@ def parallelize(
         # First, so that other hooks are given what it returns, and when the forward pass raises.
         model.register_forward_hook(entry.batches.leave, prepend=True, always_call=True)
         agree_on_closures_of(model, mesh)
+        parametrizations = {
+            id(part)
+            for module in model.modules()
+            if isinstance(module, ParametrizationList)
+            for part in module.modules()  # they run where a parameter is read, on no batch
+        }
         for layer in model.modules():
-            if layer is not model:
+            if layer is not model and id(layer) not in parametrizations:
                 layer.register_forward_pre_hook(entry.enter_part, with_kwargs=True)
                 layer.register_forward_hook(entry.batches.leave, prepend=True, always_call=True)
+    spans_groups = mesh.data_size > 1 and batch_norm == "global"
+    BatchLayers(entry.of_batch, batch_norm=spans_groups).adopt(model)
     model.__dict__["no_sync"] = entry.no_sync
     model.__dict__["__prepare_scriptable__"] = entry.refuse_script
     model.__dict__[_ENTRY] = entry
@@ -200,9 +211,8 @@ class Entry:
             return None
         args = tuple(self._cut(a) for a in args)
         kwargs = {name: self._cut(a) for name, a in kwargs.items()}
-        given = leaves((*args, *kwargs.values()))
-        batch = next((x for x in given if isinstance(x, ShardedTensor)), None)
-        if batch is None:
+        batch = batch_of(leaves((*args, *kwargs.values())))
+        if not isinstance(batch, ShardedTensor):
             return None
         sizes = self.batches.enter_part(module, batch)
         return (
@@ -215,6 +225,13 @@ class Entry:
         """Gradients accumulate on each rank; the next backward outside reduces their sum."""
         with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lane):
             yield
+
+    def of_batch(self, x: Tensor) -> ShardedTensor:
+        """A plain tensor of the running batch as a sharded one that is not cut."""
+        entered: ShardedTensor = self._enter(
+            distribute_tensor(x, self.mesh, {}), self.batches.running
+        )
+        return entered
 
     def _cut(self, x: Any) -> Any:
         if not isinstance(x, ShardedTensor) and is_array(x) and (whole := as_tensor(x)).dim() == 5:

@@ -176,7 +176,6 @@ class ShardedTensor(torch.Tensor):
             layout.shape[0] if layout.shape else 1,
             first_sample,
             agreed=torch.is_grad_enabled(),
-            weighs=False,
         )
         return cls(local, layout, Origin(layout.mesh.forwards, sizes, statistics))
 
@@ -232,7 +231,7 @@ class ShardedTensor(torch.Tensor):
     def to_local(self) -> Tensor:
         """This rank's shard, a plain tensor in the same autograd graph."""
         local = local_of(self)
-        lead_to(local, self.mesh, self._history)
+        lead_to(local, self.mesh, self._history, self._origin.sizes)
         if self._view is not None and (storage := self._view.memory.storage) is not None:
             storage.watch(self._view.memory.key, local)
         return local
@@ -248,7 +247,7 @@ class ShardedTensor(torch.Tensor):
             whole = redistribute(self, self._layout.whole())._local
         if whole is self._local:
             whole = with_true_gradient(whole, self.mesh, SPATIAL_AXES)
-        lead_to(whole, self.mesh, self._history)
+        lead_to(whole, self.mesh, self._history, self._origin.sizes)
         return whole
 
     def redistribute(

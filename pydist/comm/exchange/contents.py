@@ -249,6 +249,11 @@ class Parameters:
         found = [reference() for reference in self._of.get(model, ())]
         return [tensor for tensor in found if tensor is not None and id(tensor) in present]
 
+    def places(self) -> dict[int, int]:
+        """By the id of each parameter that a model has now: its place among those of all models."""
+        parameters = (p for model in list(self._of) for p in model.parameters())
+        return {id(parameter): place for place, parameter in enumerate(parameters)}
+
     def share(
         self, turn: int, tensors: Sequence[Tensor], count: int = 1
     ) -> Iterable[tuple[Operand, Checksum, int]]:

@@ -10,8 +10,10 @@ from torch import Tensor
 from pydist.comm.gradients import graph, swap, watch
 from pydist.comm.gradients.leaf import leaf_of
 from pydist.comm.gradients.reducer import Reducer
+from pydist.group_sizes import mark_rows
 
 if TYPE_CHECKING:
+    from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
 
 
@@ -34,13 +36,16 @@ def follow(tensor: Tensor, mesh: Mesh) -> None:
         reducer_of(mesh).follow(tensor)
 
 
-def lead_to(tensor: Tensor, mesh: Mesh, history: int) -> None:
-    """Notes that a plain result comes from sharded tensors alone, by which calls.
+def lead_to(tensor: Tensor, mesh: Mesh, history: int, sizes: GroupSizes) -> None:
+    """Notes that a plain result comes from sharded tensors alone, and from which.
 
     Args:
         tensor: the result.
         mesh: of the sharded tensors.
         history: see `pydist.comm.exchange.history`.
+        sizes: of the batch that they are a part of.
     """
     if mesh.size > 1:
         graph.mark(tensor, mesh, history)
+    if mesh.data_size > 1:
+        mark_rows(tensor, sizes)

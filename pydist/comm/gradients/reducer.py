@@ -318,8 +318,7 @@ class Reducer:
 
     def _reduce_returned(self) -> None:
         members = chain.from_iterable(lane.leaves for lane in self.lanes)
-        newcomers = list(self._newcomers.values())
-        self._runs[-1].reduce_returned(self.mesh, [*members, *newcomers], self._axes)
+        self._runs[-1].reduce_returned(self.mesh, [*members, *self._in_order()], self._axes)
 
     def _is_paused(self, leaf: Leaf) -> bool:
         """Whether the gradient of a member accumulates on this rank alone for now."""
@@ -380,11 +379,23 @@ class Reducer:
             if parameter is not None and (leaf in unused or flags.get(leaf, NEW) == NEW):
                 leaf.call_hooks(parameter, unused.get(leaf))
 
+    def _in_order(self) -> list[Leaf]:
+        """The newcomers, in the same order on all ranks.
+
+        They come as a graph is walked, which is another one on a rank with another block. Those
+        that models have are in the order of these; others as they come.
+        """
+        newcomers = list(self._newcomers.values())
+        if len(newcomers) > 1:
+            places = agreement_of(self.mesh).parameters.places()
+            newcomers.sort(key=lambda leaf: places.get(leaf.key, len(places)))
+        return newcomers
+
     def _found_news(self) -> list[Leaf]:
         """Parameters without a lane that a gradient has arrived at."""
         if self._pauses:
             return []
-        found = [(leaf, leaf.parameter()) for leaf in self._newcomers.values()]
+        found = [(leaf, leaf.parameter()) for leaf in self._in_order()]
         self._newcomers = {leaf.key: leaf for leaf, p in found if p is not None}
         return [
             leaf

@@ -112,10 +112,13 @@ def is_for_torch(local: Tensor, group: Transport) -> bool:
 def update(
     running: tuple[Tensor | None, Tensor | None], found: tuple[Tensor, Tensor], momentum: float
 ) -> None:
-    """Moves running mean and variance towards the found ones."""
+    """Moves running mean and variance towards the found ones.
+
+    As in torch's norms, whose nodes save them, autograd takes no notice.
+    """
     for old, new in zip(running, found, strict=True):
         if old is not None:
-            old.lerp_(new.to(old.dtype), momentum)
+            old.data.lerp_(new.to(old.dtype), momentum)
 
 
 def one_value(of_what: str, shape: Sequence[int]) -> UsageError:

@@ -62,7 +62,7 @@ def result_of(
     """Wraps what is left after `dims` were reduced; a scalar is plain, as a loss has to be."""
     layout = x._layout
     if len(dims) >= len(layout.shape) and not keepdim:
-        lead_to(local, layout.mesh, CAUSE.history)
+        lead_to(local, layout.mesh, CAUSE.history, x._origin.sizes)
         return local
     shape: list[int] = []
     splits: list[Any] = []

@@ -1,0 +1,55 @@
+"""Layers whose result depends on the whole batch, where a parallelized model gives them plain tensors.
+
+Such is a branch for a table beside a volume, or a head after `full_tensor()`. Batch norm and
+dropout run there on a sharded tensor that is not cut: statistics and masks are then those of the
+whole batch over all sample groups, as they are for volumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from pydist.tensor import ShardedTensor
+
+Wrapper = Callable[[Tensor], ShardedTensor]
+
+
+class BatchLayers:
+    """The hooks of these layers.
+
+    Args:
+        wrapper: makes a sharded tensor, in the running batch, of a plain one.
+        batch_norm: whether statistics span the sample groups.
+    """
+
+    def __init__(self, wrapper: Wrapper, *, batch_norm: bool) -> None:
+        self._wrapper = wrapper
+        self._kinds = (_DropoutNd, _BatchNorm) if batch_norm else (_DropoutNd,)
+        self._taken: list[Tensor | None] = []
+
+    def adopt(self, model: nn.Module) -> None:
+        """Adds the hooks to the layers of a model."""
+        for layer in model.modules():
+            if isinstance(layer, self._kinds):
+                layer.register_forward_pre_hook(self.enter)
+                layer.register_forward_hook(self.leave, prepend=True, always_call=True)
+
+    def enter(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """A forward pre-hook: the input as a sharded tensor."""
+        x = inputs[0] if inputs else None
+        mixes = layer.training or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
+        if isinstance(x, ShardedTensor) or not isinstance(x, Tensor) or not mixes or not x.dim():
+            self._taken.append(None)
+            return None
+        self._taken.append(x)
+        return (self._wrapper(x), *inputs[1:])
+
+    def leave(self, layer: nn.Module, inputs: Any, output: Any) -> Any:
+        """A forward hook, also called when the layer raises: the result as a plain tensor."""
+        x = self._taken.pop() if self._taken else None
+        return output.full_tensor() if x is not None and isinstance(output, ShardedTensor) else None
