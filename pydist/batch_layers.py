@@ -1,4 +1,4 @@
-"""Layers whose result depends on the whole batch, where a parallelized model gives them plain tensors.
+"""Layers whose result depends on the whole batch, where they are given plain tensors.
 
 Such is a branch for a table beside a volume, or a head after `full_tensor()`. Batch norm and
 dropout run there on a sharded tensor that is not cut: statistics and masks are then those of the

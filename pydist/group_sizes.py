@@ -137,7 +137,7 @@ def mark_batch(tensor: Tensor, sizes: GroupSizes) -> None:
 
 
 def mark_rows(tensor: Tensor, sizes: GroupSizes) -> None:
-    """Notes of what tensor that was cut it comes, be that of a batch that entered a model or not."""
+    """Notes the sizes of the sharded tensor that it comes from, whatever has been done with that."""
     marks.mark(tensor, _ROWS, sizes)
 
 
