@@ -45,6 +45,8 @@ _LEAST_HASH = 1 << 41
 """Larger integers are hashes, and the others numbers of the program."""
 NO_HISTORY = _LEAST_HASH
 """Of a tensor that no call has made."""
+_UNSEEN = _LEAST_HASH + 1
+"""In the place of an argument that is not compared here."""
 _NAN = math.pi * 1e300
 
 _codes: dict[object, int] = {}
@@ -104,7 +106,7 @@ def _key(value: Any) -> Any:
     if kind in _NUMBERS:
         return value if value != -2 and value == value else _odd(value)  # noqa: PLR0124
     if value is None or isinstance(value, Tensor):
-        return getattr(value, "_history", 0)  # plain tensors are compared by their checksums
+        return getattr(value, "_history", _UNSEEN)  # plain tensors are compared by their checksums
     if kind is slice:
         value = value.start, value.stop, value.step
     if isinstance(value, (tuple, list)):
@@ -114,7 +116,7 @@ def _key(value: Any) -> Any:
         return _key(value.item())
     if isinstance(value, (str, torch.dtype)):
         return crc32(str(value).encode()) * _LEAST_HASH
-    return 0
+    return _UNSEEN
 
 
 def _odd(value: float) -> float:
