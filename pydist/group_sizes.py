@@ -137,7 +137,7 @@ def mark_batch(tensor: Tensor, sizes: GroupSizes) -> None:
 
 
 def mark_rows(tensor: Tensor, sizes: GroupSizes) -> None:
-    """Notes the sizes of the sharded tensor that it comes from, whatever has been done with that."""
+    """Notes the sizes of the sharded tensor that it comes from, entered into a model or not."""
     marks.mark(tensor, _ROWS, sizes)
 
 

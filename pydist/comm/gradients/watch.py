@@ -38,6 +38,8 @@ def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
     own: list[Tensor] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if hasattr(parameter, "to_local"):
+                continue  # a sharded tensor: its gradient is
             if parameter.grad is None or isinstance(parameter.grad, ScatteredGradient):
                 continue
             leaf = leaf_of(parameter)
