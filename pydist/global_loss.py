@@ -27,10 +27,10 @@ def sum_over_groups(x: Tensor, mesh: Mesh) -> Tensor:
     A loss that is formed of such sums is that of the whole batch, equal on all ranks, and so are
     the gradients of parameters:
     `sum_over_groups(losses.sum(), mesh) / sum_over_groups(weights.sum(), mesh)` is the mean that
-    one device finds with class weights, ignored labels or a mask. Use it after the forward pass of the model (or within), before that of the next batch. Collective over the
-    groups. Gradients of inputs and activations are those of one device times N / n, with N samples
-    in all and n in this group, so that the weighted mean over the groups is the true gradient of a
-    parameter.
+    one device finds with class weights, ignored labels or a mask. Use it after the forward pass of
+    the model (or within), before that of the next batch. Collective over the groups. Gradients of
+    inputs and activations are those of one device times N / n, with N samples in all and n in this
+    group, so that the weighted mean over the groups is the true gradient of a parameter.
 
     Args:
         x: plain or sharded, of the same shape in every group and equal on all ranks of a group.
