@@ -1,4 +1,4 @@
-"""What the checks between ranks cost: the ledger of calls, the checksums and the watchdog.
+"""What the checks between ranks cost: ledger, checksums, hashes of numbers, and watchdog.
 
 Two ranks train a MONAI UNet on 32^3. In each round every variant takes a step: all checks
 on, each of them off, and all off. A check is switched off by replacing its functions with empty
@@ -24,7 +24,7 @@ from unittest import mock
 import common
 
 SIZE = 32
-CHECKS = ("ledger", "checksums", "watchdog")
+CHECKS = ("ledger", "checksums", "numbers", "watchdog")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "all on": (),
     **{f"without {check}": (check,) for check in CHECKS},
@@ -97,8 +97,10 @@ def measure(options: argparse.Namespace) -> None:
 @contextmanager
 def switched_off(checks: tuple[str, ...]) -> Iterator[None]:
     """Replaces the functions of these checks; the same on all ranks, and between steps."""
+    from pydist import tensor
     from pydist._loader import native
     from pydist.comm.exchange.agreement import Agreement
+    from pydist.comm.exchange.history import NO_HISTORY
     from pydist.comm.interface.ledger import Ledger
 
     empty: dict[str, list[tuple[Any, str, Any]]] = {
@@ -107,6 +109,10 @@ def switched_off(checks: tuple[str, ...]) -> Iterator[None]:
             (Agreement, "prove_equal", lambda *_: None),
             (Agreement, "proof", lambda *_: 0),
             (Agreement, "sum_parameters", lambda *_: None),
+        ],
+        "numbers": [
+            (tensor, "history_of", lambda *_: NO_HISTORY),
+            (tensor, "remember", lambda *_: None),
         ],
         "watchdog": [
             (native, "enter_phase", lambda *_: None),
