@@ -14,6 +14,7 @@ import sys
 
 _ALLOCATION = re.compile(
     r"out of memory|out_of_memory|not enough memory|memory allocation failed|ALLOC_FAILED"
+    r"|storage size calculation overflow|integer multiplication overflow"
     r"|(can't|can not|cannot|unable to|failed to|could not) allocate",
     re.IGNORECASE,
 )
@@ -100,6 +101,14 @@ def out_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno == errno.ENOMEM
     return _ALLOCATION.search(str(error)) is not None
+
+
+def in_words(error: BaseException) -> str:
+    """What an error of a user's program says, on one line."""
+    if isinstance(error, SystemExit):
+        return f"it calls sys.exit({'' if error.code is None else repr(error.code)})"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def disk_is_full(error: BaseException) -> bool:

@@ -14,8 +14,9 @@ import torch
 
 from pydist import memory
 from pydist._loader import native
+from pydist.backend import store
 from pydist.comm.agree import require_same
-from pydist.launch import identity
+from pydist.launch import identity, watch
 from pydist.mesh import Mesh
 from pydist.runtime import connect
 
@@ -57,9 +58,12 @@ def init(
 
     Raises:
         UsageError: the mesh does not fit the number of ranks that were started, or ranks differ in
-            versions, mesh, seed or the environment variables of pydist.
+            versions, mesh, seed or the environment variables of pydist, or one of these variables
+            holds what it cannot.
         NotSupported: one for CUDA devices, and a rank has no GPU or not what carries its memory.
     """
+    watch.limit()  # checked where it is of no use too: a mistake is one on every number of ranks
+    store.is_wanted()
     if not (keep_freed_memory and memory.keep_freed_memory()):
         memory.allow_relief()
     if transport != "local" and identity.detect() is not None:

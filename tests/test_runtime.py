@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from children import child_environment
 
+import pydist
 from pydist.comm.transports.nccl import place as nccl_place
 from pydist.errors import NotSupported, UsageError
 from pydist.launch import available
@@ -40,6 +41,15 @@ def test_transports_of_devices_are_refused_where_there_is_none() -> None:
             NotSupported, match=f"^transport '{tried}' carries device memory: torch"
         ):
             connect(asked)
+
+
+@pytest.mark.parametrize(("name", "text"), [("PYDIST_HANG_LIMIT", "abc"), ("PYDIST_TUNE", "maybe")])
+def test_a_wrong_variable_is_refused_on_one_rank_too(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(UsageError, match=f"{name}={text}: possible are 0"):
+        pydist.init(transport="local")
 
 
 def test_local_is_one_rank_and_leaves_the_process_as_it_is() -> None:

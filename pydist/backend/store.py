@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydist import owner
+from pydist.errors import UsageError
 from pydist.watchdog import phase
 
 if TYPE_CHECKING:
@@ -18,6 +19,18 @@ if TYPE_CHECKING:
 UNKNOWN, NEVER = b"unknown", b"never"
 """What else than choices the file may say: that there are none, or that none are wanted."""
 _TO_MEASURE = b"to measure"
+
+
+def is_wanted() -> bool:
+    """Whether choices are measured, as `PYDIST_TUNE` says: 1, the default, or 0.
+
+    Raises:
+        UsageError: the variable holds something else.
+    """
+    text = os.environ.get("PYDIST_TUNE") or "1"
+    if text not in ("0", "1"):
+        raise UsageError(f"PYDIST_TUNE={text}: possible are 0 (off) and 1")
+    return text == "1"
 
 
 class Store:
@@ -43,7 +56,7 @@ class Store:
 
     def read(self) -> bytes:
         """The choice as JSON, or that it is unknown, or that it is not to be measured."""
-        if os.environ.get("PYDIST_TUNE") == "0":
+        if not is_wanted():
             return NEVER
         try:
             content = self._path.read_bytes()

@@ -30,6 +30,9 @@ _MOST_RUNS = 16
 _ROUNDED = 100.0
 """How many times the floor a tensor is off where the network itself rounds to a narrower type."""
 
+_MOST_RANKS = 1024
+"""Ranks that run as threads of one process."""
+
 _Dropout = nn.modules.dropout._DropoutNd
 
 
@@ -72,6 +75,8 @@ def check(
         PydistError: a rank failed.
     """
     _check_arguments(sample, spatial, batch, dtype)
+    if not -(2**63) <= seed < 2**63:
+        raise UsageError(f"seed={seed}: a number of 64 bits")
     if tolerance is not None and not tolerance >= 0:
         raise UsageError(f"tolerance={tolerance}: 0 or more")
     made = factory()
@@ -144,15 +149,20 @@ def _noise(whole: WholeRun) -> float:
 def _check_arguments(
     sample: Sequence[int], spatial: Sequence[int], batch: int, dtype: torch.dtype
 ) -> None:
-    if not 2 <= len(sample) <= 4 or any(n < 1 for n in (*sample, batch)):
+    if not 2 <= len(sample) <= 4 or any(not 1 <= n < 1 << 31 for n in (*sample, batch)):
         raise UsageError(
             f"sample={tuple(sample)}, batch={batch}: expected channels and one to three extents, "
-            "all at least 1"
+            "all at least 1 and below 2**31"
         )
     if not 1 <= len(spatial) < len(sample) or any(n < 1 for n in spatial):
         raise UsageError(
             f"spatial={tuple(spatial)}: expected at most {len(sample) - 1} counts of at least 1, "
             "one for each spatial dim of the sample"
+        )
+    if math.prod(spatial) > _MOST_RANKS:
+        raise UsageError(
+            f"spatial={tuple(spatial)}: {math.prod(spatial)} ranks; at most {_MOST_RANKS} run as "
+            "threads of one process"
         )
     if dtype not in _FLOORS:
         raise UsageError(f"dtype {dtype}: possible are torch.float64 and torch.float32")

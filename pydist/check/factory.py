@@ -11,7 +11,7 @@ from types import ModuleType
 
 from torch import nn
 
-from pydist.errors import UsageError
+from pydist.errors import DoesNotFit, UsageError, in_words, out_of_memory
 
 
 def load_factory(name: str) -> Callable[[], nn.Module]:
@@ -23,6 +23,7 @@ def load_factory(name: str) -> Callable[[], nn.Module]:
 
     Raises:
         UsageError: there is no such file, module or name, or it can't be called.
+        DoesNotFit: there is not enough memory to import it.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
@@ -53,9 +54,9 @@ def _load(where: str) -> ModuleType:
         if where.endswith(".py"):
             return _load_file(Path(where).resolve())
         return importlib.import_module(where)
-    except Exception as error:  # whatever a file of the user's raises
-        why = " ".join(str(error).split())
-        raise UsageError(f"can't import {where}: {type(error).__name__}: {why}") from error
+    except (Exception, SystemExit) as error:  # whatever a file of the user's raises
+        kind = DoesNotFit if out_of_memory(error) else UsageError
+        raise kind(f"can't import {where}: {in_words(error)}") from error
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -11,7 +11,14 @@ from typing import Literal
 import tyro
 
 from pydist.cli.options import parse
-from pydist.errors import PydistError, UsageError, exit_code_of
+from pydist.errors import (
+    DoesNotFit,
+    PydistError,
+    UsageError,
+    exit_code_of,
+    in_words,
+    out_of_memory,
+)
 from pydist.launch.failures import describe
 
 
@@ -63,9 +70,10 @@ def check(arguments: Sequence[str]) -> int:
         sys.stderr.write(describe(error))
         sys.stderr.flush()
         os._exit(exit_code_of(error))
-    except Exception as error:
-        what = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise PydistError(f"{options.factory} failed on {options.sample}: {what}") from error
+    except (Exception, SystemExit) as error:
+        kind = DoesNotFit if out_of_memory(error) else PydistError
+        why = in_words(error)
+        raise kind(f"{options.factory} failed on {options.sample}: {why}") from error
     print(format_report(report))
     return 0 if report.ok else 1
 

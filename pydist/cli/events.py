@@ -21,8 +21,9 @@ def followed(listener: Listener) -> Iterator[None]:
     """Hands the events of the run that the `with` block starts to `listener`, in a thread.
 
     Rank 0 of the job finds the pipe's name in its environment. All that it wrote is handed over
-    before the block ends. If the terminal is no longer read (`| head`), the run is stopped, as
-    SIGTERM stops it, and `BrokenPipeError` is raised at the block's end.
+    before the block ends. If `listener` raises, as where the terminal is no longer read (`| head`)
+    or a disk is full, the run is stopped, as SIGTERM stops it, and the error is raised at the
+    block's end.
     """
     with private_directory() as folder:
         path = folder / "events"
@@ -30,8 +31,8 @@ def followed(listener: Listener) -> Iterator[None]:
         # Open for writing as well: so the pipe does not end when a writer leaves.
         handle = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         over = threading.Event()
-        gone: list[BrokenPipeError] = []
-        arguments = (handle, listener, over, gone)
+        failed: list[Exception] = []
+        arguments = (handle, listener, over, failed)
         thread = threading.Thread(target=_follow, args=arguments, daemon=True)
         thread.start()
         os.environ[PIPE_VARIABLE] = str(path)
@@ -42,12 +43,12 @@ def followed(listener: Listener) -> Iterator[None]:
             over.set()
             thread.join()
             os.close(handle)
-        if gone:
-            raise gone[0]
+        if failed:
+            raise failed[0]
 
 
 def _follow(
-    handle: int, listener: Listener, over: threading.Event, gone: list[BrokenPipeError]
+    handle: int, listener: Listener, over: threading.Event, failed: list[Exception]
 ) -> None:
     unread = b""
     while True:
@@ -58,11 +59,13 @@ def _follow(
             *lines, unread = (unread + os.read(handle, 65536)).split(b"\n")
             for line in lines:
                 try:
-                    listener(parse_json(line))
+                    event = parse_json(line)
                 except ValueError:
                     continue
-                except BrokenPipeError as error:
-                    gone.append(error)
+                try:
+                    listener(event)
+                except Exception as error:
+                    failed.append(error)
                     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # the launcher's
                         os.kill(os.getpid(), signal.SIGTERM)
                     return

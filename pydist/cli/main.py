@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pydist.cli import streams
 from pydist.errors import UsageError, disk_is_full, exit_code_of, output_is_gone
 from pydist.launch import failures, identity
 
@@ -54,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code (see `pydist.errors`).
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    streams.prepare()
     if identity.detect() is not None:
         # One of several ranks: an error here has to end the others too.
         with failures.guarded():

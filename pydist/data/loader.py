@@ -35,6 +35,9 @@ from pydist.watchdog import BLOCKED, phase
 SKIP_LIMIT = 0.01
 """Largest part of the samples that `on_bad_sample="skip"` leaves out."""
 
+MOST_AHEAD = 1024
+"""Most batches that may be read ahead: more is a mistake, and would take the memory of all."""
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -88,7 +91,7 @@ class Loader:
             evaluation, in the data set's order, each sample once; a group may get fewer batches.
         seed: of the order; by default the mesh's.
         drop_last: leave out a last batch that is short.
-        prefetch: batches read ahead, 1 or more; each takes the memory of one local input.
+        prefetch: batches read ahead, 1 to `MOST_AHEAD`; each takes the memory of one local input.
         on_bad_sample: "stop" raises `BadSample`; "skip" puts the next good sample in its place,
             on all ranks of the group, with weight 0 (one small message a batch), and stops when
             more than 1 % of the samples are bad.
@@ -115,10 +118,10 @@ class Loader:
         device: torch.device | str = "cpu",
         memory_format: torch.memory_format = torch.contiguous_format,
     ) -> None:
-        if prefetch < 1 or on_bad_sample not in ("stop", "skip"):
+        if not 1 <= prefetch <= MOST_AHEAD or on_bad_sample not in ("stop", "skip"):
             raise UsageError(
-                f"prefetch={prefetch}, on_bad_sample={on_bad_sample!r}: at least 1 batch, and "
-                "stop or skip are possible"
+                f"prefetch={prefetch}, on_bad_sample={on_bad_sample!r}: 1 to {MOST_AHEAD} batches, "
+                "and stop or skip are possible"
             )
         self.dataset = dataset
         self.mesh = mesh

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from pydist.data.publish import publish
 from pydist.errors import DataError
@@ -180,15 +184,19 @@ class Manifest:
         channels, depth, height, width = (_positive(n) for n in record["sample_shape"])
         if record["axes"] not in get_args(Axes):
             raise ValueError(f"axes {record['axes']!r}")
+        files = tuple(_data_file(entry) for entry in record["files"])
+        paths = Counter(file.path for file in files)
+        if len(paths) < len(files):
+            raise ValueError(f"file {paths.most_common(1)[0][0]!r} is listed more than once")
         return cls(
             sample_shape=(channels, depth, height, width),
             axes=record["axes"],
-            dtype=str(record["dtype"]),
-            files=tuple(_data_file(entry) for entry in record["files"]),
-            dataset=str(record["dataset"]),
-            target=str(record["target"]),
+            dtype=_dtype(record["dtype"]),
+            files=files,
+            dataset=_name(record["dataset"]),
+            target=_name(record["target"]),
             target_names=_names(record["target_names"]),
-            label=str(record.get("label", "")),
+            label=_name(record.get("label", "")),
             class_names=_names(record.get("class_names", ())),
             channel_names=_names(record["channel_names"]),
             log1p_mean=_numbers(record["log1p_mean"]),
@@ -209,7 +217,7 @@ def _missing(root: Path) -> str:
 
 
 def _data_file(entry: Mapping[str, Any]) -> DataFile:
-    path = PurePosixPath(entry["path"])
+    path = PurePosixPath(_name(entry["path"]))
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"path {entry['path']!r} leads out of the data set's folder")
     offsets = tuple(_offset(o) for o in entry["offsets"])
@@ -223,7 +231,7 @@ def _data_file(entry: Mapping[str, Any]) -> DataFile:
     return DataFile(
         str(path),
         str(entry["split"]),
-        int(entry["bytes"]),
+        _integer("bytes", entry["bytes"], 0, 1 << 63),
         str(entry["crc32"]),
         offsets,
         means,
@@ -239,15 +247,34 @@ def _intensity(**values: Any) -> Intensity:
 
 
 def _offset(values: Sequence[Any]) -> tuple[int, int, int]:
-    depth, height, width = (int(v) for v in values)
-    if min(depth, height, width) < 0:
-        raise ValueError(f"offset {values}")
+    depth, height, width = (_integer("offset", v, 0, 1 << 31) for v in values)
     return depth, height, width
 
 
 def _positive(value: Any) -> int:
-    if not isinstance(value, int) or not 0 < value < 1 << 31:
-        raise ValueError(f"extent {value!r}")
+    return _integer("extent", value, 1, 1 << 31)
+
+
+def _integer(what: str, value: Any, least: int, end: int) -> int:
+    if type(value) is not int or not least <= value < end:  # True is an int too
+        raise ValueError(f"{what} {value!r}")
+    return value
+
+
+def _name(value: Any) -> str:
+    """A name of a file, or in one."""
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(f"name {value!r}")
+    os.fsencode(value)  # a ValueError where no file can have that name
+    return value
+
+
+def _dtype(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"dtype {value!r}")
+    found = np.dtype(value)
+    if found.kind not in "biuf" or found.itemsize > 8:
+        raise ValueError(f"dtype {value!r}")
     return value
 
 

@@ -38,6 +38,11 @@ _LONGEST = 240
 """Characters of a foreign message that goes on one line."""
 
 
+def _to_stderr(text: str) -> None:
+    if sys.stderr is not None:  # closed: 2>&-
+        sys.stderr.write(text)
+
+
 class _Guard:
     """State of this process: which rank it is, and how it ends the job."""
 
@@ -45,7 +50,7 @@ class _Guard:
         self.rank = 0
         self.size = 1
         self.claim: Callable[[int], bool] | None = None
-        self.say: Callable[[str], object] = sys.stderr.write
+        self.say: Callable[[str], object] = _to_stderr
         self.abort: Callable[[int], object] | None = None
         self.process = 0  # that has installed the hooks; a fork of it is no rank
         self.lock = threading.Lock()

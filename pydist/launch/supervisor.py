@@ -39,6 +39,9 @@ _HANG_GRACE = 0.5
 _DEATH_NOTICE = 0.1
 """Seconds in which the death of a rank may still explain the error that another one reports."""
 
+_MOST_RANKS = 1024
+"""Ranks that are started on one machine, unless it has more cores."""
+
 _TICK = 0.05
 
 # Not `python -m`: that looks for pydist in the current folder first, and in a checkout would find
@@ -61,7 +64,7 @@ def launch(
     within `PYDIST_HANG_LIMIT` seconds of the first one are named, and the job ends.
 
     Args:
-        ranks: number of ranks, >= 1.
+        ranks: number of ranks, >= 1; at most 1024, or the number of cores if that is larger.
         argv: the script and its arguments, or "-m", a module and its arguments.
         mpi: "auto", "openmpi", "mpich" or "gloo" (no MPI).
         patience: seconds that ranks get to end by themselves after a first SIGINT or SIGTERM;
@@ -76,6 +79,8 @@ def launch(
     """
     if ranks < 1:
         raise UsageError(f"{ranks} ranks: at least 1 is needed")
+    if ranks > (most := max(_MOST_RANKS, cores())):
+        raise UsageError(f"{ranks} ranks: at most {most} are started on one machine")
     if not argv or argv == ["-m"]:
         raise UsageError("no script to run was given")
     if argv[0] != "-m" and not Path(argv[0]).is_file():
@@ -369,6 +374,8 @@ class _Job:
 
     def _exit_code(self) -> int:
         if self._verdict is not None:
+            if self._verdict.asked and self._verdict.code == RankLost.exit_code:
+                _say("SIGTERM ended the job")  # no rank has answered with a code of its own
             return self._verdict.code
         codes = [child.returncode for child in self._children if child.returncode]
         if not codes:

@@ -19,8 +19,12 @@ Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1, strict=True)]
-CountOrZero = Annotated[int, Field(ge=0, strict=True)]
+# Bounded: products of a few of them and of what torch counts stay within 64 bits.
+_LARGEST = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=_LARGEST, strict=True)]
+CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST, strict=True)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
+Weight = Annotated[float, Field(ge=0, le=1e6, strict=True)]
 
 
 class _Table:
@@ -55,7 +59,7 @@ class UNet3dConfig(_Table):
     """The network, which decides what is trained: "unet3d" for segmentation, or "cosmoflow"."""
     features: Count = 64
     """Channels of the first level; they double from level to level. The paper has 64."""
-    levels: Count = 3
+    levels: Annotated[int, Field(ge=1, le=16, strict=True)] = 3
     """How often the width is halved."""
     statistics: Literal["global", "group", "rank"] = "global"
     """Over which samples batch norm takes its statistics; "global" is one device's result."""
@@ -148,13 +152,14 @@ class TrainConfig(_Table):
     """What is minimised: by default the squared error for CosmoFlow, cross-entropy for the U-Net
     (as the paper); "dice" is the mean soft Dice of the classes but background, "dice_ce" the sum of
     the two."""
-    class_weights: Annotated[tuple[NotNegative, ...], Field(min_length=1)] | None = None
-    """Weight of each class in the cross-entropy, in the order of the labels. The mean is over the
-    weights of all voxels of the global batch, however they are spread over the ranks."""
+    class_weights: Annotated[tuple[Weight, ...], Field(min_length=1)] | None = None
+    """Weight of each class in the cross-entropy, in the order of the labels, at most 1e6. The mean
+    is over the weights of all voxels of the global batch, however they are spread over the
+    ranks."""
     ignore_label: CountOrZero | None = None
     """Label of voxels that count neither in the loss nor in the scores: one of the classes, or a
     number that is none of them, such as 255."""
-    seed: CountOrZero = 0
+    seed: Seed = 0
     """Start of all random numbers: weights, order of the samples, dropout, augmentation."""
     clip_norm: Positive | None = None
     """Scale the gradient down to this norm where it is larger."""
@@ -179,7 +184,7 @@ class CheckpointConfig(_Table):
 
     every: CountOrZero = 0
     """Steps between checkpoints; 0 saves at the end of every epoch."""
-    keep: Annotated[int, Field(ge=2, strict=True)] = 2
+    keep: Annotated[int, Field(ge=2, le=_LARGEST, strict=True)] = 2
     """How many of the latest checkpoints stay."""
     resume: Literal["auto", "must", "never"] = "auto"
     """Go on from the last checkpoint if there is one, insist on one, or start afresh."""

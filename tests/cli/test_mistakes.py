@@ -19,6 +19,8 @@ from torch import nn
 def fits(): return nn.Conv3d(1, 2, 3)
 def fails(): raise ValueError("no\\nweights")
 def number(): return 3
+def leaves(): raise SystemExit(0)
+def too_big(): raise MemoryError
 class Through(nn.Module):
     def __init__(self, change): super().__init__(); self.change = change
     def forward(self, x): return self.change(x * 2)
@@ -26,6 +28,7 @@ def nothing(): return Through(lambda x: None)
 def indices(): return Through(lambda x: x.argmax(1))
 def detached(): return Through(lambda x: x.detach())
 def lazy(): return nn.LazyConv3d(2, 3)
+def leaves_in_a_call(): return Through(lambda x: exit())
 """
 
 
@@ -43,6 +46,7 @@ def place(scans, tmp_path, monkeypatch) -> Path:
     (tmp_path / "file").write_text("a file")
     (tmp_path / "nets.py").write_text(NETWORKS)
     (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "exits.py").write_text("def f(): pass\nimport sys\nsys.exit(0)\n")
     (tmp_path / "plain").mkdir()
     shutil.copy(tmp_path / CASE, tmp_path / "plain" / "case.nii.gz")
     monkeypatch.chdir(tmp_path)
@@ -66,7 +70,7 @@ def refused(capsys, arguments: list[str], code: int) -> str:
         ("data nifti scans out --spacing nan 1 1", 2, "lengths in mm > 0"),
         ("data nifti scans file", 74, "file: it is a file, and a folder is needed"),
         ("data ct out --spacing inf 1 1", 2, "lengths in mm > 0"),
-        ("data ct out --noise nan", 2, "noise=nan: 0 or more"),
+        ("data ct out --noise nan", 2, "noise=nan: 0 to 10000 H"),
         ("predict run nowhere.nii -o x.nii", 65, "nowhere.nii: no such file or folder"),
         ("predict run file -o x.png", 2, r"x.png: the name of a NIfTI file ends in"),
         ("predict run file -o nowhere/x.nii", 74, "nowhere: no such folder"),
@@ -84,6 +88,22 @@ def refused(capsys, arguments: list[str], code: int) -> str:
         ("check nets.py:indices --sample 1,8,8,8", 2, "returns no tensor of real numbers"),
         ("check nets.py:detached --sample 1,8,8,8", 2, "output has no gradient: it was detached"),
         ("check nets.py:lazy --sample 1,8,8,8", 2, "have no shape yet (lazy modules): call it"),
+        ("check exits.py:f --sample 1,8", 2, "can't import exits.py: it calls sys.exit(0)"),
+        ("check nets.py:leaves --sample 1,8,8,8", 71, "failed on 1,8,8,8: it calls sys.exit(0)"),
+        ("check nets.py:leaves_in_a_call --sample 1,8,8,8", 71, "it calls sys.exit()"),
+        ("check nets.py:too_big --sample 1,8,8,8", 66, "failed on 1,8,8,8: MemoryError"),
+        ("check nets.py:fits --sample 1,100000,100000,100000", 66, "allocate"),
+        ("check nets.py:fits --sample 1,2000000000,2000000000,2000000000", 66, "overflow"),
+        ("check nets.py:fits --sample 1,99999999999,8,8", 2, "below 2**31"),
+        ("check nets.py:fits --sample 1,8,8,8 --spatial 100000,1,1", 2, "at most 1024 run as"),
+        (f"check nets.py:fits --sample 1,8,8,8 --seed {2**64}", 2, "a number of 64 bits"),
+        ("run -n 100000000 nets.py", 2, "100000000 ranks: at most "),
+        ("data ct out --noise 1e30", 2, "noise=1e+30: 0 to 10000 Hounsfield"),
+        *(
+            (f"data universes out --cell {cell}", 2, "Mpc/h from 0.001 to 1000")
+            for cell in ("nan", "inf", "1e30", "1e-30")
+        ),
+        ("data universes out --redshifts nan", 2, "at least one, each from 0 to 1000"),
         (f"predict run {CASE} -o {CASE}", 2, f"{CASE}: its labels would overwrite an image"),
         ("predict run plain -o plain", 2, "plain/case.nii.gz: its labels would overwrite an image"),
         ("check nets.py:fits --sample 2,8,8,8", 71, "failed on 2,8,8,8: RuntimeError"),

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from children import child_environment
+
+from pydist.cli.events import followed
+from pydist.errors import exit_code_of
+from pydist.train.log import PIPE_VARIABLE
 
 
 def ended(folder: Path, output: int, *arguments: str) -> subprocess.CompletedProcess[bytes]:
@@ -57,3 +64,66 @@ def test_a_rank_whose_output_nobody_reads(tmp_path: Path, unread: int) -> None:
     found = ended(tmp_path, unread, "run", "-n", "2", "--mpi", "gloo", "script.py")
     assert found.returncode == 141
     assert b"Traceback" not in found.stderr
+
+
+def test_a_full_disk_at_the_output_ends_a_followed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+
+    def listener(_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def follow() -> None:
+        with followed(listener):
+            Path(os.environ[PIPE_VARIABLE]).write_bytes(b'{"event": "step"}\n')
+            assert stopped.wait(10)  # the launcher passes it on to the ranks
+
+    try:
+        with pytest.raises(OSError, match="No space") as caught:
+            follow()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert exit_code_of(caught.value) == 74
+
+
+def shell(folder: Path, line: str, **extra: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        ["sh", "-c", line, "sh", sys.executable],
+        capture_output=True,
+        timeout=100,
+        check=False,
+        cwd=folder,
+        env=child_environment(**extra),
+    )
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_obstacle(tmp_path: Path, closed: str) -> None:
+    found = shell(tmp_path, f'"$1" -m pydist --version {closed}')
+    assert found.returncode == 0
+    assert found.stdout.startswith(b"" if ">&- 2" in closed else b"pydist ")
+    assert shell(tmp_path, f'"$1" -m pydist nothing {closed}').returncode == 2
+
+
+def test_the_number_of_a_closed_stream_goes_to_no_other_file(tmp_path: Path) -> None:
+    program = (
+        "from pydist.cli.main import main; main(['--version']); import sys; "
+        "print(open(sys.executable).fileno() > 2, sys.stderr.fileno())"
+    )
+    found = shell(tmp_path, f'"$1" -c "{program}" 2>&-')
+    assert found.stdout.splitlines()[1:] == [b"True 2"]
+
+
+def test_pydist_imports_where_stderr_is_closed(tmp_path: Path) -> None:
+    found = shell(tmp_path, '"$1" -c "import pydist.launch.failures" 2>&-')
+    assert found.returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "ascii:surrogateescape"])
+def test_output_is_printed_in_any_encoding(tmp_path: Path, encoding: str) -> None:
+    line = '"$1" -m pydist data ct d\u0151 --count 1 --shape 8 8 8'
+    found = shell(tmp_path, line, PYTHONIOENCODING=encoding)
+    assert found.returncode == 0, found.stderr
+    assert b"samples of 8" in found.stdout
+    assert rb"\u2192" in found.stdout
+    assert found.stderr == b""

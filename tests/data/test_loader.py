@@ -326,7 +326,7 @@ def test_nothing_starts_before_it_is_asked_for() -> None:
 
 def test_wrong_options_are_refused() -> None:
     def job(transport: Transport) -> None:
-        for options in ({"prefetch": 0}, {"on_bad_sample": "ignore"}):
+        for options in ({"prefetch": 0}, {"prefetch": 10**12}, {"on_bad_sample": "ignore"}):
             with pytest.raises(UsageError, match="stop or skip are possible"):
                 Loader(Numbers(5), Mesh(transport), 1, **options)
 

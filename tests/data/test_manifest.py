@@ -68,6 +68,17 @@ def in_file(**entries: Any) -> Callable[[dict[str, Any]], None]:
         (in_file(offsets=[[0, 0]]), "damaged"),
         (in_file(offsets=[[0, 0, -3]]), "offset"),
         (in_file(means=[1.0]), "1 means for 2 samples"),
+        (changed(dtype=[1]), r"dtype \[1\]"),
+        (changed(dtype="f4,i4"), "dtype 'f4,i4'"),
+        (changed(dtype="banana"), "damaged"),
+        (changed(sample_shape=[True, 8, 8, 8]), "extent True"),
+        (changed(dataset="a\0b"), "name 'a"),
+        (in_file(path="a\0b"), "name 'a"),
+        (in_file(path="a\ud800b"), "damaged"),
+        (in_file(offsets=[[0, 0, 1.5], [0, 0, 0]]), "offset 1.5"),
+        (in_file(offsets=[[0, 0, 1 << 70], [0, 0, 0]]), "offset"),
+        (in_file(bytes="many"), "bytes 'many'"),
+        (in_file(path="./c.hdf5"), "file 'c.hdf5' is listed more than once"),
     ],
 )
 def test_damage_is_named(tmp_path: Path, damage: Callable[[Any], None], message: str) -> None:

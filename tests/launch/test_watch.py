@@ -114,3 +114,5 @@ def test_one_signal_ends_ranks_that_ignore_it(
     process.send_signal(number)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == code, stderr
+    said = "pydist: SIGTERM ended the job\n" if code == 72 else "pydist: interrupted; "
+    assert stderr.count(said) == 1

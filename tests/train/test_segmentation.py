@@ -162,7 +162,7 @@ def test_network_data_and_loss_must_fit_together(segmentation, universes):
         (change(segmentation, model={"levels": 4}), "needs multiples of 16: convert"),
         (change(segmentation, model={"features": 3}), "features is even"),
         (weighing(segmentation, class_weights=(1.0, 2.0)), "has 2 weights; .* has 3 classes"),
-        (weighing(segmentation, class_weights=(0.0, 0.0, 0.0)), "at least one must be positive"),
+        (weighing(segmentation, class_weights=(0.0, 0.0, 1e-300)), "one must be 1e-6 or more"),
         (weighing(segmentation, class_weights=(1.0,) * 3, loss="dice"), "in the cross-entropy"),
         (weighing(cosmoflow, class_weights=(1.0,)), "class_weights is for segmentation"),
         (weighing(cosmoflow, ignore_label=0), "ignore_label is for segmentation"),

@@ -46,7 +46,7 @@ class CTOptions:
         spacing: mm between voxels along depth, height and width.
         seed: volume i depends on (seed, i), `shape` and `noise` alone; its anatomy on neither of
             these two.
-        noise: standard deviation in Hounsfield units.
+        noise: standard deviation, 0 to 10000 Hounsfield units.
         validation: fraction of the volumes that goes to the split "val", the last ones.
         format: "hdf5" is read by blocks, for training; "nifti" writes the folders of nnU-Net;
             "both" writes these into FOLDER/nifti.
@@ -73,7 +73,7 @@ class CTOptions:
             (self.seed < 0, f"seed={self.seed}: 0 or more"),
             (min(self.shape) < 8, f"shape={self.shape}: at least 8 voxels along each side"),
             (not lengths, f"spacing={self.spacing}: lengths in mm > 0"),
-            (not 0 <= self.noise < inf, f"noise={self.noise}: 0 or more Hounsfield units"),
+            (not 0 <= self.noise <= 1e4, f"noise={self.noise}: 0 to 10000 Hounsfield units"),
             (not 0 <= self.validation < 1, f"validation={self.validation}: a fraction in [0, 1)"),
             (
                 self.compression == "gzip" and self.storage == "contiguous",

@@ -40,7 +40,7 @@ class UniverseOptions:
         width: voxels along a side of a sample.
         box_width: voxels along a side of a box, a multiple of `width`; by default twice that. Each
             box gives (box_width / width)^3 samples, all with the box's parameters.
-        cell: side of a voxel, Mpc/h (the public set has 1).
+        cell: side of a voxel, 0.001 to 1000 Mpc/h (the public set has 1).
         seed: universe i depends on (seed, i) alone, whatever the other options' order or `workers`.
         validation: fraction of the universes that goes to the split "val"; no universe is in both.
         layout: "channel-first" writes one file a sample, `full` [C, W, W, W]: a depth block is
@@ -50,7 +50,7 @@ class UniverseOptions:
         storage: "contiguous", or "chunked" with a checksum (fletcher32) in each chunk.
         compression: "gzip" for chunked storage, or "none".
         parameters: the box of parameters, "wide" (this project's own choice) or "narrow".
-        redshifts: the channels.
+        redshifts: the channels, each from 0 to 1000.
         transfer: transfer function: "no-wiggle" or "full" (Eisenstein & Hu), or "bbks".
         assignment: "ngp" counts particles; "cic" is smoother and needs float32.
         device: "gpu" (CuPy), "cpu", or "auto": a GPU where CuPy finds one.
@@ -92,11 +92,11 @@ class UniverseOptions:
                 f"box_width={box} is not a multiple of width={self.width}; possible are "
                 f"{self.width}, {2 * self.width}, {3 * self.width}, ...",
             ),
-            (self.cell <= 0, f"cell={self.cell}: a length in Mpc/h > 0"),
+            (not 1e-3 <= self.cell <= 1e3, f"cell={self.cell}: Mpc/h from 0.001 to 1000"),
             (not 0 <= self.validation < 1, f"validation={self.validation}: a fraction in [0, 1)"),
             (
-                not self.redshifts or min(self.redshifts) < 0,
-                f"redshifts={self.redshifts}: at least one, each 0 or more",
+                not self.redshifts or not all(0 <= z <= 1000 for z in self.redshifts),
+                f"redshifts={self.redshifts}: at least one, each from 0 to 1000",
             ),
             (
                 self.assignment == "cic" and self.dtype == "int16",

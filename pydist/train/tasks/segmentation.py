@@ -69,8 +69,11 @@ class Segmentation:
                 "train.class_weights weighs the classes in the cross-entropy, and train.loss is "
                 '"dice": choose "cross_entropy" or "dice_ce", or leave the weights out'
             )
-        if train.class_weights is not None and not any(train.class_weights):
-            raise UsageError("train.class_weights are all 0: at least one must be positive")
+        if train.class_weights is not None and max(train.class_weights) < 1e-6:
+            raise UsageError(
+                f"train.class_weights = {list(train.class_weights)}: at least one must be 1e-6 or "
+                "more"
+            )
         self.config = config
         self._loss = SegmentationLoss(kind, train.class_weights, train.ignore_label)
         self._class_names: tuple[str, ...] = ()

@@ -1,0 +1,31 @@
+"""The standard streams of a command: always open, and never unable to print a character."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+
+_RAISING = ("strict", "surrogateescape", "surrogatepass")
+
+
+def prepare() -> None:
+    """Makes the standard streams safe to write to, for this process and those it starts.
+
+    A stream that was closed (`2>&-`) becomes the null device: its number would otherwise go to the
+    next file that is opened, and messages into that file. A character that the encoding of stdout
+    or stderr does not have is printed as an escape.
+    """
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    # Python has set a stream to None if it was closed when the interpreter started.
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115  open until the process ends
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in _RAISING:
+            stream.reconfigure(errors="backslashreplace")
