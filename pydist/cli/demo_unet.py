@@ -6,8 +6,8 @@ trained on.
 
 from __future__ import annotations
 
-import os
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
