@@ -134,7 +134,8 @@ class Trainer:
 
         with phase("the device", BLOCKED):
             value = loss.item()
-        self.loss, stop = self._reduce(value * batch.count, batch.global_size)
+        # The mean over no samples is NaN.
+        self.loss, stop = self._reduce(value * batch.count if batch.count else 0.0, batch)
         if not math.isfinite(self.loss):
             self._explain_divergence(batch, rate)
         state.step += 1
@@ -151,13 +152,13 @@ class Trainer:
         )
         return stop
 
-    def _reduce(self, loss_sum: float, samples: int) -> tuple[float, bool]:
+    def _reduce(self, loss_sum: float, batch: Batch) -> tuple[float, bool]:
         """The mean over all samples of the step, and whether any rank wants to stop."""
         # One message for both. All ranks of a sample group hold the group's sum.
         mine = [loss_sum / self.mesh.sample_size, float(self.stop.received)]
         sums = torch.tensor(mine, dtype=torch.float64)
         self.mesh.world.all_reduce(sums)
-        return float(sums[0]) / samples, bool(sums[1] > 0)
+        return float(sums[0]) / batch.global_size, bool(sums[1] > 0)
 
     def _explain_divergence(self, batch: Batch, rate: float) -> None:
         where = f"at step {self.state.step + 1} (epoch {batch.epoch + 1})"

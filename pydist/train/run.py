@@ -213,6 +213,7 @@ def make_loader(config: Config, data: ShardDataset, mesh: Mesh, training: bool =
         prefetch=config.data.prefetch,
         device=device,
         memory_format=memory_format(config.train, device),
+        pad=False,  # the networks take empty batches
     )
 
 
