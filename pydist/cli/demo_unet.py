@@ -6,6 +6,7 @@ trained on.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -72,7 +73,9 @@ def demo_unet(arguments: Sequence[str]) -> int:
         return code
     folder = options.folder
     last = [event for event in read(folder / "log.jsonl") if event["event"] == "validation"][-1]
-    found = {name: last["dice"][name] for name in GOALS}
+    # null in the log: a class that is neither there nor predicted.
+    dice = last["dice"]
+    found = {name: math.nan if dice[name] is None else dice[name] for name in GOALS}
     told = ", ".join(f"{name} {dice:.3f}" for name, dice in found.items())
     console.print(f"check      Dice on {last['samples']} unseen volumes: {told}")
     console.print(f"result     {folder / 'result.png'}, {folder / 'dice.csv'}", soft_wrap=True)

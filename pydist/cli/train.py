@@ -61,6 +61,7 @@ def launch_training(
 def _train_here(config: Config) -> int:
     """Trains in this process, which is one rank of a job, or the only one."""
     from pydist.cli.progress import ProgressView
+    from pydist.comm.agree import together
     from pydist.setup import init
     from pydist.train.log import PIPE_VARIABLE, to_pipe
     from pydist.train.run import train as run
@@ -69,10 +70,12 @@ def _train_here(config: Config) -> int:
         config.mesh.data, config.mesh.spatial, transport_for(config), seed=config.train.seed
     )
     pipe = os.environ.get(PIPE_VARIABLE)
-    if mesh.rank != 0:
-        run(config, mesh)
-    elif pipe is not None:
-        run(config, mesh, [to_pipe(Path(pipe))])
+    listeners = []
+    with together(mesh.world):
+        if mesh.rank == 0 and pipe is not None:
+            listeners.append(to_pipe(Path(pipe)))
+    if mesh.rank != 0 or pipe is not None:
+        run(config, mesh, listeners)
     else:
         view = ProgressView(verbose=True)
         try:

@@ -108,7 +108,7 @@ def layout_of(dataset: BlockSource, mesh: Mesh, plan: GroupBatch) -> Layout:
     Raises:
         UsageError: its samples have different shapes.
     """
-    shapes = {dataset.shape_of(index) for index in plan.indices}
+    shapes = {dataset.shape_of(index) for index in plan.indices or (0,)}
     if len(shapes) > 1:
         raise UsageError(
             f"a batch of a sample group has samples of {' and '.join(map(str, sorted(shapes)))} "

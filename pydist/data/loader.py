@@ -54,7 +54,8 @@ class Batch:
         first_sample: position in the global batch of the first one.
         global_size: samples in the global batch.
         loss_scale: what the group's mean loss is to be multiplied with, so that padding counts
-            nothing: 1, unless the global batch has fewer samples than there are groups.
+            nothing: 1, unless the global batch has fewer samples than there are groups, and those
+            without get padding.
         epoch: of the batch.
         step: position in the epoch.
     """
@@ -98,6 +99,9 @@ class Loader:
         device: where batches are wanted. To a CUDA device stored values travel as they are, through
             pinned buffers and on a stream of their own, and are normalised there.
         memory_format: of inputs on a CUDA device; `torch.channels_last_3d` costs nothing there.
+        pad: when training, give a group without samples one as padding, which the statistics of
+            batch norm see. Without it the group gets an empty batch [0, C, D, H, W], which is exact
+            but which not every network takes; the mean loss of it is NaN.
 
     Raises:
         UsageError: a batch smaller than the number of groups, another value out of range, or other
@@ -117,6 +121,7 @@ class Loader:
         on_bad_sample: str = "stop",
         device: torch.device | str = "cpu",
         memory_format: torch.memory_format = torch.contiguous_format,
+        pad: bool = True,
     ) -> None:
         if not 1 <= prefetch <= MOST_AHEAD or on_bad_sample not in ("stop", "skip"):
             raise UsageError(
@@ -133,8 +138,10 @@ class Loader:
             shuffle=training,
             seed=mesh.seed if seed is None else seed,
             drop_last=drop_last,
-            pad=training,
+            pad=training and pad,
         )
+        if training:
+            self.sampler.require_one_each()
         facts = {
             "data set": dataset.identity,
             "on_bad_sample": on_bad_sample,
@@ -188,7 +195,7 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         """From where the sampler stands to the end of the epoch."""
         for plan in self.sampler:
-            if plan.indices:
+            if plan.indices or self._training:
                 yield self._batch(self._mend(self._take(plan)))
 
     # -- reading ahead ----------------------------------------------------------------------
@@ -320,7 +327,9 @@ class Loader:
             global_size=plan.global_size,
             # A group weighs by the samples that it is given: one too where that is padding.
             loss_scale=(plan.count / max(1, size))
-            * max(1.0, self.mesh.data_size / plan.global_size),
+            * max(1.0, self.mesh.data_size / plan.global_size)
+            if self.sampler.pad
+            else 1.0,
             epoch=plan.epoch,
             step=plan.step,
         )

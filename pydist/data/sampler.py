@@ -40,10 +40,10 @@ class MeshSampler:
     a contiguous block of the batch, and all its ranks the same one. Where the batch does not divide
     by the groups (the last one of an epoch may be short), the first groups get one more.
 
-    A batch with fewer samples than groups leaves some without. All groups must train together, so
-    they get the batch's first sample as *padding*, with `count` 0: multiplied by that, it adds
-    nothing to loss and gradients (global statistics of batch norm do see it). With ``pad=False``,
-    for evaluation, such groups get no samples and every sample is seen exactly once.
+    A batch with fewer samples than groups leaves some without. Where a network can't take an empty
+    batch, they get the batch's first sample as *padding*, with `count` 0: multiplied by that, it
+    adds nothing to loss and gradients (global statistics of batch norm do see it). With
+    ``pad=False`` such groups get no samples and every sample is seen exactly once.
 
     Iterating goes from where the sampler stands to the end of the epoch.
 
@@ -75,11 +75,6 @@ class MeshSampler:
     ) -> None:
         if not 0 <= data_index < data_size:
             raise UsageError(f"data_index={data_index} with {data_size} sample groups")
-        if batch_size < data_size and pad:
-            raise UsageError(
-                f"batch_size={batch_size} (of all ranks together) is less than one sample for each "
-                f"of the {data_size} sample groups; choose at least {data_size}"
-            )
         if batch_size < 1 or num_samples < 1 or seed < 0:
             raise UsageError(
                 f"num_samples={num_samples}, batch_size={batch_size}, seed={seed}: at least one "
@@ -100,8 +95,18 @@ class MeshSampler:
         self.pad = pad
         self.epoch = 0
         """Epoch of the next batch."""
+        if pad:
+            self.require_one_each()
         self.step = 0
         """Position in it of the next batch."""
+
+    def require_one_each(self) -> None:
+        """Raises `UsageError` if a whole batch has fewer samples than there are groups."""
+        if self.batch_size < self.data_size:
+            raise UsageError(
+                f"batch_size={self.batch_size} (of all ranks together) is less than one sample for "
+                f"each of the {self.data_size} sample groups; choose at least {self.data_size}"
+            )
 
     def __len__(self) -> int:
         """Global batches in an epoch."""

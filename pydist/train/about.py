@@ -23,7 +23,7 @@ class About:
 
     Attributes:
         config: the run's configuration; its tables "model" and "data" are kept (not the path), and
-            "optimizer" for comparison.
+            "optimizer" and what of "train" says what is minimized for comparison.
         manifest: of the training set, without files.
     """
 
@@ -41,6 +41,7 @@ class About:
             "config": config_io.dumps(kept),
             "manifest": replace(self.manifest, files=()).dumps(),
             "optimizer": json.dumps(_effective(self.config.optimizer)),
+            "train": json.dumps(_objective(self.config)),
         }
 
 
@@ -50,8 +51,20 @@ def _effective(optimizer: OptimizerConfig) -> dict[str, Any]:
     return {k: v for k, v in asdict(optimizer).items() if k not in ("sharded", *unused)}
 
 
+def _objective(config: Config) -> dict[str, Any]:
+    """The settings that decide what is minimized, by the names that the configuration has."""
+    train = config.train
+    default = "mse" if config.model.name == "cosmoflow" else "cross_entropy"
+    return {
+        "loss": default if train.loss == "auto" else train.loss,
+        "class_weights": train.class_weights and list(train.class_weights),
+        "ignore_label": train.ignore_label,
+        "clip_norm": train.clip_norm,
+    }
+
+
 def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """The settings of network and optimizer that a checkpoint and a run do not share.
+    """The settings of network, data, loss and optimizer that a checkpoint and a run do not share.
 
     Args:
         saved: what `About.dump` made, from a checkpoint; an older one may lack settings.
@@ -71,11 +84,13 @@ def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
 def _settings(about: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with contextlib.suppress(KeyError, UsageError, TypeError):
-        model = config_io.loads(about["config"], "checkpoint").model
-        found |= {f"model.{name}": value for name, value in asdict(model).items()}
-    with contextlib.suppress(KeyError, ValueError, TypeError, AttributeError):
-        optimizer = parse_json(about["optimizer"])
-        found |= {f"optimizer.{name}": value for name, value in optimizer.items()}
+        config = config_io.loads(about["config"], "checkpoint")
+        found |= {f"model.{name}": value for name, value in asdict(config.model).items()}
+        found |= {f"data.{name}": getattr(config.data, name) for name in ("normalize", "window")}
+    for table in ("optimizer", "train"):
+        with contextlib.suppress(KeyError, ValueError, TypeError, AttributeError):
+            settings = parse_json(about[table])
+            found |= {f"{table}.{name}": value for name, value in settings.items()}
     return found
 
 

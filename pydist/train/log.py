@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydist.errors import DiskError
+from pydist.errors import DiskError, UsageError
 from pydist.parsing import parse_json
 
 Event = dict[str, Any]
@@ -36,7 +38,7 @@ PIPE_VARIABLE = "PYDIST_EVENTS"
 
 
 class EventLog:
-    """Writes events to a file and to listeners.
+    """Writes events to a file and to listeners; a number that is not finite is null in the file.
 
     Args:
         path: the file; appended to. None writes no file: every rank but 0 has such a log.
@@ -57,7 +59,7 @@ class EventLog:
         record: Event = {"event": event, "time": time.time(), **fields}
         self.step = record.get("step", self.step)
         if self.path is not None:
-            self._append(json.dumps(record, default=str) + "\n")
+            self._append(_dumps(record) + "\n")
         for listener in self.listeners:
             listener(record)
 
@@ -80,10 +82,36 @@ def _ends_amid_a_line(file: Any) -> bool:
     return bool(file.read(1) != b"\n")
 
 
-def to_pipe(path: Path) -> Listener:
-    """A listener that hands events to the launcher; falls silent when the launcher is gone."""
-    # Without O_NONBLOCK a launcher that died would leave the run waiting for a reader.
+def _dumps(record: Event) -> str:
+    """JSON, which has no NaN and no infinity."""
     try:
+        return json.dumps(record, default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(record), default=str, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """The same with None in place of numbers that are not finite."""
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_pipe(path: Path) -> Listener:
+    """A listener that hands events to the launcher; falls silent when the launcher is gone.
+
+    Raises:
+        UsageError: the path names something that is not a pipe.
+    """
+    try:
+        if not stat.S_ISFIFO(path.stat().st_mode):
+            raise UsageError(
+                f"{PIPE_VARIABLE} names {path}, which is not a named pipe: unset it, or make one "
+                "with mkfifo"
+            )
+        # Without O_NONBLOCK a launcher that died would leave the run waiting for a reader.
         handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return lambda _: None
@@ -98,7 +126,7 @@ def to_pipe(path: Path) -> Listener:
 
 def read(path: Path) -> Iterator[Event]:
     """The events of a log, in order; half a line that a killed run left is passed over."""
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 record = parse_json(line)
@@ -106,6 +134,30 @@ def read(path: Path) -> Iterator[Event]:
                 continue
             if isinstance(record, dict) and "event" in record:
                 yield record
+
+
+def done_at(path: Path, step: int) -> tuple[bool, bool]:
+    """What the run did after a step, as its log says.
+
+    Returns:
+        Whether it validated there; and whether it ended there with its results written.
+
+    Raises:
+        DiskError: the log can't be read.
+    """
+    try:
+        events = list(read(path)) if path.exists() else []
+    except OSError as error:
+        raise DiskError(f"can't read {path}: {error.strerror}") from error
+    validated = ended = False
+    for event in events:
+        if event.get("step") != step:
+            continue
+        if event["event"] == "step":
+            validated = ended = False  # a run that went back has other weights there
+        validated = validated or event["event"] == "validation"
+        ended = ended or (event["event"] == "end" and event.get("status") == "done")
+    return validated, ended
 
 
 def losses(path: Path) -> dict[int, float]:

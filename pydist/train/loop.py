@@ -79,8 +79,11 @@ class Trainer:
         whole = self.config.epochs * len(self.loader)
         return whole if self.config.steps is None else min(whole, self.config.steps)
 
-    def fit(self) -> Validation | None:
+    def fit(self, validated: bool = False) -> Validation | None:
         """Trains from where the state stands to the end.
+
+        Args:
+            validated: whether an earlier run has validated the step that this one goes on from.
 
         Returns:
             The last validation, if there is a validation set.
@@ -94,19 +97,19 @@ class Trainer:
         result = None
         try:
             with self.stop.listening():
+                # The run before may have ended between its checkpoint and the validation.
+                if self.state.step and not validated:
+                    result = self._validate_if_due()
                 while self.state.step < self.last_step:
-                    epoch = self._epoch()
-                    ended = self.state.step >= self.last_step
-                    every = self.config.validate_every
-                    if ended or (every and (epoch + 1) % every == 0):
-                        result = self._validate_if_possible(epoch)
+                    self._epoch()
+                    result = self._validate_if_due()
                 self._save()
         finally:
             self._take_step.close()
         return result
 
-    def _epoch(self) -> int:
-        """The rest of the epoch under way; returns its number."""
+    def _epoch(self) -> None:
+        """The rest of the epoch under way."""
         self.state.model.train()
         self.clock.start()
         for batch in self.loader:
@@ -121,7 +124,6 @@ class Trainer:
             if done:
                 break
             self.clock.start()
-        return batch.epoch
 
     def _step(self, batch: Batch) -> bool:
         """One optimizer step; returns whether any rank was asked to stop."""
@@ -132,7 +134,8 @@ class Trainer:
 
         with phase("the device", BLOCKED):
             value = loss.item()
-        self.loss, stop = self._reduce(value * batch.count, batch.global_size)
+        # The mean over no samples is NaN.
+        self.loss, stop = self._reduce(value * batch.count if batch.count else 0.0, batch)
         if not math.isfinite(self.loss):
             self._explain_divergence(batch, rate)
         state.step += 1
@@ -149,13 +152,13 @@ class Trainer:
         )
         return stop
 
-    def _reduce(self, loss_sum: float, samples: int) -> tuple[float, bool]:
+    def _reduce(self, loss_sum: float, batch: Batch) -> tuple[float, bool]:
         """The mean over all samples of the step, and whether any rank wants to stop."""
         # One message for both. All ranks of a sample group hold the group's sum.
         mine = [loss_sum / self.mesh.sample_size, float(self.stop.received)]
         sums = torch.tensor(mine, dtype=torch.float64)
         self.mesh.world.all_reduce(sums)
-        return float(sums[0]) / samples, bool(sums[1] > 0)
+        return float(sums[0]) / batch.global_size, bool(sums[1] > 0)
 
     def _explain_divergence(self, batch: Batch, rate: float) -> None:
         where = f"at step {self.state.step + 1} (epoch {batch.epoch + 1})"
@@ -167,8 +170,16 @@ class Trainer:
             "optimizer.lr, lengthen optimizer.warmup_epochs or set train.clip_norm"
         )
 
-    def _validate_if_possible(self, epoch: int) -> Validation | None:
-        return None if self.validation_loader is None else self.validate(epoch)
+    def _validate_if_due(self) -> Validation | None:
+        """Validates after the last step, and after an epoch as often as the configuration says."""
+        if self.validation_loader is None:
+            return None
+        epochs, more = divmod(self.state.step, len(self.loader))
+        every = self.config.validate_every
+        ended = self.state.step >= self.last_step
+        if not ended and (more or not every or epochs % every):
+            return None
+        return self.validate(epochs if more else epochs - 1)
 
     def validate(self, epoch: int) -> Validation:
         """Evaluates the model on the validation set. Collective.

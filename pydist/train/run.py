@@ -35,7 +35,7 @@ from pydist.train.device import (
     memory_format,
     own_stream,
 )
-from pydist.train.log import EventLog, Listener, losses
+from pydist.train.log import EventLog, Listener, done_at, losses
 from pydist.train.loop import Trainer
 from pydist.train.state import State, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
@@ -147,6 +147,7 @@ def _run(
         state = make_state(config, task, mesh, data, loader, prepare)
         _resume(config, state)
         folder = config.output.folder
+        validated, ended = _done_before(folder / LOG_FILE, state)
         with together(mesh.world):  # not before: a refused resume leaves the file as it is
             if mesh.rank == 0:
                 publish(folder / CONFIG_FILE, config_io.dumps(config).encode())
@@ -163,11 +164,19 @@ def _run(
         _announce(log, config, trainer)
         for left in _clean(folder) if lock is not None else ():
             log.emit("notice", text=f"removed {left}, which an interrupted run left")
-        began = state.step
-        validation = trainer.fit()
+        complete = ended and state.step >= trainer.last_step
+        complete = complete and (validated or validation_loader is None)
+        if complete:
+            log.emit(
+                "notice",
+                text=f"nothing left to do: step {state.step} of {trainer.last_step} is done, and "
+                "its results are written; more train.epochs go on",
+            )
+        # The results need the last validation: where they are missing, it is done again.
+        validation = trainer.fit(complete or (validated and state.step < trainer.last_step))
     with together(mesh.world, "writing the results"):
         # Of a run that was complete already the picture stays: its validation is not at hand.
-        drawn = state.step == began and (config.output.folder / report.PICTURE_FILE).exists()
+        drawn = complete and (folder / report.PICTURE_FILE).exists()
         if mesh.rank == 0 and not drawn:
             _write_results(config, task, data, mesh, validation, log)
     return Result(state.step, trainer.loss, validation)
@@ -204,6 +213,7 @@ def make_loader(config: Config, data: ShardDataset, mesh: Mesh, training: bool =
         prefetch=config.data.prefetch,
         device=device,
         memory_format=memory_format(config.train, device),
+        pad=False,  # the networks take empty batches
     )
 
 
@@ -285,6 +295,19 @@ def _resume(config: Config, state: State) -> None:
         raise CheckpointError(f'{folder} holds no checkpoint, and checkpoint.resume is "must"')
     if latest:
         state.load(folder / latest)
+
+
+def _done_before(path: Path, state: State) -> tuple[bool, bool]:
+    """What the run did after the step that it goes on from; see `log.done_at`. Collective."""
+    world = state.mesh.world
+    if state.step == 0:
+        return False, False
+    found = (False, False)
+    with together(world, "reading the log"):
+        if state.mesh.rank == 0:
+            found = done_at(path, state.step)
+    validated, ended = world.broadcast_bytes(bytes(found))
+    return bool(validated), bool(ended)
 
 
 def _clean(folder: Path) -> list[Path]:

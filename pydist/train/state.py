@@ -86,7 +86,7 @@ class State:
         """
         with together(self.mesh.world, "reading a checkpoint"):
             parts = checkpoint.read(path)
-            self._require_same_optimizer(path, parts)
+            self._require_same_settings(path, parts)
             try:
                 self.model.load_state_dict(parts["model"])
                 self.optimizer.load_state_dict(parts["optimizer"])
@@ -100,17 +100,18 @@ class State:
             except PydistError:
                 raise
             except _DOES_NOT_MATCH as error:
-                found = differences(parts.get("about", {}), self.about)
                 # torch may name every parameter.
-                reason = found or shorten(f"{type(error).__name__}: {error}", 200)
+                reason = shorten(f"{type(error).__name__}: {error}", 200)
                 raise CheckpointError(
                     f"checkpoint {path} does not match this model and optimizer: {reason}"
                 ) from error
 
-    def _require_same_optimizer(self, path: Path, parts: Mapping[str, Any]) -> None:
-        """Its settings are part of the saved state, and would go over those of this run unseen."""
-        saved = {"optimizer": parts.get("about", {}).get("optimizer")}
-        found = differences(saved, self.about)
+    def _require_same_settings(self, path: Path, parts: Mapping[str, Any]) -> None:
+        """Other settings may load as well, and the run would go on as neither of the two.
+
+        Those of the optimizer are part of the saved state, and would go over this run's unseen.
+        """
+        found = differences(parts.get("about", {}), self.about)
         for name, mine in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
             found = found or _kinds(name, parts.get(name), mine.state_dict())
         if self.scaler.is_enabled() and not parts.get("scaler"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from pydist.cli.events import followed
 from pydist.cli.progress import ProgressView, describe_parts, mean_parts
+from pydist.errors import UsageError
 from pydist.train import log
 
 START = {
@@ -90,6 +92,24 @@ def test_a_run_whose_launcher_is_gone_goes_on(tmp_path):
     with followed(lambda _: None):
         send = log.to_pipe(Path(os.environ[log.PIPE_VARIABLE]))
     send(step(1))
+
+
+def test_only_a_pipe_is_written_to(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("precious")
+    with pytest.raises(UsageError, match=r"PYDIST_EVENTS names .*notes.txt, which is not a named"):
+        log.to_pipe(path)
+    assert path.read_text() == "precious"
+
+
+def test_the_log_is_json_where_numbers_are_not(tmp_path):
+    path = tmp_path / "log.jsonl"
+    log.EventLog(path).emit("validation", step=1, loss=math.inf, dice={"a": math.nan, "b": 0.5})
+    assert "NaN" not in path.read_text()
+    assert "Infinity" not in path.read_text()
+    (event,) = log.read(path)
+    assert event["loss"] is None
+    assert event["dice"] == {"a": None, "b": 0.5}
 
 
 def test_half_a_line_of_a_killed_run_does_not_spoil_the_log(tmp_path):

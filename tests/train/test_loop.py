@@ -22,7 +22,7 @@ from pydist.errors import (
     Stopped,
     UsageError,
 )  # fmt: skip
-from pydist.train import about, checkpoint, log
+from pydist.train import about, checkpoint, log, report
 from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfig, TrainConfig
 from pydist.train.run import Result
 
@@ -138,6 +138,65 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(config, tmp_path):
     run_local(job, 3, change(config, train={"steps": 3}), 3, (1, 1, 1))
     alone(config)
     assert curve(config) == pytest.approx(curve(through), abs=5e-6)
+
+
+class Killed(BaseException):
+    """The end of a process, as far as the run's files show it."""
+
+
+def validations(config) -> dict[int, tuple]:
+    """What was found, by step; nothing is validated twice."""
+    found = [(e["step"], (e["epoch"], e["loss"], e["mae"])) for e in events(config, "validation")]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+@pytest.mark.parametrize(("end", "step"), [("killed", 2), ("killed", 4), ("signal", 4)])
+def test_a_validation_that_was_cut_off_is_done_on_resume(config, tmp_path, end, step):
+    """After the last checkpoint there are the results as well."""
+    through = change(config, output={"folder": tmp_path / "through"})
+    alone(through)
+
+    def interrupt(event):
+        if end == "signal" and event["event"] == "step" and event["step"] == step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if end == "killed" and event["event"] == "checkpoint" and event["step"] == step:
+            raise Killed
+
+    with pytest.raises((Stopped, Killed)):
+        alone(config, [interrupt])
+    assert step not in validations(config)
+    alone(config)
+    assert curve(config) == curve(through)
+    assert_same_bits(last_state(config), last_state(through))
+    assert validations(config) == validations(through)
+    name = "predictions.csv"
+    assert (config.output.folder / name).read_text() == (through.output.folder / name).read_text()
+    assert not events(config, "notice")
+
+
+def test_results_that_were_cut_off_are_written_on_resume_and_a_complete_run_says_so(
+    config, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(report, "write_predictions", kill)
+        with pytest.raises(Killed):
+            alone(config)
+    table = config.output.folder / "predictions.csv"
+    assert not table.exists()
+    alone(config)
+    assert len(table.read_text().splitlines()) == 4
+    assert not events(config, "notice")
+    table.unlink()
+    result = run_local(job, 2, config, 2)[0]
+    assert result.validation is None
+    assert [e["step"] for e in events(config, "step")] == [1, 2, 3, 4]
+    (notice,) = events(config, "notice")
+    assert notice["text"].startswith("nothing left to do: step 4 of 4 is done")
+
+
+def kill(*_) -> None:
+    raise Killed
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
@@ -258,7 +317,15 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_previous_offered(c
     [
         ({"train": {"batch": 2}}, UsageError, "the saved sampler has batch_size=3"),
         ({"train": {"seed": 1}}, UsageError, "the saved sampler has seed=0"),
-        ({"model": {"variant": "paper"}}, CheckpointError, "does not match this model"),
+        ({"model": {"variant": "paper"}}, CheckpointError, "does not match this run"),
+        ({"model": {"dropout": 0.25}}, CheckpointError, "model.dropout is None there and 0.25"),
+        ({"model": {"statistics": "rank"}}, CheckpointError, "model.statistics is 'global' there"),
+        (
+            {"data": {"normalize": "mean"}},
+            CheckpointError,
+            "data.normalize is 'log1p' there and 'mean' here",
+        ),
+        ({"train": {"clip_norm": 1.0}}, CheckpointError, "train.clip_norm is None there and 1.0"),
         (
             {"model": {"variant": "paper"}},
             CheckpointError,

@@ -101,6 +101,26 @@ def test_class_weights_and_an_ignored_label_are_of_the_global_batch(
         alone(change(unknown, output={"folder": tmp_path / "unknown"}))
 
 
+@pytest.mark.parametrize("loss", ["dice_ce", "cross_entropy"])
+def test_groups_without_samples_enter_no_statistics(segmentation, tmp_path, loss):
+    """Four samples in batches of three: the last batch of an epoch leaves two groups of three."""
+    config = change(
+        segmentation,
+        train={"batch": 3, "loss": loss},
+        optimizer={"name": "sgd", "lr": 0.05},
+        output={"folder": tmp_path / "whole"},
+    )
+    alone(config)
+    split = change(config, output={"folder": tmp_path / "split"})
+    run_local(job, 3, split, 3, (1, 1, 1))
+    assert curve(split) == pytest.approx(curve(config), rel=1e-6)
+    one, other = (
+        checkpoint.read(each.output.folder / "ckpt" / "last")["model"] for each in (config, split)
+    )
+    for name in one:
+        torch.testing.assert_close(other[name], one[name], rtol=1e-4, atol=1e-5)
+
+
 def test_an_ignored_class_has_no_dice(segmentation):
     result = alone(change(segmentation, train={"ignore_label": 1, "steps": 1})).validation
     assert list(result.figures()["dice"]) == ["tumour"]
