@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from pydist.aliasing import as_result
 from pydist.tensor import ShardedTensor
+
+_UNBATCHED: dict[type[nn.Module], int] = {nn.Dropout1d: 2, nn.Dropout3d: 4}
+"""Numbers of dims that layers take for a sample without a batch; 1 for others."""
 
 Wrapper = Callable[[Tensor], ShardedTensor]
 
@@ -43,7 +47,12 @@ class BatchLayers:
         """A forward pre-hook: the input as a sharded tensor."""
         x = inputs[0] if inputs else None
         mixes = layer.training or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
-        if isinstance(x, ShardedTensor) or not isinstance(x, Tensor) or not mixes or not x.dim():
+        if (
+            not isinstance(x, Tensor)
+            or isinstance(x, ShardedTensor)
+            or not mixes
+            or x.dim() <= _UNBATCHED.get(type(layer), 1)
+        ):
             self._taken.append(None)
             return None
         self._taken.append(x)
@@ -52,4 +61,6 @@ class BatchLayers:
     def leave(self, layer: nn.Module, inputs: Any, output: Any) -> Any:
         """A forward hook, also called when the layer raises: the result as a plain tensor."""
         x = self._taken.pop() if self._taken else None
-        return output.full_tensor() if x is not None and isinstance(output, ShardedTensor) else None
+        if x is None or not isinstance(output, ShardedTensor):
+            return None
+        return as_result(output.full_tensor())  # an activation in place may follow

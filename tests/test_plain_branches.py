@@ -23,7 +23,7 @@ class Branches(nn.Module):
     def __init__(self, layer):
         super().__init__()
         self.volume = nn.Conv3d(1, 4, 3, padding=1)
-        self.table = nn.Sequential(nn.Linear(3, 4), layer)
+        self.table = nn.Sequential(nn.Linear(3, 4), layer, nn.ReLU(inplace=True))
         self.head = nn.Linear(8, 1)
 
     def forward(self, x, table):
@@ -77,6 +77,20 @@ def test_dropout_of_a_table_has_the_masks_of_the_whole_batch(data):
     for index, found in on_ranks((2, 1, 1), lambda mesh: body(mesh, data), data=data):
         rows = GROUPS["unequal"][index] if data > 1 else slice(None)
         assert all(torch.equal(a, b[rows]) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(("layer", "shape"), [
+    (nn.Dropout(inplace=True), (6,)), (nn.Dropout1d(), (4, 3)), (nn.Dropout3d(), (4, 3, 2, 2)),
+], ids=str)  # fmt: skip
+def test_dropout_of_what_has_no_batch(layer, shape):
+    def body(mesh):
+        model = parallelize(nn.Sequential(copy.deepcopy(layer)), mesh)
+        return model(torch.ones(shape))
+
+    for found in on_ranks((2, 1, 1), body):
+        assert type(found) is torch.Tensor
+        assert found.shape == shape
+        assert set(found.unique().tolist()) <= {0.0, 2.0}
 
 
 @groups
