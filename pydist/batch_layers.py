@@ -34,7 +34,7 @@ class BatchLayers:
     def __init__(self, wrapper: Wrapper, *, batch_norm: bool) -> None:
         self._wrapper = wrapper
         self._kinds = (_DropoutNd, _BatchNorm) if batch_norm else (_DropoutNd,)
-        self._taken: list[Tensor | None] = []
+        self._taken: list[bool] = []
 
     def adopt(self, model: nn.Module) -> None:
         """Adds the hooks to the layers of a model."""
@@ -53,14 +53,14 @@ class BatchLayers:
             or not mixes
             or x.dim() <= _UNBATCHED.get(type(layer), 1)
         ):
-            self._taken.append(None)
+            self._taken.append(False)
             return None
-        self._taken.append(x)
+        self._taken.append(True)
         return (self._wrapper(x), *inputs[1:])
 
     def leave(self, layer: nn.Module, inputs: Any, output: Any) -> Any:
         """A forward hook, also called when the layer raises: the result as a plain tensor."""
-        x = self._taken.pop() if self._taken else None
-        if x is None or not isinstance(output, ShardedTensor):
+        taken = bool(self._taken) and self._taken.pop()
+        if not taken or not isinstance(output, ShardedTensor):
             return None
         return as_result(output.full_tensor())  # an activation in place may follow
