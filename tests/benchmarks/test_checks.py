@@ -19,7 +19,7 @@ def test_every_variant_is_measured(tmp_path):
     command = [sys.executable, str(SCRIPT), "--quick", "--json", str(written)]
     subprocess.run(command, cwd=tmp_path, env=child_environment(), check=True, timeout=120)
     rows = {row["variant"]: row for row in json.loads(written.read_text())["rows"]}
-    assert len(rows) == 5
+    assert len(rows) == 6
     assert "all on" in rows
     assert "all off" in rows
     assert all(row["step"]["rounds"] == 2 for row in rows.values())

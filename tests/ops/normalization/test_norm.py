@@ -254,7 +254,9 @@ def test_one_exchange_in_forward_and_one_in_backward(over, monkeypatch):
 
     for forward, backward in on_ranks((2, 1, 1), body, data=2):
         assert forward == ["all_gather_async"] * 4
-        assert backward == ([] if over == "rank" else ["all_reduce_async"] * 4)
+        # The batch sizes of the groups travel once: this tensor has entered no model.
+        sizes = ["all_gather_async"] * 4 if over == "global" else []
+        assert sorted(backward) == sizes + ([] if over == "rank" else ["all_reduce_async"] * 4)
 
 
 class Allocations(TorchDispatchMode):
