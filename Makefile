@@ -5,7 +5,7 @@
 help:
 	@echo "make demo       train CosmoFlow on 4 ranks, check it against 1, draw runs/demo/result.png"
 	@echo "make demo-unet  learn to segment synthetic CT on 2 ranks, draw runs/demo-unet/result.png"
-	@echo "make test       the whole test suite"
+	@echo "make test       the test suite, but for long tests that CI runs"
 	@echo "make lint       the linters"
 	@echo "make format     mend what the linters can mend"
 	@echo "make bench      the compiled microbenchmarks; tools/bench NAME runs one of benchmarks/python"

@@ -51,11 +51,12 @@ def _follow(
     handle: int, listener: Listener, over: threading.Event, failed: list[Exception]
 ) -> None:
     unread = b""
+    poll = select.poll()  # unlike select(), for handles above 1,023 too
+    poll.register(handle, select.POLLIN)
     while True:
         # Asked before looking: what was written before the end is still there to be read after it.
         last = over.is_set()
-        ready, _, _ = select.select([handle], [], [], 0 if last else _TICK)
-        if ready:
+        if poll.poll(0 if last else _TICK * 1000):
             *lines, unread = (unread + os.read(handle, 65536)).split(b"\n")
             for line in lines:
                 try:
