@@ -104,7 +104,7 @@ def _key(value: Any) -> Any:
     """What of an argument all ranks must have in common, as something with the same hash on all."""
     kind = type(value)
     if kind in _NUMBERS:
-        return value if value != -2 and value == value else _odd(value)  # noqa: PLR0124
+        return value if value != -2 and value == value else _odd(value)  # noqa: PLR0124  NaN
     if value is None or isinstance(value, Tensor):
         return getattr(value, "_history", _UNSEEN)  # plain tensors are compared by their checksums
     if kind is slice:
@@ -162,7 +162,7 @@ def different_histories(heard: Mapping[int, list[list[Any]]]) -> UsageError:
                 return UsageError(
                     f"{DIFFERENT}: {text} on rank {first} and {here[1]} on rank {other}; {advice}"
                 )
-    return UsageError(f"{DIFFERENT}, without messages between them; {advice}")
+    return UsageError(f"{DIFFERENT}, and did so longer ago than they remember; {advice}")
 
 
 def _text(name: str, key: Any, module: str) -> str:

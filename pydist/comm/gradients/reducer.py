@@ -321,7 +321,7 @@ class Reducer:
         self._runs[-1].reduce_returned(self.mesh, [*members, *self._in_order()], self._axes)
 
     def _is_paused(self, leaf: Leaf) -> bool:
-        """Whether the gradient of a member accumulates on this rank alone for now."""
+        """Whether the gradient of a member accumulates on this rank alone, as under `no_sync`."""
         return bool(self._pauses if leaf.lane is None else leaf.lane.pauses)
 
     def _current(self, leaf: Leaf, parameter: Tensor) -> Leaf:
