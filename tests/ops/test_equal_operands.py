@@ -135,6 +135,16 @@ def test_numbers_that_differ_are_named() -> None:
         run_local(body, 2)
 
 
+def test_numbers_are_noticed_by_autograd_grad() -> None:
+    def body(t: Transport) -> None:
+        model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(3, 1, 1)))
+        loss = (model(torch.ones(1, 1, 7, 4, 4)) * (2 - t.rank % 2)).square().mean()
+        torch.autograd.grad(loss, list(model.parameters()))
+
+    with pytest.raises(UsageError, match=r"mul\(2\) on rank 0 and mul\(1\) on rank 1"):
+        run_local(body, 3)
+
+
 def test_numbers_without_training_are_noticed_by_the_next_batch() -> None:
     def body(t: Transport) -> None:
         model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(2, 1, 1)))

@@ -167,6 +167,19 @@ class Agreement:
         self.operands.confirm()
         self._shared.confirm()
 
+    def compare_histories(self, mesh: Mesh) -> None:
+        """Compares what has made the tensors so far, where no backward does. Collective.
+
+        Raises:
+            UsageError: ranks differ; the same error on all of them.
+        """
+        if mesh.size > 1 and not is_capturing():
+            claims = self._histories()
+            total = torch.tensor([self._share_of(claims)], device="cpu")
+            mesh.world.all_reduce(total)
+            if int(total):
+                raise self._difference(mesh, claims, self._split_axes)
+
     def sum_parameters(self, mesh: Mesh, parameters: Sequence[Tensor]) -> None:
         """Sums the share of a turn, to be compared at the end of the next backward.
 

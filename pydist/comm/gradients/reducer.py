@@ -319,6 +319,7 @@ class Reducer:
     def _reduce_returned(self) -> None:
         members = chain.from_iterable(lane.leaves for lane in self.lanes)
         self._runs[-1].reduce_returned(self.mesh, [*members, *self._in_order()], self._axes)
+        agreement_of(self.mesh).compare_histories(self.mesh)
 
     def _is_paused(self, leaf: Leaf) -> bool:
         """Whether the gradient of a member accumulates on this rank alone, as under `no_sync`."""
