@@ -1,8 +1,8 @@
 """Native core of pydist: geometry, exchange plans, kernels. Written in C++, see csrc/bindings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import CodeType
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, final
 
 from torch import Tensor
 from typing_extensions import Buffer
@@ -408,6 +408,13 @@ class CallBoard:
     def call_of(self, neighbor: int, number: int) -> tuple[int, int, int, str] | None: ...
 
 def called_object(code: CodeType, name: str) -> object | None: ...
+def call_key(
+    code: int,
+    arguments: Sequence[object],
+    kinds: tuple[type, ...],
+    key_of: Callable[[Any], Hashable],
+    unseen: int,
+) -> tuple[Any, ...]: ...
 
 PHASE_SPAN: int
 PHASE_END: int

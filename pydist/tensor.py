@@ -322,7 +322,7 @@ class ShardedTensor(torch.Tensor):
             raise refusal(func, args, kwargs or {}, why) from error
         finally:
             if outermost:
-                CAUSE.history = 0
+                CAUSE.history, CAUSE.module = 0, None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -23,6 +23,7 @@ void bind_pack(py::module_& module);        // pack.cpp: boxes of tensors to and
 void bind_pool(py::module_& module);        // pool.cpp: sums over pooling windows
 void bind_convert(py::module_& module);     // convert.cpp: stored numbers to inputs
 void bind_call_board(py::module_& module);  // call_board.cpp: which calls a rank has started
+void bind_calls(py::module_& module);       // calls.cpp: what is known of a program's calls
 void bind_comm(py::module_& module);        // comm.cpp: what transports need natively
 void bind_nccl(py::module_& module);        // nccl.cpp: NCCL, opened at run time
 void bind_ipc(py::module_& module);         // ipc.cpp: memory that processes share on devices

@@ -1,5 +1,5 @@
-// What a group's ledger needs natively; see pydist/comm/interface/ledger.py. `enter` and
-// `called_object` are plain C functions: they are called about a hundred times a step.
+// What a group's ledger needs natively; see pydist/comm/interface/ledger.py. `enter` is a plain C
+// function: it is called about a hundred times a step.
 #include "comm/call_board.hpp"
 
 #include <pybind11/stl.h>
@@ -44,42 +44,6 @@ py::tuple as_tuple(const SeenCall& call) {
   return py::make_tuple(call.number, call.state, call.digest, py::reinterpret_steal<py::str>(text));
 }
 
-// The innermost frame that runs `code` with a `self` whose dict has `name`: that self, or null.
-py::object called_object(py::handle code, py::handle name) {
-  static PyObject* const self_name = PyUnicode_InternFromString("self");
-  const auto own = [](auto* pointer) {  // what CPython gives, or null
-    return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(pointer));
-  };
-  auto frame = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(PyEval_GetFrame()));
-  while (frame) {
-    auto* const running = reinterpret_cast<PyFrameObject*>(frame.ptr());
-    if (own(PyFrame_GetCode(running)).is(code)) {
-      const py::object locals = own(PyObject_GetAttrString(frame.ptr(), "f_locals"));
-      if (!locals) throw py::error_already_set();
-      const py::object self = own(PyObject_GetItem(locals.ptr(), self_name));
-      const py::object dict = self ? own(PyObject_GenericGetDict(self.ptr(), nullptr)) : self;
-      if (!dict) throw py::error_already_set();
-      if (PyDict_Contains(dict.ptr(), name.ptr()) == 1) return self;
-    }
-    frame = own(PyFrame_GetBack(running));
-  }
-  return {};
-}
-
-PyObject* called_object_of(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 2) {
-    PyErr_SetString(PyExc_TypeError, "called_object takes the code of a method and a name");
-    return nullptr;
-  }
-  try {
-    py::object found = called_object(arguments[0], arguments[1]);
-    return found ? found.release().ptr() : py::none().release().ptr();
-  } catch (py::error_already_set& error) {
-    error.restore();
-    return nullptr;
-  }
-}
-
 // enter(digest, text), of the board in a capsule.
 PyObject* enter(PyObject* capsule, PyObject* const* arguments, Py_ssize_t count) {
   auto* const board = static_cast<CallBoard*>(PyCapsule_GetPointer(capsule, nullptr));
@@ -101,15 +65,6 @@ PyMethodDef enter_definition = {
     "enter(digest: int, text: bytes) -> int\n\n"
     "Enters a call; returns a neighbor that has called something else, or -1."};
 
-// NOLINTNEXTLINE: CPython keeps pointers to it
-PyMethodDef functions[] = {
-    {"called_object", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(called_object_of)),
-     METH_FASTCALL,
-     "called_object(code: CodeType, name: str) -> object | None\n\n"
-     "The innermost object on the stack whose method `code` runs and whose dict has `name`."},
-    {nullptr, nullptr, 0, nullptr},
-};
-
 // The function `enter` of a board, which keeps the board.
 py::object enter_of(const py::object& board) {
   const auto release = [](PyObject* capsule) {
@@ -128,7 +83,6 @@ py::object enter_of(const py::object& board) {
 
 void bind_call_board(py::module_& module) {
   using namespace py::literals;
-  if (PyModule_AddFunctions(module.ptr(), functions) != 0) throw py::error_already_set();
   py::class_<HeldBoard> board(module, "CallBoard",
                               "What a rank has started in a group, for its neighbors to read.");
   board.attr("PAGE_BYTES") = sizeof(CallPage);

@@ -35,6 +35,7 @@ PYBIND11_MODULE(_native, module) {
   pydist::bindings::bind_pool(module);
   pydist::bindings::bind_convert(module);
   pydist::bindings::bind_call_board(module);
+  pydist::bindings::bind_calls(module);
   pydist::bindings::bind_comm(module);
   pydist::bindings::bind_nccl(module);
   pydist::bindings::bind_ipc(module);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import numpy as np
@@ -92,6 +93,10 @@ NUMBERS = {
     "clamp": lambda x, draw: x.clamp(max=draw()),
     "in place": lambda x, draw: x.mul_(draw()),
     "assigned": lambda x, draw: _assigned(x, draw()),
+    "of NumPy": lambda x, draw: x * np.float32(draw()),
+    "minus one or two": lambda x, draw: x.mul(-1 - (draw() < 0.5)),
+    "not a number": lambda x, draw: x.clamp(max=math.nan if draw() < 0.5 else 1.0),
+    "complex": lambda x, draw: (x * complex(1, draw())).abs(),
     "option of a function": lambda x, draw: F.leaky_relu(x, draw()),
     "dropout": lambda x, draw: F.dropout(x, draw()),
     "channel": lambda x, draw: x[:, int(8 * draw())],

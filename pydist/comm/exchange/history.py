@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
+from pydist._loader import native
 from pydist.comm.interface.ledger import CAUSE, DIFFERENT, calling_module
 from pydist.errors import UsageError
 
@@ -37,10 +38,7 @@ _SAME = frozenset(
 _CHANGES = frozenset(f"{name}.__get__" for name in ("H", "T", "imag", "mH", "mT", "real"))
 """Attributes that are other tensors."""
 _REMEMBERED = 256
-_MOST_SHOWN = 16
-"""Of longer sequences of numbers only the hash is kept."""
 
-_NUMBERS = frozenset((int, float, bool))
 _LEAST_HASH = 1 << 41
 """Larger integers are hashes, and the others numbers of the program."""
 NO_HISTORY = _LEAST_HASH
@@ -49,14 +47,19 @@ _UNSEEN = _LEAST_HASH + 1
 """In the place of an argument that is not compared here."""
 _NAN = math.pi * 1e300
 
+call_key = native.call_key
 _codes: dict[object, int] = {}
+
+
+_Call = tuple[int, Callable[..., Any], tuple[Any, ...], str]
+"""History, function, key and module."""
 
 
 class _Recent(threading.local):
     """The calls that this rank has made last; ranks can be threads."""
 
     def __init__(self) -> None:
-        self.calls: deque[tuple[int, str, tuple[Any, ...], str]] = deque(maxlen=_REMEMBERED)
+        self.calls: deque[_Call] = deque(maxlen=_REMEMBERED)
 
 
 _recent = _Recent()
@@ -69,11 +72,12 @@ def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         code = _codes[func] = _code_of(func)
     if code == 0:
         return getattr(args[0], "_history", NO_HISTORY) if args else NO_HISTORY
-    key: tuple[Any, ...] = (code, *map(_key, args))
+    key = call_key(code, args, _KINDS, _key, _UNSEEN)
     if kwargs:
-        key = (*key, *map(_key, kwargs), *map(_key, kwargs.values()))
+        key += _keys((*kwargs, *kwargs.values()))
     history = hash(key) | _LEAST_HASH
-    _recent.calls.append((history, func.__name__, key, calling_module()))
+    CAUSE.module = calling_module()
+    _recent.calls.append((history, func, key, CAUSE.module))
     return history
 
 
@@ -100,28 +104,28 @@ def _code_of(func: Callable[..., Any]) -> int:
     return 0 if reads or method in _SAME else crc32(name.encode()) or 1
 
 
+def _keys(values: Sequence[Any]) -> tuple[Any, ...]:
+    return call_key(_UNSEEN, values, _KINDS, _key, _UNSEEN)
+
+
 def _key(value: Any) -> Any:
-    """What of an argument all ranks must have in common, as something with the same hash on all."""
-    kind = type(value)
-    if kind in _NUMBERS:
-        return value if value != -2 and value == value else _odd(value)  # noqa: PLR0124  NaN
-    if value is None or isinstance(value, Tensor):
-        return getattr(value, "_history", _UNSEEN)  # plain tensors are compared by their checksums
-    if kind is slice:
-        value = value.start, value.stop, value.step
-    if isinstance(value, (tuple, list)):
-        keys = tuple(map(_key, value))
-        return keys if len(keys) <= _MOST_SHOWN else hash(keys) | _LEAST_HASH
+    """The key of an argument that `call_key` does not know: equal on all ranks, as is its hash."""
     if isinstance(value, np.number):
-        return _key(value.item())
-    if isinstance(value, (str, torch.dtype)):
-        return crc32(str(value).encode()) * _LEAST_HASH
-    return _UNSEEN
+        return _keys((value.item(),))
+    if isinstance(value, (int, float)):
+        # -2 has the hash of -1, and NaN another one each time.
+        return math.nextafter(value, 0) if value == -2 else _NAN
+    if isinstance(value, complex):
+        return _keys((value.real, value.imag))
+    if isinstance(value, slice):
+        return _keys((value.start, value.stop, value.step))
+    if isinstance(value, (tuple, list)):  # long: only its hash is kept
+        return hash(_keys(value)) | _LEAST_HASH
+    return crc32(str(value).encode()) * _LEAST_HASH
 
 
-def _odd(value: float) -> float:
-    """A number with a hash of its own: -2 has that of -1, and NaN another one each time."""
-    return math.nextafter(value, 0) if value == -2 else _NAN
+_KINDS = (np.number, complex, slice, tuple, list, str, torch.dtype)
+"""What `_key` knows."""
 
 
 @contextmanager
@@ -137,8 +141,8 @@ def caused_by(history: int) -> Iterator[None]:
 def recent_calls() -> list[list[Any]]:
     """The last calls of this rank, for the other ranks: hash, text, and what the call was given."""
     return [
-        [history, _text(name, key, module), repr(_without_numbers(key[1:]))]
-        for history, name, key, module in _recent.calls
+        [history, _text(func.__name__, key, module), repr(_without_numbers(key[1:]))]
+        for history, func, key, module in _recent.calls
     ]
 
 

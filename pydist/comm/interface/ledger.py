@@ -51,9 +51,11 @@ class _Cause(threading.local):
 
     Attributes:
         history: see `pydist.comm.exchange.history`; 0 outside of such calls.
+        module: that of `calling_module`, once it was asked for; None outside of such calls.
     """
 
     history = 0
+    module: str | None = None
 
 
 CAUSE = _Cause()
@@ -320,6 +322,8 @@ def calling_module() -> str:
     """
     if torch._C._current_graph_task_id() != -1:
         return IN_BACKWARD
+    if CAUSE.module is not None:
+        return CAUSE.module
     module = native.called_object(_MODULE_CALL, _PATH)
     return "" if module is None else str(module.__dict__[_PATH])
 

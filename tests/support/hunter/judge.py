@@ -44,6 +44,9 @@ STALE = "after a change in place of another"
 CHANGED = ("modified by an inplace operation", "has been modified inplace")
 """In what torch says of a tensor that backward needs and that was changed in place."""
 
+LOCAL = (STALE, "nested checkpoints", *CHANGED)
+"""What some ranks find and others do not, as their blocks need no such tensor: they are told."""
+
 BAD = ("wrong", "parted", "hang", "crash", "silent")
 
 
@@ -174,7 +177,10 @@ def _of_failures(
     if looked and STALE in text:
         return Verdict("refused", text, number)  # a use without messages, on one rank alone
     stale = all(STALE in str(error) for _, error in own.values())  # found at the first use
-    if len(own) < program.ranks or (len({n for n, _ in own.values()}) > 1 and not stale):
+    local = all(any(text in str(error) for text in LOCAL) for _, error in own.values())
+    if len(failures if local else own) < program.ranks or (
+        len({n for n, _ in own.values()}) > 1 and not stale
+    ):
         return Verdict("parted", f"{where}: only ranks {sorted(own)} refuse: {text}", number)
     return Verdict("refused", text, number)
 
@@ -261,7 +267,7 @@ def _beyond_noise(program: Program, whole: Run, found: Sequence[dict[str, list[S
     exact = _with_norms_written_out(program)
     for noisy, most in _rounded_otherwise(program, exact):
         for name, i, e in _differences(noisy.seen, whole.seen):
-            if e <= most:
+            if e <= most or _is_index(whole, name, i):  # of maxima that are equal, any
                 noise[name, i] = max(noise[name, i], e)
     worst, undecided = None, False
     largest = _largest_gradient(whole)
@@ -315,6 +321,11 @@ def _with_norms_written_out(program: Program) -> Run | None:
     standing = SimpleNamespace(run_backward=run_backward, queue_callback=engine.queue_callback)
     with Reference() as reference, mock.patch.object(Variable, "_execution_engine", standing):
         return run_whole(program)
+
+
+def _is_index(whole: Run, name: str, i: int) -> bool:
+    value = whole.seen[name][i].value if i >= 0 and name in whole.seen else None
+    return isinstance(value, Tensor) and not value.is_floating_point()
 
 
 def _by_place(differences: Iterator[tuple[str, int, float]]) -> dict[tuple[str, int], float]:
