@@ -1,4 +1,9 @@
-"""Calls in place on a plain tensor with sharded arguments: the user's object becomes sharded."""
+"""Calls in place on a plain tensor with sharded arguments.
+
+Where all ranks hold all of the result, as of a running mean that takes up the mean of a sample, it
+goes into the plain tensor's memory, which `.data`, views and NumPy arrays may share. Where each
+rank holds a block of it, or it has a gradient, the user's object becomes sharded.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +26,12 @@ def in_place_on_plain(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     layout: Layout,
-) -> ShardedTensor:
+) -> Tensor:
     """Runs a call in place whose first argument is plain, on the block of it that is this rank's.
 
-    Filled as it lies, the plain tensor would hold the result in this rank's block alone. So the
-    object in the user's hands is exchanged for a sharded one, in which the result is.
+    Filled as it lies, the plain tensor would hold the result in this rank's block alone, and none
+    of its gradient. So the object in the user's hands is exchanged for a sharded one, in which the
+    result is.
 
     Args:
         handler: what does it when the first argument is sharded, called as
@@ -39,7 +45,11 @@ def in_place_on_plain(
         NotSupported: something else sees the tensor's memory, or it is a parameter.
     """
     target: Tensor = args[0]
-    why = _held_elsewhere(target)
+    given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    fills = not any(layout.splits) and not (trains and target.requires_grad)
+    why = _held_elsewhere(target) if trains or not fills else ""
+    why = why or ("" if fills else _memory_elsewhere(target))
     if why:
         why = f"in place on a plain tensor {why}, it would fill only this rank's block of it"
         raise refusal(func, args, kwargs, why)
@@ -48,14 +58,17 @@ def in_place_on_plain(
             f"output with shape {list(target.shape)} doesn't match the broadcast shape "
             f"{list(layout.shape)}"
         )
-    like = next(a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor))
-    if func is torch.Tensor.copy_:
-        block = target.new_empty(layout.local_shape)  # what is overwritten may differ
-    else:
+    like = next(t for t in given if isinstance(t, ShardedTensor))
+    if func is not torch.Tensor.copy_:  # what is overwritten may differ
+        block = shard_of_plain(target, layout)
         # A copy: the tensor's own memory goes with its last user.
-        block = shard_of_plain(target, layout).clone()
+        block = block.detach() if fills else block.clone()
+    else:
+        block = target.detach() if fills else target.new_empty(layout.local_shape)
     own = wrap(block, layout, like)
     result: ShardedTensor = handler(func, own, *args[1:], **kwargs)
+    if fills and not trains:
+        return target
     del own
     with torch._C.DisableTorchFunctionSubclass():
         try:
@@ -63,7 +76,7 @@ def in_place_on_plain(
         except RuntimeError as error:
             why = f"in place on a plain tensor that something else holds ({error})"
             raise NotSupported(f"{func.__name__}: {why}; write it out of place") from error
-    return target  # type: ignore[return-value]  # swapped: it is the sharded one now
+    return target  # swapped: it is the sharded one now
 
 
 def _held_elsewhere(target: Tensor) -> str:
@@ -80,3 +93,11 @@ def _held_elsewhere(target: Tensor) -> str:
     if target.requires_grad and target.is_leaf and torch.is_grad_enabled():
         return "that is a leaf and requires a gradient"
     return ""
+
+
+def _memory_elsewhere(target: Tensor) -> str:
+    """Why a plain tensor's memory can't be left, "" if it can."""
+    storage = target.untyped_storage()
+    # Used by the tensor and by the object that asks; by `.data`, `detach()` and arrays beside them.
+    used = torch._C._storage_Use_Count(storage._cdata)
+    return "whose memory something else sees" if used > 2 or not storage.resizable() else ""

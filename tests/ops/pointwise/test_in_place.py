@@ -1,13 +1,23 @@
-"""In place on a plain tensor with sharded arguments: the object becomes a sharded one."""
+"""In place on a plain tensor with sharded arguments: the object becomes sharded, or is filled."""
 
 from __future__ import annotations
 
 import operator
 import weakref
 
+import numpy as np
 import pytest
 import torch
-from equivalence import check_function, layout_at, on_ranks, randint, randn, shard
+from equivalence import (
+    FP64_BOUND,
+    check_function,
+    error,
+    layout_at,
+    on_ranks,
+    randint,
+    randn,
+    shard,
+)
 from torch import nn
 
 from pydist import ShardedTensor
@@ -68,12 +78,20 @@ def _weakly():
     return plain, weakref.ref(plain)
 
 
+def _with(share):
+    plain = torch.zeros(SHAPE).double()
+    return plain, share(plain)
+
+
 REFUSED = {
     "a view": (lambda: (torch.zeros(SHAPE).double()[:], None), "a view of another"),
     "with views": (_viewed, "there are views"),
     "with weak references": (_weakly, "weak references"),
     "a parameter": (lambda: (nn.Parameter(torch.zeros(SHAPE).double()), None), "a Parameter"),
     "a leaf": (lambda: (torch.zeros(SHAPE).double().requires_grad_(), None), "a leaf"),
+    "data of another": (lambda: _with(lambda t: t.data), "something else sees"),
+    "a NumPy array": (lambda: _with(lambda t: t.numpy()), "something else sees"),
+    "of a NumPy array": (lambda: (torch.from_numpy(np.zeros(SHAPE)), None), "something else sees"),
 }
 
 
@@ -89,6 +107,60 @@ def test_refused_where_others_see_the_memory(make, why):
         del other
 
     on_ranks((2, 2, 2), body)
+
+
+STATISTICS = {
+    "data": lambda s, m: s.data.copy_(m),
+    "running mean": lambda s, m: s.data.mul_(0.9).add_(0.1 * m),
+    "lerp_": lambda s, m: s.data.lerp_(m, 0.1),
+    "detach": lambda s, m: s.detach().add_(m),
+    "twice": lambda s, m: s.data.add_(m).mul_(2).add_(m),
+    "assigned": lambda s, m: operator.setitem(s.data, slice(None), m),
+    "assigned at a mask": lambda s, m: operator.setitem(s.data, m > 0, 2),
+    "array": lambda s, m: torch.from_numpy(s.numpy()).sub_(m),
+}
+OF_DETACHED = {
+    "copy_": lambda s, m: s.copy_(m),
+    "+=": operator.iadd,
+    "view": lambda s, m: s.view(3, 1).copy_(m.unsqueeze(1)),
+    "a part": lambda s, m: operator.setitem(s, slice(1, 2), m[1:2]),
+}
+
+
+@pytest.mark.parametrize("change", STATISTICS.values(), ids=STATISTICS)
+@pytest.mark.parametrize("trains", [False, True])
+def test_statistics_reach_the_memory_that_a_buffer_shares(change, trains):
+    _check_statistic(change, trains)
+
+
+@pytest.mark.parametrize("change", OF_DETACHED.values(), ids=OF_DETACHED)
+def test_statistics_without_gradient_reach_the_memory_of_a_buffer(change):
+    _check_statistic(change, False)
+
+
+def _check_statistic(change, trains):
+    whole, expected = randn(*SHAPE), torch.full((3,), 0.5).double()
+    change(expected, whole.mean((0, 2, 3, 4)))
+
+    def body(mesh):
+        buffer = torch.full((3,), 0.5).double()
+        x = shard(whole, layout_at(mesh, SHAPE, POINTS)).detach().requires_grad_(trains)
+        change(buffer, x.mean((0, 2, 3, 4)))
+        assert type(buffer) is torch.Tensor
+        assert not buffer.requires_grad
+        assert error(buffer, expected) <= FP64_BOUND
+
+    on_ranks((2, 2, 2), body)
+
+
+def test_the_gradient_of_a_statistic_stays_with_the_object():
+    def loss(x, p):
+        s = torch.ones(3).double()
+        kept = s.data
+        s += x.mean((0, 2, 3, 4)) * p
+        return (x * s.view(1, 3, 1, 1, 1) * kept.view(1, 3, 1, 1, 1)).sum()
+
+    check_function(loss, randn(*SHAPE), [randn(3)], POINTS)
 
 
 def test_a_shape_that_would_grow_is_torchs_error():
