@@ -140,6 +140,22 @@ def test_numbers_that_differ_are_named() -> None:
         run_local(body, 2)
 
 
+def test_a_look_of_one_rank_before_a_gradient_penalty_is_no_difference() -> None:
+    def body(t: Transport) -> None:
+        mesh = Mesh(t, spatial=(2, 1, 1))
+        conv = nn.Conv3d(2, 3, (3, 1, 1), padding=(2, 0, 0), dilation=(2, 1, 1))
+        model = parallelize(conv.double(), mesh)
+        x = distribute_tensor(torch.ones(1, 2, 1, 1, 1).double(), mesh).requires_grad_()
+        y = model(x)
+        if t.rank == 0:
+            y.to_local()
+        loss = y.square().sum()
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + g.square().sum()).backward()
+
+    run_local(body, 2)
+
+
 def test_numbers_are_noticed_by_autograd_grad() -> None:
     def body(t: Transport) -> None:
         model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(3, 1, 1)))

@@ -147,7 +147,8 @@ class _Engine(_engine):  # type: ignore[misc]
             meshes.append(frozen)
         if not meshes:
             return super().run_backward(outputs, *args, **kwargs)
-        for mesh in meshes:
+        # A pass within another is of one block, and may meet what this rank alone has looked at.
+        for mesh in meshes if torch._C._current_graph_task_id() == -1 else ():
             ledger = mesh.sample.ledger
             ledger.history = hash((ledger.history, history))
         reducers = [mesh.reducer for mesh in meshes if mesh.reducer is not None]

@@ -21,6 +21,9 @@ from hunter.shrink import shrunk
 LIMIT = 60.0
 """Seconds after which the process of one program is killed."""
 
+LEAST_SHARE = 0.6
+"""A hunt in which a smaller share of programs says something is a failure itself."""
+
 REFUSALS = 4
 """So many refused statements are taken out of a program, and the rest run again."""
 
@@ -32,21 +35,30 @@ class Tally:
     Attributes:
         outcomes: number of programs by outcome.
         refused: number of refusals by message.
+        shortened: number of programs that are equal without the statements that were refused.
         found: seed, program and verdict of each that failed.
     """
 
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
     refused: collections.Counter[str] = field(default_factory=collections.Counter)
     found: list[tuple[int, Verdict]] = field(default_factory=list)
+    shortened: int = 0
 
     @property
     def programs(self) -> int:
         return self.outcomes.total()
 
+    @property
+    def share(self) -> float:
+        """The share of programs that say something: equal as they were made, or raised."""
+        counted = self.outcomes["equal"] - self.shortened + self.outcomes["raised"]
+        return counted / (self.programs or 1)
+
     def count(self, seed: int, answer: Answer, *, quiet: bool = False) -> None:
         """Adds a program, and prints it where it failed."""
         verdict = answer.verdict
         self.outcomes[verdict.outcome] += 1
+        self.shortened += verdict.outcome == "equal" and bool(answer.refused)
         if verdict.bad:
             self.found.append((seed, verdict))
             if not quiet:
@@ -56,6 +68,7 @@ class Tally:
         parts = ", ".join(f"{n} {name}" for name, n in self.outcomes.most_common())
         wrong = sum(self.outcomes[name] for name in BAD)
         yield f"{self.programs} programs: {parts}; {wrong} failed"
+        yield f"{self.shortened} of the equal ones without statements that were refused"
         for message, n in self.refused.most_common(12):
             yield f"  refused {n} times: {message}"
 

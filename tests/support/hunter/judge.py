@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 from equivalence import FP64_BOUND, error
-from one_device import ROUNDING
 from torch import Tensor
 from torch.autograd import Variable
 
@@ -47,7 +46,10 @@ CHANGED = ("modified by an inplace operation", "has been modified inplace")
 LOCAL = (STALE, "nested checkpoints", *CHANGED)
 """What some ranks find and others do not, as their blocks need no such tensor: they are told."""
 
-BAD = ("wrong", "parted", "hang", "crash", "silent")
+ALARMS = ("the ranks call different things", "it must be equal on all ranks", "on some ranks")
+"""In what pydist says of ranks that are given different things, which most programs are not."""
+
+BAD = ("wrong", "parted", "hang", "crash", "silent", "alarm")
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Verdict:
             changed in place); undecided (noise moves it as well); illegal (torch refuses it);
             raised (as it had to). Or wrong; parted (some ranks refuse,
             others do not); hang; crash (another error); silent (data differed, and nothing was
-            raised).
+            raised); alarm (the ranks were said to differ, and did not).
         detail: one line.
         statement: the statement that was refused or raised, -1 where there is none.
     """
@@ -111,8 +113,7 @@ def judge(program: Program, seconds: float = SECONDS) -> Verdict:
     """Runs a program whole and on rank-threads."""
     whole = run_whole(program)
     if whole.failed is not None:
-        number, error = whole.failed
-        return Verdict("illegal", f"{type(error).__name__}: {error}", number)
+        return _of_one_device(program, whole.failed)
     weights = whole.seen.get("weights", [])
     if program.differs and not all(each.value.isfinite().all() for each in weights):
         return Verdict("illegal", "the training diverges: without numbers no data differ")
@@ -120,7 +121,20 @@ def judge(program: Program, seconds: float = SECONDS) -> Verdict:
         ranks = run_local(lambda t: run_rank(program, t), program.ranks, timeout=seconds)
     except RankLost as error:
         return Verdict("hang", str(error))
-    return verdict_of(program, None if program.differs else whole, ranks)
+    verdict = verdict_of(program, None if program.differs else whole, ranks)
+    if verdict.outcome == "raised":  # and not where nothing differs
+        healthy = judge(replace(program, differs=False, looker=-1), seconds)
+        return healthy if healthy.bad else verdict
+    return verdict
+
+
+def _of_one_device(program: Program, failed: tuple[int, Exception]) -> Verdict:
+    """The verdict on a program that one device does not run to its end."""
+    number, error = failed
+    text = f"{type(error).__name__}: {error}"
+    if program.reference == "torch" or run_in(World(program, None)).failed is not None:
+        return Verdict("illegal", text, number)
+    return Verdict("refused" if _is_refusal(error) else "crash", text, number)
 
 
 def verdict_of(program: Program, whole: Run | None, ranks: Sequence[Run]) -> Verdict:
@@ -146,14 +160,15 @@ def verdict_of(program: Program, whole: Run | None, ranks: Sequence[Run]) -> Ver
 
 def _of_different_data(ranks: Sequence[Run]) -> Verdict:
     errors = [run.failed[1] for run in ranks if run.failed is not None]
-    own = [e for e in errors if isinstance(e, PydistError) and not isinstance(e, RankFailed)]
-    named = [e for e in own if not isinstance(e, RankLost)]
     if len(errors) < len(ranks):
         how = "nothing was raised" if not errors else f"{len(errors)} of {len(ranks)} ranks raised"
         return Verdict("silent", f"ranks had different data, and {how}")
-    if not own:
-        return Verdict("crash", f"{type(errors[0]).__name__}: {errors[0]}"[:300])
-    return Verdict("raised", str((named or own)[0])[:200])
+    own = [e for e in errors if not isinstance(e, (RankFailed, RankLost))]
+    other = next((e for e in own if not _is_alarm(e)), None)
+    if other is not None or not own:
+        other = other or errors[0]
+        return Verdict("crash", f"{type(other).__name__}: {other}"[:300])
+    return Verdict("raised", str(own[0])[:200])
 
 
 def _of_failures(
@@ -176,6 +191,8 @@ def _of_failures(
     looked = program.statements[number].startswith("if here") and set(own) == {program.looker}
     if looked and STALE in text:
         return Verdict("refused", text, number)  # a use without messages, on one rank alone
+    if any(_is_alarm(error) for _, error in own.values()):
+        return Verdict("alarm", f"{where}: {text}", number)
     stale = all(STALE in str(error) for _, error in own.values())  # found at the first use
     local = all(any(text in str(error) for text in LOCAL) for _, error in own.values())
     if len(failures if local else own) < program.ranks or (
@@ -189,6 +206,10 @@ def _is_refusal(error: Exception) -> bool:
     """Whether an error is pydist's, or torch's own of a tensor that backward needs."""
     changed = type(error) is RuntimeError and any(text in str(error) for text in CHANGED)
     return isinstance(error, PydistError) or changed
+
+
+def _is_alarm(error: Exception) -> bool:
+    return isinstance(error, PydistError) and any(text in str(error) for text in ALARMS)
 
 
 def _assembled(program: Program, ranks: Sequence[Run], rank: int) -> dict[str, list[Seen]]:
@@ -231,7 +252,7 @@ def _together(ranks: Sequence[Run]) -> Verdict | None:
                 continue
             for rank, run in enumerate(ranks):
                 other = run.seen[name][i]
-                if _difference(other, seen) > 0:
+                if not _difference(other, seen) <= 0:
                     return Verdict("wrong", f"{name}[{i}]: rank {rank} differs from rank 0")
     return None
 
@@ -264,26 +285,35 @@ def _difference(a: Seen, b: Seen) -> float:
 def _beyond_noise(program: Program, whole: Run, found: Sequence[dict[str, list[Seen]]]) -> Verdict:
     """The verdict once something is beyond the floor: is it beyond what noise does, too?"""
     noise: defaultdict[tuple[str, int], float] = defaultdict(float)
+    moved: dict[tuple[str, int], Tensor] = {}
     exact = _with_norms_written_out(program)
     for noisy, most in _rounded_otherwise(program, exact):
+        if noisy.failed is not None:
+            continue
         for name, i, e in _differences(noisy.seen, whole.seen):
-            if e <= most or _is_index(whole, name, i):  # of maxima that are equal, any
+            if _is_discrete(whole.seen, name, i):
+                flipped = _unequal(noisy.seen[name][i].value, whole.seen[name][i].value)
+                moved[name, i] = flipped | moved.get((name, i), flipped)
+            elif e <= most:
                 noise[name, i] = max(noise[name, i], e)
     worst, undecided = None, False
-    largest = _largest_gradient(whole)
     for rank, seen in enumerate(found):
         from_exact = {} if exact is None else _by_place(_differences(seen, exact.seen))
         for name, i, e in _differences(seen, whole.seen):
             bound = max(FP64_BOUND, 16 * noise[name, i])
-            bound *= 100 if bound > ROUNDING else 1
             # Where both ways of one device differ, either will do: torch's own instance norm has
             # wrong gradients for some strides of dL/dy, and its result is a view.
             nearest = min(e, from_exact.get((name, i), e))
-            if nearest <= bound or _is_zero(name, i, (seen, whole.seen), largest):
+            if nearest <= FP64_BOUND or _is_zero(name, i, seen, whole.seen):
                 continue
-            if noise[name, i] > UNDECIDED:
+            if (name, i) in moved and e < float("inf"):
+                flipped = _unequal(seen[name][i].value, whole.seen[name][i].value)
+                decided = bool((flipped & ~moved[name, i]).any())
+            else:
+                decided = noise[name, i] <= UNDECIDED
+            if not decided:
                 undecided = True
-            elif worst is None or e > worst[0]:
+            elif nearest > bound and (worst is None or e > worst[0]):
                 worst = e, bound, name, i, rank
     if worst is not None:
         e, bound, name, i, rank = worst
@@ -323,32 +353,40 @@ def _with_norms_written_out(program: Program) -> Run | None:
         return run_whole(program)
 
 
-def _is_index(whole: Run, name: str, i: int) -> bool:
-    value = whole.seen[name][i].value if i >= 0 and name in whole.seen else None
+def _is_discrete(seen: dict[str, list[Seen]], name: str, i: int) -> bool:
+    """Whether a value holds indices or truth, which a maximum or a threshold decides."""
+    value = seen[name][i].value if i >= 0 and name in seen else None
     return isinstance(value, Tensor) and not value.is_floating_point()
+
+
+def _unequal(a: Tensor, b: Tensor) -> Tensor:
+    return a != b if a.shape == b.shape else torch.ones_like(b, dtype=torch.bool)
 
 
 def _by_place(differences: Iterator[tuple[str, int, float]]) -> dict[tuple[str, int], float]:
     return {(name, i): e for name, i, e in differences}
 
 
-def _largest_gradient(whole: Run) -> float:
-    found = [s for name, values in whole.seen.items() if "grad" in name for s in values]
-    return max((_largest(s.value) for s in found), default=0.0)
-
-
-def _largest(value: Any) -> float:
-    return float(value.abs().max()) if isinstance(value, Tensor) and value.numel() else 0.0
-
-
-def _is_zero(name: str, i: int, runs: Sequence[dict[str, list[Seen]]], largest: float) -> bool:
+def _is_zero(
+    name: str, i: int, found: dict[str, list[Seen]], whole: dict[str, list[Seen]]
+) -> bool:
     """Whether gradients differ by nothing but rounding of what cancels, as before a norm."""
     if "grad" not in name or i < 0:
         return False
-    a, b = (seen[name][i] for seen in runs)
+    a, b = found[name][i], whole[name][i]
     if a.facts != b.facts or not isinstance(a.value, Tensor) or a.value.shape != b.value.shape:
         return False
-    return _largest(a.value - b.value) <= ZERO * largest
+    difference = (a.value - b.value).abs()
+    return not difference.numel() or bool(difference.max() <= ZERO * _largest(name, i, whole))
+
+
+def _largest(name: str, i: int, whole: dict[str, list[Seen]]) -> float:
+    """The largest finite gradient of the same model in the same step, as far as names tell."""
+    model, dot, _ = name.partition(".")
+    peers = [v for k, v in whole.items() if "grad" in k and k.partition(".")[0] == model]
+    steps = [values[i : i + 1] if dot else values for values in peers]
+    seen = [each.value for values in steps for each in values if isinstance(each.value, Tensor)]
+    return max(float(v.abs().nan_to_num(0, 0, 0).max()) for v in seen if v.numel())
 
 
 def _facts(seen: dict[str, list[Seen]], name: str, i: int) -> Any:

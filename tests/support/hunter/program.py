@@ -20,7 +20,7 @@ class Program:
         spatial: ranks along the spatial dims.
         points: split points of each spatial dim of the input; even ones where it is empty.
         keep_thin_blocks: as of the mesh.
-        looker: the rank on which `here` is true.
+        looker: the rank on which `here` is true; on none where it is negative.
         reference: "torch", or "one rank": pydist on one rank, where random numbers are pydist's.
         differs: the ranks are given different data on purpose, so that pydist must raise.
     """

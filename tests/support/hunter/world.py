@@ -62,7 +62,9 @@ class World:
     def names(self) -> dict[str, Any]:
         """The namespace of the statements."""
         tools = {name: getattr(self, name) for name in TOOLS}
-        here = self.mesh is None or self.mesh.size == 1 or self.mesh.rank == self.program.looker
+        looker = self.program.looker
+        alone = self.mesh is None or self.mesh.size == 1
+        here = looker >= 0 if alone else self.mesh.rank == looker
         return {
             **tools, "torch": torch, "nn": nn, "F": F, "copy": copy, "checkpointed": checkpointed,
             "averaged": AveragedModel, "here": here, "Boom": Boom, "params": params,
@@ -155,7 +157,10 @@ class World:
 
     def see(self, name: str, value: Any, over: str = "same") -> None:
         """Keeps a value for the comparison."""
-        for each in value if isinstance(value, (tuple, list)) else [value]:
+        several = isinstance(value, tuple) or (
+            isinstance(value, list) and any(isinstance(each, Tensor) for each in value)
+        )
+        for each in value if several else [value]:
             self.seen.setdefault(name, []).append(_seen(each, over))
 
     def see_model(self, name: str, model: nn.Module, over: str = "same") -> None:
@@ -176,6 +181,8 @@ TOOLS = (
 
 
 def _seen(value: Any, over: str) -> Seen:
+    if isinstance(value, (list, float)):  # compared as tensors are
+        return Seen(over, torch.tensor(value), (type(value).__name__,))
     if not isinstance(value, Tensor):
         return Seen(over, value, (type(value).__name__,))
     whole = full(value.detach()).detach().clone()
