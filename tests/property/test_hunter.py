@@ -49,6 +49,12 @@ def test_programs_are_the_same_when_they_are_split(tmp_path):
     assert f"{SEEDS} programs" in ended.stdout
 
 
+WRONG_GRADIENT = "see('m0.grad', full(y) * (1.5 if type(y) is not torch.Tensor else 1))"
+TIED = "i = torch.cat([(full(y).flatten()[:4] * 1e15).abs().long() % 2, torch.arange(9)])"
+"""The last bit decides the first four numbers."""
+CHAOS = "c = (full(y).sum() * 1e13).sin()"
+
+
 def verdict(program: Program, *more: str) -> str:
     with settings():
         return judge(replace(program, statements=program.statements + more)).outcome
@@ -66,6 +72,15 @@ def verdict(program: Program, *more: str) -> str:
         (("if type(y) is not torch.Tensor: 1 / 0",), "crash"),
         (("y.no_such_call()",), "illegal"),
         (("if type(y) is not torch.Tensor: y.mesh.world.barrier() if here else None",), "crash"),
+        # Nothing beside a wrong value excuses it.
+        (("see('inf.grad', 0 / torch.zeros(1) + torch.inf)", WRONG_GRADIENT), "wrong"),
+        (("see('other.grad', torch.full((1,), 1e20))", WRONG_GRADIENT), "wrong"),
+        (("see('list', (full(y) * (2 if type(y) is not torch.Tensor else 1)).tolist())",), "wrong"),
+        ((TIED, "see('i', i + (type(y) is not torch.Tensor))"), "wrong"),
+        ((TIED, "see('i', i)"), "equal"),
+        ((CHAOS, "see('c', c)", "see('y', full(y) + (type(y) is not torch.Tensor))"), "wrong"),
+        ((CHAOS, "see('c', c + 10 * (type(y) is not torch.Tensor))"), "undecided"),
+        (("see('w', torch.tensor(1 if here else torch.nan), 'together')",), "wrong"),
     ],
 )
 def test_the_judge_tells_outcomes_apart(statements, outcome):
@@ -120,12 +135,6 @@ def test_rounding_of_terms_that_cancel_is_no_error():
         spatial=(1, 1, 1),
     )
     assert verdict(program) == "equal"
-
-
-def test_noise_in_the_last_bit_decides_nothing():
-    # 1 / (mean of what cancels): rounding decides it.
-    chaos = "see('c', 1 / (y.sum() - y.flip(2).sum() + 1e-30))"
-    assert verdict(SMALL, chaos) in ("undecided", "equal")
 
 
 def test_digits_that_only_the_norm_of_one_device_loses_are_no_error():
@@ -206,7 +215,10 @@ def test_ranks_with_different_data_have_to_raise():
     program = replace(SMALL, differs=True)
     assert verdict(program) == "silent"
     refused = "if type(y) is not torch.Tensor: torch.fft.fftn(y)"
-    assert verdict(program, refused) == "raised"
+    assert verdict(program, refused) == "crash"
+    assert verdict(program, "if here: y = y * 2", "y.sum().backward()") == "raised"
+    always = "if type(y) is not torch.Tensor: y = y * (1 + y.mesh.rank)"
+    assert verdict(program, always, "y.sum().backward()") == "alarm"
 
 
 def test_a_failing_program_becomes_small():

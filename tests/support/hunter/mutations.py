@@ -159,9 +159,9 @@ def _second_model_takes_members_again() -> Patches:
 def _forgets_interrupted_passes() -> Patches:
     """After a backward that raised and was caught, the next one finds buckets half filled."""
 
-    def leave(self: Reducer, *, failed: bool) -> None:
+    def leave(self: Reducer, *, interrupted: bool) -> None:
         self._runs.pop()
-        self._queued = self._queued and not failed
+        self._queued = self._queued and not interrupted
 
     return [patch.object(Reducer, "leave", leave)]
 
