@@ -112,7 +112,11 @@ def found_in(
         if not tally.found:
             return 0, f"{seed + tally.programs - first} programs"
         found, verdict = tally.found[0]
-        shows = verdict.outcome in ("wrong", "parted", "silent")  # others a careless patch may cause
+        shows = verdict.outcome in (
+            "wrong",
+            "parted",
+            "silent",
+        )  # others a careless patch may cause
         if shows and not hunt([(found, tuple(only))], LIMIT, quiet=True).found:
             return found - first + 1, f"seed {found}, {verdict.outcome}: {verdict.detail}"
         seed = found + 1  # it fails without the fault as well

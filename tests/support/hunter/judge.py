@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import traceback
 import warnings
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,10 +13,19 @@ from typing import Any
 from unittest import mock
 
 import torch
-from equivalence import FP64_BOUND, error
+from equivalence import FP64_BOUND
 from torch import Tensor
 from torch.autograd import Variable
 
+from hunter.compare import (
+    Noise,
+    Values,
+    by_place,
+    difference,
+    differences,
+    found_instead,
+    is_zero,
+)
 from hunter.program import Program
 from hunter.world import Seen, World
 from pydist import Mesh, run_local
@@ -30,12 +38,6 @@ SECONDS = 20.0
 
 PARAMETER_NOISES, LAYER_NOISES = (0, 2, 4, 6), (1, 3, 5)
 """Seeds of noise in parameters and inputs; of noise in every layer's result as well."""
-
-UNDECIDED = 1e-8
-"""A value that noise in the last bit moves further says nothing when it differs."""
-
-ZERO = 1e-13
-"""So far beside the largest gradient of a program others are rounding: their terms may cancel."""
 
 STALE = "after a change in place of another"
 """In what is said of a copy in place of a view, which is refused where it is used."""
@@ -79,7 +81,7 @@ class Verdict:
 class Run:
     """What one device or one rank saw, and how its run ended."""
 
-    seen: dict[str, list[Seen]]
+    seen: Values
     failed: tuple[int, Exception] | None
     trace: str = ""
 
@@ -150,7 +152,7 @@ def verdict_of(program: Program, whole: Run | None, ranks: Sequence[Run]) -> Ver
     wrong = [
         (name, i, rank)
         for rank, seen in enumerate(found)
-        for name, i, e in _differences(seen, whole.seen)
+        for name, i, e in differences(seen, whole.seen)
         if not e <= FP64_BOUND
     ]
     if not wrong:
@@ -212,7 +214,7 @@ def _is_alarm(error: Exception) -> bool:
     return isinstance(error, PydistError) and any(text in str(error) for text in ALARMS)
 
 
-def _assembled(program: Program, ranks: Sequence[Run], rank: int) -> dict[str, list[Seen]]:
+def _assembled(program: Program, ranks: Sequence[Run], rank: int) -> Values:
     """What one rank saw, put together with what ranks of the other groups saw."""
     found = ranks[rank].seen
     groups = len(program.groups)
@@ -220,7 +222,7 @@ def _assembled(program: Program, ranks: Sequence[Run], rank: int) -> dict[str, l
         return found
     size = program.ranks // groups
     runs = [ranks[g * size + rank % size] for g in range(groups)]
-    joined: dict[str, list[Seen]] = {}
+    joined: Values = {}
     for name, values in found.items():
         joined[name] = []
         for i, each in enumerate(values):
@@ -252,77 +254,36 @@ def _together(ranks: Sequence[Run]) -> Verdict | None:
                 continue
             for rank, run in enumerate(ranks):
                 other = run.seen[name][i]
-                if not _difference(other, seen) <= 0:
+                if not difference(other, seen) <= 0:
                     return Verdict("wrong", f"{name}[{i}]: rank {rank} differs from rank 0")
     return None
 
 
-def _differences(
-    found: dict[str, list[Seen]], expected: dict[str, list[Seen]]
-) -> Iterator[tuple[str, int, float]]:
-    """Name, number and error of each value; infinite where something else than values differs."""
-    for name in {**expected, **found}:
-        a, b = found.get(name, []), expected.get(name, [])
-        if len(a) != len(b):
-            yield name, -1, float("inf")
-            continue
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            if y.over != "together":
-                yield name, i, _difference(x, y)
-
-
-def _difference(a: Seen, b: Seen) -> float:
-    if a.facts != b.facts:
-        return float("inf")
-    if isinstance(a.value, Tensor) and isinstance(b.value, Tensor):
-        return error(a.value, b.value) if a.value.shape == b.value.shape else float("inf")
-    same = a.value is b.value or a.value == b.value
-    if not same and isinstance(a.value, float) and isinstance(b.value, float):
-        return abs(a.value - b.value) / (abs(b.value) or 1.0)
-    return 0.0 if same else float("inf")
-
-
-def _beyond_noise(program: Program, whole: Run, found: Sequence[dict[str, list[Seen]]]) -> Verdict:
+def _beyond_noise(program: Program, whole: Run, found: Sequence[Values]) -> Verdict:
     """The verdict once something is beyond the floor: is it beyond what noise does, too?"""
-    noise: defaultdict[tuple[str, int], float] = defaultdict(float)
-    moved: dict[tuple[str, int], Tensor] = {}
+    noise = Noise(whole.seen)
     exact = _with_norms_written_out(program)
     for noisy, most in _rounded_otherwise(program, exact):
-        if noisy.failed is not None:
-            continue
-        for name, i, e in _differences(noisy.seen, whole.seen):
-            if _is_discrete(whole.seen, name, i):
-                flipped = _unequal(noisy.seen[name][i].value, whole.seen[name][i].value)
-                moved[name, i] = flipped | moved.get((name, i), flipped)
-            elif e <= most:
-                noise[name, i] = max(noise[name, i], e)
-    worst, undecided = None, False
+        if noisy.failed is None:
+            noise.add(noisy.seen, most)
+    worst, undecided = (0.0, ""), False
     for rank, seen in enumerate(found):
-        from_exact = {} if exact is None else _by_place(_differences(seen, exact.seen))
-        for name, i, e in _differences(seen, whole.seen):
-            bound = max(FP64_BOUND, 16 * noise[name, i])
+        from_exact = {} if exact is None else by_place(differences(seen, exact.seen))
+        for name, i, e in differences(seen, whole.seen):
             # Where both ways of one device differ, either will do: torch's own instance norm has
             # wrong gradients for some strides of dL/dy, and its result is a view.
             nearest = min(e, from_exact.get((name, i), e))
-            if nearest <= FP64_BOUND or _is_zero(name, i, seen, whole.seen):
+            if nearest <= FP64_BOUND or is_zero(name, i, seen, whole.seen):
                 continue
-            if (name, i) in moved and e < float("inf"):
-                flipped = _unequal(seen[name][i].value, whole.seen[name][i].value)
-                decided = bool((flipped & ~moved[name, i]).any())
-            else:
-                decided = noise[name, i] <= UNDECIDED
-            if not decided:
+            if noise.decides(name, i, seen):
                 undecided = True
-            elif nearest > bound and (worst is None or e > worst[0]):
-                worst = e, bound, name, i, rank
-    if worst is not None:
-        e, bound, name, i, rank = worst
-        facts = ""
-        if e == float("inf"):
-            facts = f", {_facts(found[rank], name, i)} instead of {_facts(whole.seen, name, i)}"
-        return Verdict(
-            "wrong", f"{name}[{i}] on rank {rank}: error {e:.3g}, bound {bound:.3g}{facts}"
-        )
+            elif nearest > noise.bound(name, i) and e > worst[0]:
+                what = (
+                    f"{name}[{i}] on rank {rank}: error {e:.3g}, bound {noise.bound(name, i):.3g}"
+                )
+                worst = e, what + found_instead(name, i, e, seen, whole.seen)
+    if worst[1]:
+        return Verdict("wrong", worst[1])
     return Verdict("undecided" if undecided else "equal")
 
 
@@ -351,50 +312,6 @@ def _with_norms_written_out(program: Program) -> Run | None:
     standing = SimpleNamespace(run_backward=run_backward, queue_callback=engine.queue_callback)
     with Reference() as reference, mock.patch.object(Variable, "_execution_engine", standing):
         return run_whole(program)
-
-
-def _is_discrete(seen: dict[str, list[Seen]], name: str, i: int) -> bool:
-    """Whether a value holds indices or truth, which a maximum or a threshold decides."""
-    value = seen[name][i].value if i >= 0 and name in seen else None
-    return isinstance(value, Tensor) and not value.is_floating_point()
-
-
-def _unequal(a: Tensor, b: Tensor) -> Tensor:
-    return a != b if a.shape == b.shape else torch.ones_like(b, dtype=torch.bool)
-
-
-def _by_place(differences: Iterator[tuple[str, int, float]]) -> dict[tuple[str, int], float]:
-    return {(name, i): e for name, i, e in differences}
-
-
-def _is_zero(
-    name: str, i: int, found: dict[str, list[Seen]], whole: dict[str, list[Seen]]
-) -> bool:
-    """Whether gradients differ by nothing but rounding of what cancels, as before a norm."""
-    if "grad" not in name or i < 0:
-        return False
-    a, b = found[name][i], whole[name][i]
-    if a.facts != b.facts or not isinstance(a.value, Tensor) or a.value.shape != b.value.shape:
-        return False
-    difference = (a.value - b.value).abs()
-    return not difference.numel() or bool(difference.max() <= ZERO * _largest(name, i, whole))
-
-
-def _largest(name: str, i: int, whole: dict[str, list[Seen]]) -> float:
-    """The largest finite gradient of the same model in the same step, as far as names tell."""
-    model, dot, _ = name.partition(".")
-    peers = [v for k, v in whole.items() if "grad" in k and k.partition(".")[0] == model]
-    steps = [values[i : i + 1] if dot else values for values in peers]
-    seen = [each.value for values in steps for each in values if isinstance(each.value, Tensor)]
-    return max(float(v.abs().nan_to_num(0, 0, 0).max()) for v in seen if v.numel())
-
-
-def _facts(seen: dict[str, list[Seen]], name: str, i: int) -> Any:
-    values = seen.get(name, [])
-    if i < 0 or i >= len(values):
-        return f"{len(values)} values"
-    value = values[i].value
-    return values[i].facts if isinstance(value, Tensor) else (values[i].facts, value)
 
 
 def legal(program: Program, tries: int = 12) -> Program | None:
