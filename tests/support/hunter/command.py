@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,9 @@ from hunter.under_mpi import hunt_mpi
 
 SOME = 20
 """So many programs have to be equal for the most part."""
+
+STALE_PATCH = re.compile("(Type|Attribute|Name)Error: ")
+"""In what is raised by a patch of a function that has other arguments now."""
 
 MUTANT_PROGRAMS = 150
 """At most so many look for a mutation, by default."""
@@ -112,12 +116,9 @@ def found_in(
         if not tally.found:
             return 0, f"{seed + tally.programs - first} programs"
         found, verdict = tally.found[0]
-        shows = verdict.outcome in (
-            "wrong",
-            "parted",
-            "silent",
-        )  # others a careless patch may cause
-        if shows and not hunt([(found, tuple(only))], LIMIT, quiet=True).found:
+        if STALE_PATCH.search(verdict.detail):
+            return 0, f"the patch does not fit pydist any more: {verdict.detail}"
+        if not hunt([(found, tuple(only))], LIMIT, quiet=True).found:
             return found - first + 1, f"seed {found}, {verdict.outcome}: {verdict.detail}"
         seed = found + 1  # it fails without the fault as well
     return 0, f"{most} programs"

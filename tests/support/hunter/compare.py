@@ -15,7 +15,7 @@ from hunter.world import Seen
 Values: TypeAlias = dict[str, list[Seen]]
 """What a run saw, by name, in the order in which it did."""
 
-UNDECIDED = 1e-8
+UNDECIDED = 1e-4
 """A value that noise in the last bit moves further says nothing when it differs."""
 
 ZERO = 1e-13

@@ -102,13 +102,11 @@ def _pool_sends_before_the_relu() -> Patches:
 @_mutation("cast-unreduced", 2, "surgery")
 def _ignores_other_dtypes() -> Patches:
     """Parameters of another dtype than at `parallelize` keep this rank's part of the gradient."""
-    after = Reducer.after
 
-    def only_known(self: Reducer, leaf: Leaf, parameter: Tensor) -> None:
-        if leaf.describes(parameter):
-            after(self, leaf, parameter)
+    def forgotten(self: Reducer, leaf: Leaf, parameter: Tensor) -> Leaf:
+        return leaf if leaf.describes(parameter) else leaf.renewed(parameter)
 
-    return [patch.object(Reducer, "after", only_known)]
+    return [patch.object(Reducer, "_current", forgotten)]
 
 
 @_mutation("hooks-local", 2, "hooks")
@@ -161,7 +159,6 @@ def _forgets_interrupted_passes() -> Patches:
 
     def leave(self: Reducer, *, interrupted: bool) -> None:
         self._runs.pop()
-        self._queued = self._queued and not interrupted
 
     return [patch.object(Reducer, "leave", leave)]
 

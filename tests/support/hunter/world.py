@@ -58,6 +58,7 @@ class World:
         self.first_sample, self.rows_of_group = first, slice(first, last)
         if mesh is not None and mesh.size == 1:  # the reference of random numbers
             self.first_sample, self.rows_of_group = 0, slice(None)
+        self._names: dict[str, Any] = {}
 
     def names(self) -> dict[str, Any]:
         """The namespace of the statements."""
@@ -76,13 +77,17 @@ class World:
 
     def run(self) -> tuple[int, Exception] | None:
         """Runs the statements; the number of one that raised, and its error."""
-        names = self.names()
+        names = self._names = self.names()
         for i, statement in enumerate(self.program.statements):
             try:
                 exec(compile(statement, f"<statement {i}>", "exec"), names)
             except Exception as error:
                 return i, error
         return None
+
+    def has_changed_plain_tensors(self) -> bool:
+        """Whether a call in place has changed this rank's block of a plain tensor."""
+        return any(hasattr(value, "_pydist_changed") for value in self._names.values())
 
     # -- what statements call ---------------------------------------------------------------
 
