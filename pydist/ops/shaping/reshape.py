@@ -60,7 +60,10 @@ def reshaped(x: ShardedTensor, shape: Sequence[int], is_view: bool = False) -> S
 
 def _resolve(shape: Sequence[int], old: Sequence[int]) -> tuple[int, ...]:
     known = math.prod(n for n in shape if n != -1)
-    free = math.prod(old) // max(1, known)
+    if known:
+        free = math.prod(old) // known
+    else:  # of a group without samples, as in x.view(x.size(0), -1): what the others have
+        free = math.prod(n or 1 for n in old) // math.prod(n or 1 for n in shape if n != -1)
     out = tuple(free if n == -1 else int(n) for n in shape)
     if math.prod(out) != math.prod(old):
         raise RuntimeError(f"shape '{list(shape)}' is invalid for input of shape {tuple(old)}")

@@ -211,6 +211,26 @@ def test_a_view_of_another_dtype_is_refused():
     on_ranks((2, 1, 1), body)
 
 
+FLATTENED = {
+    "view": lambda x: x.view(x.size(0), -1),
+    "reshape": lambda x: x.reshape(x.size(0), 4, -1),
+    "flatten": lambda x: x.flatten(1),
+    "samples": lambda x: x.view(-1, 4),
+}
+
+
+@pytest.mark.parametrize("call", FLATTENED.values(), ids=FLATTENED)
+def test_inferred_dims_in_a_group_without_samples(call):
+    """Where torch would not infer them, as its batch is not empty."""
+
+    def body(mesh):
+        samples = torch.zeros(2, 4, 1, 1, 1), torch.zeros(0, 4, 1, 1, 1)
+        full, empty = (call(shard(x, layout_at(mesh, x.shape, [None] * 3))) for x in samples)
+        assert empty.shape == (0, *full.shape[1:])
+
+    on_ranks((2, 1, 1), body)
+
+
 # -- a split batch --------------------------------------------------------------------------
 
 OVER_THE_BATCH = {
