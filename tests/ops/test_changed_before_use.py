@@ -44,7 +44,7 @@ ROADS = {
     "in place": lambda t: t.mul_(3),
     "data": lambda t: t.data.clamp_(-0.01, 0.01),
     "numpy": lambda t: t.detach().numpy().fill(0.3),
-    "set_": lambda t: t.data.set_(torch.full_like(t, 0.2)),
+    "set_": lambda t: t.set_(torch.full_like(t, 0.2)),
     "foreach": lambda t: torch._foreach_mul_([t], 3.0),
     "a view": lambda t: t.view(-1)[:2].zero_(),
     "data assigned": through_data,
