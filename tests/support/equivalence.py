@@ -100,16 +100,19 @@ def assert_equal(
 
 
 def assert_same(
-    found: Sequence[Tensor | None],
-    expected: Sequence[Tensor | None],
+    found: Tensor | Sequence[Tensor | None],
+    expected: Tensor | Sequence[Tensor | None],
     *,
     where: str = "",
     zero: float = 0.0,
 ) -> None:
-    """As many tensors, each within the bound or both `None`.
+    """A tensor, or as many tensors, each within the bound or both `None`.
 
     Tensors with no element larger than `zero` count as equal: they are zero but for rounding.
     """
+    if isinstance(expected, Tensor):
+        assert isinstance(found, Tensor)
+        found, expected = [found], [expected]
     for i, (mine, whole) in enumerate(zip(found, expected, strict=True)):
         assert (mine is None) == (whole is None), f"{where}, tensor {i}: {mine}, not {whole}"
         if mine is not None and whole is not None:
