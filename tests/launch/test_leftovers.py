@@ -7,11 +7,10 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
-from children import child_environment
+from children import child_environment, wait_until
 
 from pydist import owner
 from pydist.launch import available, leftovers
@@ -46,11 +45,7 @@ def test_a_job_that_was_killed_as_a_whole(tmp_path: Path, temporary: Path, mpi: 
         cwd=tmp_path,
         env=child_environment(),
     )
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "ready").exists():
-        assert job.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until((tmp_path / "ready").exists, job)
     ranks = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
     used = {path for pid in ranks for path in leftovers._mapped(str(pid))}
     assert any(path.parent == leftovers._SHARED for path in used)
@@ -64,8 +59,7 @@ def test_a_job_that_was_killed_as_a_whole(tmp_path: Path, temporary: Path, mpi: 
         os.kill(pid, signal.SIGKILL)
     job.wait()
     (directory,) = temporary.glob("pydist-*")
-    while any(owner._start_of(pid) for pid in ranks):
-        time.sleep(0.01)
+    wait_until(lambda: not any(owner._start_of(pid) for pid in ranks))
     with leftovers.private_directory() as mine:
         assert list(temporary.glob("pydist-*")) == [mine]
     assert not directory.exists()
