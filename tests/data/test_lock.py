@@ -183,9 +183,7 @@ def test_a_lease_that_is_over_or_a_lock_that_is_freed_is_not_waited_for(
         assert len(clock.waits) == 1
 
 
-def test_in_another_container_here_the_kernel_knows(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_in_another_container_here_the_kernel_knows(tmp_path: Path, clock: Clock) -> None:
     """Process ids there mean nothing here, but locks of files are one kernel's."""
     child = holding(tmp_path)
     path = tmp_path / FILE_NAME
