@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_equal, on_ranks, randint, randn
-from groups import inputs, on_groups, parts, plain, results
+from equivalence import assert_same, on_ranks, randint, randn
+from groups import cut, inputs, on_groups, parts, plain, results, summed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pydist import Mesh, distribute_tensor, parallelize, sum_over_groups
-from pydist.comm import LocalTransport
+from pydist import parallelize, sum_over_groups
 from pydist.errors import NotSupported, UsageError
 from pydist.group_sizes import GroupSizes
 
@@ -23,7 +23,7 @@ SIZES = [(2, 1), (3, 2, 0), (1, 4)]
 class Net(nn.Module):
     """With batch norm over all groups, dropout, and a second output that is used within."""
 
-    def __init__(self, dropout: float = 0.5) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         self.conv = nn.Conv3d(2, 4, 3, padding=1, bias=False)  # before a norm it is noise
         self.norm = nn.BatchNorm3d(4)
@@ -35,14 +35,19 @@ class Net(nn.Module):
         return first, self.last(first)
 
 
-def network(dropout: float = 0.5) -> Net:
+def network(dropout: float = 0.0) -> Net:
     torch.manual_seed(0)
     return Net(dropout).double()
 
 
+def dropping() -> Net:
+    return network(0.5)
+
+
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_gradients_masks_and_statistics_are_those_of_the_whole_batch(sizes, spatial):
+@pytest.mark.parametrize("make", [network, dropping])
+def test_gradients_masks_and_statistics_are_those_of_the_whole_batch(make, sizes, spatial):
     def step(model, rows, mesh):
         first, last = model(inputs(sum(sizes))[rows])
         loss = last.square().mean() + 0.3 * first.sin().mean()
@@ -50,7 +55,7 @@ def test_gradients_masks_and_statistics_are_those_of_the_whole_batch(sizes, spat
         loss.backward()
         return results(model)
 
-    on_groups(network, step, sizes, spatial)
+    on_groups(make, step, sizes, spatial)
 
 
 def deep_network() -> nn.Sequential:
@@ -78,7 +83,7 @@ def test_a_head_a_criterion_and_a_feature_outside_of_the_model():
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            self.net = network(0.0)
+            self.net = network()
             self.noise = nn.Parameter(torch.ones((), dtype=torch.float64))
 
         def forward(self, x):
@@ -116,13 +121,13 @@ def test_accumulation_over_batches_of_different_sizes(no_sync):
 
     def step(model, rows, mesh):
         for number, sizes in enumerate(batches):
-            mine = parts(mesh, sizes if mesh.data_size > 1 else (sum(sizes),))
-            last = no_sync and number < 2
-            with model.no_sync() if last else torch.enable_grad():
-                model(inputs(sum(sizes))[mine])[1].square().mean().backward()
+            waits = no_sync and number < 2 and mesh is not None
+            with model.no_sync() if waits else contextlib.nullcontext():
+                model(inputs(sum(sizes))[parts(mesh, sizes)])[1].square().mean().backward()
         return results(model)
 
     on_groups(network, step, (2, 1), (2, 1, 1))
+    on_groups(dropping, step, (2, 1), (2, 1, 1))
 
 
 def test_second_derivatives():
@@ -133,7 +138,7 @@ def test_second_derivatives():
         return nn.Sequential(nn.Conv3d(2, 3, 3, padding=1), nn.Tanh(), nn.Conv3d(3, 1, 3)).double()
 
     def step(model, rows, mesh):
-        x = distribute_tensor(inputs(3)[rows], mesh).requires_grad_()
+        x = cut(inputs(3)[rows], mesh).requires_grad_()
         (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         inner.square().sum((1, 2, 3, 4)).mean((0,)).backward()  # it reaches no last bias
         found = results(model)
@@ -163,7 +168,6 @@ def test_second_derivatives_through_batch_norm():
 
 def test_clipping_a_scaler_and_checkpointing():
     def step(model, rows, mesh):
-        model.drop.eval()  # its masks would be drawn twice
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         x = inputs(5)[rows]
@@ -187,13 +191,15 @@ def test_training_in_evaluation_mode():
         return {n: p.grad.clone() for n, p in model.named_parameters()}
 
     on_groups(network, step, (3, 2, 0))
+    on_groups(dropping, step, (3, 2, 0))
 
 
 def test_shared_optimizer():
     from pydist.optim import sharded
 
     def step(model, rows, mesh):
-        optimizer = sharded(torch.optim.SGD(model.parameters(), 0.1), model, "always")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        optimizer = optimizer if mesh is None else sharded(optimizer, model, "always")
         for _ in range(2):
             model(inputs(5)[rows])[1].square().mean().backward()
             optimizer.step()
@@ -212,7 +218,7 @@ def test_backward_passes_through_a_retained_graph_have_the_weights_of_their_batc
         y.square().mean().backward(retain_graph=True)
         model.conv.weight.square().sum().backward()  # has no batch
         (factor * y.sin().mean()).backward(retain_graph=True)  # the factor's gradient comes first
-        total = sum_over_groups(y.cos().mean((1, 2, 3, 4)).sum(), mesh)
+        total = summed(y.cos().mean((1, 2, 3, 4)).sum(), mesh)
         (factor * (total / 3)).backward()
         return results(model) | {"factor": factor.grad}
 
@@ -228,22 +234,20 @@ def test_class_weights_ignored_labels_and_a_mask():
 
     def step(model, rows, mesh):
         y = model(inputs(5)[rows])[1]
-        own = distribute_tensor(labels[rows], mesh, {1: "depth", 2: "height", 3: "width"})
+        own = cut(labels[rows], mesh, {1: "depth", 2: "height", 3: "width"})
         options = {"weight": weight, "ignore_index": 255}
         entropy = F.cross_entropy(y, own, reduction="sum", **options)
         counted = torch.where(own == 255, 0, F.embedding(own.clamp(max=2), weight[:, None])[..., 0])
-        loss = sum_over_groups(entropy, mesh) / sum_over_groups(counted.sum(), mesh)
-        kept = distribute_tensor(mask[rows], mesh)
-        loss = loss + sum_over_groups((y.square() * kept).sum(), mesh) / sum_over_groups(
-            kept.sum(), mesh
-        )
+        loss = summed(entropy, mesh) / summed(counted.sum(), mesh)
+        kept = cut(mask[rows], mesh)
+        loss = loss + summed((y.square() * kept).sum(), mesh) / summed(kept.sum(), mesh)
         # What is not linear in the sums, and what is an ordinary mean.
-        per_class = sum_over_groups(y.sigmoid().sum((0, 2, 3, 4)), mesh)
+        per_class = summed(y.sigmoid().sum((0, 2, 3, 4)), mesh)
         loss = loss + plain(per_class).log().sum() + y.sin().mean()
         loss.backward()
-        if mesh.size == 1:
+        if mesh is None:
             expected = F.cross_entropy(y.detach(), own, **options)
-            torch.testing.assert_close((entropy / counted.sum()).detach(), expected)
+            assert_same((entropy / counted.sum()).detach(), expected)
         return results(model)
 
     on_groups(network, step, (3, 2, 0))
@@ -261,7 +265,7 @@ def test_sums_of_different_shapes_are_refused():
 def test_groups_may_weigh_the_same_as_under_ddp():
     sizes = (2, 1)
 
-    made = network(0.0)
+    made = network()
 
     def body(mesh):
         model = parallelize(copy.deepcopy(made), mesh, batch_norm="group", group_weight="equal")
@@ -270,16 +274,16 @@ def test_groups_may_weigh_the_same_as_under_ddp():
 
     means = []
     for rows in (slice(0, 2), slice(2, 3)):
-        model = network(0.0)
+        model = network()
         model(inputs(3)[rows])[1].square().mean().backward()
         means.append(model.conv.weight.grad)
     expected = sum(means) / 2
     for found in on_ranks((1, 1, 1), body, 2):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+        assert_same(found, expected)
 
 
 def test_one_backward_through_batches_that_weigh_differently_is_refused():
-    made = network(0.0)
+    made = network()
 
     def body(mesh):
         model = parallelize(copy.deepcopy(made), mesh)
@@ -292,13 +296,12 @@ def test_one_backward_through_batches_that_weigh_differently_is_refused():
         older = model(inputs(3)[parts(mesh, (2, 1))])[1]
         model(inputs(4)[parts(mesh, (2, 2))])
         older.square().mean().backward()
-        found = results(model)
-        model.zero_grad()
-        model(inputs(3)[parts(mesh, (2, 1))])[1].square().mean().backward()
-        gradients = {name: p.grad for name, p in model.named_parameters()}
-        assert_equal({name: found[name] for name in gradients}, gradients)
+        return [p.grad for p in model.parameters()]
 
-    on_ranks((1, 1, 1), body, 2)
+    whole = copy.deepcopy(made)
+    whole(inputs(3))[1].square().mean().backward()
+    for found in on_ranks((1, 1, 1), body, 2):
+        assert_same(found, [p.grad for p in whole.parameters()])
 
 
 def test_groups_that_evaluate_at_their_own_pace_exchange_nothing():
@@ -318,7 +321,7 @@ def test_groups_that_evaluate_at_their_own_pace_exchange_nothing():
 def test_a_line_search_keeps_ranks_together(data, spatial, as_number):
     sizes = (2, 1, 1)[:data]
 
-    def run(model, rows, mesh):
+    def run(model, rows):
         x = inputs(sum(sizes))[rows]
         optimizer = torch.optim.LBFGS(
             model.parameters(), lr=1, max_iter=6, line_search_fn="strong_wolfe"
@@ -331,19 +334,17 @@ def test_a_line_search_keeps_ranks_together(data, spatial, as_number):
             return loss.item() if as_number else loss
 
         losses = [float(torch.as_tensor(optimizer.step(closure)).detach()) for _ in range(2)]
-        return torch.tensor(losses), copy.deepcopy(model.conv.weight.detach())
+        return torch.tensor(losses, dtype=torch.float64), model.conv.weight.detach()
 
     def body(mesh):
-        return run(parallelize(copy.deepcopy(made), mesh), parts(mesh, sizes), mesh)
+        return run(parallelize(copy.deepcopy(made), mesh), parts(mesh, sizes))
 
-    made = network(0.0)
-    mesh = Mesh(LocalTransport())
-    expected, weight = run(parallelize(copy.deepcopy(made), mesh), slice(0, sum(sizes)), mesh)
+    made = network()
+    expected, weight = run(copy.deepcopy(made), slice(None))
     found = on_ranks(spatial, body, data)
     for losses, found_weight in found:
         assert torch.equal(found_weight, found[0][1])
-        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(found_weight, weight, rtol=1e-5, atol=1e-6)
+        assert_same([losses, found_weight], [expected, weight])
 
 
 def test_an_exchange_that_did_not_start_is_started_again():

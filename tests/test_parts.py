@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from equivalence import assert_equal, on_ranks
-from groups import inputs, on_groups, parts, results
+from groups import cut, inputs, on_groups, parts, results
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,11 +19,14 @@ from pydist.errors import NotSupported
 class Coder(nn.Module):
     """An encoder with dropout and batch norm, and a decoder."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.encoder = nn.Sequential(
-            nn.Conv3d(2, 4, 3, padding=1, bias=False), nn.BatchNorm3d(4), nn.SiLU(), nn.Dropout3d()
+            nn.Conv3d(2, 4, 3, padding=1, bias=False),
+            nn.BatchNorm3d(4),
+            nn.SiLU(),
+            nn.Dropout3d(dropout),
         )
         self.decoder = nn.Sequential(nn.Conv3d(4, 3, 3, padding=1), nn.ReLU(inplace=True))
         self.double()
@@ -40,19 +44,19 @@ class Coder(nn.Module):
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)])
 @pytest.mark.parametrize("given", ["plain", "sharded"])
 @pytest.mark.parametrize("sizes", [(2, 1), (3, 2, 0)], ids=str)
-def test_a_step_through_parts_is_that_of_the_whole_batch(sizes, given, spatial):
+@pytest.mark.parametrize("make", [Coder, partial(Coder, 0.5)], ids=["plain", "dropout"])
+def test_a_step_through_parts_is_that_of_the_whole_batch(make, sizes, given, spatial):
     def step(model, rows, mesh):
         factor = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
         x = inputs(sum(sizes))[rows]
-        x = (
-            distribute_tensor(x, mesh) if given == "sharded" or mesh.size == 1 else x
-        )  # one rank cuts nothing
+        is_cut = given == "sharded" or (mesh is not None and mesh.size == 1)  # which cuts nothing
+        x = cut(x, mesh) if is_cut else x
         hidden = model.encoder(x)
         loss = model.decoder(hidden).square().mean() + hidden.sin().mean()
         (factor * loss).backward()
         return results(model) | {"factor": factor.grad}
 
-    on_groups(Coder, step, sizes, spatial)
+    on_groups(make, step, sizes, spatial)
 
 
 def methods(model, x):
@@ -103,10 +107,11 @@ def copied(model, x):
 )
 def test_parts_in_other_ways(call):
     def step(model, rows, mesh):
-        call(model, distribute_tensor(inputs(3)[rows], mesh)).square().mean().backward()
+        call(model, cut(inputs(3)[rows], mesh)).square().mean().backward()
         return results(model)
 
     on_groups(Coder, step, (2, 1))
+    on_groups(partial(Coder, 0.5), step, (2, 1))
 
 
 def test_groups_may_weigh_the_same():

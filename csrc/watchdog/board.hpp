@@ -75,6 +75,17 @@ struct Slot {
     }
     return found;
   }
+
+  // What the rank does now. Long work allows for more time, and a rank may wait for others in it.
+  Kind activity() const {
+    Kind found = Kind::kSpan;
+    for (std::uint32_t i = 0; i < open_frames(); ++i) {
+      const Kind each = frames[i].kind.load(std::memory_order_relaxed);
+      if (each == Kind::kEnd) return each;
+      found = each == Kind::kWork ? Kind::kSpan : std::max(found, each);
+    }
+    return found;
+  }
 };
 
 struct Board {

@@ -25,7 +25,7 @@ std::string seconds(double value) {
 // How much a rank is to blame: 0 for one that others wait for and that does not wait itself.
 int order(const Slot& slot, const Finding& found) {
   if (found.state.is_stopped() || found.state.is_gone()) return 0;
-  switch (slot.kind()) {
+  switch (slot.activity()) {
     case Kind::kEnd:
       return 1;
     case Kind::kBlocked:
@@ -45,7 +45,7 @@ std::string how(const Slot& slot, const Finding& found) {
     return std::string("is stopped (state ") + state.letter + inside + ")";
   }
   if (state.letter == 'D') return "waits for a disk or a driver (state D" + inside + ")";
-  switch (slot.kind()) {
+  switch (slot.activity()) {
     case Kind::kEnd:
       return "has come to the end of its program";
     case Kind::kBlocked:

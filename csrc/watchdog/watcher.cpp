@@ -112,7 +112,7 @@ class Watcher {
       if (waits_long_) ask(Question::kGoesOn);
       waits_long_ = false;
     } else if (!waits_long_ && time - own_progress_ > kLongWait * options_.job.limit) {
-      const Kind kind = slot.kind();
+      const Kind kind = slot.activity();
       waits_long_ = kind == Kind::kWait || kind == Kind::kBlocked || kind == Kind::kEnd;
       if (waits_long_) ask(Question::kWaits);
     }

@@ -6,10 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from children import wait_until
 
 from pydist.data import UniverseOptions, generate_universes
 from pydist.launch import available
@@ -118,11 +118,7 @@ def test_ctrl_c_saves_a_checkpoint_ends_with_75_and_the_run_goes_on(place):
     command = [sys.executable, "-m", "pydist", "train", "run.toml", "-n", "2", *SPLIT]
     options = ["--train.epochs", "1000", "--checkpoint.every", "1000000"]
     process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not (Path("run/log.jsonl").exists() and len(losses()) > 1):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: Path("run/log.jsonl").exists() and len(losses()) > 1, process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75, said
@@ -139,11 +135,7 @@ def test_a_second_run_in_a_folder_is_refused_and_a_killed_one_blocks_nobody(plac
     command = [sys.executable, "-m", "pydist", "train", "run.toml"]
     options = ["--train.epochs", "1000", "--checkpoint.every", "1"]
     process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while not (Path("run/log.jsonl").exists() and len(losses()) > 1):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: Path("run/log.jsonl").exists() and len(losses()) > 1, process)
     before = Path("run/config.toml").read_bytes()
     said = train("--train.epochs", "2", code=2)
     assert said.count(f"run is in use: process {process.pid} on ") == 1
@@ -169,11 +161,7 @@ def test_data_that_shrink_during_training_end_it_with_65(place):
         stderr=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
-    while not (Path("run/log.jsonl").exists() and len(losses()) > 1):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: Path("run/log.jsonl").exists() and len(losses()) > 1, process)
     victim = next(Path("data").glob("univ_000001*.hdf5"))
     size = victim.stat().st_size
     os.truncate(victim, size // 2)

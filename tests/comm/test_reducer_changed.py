@@ -59,7 +59,7 @@ def test_changes_after_parallelize(change, grid):
         model = change(model)
         return [*first, *step_of(model, cut, 1), *step_of(model, cut, 2)]
 
-    check_script(script, grid, 1e-6 if change is to_float_and_back else 1e-11)
+    check_script(script, grid)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_swapped_parameters(change, grid):
         optimizer.step()
         return [*found, *step_of(model, cut, 2), *model.parameters()]
 
-    check_script(script, grid, 1e-6 if change is to_float_and_back else 1e-11)
+    check_script(script, grid)
 
 
 @pytest.mark.parametrize("among", ["one model", "two models", "a plain one"])

@@ -7,8 +7,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -61,6 +61,34 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
+class Clock:
+    """The time of `lock`, which goes on when it waits."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waits: list[float] = []
+        """Seconds of each wait for another holder."""
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        if seconds != lock._SETTLE_SECONDS:
+            self.waits.append(seconds)
+            self.meanwhile()
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(lock, "time", clock)
+    return clock
+
+
 def test_a_second_one_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
     child = holding(tmp_path)
     said = refusal(tmp_path)
@@ -76,14 +104,13 @@ def test_a_second_one_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", ["nothing", "fork"])
-def test_a_killed_one_blocks_nobody(tmp_path: Path, left: str) -> None:
+def test_a_killed_one_blocks_nobody(tmp_path: Path, left: str, clock: Clock) -> None:
     """Not even where a fork of it lives on, which keeps its files locked."""
     child = holding(tmp_path, left)
     killed(child)
-    began = time.monotonic()
     with FolderLock(tmp_path) as taken:
         taken.check()
-    assert time.monotonic() - began < 2
+    assert clock.waits == []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, 9)
 
@@ -96,15 +123,23 @@ def test_of_many_that_come_together_one_gets_in(tmp_path: Path) -> None:
         "from pydist.errors import UsageError\n"
         "while time.time() < float(sys.argv[2]): pass\n"
         "try:\n"
-        "    with FolderLock(Path(sys.argv[1])): print('in'); time.sleep(2)\n"
+        "    with FolderLock(Path(sys.argv[1])): print('in', flush=True); input()\n"
         "except UsageError: print('refused')\n"
     )
     command = [sys.executable, "-c", source, str(tmp_path), str(time.time() + 1)]
     children = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment())
+        subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=child_environment(),
+        )
         for _ in range(4)
     ]
-    said = sorted(child.communicate()[0].strip() for child in children)
+    said = sorted(child.stdout.readline().strip() for child in children if child.stdout)
+    for child in children:
+        child.communicate("\n")
     assert said == ["in", "refused", "refused", "refused"]
 
 
@@ -116,52 +151,39 @@ def elsewhere(folder: Path, **facts: object) -> Path:
     return path
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(lock, "LEASE_SECONDS", 1.0)
-
-
 def test_one_on_another_machine_counts_as_long_as_it_renews_its_lease(
-    tmp_path: Path, quick: None, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = elsewhere(tmp_path)
-    over = threading.Event()
+    renewed = path.stat().st_mtime + lock.BEAT_SECONDS
 
     def renew() -> None:
-        while not over.wait(0.3):
-            os.utime(path)
+        if clock.now > lock.LEASE_SECONDS / 2:
+            os.utime(path, (renewed, renewed))
 
-    thread = threading.Thread(target=renew)
-    thread.start()
-    try:
-        assert "process 812 on n07 (started 3 min ago) writes there" in refusal(tmp_path)
-        assert "was in use by process 812 on n07" in capsys.readouterr().err
-    finally:
-        over.set()
-        thread.join()
+    clock.meanwhile = renew
+    assert "process 812 on n07 (started 3 min ago) writes there" in refusal(tmp_path)
+    assert "was in use by process 812 on n07" in capsys.readouterr().err
     assert json.loads(path.read_text())["host"] == "n07"  # as it was
-    began = time.monotonic()
+    clock.waits.clear()
     with FolderLock(tmp_path):  # it has not come back
-        assert 0.5 < time.monotonic() - began < 3
+        assert sum(clock.waits) == pytest.approx(lock.LEASE_SECONDS, abs=1)
 
 
 def test_a_lease_that_is_over_or_a_lock_that_is_freed_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, clock: Clock
 ) -> None:
     path = elsewhere(tmp_path)
     os.utime(path, (0, time.time() - 100))
-    began = time.monotonic()
     with FolderLock(tmp_path):
-        assert time.monotonic() - began < 2
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.5)
+        assert clock.waits == []
     path = elsewhere(tmp_path)
-    threading.Timer(0.5, path.unlink).start()
+    clock.meanwhile = path.unlink
     with FolderLock(tmp_path):
-        assert time.monotonic() - began < 5
+        assert len(clock.waits) == 1
 
 
-def test_in_another_container_of_this_machine_the_kernel_knows(tmp_path: Path) -> None:
+def test_in_another_container_here_the_kernel_knows(tmp_path: Path, clock: Clock) -> None:
     """Process ids there mean nothing here, but locks of files are one kernel's."""
     child = holding(tmp_path)
     path = tmp_path / FILE_NAME
@@ -169,9 +191,8 @@ def test_in_another_container_of_this_machine_the_kernel_knows(tmp_path: Path) -
     path.write_text(json.dumps({**facts, "tag": "00000000-1-1", "host": "container"}))
     assert f"process {child.pid} on container" in refusal(tmp_path)
     killed(child)
-    began = time.monotonic()
     with FolderLock(tmp_path):
-        assert time.monotonic() - began < 2
+        assert clock.waits == []
 
 
 def test_a_lock_that_was_lost_is_noticed(tmp_path: Path) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import replace
 
 import pytest
+from children import wait_until
 from torch.distributed import HashStore
 
 from pydist.comm import Transport, run_local
@@ -71,17 +71,15 @@ def test_ranks_hear_of_each_other_through_the_store(monkeypatch: pytest.MonkeyPa
     def report() -> str:
         before = len(said)
         here.ask(WAITING)
-        while len(said) < before + 2:  # the first one in case that the store does not answer
-            time.sleep(0.001)
+        # The first one is for the case that the store does not answer.
+        wait_until(lambda: len(said) >= before + 2)
         return said[-1]
 
     assert "rank 2 (host n08, process 21) has not said" in report()
     there.tell(WAITING)
-    while "rank 2 (host n08, process 21) waits in call 2" not in report():
-        time.sleep(0.001)
+    wait_until(lambda: "rank 2 (host n08, process 21) waits in call 2" in report())
     there.tell(None)
-    while "rank 2 (host n08, process 21) has not said" not in report():
-        time.sleep(0.001)
+    wait_until(lambda: "rank 2 (host n08, process 21) has not said" in report())
 
 
 def test_the_call_is_that_of_the_group_on_the_stack() -> None:

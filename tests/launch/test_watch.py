@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from children import child_environment
+from children import child_environment, wait_until
 
 from pydist.errors import UsageError
 from pydist.launch import watch
@@ -109,8 +108,7 @@ def test_one_signal_ends_ranks_that_ignore_it(
         "time.sleep(60)\n"
     )
     process = launcher(tmp_path, source)
-    while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
-        time.sleep(0.02)
+    wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, process)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=30)
     assert process.returncode == code, stderr

@@ -95,6 +95,7 @@ TEST(WatchdogBoard, FramesNestAndTheStrongestDecides) {
   slot.enter("saving", Kind::kWork);
   slot.enter("halo", Kind::kSpan);
   EXPECT_EQ(slot.kind(), Kind::kWork);
+  EXPECT_EQ(slot.activity(), Kind::kSpan);
   EXPECT_EQ(doing(slot), "saving: halo");
   slot.leave();
   slot.leave();
@@ -115,6 +116,23 @@ TEST(WatchdogBoard, AWaitInsideOfACallIsAWait) {
   slot.enter("the end of the program", Kind::kEnd);
   slot.enter("a barrier", Kind::kWait);
   EXPECT_EQ(slot.kind(), Kind::kEnd);
+  EXPECT_EQ(slot.activity(), Kind::kEnd);
+}
+
+TEST(WatchdogBoard, AWaitInsideOfLongWorkIsAWaitWithMoreTime) {
+  const auto board = empty_board(1);
+  Slot& slot = board->slot(0);
+  slot.enter("state_dict()", Kind::kWait);
+  slot.enter("saving", Kind::kWork);
+  EXPECT_EQ(slot.activity(), Kind::kSpan);
+  slot.enter("an all-gather", Kind::kWait);
+  EXPECT_EQ(slot.kind(), Kind::kWork);
+  EXPECT_EQ(slot.activity(), Kind::kWait);
+  const std::string text =
+      describe({1, true, 1, "n07", 2}, *board, {{0, 11, {'R', "", false}, ""}}, 6, "");
+  EXPECT_NE(text.find("waits for other ranks: step 0, phase 'state_dict(): saving: an all-gather'"),
+            std::string::npos)
+      << text;
 }
 
 TEST(WatchdogBoard, DeepAndLongThingsAreCut) {

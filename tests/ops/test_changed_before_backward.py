@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from equivalence import even_points, layout_at, on_ranks, randn, shard
+from equivalence import assert_same, even_points, layout_at, on_ranks, randn, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -227,4 +227,4 @@ def test_sample_groups_of_one_and_of_several_samples_reach_parameters_in_one_ord
         return grads(own, distribute_tensor(x[mine], mesh), weights[mine])
 
     for found in on_ranks((1, 1, 1), rank, data=2):
-        torch.testing.assert_close(found, expected)
+        assert_same(found, expected)

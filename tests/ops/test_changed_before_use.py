@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, randn
+from equivalence import assert_same, on_ranks, randn
 from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
@@ -44,7 +44,7 @@ ROADS = {
     "in place": lambda t: t.mul_(3),
     "data": lambda t: t.data.clamp_(-0.01, 0.01),
     "numpy": lambda t: t.detach().numpy().fill(0.3),
-    "set_": lambda t: t.data.set_(torch.full_like(t, 0.2)),
+    "set_": lambda t: t.set_(torch.full_like(t, 0.2)),
     "foreach": lambda t: torch._foreach_mul_([t], 3.0),
     "a view": lambda t: t.view(-1)[:2].zero_(),
     "data assigned": through_data,
@@ -104,7 +104,7 @@ def test_weights_and_buffers(name, threshold, change, monkeypatch):
             return changed_after(model_of(name), x, change, last).full_tensor()
 
         for found in on_ranks((2, 1, 1), rank):
-            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+            assert_same(found, expected)
 
 
 def test_in_a_forward():
@@ -130,7 +130,7 @@ def test_in_a_forward():
         return parallelize(copy.deepcopy(model), mesh)(distribute_tensor(x, mesh)).full_tensor()
 
     for found in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(found, expected)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("threshold", [COPIED, TOO_LARGE])
@@ -153,7 +153,7 @@ def test_gradients_after_a_change_that_torch_does_not_see(threshold, monkeypatch
             return gradient(x, nn.Parameter(weight.clone()), change).full_tensor()
 
         for found in on_ranks((2, 1, 1), rank):
-            torch.testing.assert_close(found, expected)
+            assert_same(found, expected)
 
 
 @pytest.mark.parametrize("slopes", [1, 2])
@@ -169,7 +169,7 @@ def test_prelu_after_a_norm_goes_back_through_the_slopes_as_they_are(slopes):
 
     def body(mesh):
         found = gradients(distribute_tensor(whole.clone(), mesh)).full_tensor()
-        torch.testing.assert_close(found, gradients(whole.clone()), rtol=0, atol=1e-12)
+        assert_same(found, gradients(whole.clone()))
 
     on_ranks((2, 1, 1), body)
 
@@ -188,7 +188,7 @@ def test_instance_norm_goes_back_through_the_weight_that_it_had(grid, samples):
 
     def body(mesh):
         found = gradient(distribute_tensor(whole.clone(), mesh)).full_tensor()
-        torch.testing.assert_close(found, gradient(whole.clone()), rtol=0, atol=1e-12)
+        assert_same(found, gradient(whole.clone()))
 
     on_ranks(grid, body)
 
@@ -234,7 +234,7 @@ def test_a_bias_may_change_before_backward_as_with_torch(function):
         return gradients(x, *operands()).full_tensor()
 
     for found in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(found, expected)
+        assert_same(found, expected)
 
 
 def memory_of(x):
@@ -293,4 +293,4 @@ def test_inputs(function, alias, change):
             return changed(part, act).full_tensor()
 
         for found in on_ranks((2, 1, 1), rank):
-            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+            assert_same(found, expected)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from equivalence import on_ranks
+from equivalence import assert_same, on_ranks
 from interrupted import SIZES, run
-from scripts import assert_same
 
 import pydist.comm.gradients.buckets
 from pydist.errors import NotSupported
@@ -32,7 +31,7 @@ def test_as_in_torch(grid, shared):
     def body(mesh):
         for each in programs:
             found = run(each, mesh, data, shared=shared)
-            assert_same(found, expected[each], 1e-12, each)
+            assert_same(found, expected[each], where=each)
 
     on_ranks(spatial, body, data)
 
@@ -64,7 +63,7 @@ def test_gradients_that_are_cleared_on_all_ranks_may_differ(shared):
     expected = run("b r2 z b s", None, 2, shared=False)
 
     def body(mesh):
-        assert_same(run(program, mesh, 2, shared=shared), expected, 1e-12, "")
+        assert_same(run(program, mesh, 2, shared=shared), expected)
 
     on_ranks((1, 1, 1), body, 2)
     assert SIZES[2][0] != SIZES[2][1]

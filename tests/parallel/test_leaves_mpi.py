@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import randn
-from scripts import assert_same, copy_of, on_mesh
+from equivalence import assert_same, randn
+from scripts import copy_of, on_mesh
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -48,7 +48,7 @@ def train(ready, cut):
 
 def test_a_script_of_everything(world):
     expected = train(lambda module: module, lambda x: x)
-    assert_same(on_mesh(train, Mesh(world, 2, (2, 1, 1))), expected, 1e-9, f"rank {world.rank}")
+    assert_same(on_mesh(train, Mesh(world, 2, (2, 1, 1))), expected, where=f"rank {world.rank}")
 
 
 def test_unequal_values_raise_on_every_rank(world):

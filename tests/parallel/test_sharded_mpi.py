@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
+from equivalence import assert_same
 from interrupted import run
 from networks import loss_of, small
-from scripts import assert_same
 from torch import nn
 
 import pydist.comm.gradients.buckets
@@ -86,4 +86,4 @@ def test_gradients_after_a_backward_that_raised(world, shared, monkeypatch):
     for program in ("b n r0 b s", "n r2 b s b", "b R2 b s", "b r2 z b s"):
         expected = run(program, None, 2, shared=False)
         found = run(program, Mesh(world, 2, (2, 1, 1)), 2, shared=shared)
-        assert_same(found, expected, 1e-11, program)
+        assert_same(found, expected, where=program)

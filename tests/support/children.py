@@ -1,8 +1,11 @@
-"""Environment of the processes that tests start."""
+"""Environment of the processes that tests start, and waiting for what they do."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pydist
@@ -19,3 +22,14 @@ def child_environment(**variables: str) -> dict[str, str]:
         return {**os.environ, **variables}
     path = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **variables}
+
+
+def wait_until(
+    happened: Callable[[], bool], process: subprocess.Popen[str] | None = None, seconds: float = 60
+) -> None:
+    """Waits for something to happen while a process runs; fails when that ends or time is over."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert process is None or process.poll() is None, f"exit code {process.returncode}"
+        assert time.monotonic() < deadline, f"did not happen within {seconds} s"
+        time.sleep(0.01)

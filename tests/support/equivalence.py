@@ -99,6 +99,28 @@ def assert_equal(
     assert not wrong, f"error, bound: {wrong}"
 
 
+def assert_same(
+    found: Tensor | Sequence[Tensor | None],
+    expected: Tensor | Sequence[Tensor | None],
+    *,
+    where: str = "",
+    zero: float = 0.0,
+) -> None:
+    """A tensor, or as many tensors, each within the bound or both `None`.
+
+    Tensors with no element larger than `zero` count as equal: they are zero but for rounding.
+    """
+    if isinstance(expected, Tensor):
+        assert isinstance(found, Tensor)
+        found, expected = [found], [expected]
+    for i, (mine, whole) in enumerate(zip(found, expected, strict=True)):
+        assert (mine is None) == (whole is None), f"{where}, tensor {i}: {mine}, not {whole}"
+        if mine is not None and whole is not None:
+            off = error(mine.detach(), whole.detach())
+            is_zero = zero > 0 and all(float(t.detach().abs().max()) <= zero for t in (mine, whole))
+            assert off <= FP64_BOUND or is_zero, f"{where}, tensor {i}: off by {off:.2e}"
+
+
 # -- layouts --------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Networks on sample groups of unequal size, beside one rank with the whole batch."""
+"""Networks on sample groups of unequal size, compared with one device and the whole batch."""
 
 from __future__ import annotations
 
@@ -8,15 +8,28 @@ import itertools
 import torch
 from equivalence import assert_equal, bounds_of, jittered, on_ranks, randn
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
-from pydist import Mesh, ShardedTensor, parallelize
+from pydist import Mesh, ShardedTensor, distribute_tensor, parallelize, sum_over_groups
 from pydist.comm import LocalTransport
 
 
-def parts(mesh: Mesh, sizes) -> slice:
-    """This rank's samples."""
+def parts(mesh: Mesh | None, sizes) -> slice:
+    """This rank's samples; all of them without a mesh."""
     ends = [0, *itertools.accumulate(sizes)]
+    if mesh is None or mesh.data_size == 1:
+        return slice(0, ends[-1])
     return slice(ends[mesh.data_index], ends[mesh.data_index + 1])
+
+
+def cut(x: torch.Tensor, mesh: Mesh | None, *dims) -> torch.Tensor:
+    """This rank's shard; the tensor itself without a mesh."""
+    return x if mesh is None else distribute_tensor(x, mesh, *dims)
+
+
+def summed(x: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
+    """The sum over the groups; without a mesh the batch is whole."""
+    return x if mesh is None else sum_over_groups(x, mesh)
 
 
 def results(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -26,21 +39,26 @@ def results(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def on_groups(make, step, sizes, spatial=(1, 1, 1), **options):
-    """Runs `step(model, rows, mesh)` on groups of these sizes and on one rank; compares."""
-    total = sum(sizes)
+    """Runs `step(model, rows, mesh)` on groups of these sizes and on one device; compares.
+
+    One device is plain torch, and `mesh` is None there. With dropout it is one rank of pydist:
+    torch draws other masks.
+    """
     made = make()  # here, as ranks share torch's random numbers
+    drops = any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in made.modules())
 
     def body(mesh):
         model = parallelize(copy.deepcopy(made), mesh, **options)
-        return step(model, parts(mesh, sizes if mesh.data_size > 1 else (total,)), mesh)
+        return step(model, parts(mesh, sizes), mesh)
 
     def whole(change):
-        mesh = Mesh(LocalTransport())
         model = copy.deepcopy(made)
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(change(p))
-        return step(parallelize(model, mesh, **options), slice(0, total), mesh)
+        mesh = Mesh(LocalTransport()) if drops else None
+        model = model if mesh is None else parallelize(model, mesh, **options)
+        return step(model, parts(mesh, sizes), mesh)
 
     expected = whole(lambda p: p)
     bounds = bounds_of(expected, whole(jittered))

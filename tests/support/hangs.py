@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from socket import gethostname
 
 from children import child_environment
 
@@ -34,6 +36,8 @@ LAUNCHERS = ("openmpi", "mpich", "gloo")
 SCRIPT = Path(__file__).with_name("hanging.py")
 PATIENT = {"opening": 3, "tuning": 3, "saving": 3, "validation": 3, "finalize": 3}
 """Limits that a phase may be silent for, where it is not one."""
+IN_SECOND_STEP = ("halo", "reduction", "backward", "buckets")
+"""Phases of a loop in whose second step the fault strikes."""
 SLACK = 2.0
 """Seconds beyond the limit, on a machine with a core for each of its processes that run."""
 
@@ -46,6 +50,8 @@ class Outcome:
     stderr: str
     left: list[int]
     """Processes that were still there."""
+    pids: dict[int, int]
+    """Process of each rank."""
 
     @property
     def is_named(self) -> bool:
@@ -57,7 +63,7 @@ class Outcome:
             return "the job ended before the fault"
         # A rank that leaves after pydist's own end makes none wait, and the launcher says what it
         # thinks of it.
-        leaves = phase == "finalize" and fault in ("caught", "return")
+        leaves = phase == "finalize" and fault in ("caught", "return") and self.code in (0, 1)
         if not self.is_named and not (leaves and self.code == 0):
             return "rank 1 is not named"
         # Ranks that go on after an exception call different things, which they notice themselves.
@@ -70,8 +76,43 @@ class Outcome:
             return f"exit code {self.code}"
         if self.left:
             return f"processes {self.left} are left"
+        if why := self.unsaid(phase, fault):
+            return why
         most = seconds_allowed(phase, limit)
         return f"{self.seconds:.1f} s, more than {most:.1f}" if self.seconds > most else ""
+
+    def unsaid(self, phase: str, fault: str) -> str:
+        """What the watchdog's report lacks, "" if nothing."""
+        reports = self.stderr.count("pydist: hang: no rank of ")
+        if fault not in ("stop", "spin"):  # a broken connection may be noticed first
+            return "" if reports <= 1 else f"{reports} reports"
+        if reports != 1:
+            return f"{reports} reports"
+        waiting = {
+            "join": "is in a call that does not return",
+            "finalize": "has come to the end of its program",
+        }
+        waits = waiting.get(phase, "waits for other ranks")
+        runs = waits if phase == "finalize" else "computes"
+        faulty = ("is stopped (state T", "") if fault == "stop" else (runs, " in fault")
+        expected = {0: (waits, ""), 1: faulty}
+        if phase == "join":
+            if "  has not come to pydist.init: rank 1\n" not in self.stderr:
+                return "rank 1 is not missed"
+            del expected[1]
+        for rank, (how, function) in expected.items():
+            place = (
+                rf"  rank {rank} \(host {re.escape(gethostname())}, process {self.pids[rank]}\) "
+            )
+            step = r"\d+" if phase not in IN_SECOND_STEP or rank == 0 else "2"
+            if not re.search(
+                rf"^{place}{re.escape(how)}.*: step {step}, phase '.+'", self.stderr, re.M
+            ):
+                return f"what rank {rank} does is not said"
+            stack = re.search(rf"^\[rank {rank}\]   File .*{function}$", self.stderr, re.M)
+            if phase != "finalize" and bool(stack) == (rank == 1 and fault == "stop"):
+                return f"stack of rank {rank}: {stack}"
+        return ""
 
 
 def seconds_allowed(phase: str, limit: float) -> float:
@@ -121,15 +162,15 @@ def hang(folder: Path, launcher: str, phase: str, fault: str, limit: float, plai
             _, stderr = process.communicate()
             stderr += "\n(the launcher was killed)"
     ended = time.time()
-    pids = [int(path.read_text()) for path in folder.glob("pid*")]
-    while (left := [pid for pid in pids if is_alive(pid)]) and time.time() < ended + 2:
+    pids = {int(path.name[3:]): int(path.read_text()) for path in folder.glob("pid*")}
+    while (left := [pid for pid in pids.values() if is_alive(pid)]) and time.time() < ended + 2:
         time.sleep(0.02)
     began = folder / "time"
     seconds = time.time() - float(began.read_text()) if began.exists() else -1.0
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    return Outcome(process.returncode, seconds, stderr, left)
+    return Outcome(process.returncode, seconds, stderr, left, pids)
 
 
 def is_alive(pid: int) -> bool:

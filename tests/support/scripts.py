@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from equivalence import group_slice, on_ranks
+from equivalence import assert_same, group_slice, on_ranks
 from torch import Tensor, nn
 
 from pydist import Mesh, distribute_tensor, parallelize
@@ -32,26 +32,16 @@ def on_mesh(script: Script, mesh: Mesh) -> Sequence[Tensor | None]:
     return script(lambda module: parallelize(module, mesh), cut)
 
 
-def check_script(script: Script, grid: Grid = (1, (2, 1, 1)), bound: float = 1e-11) -> None:
-    """What a script returns, on every rank of a mesh, is what it returns on one device."""
+def check_script(script: Script, grid: Grid = (1, (2, 1, 1)), zero: float = 0.0) -> None:
+    """What a script returns, on every rank of a mesh, is what it returns on one device.
+
+    `zero` is that of `assert_same`.
+    """
     expected = script(lambda module: module, lambda x: x)
     data, spatial = grid
     for rank, found in enumerate(on_ranks(spatial, lambda m: on_mesh(script, m), data)):
-        assert_same(found, expected, bound, f"rank {rank} of {data * math.prod(spatial)}")
-
-
-def assert_same(
-    found: Sequence[Tensor | None], expected: Sequence[Tensor | None], bound: float, where: str
-) -> None:
-    """Equal to within `bound` of the largest element of each tensor."""
-    assert len(found) == len(expected), where
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
-        assert (a is None) == (b is None), f"{where}, tensor {i}: {a} instead of {b}"
-        if a is None or b is None:
-            continue
-        scale = max(float(b.detach().abs().max()), 1e-3)
-        off = float((a.detach() - b.detach()).abs().max()) / scale
-        assert off <= bound, f"{where}, tensor {i}: off by {off:.2e}"
+        where = f"rank {rank} of {data * math.prod(spatial)}"
+        assert_same(found, expected, where=where, zero=zero)
 
 
 def copy_of(module: Any, seed: int = 0) -> Any:

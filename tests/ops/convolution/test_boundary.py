@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, layout_at, on_ranks, randn, shard, spatial_of
+from equivalence import assert_same, check_function, layout_at, on_ranks, randn, shard, spatial_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cuts
@@ -128,7 +128,7 @@ def test_infinities_and_nan_as_torch_has_them():
         return F.relu(y, inplace=True).full_tensor().detach()
 
     expected = F.relu(F.conv3d(x, weight, padding=(1, 0, 0)))
-    torch.testing.assert_close(on_ranks((2, 1, 1), rank)[0], expected, equal_nan=True)
+    assert_same(on_ranks((2, 1, 1), rank)[0], expected)
 
 
 def test_who_looks_in_between_sees_the_linear_result():
@@ -146,8 +146,8 @@ def test_who_looks_in_between_sees_the_linear_result():
         return seen[0], y.full_tensor().detach()
 
     for seen, y in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(seen, linear)
-        torch.testing.assert_close(y, linear.relu())
+        assert_same(seen, linear)
+        assert_same(y, linear.relu())
 
 
 def test_result_that_nobody_asks_for():
@@ -165,8 +165,8 @@ def test_result_that_nobody_asks_for():
 
     linear = F.conv3d(x, weight, padding=1)
     for kept, other in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(kept, linear)
-        torch.testing.assert_close(other, 2 * linear)
+        assert_same(kept, linear)
+        assert_same(other, 2 * linear)
 
 
 def test_under_checkpointing():
@@ -191,7 +191,7 @@ def test_under_checkpointing():
         return gradients(net, part)
 
     for found in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(found, expected)
+        assert_same(found, expected)
 
 
 def test_holes_are_left_to_two_passes(kernels):

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, on_ranks, randn, shard
+from equivalence import assert_same, check_function, on_ranks, randn, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -108,8 +108,8 @@ def test_evaluation(kind, memory_format, slopes, large):
         return y, net(part).full_tensor().detach()
 
     for without_graph, with_graph in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(without_graph, expected)
-        torch.testing.assert_close(with_graph, expected)
+        assert_same(without_graph, expected)
+        assert_same(with_graph, expected)
 
 
 def test_evaluation_refuses_statistics_of_other_channels(large):
@@ -146,8 +146,8 @@ def test_who_looks_in_between_sees_the_linear_result(slopes):
         return linear, F.relu_(y).full_tensor().detach()
 
     linear, y = ranks_see(look, x)
-    torch.testing.assert_close(linear, normed(x))
-    torch.testing.assert_close(y, normed(x).relu())
+    assert_same(linear, normed(x))
+    assert_same(y, normed(x).relu())
     assert set(slopes) == {1.0}
 
 
@@ -167,7 +167,7 @@ def test_a_hook_on_the_norm_gets_the_gradient_behind_the_relu():
         return hooked(*parts, lambda g: g.full_tensor())
 
     expected = hooked(x.clone(), grad, lambda g: g)
-    torch.testing.assert_close(on_ranks((2, 1, 1), rank)[0], expected)
+    assert_same(on_ranks((2, 1, 1), rank)[0], expected)
 
 
 def test_a_relu_without_graph_keeps_the_norms(slopes):
@@ -186,7 +186,7 @@ def test_a_relu_without_graph_keeps_the_norms(slopes):
         return gradient(*parts).full_tensor()
 
     expected = gradient(x.clone(), grad)
-    torch.testing.assert_close(on_ranks((2, 1, 1), rank)[0], expected)
+    assert_same(on_ranks((2, 1, 1), rank)[0], expected)
     assert 0.0 not in slopes
 
 
@@ -220,7 +220,7 @@ def test_where_values_differ_by_rounding_only_both_passes_agree_on_the_sign():
         return positive, grad
 
     for positive, grad in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(grad, positive)
+        assert_same(grad, positive)
 
 
 def test_under_checkpointing():
@@ -243,7 +243,7 @@ def test_under_checkpointing():
         return gradients(net, shard(x, layout_for_sample(mesh, x.shape)))
 
     for found in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(found, expected)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -263,7 +263,7 @@ def test_inference_tensors_are_written_at_once(slopes):
     def rectify(part):
         return F.relu_(normed(part * 1.0)).full_tensor()
 
-    torch.testing.assert_close(ranks_see(rectify, x), normed(x).relu())
+    assert_same(ranks_see(rectify, x), normed(x).relu())
     assert set(slopes) == {1.0}
 
 
@@ -280,7 +280,7 @@ def test_a_norm_without_graph_keeps_none_behind_a_relu_with_one():
         return x.grad
 
     found = ranks_see(lambda part: gradient(part).full_tensor(), x)
-    torch.testing.assert_close(found, gradient(x.clone()))
+    assert_same(found, gradient(x.clone()))
 
 
 @pytest.mark.parametrize("alias", ["slice", "chunk", "detach", "contiguous"])
@@ -301,4 +301,4 @@ def test_memory_of_the_input_that_others_change(alias):
         return F.relu_(y)
 
     found = ranks_see(lambda part: change(part).full_tensor(), x)
-    torch.testing.assert_close(found, change(x.clone()))
+    assert_same(found, change(x.clone()))

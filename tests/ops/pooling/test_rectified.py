@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, layout_at, on_ranks, randn, shard, spatial_of
+from equivalence import assert_same, check_function, layout_at, on_ranks, randn, shard, spatial_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cuts
@@ -85,7 +85,7 @@ def check_on_ranks(x, function, grid=(2, 1, 1)):
         return results(part, function, lambda t: t.full_tensor())
 
     for found in on_ranks(grid, rank):
-        torch.testing.assert_close(found, expected)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("grid", [(1, 1, 1), (2, 1, 1), (2, 2, 1)])
@@ -178,7 +178,7 @@ def test_who_looks_later_sees_the_relus_result():
         return z.full_tensor(), y.full_tensor()
 
     for found in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(found, (act(conv(x), 0.3), net(x)))
+        assert_same(found, (act(conv(x), 0.3), net(x)))
 
 
 def test_a_gradient_of_the_relu_between_two_backwards():
@@ -197,7 +197,7 @@ def test_a_gradient_of_the_relu_between_two_backwards():
         return [g.full_tensor() for g in gradients(shard(x, layout_for_sample(mesh, x.shape)))]
 
     for found in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(found, list(expected))
+        assert_same(found, list(expected))
 
 
 def test_outputs_changed_in_place_after_the_pool_are_refused_as_torch_refuses_them():
@@ -231,7 +231,7 @@ def test_under_checkpointing():
         return gradients(net, shard(x, layout_for_sample(mesh, x.shape)))
 
     for found in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(found, expected)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -246,7 +246,7 @@ def test_without_gradients(mode):
 
     expected = net(x), F.avg_pool3d(act(act(conv(x), 0.3), 0.5), 3, 2, 1)
     for found in on_ranks((2, 1, 1), rank):
-        torch.testing.assert_close(found, expected)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("memory_format", FORMATS)
