@@ -109,7 +109,7 @@ def refused(capsys, arguments: list[str], code: int) -> str:
                 "ct out --count 1000000 --shape 2048 2048 2048",
                 "ct out --count 1000000 --shape 2048 2048 2048 --format nifti",
                 "ct out --count 1000000 --shape 2048 2048 2048 --format both",
-                "ct out --count 1000000 --shape 2048 2048 2048 --storage chunked --compression gzip",
+                "ct out --count 1000000 --shape 2048 2048 2048 --storage chunked",
                 "universes out --count 1000000 --width 2048 --storage chunked --compression gzip",
             )
         ),
