@@ -100,6 +100,8 @@ def _join(transport: str) -> Transport:
     watch.forget_page(who)
     _hear_of_other_machines(who, world)
     failures.install(world.rank, world.size, claim=_claim(world), abort=_abort(world))
+    if (wire := lifeline.Lifeline.current) is not None:
+        wire.joined = True
     _set_threads(world)
     _list_mapped()
     # Last in, first out: before mpi4py ends MPI.

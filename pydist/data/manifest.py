@@ -152,7 +152,7 @@ class Manifest:
         """
         path = root / FILE_NAME
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except FileNotFoundError:
             raise DataError(_missing(root)) from None
         except OSError as error:

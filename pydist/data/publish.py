@@ -10,6 +10,11 @@ from pathlib import Path
 from pydist import owner
 from pydist.errors import DiskError
 
+GZIP_RATIO = 1040
+"""More than gzip can pack."""
+_SMALLEST_FILE = 512
+"""Bytes on disk of a file that holds anything."""
+
 
 def publish(path: Path, content: bytes | memoryview) -> None:
     """Writes a file atomically: under a temporary name, flushed to disk, then renamed.
@@ -59,6 +64,24 @@ def need_space(folder: Path, size: int) -> None:
         raise DiskError(f"{folder}: {error.strerror}") from error
     if size > free:
         raise DiskError(f"{folder}: {size} bytes are needed and {free} are free")
+
+
+def require_room(folder: Path, files: int, voxels: int, *, packed: bool) -> None:
+    """Raises `DiskError` if a data set can't fit into a folder, before the work of hours.
+
+    Args:
+        folder: where the files go; what an earlier run has left there counts as written.
+        files: how many.
+        voxels: bytes of the voxels of each.
+        packed: gzip is applied to them, so that only a lower bound is known.
+    """
+    size = files * (max(voxels // GZIP_RATIO, _SMALLEST_FILE) if packed else voxels)
+    try:
+        need_space(folder, size)
+    except DiskError:
+        with contextlib.suppress(FileNotFoundError):  # one that another process has removed
+            size -= sum(path.lstat().st_size for path in folder.rglob("*"))
+        need_space(folder, size)
 
 
 def _sync_folder(folder: Path) -> None:

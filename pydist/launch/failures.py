@@ -143,7 +143,8 @@ def describe(error: BaseException) -> str:
             return said
         return f"{prefix}{said or f'exit with code {exit_code_of(error)}'}".rstrip() + "\n"
     if isinstance(error, KeyboardInterrupt) or output_is_gone(error):
-        return "interrupted\n" if isinstance(error, KeyboardInterrupt) else ""
+        who = f"rank {_guard.rank} was " if _guard.size > 1 else ""
+        return f"{who}interrupted\n" if isinstance(error, KeyboardInterrupt) else ""
     line = None if "PYDIST_TRACEBACK" in os.environ else _line(error)
     if line is not None:
         return f"{prefix}{line}\n"

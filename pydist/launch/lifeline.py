@@ -1,7 +1,7 @@
 """The wire between a rank and the launcher that watches it.
 
 A rank says who it is, asks before it prints an error (so that one error of all ranks is printed
-once), and says with which exit code it ends. Either side sees the other one's death at once, as
+once), and says when it ends in good order. Either side sees the other one's death at once, as
 the end of the stream: the launcher then ends the job, and a rank ends itself, so that no rank
 outlives its launcher. The wire is a Unix socket in a directory that only the user can enter.
 """
@@ -39,7 +39,10 @@ class Lifeline:
         self._socket.connect(path)
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ended = False
-        self._send({"rank": rank, "pid": os.getpid()})
+        self._process = os.getpid()
+        self.joined = False
+        """Whether this rank has joined the job's others; the launcher is told when it ends."""
+        self._send({"rank": rank, "pid": self._process})
         Lifeline.current = self
         threading.Thread(target=self._listen, name="pydist lifeline", daemon=True).start()
 
@@ -59,10 +62,11 @@ class Lifeline:
         """Have the launcher print a text: MPICH drops what a rank writes just before it ends."""
         self._send({"say": text})
 
-    def end(self, exit_code: int) -> None:
-        """Report that this process ends now."""
-        self._ended = True
-        self._send({"end": exit_code})
+    def end(self) -> None:
+        """Report that this process ends now, in good order; a fork of it reports nothing."""
+        if os.getpid() == self._process:
+            self._ended = True
+            self._send({"end": self.joined})
 
     def _send(self, message: dict[str, int | str]) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone: `_listen` acts on it

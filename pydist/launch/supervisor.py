@@ -26,6 +26,7 @@ from pydist.launch.backends import Backend, choose, cores
 from pydist.launch.leftovers import private_directory
 from pydist.launch.lifeline import VARIABLE
 from pydist.launch.noise import StderrFilter
+from pydist.launch.processes import code_of_unreaped, in_words, is_stopped
 
 _ABORT_GRACE = 1.0
 """Seconds that MPI gets to end the job by itself after a failure, before SIGTERM."""
@@ -99,6 +100,8 @@ class _Rank:
     connection: socket.socket
     unread: bytes = b""
     ended: bool = False
+    early: bool = False
+    """It has ended in good order before it joined the others."""
 
 
 @dataclass
@@ -233,12 +236,13 @@ class _Job:
             rank.ended = True
             self._claims.append((time.monotonic(), rank, message["claim"]))
         elif "say" in message:
-            interrupted = self._verdict is not None and self._verdict.code == 128 + signal.SIGINT
-            if not interrupted:  # the launcher has reported that already
+            told = self._interrupts and self._verdict and self._verdict.code == 128 + signal.SIGINT
+            if not told:  # that the launcher was interrupted
                 sys.stderr.write(message["say"])
                 sys.stderr.flush()
         elif "end" in message:
             rank.ended = True
+            rank.early = not message["end"]
 
     def _decide(self) -> None:
         """Let the first rank that failed speak, unless another one's death explains its failure."""
@@ -264,14 +268,16 @@ class _Job:
         if self._verdict is not None:
             return
         self._verdict = _Verdict(RankLost.exit_code)
-        how = "died without a word: killed, or out of memory"
-        if self._backend.executable is None:
+        code = None
+        if self._backend.executable is not None:
+            code = code_of_unreaped(pid)
+        else:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._children[rank].wait(timeout=1)
-                how = f"ended with code {code}, without a word"
-                if code < 0:
-                    how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
-        _say(f"rank {rank} (process {pid}) {how}; ending the job")
+        # Open MPI then ends the others, which appear to die first.
+        early = [each.rank for each in self._ranks.values() if each.early]
+        cause = f"{_ranks(early)} ended with code 0 before pydist.init; then " if early else ""
+        _say(f"{cause}rank {rank} (process {pid}) {in_words(code)}; ending the job")
 
     def _miss(self) -> None:
         """End the job if ranks have not started although others have."""
@@ -290,7 +296,7 @@ class _Job:
         """End the job if all ranks that are left are stopped: none of them can say so."""
         living = [rank for rank in self._ranks.values() if rank.connection.fileno() >= 0]
         some_ended = 0 < len(living) < len(self._ranks)
-        if not (some_ended and self._hang_limit and all(_is_stopped(r.pid) for r in living)):
+        if not (some_ended and self._hang_limit and all(is_stopped(r.pid) for r in living)):
             self._stopped_since = math.inf
             return
         self._stopped_since = min(self._stopped_since, time.monotonic())
@@ -382,12 +388,6 @@ class _Job:
             return 0
         _say(f"{self._backend.name} ended with code {codes[0]}")
         return codes[0] if 0 < codes[0] < 128 else RankLost.exit_code
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1][1] == "T"
-    return False
 
 
 def _ranks(numbers: Sequence[int]) -> str:

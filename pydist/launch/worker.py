@@ -5,13 +5,13 @@ Its arguments are the script, or "-m" and the module, and the program's argument
 
 from __future__ import annotations
 
+import atexit
 import io
 import os
 import runpy
 import sys
 from pathlib import Path
 
-from pydist.errors import exit_code_of
 from pydist.launch import failures, identity
 from pydist.launch.lifeline import VARIABLE, Lifeline
 
@@ -29,19 +29,13 @@ def main(argv: list[str]) -> None:
         failures.install(rank, size, abort=_abort)
     else:
         failures.install(rank, size, claim=lifeline.claim, say=lifeline.say, abort=_abort)
+        atexit.register(lifeline.end)  # first in, last out: the program's own may fail
     for stream in (sys.stdout, sys.stderr):
         # Ranks write to pipes: whole lines, as they come, or those of several ranks would mix.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
-    code = 0
-    try:
-        with failures.guarded():
-            _run(argv)
-    except SystemExit as error:
-        code = exit_code_of(error)
-    if lifeline is not None:
-        lifeline.end(code)
-    raise SystemExit(code)
+    with failures.guarded():
+        _run(argv)
 
 
 def _run(argv: list[str]) -> None:

@@ -23,6 +23,8 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 _LARGEST = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=_LARGEST, strict=True)]
 CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST, strict=True)]
+Epochs = Annotated[float, Field(gt=0, le=_LARGEST, strict=True, allow_inf_nan=False)]
+EpochsOrZero = Annotated[float, Field(ge=0, le=_LARGEST, strict=True, allow_inf_nan=False)]
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 Weight = Annotated[float, Field(ge=0, le=1e6, strict=True)]
 
@@ -127,9 +129,9 @@ class OptimizerConfig(_Table):
     """Momentum of SGD."""
     weight_decay: NotNegative = 0.0
     """L2 penalty."""
-    warmup_epochs: NotNegative = 0.0
+    warmup_epochs: EpochsOrZero = 0.0
     """Epochs over which the learning rate rises linearly from 1 % of `lr`."""
-    decay_epochs: Positive = 100.0
+    decay_epochs: Epochs = 100.0
     """Epochs after warm-up over which the learning rate falls linearly to `end_lr`."""
     end_lr: NotNegative = 1e-7
     """Learning rate after decay."""

@@ -37,7 +37,7 @@ def load(path: Path) -> Config:
             them are named, with what was probably meant.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors write a byte order mark
     except OSError as error:
         raise UsageError(f"can't read the configuration {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -22,7 +22,7 @@ from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, publish
-from pydist.errors import CheckpointError, Stopped, UsageError
+from pydist.errors import CheckpointError, DiskError, Stopped, UsageError
 from pydist.optim import linear_decay, sharded
 from pydist.optim.fused import start_momentum
 from pydist.parallel import parallelize
@@ -37,6 +37,7 @@ from pydist.train.device import (
 )
 from pydist.train.log import EventLog, Listener, done_at, losses
 from pydist.train.loop import Trainer
+from pydist.train.segmentation_report import DICE_FILE
 from pydist.train.state import State, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
 
@@ -150,6 +151,7 @@ def _run(
         validated, ended = _done_before(folder / LOG_FILE, state)
         with together(mesh.world):  # not before: a refused resume leaves the file as it is
             if mesh.rank == 0:
+                _prepare(folder, config)
                 publish(folder / CONFIG_FILE, config_io.dumps(config).encode())
         trainer = Trainer(
             state,
@@ -308,6 +310,15 @@ def _done_before(path: Path, state: State) -> tuple[bool, bool]:
             found = done_at(path, state.step)
     validated, ended = world.broadcast_bytes(bytes(found))
     return bool(validated), bool(ended)
+
+
+def _prepare(folder: Path, config: Config) -> None:
+    """Makes the folder of checkpoints; raises `DiskError` where results could not be written."""
+    if config.checkpoint.on_error == "stop":
+        make_folder(folder / CHECKPOINTS)
+    for name in (report.PREDICTIONS_FILE, DICE_FILE, report.PICTURE_FILE):
+        if (folder / name).is_dir():
+            raise DiskError(f"{folder / name}: it is a folder, and a file is needed")
 
 
 def _clean(folder: Path) -> list[Path]:

@@ -103,6 +103,16 @@ def refused(capsys, arguments: list[str], code: int) -> str:
             (f"data universes out --cell {cell}", 2, "Mpc/h from 0.001 to 1000")
             for cell in ("nan", "inf", "1e30", "1e-30")
         ),
+        *(
+            (f"data {what}", 74, "bytes are needed and")
+            for what in (
+                "ct out --count 1000000 --shape 2048 2048 2048",
+                "ct out --count 1000000 --shape 2048 2048 2048 --format nifti",
+                "ct out --count 1000000 --shape 2048 2048 2048 --format both",
+                "ct out --count 1000000 --shape 2048 2048 2048 --storage chunked",
+                "universes out --count 1000000 --width 2048 --storage chunked --compression gzip",
+            )
+        ),
         ("data universes out --redshifts nan", 2, "at least one, each from 0 to 1000"),
         (f"predict run {CASE} -o {CASE}", 2, f"{CASE}: its labels would overwrite an image"),
         ("predict run plain -o plain", 2, "plain/case.nii.gz: its labels would overwrite an image"),

@@ -93,6 +93,11 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Any], None], message:
     assert "\n" not in str(caught.value)
 
 
+def test_a_byte_order_mark_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").write_text(EXAMPLE.dumps(), encoding="utf-8-sig")
+    assert Manifest.load(tmp_path) == EXAMPLE
+
+
 def test_missing_manifest_says_what_is_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no dataset\.json in it; it has nothing"):
         Manifest.load(tmp_path)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
-from pydist.data.publish import need_space, publish
+from pydist.data.publish import need_space, publish, require_room
 from pydist.errors import DiskError
 
 
@@ -44,3 +45,13 @@ def test_needed_space_is_named(tmp_path: Path) -> None:
         DiskError, match=rf"{tmp_path}: {1 << 60} bytes are needed and \d+ are free"
     ):
         need_space(tmp_path, 1 << 60)
+
+
+def test_what_an_earlier_run_has_left_counts_as_written(tmp_path: Path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(DiskError, match="bytes are needed"):
+        require_room(tmp_path, 2, free, packed=False)
+    (tmp_path / "part").mkdir()
+    with (tmp_path / "part" / "first").open("wb") as file:
+        file.truncate(free + (1 << 30))  # a sparse file: it takes no space
+    require_room(tmp_path, 2, free, packed=False)

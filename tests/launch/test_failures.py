@@ -39,7 +39,7 @@ def run(source: str, claim: bool = True) -> subprocess.CompletedProcess[str]:
         ("sys.exit(3)", 103, "rank 1: exit with code 3\n"),
         ("sys.exit('reason')", 101, "rank 1: reason\n"),
         ("raise UsageError('one line')", 102, "rank 1: error: one line\n"),
-        ("raise KeyboardInterrupt", 230, "interrupted\n"),
+        ("raise KeyboardInterrupt", 230, "rank 1 was interrupted\n"),
         ("raise RankFailed('rank 0 failed')", 171, "rank 1: error: rank 0 failed\n"),
         ("raise MemoryError", 166, None),
         ("with failures.guarded(): raise SystemExit(4)", 104, "rank 1: exit with code 4\n"),

@@ -12,7 +12,7 @@ import pytest
 from children import child_environment
 
 from pydist.errors import UsageError
-from pydist.launch import available, backends, choose, launch
+from pydist.launch import available, backends, choose, launch, processes
 
 BACKENDS = ("openmpi", "mpich", "gloo")
 
@@ -75,6 +75,7 @@ def test_output_is_passed_on(folder: Path, backend: str) -> None:
         ("sys.exit(7)", 7, "rank 1: exit with code 7"),
         ("raise SystemExit('bye')", 1, "rank 1: bye"),
         ("1 / 0", 71, "[rank 1] ZeroDivisionError: division by zero"),
+        ("os.kill(os.getpid(), 2)", 130, "rank 1 was interrupted\n"),
         ("os.kill(os.getpid(), 9)", 72, "pydist: rank 1 (process "),
         ("from pydist.errors import DataError; raise DataError('file.h5')", 65, "error: file.h5"),
     ],
@@ -89,6 +90,41 @@ def test_one_rank_ends_the_others_with_its_code(
     assert result.stderr.count(text) == 1, result.stderr
     assert "runpy" not in result.stderr
     assert "worker.py" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [
+        ("os.kill(os.getpid(), 50)", "was killed by signal 50"),
+        ("import atexit; atexit.register(os._exit, 0)", "ended with code 0, without a word"),
+        ("import atexit; atexit.register(os.kill, os.getpid(), 9)", "was killed by signal 9 (SIG"),
+    ],
+)
+def test_how_a_rank_has_ended_is_said(folder: Path, end: str, how: str) -> None:
+    result = run(folder, f"if who.rank == 1:\n    {end}\nelse:\n    time.sleep(60)\n")
+    assert result.returncode == 72
+    assert f") {how}" in result.stderr
+
+
+def test_how_a_process_has_ended_is_known_until_its_parent_has_taken_note() -> None:
+    for end, code in (("os._exit(7)", 7), ("os.kill(os.getpid(), 15)", -15)):
+        with subprocess.Popen([sys.executable, "-c", f"import os; {end}"]) as process:
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+            assert processes.code_of_unreaped(process.pid) == code
+        assert processes.code_of_unreaped(process.pid) is None
+
+
+def test_a_rank_that_ends_before_the_others_join_is_named(folder: Path) -> None:
+    """Open MPI then ends the others, which appear to die first."""
+    source = (
+        "if who.rank == 1:\n    open('new', 'w').write(str(os.getpid())); os.rename('new', 'pid')\n"
+        "else:\n    while not os.path.exists('pid'): time.sleep(0.01)\n"
+        "    while os.path.exists('/proc/' + open('pid').read()): time.sleep(0.01)\n"
+        "    os.kill(os.getpid(), 15)\n"
+    )
+    result = run(folder, source)
+    assert result.returncode == 72
+    assert "rank 1 ended with code 0 before pydist.init; then rank 0 (process " in result.stderr
 
 
 def test_an_error_of_all_ranks_is_printed_once(folder: Path, backend: str) -> None:

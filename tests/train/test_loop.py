@@ -390,10 +390,18 @@ def test_a_checkpoint_that_can_not_be_written_stops_or_warns(config):
     config.output.folder.mkdir()
     (config.output.folder / "ckpt").write_text("in the way")
     config = change(config, train={"steps": 1})
-    with pytest.raises(DiskError, match="can't write checkpoint"):
+    with pytest.raises(DiskError, match="ckpt: it is a file, and a folder is needed"):
         run_local(job, 2, config, 2, (1, 1, 1))
+    assert not events(config, "step")  # refused before the first
     alone(change(config, checkpoint={"on_error": "warn"}))
     assert "going on without a checkpoint" in events(config, "notice")[0]["text"]
+
+
+def test_a_folder_in_the_place_of_a_result_is_refused_before_the_first_step(config):
+    (config.output.folder / "predictions.csv").mkdir(parents=True)
+    with pytest.raises(DiskError, match=r"predictions\.csv: it is a folder, and a file is needed"):
+        alone(config)
+    assert not events(config, "step")
 
 
 def test_what_an_interrupted_write_left_is_removed_and_told(config):

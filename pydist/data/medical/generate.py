@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,12 @@ from pydist.data.medical.collection import (
 )
 from pydist.data.medical.ct import CLASS_NAMES, CTOptions, make_volume
 from pydist.data.medical.nifti import MISSING_LIBRARY, write_nifti
-from pydist.data.publish import make_folder, publish
+from pydist.data.publish import make_folder, publish, require_room
 from pydist.errors import UsageError
 from pydist.owner import remove_temporaries
+
+_VOXEL = np.dtype(np.int16).itemsize + np.dtype(np.uint8).itemsize
+"""Bytes of a voxel's value and of its label, as `make_volume` gives them."""
 
 
 def generate_ct(
@@ -46,6 +50,9 @@ def generate_ct(
         DiskError: not enough space, or the folder can't be written.
     """
     root = Path(out_dir)
+    make_folder(root)
+    packed = options.compression == "gzip" or options.format == "nifti"
+    require_room(root, options.count, math.prod(options.shape) * _VOXEL, packed=packed)
     if options.format != "hdf5":
         write_nifti_set(root / "nifti" if options.format == "both" else root, options, progress)
     if options.format == "nifti":

@@ -198,7 +198,7 @@ def _with_labels(cases: list[Case]) -> tuple[Case, ...]:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        record = parse_json(path.read_text(encoding="utf-8"))
+        record = parse_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: not JSON: {error}") from error
     if not isinstance(record, dict):

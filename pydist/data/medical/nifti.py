@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pydist.data.publish import publish
+from pydist.data.publish import GZIP_RATIO, publish
 from pydist.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ MISSING_LIBRARY = "NIfTI files need nibabel: pip install 'pydist[medical]'"
 _HEADER = 540
 """Bytes of the longer of the two headers."""
 _GZIP = b"\x1f\x8b"
-_GZIP_RATIO = 1040
-"""More than gzip can pack: a file that declares more than this times its size is cut short."""
 _SLACK = 1 << 20
 """Bytes that may follow the voxels: some programs pad."""
 _SPACINGS = (1e-6, 1e6)
 """mm between voxels."""
+_LARGEST = float(np.finfo(np.float32).max) / 2
+"""Largest magnitude of a value: the difference of two, which interpolation forms, fits float32."""
 _QUIET = logging.Logger("nibabel's remarks on headers that it can mend")
 _QUIET.addHandler(logging.NullHandler())
 _PRIVATE = (
@@ -73,7 +73,7 @@ class Nifti:
         """The voxels with slope and intercept applied; of integers by integers, still integers.
 
         Raises:
-            DataError: slope, intercept or a value is NaN or infinite.
+            DataError: slope, intercept or a value is NaN or infinite, or too large for float32.
         """
         slope, intercept = _scaling(self.header, str(self.path))
         values = self.stored.astype(self.stored.dtype.newbyteorder("="), copy=False)
@@ -86,10 +86,21 @@ class Nifti:
             else:
                 with np.errstate(all="ignore"):  # what is not finite is refused below
                     values = values * np.float64(slope) + np.float64(intercept)
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
+        if values.dtype.kind == "f":
+            self._require_float32(values)
+        return values
+
+    def _require_float32(self, values: npt.NDArray[Any]) -> None:
+        """Raises `DataError` for values that networks can't compute with."""
+        if not np.isfinite(values).all():
             at = np.unravel_index(int(np.argmin(np.isfinite(values))), values.shape)
             raise DataError(f"{self.path}: value {values[at]} at voxel {tuple(int(i) for i in at)}")
-        return values
+        low, high = float(values.min()), float(values.max())
+        if max(-low, high) > _LARGEST:
+            raise DataError(
+                f"{self.path}: values from {low:g} to {high:g} do not fit float32: magnitudes up to"
+                f" {_LARGEST:g} are possible"
+            )
 
 
 def is_nifti(path: Path) -> bool:
@@ -125,7 +136,7 @@ def read_nifti(path: str | Path) -> Nifti:
             if not compressed:
                 return _read(name, file, packed)
             with _gzip_errors(name), gzip.GzipFile(fileobj=file) as unpacked:
-                return _read(name, unpacked, packed * _GZIP_RATIO)
+                return _read(name, unpacked, packed * GZIP_RATIO)  # more is cut short
     except OSError as error:
         raise DataError(f"{name}: {error.strerror or error}") from error
 

@@ -18,7 +18,7 @@ from pydist.data.file_image import RECIPE, file_image, recipe_hash, storage_opti
 from pydist.data.lock import FolderLock
 from pydist.data.made import MadeFiles, checksum_of
 from pydist.data.manifest import FILE_NAME, DataFile, Manifest
-from pydist.data.publish import make_folder, need_space
+from pydist.data.publish import make_folder, require_room
 from pydist.data.safe_open import safe_open
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES, UniverseOptions
 from pydist.data.universes.simulate import Parameters, draw_parameters, simulate
@@ -54,6 +54,8 @@ def generate_universes(
     """
     root = Path(out_dir)
     make_folder(root)
+    size = len(options.redshifts) * options.box**3 * np.dtype(options.dtype).itemsize
+    require_room(root, options.count, size, packed=options.compression == "gzip")
     with FolderLock(root):
         return _generate(root, options, progress)
 
@@ -197,9 +199,6 @@ def _read_again(
 def _check_folder(root: Path, options: UniverseOptions, recipe: str) -> Manifest | None:
     """Checks that the folder may be written; the manifest of the data set that is there now."""
     before = Manifest.load(root) if (root / FILE_NAME).exists() else None
-    if before is None and options.compression == "none":
-        item = np.dtype(options.dtype).itemsize
-        need_space(root, options.count * len(options.redshifts) * options.box**3 * item)
     if before is not None and not options.overwrite and before.origin.get(RECIPE) != recipe:
         raise UsageError(
             f"{root} holds a data set that was made with other options; choose another folder, "

@@ -23,7 +23,8 @@ def touch(root: Path, *names: str) -> Path:
 
 def describe(root: Path, **record) -> Path:
     root.mkdir(parents=True, exist_ok=True)
-    (root / "dataset.json").write_text(json.dumps(record))
+    # With a byte order mark, as editors on Windows write it.
+    (root / "dataset.json").write_text(json.dumps(record), encoding="utf-8-sig")
     return root
 
 

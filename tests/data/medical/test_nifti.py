@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import math
 import struct
+from contextlib import nullcontext
 
 import nibabel as nib
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pydist.data.medical.grid import resized
 from pydist.data.medical.nifti import outline_of, read_nifti, without_private, write_nifti
 from pydist.errors import DataError, DiskError, UsageError
 
@@ -67,6 +69,21 @@ def test_a_slope_or_intercept_that_is_no_number_is_refused(tmp_path, suffix, nam
     for read in (lambda: read_nifti(path).values(), lambda: outline_of(path)):
         with pytest.raises(DataError, match=rf"{path}: {name} is {value}: a finite number is need"):
             read()
+
+
+def test_values_beyond_float32_are_refused_with_their_range(tmp_path, write):
+    """As float32 they are infinite, and so are interpolated values of magnitudes just below."""
+    path = write(tmp_path / "a.nii", np.arange(-60, 60, dtype=np.int16).reshape(4, 5, 6))
+    raw = bytearray(path.read_bytes())
+    raw[112:116] = struct.pack("<f", 1e38)
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"a\.nii: values from -6e\+39 to 5\.9e\+39 do not fit f"):
+        read_nifti(path).values()
+    for factor, refused in ((1.8, True), (1.6, False)):
+        raw[112:116] = struct.pack("<f", factor * 1e38 / 60)
+        path.write_bytes(raw)
+        with pytest.raises(DataError, match="do not fit float32") if refused else nullcontext():
+            assert np.isfinite(resized(read_nifti(path).values(), (3, 7, 9))).all()
 
 
 @pytest.mark.parametrize("inter", [0, 5, math.nan])
