@@ -250,9 +250,11 @@ def to_change(x: ShardedTensor, shard: Tensor, others: Iterable[Any] = ()) -> Te
 def remember_plain(x: ShardedTensor, plain: Tensor) -> None:
     """Remembers the plain tensor of which `x` has a block, without a copy.
 
-    A change in place of the sharded tensor reaches one block of the plain one on each rank.
+    A change in place of the sharded tensor reaches one block of the plain one on each rank. With
+    gradients there is none of a leaf, as in torch.
     """
-    if not (plain.requires_grad and plain.is_leaf) and not plain.is_inference():
+    is_fixed = plain.requires_grad and plain.is_leaf and torch.is_grad_enabled()
+    if not is_fixed and not plain.is_inference():
         view_at(x).memory.plain = weakref.ref(plain), x._layout
 
 

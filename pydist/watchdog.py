@@ -15,6 +15,8 @@ from typing import ParamSpec, TypeVar
 
 from pydist._loader import native
 
+SPAN: int = native.PHASE_SPAN
+"""The rank does something that has a name; what is within says whether it waits."""
 WAIT: int = native.PHASE_WAIT
 """The rank waits for other ranks, at most the limit without progress."""
 BLOCKED: int = native.PHASE_BLOCKED
@@ -55,7 +57,8 @@ class phase:  # noqa: N801  a context manager, used as a function
     Args:
         name: at most 48 characters; the report shows it.
         kind: `WORK` for blocks that may be silent for longer than the limit: autotuning, capture,
-            saving, opening data. `WAIT` for those that wait for other ranks, `BLOCKED` for others.
+            saving, opening data. `WAIT` for those that wait for other ranks, `BLOCKED` for others,
+            `SPAN` for those that only have a name.
     """
 
     __slots__ = ("_kind", "_name")

@@ -31,7 +31,7 @@ from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.optim.whole_state import State, gather_state
 from pydist.parallel import entry_of
-from pydist.watchdog import waits
+from pydist.watchdog import SPAN, phase
 
 Use = Literal["auto", "always", "never"]
 
@@ -191,15 +191,15 @@ class ShardedOptimizer(Optimizer):
                 return error
         return None
 
-    @waits("state_dict(), to be called on all ranks")
     def state_dict(self) -> dict[str, Any]:
         """The plain optimizer's state, whole on every rank. Collective."""
         world = self._mesh.world
-        if world.size > 1:  # by its name, for the error where one rank alone calls it
-            world.ledger.note(world, ("state_dict() of a partitioned optimizer",), waits=True)
-        self._follow_reducer()
-        own = self.state
-        self.state = defaultdict(dict, self._whole_state())
+        with phase("state_dict(), to be called on all ranks", SPAN):
+            if world.size > 1:  # by its name, for the error where one rank alone calls it
+                world.ledger.note(world, ("state_dict() of a partitioned optimizer",), waits=True)
+            self._follow_reducer()
+            own = self.state
+            self.state = defaultdict(dict, self._whole_state())
         try:
             return super().state_dict()
         finally:

@@ -7,13 +7,14 @@ import gc
 
 import pytest
 import torch
-from equivalence import randn
+from equivalence import on_ranks, randn
 from scripts import GRIDS, check_script, copy_of
 from steps import batch, full, gradients, network, step_of
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import pydist.comm.gradients.buckets
+from pydist import distribute_tensor, parallelize
 
 grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
 
@@ -177,3 +178,20 @@ def test_a_copy_of_the_model_and_a_model_that_is_gone():
         return found + step_of(other, cut, 2) + step_of(twin, cut, 3)
 
     check_script(script, (2, (2, 1, 1)))
+
+
+def test_replaced_parameters_that_one_rank_keeps_are_not_compared():
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        x = distribute_tensor(batch(), mesh)
+        kept = []
+        for _ in range(2):
+            kept += [*model.parameters()] if mesh.rank == 0 else []
+            model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+            with model.no_sync():
+                model(x).square().mean().backward()
+            for _ in range(3):
+                model(x).square().mean().backward()
+        return len(kept)
+
+    assert on_ranks((2, 1, 1), body)[1] == 0

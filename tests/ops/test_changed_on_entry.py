@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equivalence import assert_same, on_ranks, randn
+from steps import full
 from torch import nn
 
 from pydist import distribute_tensor, parallelize
@@ -147,3 +148,20 @@ def test_a_change_without_gradients_leaves_the_leaf():
 
     for found in on_ranks((2, 1, 1), body):
         assert torch.equal(found, expected)
+
+
+def test_a_leaf_that_a_first_layer_changes_without_gradients():
+    def outputs(ready):
+        one, other = (ready(nn.Sequential(nn.ReLU(inplace=True))) for _ in range(2))
+        x = randn(*SHAPE).requires_grad_()
+        with torch.no_grad():
+            one(x)
+            return full(other(x)).clone()
+
+    expected = outputs(lambda model: model)
+
+    def body(mesh):
+        return outputs(lambda model: parallelize(model, mesh))
+
+    for found in on_ranks((2, 1, 1), body):
+        assert_same(found, expected)

@@ -356,10 +356,11 @@ class Reducer:
             members = (leaf for lane in self.lanes for leaf in lane.leaves)
             hooked = [e for e in (*members, *news) if e.has_hooks and (e.waits or not e.fired)]
             taking_part = [lane for lane, u in zip(self.lanes, used, strict=True) if u]
+            # Not those with older gradients: one rank alone may keep a parameter that was replaced.
             held = (
                 e.parameter()
                 for e in chain.from_iterable(x.leaves for x in taking_part)
-                if flags.get(e, 0) > 0
+                if flags.get(e, 0) == NEW
             )
             for lane in taking_part:
                 lane.start_rest()
