@@ -186,5 +186,5 @@ def minimise(task: Task, outcome: str, seconds: float) -> str | None:
 def _short(message: str) -> str:
     """A refusal without what differs from program to program."""
     text = message.split("; ", maxsplit=1)[0]
-    text = re.sub(r" (in module \S+|at \S+:\d+|\(shapes [^)]*\))", "", text)
+    text = re.sub(r" (in module \S+|at [^()]*?:\d+|\(shapes [^)]*\))", "", text)
     return re.sub(r"\d+(, \d+)*", "n", text)[:160]
