@@ -128,8 +128,10 @@ TEST(WatchdogBoard, AWaitInsideOfLongWorkIsAWaitWithMoreTime) {
   slot.enter("an all-gather", Kind::kWait);
   EXPECT_EQ(slot.kind(), Kind::kWork);
   EXPECT_EQ(slot.activity(), Kind::kWait);
-  const std::string text =
-      describe({1, true, 1, "n07", 2}, *board, {{0, 11, {'R', "", false}, ""}}, 6, "");
+  // Not one initializer each: GCC 12 then warns of its own clean-up after exceptions.
+  const ProcessState runs{'R', "", false};
+  const Finding found{0, 11, runs, ""};
+  const std::string text = describe({1, true, 1, "n07", 2}, *board, {found}, 6, "");
   EXPECT_NE(text.find("waits for other ranks: step 0, phase 'state_dict(): saving: an all-gather'"),
             std::string::npos)
       << text;
@@ -174,7 +176,6 @@ TEST(WatchdogReport, NamesRanksPhasesAndThoseThatNeverCame) {
   board->slot(0).layer.store("enc.conv1");
   board->slot(0).call.store("call 7 of all ranks: barrier");
   const std::string stack = "Thread 1 (most recent call first):\n  File \"a.py\"\n";
-  // Not one initializer each: GCC 12 then warns of its own clean-up after exceptions.
   const ProcessState sleeps{'S', "", false};
   const ProcessState stops{'T', "do_signal_stop", false};
   const Finding waits{0, 11, sleeps, stack};

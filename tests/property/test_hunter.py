@@ -9,21 +9,16 @@ from pathlib import Path
 
 import pytest
 from children import child_environment
-from hunter.command import found_in
 from hunter.hunt import blamed
 from hunter.judge import Verdict, judge, settings
-from hunter.mutations import MUTATIONS
 from hunter.program import Program
 from hunter.shrink import shrunk
 from random_spot import Source
 
 SUPPORT = Path(__file__).parents[1] / "support"
 
-SEEDS = 60
-"""Programs in the suite; CI runs minutes of others."""
-
-MOST_FOR_FAULTS = 15
-"""So few programs find one of the faults that are tried here."""
+SEEDS = 40
+"""Programs in the suite; CI runs many more, and puts known faults back to see them found."""
 
 SMALL = Program(
     statements=("m0 = ready(net('m0'))", "x = cut(0)", "y = m0(x)", "see('y', y, 'rows')"),
@@ -35,7 +30,7 @@ SMALL = Program(
 def test_programs_are_the_same_when_they_are_split(tmp_path):
     path = child_environment()
     path["PYTHONPATH"] = f"{SUPPORT}:{path.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "hunter.command", "--programs", str(SEEDS), "--seconds", "100"]
+    command = [sys.executable, "-m", "hunter.command", "--programs", str(SEEDS), "--seconds", "250"]
     ended = subprocess.run(
         [*command, "--minimise", "1", "--workers", "2"],
         env={**path, "OMP_NUM_THREADS": "1"},
@@ -85,16 +80,6 @@ def verdict(program: Program, *more: str) -> str:
 )
 def test_the_judge_tells_outcomes_apart(statements, outcome):
     assert verdict(SMALL, *statements) == outcome
-
-
-@pytest.mark.parametrize(
-    "name", ["groups-equal", "hooks-local", "outside-unreduced", "views-stale"]
-)
-def test_known_faults_are_found(name):
-    """`tools/hunt --mutations` tries all of them."""
-    mutation = MUTATIONS[name]
-    programs, what = found_in(mutation, mutation.only, 1000, MOST_FOR_FAULTS, 60.0)
-    assert programs, what
 
 
 GROUPS = replace(SMALL, groups=(1, 1), spatial=(1, 1, 1))
