@@ -84,17 +84,19 @@ class Outcome:
     def unsaid(self, phase: str, fault: str) -> str:
         """What the watchdog's report lacks, "" if nothing."""
         reports = self.stderr.count("pydist: hang: no rank of ")
-        if fault not in ("stop", "spin"):  # a broken connection may be noticed first
+        by_launcher = "rank 1 stopped (state T) after the others" in self.stderr
+        # A broken connection may be noticed first.
+        if fault not in ("stop", "spin") or (phase == "finalize" and by_launcher):
             return "" if reports <= 1 else f"{reports} reports"
         if reports != 1:
             return f"{reports} reports"
-        waiting = {
-            "join": "is in a call that does not return",
-            "finalize": "has come to the end of its program",
-        }
-        waits = waiting.get(phase, "waits for other ranks")
-        runs = waits if phase == "finalize" else "computes"
-        faulty = ("is stopped (state T", "") if fault == "stop" else (runs, " in fault")
+        blocked = "is in a call that does not return"
+        ends = "has (come to the end of its program|ended)"
+        waits = {"join": blocked, "finalize": ends}.get(phase, "waits for other ranks")
+        # In the loader a thread of its own has the fault, and holds the interpreter's lock.
+        shared = rf"(computes|sleeps, and waits for no rank|{blocked})"
+        runs = {"finalize": waits, "loader": shared}.get(phase, "computes")
+        faulty = (r"is stopped \(state T", "") if fault == "stop" else (runs, " in fault")
         expected = {0: (waits, ""), 1: faulty}
         if phase == "join":
             if "  has not come to pydist.init: rank 1\n" not in self.stderr:
@@ -105,9 +107,7 @@ class Outcome:
                 rf"  rank {rank} \(host {re.escape(gethostname())}, process {self.pids[rank]}\) "
             )
             step = r"\d+" if phase not in IN_SECOND_STEP or rank == 0 else "2"
-            if not re.search(
-                rf"^{place}{re.escape(how)}.*: step {step}, phase '.+'", self.stderr, re.M
-            ):
+            if not re.search(rf"^{place}{how}.*: step {step}, phase '.+'", self.stderr, re.M):
                 return f"what rank {rank} does is not said"
             stack = re.search(rf"^\[rank {rank}\]   File .*{function}$", self.stderr, re.M)
             if phase != "finalize" and bool(stack) == (rank == 1 and fault == "stop"):
