@@ -70,7 +70,7 @@ void bind_watchdog(py::module_& module) {
   module.def("is_watched", &watchdog::is_watched, "Whether this process has a watchdog.");
   module.def("mark_step", &watchdog::mark_step, "step"_a, "Tells the watchdog the training step.");
   module.def("ended_ranks", &watchdog::ended_ranks,
-             "The ranks of this machine that have come to the end of their program.");
+             "The ranks of this machine that have reached the end of their program.");
   module.def(
       "answer_watchdog",
       [](const std::string& layer, const std::string& call) { watchdog::answer(layer, call); },

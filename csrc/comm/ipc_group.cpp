@@ -47,7 +47,7 @@ void IpcGroup::rest(double seconds) {
     if (elapsed.count() > seconds) {
       stream_.retire();  // what is on it may never end
       throw GroupError(GroupError::Fault::kTimeout,
-                       named(what()) + ": another rank has not come to it within " +
+                       named(what()) + ": another rank has not reached it within " +
                            std::to_string(static_cast<long>(seconds)) + " s");
     }
     std::this_thread::sleep_for(std::min<Seconds>(elapsed / 8, std::chrono::milliseconds(1)));

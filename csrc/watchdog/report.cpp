@@ -9,10 +9,12 @@
 namespace pydist::watchdog {
 namespace {
 
-// Frames of threads that wait for work, and of debuggers, by what their line in a stack holds.
-constexpr std::array<std::string_view, 5> kIdle{
-    "pydist/launch/lifeline.py\"", "pydist/launch/watch.py\"", "in _worker",
-    "concurrent/futures/thread.py\"", "pydist/comm/transports/mpi/progress.py\""};
+// Frames by what their line in a stack holds: of pydist's own threads, anywhere in the stack; of
+// an executor's thread without work, the innermost; of debuggers.
+constexpr std::array<std::string_view, 3> kOwn{"pydist/launch/lifeline.py\"",
+                                               "pydist/launch/watch.py\"",
+                                               "pydist/comm/transports/mpi/progress.py\""};
+constexpr std::string_view kIdle = "in _worker";
 constexpr std::array<std::string_view, 4> kDebuggers{"/bdb.py\"", "/pdb.py\"", "pydevd",
                                                      "/debugpy/"};
 
@@ -47,7 +49,7 @@ std::string how(const Slot& slot, const Finding& found) {
   if (state.letter == 'D') return "waits for a disk or a driver (state D" + inside + ")";
   switch (slot.activity()) {
     case Kind::kEnd:
-      return "has come to the end of its program";
+      return "has reached the end of its program";
     case Kind::kBlocked:
       return "is in a call that does not return";
     case Kind::kWait:
@@ -74,17 +76,24 @@ std::string busy_threads(const std::string& stacks) {
   // faulthandler's form: a line that ends in "(most recent call first):", then a line a frame,
   // then an empty one.
   std::istringstream lines(stacks);
-  std::string line, block, kept, last;
+  std::string line, block, kept;
+  int frames = 0;
   bool idle = false;
   const auto end_block = [&] {
-    if (!idle && !block.empty()) kept += block;
+    if (!idle) kept += block;
     block.clear();
+    frames = 0;
     idle = false;
   };
   while (std::getline(lines, line)) {
     if (line.empty()) continue;
-    if (line.find("(most recent call first)") != std::string::npos) end_block();
-    for (const std::string_view each : kIdle) idle = idle || line.find(each) != std::string::npos;
+    if (line.find("(most recent call first)") != std::string::npos) {
+      end_block();
+    } else {
+      const auto holds = [&](std::string_view each) { return line.find(each) != line.npos; };
+      idle = idle || std::any_of(kOwn.begin(), kOwn.end(), holds) || (frames == 0 && holds(kIdle));
+      ++frames;
+    }
     block += line + "\n";
   }
   end_block();
@@ -115,7 +124,7 @@ std::string describe(const Job& job, const Board& board, const std::vector<Findi
   } else if (static_cast<int>(ranks.size()) < job.here) {
     missing = std::to_string(job.here - static_cast<int>(ranks.size())) + " ranks of this machine";
   }
-  if (!missing.empty()) text << "  has not come to pydist.init: " << missing << "\n";
+  if (!missing.empty()) text << "  has not reached pydist.init: " << missing << "\n";
   for (const Finding& each : sorted) {
     const Slot& slot = board.slot(each.rank);
     text << "  rank " << each.rank << " (host " << job.host << ", process " << each.pid << ") "

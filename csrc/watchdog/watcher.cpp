@@ -15,6 +15,7 @@
 
 #include "core/errors.hpp"
 #include "watchdog/judge.hpp"
+#include "watchdog/stacks.hpp"
 
 namespace pydist::watchdog {
 namespace {
@@ -132,7 +133,7 @@ class Watcher {
   void tell() {
     if (options_.stacks >= 0 && ftruncate(options_.stacks, 0) == 0) {
       lseek(options_.stacks, 0, SEEK_SET);
-      pthread_kill(main_thread_, options_.signal);
+      ask_for_stacks(options_.signal, main_thread_);
     }
     ask(Question::kReport);
     rest(kTellSeconds);
@@ -230,6 +231,7 @@ void start(const Options& options, int board) {
   own_size.store(options.job.size);
   own_slot.store(&slot);
   pthread_atfork(nullptr, nullptr, forget_rank);
+  if (options.stacks >= 0) serve_stacks(options.signal);
   // Signals are for the program's threads.
   sigset_t all, before;
   sigfillset(&all);

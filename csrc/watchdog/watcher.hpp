@@ -2,7 +2,7 @@
 //
 // There is one a process, and it lives until the process ends. Every rank has one; the first that
 // sees the hang reports it for all ranks of its machine, and each prepares its own part: Python's
-// stacks, written by faulthandler's signal handler, and the layer at work.
+// stacks and the layer at work.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Options {
   Job job;
   int output = 2;           // descriptor that takes the report
   bool as_message = false;  // as a line of JSON for the launcher, not as text
-  int stacks = -1;          // descriptor that `signal`'s handler writes Python's stacks to
+  int stacks = -1;          // descriptor that `signal`'s handler writes a thread's Python stack to
   int signal = 0;
   int questions = -1;  // takes a `Question`
   int launcher = -1;   // descriptor that takes `farewell` before this process ends, if there is one
@@ -56,7 +56,7 @@ void answer(std::string_view layer, std::string_view call);
 // What is known of the ranks of other machines, for the report: one line each.
 void tell_elsewhere(std::string_view lines);
 
-// The ranks of this machine that have come to the end of their program, in order.
+// The ranks of this machine that have reached the end of their program, in order.
 std::vector<int> ended_ranks();
 
 }  // namespace pydist::watchdog

@@ -23,9 +23,9 @@ def prepare() -> None:
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115  open until the process ends
     if sys.stdout is None:
-        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  the same
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115  open until the process ends
     if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  the same
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115  open until the process ends
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in _RAISING:
             stream.reconfigure(errors="backslashreplace")

@@ -185,7 +185,9 @@ def _start_of(pid: int) -> str:
 
 
 def _write_stacks_on_signal() -> tuple[int, int]:
-    """Has faulthandler write all stacks on a signal, even while native code holds the lock.
+    """Has faulthandler write a thread's stack on a signal, even while native code holds the lock.
+
+    Not all threads' stacks: it reads freed memory where one of them runs (segmentation faults seen).
 
     Returns:
         The signal, and the descriptor that its handler writes to; -1 where there is no such thing,
@@ -197,7 +199,7 @@ def _write_stacks_on_signal() -> tuple[int, int]:
     stacks = os.memfd_create("pydist stacks")
     # What faulthandler leaves when the interpreter ends, before the process does.
     signal.signal(number, signal.SIG_IGN)
-    faulthandler.register(number, file=stacks, all_threads=True, chain=False)
+    faulthandler.register(number, file=stacks, all_threads=False, chain=False)
     return number, stacks
 
 

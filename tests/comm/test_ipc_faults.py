@@ -139,7 +139,7 @@ def test_a_peer_that_does_not_come_is_waited_for_with_a_limit(
             return
         channel = t.channel([], [(1, torch.zeros(2))], 0)
         channel.start()
-        with pytest.raises(RankLost, match=r"rank 0 of 2: rank 1 has not come to an exchange"):
+        with pytest.raises(RankLost, match=r"rank 0 of 2: rank 1 has not reached an exchange"):
             channel.wait()
         t.barrier()
 

@@ -1,7 +1,12 @@
 // The watchdog's parts without its thread: what decides, what is said, and what is written.
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <sched.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
+#include <csignal>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -11,6 +16,7 @@
 #include "watchdog/judge.hpp"
 #include "watchdog/process.hpp"
 #include "watchdog/report.hpp"
+#include "watchdog/stacks.hpp"
 
 namespace pydist::watchdog {
 namespace {
@@ -186,7 +192,7 @@ TEST(WatchdogReport, NamesRanksPhasesAndThoseThatNeverCame) {
       text,
       "pydist: hang: no rank of n07 has made progress for 2.5 s (PYDIST_HANG_LIMIT=2); the job "
       "ends with code 72\n"
-      "  has not come to pydist.init: rank 2\n"
+      "  has not reached pydist.init: rank 2\n"
       "  rank 1 (host n07, process 12) is stopped (state T in do_signal_stop): step 7, phase "
       "'the program's own code'\n"
       "  rank 0 (host n07, process 11) waits for other ranks: step 0, phase 'an all-reduce', "
@@ -201,9 +207,55 @@ TEST(WatchdogReport, LeavesIdleThreadsOutAndFindsDebuggers) {
   const std::string idle =
       "Thread 1 (most recent call first):\n  File \"x/pydist/launch/lifeline.py\", line 6\n\n";
   const std::string busy = "Current thread 2 (most recent call first):\n  File \"user.py\"\n";
-  EXPECT_EQ(busy_threads(idle + busy), busy);
+  const std::string pool = "  File \"concurrent/futures/thread.py\", line 81 in _worker\n";
+  const std::string unused = "Thread 3 (most recent call first):\n" + pool;
+  const std::string used = "Thread 4 (most recent call first):\n  File \"reader.py\"\n" + pool;
+  EXPECT_EQ(busy_threads(idle + busy + unused + used), busy + used);
   EXPECT_FALSE(in_debugger(busy));
   EXPECT_TRUE(in_debugger("  File \"/usr/lib/python3.11/bdb.py\", line 1 in wait"));
+}
+
+std::atomic<int> stacks_at_once{0}, stacks_seen{0}, most_at_once{0};
+std::atomic<bool> main_came_first{false};
+pthread_t first_thread;
+
+void count_stack(int) {
+  if (stacks_seen.fetch_add(1) == 0) main_came_first = pthread_equal(pthread_self(), first_thread);
+  most_at_once = std::max(most_at_once.load(), ++stacks_at_once);
+  for (int i = 0; i < 100; ++i) sched_yield();
+  --stacks_at_once;
+}
+
+TEST(WatchdogStacks, EachThreadThatTakesTheSignalWritesItsOwnAlone) {
+  const int number = SIGRTMIN + 12;
+  first_thread = pthread_self();
+  struct sigaction action = {};
+  action.sa_handler = count_stack;
+  ASSERT_EQ(sigaction(number, &action, nullptr), 0);
+  serve_stacks(number);
+  serve_stacks(number);        // a second watchdog's turn changes nothing
+  constexpr int kThreads = 6;  // the last of them blocks the signal
+  std::atomic<bool> over{false};
+  std::atomic<int> started{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] {
+      sigset_t all;
+      sigfillset(&all);
+      if (i == kThreads - 1) pthread_sigmask(SIG_SETMASK, &all, nullptr);
+      ++started;
+      while (!over) sched_yield();
+    });
+  }
+  while (started < kThreads) sched_yield();
+  ask_for_stacks(number, first_thread);
+  for (int i = 0; i < 20000 && stacks_seen < kThreads; ++i) usleep(100);
+  EXPECT_EQ(stacks_seen, kThreads);  // all but the one that blocks it, and the main thread
+  EXPECT_EQ(most_at_once, 1);
+  EXPECT_TRUE(main_came_first);
+  over = true;
+  for (std::thread& each : threads) each.join();
+  signal(number, SIG_DFL);
 }
 
 TEST(WatchdogReport, QuotesAsJson) { EXPECT_EQ(quoted("a\"b\\c\n\x01"), R"("a\"b\\c\n\u0001")"); }

@@ -91,7 +91,7 @@ class Outcome:
         if reports != 1:
             return f"{reports} reports"
         blocked = "is in a call that does not return"
-        ends = "has (come to the end of its program|ended)"
+        ends = "has (reached the end of its program|ended)"
         waits = {"join": blocked, "finalize": ends}.get(phase, "waits for other ranks")
         # In the loader a thread of its own has the fault, and holds the interpreter's lock.
         shared = rf"(computes|sleeps, and waits for no rank|{blocked})"
@@ -99,7 +99,7 @@ class Outcome:
         faulty = (r"is stopped \(state T", "") if fault == "stop" else (runs, " in fault")
         expected = {0: (waits, ""), 1: faulty}
         if phase == "join":
-            if "  has not come to pydist.init: rank 1\n" not in self.stderr:
+            if "  has not reached pydist.init: rank 1\n" not in self.stderr:
                 return "rank 1 is not missed"
             del expected[1]
         for rank, (how, function) in expected.items():

@@ -148,12 +148,14 @@ class _Engine(_engine):  # type: ignore[misc]
         if not meshes:
             return super().run_backward(outputs, *args, **kwargs)
         # A pass within another is of one block, and may meet what this rank alone has looked at.
-        for mesh in meshes if torch._C._current_graph_task_id() == -1 else ():
-            ledger = mesh.sample.ledger
-            ledger.history = hash((ledger.history, history))
+        if torch._C._current_graph_task_id() == -1:
+            for mesh in meshes:
+                ledger = mesh.sample.ledger
+                ledger.history = hash((ledger.history, history))
         reducers = [mesh.reducer for mesh in meshes if mesh.reducer is not None]
-        for tensor in leaves if reducers else ():
-            reducers[0].register(tensor)
+        if reducers:
+            for tensor in leaves:
+                reducers[0].register(tensor)
         for reducer in reducers:
             reducer.enter(
                 roots,

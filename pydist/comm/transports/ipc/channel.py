@@ -26,7 +26,7 @@ class IpcLinks:
         group: the ranks and their stream.
         offers: connects the same ranks, in host memory, and carries nothing else.
         device: where all tensors lie.
-        seconds: within which a peer has come to an exchange with this rank, the first time.
+        seconds: within which a peer has reached an exchange with this rank, the first time.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class IpcLinks:
         """Returns when what has begun is on the stream: before anything else may be.
 
         Raises:
-            RankLost: a peer has not come to it within the time limit.
+            RankLost: a peer has not reached it within the time limit.
         """
         first, self._first = self._first, None
         if first is None:
@@ -70,7 +70,7 @@ class IpcLinks:
         if first.thread.is_alive():
             first.failure = RankLost(
                 f"CUDA IPC: rank {self.offers.rank} of {self.offers.size}: rank {first.awaited} has"
-                f" not come to an exchange with it within {self._seconds:g} s"
+                f" not reached an exchange with it within {self._seconds:g} s"
             )
         if first.failure is not None:
             raise first.failure
@@ -79,7 +79,7 @@ class IpcLinks:
         """Returns when all exchanges are complete on the device.
 
         Raises:
-            RankLost: another rank has not come to one of them within the time limit.
+            RankLost: another rank has not reached one of them within the time limit.
         """
         with self.lock:
             self.settle()
