@@ -187,7 +187,7 @@ def _start_of(pid: int) -> str:
 def _write_stacks_on_signal() -> tuple[int, int]:
     """Has faulthandler write a thread's stack on a signal, even while native code holds the lock.
 
-    Not all threads' stacks: it reads freed memory where one of them runs (segmentation faults seen).
+    Not all threads' stacks: it reads freed memory where one of them runs, and crashes then.
 
     Returns:
         The signal, and the descriptor that its handler writes to; -1 where there is no such thing,

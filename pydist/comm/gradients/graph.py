@@ -126,6 +126,15 @@ def is_reached(parameter: Tensor) -> bool:
             parameter.requires_grad_(False)
 
 
+def _note_history(meshes: Iterable[Mesh], history: int) -> None:
+    """Adds what a backward pass starts from to what the ranks compare at its end."""
+    # A pass within another is of one block, and may meet what this rank alone has looked at.
+    if torch._C._current_graph_task_id() == -1:
+        for mesh in meshes:
+            ledger = mesh.sample.ledger
+            ledger.history = hash((ledger.history, history))
+
+
 class _Engine(_engine):  # type: ignore[misc]
     """torch's engine, which tells the reducers of backward passes that concern them."""
 
@@ -147,11 +156,7 @@ class _Engine(_engine):  # type: ignore[misc]
             meshes.append(frozen)
         if not meshes:
             return super().run_backward(outputs, *args, **kwargs)
-        # A pass within another is of one block, and may meet what this rank alone has looked at.
-        if torch._C._current_graph_task_id() == -1:
-            for mesh in meshes:
-                ledger = mesh.sample.ledger
-                ledger.history = hash((ledger.history, history))
+        _note_history(meshes, history)
         reducers = [mesh.reducer for mesh in meshes if mesh.reducer is not None]
         if reducers:
             for tensor in leaves:

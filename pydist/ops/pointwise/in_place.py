@@ -29,8 +29,8 @@ def in_place_on_plain(
 ) -> Tensor:
     """Runs a call in place whose first argument is plain, on the block of it that is this rank's.
 
-    Writing into the plain tensor would fill this rank's block alone, and record no gradient. So the object in the user's hands is exchanged for a sharded one, in which the
-    result is.
+    Writing into the plain tensor would fill this rank's block alone, and record no gradient. So
+    the object in the user's hands is exchanged for a sharded one, in which the result is.
 
     Args:
         handler: what does it when the first argument is sharded, called as
