@@ -411,6 +411,7 @@ def called_object(code: CodeType, name: str) -> object | None: ...
 def call_key(
     code: int,
     arguments: Sequence[object],
+    without: type,
     kinds: tuple[type, ...],
     key_of: Callable[[Any], Hashable],
     unseen: int,

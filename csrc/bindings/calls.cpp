@@ -1,6 +1,8 @@
 // What is known of a call that a program makes: the module that makes it, and the numbers that it
 // is given; see pydist/comm/interface/ledger.py and pydist/comm/exchange/history.py. Plain C
 // functions: they are called about a hundred times a step.
+#include <cmath>
+
 #include "bindings/bindings.hpp"
 
 namespace pydist::bindings {
@@ -53,9 +55,10 @@ py::object attribute(PyObject* object, PyObject* name) {
 
 // What the key of an argument is made of where this file does not know it.
 struct Others {
-  PyObject* kinds;   // those with a key
-  PyObject* key_of;  // the function that returns it
-  PyObject* unseen;  // the key of all others
+  PyObject* without;  // a type whose objects are unseen
+  PyObject* kinds;    // those with a key
+  PyObject* key_of;   // the function that returns it
+  PyObject* unseen;   // the key of all others
 };
 
 py::object key_of(PyObject* value, const Others& others);
@@ -75,14 +78,17 @@ py::object keys_of(PyObject* first, PyObject* values, const Others& others) {
 
 py::object key_of(PyObject* value, const Others& others) {
   static PyObject* const history = PyUnicode_InternFromString("_history");
-  if (value == Py_None) return borrow(others.unseen);
-  // -2 has the hash of -1, and NaN another one each time.
+  if (value == Py_None || reinterpret_cast<PyObject*>(Py_TYPE(value)) == others.without) {
+    return borrow(others.unseen);
+  }
+  // -2 has the hash of -1, -0.0 that of 0.0, and NaN another one each time.
   if (PyLong_Check(value)) {
     int overflow = 0;
     if (PyLong_AsLongAndOverflow(value, &overflow) != -2) return borrow(value);
   } else if (PyFloat_CheckExact(value)) {
     const double number = PyFloat_AS_DOUBLE(value);
-    if (number != -2 && number == number) return borrow(value);
+    const bool is_negative_zero = number == 0 && std::signbit(number);
+    if (number != -2 && number == number && !is_negative_zero) return borrow(value);
   } else if ((PyTuple_Check(value) || PyList_Check(value)) &&
              PySequence_Fast_GET_SIZE(value) <= kMostShown) {
     return keys_of(nullptr, value, others);
@@ -91,7 +97,7 @@ py::object key_of(PyObject* value, const Others& others) {
   } else {
     const int known = PyObject_IsInstance(value, others.kinds);
     if (known < 0) throw py::error_already_set();
-    if (known == 0) return borrow(others.unseen);
+    if (known == 0 && !PyIndex_Check(value)) return borrow(others.unseen);
   }
   return checked(PyObject_CallOneArg(others.key_of, value));
 }
@@ -111,13 +117,13 @@ PyObject* call_called_object(PyObject*, PyObject* const* arguments, Py_ssize_t c
 }
 
 PyObject* call_key(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  if (count != 5 || !(PyTuple_Check(arguments[1]) || PyList_Check(arguments[1]))) {
+  if (count != 6 || !(PyTuple_Check(arguments[1]) || PyList_Check(arguments[1]))) {
     PyErr_SetString(PyExc_TypeError,
-                    "call_key takes a code, the arguments, kinds, a function and a key");
+                    "call_key takes a code, the arguments, a type, kinds, a function and a key");
     return nullptr;
   }
   try {
-    const Others others{arguments[2], arguments[3], arguments[4]};
+    const Others others{arguments[2], arguments[3], arguments[4], arguments[5]};
     return keys_of(arguments[0], arguments[1], others).release().ptr();
   } catch (py::error_already_set& error) {
     error.restore();
@@ -135,11 +141,12 @@ PyMethodDef functions[] = {
      "called_object(code: CodeType, name: str) -> object | None\n\n"
      "The innermost object on the stack whose method `code` runs and whose dict has `name`."},
     {"call_key", as_function(call_key), METH_FASTCALL,
-     "call_key(code: int, arguments: Sequence[object], kinds: tuple[type, ...], "
+     "call_key(code: int, arguments: Sequence[object], without: type, kinds: tuple[type, ...], "
      "key_of: Callable[[Any], Hashable], unseen: int) -> tuple[Any, ...]\n\n"
      "The code, and of each argument what all ranks must have in common: a number is its own key,\n"
      "a sharded tensor has its history, a short sequence the keys of its elements, the `kinds`\n"
-     "what `key_of` returns, and all else is `unseen`."},
+     "and what can be an index have what `key_of` returns; all else, and what is of the type\n"
+     "`without`, is `unseen`."},
     {nullptr, nullptr, 0, nullptr},
 };
 

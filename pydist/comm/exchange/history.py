@@ -7,6 +7,8 @@ function, its numbers, and the hashes of the tensors that it was given. What an 
 what a backward pass starts from goes into a running hash of the group (`Ledger.history`), which the
 ranks compare at the end of each backward pass.
 
+Whether a result has a gradient is a part of its hash, as ranks that switch gradients off have.
+
 A rank may make calls of its own, as one that looks at something does: their results reach neither.
 Sample groups may differ too, as those with their own augmentation do.
 """
@@ -18,12 +20,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from operator import index
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import resolve_name
 
 from pydist._loader import native
@@ -31,12 +35,16 @@ from pydist.comm.interface.ledger import CAUSE, DIFFERENT, calling_module
 from pydist.errors import UsageError
 
 _SAME = frozenset(
-    "clone contiguous cpu cuda detach detach_ register_hook requires_grad_ retain_grad to "
-    "view_as".split()
+    "clone contiguous cpu cuda register_hook requires_grad_ retain_grad view_as".split()
 )
 """Methods whose result is the same tensor: one rank may call them alone, and read attributes."""
-_CHANGES = frozenset(f"{name}.__get__" for name in ("H", "T", "imag", "mH", "mT", "real"))
+_CHANGES = frozenset(f"{name}.__get__" for name in ("H", "T", "data", "imag", "mH", "mT", "real"))
 """Attributes that are other tensors."""
+_WRITING_OPERATORS = frozenset(
+    f"__{name}__"
+    for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor "
+    "ilshift irshift".split()
+)
 _REMEMBERED = 256
 
 _LEAST_HASH = 1 << 41
@@ -46,13 +54,21 @@ NO_HISTORY = _LEAST_HASH
 _UNSEEN = _LEAST_HASH + 1
 """In the place of an argument that is not compared here."""
 _NAN = math.pi * 1e300
+_MOST_SHOWN = 16
+"""Elements of a plain tensor or array that is compared as numbers: where, or by how much."""
 
 call_key = native.call_key
 _codes: dict[object, int] = {}
+_writes: set[object] = set()
+"""Functions that write into their first argument, whose values need not be equal before."""
 
 
-_Call = tuple[int, Callable[..., Any], tuple[Any, ...], str]
-"""History, function, key and module."""
+class _Call(NamedTuple):
+    history: int
+    func: Callable[..., Any]
+    key: tuple[Any, ...]
+    module: str
+    has_gradient: bool = True
 
 
 class _Recent(threading.local):
@@ -72,60 +88,89 @@ def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         code = _codes[func] = _code_of(func)
     if code == 0:
         return getattr(args[0], "_history", NO_HISTORY) if args else NO_HISTORY
-    key = call_key(code, args, _KINDS, _key, _UNSEEN)
+    if func in _writes and not hasattr(args[0], "_history"):
+        args = (None, *args[1:])
+    key = call_key(code, args, Parameter, _KINDS, _key, _UNSEEN)
     if kwargs:
         key += _keys((*kwargs, *kwargs.values()))
     history = hash(key) | _LEAST_HASH
     CAUSE.module = calling_module()
-    _recent.calls.append((history, func, key, CAUSE.module))
+    _recent.calls.append(_Call(history, func, key, CAUSE.module))
     return history
 
 
 def remember(result: Any, history: int, args: Sequence[Any]) -> None:
-    """Notes on the new sharded tensors among a call's results what has made them."""
-    if isinstance(result, Tensor):
-        # What was changed in place is noted by `adopt_local`; else it is as it was.
-        if not args or result is not args[0]:
-            _set(result, history)
+    """Notes on the sharded tensors that a call has made or changed what has made them."""
+    if isinstance(result, Tensor) and not (args and result is args[0]):
+        _set(result, history)
     elif isinstance(result, (tuple, list)):
         for index, each in enumerate(result):
             _set(each, hash((history, index)) | _LEAST_HASH)
+    elif args and getattr(args[0], "_history", 0) == history:  # changed in place: `adopt_local`
+        _set(args[0], history)
 
 
 def _set(result: Any, history: int) -> None:
-    if hasattr(result, "_history"):
-        result._history = history
+    shard = getattr(result, "_shard", None)
+    if shard is None:
+        return
+    if not (shard.requires_grad and torch.is_grad_enabled()):
+        calls = _recent.calls
+        if calls and calls[-1].history == history:
+            calls[-1] = calls[-1]._replace(history=~history | _LEAST_HASH, has_gradient=False)
+        history = ~history | _LEAST_HASH
+    result._history = history
 
 
 def _code_of(func: Callable[..., Any]) -> int:
     name = resolve_name(func) or getattr(func, "__qualname__", "")
     method = name.removeprefix("torch.Tensor.")
+    if method in _WRITING_OPERATORS or (method.endswith("_") and not method.endswith("__")):
+        _writes.add(func)
     reads = method.endswith(("__get__", "__set__")) and method not in _CHANGES
     return 0 if reads or method in _SAME else crc32(name.encode()) or 1
 
 
 def _keys(values: Sequence[Any]) -> tuple[Any, ...]:
-    return call_key(_UNSEEN, values, _KINDS, _key, _UNSEEN)
+    return call_key(_UNSEEN, values, Parameter, _KINDS, _key, _UNSEEN)
 
 
 def _key(value: Any) -> Any:
     """The key of an argument that `call_key` does not know: equal on all ranks, as is its hash."""
-    if isinstance(value, np.number):
-        return _keys((value.item(),))
+    if isinstance(value, Tensor):
+        return _key_of_plain(value)
+    if isinstance(value, (np.generic, np.ndarray)):
+        return _UNSEEN if value.size > _MOST_SHOWN else _keys((value.tolist(),))
     if isinstance(value, (int, float)):
-        # -2 has the hash of -1, and NaN another one each time.
-        return math.nextafter(value, 0) if value == -2 else _NAN
+        # -2 has the hash of -1, -0.0 that of 0.0, and NaN another one each time.
+        return math.nextafter(value, -math.inf) if value in (-2, 0) else _NAN
     if isinstance(value, complex):
         return _keys((value.real, value.imag))
     if isinstance(value, slice):
         return _keys((value.start, value.stop, value.step))
     if isinstance(value, (tuple, list)):  # long: only its hash is kept
         return hash(_keys(value)) | _LEAST_HASH
-    return crc32(str(value).encode()) * _LEAST_HASH
+    if isinstance(value, (str, torch.dtype)):
+        return (
+            crc32(value.encode() if isinstance(value, str) else str(value).encode()) * _LEAST_HASH
+        )
+    return _keys((index(value),))
 
 
-_KINDS = (np.number, complex, slice, tuple, list, str, torch.dtype)
-"""What `_key` knows."""
+def _key_of_plain(tensor: Tensor) -> Any:
+    """The key of a plain tensor: its elements, if they are few and known to the host."""
+    if (
+        type(tensor) is not Tensor
+        or tensor.device.type != "cpu"
+        or tensor.layout != torch.strided
+        or tensor.numel() > _MOST_SHOWN
+    ):
+        return _UNSEEN
+    return _keys((tensor.tolist(),))
+
+
+_KINDS = (Tensor, np.generic, np.ndarray, complex, slice, tuple, list, str, torch.dtype)
+"""What `_key` knows, beside all that can be an index."""
 
 
 @contextmanager
@@ -141,8 +186,7 @@ def caused_by(history: int) -> Iterator[None]:
 def recent_calls() -> list[list[Any]]:
     """The last calls of this rank, for the other ranks: hash, text, and what the call was given."""
     return [
-        [history, _text(func.__name__, key, module), repr(_without_numbers(key[1:]))]
-        for history, func, key, module in _recent.calls
+        [call.history, _text(call), repr(_without_numbers(call.key[1:]))] for call in _recent.calls
     ]
 
 
@@ -155,23 +199,49 @@ def different_histories(heard: Mapping[int, list[list[Any]]]) -> UsageError:
     first, *others = sorted(heard)
     advice = "give all ranks of a sample group the same numbers, as from generators with one seed"
     for other in others:
-        known, theirs = ({history for history, *_ in heard[rank]} for rank in (first, other))
-        own = [call for call in heard[other] if call[0] not in known]
-        for history, text, given in heard[first]:
-            if history in theirs:
-                continue
-            # One rank may make calls of its own. That which differs was given what is equal.
-            here = next((call for call in own if call[2] == given), None)
-            if here is not None:
-                return UsageError(
-                    f"{DIFFERENT}: {text} on rank {first} and {here[1]} on rank {other}; {advice}"
-                )
+        pair = _first_difference(heard[first], heard[other])
+        if pair is not None:
+            here, there = pair
+            return UsageError(
+                f"{DIFFERENT}: {here} on rank {first} and {there} on rank {other}; {advice}"
+            )
     return UsageError(f"{DIFFERENT}, and did so longer ago than they remember; {advice}")
 
 
-def _text(name: str, key: Any, module: str) -> str:
-    numbers = ", ".join(f"{each:g}" for each in _numbers(key[1:]))
-    return f"{name}({numbers}){f' in module {module}' if module else ''}"
+def _first_difference(
+    here: Sequence[Sequence[Any]], there: Sequence[Sequence[Any]]
+) -> tuple[str, str] | None:
+    """Where two ranks' calls part, in words; `None` if they remember the same ones."""
+    known_here, known_there = ({history for history, *_ in calls} for calls in (here, there))
+    new_here = [call for call in here if call[0] not in known_there]
+    new_there = [call for call in there if call[0] not in known_here]
+    # One rank may make calls of its own. That which differs was given what is equal, and is mostly
+    # one of the same function; an earlier step may have made it on the other rank too.
+    for ours, theirs in ((new_here, new_there), (new_here, there), (here, new_there)):
+        for mine in ours:
+            for its in reversed(theirs):
+                if mine[0] != its[0] and _asked(mine) == _asked(its):
+                    return mine[1], its[1]
+    for mine in new_here:
+        for its in new_there:
+            if mine[2] == its[2]:
+                return mine[1], its[1]
+    if not (new_here or new_there):
+        return None
+    texts = [calls[0][1] if calls else "no such call" for calls in (new_here, new_there)]
+    return texts[0], texts[1]
+
+
+def _asked(call: Sequence[Any]) -> tuple[str, str]:
+    """The function of a call, and what it was given beside numbers."""
+    return call[1].partition("(")[0], call[2]
+
+
+def _text(call: _Call) -> str:
+    numbers = ", ".join(f"{each:g}" for each in _numbers(call.key[1:]))
+    without = "" if call.has_gradient else " without gradients"
+    place = f" in module {call.module}" if call.module else ""
+    return f"{call.func.__name__}({numbers}){without}{place}"
 
 
 def _is_number(key: Any) -> bool:

@@ -128,11 +128,9 @@ def is_reached(parameter: Tensor) -> bool:
 
 def _note_history(meshes: Iterable[Mesh], history: int) -> None:
     """Adds what a backward pass starts from to what the ranks compare at its end."""
-    # A pass within another is of one block, and may meet what this rank alone has looked at.
-    if torch._C._current_graph_task_id() == -1:
-        for mesh in meshes:
-            ledger = mesh.sample.ledger
-            ledger.history = hash((ledger.history, history))
+    for mesh in meshes:
+        ledger = mesh.sample.ledger
+        ledger.history = hash((ledger.history, history))
 
 
 class _Engine(_engine):  # type: ignore[misc]
@@ -156,7 +154,11 @@ class _Engine(_engine):  # type: ignore[misc]
             meshes.append(frozen)
         if not meshes:
             return super().run_backward(outputs, *args, **kwargs)
-        _note_history(meshes, history)
+        # A pass within another may be this rank's own look at something, if it exchanges nothing.
+        is_nested = torch._C._current_graph_task_id() != -1
+        calls = [mesh.sample.ledger.count for mesh in meshes]
+        if not is_nested:
+            _note_history(meshes, history)
         reducers = [mesh.reducer for mesh in meshes if mesh.reducer is not None]
         if reducers:
             for tensor in leaves:
@@ -174,8 +176,9 @@ class _Engine(_engine):  # type: ignore[misc]
             for reducer in reducers:
                 reducer.leave(interrupted=True)
             raise
-        for reducer in reducers:
-            reducer.leave(interrupted=False)
+        reduced = [reducer.leave(interrupted=False) for reducer in reducers]
+        if is_nested and (any(reduced) or calls != [mesh.sample.ledger.count for mesh in meshes]):
+            _note_history(meshes, history)
         for result in results or ():
             if isinstance(result, Tensor):
                 mark(result, meshes[0])

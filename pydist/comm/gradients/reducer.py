@@ -214,11 +214,14 @@ class Reducer:
         self.aliases.renew(create_graph)
         self._runs.append(Run(roots, sizes, accumulates=accumulates))
 
-    def leave(self, *, interrupted: bool) -> None:
+    def leave(self, *, interrupted: bool) -> bool:
         """The engine has ended that pass.
 
         Args:
             interrupted: whether it raised and would have reached a member.
+
+        Returns:
+            Whether gradients were reduced.
         """
         run = self._runs.pop()
         if interrupted and run.accumulates and not run.complete and not self._runs:
@@ -226,6 +229,7 @@ class Reducer:
             self._interrupted, self._queued = True, False
             self._unused.clear()
             interrupt(self.lanes, run.added)
+        return run.complete or run.returns
 
     def expect_end_of_backward(self) -> None:
         """Asks the engine, once, to call when the running backward is over.
