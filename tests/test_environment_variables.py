@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -42,12 +43,19 @@ def test_the_page_lists_all_and_no_others() -> None:
     assert listed == read
 
 
+X86_ONLY = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="other processors have one instruction set"
+)
+
+
+@X86_ONLY
 @pytest.mark.parametrize("value", ["base", "x86-64-v3", "x86_64_v3"])
 def test_pydist_isa_lowers_the_instruction_set(value: str) -> None:
     ended = run_with_isa(value)
     assert ended.stdout.strip() in ("base", value.replace("-", "_")), ended.stderr
 
 
+@X86_ONLY
 def test_an_unknown_instruction_set_is_refused() -> None:
     said = "PYDIST_ISA=avx512: possible are base, x86_64_v3 and x86_64_v4"
     assert said in run_with_isa("avx512", "-m", "pydist", "env").stderr.splitlines()[0]
