@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from pydist.arguments import leaves
-from pydist.comm.gradients.graph import led_out, register_hook
-from pydist.group_sizes import GroupSizes, mark_batch
+from pydist.comm.gradients.engine import led_out
+from pydist.comm.gradients.graph import register_hook
+from pydist.group_sizes import GroupSizes, mark_batch, weights_of
 from pydist.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Batches:
 
     def __init__(self, mesh: Mesh, weighs: bool) -> None:
         self._mesh, self._weighs = mesh, weighs
-        mesh.weights.weighs &= weighs
+        weights_of(mesh).weighs &= weighs
         self._inside: list[tuple[nn.Module, GroupSizes | None]] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Batches:
@@ -103,7 +104,7 @@ class Batches:
             # A frozen network's gradients need no weights: its group may be alone.
             together = module.training and any(p.requires_grad for p in module.parameters())
             sizes.in_features = self._weighs and not together
-            self._mesh.weights.begin(sizes, together=together)
+            weights_of(self._mesh).begin(sizes, together=together)
             if together:
                 sizes.start()
 
@@ -141,6 +142,6 @@ def batch_of(inputs: Iterable[Any]) -> Tensor | None:
 
 def _reached(mesh: Mesh, sizes: GroupSizes) -> Callable[[Tensor], None]:
     def hook(_: Tensor) -> None:
-        mesh.weights.reached(sizes)
+        weights_of(mesh).reached(sizes)
 
     return hook

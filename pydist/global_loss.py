@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pydist.comm.exchange.adjoints import sum_ranks
 from pydist.errors import NotSupported, UsageError
+from pydist.group_sizes import GroupSizes, weights_of
 from pydist.tensor import ShardedTensor, local_of, wrap
 
 if TYPE_CHECKING:
-    from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
 
 
@@ -49,10 +49,10 @@ def sum_over_groups(x: Tensor, mesh: Mesh) -> Tensor:
         given = ", ".join(shape.decode() for shape in shapes)
         raise UsageError(f"sum_over_groups of shapes {given}; equal shapes are possible")
     local = local_of(x) if isinstance(x, ShardedTensor) else x
-    sizes = mesh.weights.batch_of([local.grad_fn])
+    sizes = weights_of(mesh).batch_of([local.grad_fn])
     total = sum_ranks(local, mesh, ("data",), sizes=sizes)
     if sizes is not None and total.requires_grad:
-        total.register_hook(lambda _: mesh.weights.reached(sizes))
+        total.register_hook(lambda _: weights_of(mesh).reached(sizes))
     return wrap(total, x.layout, x) if isinstance(x, ShardedTensor) else total
 
 
@@ -107,7 +107,7 @@ def _mesh_of(optimizer: Optimizer) -> Mesh | None:
 
 def _agreed(closure: Callable[[], Any], mesh: Mesh) -> Callable[[], Any]:
     def evaluate() -> Any:
-        weights = mesh.weights
+        weights = weights_of(mesh)
         seen: list[GroupSizes] = []
         weights.seen = seen
         try:

@@ -60,7 +60,7 @@ class GroupSizes:
         self._first = self.given_first = first_sample
         """Index of the first sample, where the caller has given it."""
         self._index = mesh.data_index
-        self._group, self._timers = mesh.data, mesh.timers
+        self._group, self._timers = mesh.data, mesh.session.timers
         self._weighs = weighs
         exchanged = agreed and mesh.data_size > 1
         self._counts = None if exchanged else (own,) * mesh.data_size
@@ -238,3 +238,8 @@ class GroupWeights:
                 del self._used[min(self._used)]
             self._used[task] = sizes
         return self._used[task]
+
+
+def weights_of(mesh: Mesh) -> GroupWeights:
+    """What the losses of the sample groups of a mesh weigh in the running backward pass."""
+    return mesh.session.service(GroupWeights, GroupWeights)

@@ -7,20 +7,15 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from pydist.errors import UsageError
-from pydist.group_sizes import GroupWeights
-from pydist.timers import Timers
-from pydist.watchdog import at_step
+from pydist.session import Session
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
-    from pydist.comm.exchange.agreement import Agreement
-    from pydist.comm.gradients.reducer import Reducer
-    from pydist.ops.pointwise.keyed import ReplayedKeys
 
 SPATIAL_AXES = ("depth", "height", "width")
 AXES = ("data", *SPATIAL_AXES)
@@ -60,20 +55,8 @@ class Mesh:
         self.rank, self.size = world.rank, world.size
         self.shape = _fit(world.size, data, tuple(spatial))
         self.seed = seed
-        self._forwards = 0
-        self.draws: dict[int, dict[str, int]] = {}
-        """By training forward: how often each module has drawn random numbers."""
-        self.replayed_keys: ReplayedKeys | None = None
-        """While a step is captured: where its random numbers find their keys in each replay."""
-        self.timers = Timers()
-        self.plans: dict[Any, Any] = {}
-        """Plans made on this mesh, by what they do; each is made once."""
-        self.agreement: Agreement | None = None
-        """What the ranks compare with each other; see `agreement_of`."""
-        self.reducer: Reducer | None = None
-        """What averages gradients over the ranks, from the first parameter on."""
-        self.weights = GroupWeights()
-        """What the losses of the sample groups weigh in the running backward pass."""
+        self.session = Session()
+        """What the job keeps while it runs."""
         self.coords = dict(zip(AXES, _unravel(self.rank, self.shape), strict=True))
         self._groups = self._make_groups()
         self.ranks_per_core = _ranks_per_core(world)
@@ -82,16 +65,6 @@ class Mesh:
     def __repr__(self) -> str:
         grid = " × ".join(f"{a} {n}" for a, n in zip(AXES, self.shape, strict=True))
         return f"Mesh({grid}, rank {self.rank} of {self.size}, {self.world.name})"
-
-    @property
-    def forwards(self) -> int:
-        """Training forwards so far: part of the key of every random number."""
-        return self._forwards
-
-    @forwards.setter
-    def forwards(self, count: int) -> None:
-        self._forwards = count
-        at_step(count)  # a report of a hang names it
 
     @property
     def data_size(self) -> int:

@@ -179,7 +179,7 @@ class Entry:
         if self.mesh.size > 1:
             _broadcast(_state(module), self.mesh)
             self._lane = self.reducer.add_lane(module.named_parameters())
-            agreement_of(self.mesh).parameters.hold(module, self.mesh.forwards)
+            agreement_of(self.mesh).parameters.hold(module, self.mesh.session.forwards)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -188,7 +188,7 @@ class Entry:
         _refuse_transforms()
         trains = module.training and torch.is_grad_enabled()
         if trains:
-            self.mesh.forwards += 1
+            self.mesh.session.forwards += 1
         args = tuple(self._cut(a) for a in args)
         kwargs = {name: self._cut(a) for name, a in kwargs.items()}
         if not any(isinstance(each, ShardedTensor) for each in (*args, *kwargs.values())):
@@ -197,7 +197,7 @@ class Entry:
         given = list(leaves((*args, *kwargs.values())))
         if any(isinstance(each, ShardedTensor) for each in given):
             agreement_of(self.mesh).called(module, self.mesh, trains)
-        sizes, forward = self.batches.enter(module, given), self.mesh.forwards
+        sizes, forward = self.batches.enter(module, given), self.mesh.session.forwards
         return (
             tuple(self._enter(a, sizes, forward) for a in args),
             {name: self._enter(a, sizes, forward) for name, a in kwargs.items()},

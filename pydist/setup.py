@@ -64,6 +64,7 @@ def init(
     """
     watch.limit()  # checked where it is of no use too: a mistake is one on every number of ranks
     store.is_wanted()
+    native.cpu_isa()
     if not (keep_freed_memory and memory.keep_freed_memory()):
         memory.allow_relief()
     if transport != "local" and identity.detect() is not None:

@@ -177,7 +177,7 @@ class ShardedTensor(torch.Tensor):
             first_sample,
             agreed=torch.is_grad_enabled(),
         )
-        return cls(local, layout, Origin(layout.mesh.forwards, sizes, statistics))
+        return cls(local, layout, Origin(layout.mesh.session.forwards, sizes, statistics))
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]

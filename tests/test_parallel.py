@@ -141,7 +141,7 @@ def test_other_statistics_train_and_replicas_stay_equal(statistics):
 def test_one_rank_exchanges_nothing():
     def body(mesh):
         parallelize(small(norm=True), mesh)(randn(*SHAPE)).square().mean().backward()
-        return mesh.timers.snapshot()
+        return mesh.session.timers.snapshot()
 
     (seconds,) = on_ranks((1, 1, 1), body)
     assert "halo" not in seconds

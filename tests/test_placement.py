@@ -75,7 +75,7 @@ def test_what_all_ranks_repeat_costs_more_where_they_share_cores():
         layout = in_depth(mesh, [0, 0, 2, 4, 8])
         mesh.ranks_per_core = 1.0
         assert points_of(choose_layout(layout, work(2e3))) is None
-        mesh.plans.clear()
+        mesh.session.plans.clear()
         mesh.ranks_per_core = 8.0
         assert choose_layout(layout, work(2e3)) is layout
 

@@ -127,8 +127,25 @@ def write(result: dict[str, Any], name: str, options: argparse.Namespace) -> Non
         return
     path = options.json or ROOT / "benchmarks" / "results" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"benchmark": name, **result}, indent=1) + "\n")
+    path.write_text(as_rows({"benchmark": name, **result}) + "\n")
     print(f"written to {os.path.relpath(path)}")
+
+
+def as_rows(value: Any, indent: str = "") -> str:
+    """JSON with one line for each key of the outer tables, and for each row of a list of tables."""
+    deeper = indent + " "
+    if isinstance(value, dict) and (not indent or any(_has_rows(each) for each in value.values())):
+        lines = [f"{json.dumps(key)}: {as_rows(each, deeper)}" for key, each in value.items()]
+        return f"{{\n{deeper}" + f",\n{deeper}".join(lines) + f"\n{indent}}}"
+    if _has_rows(value):
+        return f"[\n{deeper}" + f",\n{deeper}".join(map(json.dumps, value)) + f"\n{indent}]"
+    return json.dumps(value)
+
+
+def _has_rows(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_rows, value.values()))
+    return isinstance(value, list) and any(isinstance(each, dict) for each in value)
 
 
 def _text(cell: Any) -> str:

@@ -229,7 +229,10 @@ struct Isa {
   const WgradTable* wgrad;
 };
 
-// The best one that this CPU has; PYDIST_ISA=base|x86-64-v3|x86-64-v4 in the environment lowers it.
+// The best one that this CPU has; PYDIST_ISA=base|x86_64_v3|x86_64_v4 in the environment lowers it.
+//
+// Throws UsageError if PYDIST_ISA is none of these: commands and pydist.init() call it before any
+// thread of a kernel does.
 const Isa& isa();
 
 }  // namespace pydist::cpu

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pydist._loader import native
 from pydist.cli import streams
 from pydist.errors import UsageError, disk_is_full, exit_code_of, output_is_gone
 from pydist.launch import failures, identity
@@ -35,6 +36,7 @@ COMMANDS = {
     "export": Command("pydist.cli.export", "export", "take the weights out of a checkpoint"),
     "profile": Command("pydist.cli.profile", "profile", "show where a training step goes"),
     "check": Command("pydist.cli.check", "check", "compare a network split with it whole"),
+    "env": Command("pydist.cli.env", "env", "report versions and hardware, for bug reports"),
     "run": Command("pydist.cli.run", "run", "start a Python script on several ranks"),
     "demo unet": Command("pydist.cli.demo_unet", "demo_unet", "learn to segment synthetic CT"),
     "demo": Command("pydist.cli.demo", "demo", "train on 4 ranks, compare with 1, draw the result"),
@@ -91,6 +93,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
         print(f"pydist {pydist.__version__}")
         return 0
+    native.cpu_isa()  # refuses a PYDIST_ISA that names none
     for words in (2, 1):
         command = COMMANDS.get(" ".join(arguments[:words]))
         if command is not None:

@@ -213,7 +213,7 @@ class Loader:
         self._fill(position)
         started = time.perf_counter()
         try:
-            with self.mesh.timers.measure("data"), phase("a batch", BLOCKED):
+            with self.mesh.session.timers.measure("data"), phase("a batch", BLOCKED):
                 return self._ahead[0][1].result()
         finally:
             self.waited_s += time.perf_counter() - started

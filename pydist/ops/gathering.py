@@ -35,7 +35,7 @@ class BoxGatherer:
         if channels_last not in self._exchangers:
             needed = [[box] for box in self._needed]
             self._exchangers[channels_last] = Exchanger(
-                mesh.sample, layout.boxes, needed, mesh.timers, channels_last
+                mesh.sample, layout.boxes, needed, mesh.session.timers, channels_last
             )
         held = with_true_gradient(local, mesh, layout.unused_axes)
         return gather_box(held, self._exchangers[channels_last], mesh)

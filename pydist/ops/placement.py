@@ -54,14 +54,16 @@ def choose_layout(layout: Layout, work: Work) -> Layout:
     if mesh.keep_thin_blocks or not _has_thin_block(layout, work.window):
         return layout
     key = ("placement", layout, work)
-    if key not in mesh.plans:
+
+    def choose() -> Layout:
         judged = layout
         if layout.splits[0] is None and (mesh.data_size > 1 or not layout.shape[0]):
             judged = layout.replace(shape=(1, *layout.shape[1:]))
         options = [judged, *_coarser(judged)]
         chosen = min(options, key=lambda option: _seconds(judged, option, work))
-        mesh.plans[key] = layout if chosen is judged else chosen.replace(shape=layout.shape)
-    return mesh.plans[key]
+        return layout if chosen is judged else chosen.replace(shape=layout.shape)
+
+    return mesh.session.plan(key, choose)
 
 
 def _has_thin_block(layout: Layout, window: Window) -> bool:

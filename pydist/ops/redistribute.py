@@ -39,12 +39,13 @@ def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
         return wrap(local, layout, x)
     mesh = source.mesh
     key = ("redistribute", source, layout)
-    exchanger = mesh.plans.get(key)
-    if exchanger is None:
+
+    def make() -> Exchanger:
         needed = [[box] for box in layout.boxes]
         channels_last = all_channels_last(local, mesh)
-        exchanger = Exchanger(mesh.sample, source.boxes, needed, channels_last=channels_last)
-        mesh.plans[key] = exchanger
+        return Exchanger(mesh.sample, source.boxes, needed, channels_last=channels_last)
+
+    exchanger = mesh.session.plan(key, make)
     weight = source.replicas / layout.replicas
     local = with_true_gradient(local, mesh, source.unused_axes)
     moved = gather_box(local, exchanger, mesh, weight=weight, part="redistribute")

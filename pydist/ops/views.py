@@ -59,13 +59,14 @@ def hides_order(layout: Layout, dims: Sequence[int]) -> bool:
     Dims of extent 0 or 1 have no order. Such a shard can be reshaped as a view, or be contiguous,
     though the whole tensor can't.
     """
-    plans, key = layout.mesh.plans, ("hides order", layout, tuple(dims))
-    if key not in plans:
-        plans[key] = any(
+
+    def find() -> bool:
+        return any(
             box.empty or any(box.shape[d] < 2 <= layout.shape[d] for d in dims)
             for box in layout.boxes
         )
-    return bool(plans[key])
+
+    return layout.mesh.session.plan(("hides order", layout, tuple(dims)), find)
 
 
 def in_format(

@@ -187,10 +187,10 @@ class Exchanges:
 
     def __init__(self, plan: WindowPlan, channels_last: bool) -> None:
         mesh = plan.layout.mesh
-        self._timers = mesh.timers
+        self._timers = timers = mesh.session.timers
         own, out = plan.layout.boxes, plan.out.boxes
-        self.halo = Exchanger(mesh.sample, own, plan.halos, mesh.timers, channels_last)
-        self.grad_halo = Exchanger(mesh.sample, out, plan.grad_halos, mesh.timers, channels_last)
+        self.halo = Exchanger(mesh.sample, own, plan.halos, timers, channels_last)
+        self.grad_halo = Exchanger(mesh.sample, out, plan.grad_halos, timers, channels_last)
 
     def receive(
         self, exchanger: Exchanger, pending: Pending, like: Tensor, layer: str = ""
@@ -205,10 +205,7 @@ class Exchanges:
 def plan_window(layout: Layout, window: Window, out_channels: int) -> WindowPlan:
     """The plan of a window operation on a layout, made once."""
     key = ("window", layout, window, out_channels)
-    plan = layout.mesh.plans.get(key)
-    if plan is None:
-        plan = layout.mesh.plans[key] = WindowPlan(layout, window, out_channels)
-    return plan
+    return layout.mesh.session.plan(key, lambda: WindowPlan(layout, window, out_channels))
 
 
 def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:

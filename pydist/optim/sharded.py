@@ -183,7 +183,7 @@ class ShardedOptimizer(Optimizer):
         Returns:
             What the optimizer raised.
         """
-        with self._mesh.timers.measure("optimizer"), self._on_own_parts(some) as there_are:
+        with self._mesh.session.timers.measure("optimizer"), self._on_own_parts(some) as there_are:
             try:
                 if there_are:
                     self._inner.step()

@@ -69,16 +69,16 @@ class Profiler:
         self._ranks: list[RankSpans] | None = None
 
     def __enter__(self) -> Profiler:
-        if self.mesh.timers.recorder is not None:
+        if self.mesh.session.timers.recorder is not None:
             raise UsageError("this mesh is being profiled already")
         # Rank-threads share torch's table of optimizer hooks: none may be stepping while it grows.
         self.mesh.world.barrier()
-        self._layers = LayerHooks(self.model, self.mesh.timers)
+        self._layers = LayerHooks(self.model, self.mesh.session.timers)
         self._optimizers = _OptimizerHooks(self.mesh)
         device = device_of(chain(self.model.parameters(), self.model.buffers()))
         self._clock = None if device is None else DeviceClock(device)
         self._recorder = SpanRecorder(self._clock)
-        self.mesh.timers.recorder = self._recorder
+        self.mesh.session.timers.recorder = self._recorder
         self.mesh.world.barrier()
         self._left_out = 0
         self._mark()
@@ -86,7 +86,7 @@ class Profiler:
 
     def step(self) -> None:
         """A step has ended, and the next begins."""
-        self.mesh.timers.layer = ""  # a call that raised left its own
+        self.mesh.session.timers.layer = ""  # a call that raised left its own
         if self._left_out < self.warmup:
             self._left_out += 1
             self._bounds.clear()
@@ -103,8 +103,8 @@ class Profiler:
     ) -> None:
         if kind is None:
             self.mesh.world.barrier()
-        self.mesh.timers.recorder = None
-        self.mesh.timers.layer = ""
+        self.mesh.session.timers.recorder = None
+        self.mesh.session.timers.layer = ""
         self._layers.remove()
         self._optimizers.remove()
         if kind is None:
@@ -169,7 +169,7 @@ class _OptimizerHooks:
     """Measures the steps of all optimizers that this rank's thread uses."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._timers = mesh.timers
+        self._timers = mesh.session.timers
         self._thread = threading.get_ident()
         self._open: list[AbstractContextManager[None]] = []
         self._handles = [

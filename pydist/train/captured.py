@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pydist.comm.gradients.reducer import Reducer
 from pydist.errors import PydistError
-from pydist.ops.pointwise.keyed import ReplayedKeys
+from pydist.ops.pointwise.keyed import ReplayedKeys, draws_of
 from pydist.tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class CapturedStep:
         self._scale.fill_(batch.loss_scale)
         for rate, group in zip(self._rates, self._step.state.optimizer.param_groups, strict=True):
             rate.fill_(float(group["lr"]))
-        self._step.mesh.forwards += 1
+        self._step.mesh.session.forwards += 1
         self._keys.renew()
         self._graph.replay()
         return self._loss
@@ -115,7 +116,8 @@ def _captured(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[Non
 def _surroundings(step: TrainStep) -> list[object]:
     """Where a step finds what it computes with besides its batch: a graph knows only that."""
     state = step.state
-    found: list[object] = [] if step.mesh.reducer is None else [step.mesh.reducer.parts]
+    reducer = step.mesh.session.find(Reducer)
+    found: list[object] = [] if reducer is None else [reducer.parts]
     for parameter in state.model.parameters():
         found += (parameter.data_ptr(), parameter.requires_grad)
     found += [buffer.data_ptr() for buffer in state.model.buffers()]
@@ -150,23 +152,24 @@ def _not_counted(step: TrainStep, keys: ReplayedKeys) -> Iterator[None]:
     After a capture that failed, nothing of the step that was begun is left either.
     """
     mesh, state = step.mesh, step.state
-    forwards, mesh.replayed_keys = mesh.forwards, keys
+    session, draws = mesh.session, draws_of(mesh)
+    forwards, draws.replayed = session.forwards, keys
     try:
         yield
     except BaseException:
         for transport in mesh.transports:
             transport.forget_capture()
-        if mesh.reducer is not None:
-            mesh.reducer.forget_capture()
+        if (reducer := session.find(Reducer)) is not None:
+            reducer.forget_capture()
         state.optimizer.zero_grad()
         for name in ("grad_scale", "found_inf"):
             state.optimizer.__dict__.pop(name, None)
         state.scaler.__dict__.get("_per_optimizer_states", {}).clear()  # none if it is disabled
         raise
     finally:
-        mesh.replayed_keys = None
-        mesh.draws.pop(mesh.forwards, None)
-        mesh.forwards = forwards
+        draws.replayed = None
+        draws.forget(session.forwards)
+        session.forwards = forwards
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -140,7 +140,7 @@ def obstacle(step: TrainStep) -> str | None:
     transport = waiting_transport(mesh)
     if transport is not None:
         return transport
-    if mesh.timers.recorder is not None:
+    if mesh.session.timers.recorder is not None:
         return "the step is being profiled"
     dataset = state.loader.dataset
     shapes = {dataset.shape_of(index) for index in range(len(dataset))}

@@ -67,7 +67,7 @@ class Trainer:
             step, config.cuda_graph, lambda text: log.emit("notice", text=text)
         )
         loader = self.loader  # alone: a trainer that holds itself would live on, with its graph
-        self.clock = StepClock(self.mesh.timers, lambda: loader.waited_s)
+        self.clock = StepClock(self.mesh.session.timers, lambda: loader.waited_s)
         self.stop = StopRequest()
         self.loss = math.nan
         """Global loss of the last step."""

@@ -95,7 +95,7 @@ class State:
                 self.scaler.load_state_dict(parts["scaler"])
                 self.loader.load_state_dict(parts["sampler"])
                 self.step = parts["step"]
-                self.mesh.forwards = parts["mesh"]["forwards"]
+                self.mesh.session.forwards = parts["mesh"]["forwards"]
                 _set_random_state(parts["random"])
             except PydistError:
                 raise
@@ -129,7 +129,7 @@ class State:
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
             "sampler": self.loader.state_dict(),
-            "mesh": {"forwards": self.mesh.forwards},
+            "mesh": {"forwards": self.mesh.session.forwards},
             "about": dict(self.about),
             "random": _random_state(),
         }

@@ -47,7 +47,7 @@ class TrainStep:
         if config.clip_norm is not None:
             state.scaler.unscale_(state.optimizer)
             torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.clip_norm)
-        with self.mesh.timers.measure("optimizer"):
+        with self.mesh.session.timers.measure("optimizer"):
             state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad()

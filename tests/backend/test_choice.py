@@ -83,7 +83,7 @@ def step(
 
 
 def used(mesh: Mesh) -> ConvKernels:
-    (plan,) = (p for key, p in mesh.plans.items() if key[0] == "conv")
+    (plan,) = (p for key, p in mesh.session.plans.items() if key[0] == "conv")
     chooser: ConvChooser = plan._chooser
     return chooser._chosen or chooser._ruled
 
@@ -386,7 +386,7 @@ def test_a_device_keeps_the_memory_format_of_the_operands(as_on_a_device, functi
         mine = weight.requires_grad_()
         y = function(ShardedTensor.from_local(local, layout), mine, padding=padding)
         y.square().sum().backward()
-        (plan,) = (p for key, p in mesh.plans.items() if key[0].startswith("conv"))
+        (plan,) = (p for key, p in mesh.session.plans.items() if key[0].startswith("conv"))
         assert plan._chooser._chosen.channels_last == (lies in ("input", "weight"))
         torch.testing.assert_close(y.full_tensor(), expected)
         total = mine.grad.contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,3 +14,11 @@ def test_the_page_is_that_of_the_results():
     script = ROOT / "benchmarks" / "python" / "tables.py"
     made = subprocess.run([sys.executable, str(script)], capture_output=True, check=True)
     assert (ROOT / "docs" / "performance.md").read_bytes() == made.stdout
+
+
+def test_results_have_a_line_for_each_row():
+    for path in (ROOT / "benchmarks" / "results").glob("*.json"):
+        result = json.loads(path.read_text())
+        rows = [value for value in result.values() if isinstance(value, list)]
+        lines = len(result) + sum(len(each) + 1 for each in rows if each)
+        assert path.read_text().count("\n") == lines + 2, path.name

@@ -30,7 +30,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
     [
         ["--help"],
         ["--version"],
-        *([c, "--help"] for c in ("run", "train", "profile", "predict", "export")),
+        *([c, "--help"] for c in ("env", "run", "train", "profile", "predict", "export")),
     ],
 )
 def test_help_does_not_wait_for_torch(tmp_path, arguments):

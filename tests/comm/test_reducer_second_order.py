@@ -156,7 +156,7 @@ def test_autograd_grad_on_the_input_reduces_no_parameters():
     def body(mesh):
         model, x = parallelize(small(), mesh), input_of(mesh)
         torch.autograd.grad(model(x).sum(), x)
-        assert "gradients" not in mesh.timers.snapshot()
+        assert "gradients" not in mesh.session.timers.snapshot()
 
     on_ranks((2, 1, 1), body)
 

@@ -83,15 +83,15 @@ def test_a_wait_is_what_the_stream_waits_and_not_the_host(busy_seconds):
         clock = DeviceClock(CudaDevice(DEVICE))
         recorder = SpanRecorder(clock)
         mesh = Mesh(LocalTransport())
-        mesh.timers.recorder = recorder
+        mesh.session.timers.recorder = recorder
         clock.step()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.cuda._sleep(2 * BUSY)
         began = time.perf_counter()
-        with mesh.timers.measure("compute"):
+        with mesh.session.timers.measure("compute"):
             torch.cuda._sleep(BUSY)
-        with mesh.timers.measure("halo"):
+        with mesh.session.timers.measure("halo"):
             torch.cuda.current_stream().wait_stream(side)
         queued = time.perf_counter() - began
         clock.step()
@@ -108,12 +108,12 @@ def test_a_graph_is_captured_while_a_recorder_is_set():
     with own_stream(DEVICE):
         clock = DeviceClock(CudaDevice(DEVICE))
         mesh = Mesh(LocalTransport())
-        mesh.timers.recorder = SpanRecorder(clock)
+        mesh.session.timers.recorder = SpanRecorder(clock)
         clock.step()
         x = torch.zeros(8, device=DEVICE)
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
-        with torch.cuda.graph(graph, stream=stream), mesh.timers.measure("compute"):
+        with torch.cuda.graph(graph, stream=stream), mesh.session.timers.measure("compute"):
             x += 1
         graph.replay()
         graph.replay()

@@ -218,12 +218,12 @@ def test_ranges_are_named_by_layer_and_part_and_closed_after_an_exception():
     device = SimulatedDevice()
     mesh = Mesh(LocalTransport())
     clock = clock_on(device)
-    mesh.timers.recorder = SpanRecorder(clock)
-    with mesh.timers.measure("compute", "conv"):
+    mesh.session.timers.recorder = SpanRecorder(clock)
+    with mesh.session.timers.measure("compute", "conv"):
         clock.begin("pack", "conv")  # what was packed raised
     assert device.all_ranges == ["conv compute", "conv pack"]
     assert device.ranges == []
-    with mesh.timers.measure("optimizer"), mesh.timers.measure("profiler"):
+    with mesh.session.timers.measure("optimizer"), mesh.session.timers.measure("profiler"):
         pass
     assert device.all_ranges[2:] == ["optimizer"]
     clock.finish()
@@ -234,10 +234,10 @@ def test_a_graph_that_is_captured_gets_no_events():
     device = SimulatedDevice()
     mesh = Mesh(LocalTransport())
     clock = clock_on(device)
-    mesh.timers.recorder = recorder = SpanRecorder(clock)
+    mesh.session.timers.recorder = recorder = SpanRecorder(clock)
     before = len(device.recorded)
     device.capturing = True
-    with mesh.timers.measure("compute"):
+    with mesh.session.timers.measure("compute"):
         device.busy(1.0)
     device.capturing = False
     assert len(device.recorded) == before
@@ -279,8 +279,8 @@ def test_without_a_profiler_nothing_of_it_is_called():
             return seen
 
         assert calls() == []
-        mesh.timers.recorder = SpanRecorder()
+        mesh.session.timers.recorder = SpanRecorder()
         assert {"begin", "end", "launch", "land"} <= set(calls())
-        mesh.timers.recorder = None
+        mesh.session.timers.recorder = None
 
     run_local(body, 2, timeout=100)

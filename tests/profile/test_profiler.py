@@ -128,7 +128,7 @@ def test_optimizer_and_own_spans_are_counted():
     optimizer.register_step_pre_hook(lambda *_: time.sleep(FORWARD))
     with Profiler(mesh, model, warmup=0) as profiler:
         for _ in range(2):
-            with mesh.timers.measure("data"):
+            with mesh.session.timers.measure("data"):
                 time.sleep(FORWARD)
             model(leaf(2, 3)).sum().backward()
             optimizer.step()
@@ -175,7 +175,7 @@ def cosmoflow(tmp_path_factory):
         profiler = Profiler(mesh, nn.Identity(), warmup=1)
         parameters = train(mesh, profiler)
         profiler.write_trace(path / f"{mesh.rank}.json")
-        assert mesh.timers.recorder is None
+        assert mesh.session.timers.recorder is None
         return profiler.summary(), profiler.table(), parameters, profiler.ranks
 
     return on_ranks((2, 1, 1), body), path
@@ -266,9 +266,9 @@ def test_nothing_stays_behind(monkeypatch):
     with Profiler(mesh, model, warmup=0) as profiler:
         profiler.step()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert mesh.timers.recorder is None
+    assert mesh.session.timers.recorder is None
     torch.optim.SGD(model.parameters(), 0.1).step()
-    assert "optimizer" not in mesh.timers.snapshot()
+    assert "optimizer" not in mesh.session.timers.snapshot()
 
 
 def test_a_call_that_raises_leaves_the_layers_right():
@@ -280,7 +280,7 @@ def test_a_call_that_raises_leaves_the_layers_right():
     with Profiler(mesh, model, warmup=0) as profiler:
         with pytest.raises(ZeroDivisionError):
             model(leaf(2, 3))
-        assert mesh.timers.layer == ""
+        assert mesh.session.timers.layer == ""
         model[0](leaf(2, 3)).sum().backward()
         profiler.step()
     assert slept(profiler.summary(), "0") == (True, True)

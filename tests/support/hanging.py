@@ -123,7 +123,7 @@ def run_own_loop(mesh: Any) -> None:
         strike(sys.modules["pydist.optim.sharded"], "gather_state")  # its package hides the module
 
     def at_second(*_: Any) -> None:
-        if RANK == 1 and mesh.forwards == 2:
+        if RANK == 1 and mesh.session.forwards == 2:
             fault()
 
     if PHASE == "halo":

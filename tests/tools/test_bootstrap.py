@@ -14,7 +14,9 @@ TOOLS = Path(__file__).parents[2] / "tools"
 FAKE_PYTHON = """#!/bin/sh
 case "$1 $2" in
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && chmod +x "$3/bin/python" ;;
-  "-m pip") shift 3; echo "$*" >>"$FAKE_PIP_LOG" ;;
+  "-m pip") shift 3; echo "$*" >>"$FAKE_PIP_LOG"
+    package="$(dirname "$0")/../lib/python3.99/site-packages/pydist"
+    mkdir -p "$package" && echo "$*" >"$package/_native.fake.so" ;;
   "-V "*) echo "Python 3.99" ;;
 esac
 """
@@ -69,6 +71,16 @@ def test_a_changed_source_rebuilds_the_package_without_the_network(checkout):
     (call,) = calls.splitlines()
     assert "--no-build-isolation" in call
     assert "--no-deps" in call
+
+
+def test_python_in_the_checkout_finds_the_module_that_was_built_last(checkout):
+    module = checkout / "pydist" / "_native.fake.so"
+    bootstrap(checkout)
+    assert "[laptop,plot]" in module.read_text()
+    (checkout / "csrc" / "a.cpp").write_text("changed")
+    bootstrap(checkout)
+    assert "--force-reinstall" in module.read_text()
+    assert list(module.parent.glob(".*")) == []
 
 
 def test_changed_dependencies_are_installed(checkout):

@@ -13,7 +13,7 @@ from pydist import _native as native
 from pydist.comm import LocalTransport, run_local
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
-from pydist.ops.pointwise.keyed import ReplayedKeys
+from pydist.ops.pointwise.keyed import ReplayedKeys, draws_of
 from pydist.tensor import distribute_tensor
 from pydist.train import captured, graph, log
 from pydist.train.config import TrainConfig
@@ -35,7 +35,7 @@ class Shapes:
 
 def step_on(device="cuda", amp="off", dataset=None, optimizer=None, recorder=None, world=None):
     mesh = Mesh(LocalTransport())
-    mesh.timers.recorder = recorder
+    mesh.session.timers.recorder = recorder
     if world is not None:
         mesh.size, mesh.world = 2, SimpleNamespace(name=world)
     optimizer = optimizer or Adam([torch.zeros(2, requires_grad=True)], fused=True)
@@ -132,19 +132,19 @@ def test_a_replay_draws_what_the_step_would_have_drawn():
     x = torch.ones(2, 3, 4, 5, 6)
 
     def drawn() -> list[torch.Tensor]:
-        mesh.forwards += 1
+        mesh.session.forwards += 1
         found = distribute_tensor(x, mesh)
         return [torch.nn.functional.dropout(found, 0.5).to_local() for _ in range(2)]
 
-    mesh.forwards = 41
+    mesh.session.forwards = 41
     expected = drawn()
-    mesh.forwards = 7
+    mesh.session.forwards = 7
     keys = ReplayedKeys(mesh, torch.device("cpu"))
-    mesh.replayed_keys = keys
+    draws_of(mesh).replayed = keys
     found = drawn()
-    mesh.replayed_keys = None
+    draws_of(mesh).replayed = None
     assert torch.equal(found[0], found[1]), "drawn with the keys that are not there yet"
-    mesh.forwards = 42
+    mesh.session.forwards = 42
     keys.renew()
     assert len(keys._places) == 2
     for layer, number in keys._places:

@@ -108,7 +108,7 @@ class _SumRanks(Function):
     ) -> Tensor:
         ctx.args = group, weight, mesh, part, sizes
         ctx.save_for_backward(exchange_marker())
-        with mesh.timers.measure(part):
+        with mesh.session.timers.measure(part):
             total = _copy(x)
             group.all_reduce(total)
         return total
@@ -133,7 +133,7 @@ class _AverageBack(Function):
     ) -> Tensor:
         ctx.args = group, weight, mesh, part, sizes
         ctx.save_for_backward(exchange_marker())
-        with mesh.timers.measure(part):
+        with mesh.session.timers.measure(part):
             total = _copy(grad)
             enter_weighted_sum(total, sizes)
             group.all_reduce(total)
@@ -210,7 +210,7 @@ class _MeanRanks(Function):
         ctx.args = mesh, axes, part, weight
         ctx.save_for_backward(exchange_marker())
         group = mesh.group(axes)
-        with mesh.timers.measure(part):
+        with mesh.session.timers.measure(part):
             total = _copy(x) if weight else torch.zeros_like(in_memory(x))
             if weight != 1:
                 total.mul_(weight)
@@ -275,7 +275,7 @@ class _Gather(Function):
         ctx.args = exchanger, weight, mesh, part
         ctx.save_for_backward(exchange_marker())
         slot = exchanger.empty_slots(local)[0].zero_()
-        with mesh.timers.measure(part):
+        with mesh.session.timers.measure(part):
             exchanger.gather(local, [slot])
         return slot
 
@@ -296,7 +296,7 @@ class _AddBack(Function):
         ctx.args = exchanger, weight, mesh, part
         ctx.save_for_backward(exchange_marker())
         local = exchanger.empty_shard(grad).zero_()
-        with mesh.timers.measure(part):
+        with mesh.session.timers.measure(part):
             exchanger.add_back([grad], local)
         return local if weight == 1 else local.mul_(weight)
 
@@ -333,5 +333,5 @@ def begin_backward(mesh: Mesh) -> None:
 
     Called by every exchange's backward, since a rank without work may reach no parameter.
     """
-    if mesh.reducer is not None:
-        mesh.reducer.expect_end_of_backward()
+    for call in mesh.session.at_backward:
+        call()

@@ -88,7 +88,7 @@ class Agreement:
         """
         first, parameter = None, self.parameters.operand(tensor)
         if parameter is None:
-            first = self.operands.add(tensor, mesh.forwards, use)
+            first = self.operands.add(tensor, mesh.session.forwards, use)
         else:
             self.operands.count_use(parameter)  # compared in rotation, mostly elsewhere
         recurs = self.operands.repeats >= REPEATS - 1
@@ -127,7 +127,7 @@ class Agreement:
         self, contents: Contents, parameters: Sequence[Tensor], mesh: Mesh, count: int = 1
     ) -> None:
         for operand, checksum, share in self.parameters.share(contents.turn, parameters, count):
-            contents.add_checksum(operand, checksum, share, mesh.forwards)
+            contents.add_checksum(operand, checksum, share, mesh.session.forwards)
 
     def _compare_operands(self, mesh: Mesh) -> None:
         """Compares what is new in `operands`. Collective over the sample group."""
@@ -240,9 +240,7 @@ def _signed(number: int) -> int:
 
 def agreement_of(mesh: Mesh) -> Agreement:
     """The agreement of a mesh, made when it is first asked for."""
-    if mesh.agreement is None:
-        mesh.agreement = Agreement(mesh)
-    return mesh.agreement
+    return mesh.session.service(Agreement, lambda: Agreement(mesh))
 
 
 def is_capturing() -> bool:

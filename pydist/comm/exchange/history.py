@@ -137,36 +137,29 @@ def _keys(values: Sequence[Any]) -> tuple[Any, ...]:
 
 def _key(value: Any) -> Any:
     """The key of an argument that `call_key` does not know: equal on all ranks, as is its hash."""
-    if isinstance(value, Tensor):
-        return _key_of_plain(value)
-    if isinstance(value, (np.generic, np.ndarray)):
-        return _UNSEEN if value.size > _MOST_SHOWN else _keys((value.tolist(),))
-    if isinstance(value, (int, float)):
+    if isinstance(value, (int, float)) and not isinstance(value, np.generic):
         # -2 has the hash of -1, -0.0 that of 0.0, and NaN another one each time.
         return math.nextafter(value, -math.inf) if value in (-2, 0) else _NAN
-    if isinstance(value, complex):
-        return _keys((value.real, value.imag))
-    if isinstance(value, slice):
-        return _keys((value.start, value.stop, value.step))
+    if isinstance(value, (str, torch.dtype)):
+        return crc32(str(value).encode()) * _LEAST_HASH
     if isinstance(value, (tuple, list)):  # long: only its hash is kept
         return hash(_keys(value)) | _LEAST_HASH
-    if isinstance(value, (str, torch.dtype)):
-        return (
-            crc32(value.encode() if isinstance(value, str) else str(value).encode()) * _LEAST_HASH
-        )
-    return _keys((index(value),))
+    return _keys(_parts(value))
 
 
-def _key_of_plain(tensor: Tensor) -> Any:
-    """The key of a plain tensor: its elements, if they are few and known to the host."""
-    if (
-        type(tensor) is not Tensor
-        or tensor.device.type != "cpu"
-        or tensor.layout != torch.strided
-        or tensor.numel() > _MOST_SHOWN
-    ):
-        return _UNSEEN
-    return _keys((tensor.tolist(),))
+def _parts(value: Any) -> tuple[Any, ...]:
+    """What an argument consists of; of large or foreign tensors nothing is compared here."""
+    if isinstance(value, Tensor):
+        on_host = value.device.type == "cpu" and value.layout == torch.strided
+        is_small = type(value) is Tensor and value.numel() <= _MOST_SHOWN
+        return (value.tolist(),) if on_host and is_small else (None,)
+    if isinstance(value, (np.generic, np.ndarray)):
+        return (value.tolist(),) if value.size <= _MOST_SHOWN else (None,)
+    if isinstance(value, complex):
+        return value.real, value.imag
+    if isinstance(value, slice):
+        return value.start, value.stop, value.step
+    return (index(value),)
 
 
 _KINDS = (Tensor, np.generic, np.ndarray, complex, slice, tuple, list, str, torch.dtype)

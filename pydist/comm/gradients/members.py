@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.comm.gradients import graph, swap, watch
+from pydist.comm.gradients import engine, graph, swap, watch
 from pydist.comm.gradients.leaf import leaf_of
 from pydist.comm.gradients.reducer import Reducer
 from pydist.group_sizes import mark_rows
@@ -19,12 +19,16 @@ if TYPE_CHECKING:
 
 def reducer_of(mesh: Mesh) -> Reducer:
     """The reducer of a mesh, made at the first call."""
-    if mesh.reducer is None:
-        graph.install()
-        watch.install()
-        swap.install()
-        mesh.reducer = Reducer(mesh)
-    return mesh.reducer
+    return mesh.session.service(Reducer, lambda: _make(mesh))
+
+
+def _make(mesh: Mesh) -> Reducer:
+    engine.install()
+    watch.install()
+    swap.install()
+    reducer = Reducer(mesh)
+    mesh.session.at_backward.append(reducer.expect_end_of_backward)
+    return reducer
 
 
 def follow(tensor: Tensor, mesh: Mesh) -> None:
@@ -32,7 +36,7 @@ def follow(tensor: Tensor, mesh: Mesh) -> None:
     if mesh.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
         return
     known = leaf_of(tensor)
-    if known is None or known.reducer() is not mesh.reducer:
+    if known is None or known.reducer() is not mesh.session.find(Reducer):
         reducer_of(mesh).follow(tensor)
 
 

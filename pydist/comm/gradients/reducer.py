@@ -169,14 +169,14 @@ class Reducer:
         """Makes ordinary gradients, final and equal, of scattered ones. Collective."""
         if not self._runs:
             self.settle()
-        with self.mesh.timers.measure("gradients"):
+        with self.mesh.session.timers.measure("gradients"):
             for bucket in self.scattered:
                 bucket.gather_gradients()
 
     @torch.no_grad()
     def start_gathering_values(self, bucket: ScatteredBucket) -> None:
         """Starts to collect a bucket's parameters, of which each rank has changed its part."""
-        with self.mesh.timers.measure("gradients"):
+        with self.mesh.session.timers.measure("gradients"):
             bucket.start_gathering_values()
             bucket.transport.progress()
 
@@ -188,7 +188,7 @@ class Reducer:
             bucket: the bucket.
             changed: ids of the parameters that may have new values.
         """
-        with self.mesh.timers.measure("gradients"):
+        with self.mesh.session.timers.measure("gradients"):
             bucket.finish_gathering_values(changed)
 
     # -- a backward pass --------------------------------------------------------------------
@@ -346,7 +346,7 @@ class Reducer:
     def _finish(self) -> None:
         """Completes what the backward has begun; then calls users' hooks."""
         mesh = self.mesh
-        with mesh.timers.measure("gradients"):
+        with mesh.session.timers.measure("gradients"):
             news = self._found_news()
             own, proposals = own_flags(self.lanes, bool(news), self._unused)
             for lane in self.lanes:
@@ -460,7 +460,7 @@ class Reducer:
     def _new_lane(self) -> Lane:
         mesh = self.mesh
         world = mesh.world
-        lane = Lane(mesh.axes, world.split(0, world.rank), mesh.timers)
+        lane = Lane(mesh.axes, world.split(0, world.rank), mesh.session.timers)
         self.lanes.append(lane)
         return lane
 

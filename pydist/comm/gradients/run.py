@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from pydist.comm.exchange.adjoints import mean_ranks
+from pydist.group_sizes import GroupSizes, weights_of
 
 if TYPE_CHECKING:
     from pydist.comm.gradients.leaf import Leaf
-    from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
 
 
@@ -40,7 +40,7 @@ class Run:
 
     def weight(self, mesh: Mesh) -> float:
         """What the gradients of this rank's sample group weigh."""
-        return mesh.weights.weight(self._roots, self._sizes) if mesh.data_size > 1 else 1.0
+        return weights_of(mesh).weight(self._roots, self._sizes) if mesh.data_size > 1 else 1.0
 
     @property
     def returns(self) -> bool:

@@ -139,7 +139,7 @@ class PendingBoundary:
         self.outputs: Tensor | None = None
         self.slabs: list[Tensor] = []
         self._exchanges = plan.plan.exchanges(channels_last)
-        self._layer = plan.mesh.timers.layer
+        self._layer = plan.mesh.session.timers.layer
         self._under_way: tuple[Pending, Tensor] | None = None
         self.is_deferrable = True
 
@@ -203,7 +203,7 @@ class PendingBoundary:
         # First, as an exception on the way must not come again from everybody who asks later.
         (pending, kernel), self._under_way = self._under_way, None
         outputs, self.outputs = self.outputs, None
-        halo, timers = self._exchanges.halo, self.plan.mesh.timers
+        halo, timers = self._exchanges.halo, self.plan.mesh.session.timers
         halo.transport.unfinished = None
         # Together with the bias the ReLU comes last.
         at_once = negative_slope if self.bias is None else 1.0

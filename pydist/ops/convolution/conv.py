@@ -133,10 +133,7 @@ def _plan(
     layout: Layout, window: Window, weight: tuple[int, ...], groups: int, local: Tensor
 ) -> _ConvPlan:
     key = ("conv", layout, window, weight, groups, local.dtype, local.device)
-    plans = layout.mesh.plans
-    if key not in plans:
-        plans[key] = _ConvPlan(layout, window, weight, groups, local)
-    return plans[key]
+    return layout.mesh.session.plan(key, lambda: _ConvPlan(layout, window, weight, groups, local))
 
 
 def _padding(

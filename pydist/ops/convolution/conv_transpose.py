@@ -203,10 +203,9 @@ def _plan(
     local: Tensor,
 ) -> _TransposedPlan:
     key = ("conv_transpose", layout, window, weight, groups, local.dtype, local.device)
-    plans = layout.mesh.plans
-    if key not in plans:
-        plans[key] = _TransposedPlan(layout, window, weight, groups, local)
-    return plans[key]
+    return layout.mesh.session.plan(
+        key, lambda: _TransposedPlan(layout, window, weight, groups, local)
+    )
 
 
 def _register() -> None:

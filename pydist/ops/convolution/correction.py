@@ -94,7 +94,7 @@ class _CorrectedConv(Function):
         kernels: ConvKernels,
     ) -> Tensor:
         plan = boundary.plan
-        timers = plan.mesh.timers
+        timers = plan.mesh.session.timers
         boundary.start(x, weight)
         with timers.measure("convolution"):
             y = kernels.run_forward(x, weight, bias if boundary.bias is None else None)
@@ -122,7 +122,7 @@ class _CorrectedConv(Function):
         kernels: ConvKernels = ctx.kernels
         slab_kernels: SlabKernels = ctx.boundary_kernels
         exchanges = plan.plan.exchanges(kernels.channels_last)
-        timers, layer = plan.mesh.timers, ctx.layer
+        timers, layer = plan.mesh.session.timers, ctx.layer
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = None
         grad = kernels.in_format(grad)

@@ -75,12 +75,12 @@ def onednn_on_all(local: Tensor, mesh: Mesh) -> bool:
     """
     if local.dtype != torch.bfloat16 or local.device.type != "cpu":
         return True
-    key = "oneDNN", local.dtype
-    if key not in mesh.plans:
+
+    def vote() -> bool:
         votes = mesh.sample.all_gather(torch.tensor([int(onednn_has(local.dtype))]))
-        mesh.plans[key] = bool(votes.all())
-    found: bool = mesh.plans[key]
-    return found
+        return bool(votes.all())
+
+    return mesh.session.plan(("oneDNN", local.dtype), vote)
 
 
 class _LocalConv(Function):
@@ -94,9 +94,9 @@ class _LocalConv(Function):
         mesh: Mesh,
         adds_bias: bool,
     ) -> Tensor:
-        ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.timers.layer
+        ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.session.timers.layer
         ctx.save_for_backward(x, weight)  # the bias may change, as with torch
-        with mesh.timers.measure("convolution"):
+        with mesh.session.timers.measure("convolution"):
             return kernels.run_forward(x, with_dims(weight, x), bias if adds_bias else None)
 
     @staticmethod
@@ -110,7 +110,7 @@ class _LocalConv(Function):
             grads = with_bias(y, (x, weight), ctx.needs_input_grad, grad)
         else:
             needed = ctx.needs_input_grad
-            timers, kernel = ctx.mesh.timers, with_dims(weight, x)
+            timers, kernel = ctx.mesh.session.timers, with_dims(weight, x)
             grads = gradients(ctx.kernels, x, grad, kernel, needed, timers, ctx.layer)
             if grads[1] is not None and kernel is not weight:
                 grads[1] = grads[1].squeeze(2)

@@ -38,10 +38,10 @@ class _LocalTransposed(Function):
         starts: Sequence[int],
         extents: Sequence[int],
     ) -> Tensor:
-        ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.timers.layer
+        ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.session.timers.layer
         ctx.starts, ctx.extents = starts, extents
         ctx.save_for_backward(x, weight)  # the bias may change, as with torch
-        with mesh.timers.measure("convolution"):
+        with mesh.session.timers.measure("convolution"):
             y = kernels.run_transposed(x, with_dims(weight, x), bias)
             y = kernels.in_format(_cut(y, starts, extents))
             # Of a view made in here torch allows no change in place.
@@ -61,7 +61,7 @@ class _LocalTransposed(Function):
 
             return (*second_order(again, x, weight, ctx, grad), None, None, None, None)
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        timers, layer = ctx.mesh.timers, ctx.layer
+        timers, layer = ctx.mesh.session.timers, ctx.layer
         grad = kernels.in_format(grad)
         grad_bias = bias_gradient(grad) if for_bias else None
         grad = kernels.in_format(_uncut(grad, ctx.starts, p.input[2:]))

@@ -52,7 +52,7 @@ class _CorrectedTransposed(Function):
         slab_kernels: SlabKernels,
         recomputation: Callable[[], Recomputation],
     ) -> Tensor:
-        exchanges, timers = plan.plan.exchanges(kernels.channels_last), plan.mesh.timers
+        exchanges, timers = plan.plan.exchanges(kernels.channels_last), plan.mesh.session.timers
         halo = exchanges.grad_halo
         pending = halo.start(x)
         with timers.measure("convolution"):
@@ -83,7 +83,7 @@ class _CorrectedTransposed(Function):
         kernels: ConvKernels = ctx.kernels
         slab_kernels: SlabKernels = ctx.slab_kernels
         exchanges = plan.plan.exchanges(kernels.channels_last)
-        timers, layer = plan.mesh.timers, ctx.layer
+        timers, layer = plan.mesh.session.timers, ctx.layer
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = None
         grad = kernels.in_format(grad)

@@ -126,7 +126,7 @@ def _mean_of_samples(
     # result has the same bits on all.
     total = torch.cat([*sums, sums[0].new_full((1,), shape[0])]) / plan.group.size
     group = layout.mesh.group(("data", *layout.used_axes))
-    with layout.mesh.timers.measure("statistics"):
+    with layout.mesh.session.timers.measure("statistics"):
         group.all_reduce(total)
     mean, var = (total[:-1] / total[-1].clamp(min=1)).chunk(2)
     return mean, var

@@ -155,7 +155,7 @@ class _Normalize(Function):
         out: Tensor,
         call: _Call,
     ) -> Tensor:
-        ctx.call, ctx.layer = call, call.plan.mesh.timers.layer
+        ctx.call, ctx.layer = call, call.plan.mesh.session.timers.layer
         ctx.shift_dtype = None if shift is None else shift.dtype
         # These are the exchange's marker for checkpointing too, on empty ranks as well. The shift
         # may change, as with torch.
@@ -188,7 +188,7 @@ class _Normalize(Function):
             totals = sums if factor is None else sums * factor
             totals = totals.view(2, -1, plan.members).sum(-1)
             if plan.group.size > 1:
-                with mesh.timers.measure("statistics", ctx.layer):
+                with mesh.session.timers.measure("statistics", ctx.layer):
                     enter_weighted_sum(totals, call.sizes)
                     work = plan.group.all_reduce_async(totals)
         inverse = torch.rsqrt(var + call.eps)
@@ -202,7 +202,7 @@ class _Normalize(Function):
         a = a if factor is None else a * factor
         grad_x = torch.empty_like(x)
         if plan.group.size > 1:
-            with mesh.timers.measure("statistics", ctx.layer):
+            with mesh.session.timers.measure("statistics", ctx.layer):
                 work.wait()
                 leave_weighted_sum(totals, call.sizes)
         b = plan.of_rows(-inverse.pow(3) * totals[1] / n)

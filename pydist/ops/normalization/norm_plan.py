@@ -82,16 +82,16 @@ def plan_norm(
     """
     mesh = layout.mesh
     key = ("norm", layout, tuple(dims), tuple(axes), per_sample, members)
-    plan = mesh.plans.get(key)
-    if plan is None:
+
+    def make() -> NormPlan:
         counts = [
             members * math.prod(box.shape[d] for d in dims)
             for i, box in enumerate(layout.boxes)
             if all(n == mesh.coords[a] for a, n in mesh.coords_of(i).items() if a not in axes)
         ]
-        plan = NormPlan(mesh, tuple(axes), tuple(counts), per_sample, members)
-        mesh.plans[key] = plan
-    return plan
+        return NormPlan(mesh, tuple(axes), tuple(counts), per_sample, members)
+
+    return mesh.session.plan(key, make)
 
 
 class Gathering:
@@ -109,14 +109,14 @@ class Gathering:
             n, *values = self._own
             self._row = torch.cat(values if plan.known_counts is not None else [n, *values])
             self._rows = self._row.new_empty(plan.group.size, self._row.numel())
-            with plan.mesh.timers.measure("statistics"):
+            with plan.mesh.session.timers.measure("statistics"):
                 self._work = plan.group.all_gather_async(self._row, self._rows)
 
     def wait(self) -> Moments:
         """The statistics [ranks, ...], in rank order."""
         if self._plan.group.size == 1:
             return Moments(*(part.unsqueeze(0) for part in self._own))
-        with self._plan.mesh.timers.measure("statistics"):
+        with self._plan.mesh.session.timers.measure("statistics"):
             self._work.wait()
         known, rows = self._plan.known_counts, self._rows
         if known is None:

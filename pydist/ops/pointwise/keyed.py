@@ -57,9 +57,8 @@ def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int | Tensor:
     """
     mesh, origin = x.mesh, x._origin
     layer = module_path()
-    calls = mesh.draws.setdefault(origin.forward, {})
-    while len(mesh.draws) > _REMEMBERED:
-        mesh.draws.pop(next(iter(mesh.draws)))
+    draws = draws_of(mesh)
+    calls = draws.begin(origin.forward)
     if torch._C._current_graph_task_id() != -1:
         # Inside backward: activation checkpointing runs the call again, and wants the same numbers.
         if calls.get(layer) != 1:
@@ -69,16 +68,41 @@ def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int | Tensor:
     else:
         number = calls.get(layer, 0)
         calls[layer] = number + 1
-    if mesh.replayed_keys is not None:
-        return mesh.replayed_keys.place_of(layer, number)
+    if draws.replayed is not None:
+        return draws.replayed.place_of(layer, number)
     return _key(mesh, origin.forward, layer, number)
+
+
+class Draws:
+    """How often each module has drawn random numbers, by training forward."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, dict[str, int]] = {}
+        self.replayed: ReplayedKeys | None = None
+        """While a step is captured: where its random numbers find their keys in each replay."""
+
+    def begin(self, forward: int) -> dict[str, int]:
+        """The number of draws of each module in a forward pass, to be counted on."""
+        calls = self._calls.setdefault(forward, {})
+        while len(self._calls) > _REMEMBERED:
+            self._calls.pop(next(iter(self._calls)))
+        return calls
+
+    def forget(self, forward: int) -> None:
+        """The next draws of a forward pass are its first ones."""
+        self._calls.pop(forward, None)
+
+
+def draws_of(mesh: Mesh) -> Draws:
+    """The draws on a mesh."""
+    return mesh.session.service(Draws, Draws)
 
 
 class ReplayedKeys:
     """The keys of a captured step, in memory from which every replay takes them.
 
     Args:
-        mesh: of the step; its `replayed_keys` is this object while the step is captured.
+        mesh: of the step; the `replayed` of its draws is this object while the step is captured.
         device: of the step.
     """
 
@@ -104,7 +128,7 @@ class ReplayedKeys:
         if not self._places:
             return
         mesh = self._mesh
-        keys = [_key(mesh, mesh.forwards, layer, number) for layer, number in self._places]
+        keys = [_key(mesh, mesh.session.forwards, layer, number) for layer, number in self._places]
         # Pinned: the host does not wait for the copy; torch keeps the memory until it is done.
         signed = torch.tensor(
             [key - (1 << 64) if key >> 63 else key for key in keys],

@@ -112,11 +112,12 @@ def adaptive_average(x: ShardedTensor, outputs: Sequence[int]) -> ShardedTensor:
     x = redistribute(x, choose_layout(x._layout, pool_work(window, x.shape[1])))
     plan = plan_window(x._layout, window, x.shape[1])
     key = ("adaptive average", x._layout, window)
-    plans = x.mesh.plans
-    if key not in plans:
+
+    def make() -> AveragePlan:
         scales = [_reciprocal_lengths(window.footprint(d)) for d in range(len(extents))]
-        plans[key] = AveragePlan(Averaging(window, scales), plan)
-    return wrap(average(local_of(x), plans[key]), plan.out, x)
+        return AveragePlan(Averaging(window, scales), plan)
+
+    return wrap(average(local_of(x), x.mesh.session.plan(key, make)), plan.out, x)
 
 
 def _reciprocal_lengths(footprint: Footprint) -> Tensor:
@@ -166,15 +167,15 @@ def _first_maximum(values: Tensor, taps: Tensor, group: Transport) -> Tensor:
 
 def _max_plan(layout: Layout, window: AdaptiveWindow, whole: Sequence[int] = ()) -> MaxPlan:
     """The plan for a layout, made once; the outputs along dims in `whole` lie on every rank."""
-    plans = layout.mesh.plans
-    key = ("adaptive maximum", layout, window)
-    if key not in plans:
+
+    def make() -> MaxPlan:
         plan = plan_window(layout, window, layout.shape[1])
         if whole:
             out = plan.out.replace(changes=dict.fromkeys(whole))
             plan = WindowPlan(layout, window, layout.shape[1], out)
-        plans[key] = MaxPlan(plan, alone=bool(whole))
-    return plans[key]
+        return MaxPlan(plan, alone=bool(whole))
+
+    return layout.mesh.session.plan(("adaptive maximum", layout, window), make)
 
 
 def _register() -> None:

@@ -140,7 +140,7 @@ class AveragePlan(PoolPlan):
             x: the shard.
             negative_slope: of a ReLU that all inputs go through first; 1 for none.
         """
-        timers = self.mesh.timers
+        timers = self.mesh.session.timers
         exchanges = self.exchanges(x)
         halo = exchanges.halo
         pending = start(halo, x, partial(rectify_, negative_slope=negative_slope))
@@ -165,7 +165,7 @@ class AveragePlan(PoolPlan):
             x: where a ReLU comes first, the shard before or after it.
             negative_slope: of the ReLU; 1 for none.
         """
-        timers = self.mesh.timers
+        timers = self.mesh.session.timers
         exchanges = self.exchanges(grad)
         grad_halo = exchanges.grad_halo
         pending = start(grad_halo, grad)
@@ -206,7 +206,7 @@ def spread(grad: Tensor, way: Tensor, plan: AveragePlan, layer: str) -> Tensor:
 class _Average(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: AveragePlan) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.layer = plan, plan.mesh.timers.layer
+        ctx.plan, ctx.layer = plan, plan.mesh.session.timers.layer
         way = way_back(x)
         ctx.save_for_backward(way)  # the exchange's marker too
         return plan.pool(x), way

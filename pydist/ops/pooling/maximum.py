@@ -36,7 +36,7 @@ class MaxPlan(PoolPlan):
 
     def maxima(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The shards of the result and of the taps, from the shard of the input."""
-        timers = self.mesh.timers
+        timers = self.mesh.session.timers
         halo = self.exchanges(x).halo if self.has_halo else None
         pending = None if halo is None else halo.start(x)
         y = empty(self.out, x)
@@ -52,7 +52,7 @@ class MaxPlan(PoolPlan):
 
     def spread(self, grad: Tensor, taps: Tensor, layer: str = "") -> Tensor:
         """The shard of dL/dx: every gradient at the input that was taken."""
-        timers = self.mesh.timers
+        timers = self.mesh.session.timers
         halo = self.exchanges(grad).halo if self.has_halo else None
         pending = None
         if halo is not None:
@@ -147,7 +147,7 @@ class _Maximum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor, Tensor]:
         y, taps = plan.maxima(x)
-        ctx.plan, ctx.layer = plan, plan.mesh.timers.layer
+        ctx.plan, ctx.layer = plan, plan.mesh.session.timers.layer
         ctx.mark_non_differentiable(taps)
         way = way_back(x)
         ctx.save_for_backward(taps, way)
@@ -179,7 +179,7 @@ class _Spread(Function):
 class _Pick(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.layer = plan, plan.mesh.timers.layer
+        ctx.plan, ctx.layer = plan, plan.mesh.session.timers.layer
         way = way_back(x)
         ctx.save_for_backward(taps, way)
         return plan.pick(x, taps), way

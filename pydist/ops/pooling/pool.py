@@ -154,8 +154,8 @@ def _average_plan(
     divisor: int | None,
 ) -> AveragePlan:
     key = ("average", plan.layout, window, tuple(padding), include_padding, divisor)
-    plans = plan.layout.mesh.plans
-    if key not in plans:
+
+    def make() -> AveragePlan:
         scales = []
         for dim, (kernel, step, pad) in enumerate(
             zip(window.kernel, window.stride, padding, strict=True)
@@ -174,16 +174,15 @@ def _average_plan(
             if scale.numel() and bool((scale == scale[0]).all()):
                 scales[0] = scales[0] * scale[0]
                 scale.fill_(1)
-        plans[key] = AveragePlan(Averaging(window, scales), plan)
-    return plans[key]
+        return AveragePlan(Averaging(window, scales), plan)
+
+    return plan.layout.mesh.session.plan(key, make)
 
 
 def _max_plan(
     function: Callable[..., Any], x: ShardedTensor, plan: WindowPlan, window: Window
 ) -> MaxPlan:
-    plans = x.mesh.plans
-    key = ("maximum", plan.layout, window)
-    if key not in plans:
+    def make() -> MaxPlan:
         for dim, (kernel, step, dilation, (pad, _)) in enumerate(
             zip(window.kernel, window.stride, window.dilation, window.padding, strict=True), start=2
         ):
@@ -191,8 +190,9 @@ def _max_plan(
             taps = first + torch.arange(kernel) * dilation
             if not bool(((taps >= 0) & (taps < x.shape[dim])).any(1).all()):
                 raise refusal(function, (x,), {}, f"some windows along dim {dim} hold no input")
-        plans[key] = MaxPlan(plan)
-    return plans[key]
+        return MaxPlan(plan)
+
+    return x.mesh.session.plan(("maximum", plan.layout, window), make)
 
 
 def _register() -> None:

@@ -60,7 +60,7 @@ class _RectifiedAverage(Function):
     def forward(
         ctx: Any, rectified: Tensor, linear: Tensor, pending: PendingRectifier, plan: AveragePlan
     ) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.layer, ctx.handover = plan, plan.mesh.timers.layer, pending.handover
+        ctx.plan, ctx.layer, ctx.handover = plan, plan.mesh.session.timers.layer, pending.handover
         ctx.negative_slope = pending.negative_slope
         # The exchange's marker for checkpointing too.
         way = way_back(linear)

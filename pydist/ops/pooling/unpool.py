@@ -138,10 +138,12 @@ def _exchanger(source: Layout, target: Layout, window: Window, *, everywhere: bo
     """Brings every rank the values that may belong into its block of the result."""
     mesh = source.mesh
     key = ("unpool", source, target, window, everywhere)
-    if key not in mesh.plans:
+
+    def make() -> Exchanger:
         needed = [[_sources(own, source, window, everywhere)] for own in target.boxes]
-        mesh.plans[key] = Exchanger(mesh.sample, source.boxes, needed, mesh.timers)
-    return mesh.plans[key]
+        return Exchanger(mesh.sample, source.boxes, needed, mesh.session.timers)
+
+    return mesh.session.plan(key, make)
 
 
 def _sources(own: Box, source: Layout, window: Window, everywhere: bool) -> Box:

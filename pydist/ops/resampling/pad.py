@@ -28,14 +28,15 @@ def pad(
         RuntimeError, ValueError, NotImplementedError: as torch on the whole tensor.
     """
     layout = input._layout
-    key = ("pad", layout, tuple(pad), mode, value, input.dtype)
-    plans = layout.mesh.plans
-    if key not in plans:
+
+    def make() -> Rims:
         # torch's own checks and messages, on the whole shape.
         whole = torch.empty(layout.shape, dtype=input.dtype, device="meta")
         F.pad(whole, tuple(pad), mode, value)
-        plans[key] = _rims(pad, len(layout.shape))
-    rims: Rims = plans[key]
+        return _rims(pad, len(layout.shape))
+
+    key = ("pad", layout, tuple(pad), mode, value, input.dtype)
+    rims = layout.mesh.session.plan(key, make)
     if mode == "constant":
         return constant_pad(input, rims, value)
     if mode == "circular":
@@ -155,11 +156,12 @@ def _mirrored(x: ShardedTensor, rims: Rims, mode: str, dims: int) -> ShardedTens
     layout = x._layout
     local = _as_autocast(local_of(x), dims, mode)
     key = ("mirror", layout, rims, mode, dims, local.device)
-    plans = layout.mesh.plans
-    if key not in plans:
+
+    def make() -> _MirrorPlan:
         with planning():
-            plans[key] = _MirrorPlan(layout, rims, mode, dims, local.device)
-    plan: _MirrorPlan = plans[key]
+            return _MirrorPlan(layout, rims, mode, dims, local.device)
+
+    plan = layout.mesh.session.plan(key, make)
     return wrap(plan.run(plan.reads.gather(wrap(local, layout, x))), plan.out, x)
 
 

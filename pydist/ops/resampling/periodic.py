@@ -112,25 +112,27 @@ def flip(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
     if not turned:
         return wrap(torch.flip(local_of(input), asked), layout, input)
     key = ("flip", layout, tuple(turned))
-    plans = layout.mesh.plans
-    if key not in plans:
+
+    def make() -> Reads:
         with planning():
             sources = {d: torch.arange(layout.shape[d]).flip(0) for d in turned}
-        plans[key] = Reads(layout, layout, {d: Span(s, s) for d, s in sources.items()})
-    return wrap(torch.flip(plans[key].gather(input), asked), layout, input)
+        return Reads(layout, layout, {d: Span(s, s) for d, s in sources.items()})
+
+    reads = layout.mesh.session.plan(key, make)
+    return wrap(torch.flip(reads.gather(input), asked), layout, input)
 
 
 def _gather(x: ShardedTensor, dim: int, intervals: Sequence[tuple[int, int]]) -> Tensor:
     """An interval of a split dim for every part of it, of the other dims what a rank owns."""
     layout = x._layout
     key = ("intervals", layout, dim, tuple(intervals))
-    plans = layout.mesh.plans
-    if key not in plans:
+
+    def make() -> BoxGatherer:
         needed = []
         for rank, own in enumerate(layout.boxes):
             lo, hi = list(own.lo), list(own.hi)
             lo[dim], hi[dim] = intervals[layout.part(dim, rank)]
             needed.append(Box(lo, hi))
-        plans[key] = BoxGatherer(layout, needed)
-    gatherer: BoxGatherer = plans[key]
-    return gatherer(local_of(x))
+        return BoxGatherer(layout, needed)
+
+    return layout.mesh.session.plan(key, make)(local_of(x))

@@ -45,8 +45,8 @@ def interpolate(
         "antialias": antialias,
     }
     key = ("interpolate", layout, tuple(options.items()), input.dtype)
-    plans = layout.mesh.plans
-    if key not in plans:
+
+    def make() -> tuple[tuple[Resize, ...], Layout]:
         # torch's own checks and messages, and its rule for the size of the result.
         # On meta it does not take a batch of nothing, which it takes elsewhere.
         sample = max(1, layout.shape[0]), *layout.shape[1:]
@@ -57,10 +57,11 @@ def interpolate(
             Resize(n, out, None if given is None else float(given[d]))
             for d, (n, out) in enumerate(zip(layout.shape[2:], shape[2:], strict=True))
         )
-        plans[key] = sizes, _scaled(layout, sizes)
-    sizes, out = plans[key]
+        return sizes, _scaled(layout, sizes)
+
+    sizes, out = layout.mesh.session.plan(key, make)
     if mode == "area":
-        return _AREA[dims](input, out.shape[2:])  # type: ignore[return-value]
+        return _AREA[dims](input, out.shape[2:])  # type: ignore[arg-type, return-value]
     local = local_of(input)
     if layout.shape[0] == 0:
         # Nothing to exchange; the result stays in the graph.
@@ -103,12 +104,13 @@ def _plan(
     local: Tensor,
 ) -> ResamplePlan:
     key = ("resample", layout, out, tuple(sizes), mode, align_corners, local.dtype, local.device)
-    plans = layout.mesh.plans
-    if key not in plans:
+
+    def make() -> ResamplePlan:
         with planning():
             like = torch.empty(0, dtype=local.dtype, device=local.device)
-            plans[key] = ResamplePlan(layout, out, sizes, mode, align_corners, like)
-    return plans[key]
+            return ResamplePlan(layout, out, sizes, mode, align_corners, like)
+
+    return layout.mesh.session.plan(key, make)
 
 
 @implements(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)

@@ -43,11 +43,7 @@ def reshaped(x: ShardedTensor, shape: Sequence[int], is_view: bool = False) -> S
             the whole, which shards need not show: after a change in place one side is refused.
     """
     out = _resolve(shape, x.shape)
-    plans = x.mesh.plans
-    key = ("reshape", x._layout, out)
-    plan = plans.get(key)
-    if plan is None:
-        plan = plans[key] = _plan(x._layout, out)
+    plan = x.mesh.session.plan(("reshape", x._layout, out), lambda: _plan(x._layout, out))
     moved = redistribute(x, plan.source)
     own = local_of(moved)
     local = own.reshape(plan.out.local_shape)

@@ -104,7 +104,7 @@ def spans_of(pool, points, backward=True):
         x = shard(randn(1, 2, 8, 8, 8), layout_at(mesh, (1, 2, 8, 8, 8), points))
         pool(x)  # makes the plan
         recorder, saved = SpanRecorder(), []
-        mesh.timers.recorder = recorder
+        mesh.session.timers.recorder = recorder
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             y = pool(x)
         if backward:

