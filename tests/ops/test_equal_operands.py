@@ -105,12 +105,58 @@ NUMBERS = {
     "after a reduction": lambda x, draw: x.mean((2, 3, 4)) * round(draw(), 1),
     "of a block": lambda x, draw: (x * round(draw(), 1)).to_local(),
     "of the whole": lambda x, draw: (x * round(draw(), 1)).full_tensor(),
+    "index in a tensor": lambda x, draw: x[:, torch.tensor(int(8 * draw()))],
+    "index in an array": lambda x, draw: x[:, np.array(int(8 * draw()))],
+    "index in an object": lambda x, draw: x[:, Index(int(8 * draw()))],
+    "bounds in tensors": lambda x, draw: x[:, (i := torch.tensor(int(5 * draw()))) : i + 3],
+    "assigned at a tensor": lambda x, draw: _assigned(x, 0, torch.tensor(int(8 * draw()))),
+    "repeated by a tensor": lambda x, draw: x.repeat(1, torch.tensor(1 + (draw() < 0.5)), 1, 1, 1),
+    "probability in a tensor": lambda x, draw: F.dropout(x, torch.tensor(draw())),
+    "boolean of NumPy": lambda x, draw: x + x.tanh() * np.bool_(draw() < 0.5),
+    "sign of zero": lambda x, draw: x.copysign(-0.0 if draw() < 0.5 else 0.0),
+    "precision": lambda x, draw: x.to(torch.bfloat16).float() if draw() < 0.5 else x,
+    "detach": lambda x, draw: x * (x.sin().detach() if draw() < 0.5 else x.sin()),
+    "detach in place": lambda x, draw: x * (_detached(x.sin()) if draw() < 0.5 else x.sin()),
+    "data": lambda x, draw: x * (x.sin().data if draw() < 0.5 else x.sin()),
+    "gradients off": lambda x, draw: x * _sine(x, draw() < 0.5),
+    "gradients off in place": lambda x, draw: _doubled(x * 1, draw() < 0.5),
+    "within a backward pass": lambda x, draw: _looked_at(x, draw()),
 }
 
 
-def _assigned(x, number):
+class Index:
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def __index__(self) -> int:
+        return self._value
+
+
+def _detached(x):
+    return x.detach_()
+
+
+def _sine(x, gradients):
+    with torch.set_grad_enabled(gradients):
+        return x.sin()
+
+
+def _doubled(x, gradients):
+    with torch.set_grad_enabled(gradients):
+        return x.mul_(2)
+
+
+def _looked_at(x, number):
+    """A hook that trains the convolution a second time."""
+    shown = x * 1
+    other = (x.detach().requires_grad_() * number).sum()
+    shown.register_hook(lambda _: other.backward())
+    return shown
+
+
+def _assigned(x, number, channel=slice(1)):
     x = x * 1
-    x[:, :1] = number
+    x[:, channel] = number
     return x
 
 
@@ -195,7 +241,10 @@ def test_constants_are_not_compared() -> None:
         for _ in range(3):
             y = model(torch.ones(1, 1, 6, 4, 4))
             if t.rank == 1:
-                _ = (y * 0.1 > 1e-5, y + 1.5, y.clamp(max=float("inf")))
+                _ = (y * 0.1 > 1e-5, y + 1.5, y.clamp(max=float("inf")), y[:, torch.tensor(0)])
+                _ = (y.detach().abs(), y.data * 2, y.to(torch.bfloat16), y.clone(), y.cpu())
+                with torch.no_grad():
+                    y.exp()
             y.square().mean().backward()
 
     run_local(body, 2)

@@ -55,7 +55,8 @@ _UNSEEN = _LEAST_HASH + 1
 """In the place of an argument that is not compared here."""
 _NAN = math.pi * 1e300
 _MOST_SHOWN = 16
-"""Elements of a plain tensor or array that is compared as numbers: where, or by how much."""
+"""Elements of an array or a tensor of integers that is compared as numbers: where, or how often."""
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 call_key = native.call_key
 _codes: dict[object, int] = {}
@@ -148,11 +149,13 @@ def _key(value: Any) -> Any:
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
-    """What an argument consists of; of large or foreign tensors nothing is compared here."""
+    """What an argument consists of; other plain tensors are compared as operands."""
     if isinstance(value, Tensor):
-        on_host = value.device.type == "cpu" and value.layout == torch.strided
-        is_small = type(value) is Tensor and value.numel() <= _MOST_SHOWN
-        return (value.tolist(),) if on_host and is_small else (None,)
+        on_host = type(value) is Tensor and value.device.type == "cpu"
+        is_number = value.dim() == 0 or (
+            value.dim() == 1 and value.dtype in _INTEGERS and len(value) <= _MOST_SHOWN
+        )
+        return (value.tolist(),) if on_host and is_number else (None,)
     if isinstance(value, (np.generic, np.ndarray)):
         return (value.tolist(),) if value.size <= _MOST_SHOWN else (None,)
     if isinstance(value, complex):
@@ -177,9 +180,14 @@ def caused_by(history: int) -> Iterator[None]:
 
 
 def recent_calls() -> list[list[Any]]:
-    """The last calls of this rank, for the other ranks: hash, text, and what the call was given."""
+    """The last calls of this rank, for the other ranks.
+
+    Returns:
+        Of each its hash, its text, what it was given, and whether its result has a gradient.
+    """
     return [
-        [call.history, _text(call), repr(_without_numbers(call.key[1:]))] for call in _recent.calls
+        [call.history, _text(call), repr(_without_numbers(call.key[1:])), call.has_gradient]
+        for call in _recent.calls
     ]
 
 
@@ -214,15 +222,20 @@ def _first_difference(
         for mine in ours:
             for its in reversed(theirs):
                 if mine[0] != its[0] and _asked(mine) == _asked(its):
-                    return mine[1], its[1]
+                    return _said(mine, its), _said(its, mine)
     for mine in new_here:
         for its in new_there:
             if mine[2] == its[2]:
-                return mine[1], its[1]
+                return _said(mine, its), _said(its, mine)
     if not (new_here or new_there):
         return None
     texts = [calls[0][1] if calls else "no such call" for calls in (new_here, new_there)]
     return texts[0], texts[1]
+
+
+def _said(call: Sequence[Any], other: Sequence[Any]) -> str:
+    """The text of a call that differs from another."""
+    return f"{call[1]}{' without gradients' if other[3] and not call[3] else ''}"
 
 
 def _asked(call: Sequence[Any]) -> tuple[str, str]:
@@ -232,9 +245,7 @@ def _asked(call: Sequence[Any]) -> tuple[str, str]:
 
 def _text(call: _Call) -> str:
     numbers = ", ".join(f"{each:g}" for each in _numbers(call.key[1:]))
-    without = "" if call.has_gradient else " without gradients"
-    place = f" in module {call.module}" if call.module else ""
-    return f"{call.func.__name__}({numbers}){without}{place}"
+    return f"{call.func.__name__}({numbers}){f' in module {call.module}' if call.module else ''}"
 
 
 def _is_number(key: Any) -> bool:
