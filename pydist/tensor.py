@@ -11,7 +11,13 @@ from torch import Tensor
 
 from pydist.aliasing import View, record_change, refuse_stale, remember_plain, staleness
 from pydist.comm.exchange.adjoints import with_true_gradient
-from pydist.comm.exchange.history import NO_HISTORY, caused_by, history_of, remember
+from pydist.comm.exchange.history import (
+    NO_HISTORY,
+    caused_by,
+    history_of,
+    remember,
+    remember_change,
+)
 from pydist.comm.gradients.members import follow, lead_to
 from pydist.comm.interface.ledger import CAUSE
 from pydist.errors import NotSupported, UsageError
@@ -398,8 +404,8 @@ def adopt_local(x: ShardedTensor, local: Tensor, changed: bool = True) -> Sharde
         changed: whether its values change; autograd then notices where it has saved them.
     """
     x._shard = local
-    if changed and CAUSE.history:
-        x._history = CAUSE.history
+    if changed:
+        remember_change(x)
     if changed and x._view is not None:
         record_change(x)
     if changed and not of_wrapper(torch.Tensor.is_inference, x):

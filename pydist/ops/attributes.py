@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pydist.comm.exchange.exchanger import in_memory
+from pydist.comm.exchange.history import remember_change
 from pydist.comm.gradients import graph
-from pydist.comm.interface.ledger import CAUSE
 from pydist.errors import NotSupported
 from pydist.layout import Layout
 from pydist.ops.redistribute import redistribute, refuse_shard_shaped, shard_of_plain
@@ -108,7 +108,7 @@ def detach_(x: ShardedTensor) -> ShardedTensor:
     """Takes the tensor out of its graph."""
     x._shard = local_of(x).detach()  # torch refuses detach_() of views, and a shard may be one
     of_wrapper(torch.Tensor.requires_grad_, x, False)
-    x._history = CAUSE.history or x._history
+    remember_change(x)
     return x
 
 

@@ -101,14 +101,20 @@ def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def remember(result: Any, history: int, args: Sequence[Any]) -> None:
-    """Notes on the sharded tensors that a call has made or changed what has made them."""
-    if isinstance(result, Tensor) and not (args and result is args[0]):
-        _set(result, history)
+    """Notes on the new sharded tensors among a call's results what has made them."""
+    if isinstance(result, Tensor):
+        # What was changed in place is noted by `remember_change`; else it is as it was.
+        if not args or result is not args[0]:
+            _set(result, history)
     elif isinstance(result, (tuple, list)):
         for index, each in enumerate(result):
             _set(each, hash((history, index)) | _LEAST_HASH)
-    elif args and getattr(args[0], "_history", 0) == history:  # changed in place: `adopt_local`
-        _set(args[0], history)
+
+
+def remember_change(x: Tensor) -> None:
+    """Notes on a sharded tensor that the running call changes it in place."""
+    if CAUSE.history:
+        _set(x, CAUSE.history)
 
 
 def _set(result: Any, history: int) -> None:
