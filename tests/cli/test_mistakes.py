@@ -197,6 +197,10 @@ def test_a_pipe_in_a_data_set_is_a_fault(tmp_path):
     path.unlink()
     os.mkfifo(path)
     assert verify_dataset(tmp_path) == [f"{path}: not a regular file"]
+    (tmp_path / "dataset.json").unlink()
+    os.mkfifo(tmp_path / "dataset.json")
+    with pytest.raises(DataError, match=r"dataset.json: not a regular file"):
+        verify_dataset(tmp_path)
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["data", "--help"], 0), (["data"], 2)])
