@@ -72,6 +72,8 @@ def demo_unet(arguments: Sequence[str]) -> int:
     began = time.perf_counter()
     console = Console()
     config, volumes = _config(options), _volumes(options)
+    if not round(volumes.count * volumes.validation):
+        raise UsageError(f"--volumes {volumes.count}: at least 3 are needed, one to validate with")
     choose(options.mpi)
     with prepared(config) as config_file:
         make_ct(config.data.path, volumes, console)

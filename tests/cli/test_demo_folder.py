@@ -32,6 +32,7 @@ def files(folder: Path) -> dict[Path, bytes]:
         ("demo --universes 0", "count=0: at least 1 universe"),
         ("demo --mpi foo", "mpi 'foo' is none of auto, openmpi, mpich, gloo"),
         ("demo unet --volumes 0", "count=0: at least 1 volume"),
+        ("demo unet --volumes 2", "--volumes 2: at least 3 are needed"),
         ("demo unet --mpi foo", "mpi 'foo' is none of auto, openmpi, mpich, gloo"),
         ("demo unet --epochs 0", "train.epochs = 0"),
     ],
