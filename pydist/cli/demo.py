@@ -10,16 +10,19 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydist.cli.console import Console
+from pydist.cli.data import make
 from pydist.cli.options import parse
 from pydist.cli.progress import ProgressView
 from pydist.cli.train import launch_training
-from pydist.errors import DiskError
+from pydist.errors import DiskError, UsageError
+from pydist.launch import choose
 from pydist.train.config import (
     CheckpointConfig,
     Config,
@@ -30,16 +33,22 @@ from pydist.train.config import (
     OutputConfig,
     TrainConfig,
 )  # fmt: skip
-from pydist.train.config_io import dumps
+from pydist.train.config_io import check, dumps, to_dict
 
 if TYPE_CHECKING:
     from torch.nn import Module
+
+    from pydist.data.universes import UniverseOptions
 
 RANKS = 4
 EPOCHS = 2
 WIDTH: Literal[32] = 32
 WHOLE, MOVED = "one-rank", "one-rank-moved"
 """Folders of the runs to compare with."""
+_MARK = "demo.toml"
+"""The file that tells a demo's folder from another run's."""
+_RUNS = ("ckpt", WHOLE, MOVED)
+_RESULTS = ("log.jsonl", "result.png", "predictions.csv", "dice.csv")
 
 
 @dataclass(frozen=True)
@@ -61,9 +70,10 @@ def demo(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     began = time.perf_counter()
     console = Console()
-    split = _config(options.folder)
-    config_file = prepare(split)
-    _make_data(split, options.universes, console)
+    split, universes = _config(options.folder), _universes(options.universes)
+    choose(options.mpi)
+    with prepared(split) as config_file:
+        make(split.data.path, universes, console)
     code = launch_training(config_file, [], RANKS, options.mpi, ProgressView(console))
     if code:
         return code
@@ -89,36 +99,73 @@ def _config(folder: Path) -> Config:
     )
 
 
-def prepare(config: Config) -> Path:
+@contextmanager
+def prepared(config: Config) -> Iterator[Path]:
     """Removes what an earlier demo wrote, but for the data, which are kept if they still fit.
 
-    Returns:
+    In the `with` block, where the data are made, the folder is this process's.
+
+    Yields:
         The configuration, as a file for the ranks to read.
 
     Raises:
+        UsageError: a value of the configuration is out of range, or another run writes into the
+            folder, or one that is no demo has; nothing is changed then.
         DiskError: the folder can't be written.
     """
+    from pydist.data.lock import FolderLock
+
+    check(to_dict(config), "command line")
     folder = config.output.folder
-    for name in ("ckpt", WHOLE, MOVED):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    with ExitStack() as stack:
+        with _writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            # A demo's last runs hold folders of their own.
+            held = [folder, *(each for name in (WHOLE, MOVED) if (each := folder / name).is_dir())]
+        for each in held:
+            stack.enter_context(FolderLock(each))
+        with _writing(folder):
+            _require_demo(folder)
+            file = _cleared(folder, dumps(config))
+        yield file
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
     try:
-        for name in ("log.jsonl", "result.png", "predictions.csv", "dice.csv"):
-            (folder / name).unlink(missing_ok=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "demo.toml"
-        file.write_text(dumps(config), encoding="utf-8")
+        yield
     except OSError as error:
         raise DiskError(f"can't write into {folder}: {error.strerror}") from error
+
+
+def _require_demo(folder: Path) -> None:
+    """Raises `UsageError` if a folder has what a demo would remove, and no demo has made it."""
+    if (folder / _MARK).exists():
+        return
+    for name in (*_RUNS, *_RESULTS, "data"):
+        if os.path.lexists(folder / name):
+            raise UsageError(
+                f"{folder} has {name}, which no demo has made: give another place with --folder"
+            )
+
+
+def _cleared(folder: Path, config: str) -> Path:
+    """Removes an earlier demo's runs and results, and writes the configuration of the next."""
+    for name in _RUNS:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in _RESULTS:
+        (folder / name).unlink(missing_ok=True)
+    file = folder / _MARK
+    file.write_text(config, encoding="utf-8")
     return file
 
 
-def _make_data(config: Config, universes: int, console: Console) -> None:
-    from pydist.cli.data import make
+def _universes(count: int) -> UniverseOptions:
     from pydist.data.universes import UniverseOptions
 
     # Large cells: in a small cube the parameters show best on large scales.
-    options = UniverseOptions(
-        count=universes,
+    return UniverseOptions(
+        count=count,
         width=WIDTH,
         box_width=WIDTH,
         cell=8.0,
@@ -126,7 +173,6 @@ def _make_data(config: Config, universes: int, console: Console) -> None:
         workers=2,
         overwrite=True,
     )
-    make(config.data.path, options, console)
 
 
 def _compare(split: Config, console: Console) -> None:

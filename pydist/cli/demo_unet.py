@@ -12,13 +12,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydist.cli.console import Console
-from pydist.cli.demo import prepare
+from pydist.cli.data import make_ct
+from pydist.cli.demo import prepared
 from pydist.cli.options import parse
 from pydist.cli.progress import ProgressView
 from pydist.cli.train import launch_training
 from pydist.errors import PydistError, UsageError
+from pydist.launch import choose
 from pydist.train.config import (
     CheckpointConfig,
     Config,
@@ -29,6 +32,9 @@ from pydist.train.config import (
     TrainConfig,
     UNet3dConfig,
 )
+
+if TYPE_CHECKING:
+    from pydist.data.medical import CTOptions
 
 RANKS = 2
 _MULTIPLE = 8
@@ -65,9 +71,12 @@ def demo_unet(arguments: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     began = time.perf_counter()
     console = Console()
-    config = _config(options)
-    config_file = prepare(config)
-    _make_data(config, options, console)
+    config, volumes = _config(options), _volumes(options)
+    if not round(volumes.count * volumes.validation):
+        raise UsageError(f"--volumes {volumes.count}: at least 3 are needed, one to validate with")
+    choose(options.mpi)
+    with prepared(config) as config_file:
+        make_ct(config.data.path, volumes, console)
     code = launch_training(config_file, [], RANKS, options.mpi, ProgressView(console))
     if code:
         return code
@@ -102,14 +111,12 @@ def _config(options: _Arguments) -> Config:
     )
 
 
-def _make_data(config: Config, options: _Arguments, console: Console) -> None:
-    from pydist.cli.data import make_ct
+def _volumes(options: _Arguments) -> CTOptions:
     from pydist.data.medical import CTOptions
 
-    volumes = CTOptions(
+    return CTOptions(
         count=options.volumes,
         shape=(options.width,) * 3,
         spacing=(256 / options.width,) * 3,
         overwrite=True,
     )
-    make_ct(config.data.path, volumes, console)

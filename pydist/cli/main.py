@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pydist._loader import native
@@ -41,6 +41,8 @@ COMMANDS = {
     "demo unet": Command("pydist.cli.demo_unet", "demo_unet", "learn to segment synthetic CT"),
     "demo": Command("pydist.cli.demo", "demo", "train on 4 ranks, compare with 1, draw the result"),
 }
+
+_HELP = ("-h", "--help", "help")
 
 EXIT_CODES = """exit codes:
   0 ok   2 usage   65 bad data   66 does not fit in memory   71 a rank raised
@@ -85,7 +87,7 @@ def _flushed(arguments: Sequence[str]) -> int:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments or arguments[0] in _HELP:
         print(_usage())
         return 0 if arguments else UsageError.exit_code
     if arguments[0] == "--version":
@@ -99,13 +101,26 @@ def _dispatch(arguments: Sequence[str]) -> int:
         if command is not None:
             function = getattr(importlib.import_module(command.module), command.function)
             return int(function(arguments[words:]))
-    group = any(name.startswith(f"{arguments[0]} ") for name in COMMANDS)
+    group = [name for name in COMMANDS if name.startswith(f"{arguments[0]} ")]
+    if group and (len(arguments) == 1 or arguments[1] in _HELP):
+        print(_group_usage(arguments[0], group))
+        return 0 if len(arguments) > 1 else UsageError.exit_code
     given = " ".join(arguments[: 2 if group else 1])
     raise UsageError(f"no command {given!r}; there are: {', '.join(COMMANDS)}")
 
 
+def _described(names: Iterable[str]) -> list[str]:
+    return [f"  {name:<16}{COMMANDS[name].help}" for name in names]
+
+
+def _group_usage(word: str, names: Sequence[str]) -> str:
+    """The help of commands that begin with one word."""
+    lines = [f"usage: pydist {word} COMMAND ...", "", "commands:", *_described(names)]
+    return "\n".join([*lines, "", f"pydist {word} COMMAND --help tells more"])
+
+
 def _usage() -> str:
     lines = ["usage: pydist COMMAND ...", "", "commands:"]
-    lines += [f"  {name:<16}{command.help}" for name, command in COMMANDS.items()]
+    lines += _described(COMMANDS)
     lines += ["", "pydist COMMAND --help tells more; pydist --version", "", EXIT_CODES]
     return "\n".join(lines)

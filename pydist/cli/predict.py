@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -73,7 +75,7 @@ def _check(options: _Arguments) -> None:
     Raises:
         UsageError: options that do not go together, or an output of another kind than the input.
         DataError: an image is not there.
-        DiskError: there is no folder for the output.
+        DiskError: there is no folder for the output, or its links form a circle.
     """
     from pydist.data.medical.nifti import require_suffix
 
@@ -88,11 +90,26 @@ def _check(options: _Arguments) -> None:
         require_suffix(options.output)
         if not options.output.parent.is_dir():
             raise DiskError(f"{options.output.parent}: no such folder")
+    elif _real(options.output) == _real(options.images[0]):
+        raise UsageError(
+            f"{options.output}: labels would lie among the images and be taken for some; choose "
+            "another folder"
+        )
     cases = _cases(options.images, options.output)
-    images = {path.resolve() for files, _ in cases for path in files}
+    images = {_real(path) for files, _ in cases for path in files}
     for _, output in cases:
-        if output.resolve() in images:
+        if _real(output) in images:
             raise UsageError(f"{output}: its labels would overwrite an image; choose another place")
+
+
+def _real(path: Path) -> str:
+    """A path without links, whether there is a file or not; raises `DiskError` if they circle."""
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DiskError(f"{path}: {error.strerror}") from error
+    return os.path.realpath(path)
 
 
 def _predict_here(options: _Arguments) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pydist.cli.own_options import OwnOptions
 from pydist.cli.train import load_config, transport_for
-from pydist.errors import PydistError, Stopped, UsageError
+from pydist.errors import DiskError, PydistError, Stopped, UsageError
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -25,6 +25,8 @@ def profile(arguments: Sequence[str]) -> int:
     """Runs `pydist profile`; see `pydist profile --help`."""
     options, overrides = _parse(arguments)
     config = load_config(options.config, overrides, PROG)
+    if options.trace is not None and not options.trace.parent.is_dir():
+        raise DiskError(f"{options.trace.parent}: no such folder")
     if options.ranks is None:
         return _profile_here(config, options)
     from pydist.launch import launch

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from pydist.data.made import checksum_of_file
 from pydist.data.manifest import Axes, DataFile, Manifest
+from pydist.data.regular import require_regular
 from pydist.data.safe_open import SafeFile, safe_open
 from pydist.errors import DataError, UsageError
 
@@ -116,7 +117,10 @@ def verify_dataset(root: str | Path, progress: Progress | None = None) -> list[s
     for done, entry in enumerate(manifest.files, 1):
         path = folder / entry.path
         try:
+            require_regular(path)
             size, checksum = checksum_of_file(path)
+        except DataError as error:
+            faults.append(str(error))
         except OSError as error:
             faults.append(f"{path}: {error.strerror}")
         else:

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from pydist.data.publish import publish
+from pydist.data.regular import require_regular
 from pydist.errors import DataError
 from pydist.parsing import parse_json
 
@@ -152,6 +153,8 @@ class Manifest:
         """
         path = root / FILE_NAME
         try:
+            if path.exists():
+                require_regular(path)
             text = path.read_text(encoding="utf-8-sig")
         except FileNotFoundError:
             raise DataError(_missing(root)) from None

@@ -57,12 +57,14 @@ def make_folder(folder: Path) -> None:
 
 
 def need_space(folder: Path, size: int) -> None:
-    """Raises `DiskError` if `folder` has not `size` bytes free."""
+    """Raises `DiskError` if `folder` has not `size` bytes free, or takes no files."""
     try:
-        free = shutil.disk_usage(folder).free
+        total, _, free = shutil.disk_usage(folder)
     except OSError as error:
         raise DiskError(f"{folder}: {error.strerror}") from error
-    if size > free:
+    if total == 0:  # /proc, and file systems that do not tell: whether it fits shows in writing
+        _require_writable(folder)
+    elif size > free:
         raise DiskError(f"{folder}: {size} bytes are needed and {free} are free")
 
 
@@ -82,6 +84,16 @@ def require_room(folder: Path, files: int, voxels: int, *, packed: bool) -> None
         with contextlib.suppress(FileNotFoundError):  # one that another process has removed
             size -= sum(path.lstat().st_size for path in folder.rglob("*"))
         need_space(folder, size)
+
+
+def _require_writable(folder: Path) -> None:
+    """Raises `DiskError` if no file can be made in a folder."""
+    probe = owner.temporary(folder / ".pydist")
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise DiskError(f"{folder}: no files can be written there: {error.strerror}") from error
 
 
 def _sync_folder(folder: Path) -> None:

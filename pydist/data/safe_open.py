@@ -23,6 +23,7 @@ import h5py
 from h5py import h5d, h5f, h5fd, h5l, h5p, h5t
 
 from pydist.data.hdf5_rules import Limits, check_filters, check_size, check_type
+from pydist.data.regular import require_regular
 from pydist.errors import DataError
 
 HDF5_ERRORS = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
@@ -265,12 +266,7 @@ def _open(path: Path, driver: Readable | None) -> h5py.File:
 
 
 def _check_file(path: Path) -> Stamp:
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}") from error
-    if not path.is_file():
-        raise DataError(f"{path}: not a regular file")
+    status = require_regular(path)
     if status.st_size == 0:
         raise DataError(f"{path}: empty, not an HDF5 file")
     if not os.access(path, os.R_OK):

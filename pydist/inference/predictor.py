@@ -48,10 +48,10 @@ class Sliding:
     overlap: float = 0.25
 
     def __post_init__(self) -> None:
-        if self.window < 1 or not 0 <= self.overlap < 1:
+        if not 1 <= self.window < 1 << 31 or not 0 <= self.overlap < 1:
             raise UsageError(
-                f"window={self.window}, overlap={self.overlap}: at least 1 voxel, and a part in "
-                "[0, 1)"
+                f"window={self.window}, overlap={self.overlap}: at least 1 voxel and below 2**31, "
+                "and a part in [0, 1)"
             )
 
 

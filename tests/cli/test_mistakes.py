@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,12 @@ import numpy as np
 import pytest
 
 from pydist.cli.main import main
+from pydist.data.index import verify_dataset
 from pydist.data.medical import CTOptions, generate_ct
+from pydist.data.medical.nifti import outline_of, read_nifti
+from pydist.data.publish import publish
+from pydist.errors import DataError, DiskError
+from pydist.launch.noise import StderrFilter
 
 CASE = "scans/imagesTr/ct_0001_0000.nii.gz"
 LABEL = "scans/labelsTr/ct_0001.nii.gz"
@@ -45,6 +51,10 @@ def place(scans, tmp_path, monkeypatch) -> Path:
     shutil.copytree(scans, tmp_path / "scans")
     (tmp_path / "file").write_text("a file")
     (tmp_path / "nets.py").write_text(NETWORKS)
+    (tmp_path / "run.toml").write_text('[data]\npath = "none"\n')
+    (tmp_path / "linked").symlink_to("plain")
+    for name in ("loop", "loop.nii"):
+        (tmp_path / name).symlink_to(name)
     (tmp_path / "broken.py").write_text("def f(:\n")
     (tmp_path / "exits.py").write_text("def f(): pass\nimport sys\nsys.exit(0)\n")
     (tmp_path / "plain").mkdir()
@@ -115,7 +125,13 @@ def refused(capsys, arguments: list[str], code: int) -> str:
         ),
         ("data universes out --redshifts nan", 2, "at least one, each from 0 to 1000"),
         (f"predict run {CASE} -o {CASE}", 2, f"{CASE}: its labels would overwrite an image"),
-        ("predict run plain -o plain", 2, "plain/case.nii.gz: its labels would overwrite an image"),
+        ("predict run plain -o plain", 2, "plain: labels would lie among the images"),
+        ("predict run plain -o linked", 2, "linked: labels would lie among the images"),
+        ("predict run plain -o loop", 74, "loop: Too many levels of symbolic links"),
+        ("predict run file -o loop.nii", 74, "loop.nii: Too many levels of symbolic links"),
+        (f"predict run file -o y.nii --sliding {10**26}", 2, "below 2**31"),
+        ("predict run file -o y.nii --sliding 99999999996", 2, "below 2**31"),
+        ("profile run.toml --trace nowhere/t.json", 74, "nowhere: no such folder"),
         ("check nets.py:fits --sample 2,8,8,8", 71, "failed on 2,8,8,8: RuntimeError"),
     ],
 )
@@ -166,3 +182,46 @@ def test_a_bad_case_is_named_and_nothing_is_half_written(place, capsys, damage, 
     assert message in refused(capsys, ["data", "nifti", "scans", "out"], 65)
     left = {file.name for file in place.glob("out/*")}
     assert left <= {"ct_0000.hdf5", ".made.jsonl"}
+
+
+@pytest.mark.parametrize("read", [read_nifti, outline_of])
+def test_a_pipe_is_no_image(tmp_path, read):
+    os.mkfifo(tmp_path / "x.nii")
+    with pytest.raises(DataError, match=r"x.nii: not a regular file"):
+        read(tmp_path / "x.nii")
+
+
+def test_a_pipe_in_a_data_set_is_a_fault(tmp_path):
+    manifest = generate_ct(tmp_path, CTOptions(count=2, shape=(8, 8, 8)))
+    path = tmp_path / manifest.files[0].path
+    path.unlink()
+    os.mkfifo(path)
+    assert verify_dataset(tmp_path) == [f"{path}: not a regular file"]
+    (tmp_path / "dataset.json").unlink()
+    os.mkfifo(tmp_path / "dataset.json")
+    with pytest.raises(DataError, match=r"dataset.json: not a regular file"):
+        verify_dataset(tmp_path)
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["data", "--help"], 0), (["data"], 2)])
+def test_a_group_of_commands_has_help(capsys, arguments, code):
+    assert main(arguments) == code
+    shown = capsys.readouterr().out
+    assert "usage: pydist data COMMAND" in shown
+    assert "data verify" in shown
+    assert "train" not in shown
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
+def test_a_place_that_takes_no_files_is_not_called_full():
+    with pytest.raises(DiskError, match=r"^/proc: no files can be written there"):
+        publish(Path("/proc/x"), b"content")
+
+
+def test_what_open_mpi_says_of_an_ended_rank_is_left_out(capsys):
+    rule = b"-" * 74 + b"\n"
+    noise = b"prterun noticed that process rank 0 with PID 7 on node vm exited on\n"
+    stream = StderrFilter()
+    stream.feed(rule + noise + b"signal 15 (Terminated).\n" + rule + b"kept\n", failed=True)
+    stream.close()
+    assert capsys.readouterr().err == "kept\n"

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.data.publish import GZIP_RATIO, publish
+from pydist.data.regular import require_regular
 from pydist.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def read_nifti(path: str | Path) -> Nifti:
     """
     name = Path(path)
     try:
-        packed = name.stat().st_size
+        packed = require_regular(name).st_size
         with name.open("rb") as file:
             compressed = file.read(2) == _GZIP
             file.seek(0)
@@ -156,6 +157,7 @@ def outline_of(path: Path) -> Outline:
         DataError: as `read_nifti`, as far as the header shows it.
         UsageError: nibabel is not installed.
     """
+    require_regular(path)
     try:
         with path.open("rb") as file:
             packed = file.read(2) == _GZIP

@@ -1,0 +1,23 @@
+"""What is opened is a file: a pipe would be waited for without end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from pydist.errors import DataError
+
+
+def require_regular(path: Path) -> os.stat_result:
+    """What `stat` says of a file.
+
+    Raises:
+        DataError: it is missing, or a folder, a pipe or a device.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    if not path.is_file():
+        raise DataError(f"{path}: not a regular file")
+    return status
