@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pydist._loader import native
-
-if TYPE_CHECKING:
-    from pydist.comm import Channel
-
 
 _SPAN = native.PHASE_SPAN
 # Own code of pydist, which returns soon unless a device or another rank does not answer. What is
@@ -24,6 +20,15 @@ _enter_phase, _leave_phase = native.enter_phase, native.leave_phase
 
 COMPUTATION = frozenset({"compute", "convolution", "dgrad", "wgrad"})
 """The parts that are a layer's own work, and neither communication nor waiting."""
+
+
+class Arriving(Protocol):
+    """A halo on its way, as a recorder waits for it; `pydist.comm.Channel` is one."""
+
+    stream: int | None
+
+    def wait(self) -> None:
+        """Returns when it is there."""
 
 
 class Recorder(Protocol):
@@ -58,7 +63,7 @@ class Recorder(Protocol):
         """A halo is posted; returns what `land` is given for it."""
         ...
 
-    def land(self, flight: Any, channel: Channel) -> None:
+    def land(self, flight: Any, channel: Arriving) -> None:
         """Waits for a halo, and records for how long it was on its way, beside other spans."""
         ...
 

@@ -25,7 +25,8 @@ import gpu
 import torch
 
 from pydist.backend import slab_choice
-from pydist.backend.slabs import ROLES, SlabProblem, refusal, run
+from pydist.backend.slab_problem import ROLES, SlabProblem
+from pydist.backend.slabs import refusal, run
 from pydist.comm import LocalTransport
 
 GOAL = 1.3

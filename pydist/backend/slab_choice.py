@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from pydist.backend.conv import in_format
-from pydist.backend.slabs import SlabProblem, refusal, run
+from pydist.backend.slab_problem import SlabProblem
+from pydist.backend.slabs import refusal, run
 from pydist.backend.store import NEVER, UNKNOWN, Store, agree
 from pydist.parsing import parse_json
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from pydist.backend.slabs import SlabProblem
+from pydist.backend.slab_problem import SlabProblem
 
 
 @dataclass(frozen=True)

@@ -8,70 +8,13 @@ and `library`: torch's convolution (cuDNN's) of the slab, whose result is added 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from pydist._loader import native
 from pydist.backend.slab_library import BY_LIBRARY
-
-ROLES = ("forward", "dgrad", "wgrad")
-
-
-@dataclass(frozen=True)
-class SlabProblem:
-    """One slab's part of a convolution, as the native kernels take it.
-
-    Attributes:
-        role: forward, dgrad or wgrad.
-        first: shape of the first operand: inputs, or for dgrad the output's gradient.
-        second: of the weight; for wgrad of the output's gradient.
-        target: of what is added to.
-        first_lo: global spatial position of the first operand.
-        target_lo: of the target; for wgrad of the output's gradient.
-        stride: of the convolution, one number a spatial dim, as the next two.
-        padding: zeros around the input.
-        dilation: between the taps.
-        groups: of channels.
-        dtype: of all three arrays.
-        channels_last: whether activations lie so.
-        device: type of the device.
-        tf32: whether torch may round the factors of float32 products to tf32.
-    """
-
-    role: str
-    first: tuple[int, ...]
-    second: tuple[int, ...]
-    target: tuple[int, ...]
-    first_lo: tuple[int, ...]
-    target_lo: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    dtype: torch.dtype
-    channels_last: bool
-    device: str = "cpu"
-    tf32: bool = False
-
-    @property
-    def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-        """Stride, padding, dilation and groups, as the native kernels take them."""
-        return self.stride, self.padding, self.dilation, self.groups
-
-    @cached_property
-    def candidates(self) -> list[str]:
-        """Names of the kernels that it allows, that of the rule first."""
-        if self.device == "cpu":
-            return ["plain"]
-        names = ["library", "plain"]
-        if self.dtype in (torch.float16, torch.bfloat16, torch.float32):
-            names.append("mma")
-        if self.dtype == torch.float32 and self.tf32:
-            names.append("tf32")
-        return names
+from pydist.backend.slab_problem import SlabProblem
 
 
 def run(

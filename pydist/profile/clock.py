@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from pydist.errors import UsageError
-from pydist.profile.recorder import IN_FLIGHT, Span, in_backward
+from pydist.profile.spans import IN_FLIGHT, Span, in_backward
 
 if TYPE_CHECKING:
     from pydist.profile.device import Device

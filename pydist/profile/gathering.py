@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pydist.profile.recorder import Span
+from pydist.profile.spans import Span
 
 if TYPE_CHECKING:
     from pydist.comm import Transport

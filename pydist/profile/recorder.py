@@ -1,39 +1,13 @@
-"""The spans of one rank."""
+"""Records the spans of one rank."""
 
 from __future__ import annotations
 
 from time import perf_counter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-if TYPE_CHECKING:
-    from pydist.comm import Channel
-    from pydist.profile.clock import DeviceClock, DeviceSpan, Mark
-
-IN_FLIGHT = "halo in flight"
-HALO_WAIT = "halo wait"
-"""Of a device: what its stream waited for a halo; the rest of "halo" there is unpacking."""
-
-
-class Span(NamedTuple):
-    """Something that a rank did; see `pydist.timers.Timers` for the parts."""
-
-    part: str
-    layer: str
-    """Path of the module, "" if none."""
-    backward: bool
-    start: float
-    """`time.perf_counter` of the rank; of rank 0 once ranks are gathered."""
-    stop: float
-    own: float
-    """Seconds that no nested span took; 0 for one that runs beside the others."""
-    stream: int = 0
-    """0 for the host; else of its device, `MAIN_STREAM` for the one that steps run on."""
-
-    def shifted(self, seconds: float) -> Span:
-        """The same span by a clock that shows so much more."""
-        return self._replace(start=self.start + seconds, stop=self.stop + seconds)
+from pydist.profile.clock import DeviceClock, DeviceSpan, Mark
+from pydist.profile.spans import HALO_WAIT, IN_FLIGHT, Span, in_backward
+from pydist.timers import Arriving
 
 
 class Flight(NamedTuple):
@@ -75,7 +49,7 @@ class SpanRecorder:
         """A halo is posted."""
         return Flight(layer, perf_counter(), None if self._clock is None else self._clock.mark())
 
-    def land(self, flight: Flight, channel: Channel) -> None:
+    def land(self, flight: Flight, channel: Arriving) -> None:
         """Waits for a halo."""
         if self._clock is None:
             channel.wait()
@@ -87,8 +61,3 @@ class SpanRecorder:
         stop = perf_counter()
         span = Span(IN_FLIGHT, flight.layer, in_backward(), flight.posted, stop, 0.0)
         self.spans.append(span)
-
-
-def in_backward() -> bool:
-    """Whether autograd's engine is running in this thread."""
-    return bool(torch._C._current_graph_task_id() >= 0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from pydist.profile.clock import MAIN_STREAM
 from pydist.profile.gathering import RankSpans
-from pydist.profile.recorder import HALO_WAIT, IN_FLIGHT, Span
+from pydist.profile.spans import HALO_WAIT, IN_FLIGHT, Span
 from pydist.timers import COMPUTATION
 
 COLUMNS = (

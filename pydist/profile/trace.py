@@ -14,7 +14,7 @@ from typing import Any
 from pydist.errors import DiskError
 from pydist.profile.clock import MAIN_STREAM
 from pydist.profile.gathering import RankSpans
-from pydist.profile.recorder import IN_FLIGHT, Span
+from pydist.profile.spans import IN_FLIGHT, Span
 
 
 def write_trace(path: Path, ranks: Sequence[RankSpans]) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pydist import _native as native
 from pydist.backend import slab_choice, slabs
-from pydist.backend.slabs import ROLES, SlabProblem
+from pydist.backend.slab_problem import ROLES, SlabProblem
 
 triples = st.tuples(*[st.integers(1, 3)] * 3)
 

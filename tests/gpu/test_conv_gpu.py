@@ -8,7 +8,8 @@ import torch
 from pydist import _native as native
 from pydist.backend import slab_choice
 from pydist.backend.conv import in_format
-from pydist.backend.slabs import SlabProblem, run
+from pydist.backend.slab_problem import SlabProblem
+from pydist.backend.slabs import run
 
 KERNELS = {
     "library": [torch.float16, torch.bfloat16, torch.float32, torch.float64],

@@ -15,7 +15,8 @@ from pydist.comm import LocalTransport
 from pydist.profile import Profiler
 from pydist.profile.clock import DeviceClock
 from pydist.profile.device import CudaDevice
-from pydist.profile.recorder import IN_FLIGHT, SpanRecorder
+from pydist.profile.recorder import SpanRecorder
+from pydist.profile.spans import IN_FLIGHT
 from pydist.train.device import own_stream
 
 DEVICE = torch.device("cuda", 0)

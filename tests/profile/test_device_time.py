@@ -24,7 +24,8 @@ from pydist.backend.choice import ConvKernels
 from pydist.comm.transports.local.transport import LocalChannel, LocalTransport
 from pydist.profile import Profiler, profiler
 from pydist.profile.clock import MAIN_STREAM, DeviceClock
-from pydist.profile.recorder import HALO_WAIT, IN_FLIGHT, SpanRecorder
+from pydist.profile.recorder import SpanRecorder
+from pydist.profile.spans import HALO_WAIT, IN_FLIGHT
 from pydist.profile.summary import summarize
 
 TRAVEL = 14.0

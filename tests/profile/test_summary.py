@@ -10,7 +10,7 @@ import pytest
 from pydist.comm import Transport, run_local
 from pydist.profile import gathering
 from pydist.profile.gathering import RankSpans, Timeline, clock_offset, gather_spans
-from pydist.profile.recorder import Span
+from pydist.profile.spans import Span
 from pydist.profile.summary import summarize
 from pydist.profile.table import format_table
 

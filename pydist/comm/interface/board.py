@@ -9,21 +9,32 @@ import secrets
 import socket
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from pydist import owner
 from pydist._loader import native
-
-if TYPE_CHECKING:
-    from pydist.comm.interface.primitives import Primitives
 
 _PAGE_BYTES = native.CallBoard.PAGE_BYTES
 _ROW_BYTES = 512
 
 
-def share_board(board: native.CallBoard, group: Primitives) -> bool:
+class Group(Protocol):
+    """What boards and ledgers need of the ranks that call the same; see `Primitives`."""
+
+    rank: int
+    size: int
+
+    def _send(self, tensor: Tensor, dest: int, tag: int) -> None: ...
+
+    def _recv(self, tensor: Tensor, source: int, tag: int) -> None: ...
+
+    def _all_gather(self, tensor: Tensor, out: Tensor) -> None: ...
+
+
+def share_board(board: native.CallBoard, group: Group) -> bool:
     """Puts a rank's board where its neighbors read it, and theirs where it does. Collective.
 
     Each rank writes to its own file in memory and maps those of the ranks before and after it, as
@@ -94,7 +105,7 @@ def _machine() -> str:
     return socket.gethostname() + (boot.read_text().strip() if boot.exists() else "")
 
 
-def _gather(group: Primitives, text: str) -> list[str]:
+def _gather(group: Group, text: str) -> list[str]:
     """Short texts of all ranks, in rank order. Collective."""
     row = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device="cpu")
     data = text.encode()

@@ -20,17 +20,14 @@ import struct
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from pydist._loader import native
-from pydist.comm.interface.board import share_board
+from pydist.comm.interface.board import Group, share_board
 from pydist.errors import RankFailed, RankLost, UsageError
-
-if TYPE_CHECKING:
-    from pydist.comm.interface.primitives import Primitives
 
 STAMP_BYTES = 32
 STAMPED_TAG = 1023
@@ -115,7 +112,7 @@ class Ledger:
         """Their running hash."""
         return self._board.state
 
-    def note(self, group: Primitives, what: What, *, waits: bool) -> None:
+    def note(self, group: Group, what: What, *, waits: bool) -> None:
         """Enters a call that is about to start.
 
         Args:
@@ -146,7 +143,7 @@ class Ledger:
         if is_new and waits and self._sees_all is False:
             self._compare(group)
 
-    def open(self, group: Primitives) -> None:
+    def open(self, group: Group) -> None:
         """Opens the board to the neighbors, once. Collective; the first call that waits does it."""
         if self._sees_all is None and group.size > 1:
             try:
@@ -168,7 +165,7 @@ class Ledger:
 
     # -- comparing ----------------------------------------------------------------------------
 
-    def _compare(self, group: Primitives) -> None:
+    def _compare(self, group: Group) -> None:
         """Compares the stamp with those of the ranks before and after this one. Collective.
 
         Stamps go where those of exchanges go: a rank that waits for a message of another exchange
@@ -300,7 +297,7 @@ def _differing(number: int, here: str, rank: int, there: str, other: int) -> Usa
     )
 
 
-def gather_texts(group: Primitives, mine: bytes) -> dict[int, bytes]:
+def gather_texts(group: Group, mine: bytes) -> dict[int, bytes]:
     """Byte strings of all ranks of a group, past the ledger. Collective."""
     size = torch.tensor([len(mine)], device="cpu")
     sizes = torch.empty(group.size, 1, dtype=torch.int64, device="cpu")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,10 +20,6 @@ from pydist.comm.interface.handles import Channel, Work
 from pydist.comm.interface.ledger import Ledger
 from pydist.comm.interface.reduction import ReduceOp, SliceSum
 from pydist.errors import NotSupported
-
-if TYPE_CHECKING:
-    from pydist.comm.exchange.exchanger import Exchanger
-    from pydist.comm.interface.transport import Transport
 
 
 class Primitives(ABC):
@@ -46,7 +42,7 @@ class Primitives(ABC):
     rank: int
     size: int
     unfinished: Callable[[], None] | None = None
-    watcher: Callable[[Exchanger | Tensor], None] | None = None
+    watcher: Callable[[Any], None] | None = None
     concurrent: bool = False
     device: torch.device | None = None
 
@@ -63,13 +59,6 @@ class Primitives(ABC):
                 where = f"transport '{self.name}' carries host memory"
             raise NotSupported(f"{call}: tensor on {tensor.device}; {where}")
         check_elements(call, tensor)
-
-    @abstractmethod
-    def _subgroup(self, members: Sequence[int]) -> Transport:
-        """The transport of `members` (ranks of this one, in order, with this rank).
-
-        Called by all ranks at the same point, each with its own group.
-        """
 
     # -- point to point ---------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ diverge for good. float16 and bfloat16 are summed in float32 and rounded once.
 from __future__ import annotations
 
 import struct
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -54,6 +55,13 @@ class Transport(Collectives):
         group.ledger.job_ranks = [self.ledger.name(member) for member in members]
         group.ledger.open(group)
         return group
+
+    @abstractmethod
+    def _subgroup(self, members: Sequence[int]) -> Transport:
+        """The transport of `members` (ranks of this one, in order, with this rank).
+
+        Called by all ranks at the same point, each with its own group.
+        """
 
     # -- point to point ---------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pydist.backend.slab_choice import by_rule, choose
-from pydist.backend.slabs import ROLES, SlabProblem, run
+from pydist.backend.slab_problem import ROLES, SlabProblem
+from pydist.backend.slabs import run
 from pydist.ops.windows import WindowPlan
 from pydist.partition import Box
 
