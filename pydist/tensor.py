@@ -237,7 +237,7 @@ class ShardedTensor(torch.Tensor):
     def to_local(self) -> Tensor:
         """This rank's shard, a plain tensor in the same autograd graph."""
         local = local_of(self)
-        lead_to(local, self.mesh, self._history, self._origin.sizes)
+        lead_to(local, self.mesh, self._history, self._origin.sizes, is_shard=True)
         if self._view is not None and (storage := self._view.memory.storage) is not None:
             storage.watch(self._view.memory.key, local)
         return local

@@ -13,6 +13,7 @@ from torch import Tensor
 from pydist.comm.exchange.exchanger import in_memory
 from pydist.comm.exchange.history import remember_change
 from pydist.comm.gradients import graph
+from pydist.comm.gradients.engine import starts_from
 from pydist.errors import NotSupported
 from pydist.layout import Layout
 from pydist.ops.redistribute import redistribute, refuse_shard_shaped, shard_of_plain
@@ -179,6 +180,10 @@ def _locals(tensors: Any) -> Any:
     return tuple(t.to_local() if isinstance(t, ShardedTensor) else t for t in _as_sequence(tensors))
 
 
+def _histories(tensors: Any) -> list[int]:
+    return [t._history for t in _as_sequence(tensors) if isinstance(t, ShardedTensor)]
+
+
 def _seeds(given: Any, outputs: Any) -> Any:
     """The shards of given gradients, laid out as the outputs are."""
     if given is None:
@@ -223,6 +228,7 @@ def backward(
             torch.Tensor.backward, (tensors,), {}, "it is not a scalar: give the gradient"
         )
     only = None if inputs is None else _locals(inputs)
+    starts_from(_histories(tensors))
     torch.autograd.backward(outputs, seeds, retain_graph, create_graph, inputs=only)
 
 
@@ -242,10 +248,12 @@ def grad(
     if is_grads_batched:
         raise NotSupported("torch.autograd.grad(is_grads_batched=True) on sharded tensors")
     asked = _as_sequence(inputs)
+    roots, leaves, seeds = _locals(outputs), _locals(inputs), _seeds(grad_outputs, outputs)
+    starts_from(_histories(outputs))
     grads = torch.autograd.grad(
-        _locals(outputs),
-        _locals(inputs),
-        _seeds(grad_outputs, outputs),
+        roots,
+        leaves,
+        seeds,
         retain_graph=retain_graph,
         create_graph=create_graph,
         allow_unused=allow_unused,

@@ -46,6 +46,20 @@ def led_out(mesh: Mesh, sizes: GroupSizes) -> None:
     _detached.mesh, _detached.sizes = weakref.ref(mesh), sizes
 
 
+class _Asked(threading.local):
+    """The histories of the sharded tensors that a program starts a pass from."""
+
+    history = 0
+
+
+_asked = _Asked()
+
+
+def starts_from(histories: Iterable[int]) -> None:
+    """Notes what has made the sharded tensors that the next pass of this thread starts from."""
+    _asked.history = sum(histories)
+
+
 class _Engine(_engine):  # type: ignore[misc]
     """torch's engine, which tells the reducers of backward passes that concern them."""
 
@@ -53,7 +67,11 @@ class _Engine(_engine):  # type: ignore[misc]
         seeds = args[0] if args else ()
         roots = [getattr(each, "node", None) or getattr(each, "grad_fn", None) for each in outputs]
         roots += [each.grad_fn for each in seeds if isinstance(each, Tensor)]
-        meshes, leaves, history = walk(roots)
+        meshes, leaves, histories = walk(roots)
+        asked, _asked.history = _asked.history, 0
+        # Within another pass, roots may be shards of a part that is checkpointed.
+        is_nested = torch._C._current_graph_task_id() != -1
+        history = histories.wholes + (asked if is_nested else histories.shards)
         meshes += [mesh for mesh in dict.fromkeys(_meshes_of_leaves(outputs)) if mesh not in meshes]
         noted, _detached.mesh = _detached.mesh, None
         sizes, _detached.sizes = _detached.sizes, None
@@ -100,8 +118,8 @@ def _noted(meshes: Sequence[Mesh], history: int, reducers: Sequence[Reducer]) ->
     """
     ledgers = [mesh.sample.ledger for mesh in meshes]
     calls = [ledger.count for ledger in ledgers]
-    counts = torch._C._current_graph_task_id() == -1
-    if counts:
+    is_nested = torch._C._current_graph_task_id() != -1
+    if not is_nested:
         _add(history, ledgers)
     try:
         yield
@@ -110,7 +128,7 @@ def _noted(meshes: Sequence[Mesh], history: int, reducers: Sequence[Reducer]) ->
             reducer.leave(interrupted=True)
         raise
     reduced = [reducer.leave(interrupted=False) for reducer in reducers]
-    if not counts and (any(reduced) or calls != [ledger.count for ledger in ledgers]):
+    if is_nested and (any(reduced) or calls != [ledger.count for ledger in ledgers]):
         _add(history, ledgers)
 
 

@@ -8,7 +8,7 @@ part of the graph is walked once; nodes from which all is known are marked.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,13 +22,21 @@ if TYPE_CHECKING:
 
 _MARK = "pydist mesh"
 _HISTORY = "pydist history"
+_HISTORY_OF_SHARD = "pydist history of a shard"
 _functions: Any = torch._C._functions
 
 
-def mark(tensor: Tensor, mesh: Mesh, history: int = 0) -> None:
-    """Notes that all parameters that a tensor was computed from are known to the mesh."""
+def mark(tensor: Tensor, mesh: Mesh, history: int = 0, *, is_shard: bool = False) -> None:
+    """Notes that all parameters that a tensor was computed from are known to the mesh.
+
+    Args:
+        tensor: a plain tensor.
+        mesh: the mesh.
+        history: see `pydist.comm.exchange.history`.
+        is_shard: whether it is a shard, which a rank may take to look at it alone.
+    """
     marks.mark(tensor, _MARK, mesh)
-    marks.mark(tensor, _HISTORY, history)
+    marks.mark(tensor, _HISTORY_OF_SHARD if is_shard else _HISTORY, history)
 
 
 def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
@@ -42,7 +50,18 @@ def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Re
     return handle
 
 
-def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], list[Tensor], int]:
+class Histories(NamedTuple):
+    """What has made the tensors that the unmarked part of a graph leads to, as hashes."""
+
+    wholes: int
+    """Of plain tensors that all ranks have."""
+    shards: int
+    """Of shards, some of which a rank may have taken to look at them alone."""
+
+
+def walk(
+    nodes: Iterable[Any], mesh: Mesh | None = None
+) -> tuple[list[Mesh], list[Tensor], Histories]:
     """Finds what the unmarked part of a graph leads to.
 
     Args:
@@ -50,10 +69,10 @@ def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], li
         mesh: marks what was walked; by default the first mesh that is found does.
 
     Returns:
-        The meshes whose tensors or parameters are met; the leaves that none of them knows; and a
-        hash of the calls that have made the tensors (see `pydist.comm.exchange.history`).
+        The meshes whose tensors or parameters are met; the leaves that none of them knows; and
+        the histories of the tensors.
     """
-    history = 0
+    wholes = shards = 0
     meshes: dict[int, Mesh] = {}
     leaves: list[Tensor] = []
     walked: list[Any] = []
@@ -68,14 +87,15 @@ def walk(nodes: Iterable[Any], mesh: Mesh | None = None) -> tuple[list[Mesh], li
                 meshes[id(reducer.mesh)] = reducer.mesh
         elif marked is not None:
             meshes[id(marked)] = marked
-            history += node.metadata.get(_HISTORY, 0)  # a sum: the order is this rank's own
+            wholes += node.metadata.get(_HISTORY, 0)  # a sum: the order is this rank's own
+            shards += node.metadata.get(_HISTORY_OF_SHARD, 0)
     found = list(meshes.values())
     owner = mesh or (found[0] if found else None)
     if owner is not None:
         for node in walked:
             node.metadata[_MARK] = owner
     leaves.reverse()  # the order in which they were used, as far as the graph tells it
-    return found, leaves, hash(history)
+    return found, leaves, Histories(wholes, shards)
 
 
 def is_reached(parameter: Tensor) -> bool:

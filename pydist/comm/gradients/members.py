@@ -40,7 +40,9 @@ def follow(tensor: Tensor, mesh: Mesh) -> None:
         reducer_of(mesh).follow(tensor)
 
 
-def lead_to(tensor: Tensor, mesh: Mesh, history: int, sizes: GroupSizes) -> None:
+def lead_to(
+    tensor: Tensor, mesh: Mesh, history: int, sizes: GroupSizes, *, is_shard: bool = False
+) -> None:
     """Notes that a plain result comes from sharded tensors alone, and from which.
 
     Args:
@@ -48,8 +50,9 @@ def lead_to(tensor: Tensor, mesh: Mesh, history: int, sizes: GroupSizes) -> None
         mesh: of the sharded tensors.
         history: see `pydist.comm.exchange.history`.
         sizes: of the batch that they are a part of.
+        is_shard: whether it is this rank's shard.
     """
     if mesh.size > 1:
-        graph.mark(tensor, mesh, history)
+        graph.mark(tensor, mesh, history, is_shard=is_shard)
     if mesh.data_size > 1:
         mark_rows(tensor, sizes)

@@ -91,7 +91,8 @@ def examine(task: Task) -> Answer:
     refused: list[str] = []
     while program is not None:
         verdict = judge(program)
-        if verdict.outcome != "refused" or len(refused) == REFUSALS:
+        # One in which data differ is a single loop.
+        if verdict.outcome != "refused" or program.differs or len(refused) == REFUSALS:
             return Answer(verdict, refused, program)
         refused.append(verdict.detail)
         program = legal(without(program, verdict.statement))

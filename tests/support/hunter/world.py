@@ -72,7 +72,7 @@ class World:
             "trained": trained, "pick": pick, "part": part, "scaled": scaled,
             "reloaded": reloaded, "swap": swap, "swapped": swapped, "spectral": spectral,
             "tie": tie, "boom": boom, "raising": raising, "full": full, "local": local,
-            "into": into,
+            "into": into, "calm": contextlib.nullcontext,
         }  # fmt: skip
 
     def run(self) -> tuple[int, Exception] | None:
