@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from pydist import Mesh, distribute_tensor, parallelize
 from pydist.comm import Transport, run_local
@@ -198,6 +199,24 @@ def test_a_look_of_one_rank_before_a_gradient_penalty_is_no_difference() -> None
         loss = y.square().sum()
         (g,) = torch.autograd.grad(loss, x, create_graph=True)
         (loss + g.square().sum()).backward()
+
+    run_local(body, 2)
+
+
+def test_a_look_of_one_rank_into_a_checkpointed_part_is_no_difference() -> None:
+    """It is computed anew, and exchanges, in passes within a pass that start from shards."""
+
+    def body(t: Transport) -> None:
+        mesh = Mesh(t, spatial=(2, 1, 1))
+        part = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.PReLU())
+        model = parallelize(part.double(), mesh)
+        if t.rank == 0:
+            model[1].register_forward_hook(lambda _, __, y: y.to_local() is None or None)
+        values = torch.randn(1, 2, 6, 4, 4, generator=torch.Generator().manual_seed(0))
+        x = distribute_tensor(values.double(), mesh).requires_grad_()
+        loss = checkpoint(model, x, use_reentrant=False).amax()
+        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        g.square().sum().backward()
 
     run_local(body, 2)
 
