@@ -157,11 +157,17 @@ def _key(value: Any) -> Any:
 def _parts(value: Any) -> tuple[Any, ...]:
     """What an argument consists of; other plain tensors are compared as operands."""
     if isinstance(value, Tensor):
-        on_host = type(value) is Tensor and value.device.type == "cpu"
-        is_number = value.dim() == 0 or (
+        is_known = value.dim() == 0 or (
             value.dim() == 1 and value.dtype in _INTEGERS and len(value) <= _MOST_SHOWN
         )
-        return (value.tolist(),) if on_host and is_number else (None,)
+        if (
+            type(value) is Tensor
+            and value.device.type == "cpu"
+            and not value.is_sparse
+            and is_known
+        ):
+            return (value.tolist(),)
+        return (None,)
     if isinstance(value, (np.generic, np.ndarray)):
         return (value.tolist(),) if value.size <= _MOST_SHOWN else (None,)
     if isinstance(value, complex):
