@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from pydist.comm.gradients.graph import mark, walk
+from pydist.comm.gradients.graph import Histories, mark, walk
 from pydist.comm.gradients.leaf import leaf_of
 from pydist.comm.gradients.reducer import Reducer
 from pydist.comm.interface.ledger import Ledger
@@ -46,18 +46,33 @@ def led_out(mesh: Mesh, sizes: GroupSizes) -> None:
     _detached.mesh, _detached.sizes = weakref.ref(mesh), sizes
 
 
-class _Asked(threading.local):
-    """The histories of the sharded tensors that a program starts a pass from."""
+class _Next(threading.local):
+    """What is known of the next pass of a thread.
+
+    Attributes:
+        history: of the sharded tensors that a program starts it from.
+        is_own: whether a backward function of pydist starts it, and no program.
+    """
 
     history = 0
+    is_own = False
 
 
-_asked = _Asked()
+_next = _Next()
 
 
 def starts_from(histories: Iterable[int]) -> None:
     """Notes what has made the sharded tensors that the next pass of this thread starts from."""
-    _asked.history = sum(histories)
+    _next.history = sum(histories)
+
+
+def own_grad(y: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
+    """Gradients with a graph, for a backward function that has computed `y` anew from `inputs`."""
+    _next.is_own = True
+    try:
+        return torch.autograd.grad(y, inputs, grad, create_graph=True)
+    finally:
+        _next.is_own = False
 
 
 class _Engine(_engine):  # type: ignore[misc]
@@ -68,10 +83,7 @@ class _Engine(_engine):  # type: ignore[misc]
         roots = [getattr(each, "node", None) or getattr(each, "grad_fn", None) for each in outputs]
         roots += [each.grad_fn for each in seeds if isinstance(each, Tensor)]
         meshes, leaves, histories = walk(roots)
-        asked, _asked.history = _asked.history, 0
-        # Within another pass, roots may be shards of a part that is checkpointed.
-        is_nested = torch._C._current_graph_task_id() != -1
-        history = histories.wholes + (asked if is_nested else histories.shards)
+        history = _history_of(histories)
         meshes += [mesh for mesh in dict.fromkeys(_meshes_of_leaves(outputs)) if mesh not in meshes]
         noted, _detached.mesh = _detached.mesh, None
         sizes, _detached.sizes = _detached.sizes, None
@@ -92,12 +104,22 @@ class _Engine(_engine):  # type: ignore[misc]
                 accumulates=bool(kwargs.get("accumulate_grad", False)),
                 create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False)),
             )
-        with _noted(meshes, history, reducers):
+        with _noted([] if history is None else meshes, history or 0, reducers):
             results = super().run_backward(outputs, *args, **kwargs)
         for result in results or ():
             if isinstance(result, Tensor):
                 mark(result, meshes[0])
         return results
+
+
+def _history_of(found: Histories) -> int | None:
+    """The history of a pass that starts; `None` if no program has started it."""
+    given, _next.history = _next.history, 0
+    is_own, _next.is_own = _next.is_own, False
+    if torch._C._current_graph_task_id() == -1:
+        return found.wholes + found.shards
+    # Within another pass only what the program says: its roots may be in a checkpointed part.
+    return None if is_own else found.wholes + given
 
 
 def _meshes_of_leaves(outputs: Iterable[Any]) -> Iterator[Mesh]:

@@ -14,6 +14,7 @@ from pydist.backend.choice import ConvKernels, by_rule, choose
 from pydist.backend.conv import padded
 from pydist.backend.problem import ConvProblem, onednn_has
 from pydist.comm.exchange.function import Function
+from pydist.comm.gradients.engine import own_grad
 from pydist.mesh import Mesh
 from pydist.ops.formats import all_channels_last
 from pydist.timers import Timers
@@ -178,7 +179,7 @@ def differentiable(
 ) -> list[Tensor | None]:
     """Gradients with a graph of their own, of `y` computed anew from `inputs`."""
     wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
-    found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
+    found = iter(own_grad(y, wanted, grad) if wanted else ())
     return [next(found) if need else None for need in needed[: len(inputs)]]
 
 
