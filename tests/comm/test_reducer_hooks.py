@@ -229,6 +229,23 @@ def test_hooks_on_one_rank_change_nothing_elsewhere(only):
 FORWARDS = ["same graph", "evaluation", "none", "training"]
 
 
+def test_a_hook_that_looks_on_one_rank_leaves_equal_bits():
+    """Gradients accumulate; of base + (sum - base) the last bits may differ from the sum's."""
+
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        if mesh.rank == 0:
+            for parameter in model.parameters():
+                parameter.register_hook(lambda _: None)
+        for seed in range(4):
+            model(batch(seed)).square().mean().backward()
+        for grad in gradients(model):
+            rows = mesh.world.all_gather(grad.flatten())
+            assert torch.equal(rows, rows[:1].expand_as(rows))
+
+    on_ranks((3, 1, 1), body)
+
+
 @grids
 @pytest.mark.parametrize("where", [0, 2])
 @pytest.mark.parametrize("forward", FORWARDS)

@@ -191,9 +191,13 @@ class Leaf:
         if unused is not None:
             self.seen_by_hooks(unused)
         elif self._before.users() and grad is not None:
-            added = self.seen_by_hooks(grad if base is None else grad - base)
+            given = grad if base is None else grad - base
+            before = given._version
+            added = self.seen_by_hooks(given)
             if base is not None:
-                parameter.grad = base.add_(added)
+                # Not where nothing has changed: the sum has other last bits than on other ranks.
+                if added is not given or given._version != before:
+                    parameter.grad = base.add_(added)
             elif added is not grad:
                 parameter.grad = added.to(grad.dtype, copy=True)
         for hook in self._after.users():
