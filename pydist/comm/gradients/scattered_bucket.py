@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from pydist.comm.agree import any_rank
 from pydist.comm.gradients.bucket import Bucket, fits, pending_gradient
 from pydist.comm.gradients.interrupted import Remnant
 from pydist.comm.gradients.rows import in_order_of, memory_of
@@ -195,7 +196,9 @@ class ScatteredBucket(Bucket):
     def gather_gradients(self) -> None:
         """Makes the gradients whole on all ranks. Collective."""
         found = {leaf.key: leaf.parameter() for leaf in self.leaves}
-        if not any(p is not None and isinstance(p.grad, ScatteredGradient) for p in found.values()):
+        mine = any(p is not None and isinstance(p.grad, ScatteredGradient) for p in found.values())
+        # One rank alone may keep a parameter that was replaced.
+        if not any_rank(self.transport, mine):
             return
         kind = self.leaves[0].kind
         row = torch.zeros(sum(self.counts), dtype=kind.dtype, device=kind.device)
