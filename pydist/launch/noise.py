@@ -12,7 +12,6 @@ _RULE = re.compile(rb"^-{20,}\s*$")
 _BLOCK_ECHOES = (
     b"MPI_ABORT was invoked",
     b'calling\n"abort"',
-    b"noticed that process rank ",
     b"one or more processes exited with non-zero status",
 )
 _LINE_ECHO = re.compile(rb"^Abort\(\d+\) on node \d+ ")

@@ -119,8 +119,6 @@ NUMBERS = {
     "detach": lambda x, draw: x * (x.sin().detach() if draw() < 0.5 else x.sin()),
     "detach in place": lambda x, draw: x * (_detached(x.sin()) if draw() < 0.5 else x.sin()),
     "data": lambda x, draw: x * (x.sin().data if draw() < 0.5 else x.sin()),
-    "gradients off": lambda x, draw: x * _sine(x, draw() < 0.5),
-    "gradients off in place": lambda x, draw: _doubled(x * 1, draw() < 0.5),
     "within a backward pass": lambda x, draw: _looked_at(x, draw()),
 }
 
@@ -135,16 +133,6 @@ class Index:
 
 def _detached(x):
     return x.detach_()
-
-
-def _sine(x, gradients):
-    with torch.set_grad_enabled(gradients):
-        return x.sin()
-
-
-def _doubled(x, gradients):
-    with torch.set_grad_enabled(gradients):
-        return x.mul_(2)
 
 
 def _looked_at(x, number):

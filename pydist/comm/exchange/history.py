@@ -7,8 +7,6 @@ function, its numbers, and the hashes of the tensors that it was given. What an 
 what a backward pass starts from goes into a running hash of the group (`Ledger.history`), which the
 ranks compare at the end of each backward pass.
 
-Whether a result has a gradient is a part of its hash, as ranks that switch gradients off have.
-
 A rank may make calls of its own, as one that looks at something does: their results reach neither.
 Sample groups may differ too, as those with their own augmentation do.
 """
@@ -69,7 +67,6 @@ class _Call(NamedTuple):
     func: Callable[..., Any]
     key: tuple[Any, ...]
     module: str
-    has_gradient: bool = True
 
 
 class _Recent(threading.local):
@@ -118,15 +115,8 @@ def remember_change(x: Tensor) -> None:
 
 
 def _set(result: Any, history: int) -> None:
-    shard = getattr(result, "_shard", None)
-    if shard is None:
-        return
-    if not (shard.requires_grad and torch.is_grad_enabled()):
-        calls = _recent.calls
-        if calls and calls[-1].history == history:
-            calls[-1] = calls[-1]._replace(history=~history | _LEAST_HASH, has_gradient=False)
-        history = ~history | _LEAST_HASH
-    result._history = history
+    if hasattr(result, "_history"):
+        result._history = history
 
 
 def _code_of(func: Callable[..., Any]) -> int:
@@ -195,11 +185,10 @@ def recent_calls() -> list[list[Any]]:
     """The last calls of this rank, for the other ranks.
 
     Returns:
-        Of each its hash, its text, what it was given, and whether its result has a gradient.
+        Of each its hash, its text, and what it was given.
     """
     return [
-        [call.history, _text(call), repr(_without_numbers(call.key[1:])), call.has_gradient]
-        for call in _recent.calls
+        [call.history, _text(call), repr(_without_numbers(call.key[1:]))] for call in _recent.calls
     ]
 
 
@@ -234,20 +223,15 @@ def _first_difference(
         for mine in ours:
             for its in reversed(theirs):
                 if mine[0] != its[0] and _asked(mine) == _asked(its):
-                    return _said(mine, its), _said(its, mine)
+                    return mine[1], its[1]
     for mine in new_here:
         for its in new_there:
             if mine[2] == its[2]:
-                return _said(mine, its), _said(its, mine)
+                return mine[1], its[1]
     if not (new_here or new_there):
         return None
     texts = [calls[0][1] if calls else "no such call" for calls in (new_here, new_there)]
     return texts[0], texts[1]
-
-
-def _said(call: Sequence[Any], other: Sequence[Any]) -> str:
-    """The text of a call that differs from another."""
-    return f"{call[1]}{' without gradients' if other[3] and not call[3] else ''}"
 
 
 def _asked(call: Sequence[Any]) -> tuple[str, str]:
