@@ -53,7 +53,20 @@ def program_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> Program
 
 def draft_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> Program:
     """The program of a seed, with statements that torch may refuse."""
-    return _Writer(seed, ingredients).program()
+    return _with_steady_weights(_Writer(seed, ingredients).program())
+
+
+def _with_steady_weights(program: Program) -> Program:
+    """The program without spectral norm where a checkpoint has second derivatives.
+
+    It moves the weight whenever a part is computed anew. What torch gives then depends on which
+    tensors a formula saves, and those of one device are not those of several.
+    """
+    text = "\n".join(program.statements) + str(program.networks)
+    if "create_graph" not in text or "heckpointed(" not in text:
+        return program
+    kept = ("\n".join(x for x in s.split("\n") if x[:9] != "spectral(") for s in program.statements)
+    return replace(program, statements=tuple(kept))
 
 
 _PRELU = call("nn.PReLU")
