@@ -16,7 +16,6 @@ from pydist.data.medical import CTOptions, generate_ct
 from pydist.data.medical.nifti import outline_of, read_nifti
 from pydist.data.publish import publish
 from pydist.errors import DataError, DiskError
-from pydist.launch.noise import StderrFilter
 
 CASE = "scans/imagesTr/ct_0001_0000.nii.gz"
 LABEL = "scans/labelsTr/ct_0001.nii.gz"
@@ -216,12 +215,3 @@ def test_a_group_of_commands_has_help(capsys, arguments, code):
 def test_a_place_that_takes_no_files_is_not_called_full():
     with pytest.raises(DiskError, match=r"^/proc: no files can be written there"):
         publish(Path("/proc/x"), b"content")
-
-
-def test_what_open_mpi_says_of_an_ended_rank_is_left_out(capsys):
-    rule = b"-" * 74 + b"\n"
-    noise = b"prterun noticed that process rank 0 with PID 7 on node vm exited on\n"
-    stream = StderrFilter()
-    stream.feed(rule + noise + b"signal 15 (Terminated).\n" + rule + b"kept\n", failed=True)
-    stream.close()
-    assert capsys.readouterr().err == "kept\n"
