@@ -14,8 +14,8 @@ _T = TypeVar("_T")
 class Session:
     """What a job keeps while it runs.
 
-    Services are objects of which a session has one each, such as the gradient reducer. Their
-    modules are above this one, which therefore knows none of them: each is found by its type.
+    A service, such as the gradient reducer, is an object that a session makes once. The modules
+    of services are above this one, which knows none of them, so a service is found by its type.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ namespace {
 constexpr std::array<std::string_view, 3> kOwn{"pydist/launch/lifeline.py\"",
                                                "pydist/launch/watch.py\"",
                                                "pydist/comm/transports/mpi/progress.py\""};
-constexpr std::string_view kIdle = "in _worker";
+constexpr std::array<std::string_view, 2> kIdle{"concurrent/futures/thread.py\"", " in _worker"};
 constexpr std::array<std::string_view, 4> kDebuggers{"/bdb.py\"", "/pdb.py\"", "pydevd",
                                                      "/debugpy/"};
 
@@ -91,7 +91,8 @@ std::string busy_threads(const std::string& stacks) {
       end_block();
     } else {
       const auto holds = [&](std::string_view each) { return line.find(each) != line.npos; };
-      idle = idle || std::any_of(kOwn.begin(), kOwn.end(), holds) || (frames == 0 && holds(kIdle));
+      idle = idle || std::any_of(kOwn.begin(), kOwn.end(), holds) ||
+             (frames == 0 && std::all_of(kIdle.begin(), kIdle.end(), holds));
       ++frames;
     }
     block += line + "\n";

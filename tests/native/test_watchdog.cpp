@@ -210,7 +210,8 @@ TEST(WatchdogReport, LeavesIdleThreadsOutAndFindsDebuggers) {
   const std::string pool = "  File \"concurrent/futures/thread.py\", line 81 in _worker\n";
   const std::string unused = "Thread 3 (most recent call first):\n" + pool;
   const std::string used = "Thread 4 (most recent call first):\n  File \"reader.py\"\n" + pool;
-  EXPECT_EQ(busy_threads(idle + busy + unused + used), busy + used);
+  const std::string user = "Thread 5 (most recent call first):\n  File \"a.py\" in _worker\n";
+  EXPECT_EQ(busy_threads(idle + busy + unused + used + user), busy + used + user);
   EXPECT_FALSE(in_debugger(busy));
   EXPECT_TRUE(in_debugger("  File \"/usr/lib/python3.11/bdb.py\", line 1 in wait"));
 }

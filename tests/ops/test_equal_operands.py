@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 
@@ -207,6 +208,34 @@ def test_a_look_of_one_rank_into_a_checkpointed_part_is_no_difference() -> None:
         g.square().sum().backward()
 
     run_local(body, 2)
+
+
+class Shifted(nn.Module):
+    """Uses a number of the whole tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.sum()
+
+
+@pytest.mark.parametrize("looked_at", [0, 1, 2])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_look_of_one_rank_leaves_passes_of_pydist_s_own_alone(looked_at: int, size: int) -> None:
+    """A local convolution's second derivative starts one, which comes past what was looked at."""
+    part = nn.Sequential(Shifted(), nn.Conv3d(2, 2, 1), nn.PReLU()).double()
+    head = nn.Conv3d(2, 2, 1).double()
+
+    def body(t: Transport) -> None:
+        mesh = Mesh(t, spatial=(t.size, 1, 1))
+        model, last = (parallelize(copy.deepcopy(each), mesh) for each in (part, head))
+        if t.rank == 0:
+            model[looked_at].register_forward_hook(lambda _, __, y: y.to_local() is None or None)
+        values = torch.randn(1, 2, 7, 4, 4, generator=torch.Generator().manual_seed(0))
+        x = distribute_tensor(values.double(), mesh).requires_grad_()
+        loss = last(checkpoint(model, x, use_reentrant=False)).std()
+        gs = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum(g.square().sum() for g in gs).backward()
+
+    run_local(body, size)
 
 
 def test_numbers_are_noticed_by_autograd_grad() -> None:

@@ -104,7 +104,7 @@ class _Engine(_engine):  # type: ignore[misc]
                 accumulates=bool(kwargs.get("accumulate_grad", False)),
                 create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False)),
             )
-        with _noted([] if history is None else meshes, history or 0, reducers):
+        with _noted(meshes, history, reducers):
             results = super().run_backward(outputs, *args, **kwargs)
         for result in results or ():
             if isinstance(result, Tensor):
@@ -133,12 +133,14 @@ def _meshes_of_leaves(outputs: Iterable[Any]) -> Iterator[Mesh]:
 
 
 @contextmanager
-def _noted(meshes: Sequence[Mesh], history: int, reducers: Sequence[Reducer]) -> Iterator[None]:
+def _noted(
+    meshes: Sequence[Mesh], history: int | None, reducers: Sequence[Reducer]
+) -> Iterator[None]:
     """Tells reducers of the end of a pass, and adds its history to what the ranks compare.
 
     A pass within another may be this rank's own look at something: it counts if it exchanges.
     """
-    ledgers = [mesh.sample.ledger for mesh in meshes]
+    ledgers = [] if history is None else [mesh.sample.ledger for mesh in meshes]
     calls = [ledger.count for ledger in ledgers]
     is_nested = torch._C._current_graph_task_id() != -1
     if not is_nested:
@@ -154,7 +156,7 @@ def _noted(meshes: Sequence[Mesh], history: int, reducers: Sequence[Reducer]) ->
         _add(history, ledgers)
 
 
-def _add(history: int, ledgers: Iterable[Ledger]) -> None:
+def _add(history: int | None, ledgers: Iterable[Ledger]) -> None:
     for ledger in ledgers:
         ledger.history = hash((ledger.history, history))
 

@@ -56,7 +56,7 @@ class Histories(NamedTuple):
     wholes: int
     """Of plain tensors that all ranks have."""
     shards: int
-    """Of shards, some of which a rank may have taken to look at them alone."""
+    """Of shards. Other ranks may not have asked for theirs, as where one rank looks at its own."""
 
 
 def walk(

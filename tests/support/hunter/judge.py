@@ -132,9 +132,11 @@ def judge(program: Program, seconds: float = SECONDS) -> Verdict:
     except RankLost as error:
         return Verdict("hang", str(error))
     verdict = verdict_of(program, None if program.differs else whole, ranks)
-    if verdict.outcome == "raised":  # and not where nothing differs
+    if program.differs and verdict.outcome in ("raised", "crash"):
         healthy = judge(replace(program, differs=False, looker=-1), seconds)
-        return healthy if healthy.bad else verdict
+        # It must be quiet where nothing differs, and may refuse what it refuses there as well.
+        refused = verdict.outcome == "crash" and healthy.outcome == "refused"
+        return healthy if healthy.bad or refused else verdict
     return verdict
 
 
@@ -175,8 +177,6 @@ def _of_different_data(ranks: Sequence[Run]) -> Verdict:
         return Verdict("silent", f"ranks had different data, and {how}")
     own = [e for e in errors if not isinstance(e, (RankFailed, RankLost))]
     other = next((e for e in own if not _is_alarm(e)), None)
-    if own and all(_is_refusal(e) and not _is_alarm(e) for e in own):
-        return Verdict("refused", str(other)[:200])
     if other is not None or not own:
         other = other or errors[0]
         return Verdict("crash", f"{type(other).__name__}: {other}"[:300])
