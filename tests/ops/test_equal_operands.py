@@ -238,6 +238,52 @@ def test_a_look_of_one_rank_leaves_passes_of_pydist_s_own_alone(looked_at: int, 
     run_local(body, size)
 
 
+def _of_its_shard(loss, y):
+    shard = y.to_local()
+    torch.autograd.grad(shard.square().sum(), shard, retain_graph=True)
+
+
+def _of_the_loss(loss, y):
+    torch.autograd.grad(loss * 2, loss, retain_graph=True)
+
+
+@pytest.mark.parametrize("look", [_of_its_shard, _of_the_loss])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_pass_of_one_rank_that_exchanges_nothing_is_no_difference(look, size: int) -> None:
+    """Neither by itself nor by what the passes of all ranks find in the graph after it."""
+
+    conv = nn.Conv3d(1, 2, 3, padding=1).double()
+
+    def body(t: Transport, looking: int) -> Tensor:
+        model = parallelize(copy.deepcopy(conv), Mesh(t, spatial=(size, 1, 1)))
+        y = model(torch.ones(1, 1, 7, 4, 4).double())
+        loss = y.full_tensor().square().mean() + y.mean()
+        if t.rank == looking:
+            look(loss, y)
+        loss.backward()
+        return model.weight.grad
+
+    nobody = -1
+    for rank_by_rank in zip(
+        run_local(lambda t: body(t, 1), size), run_local(lambda t: body(t, nobody), size), strict=True
+    ):
+        assert torch.equal(*rank_by_rank)
+
+
+def test_what_a_pass_that_exchanges_nothing_returns_carries_its_numbers() -> None:
+    def body(t: Transport, factor: int) -> None:
+        mesh = Mesh(t, spatial=(2, 1, 1))
+        values = torch.arange(96.0).reshape(1, 1, 6, 4, 4)
+        x = distribute_tensor(values, mesh).requires_grad_()
+        shard = (x * factor).to_local()
+        (g,) = torch.autograd.grad(shard.square().sum(), x)
+        parallelize(nn.Conv3d(1, 1, 3), mesh)(x + g).mean().backward()
+
+    with pytest.raises(UsageError, match="the ranks call different things"):
+        run_local(lambda t: body(t, t.rank + 1), 2)
+    run_local(lambda t: body(t, 2), 2)
+
+
 def test_numbers_are_noticed_by_autograd_grad() -> None:
     def body(t: Transport) -> None:
         model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(3, 1, 1)))

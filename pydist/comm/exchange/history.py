@@ -114,6 +114,12 @@ def remember_change(x: Tensor) -> None:
         _set(x, CAUSE.history)
 
 
+def also_made_by(history: int) -> None:
+    """Notes that something else has made what the running call, if there is one, returns."""
+    if CAUSE.history:
+        CAUSE.history = hash((CAUSE.history, history)) | _LEAST_HASH
+
+
 def _set(result: Any, history: int) -> None:
     if hasattr(result, "_history"):
         result._history = history
@@ -152,6 +158,7 @@ def _parts(value: Any) -> tuple[Any, ...]:
         )
         if (
             type(value) is Tensor
+            and not value.requires_grad  # a loss of this rank's shard, or an operand
             and value.device.type == "cpu"
             and not value.is_sparse
             and is_known

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from pydist.comm.exchange.history import also_made_by
 from pydist.comm.gradients.graph import Histories, mark, walk
 from pydist.comm.gradients.leaf import leaf_of
 from pydist.comm.gradients.reducer import Reducer
-from pydist.comm.interface.ledger import Ledger
 from pydist.errors import NotSupported
 from pydist.group_sizes import GroupSizes
 from pydist.mesh import Mesh
@@ -84,6 +84,7 @@ class _Engine(_engine):  # type: ignore[misc]
         roots += [each.grad_fn for each in seeds if isinstance(each, Tensor)]
         meshes, leaves, histories = walk(roots)
         history = _history_of(histories)
+        accumulates = bool(kwargs.get("accumulate_grad", False))
         meshes += [mesh for mesh in dict.fromkeys(_meshes_of_leaves(outputs)) if mesh not in meshes]
         noted, _detached.mesh = _detached.mesh, None
         sizes, _detached.sizes = _detached.sizes, None
@@ -101,10 +102,10 @@ class _Engine(_engine):  # type: ignore[misc]
             reducer.enter(
                 roots,
                 sizes,
-                accumulates=bool(kwargs.get("accumulate_grad", False)),
+                accumulates=accumulates,
                 create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False)),
             )
-        with _noted(meshes, history, reducers):
+        with _noted(meshes, history, reducers, accumulates=accumulates):
             results = super().run_backward(outputs, *args, **kwargs)
         for result in results or ():
             if isinstance(result, Tensor):
@@ -117,9 +118,9 @@ def _history_of(found: Histories) -> int | None:
     given, _next.history = _next.history, 0
     is_own, _next.is_own = _next.is_own, False
     if torch._C._current_graph_task_id() == -1:
-        return found.wholes + found.shards
+        return sum(found.wholes) + sum(found.shards)
     # Within another pass only what the program says: its roots may be in a checkpointed part.
-    return None if is_own else found.wholes + given
+    return None if is_own else sum(found.wholes) + given
 
 
 def _meshes_of_leaves(outputs: Iterable[Any]) -> Iterator[Mesh]:
@@ -134,31 +135,33 @@ def _meshes_of_leaves(outputs: Iterable[Any]) -> Iterator[Mesh]:
 
 @contextmanager
 def _noted(
-    meshes: Sequence[Mesh], history: int | None, reducers: Sequence[Reducer]
+    meshes: Sequence[Mesh], history: int | None, reducers: Sequence[Reducer], *, accumulates: bool
 ) -> Iterator[None]:
     """Tells reducers of the end of a pass, and adds its history to what the ranks compare.
 
-    A pass within another may be this rank's own look at something: it counts if it exchanges.
+    A pass that exchanges nothing may be this rank's own look at something, and then does not count:
+    what it returns carries its history. At the top level it counts if it accumulates.
     """
     ledgers = [] if history is None else [mesh.sample.ledger for mesh in meshes]
-    calls = [ledger.count for ledger in ledgers]
+    before = [(ledger.history, ledger.count) for ledger in ledgers]
     is_nested = torch._C._current_graph_task_id() != -1
-    if not is_nested:
-        _add(history, ledgers)
-    try:
-        yield
-    except BaseException:
-        for reducer in reducers:
-            reducer.leave(interrupted=True)
-        raise
-    reduced = [reducer.leave(interrupted=False) for reducer in reducers]
-    if is_nested and (any(reduced) or calls != [ledger.count for ledger in ledgers]):
-        _add(history, ledgers)
-
-
-def _add(history: int | None, ledgers: Iterable[Ledger]) -> None:
     for ledger in ledgers:
         ledger.history = hash((ledger.history, history))
+    reduced, interrupted = False, True
+    try:
+        yield
+        interrupted = False
+    finally:
+        for reducer in reducers:
+            reduced |= reducer.leave(interrupted=interrupted)
+        exchanged = any(
+            ledger.count != count for ledger, (_, count) in zip(ledgers, before, strict=True)
+        )
+        if not (exchanged or reduced) and (is_nested or not accumulates):
+            for ledger, (old, _) in zip(ledgers, before, strict=True):
+                ledger.history = old
+    if history is not None:
+        also_made_by(history)
 
 
 def install() -> None:

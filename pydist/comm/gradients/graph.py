@@ -2,12 +2,13 @@
 
 The leaves below a sharded tensor are known from the calls that made it. What remains are plain
 tensors before such calls and after them (a computed weight, a head after `full_tensor()`). Their
-part of the graph is walked once; nodes from which all is known are marked.
+part of the graph is walked; the nodes where a walk has started are marked with what it has found,
+and the next walk ends there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,9 +22,17 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 _MARK = "pydist mesh"
-_HISTORY = "pydist history"
-_HISTORY_OF_SHARD = "pydist history of a shard"
+_HISTORIES = "pydist histories"
 _functions: Any = torch._C._functions
+
+
+class Histories(NamedTuple):
+    """What has made the tensors that a graph leads to; sets, since the order is a rank's own."""
+
+    wholes: Collection[int]
+    """Of plain tensors that all ranks have."""
+    shards: Collection[int]
+    """Of shards. Other ranks may not have asked for theirs, as where one rank looks at its own."""
 
 
 def mark(tensor: Tensor, mesh: Mesh, history: int = 0, *, is_shard: bool = False) -> None:
@@ -36,7 +45,8 @@ def mark(tensor: Tensor, mesh: Mesh, history: int = 0, *, is_shard: bool = False
         is_shard: whether it is a shard, which a rank may take to look at it alone.
     """
     marks.mark(tensor, _MARK, mesh)
-    marks.mark(tensor, _HISTORY_OF_SHARD if is_shard else _HISTORY, history)
+    made_by = frozenset([history] if history else ())
+    marks.mark(tensor, _HISTORIES, Histories(*((), made_by) if is_shard else (made_by, ())))
 
 
 def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
@@ -48,15 +58,6 @@ def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Re
     _ = tensor.grad_fn
     handle: RemovableHandle = tensor.register_hook(hook)
     return handle
-
-
-class Histories(NamedTuple):
-    """What has made the tensors that the unmarked part of a graph leads to, as hashes."""
-
-    wholes: int
-    """Of plain tensors that all ranks have."""
-    shards: int
-    """Of shards. Other ranks may not have asked for theirs, as where one rank looks at its own."""
 
 
 def walk(
@@ -72,12 +73,11 @@ def walk(
         The meshes whose tensors or parameters are met; the leaves that none of them knows; and
         the histories of the tensors.
     """
-    wholes = shards = 0
+    roots = [node for node in nodes if node is not None]
+    wholes, shards = set[int](), set[int]()
     meshes: dict[int, Mesh] = {}
     leaves: list[Tensor] = []
-    walked: list[Any] = []
-    for node, marked in marks.below(nodes, _MARK):
-        walked.append(node)
+    for node, marked in marks.below(roots, _MARK):
         if isinstance(node, _functions.AccumulateGrad):
             leaf = leaf_of(node.variable)
             reducer = None if leaf is None else leaf.reducer()
@@ -87,15 +87,16 @@ def walk(
                 meshes[id(reducer.mesh)] = reducer.mesh
         elif marked is not None:
             meshes[id(marked)] = marked
-            wholes += node.metadata.get(_HISTORY, 0)  # a sum: the order is this rank's own
-            shards += node.metadata.get(_HISTORY_OF_SHARD, 0)
-    found = list(meshes.values())
+            of_node: Histories = node.metadata[_HISTORIES]
+            wholes.update(of_node.wholes)
+            shards.update(of_node.shards)
+    found, histories = list(meshes.values()), Histories(wholes, shards)
     owner = mesh or (found[0] if found else None)
-    if owner is not None:
-        for node in walked:
-            node.metadata[_MARK] = owner
+    if owner is not None and len(roots) == 1:
+        # Not the nodes below: which of them a walk has met is not the same on all ranks.
+        roots[0].metadata.update({_MARK: owner, _HISTORIES: histories})
     leaves.reverse()  # the order in which they were used, as far as the graph tells it
-    return found, leaves, Histories(wholes, shards)
+    return found, leaves, histories
 
 
 def is_reached(parameter: Tensor) -> bool:

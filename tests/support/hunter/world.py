@@ -28,6 +28,10 @@ follow one another, `share` are rows of a gradient of the group's mean loss, `me
 the group's samples. `together` are only compared with each other."""
 
 
+POOLS_1D = (nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d)
+"""torch's results of them are views of its own: it drops hooks of a view that changes in place."""
+
+
 class Boom(KeyError):
     """Raised by a program's own hooks, and caught by the program."""
 
@@ -97,6 +101,10 @@ class World:
         index = list(self.program.networks).index(name)
         model = initialised(nn.Sequential(*map(make, layers)), index)
         self.stir(model)
+        if self.mesh is None:
+            for layer in model.modules():
+                if isinstance(layer, POOLS_1D):
+                    layer.register_forward_hook(_without_base)
         if self.noise is not None and self.noise % 2:
             model = with_noise(model, self.noise)
         return model
@@ -193,6 +201,10 @@ def _seen(value: Any, over: str) -> Seen:
     whole = full(value.detach()).detach().clone()
     shape = tuple(whole.shape[1:] if over in ("rows", "share") else whole.shape)
     return Seen(over, whole, (shape, whole.dtype, bool(value.requires_grad)))
+
+
+def _without_base(_layer: nn.Module, _args: Any, y: Any) -> Any:
+    return y.clone() if isinstance(y, Tensor) else y
 
 
 def full(x: Tensor) -> Tensor:
