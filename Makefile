@@ -1,6 +1,6 @@
 # A front for tools/: every target makes .venv on first use. See CONTRIBUTING.md.
 
-.PHONY: help demo demo-unet test lint format bench clean
+.PHONY: help demo demo-unet test lint format docs bench clean
 
 help:
 	@echo "make demo       train CosmoFlow on 4 ranks, check it against 1, draw runs/demo/result.png"
@@ -8,6 +8,7 @@ help:
 	@echo "make test       the test suite, but for long tests that CI runs"
 	@echo "make lint       the linters"
 	@echo "make format     mend what the linters can mend"
+	@echo "make docs       the documentation and API reference: build/docs/index.html"
 	@echo "make bench      the compiled microbenchmarks; tools/bench NAME runs one of benchmarks/python"
 	@echo "make clean      remove what was built (.venv stays)"
 
@@ -25,6 +26,9 @@ lint:
 
 format:
 	@tools/bootstrap --group dev tools/lint.sh --fix
+
+docs:
+	@NO_MKDOCS_2_WARNING=1 tools/bootstrap --group dev mkdocs build --strict
 
 bench:
 	@tools/bootstrap tools/bench

@@ -14,8 +14,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pydist import data, inference, models, profile
+    from pydist import check, data, inference, models, optim, profile, tensor
     from pydist.comm import run_local
+    from pydist.global_loss import sum_over_groups
     from pydist.layout import Layout, Split, layout_for_sample
     from pydist.mesh import Mesh
     from pydist.parallel import parallelize
@@ -42,7 +43,7 @@ _MODULES = ("check", "data", "inference", "models", "optim", "profile", "tensor"
 __all__ = [  # noqa: RUF022  the order of use
     "init", "Mesh", "parallelize", "distribute_tensor", "ShardedTensor", "sum_over_groups",
     "Layout", "Split", "Partition", "layout_for_sample", "run_local", "data", "models",
-    "optim", "inference", "profile",
+    "optim", "inference", "profile", "check", "tensor",
 ]  # fmt: skip
 
 

@@ -16,6 +16,7 @@ import re
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 COUNTED = ("passed", "failed", "skipped", "errors")
 PACKAGES = ("torch", "numpy", "cupy-cuda13x", "nvidia-nccl-cu13")
@@ -55,7 +56,7 @@ def main() -> int:
     logs, result = Path(sys.argv[1]), Path(sys.argv[2])
     name, driver, capability = (text.strip() for text in os.environ["DEVICE"].rsplit(",", 2))
     parts = collect(logs)
-    about = {
+    about: dict[str, Any] = {
         "device": name,
         "driver": driver,
         "compute_capability": capability,

@@ -1,12 +1,13 @@
 #!/bin/sh
-# The linters, as CI runs them: Python style and types, layers of imports, C++ format.
+# The linters, as CI runs them: Python style and types, layers of imports, C++ format, and whether
+# the documentation builds without a warning.
 #
 #   tools/lint.sh          # reports
 #   tools/lint.sh --fix    # mends what can be mended
 set -eu
 cd "$(dirname "$0")/.."
 
-sources='pydist tests benchmarks examples'
+sources='pydist tests benchmarks examples tools'
 native() { find csrc tests/native benchmarks/native -name '*.[ch]pp' -o -name '*.cu' -o -name '*.cuh'; }
 
 if [ "${1:-}" = --fix ]; then
@@ -24,10 +25,13 @@ run() {
 run ruff check $sources
 run ruff format --check $sources
 run mypy
+run mypy tools/*.py
 run lint-imports
 printf '== clang-format\n'
 native | xargs clang-format --dry-run --Werror || failed=1
 if [ -f tools/check_layers.py ]; then
   run python tools/check_layers.py
 fi
+printf '== documentation\n'
+NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet || failed=1
 exit "$failed"

@@ -1,6 +1,6 @@
 """Is a network right when it is split? Runs it split and whole, and compares layer by layer."""
 
-from pydist.check.check import check
+from pydist.check.run import check
 from pydist.check.factory import load_factory
 from pydist.check.report import Report, format_report
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from pydist.optim.schedules import linear_decay
-from pydist.optim.sharded import ShardedOptimizer, gather_gradients, sharded
+from pydist.optim.partitioned import ShardedOptimizer, gather_gradients, sharded
 
 __all__ = ["ShardedOptimizer", "gather_gradients", "linear_decay", "sharded"]

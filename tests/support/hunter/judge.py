@@ -203,9 +203,11 @@ def _of_failures(
     looked = program.statements[number].startswith("if here") and set(own) == {program.looker}
     if looked and STALE in text:
         return Verdict("refused", text, number)  # a use without messages, on one rank alone
-    # A plain batch that the first layer changes in place is no longer the same on all ranks.
-    if any(_is_alarm(error) for _, error in own.values()) and not any(r.changed for r in ranks):
-        return Verdict("alarm", f"{where}: {text}", number)
+    if any(_is_alarm(error) for _, error in own.values()):
+        # A plain batch that the first layer changes in place is no longer the same on all ranks;
+        # groups without samples have nothing that differs.
+        outcome = "refused" if any(r.changed for r in ranks) else "alarm"
+        return Verdict(outcome, f"{where}: {text}", number)
     stale = all(STALE in str(error) for _, error in own.values())  # found at the first use
     local = all(any(text in str(error) for text in LOCAL) for _, error in own.values())
     if len(failures if local else own) < program.ranks or (

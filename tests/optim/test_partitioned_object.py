@@ -15,7 +15,7 @@ from torch.optim import SGD, Adam, lr_scheduler
 from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.optim import ShardedOptimizer, gather_gradients, sharded
-from pydist.optim.sharded import WORTHWHILE
+from pydist.optim.partitioned import WORTHWHILE
 
 pytestmark = pytest.mark.usefixtures("sizes")
 

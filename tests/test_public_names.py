@@ -1,0 +1,35 @@
+"""The package's names: what type checkers see, what `__all__` lists, and what is there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+
+import pytest
+
+import pydist
+
+PACKAGES = ["pydist.check", "pydist.data", "pydist.inference", "pydist.models", "pydist.optim"]
+
+
+def test_type_checkers_see_every_public_name() -> None:
+    tree = ast.parse(inspect.getsource(pydist))
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname or alias.name for node in imports for alias in node.names}
+    assert seen == set(pydist.__all__)
+
+
+def test_every_public_name_is_there() -> None:
+    for name in pydist.__all__:
+        assert getattr(pydist, name) is not None
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_no_module_has_the_name_of_what_its_package_exports(name: str) -> None:
+    """Else documentation and type checkers find one where the other was meant."""
+    package = importlib.import_module(name)
+    for public in package.__all__:
+        assert not inspect.ismodule(getattr(package, public))
+        assert importlib.util.find_spec(f"{name}.{public}") is None
