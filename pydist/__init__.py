@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydist import check, data, inference, models, optim, profile, tensor
     from pydist.comm import run_local
+    from pydist.distribute import distribute_tensor
     from pydist.global_loss import sum_over_groups
     from pydist.layout import Layout, Split, layout_for_sample
     from pydist.mesh import Mesh
     from pydist.parallel import parallelize
     from pydist.partition import Partition
     from pydist.setup import init
-    from pydist.tensor import ShardedTensor, distribute_tensor
+    from pydist.tensor import ShardedTensor
 
 # Imported on first use: `pydist --help` must not wait for torch.
 _HOMES = {
@@ -31,7 +32,7 @@ _HOMES = {
     "Partition": "pydist.partition",
     "ShardedTensor": "pydist.tensor",
     "Split": "pydist.layout",
-    "distribute_tensor": "pydist.tensor",
+    "distribute_tensor": "pydist.distribute",
     "init": "pydist.setup",
     "layout_for_sample": "pydist.layout",
     "parallelize": "pydist.parallel",

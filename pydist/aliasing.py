@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from pydist.refusals import module_path, source_line
 
 if TYPE_CHECKING:
     from pydist.layout import Layout
-    from pydist.tensor import ShardedTensor
 
 Part = tuple["View", tuple[tuple[int, int], ...]]
 """A box of a tensor, named by the tensor's view: [first, last) along each of its dims."""
@@ -163,14 +162,23 @@ def _disjoint(one: Part | None, other: Part | None) -> bool:
     return any(a >= d or c >= b for (a, b), (c, d) in zip(one[1], other[1], strict=True))
 
 
-def view_at(x: ShardedTensor) -> View:
+class Aliased(Protocol):
+    """A sharded tensor, as far as its memory goes."""
+
+    _view: View | None
+
+    @property
+    def _layout(self) -> Layout: ...
+
+
+def view_at(x: Aliased) -> View:
     """The view of a tensor; made when first asked for."""
     if x._view is None:
         x._view = View(Memory())
     return x._view
 
 
-def record_change(x: ShardedTensor) -> None:
+def record_change(x: Aliased) -> None:
     """A handler has changed `x` in place: copies of what it shares memory with are stale.
 
     Raises:
@@ -230,7 +238,7 @@ def _is_leaf(plain: Tensor) -> bool:
     return plain.is_leaf or (plain._is_view() and plain._base is not None and plain._base.is_leaf)
 
 
-def to_change(x: ShardedTensor, shard: Tensor, others: Iterable[Any] = ()) -> Tensor:
+def to_change(x: Aliased, shard: Tensor, others: Iterable[Any] = ()) -> Tensor:
     """The shard of `x`, for a change in place by a call with these other arguments.
 
     Where an empty view is changed in place, autograd loses gradients of gradients: that of torch's
@@ -247,7 +255,7 @@ def to_change(x: ShardedTensor, shard: Tensor, others: Iterable[Any] = ()) -> Te
     return entry
 
 
-def remember_plain(x: ShardedTensor, plain: Tensor) -> None:
+def remember_plain(x: Aliased, plain: Tensor) -> None:
     """Remembers the plain tensor of which `x` has a block, without a copy.
 
     A change in place of the sharded tensor reaches one block of the plain one on each rank. With
@@ -303,7 +311,7 @@ def is_partly_changed(plain: Tensor, layout: Layout) -> bool:
     return True
 
 
-def staleness(x: ShardedTensor) -> str:
+def staleness(x: Aliased) -> str:
     """How another tensor was changed that shares the memory of `x` in torch; "" if none was."""
     view = x._view
     if view is None or view.memory.storage is None:
@@ -311,12 +319,12 @@ def staleness(x: ShardedTensor) -> str:
     return view.memory.storage.change_after(view.memory, view.part)
 
 
-def is_view_at(value: Any, x: ShardedTensor, index: Sequence[Any]) -> bool:
+def is_view_at(value: Any, x: Aliased, index: Sequence[Any]) -> bool:
     """Whether a value is a real view of `x`, the one at `index`."""
     return _is_cut(value, x, index) and value._view.memory is view_at(x).memory
 
 
-def _is_cut(value: Any, x: ShardedTensor, index: Sequence[Any]) -> bool:
+def _is_cut(value: Any, x: Aliased, index: Sequence[Any]) -> bool:
     view = getattr(value, "_view", None)
     if view is None or view.cut is None:
         return False
@@ -324,7 +332,7 @@ def _is_cut(value: Any, x: ShardedTensor, index: Sequence[Any]) -> bool:
     return source is x._view and tuple(at) == tuple(index)
 
 
-def written_back(x: ShardedTensor, value: Any, index: Sequence[Any]) -> Memory | None:
+def written_back(x: Aliased, value: Any, index: Sequence[Any]) -> Memory | None:
     """The memory of a copy that was cut from `x` at `index`, and is now assigned there.
 
     So does `x[index] += 1`: the copy is changed in place and written back. Then that change is no
@@ -345,7 +353,7 @@ def written_back(x: ShardedTensor, value: Any, index: Sequence[Any]) -> Memory |
     return memory
 
 
-def refuse_stale(x: ShardedTensor) -> None:
+def refuse_stale(x: Aliased) -> None:
     """Stops the use of a tensor whose numbers would have changed in torch.
 
     Raises:
@@ -361,3 +369,12 @@ def refuse_stale(x: ShardedTensor) -> None:
             "it is a copy, as its blocks were moved: take the view after the change, or use "
             "clone() before it where they are to be independent"
         )
+
+
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether a result of a call is a view of its argument."""
+    return _address(one) == _address(other)
+
+
+def _address(local: Tensor) -> int:
+    return local.untyped_storage().data_ptr()

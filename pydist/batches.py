@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pydist.arguments import leaves
-from pydist.comm.gradients.engine import led_out
-from pydist.comm.gradients.graph import register_hook
+from pydist.gradients.engine import led_out
+from pydist.gradients.graph import register_hook
 from pydist.group_sizes import GroupSizes, mark_batch, weights_of
 from pydist.tensor import ShardedTensor
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pydist.comm.exchange.adjoints import sum_ranks
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.adjoints import sum_ranks
 from pydist.group_sizes import GroupSizes, weights_of
 from pydist.tensor import ShardedTensor, local_of, wrap
 

@@ -19,18 +19,19 @@ from pydist.arguments import is_container, leaves, mapped
 from pydist.batch_layers import BatchLayers
 from pydist.batches import Batches, batch_of
 from pydist.comm.agree import require_same
-from pydist.comm.exchange.agreement import agreement_of
-from pydist.comm.gradients.lane import Lane
-from pydist.comm.gradients.members import reducer_of
-from pydist.comm.gradients.reducer import Reducer
+from pydist.distribute import distribute_tensor
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.agreement import agreement_of
 from pydist.global_loss import agree_on_closures_of
+from pydist.gradients.lane import Lane
+from pydist.gradients.members import reducer_of
+from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
 from pydist.ops.normalization.batch_norm import STATISTICS
 from pydist.structure import facts_of
-from pydist.tensor import Origin, ShardedTensor, distribute_tensor, local_of
+from pydist.tensor import Origin, ShardedTensor, local_of
 
 # Not all frames of that file: torch.utils.checkpoint has one that switches the compiler off.
 _COMPILER = ("torch/_dynamo/eval_frame.py", "compile_wrapper")

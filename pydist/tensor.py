@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from pydist.aliasing import View, record_change, refuse_stale, remember_plain, staleness
-from pydist.comm.exchange.adjoints import with_true_gradient
-from pydist.comm.exchange.history import (
+from pydist.aliasing import (
+    Part,
+    View,
+    record_change,
+    refuse_stale,
+    shares_memory,
+    staleness,
+    view_at,
+)
+from pydist.comm.interface.ledger import CAUSE
+from pydist.errors import NotSupported, UsageError
+from pydist.exchange.adjoints import with_true_gradient
+from pydist.exchange.history import (
     NO_HISTORY,
     caused_by,
     history_of,
     remember,
     remember_change,
 )
-from pydist.comm.gradients.members import follow, lead_to
-from pydist.comm.interface.ledger import CAUSE
-from pydist.errors import NotSupported, UsageError
+from pydist.exchange.redistribution import redistributed
+from pydist.gradients.members import follow, lead_to
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.interop import ArrayLike, as_tensor
-from pydist.layout import Layout, layout_for_sample
+from pydist.layout import Layout
 from pydist.mesh import SPATIAL_AXES
 from pydist.refusals import misfit, module_path, refusal
 from pydist.wrappers import (
@@ -41,8 +50,8 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 __all__ = [
-    "HANDLERS", "Origin", "ShardedTensor", "adopt_local", "distribute_tensor", "implements",
-    "local_of", "module_path", "refusal", "wrap", "wrap_new",
+    "HANDLERS", "Origin", "ShardedTensor", "adopt_local", "implements",
+    "local_of", "module_path", "refusal", "view_of", "wrap", "wrap_new",
 ]  # fmt: skip
 
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -128,7 +137,7 @@ class ShardedTensor(torch.Tensor):
     _view: View | None = None
     """What it shares memory with, here and in torch; `None` where that is nothing."""
     _history: int = NO_HISTORY
-    """See `pydist.comm.exchange.history`."""
+    """See `pydist.exchange.history`."""
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, origin: Origin) -> ShardedTensor:
@@ -247,11 +256,10 @@ class ShardedTensor(torch.Tensor):
 
         The gradient that goes back into this tensor is the mean over the group.
         """
-        from pydist.ops.redistribute import redistribute
-
+        layout, local = self._layout, local_of(self)
         with caused_by(self._history):
-            whole = redistribute(self, self._layout.whole())._local
-        if whole is self._local:
+            whole = redistributed(local, layout, layout.whole())
+        if whole is local:
             whole = with_true_gradient(whole, self.mesh, SPATIAL_AXES)
         lead_to(whole, self.mesh, self._history, self._origin.sizes)
         return whole
@@ -264,18 +272,18 @@ class ShardedTensor(torch.Tensor):
         Raises:
             UsageError: no layout was given, or one of another shape or mesh.
         """
-        from pydist.ops.redistribute import redistribute
-        from pydist.ops.views import view_of
-
         if others or named or not isinstance(layout, Layout):
             raise UsageError(
                 f"redistribute of a ShardedTensor of shape {list(self._layout.shape)} takes one "
                 "pydist.Layout, as in x.redistribute(x.layout.whole()); a device mesh and "
                 "placements are for torch's DTensor"
             )
+        local = local_of(self)
+        if layout == self._layout:
+            return self
         with caused_by(self._history):
-            moved = redistribute(self, layout)
-        return self if moved is self else view_of(self, moved._shard, layout, is_copy=True)
+            moved = redistributed(local, self._layout, layout)
+        return view_of(self, moved, layout, is_copy=True)
 
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
         what = (
@@ -363,36 +371,39 @@ def local_of(x: ShardedTensor) -> Tensor:
     return x._local
 
 
-def distribute_tensor(
-    tensor: ArrayLike,
-    mesh: Mesh,
-    dims: Mapping[int, str] | None = None,
-    first_sample: int | None = None,
+def view_of(
+    x: ShardedTensor,
+    local: Tensor,
+    layout: Layout,
+    is_copy: bool = False,
+    part: Part | None = None,
+    index: Sequence[Any] | None = None,
+    is_expanded: bool = False,
 ) -> ShardedTensor:
-    """Cuts a tensor that all ranks of the sample group hold equally.
-
-    Differentiable: the gradient that reaches `tensor` is the true one, equal on all ranks.
+    """A result of `x` that is a view in torch, or may be one.
 
     Args:
-        tensor: the whole tensor, or an array of another library (see `pydist.interop`), equal on
-            all ranks of the group; checksums prove it, in every step.
-        mesh: the mesh.
-        dims: which dim is cut along which mesh axis; by default [N, C, D, H, W] over depth, height
-            and width.
-        first_sample: as of `ShardedTensor.from_local`.
-
-    Raises:
-        UsageError: the ranks of the group hold different tensors, or `dims` does not fit.
+        x: the tensor.
+        local: the result's shard.
+        layout: of the result.
+        is_copy: whether changes of one are not to be seen in the other. Equal on all ranks, so it
+            follows from layouts; then, if one is changed in place, use of the other is refused.
+        part: a box of `x` that contains the result.
+        index: of the result in `x`.
+        is_expanded: whether elements are repeated without a copy.
     """
-    from pydist.ops.redistribute import shard_of_plain
-
-    tensor = as_tensor(tensor)
-    layout = layout_for_sample(mesh, tensor.shape, dims)
-    own = plain(tensor)
-    x = ShardedTensor.from_local(shard_of_plain(own, layout), layout, first_sample)
-    if x._shard is not own:
-        remember_plain(x, tensor)
-    return x
+    y = wrap(local, layout, x)
+    if x.mesh.sample_size == 1:
+        is_copy = False
+        if not shares_memory(local, x._shard):
+            return y  # a copy in torch as well
+    if 0 not in layout.shape:
+        view = view_at(x)
+        memory = view.memory.copied(x._shard) if is_copy else view.memory
+        cut = None if index is None else (view, index)
+        is_expanded = is_expanded or (view.is_expanded and not is_copy)
+        y._view = View(memory, view.part or part, cut, is_expanded)
+    return y
 
 
 def adopt_local(x: ShardedTensor, local: Tensor, changed: bool = True) -> ShardedTensor:

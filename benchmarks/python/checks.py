@@ -99,9 +99,9 @@ def switched_off(checks: tuple[str, ...]) -> Iterator[None]:
     """Replaces the functions of these checks; the same on all ranks, and between steps."""
     from pydist import tensor
     from pydist._loader import native
-    from pydist.comm.exchange.agreement import Agreement
-    from pydist.comm.exchange.history import NO_HISTORY
     from pydist.comm.interface.ledger import Ledger
+    from pydist.exchange.agreement import Agreement
+    from pydist.exchange.history import NO_HISTORY
 
     empty: dict[str, list[tuple[Any, str, Any]]] = {
         "ledger": [(Ledger, "note", lambda *_, **__: None)],

@@ -108,7 +108,7 @@ class _Contestants:
         from mpi4py import MPI
 
         from pydist._loader import native
-        from pydist.comm.exchange.exchanger import Exchanger
+        from pydist.exchange.exchanger import Exchanger
         from pydist.partition import Box
 
         self._peer, dim = 1 - world.rank, FACES[face]

@@ -1,5 +1,5 @@
 // What is known of a call that a program makes: the module that makes it, and the numbers that it
-// is given; see pydist/comm/interface/ledger.py and pydist/comm/exchange/history.py. Plain C
+// is given; see pydist/comm/interface/ledger.py and pydist/exchange/history.py. Plain C
 // functions: they are called about a hundred times a step.
 #include <cmath>
 

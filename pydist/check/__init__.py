@@ -1,7 +1,7 @@
 """Is a network right when it is split? Runs it split and whole, and compares layer by layer."""
 
-from pydist.check.run import check
 from pydist.check.factory import load_factory
 from pydist.check.report import Report, format_report
+from pydist.check.run import check
 
 __all__ = ["Report", "check", "format_report", "load_factory"]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_any, tree_map
 
-from pydist.comm.exchange.exchanger import Exchanger
 from pydist.errors import NotSupported
+from pydist.exchange.exchanger import Exchanger
 from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import SPATIAL_AXES, Mesh
 from pydist.ops.redistribute import shard_of_plain

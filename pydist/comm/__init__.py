@@ -1,13 +1,7 @@
-"""What carries bytes between ranks, and what is built on it.
+"""What carries bytes between ranks: collectives and messages; it knows no mesh and no layout.
 
-Read bottom to top; imports run downwards only:
-
-======================  ======================================================================
-`gradients`             the reducer: buckets of gradients, whole or shared by the ranks
-`exchange`              the exchanger: a plan with its buffers; adjoints for autograd
-`transports`            those that there are: local, mpi, c10d, nccl, ipc, cuda_mpi
-`interface`             what every transport is; exchange and gradients know no more of one
-======================  ======================================================================
+`interface` says what every transport is; `transports` has those that there are (local, mpi, c10d,
+nccl, ipc, cuda_mpi). What is built on them is in `pydist.exchange` and `pydist.gradients`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ with `pydist.tensor.implements`. Modules that register handlers are listed here;
 """
 
 # ruff: noqa: F401  imported for the handlers that they register
-from pydist.ops import attributes, hooks
+from pydist.ops import activations, attributes, hooks
 from pydist.ops.convolution import conv, conv_transpose
 from pydist.ops.normalization import batch_norm, channel_norm, instance_norm, layer_norm
-from pydist.ops.pointwise import activation, creation, dropout, elementwise, random
+from pydist.ops.pointwise import creation, dropout, elementwise, random
 from pydist.ops.pooling import adaptive, pool, unpool
 from pydist.ops.products import einsum, matmul
 from pydist.ops.reduction import along, extremes, loss, powers, reduce

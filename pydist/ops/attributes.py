@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.exchanger import in_memory
-from pydist.comm.exchange.history import remember_change
-from pydist.comm.gradients import graph
-from pydist.comm.gradients.engine import starts_from
 from pydist.errors import NotSupported
+from pydist.exchange.exchanger import in_memory
+from pydist.exchange.history import remember_change
+from pydist.gradients import graph
+from pydist.gradients.engine import starts_from
 from pydist.layout import Layout
 from pydist.ops.redistribute import redistribute, refuse_shard_shaped, shard_of_plain
-from pydist.ops.views import hides_order, view_of
+from pydist.ops.views import hides_order
 from pydist.tensor import (
     HANDLERS,
     ShardedTensor,
@@ -25,6 +25,7 @@ from pydist.tensor import (
     implements,
     local_of,
     refusal,
+    view_of,
     wrap,
 )
 from pydist.wrappers import of_wrapper

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pydist.comm.exchange.adjoints import gather_box, with_true_gradient
-from pydist.comm.exchange.exchanger import Exchanger
+from pydist.exchange.adjoints import gather_box, with_true_gradient
+from pydist.exchange.exchanger import Exchanger
 from pydist.layout import Layout
 from pydist.partition import Box
 

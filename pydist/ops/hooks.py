@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
 from pydist.aliasing import view_at
-from pydist.comm.exchange.exchanger import in_memory
+from pydist.exchange.exchanger import in_memory
 from pydist.tensor import ShardedTensor, local_of, wrap
 
 _apply_on_plain = BackwardHook._apply_on_tensors

@@ -9,47 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from pydist.aliasing import entry_of_plain, is_partly_changed
-from pydist.comm.exchange.adjoints import enter, gather_box, with_true_gradient
-from pydist.comm.exchange.agreement import agreement_of
-from pydist.comm.exchange.exchanger import Exchanger
-from pydist.comm.gradients.members import follow, reducer_of
 from pydist.errors import UsageError
+from pydist.exchange.adjoints import enter, with_true_gradient
+from pydist.exchange.agreement import agreement_of
+from pydist.exchange.redistribution import redistributed
+from pydist.gradients.members import follow, reducer_of
 from pydist.layout import Layout
 from pydist.mesh import Mesh
-from pydist.ops.formats import all_channels_last
 from pydist.tensor import ShardedTensor, local_of, wrap
 
 
 def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
-    """The same global tensor in another layout.
-
-    Its adjoint adds every gradient back along the messages, times rep(A) / rep(B). Messages leave
-    from one of several equal blocks, so its holders then form their mean.
+    """The same global tensor in another layout; see `pydist.exchange.redistribution`.
 
     Raises:
         UsageError: the layout has another shape or another mesh.
     """
     local = local_of(x)
-    source = x._layout
-    if source == layout:
-        return x
-    if source.shape != layout.shape or source.mesh is not layout.mesh:
-        raise UsageError(f"can't redistribute {source!r} to {layout!r}: another shape or mesh")
-    if source.boxes == layout.boxes:
-        return wrap(local, layout, x)
-    mesh = source.mesh
-    key = ("redistribute", source, layout)
-
-    def make() -> Exchanger:
-        needed = [[box] for box in layout.boxes]
-        channels_last = all_channels_last(local, mesh)
-        return Exchanger(mesh.sample, source.boxes, needed, channels_last=channels_last)
-
-    exchanger = mesh.session.plan(key, make)
-    weight = source.replicas / layout.replicas
-    local = with_true_gradient(local, mesh, source.unused_axes)
-    moved = gather_box(local, exchanger, mesh, weight=weight, part="redistribute")
-    return wrap(moved, layout, x)
+    return x if x._layout == layout else wrap(redistributed(local, x._layout, layout), layout, x)
 
 
 def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:

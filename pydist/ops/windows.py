@@ -9,8 +9,8 @@ from functools import cached_property
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.comm.exchange.exchanger import Exchanger, Pending
 from pydist.errors import UsageError
+from pydist.exchange.exchanger import Exchanger, Pending
 from pydist.layout import Layout, Split
 from pydist.ops.gathering import BoxGatherer
 from pydist.partition import Box, Footprint, subtract

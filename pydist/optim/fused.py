@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from pydist.comm.gradients.rows import in_order_of
+from pydist.gradients.rows import in_order_of
 
 
 def start_momentum(optimizer: SGD) -> None:

@@ -22,12 +22,11 @@ from torch.optim import (
     RMSprop,
 )  # fmt: skip
 
-from pydist.comm.gradients.leaf import leaf_of
-from pydist.comm.gradients.reducer import Reducer
-from pydist.comm.gradients.rows import in_memory_order_of, memory_of
-from pydist.comm.gradients.scattered import ScatteredGradient, refuse_pending
-from pydist.comm.gradients.scattered_bucket import Part, ScatteredBucket
 from pydist.errors import NotSupported, UsageError
+from pydist.gradients.reducer import Reducer
+from pydist.gradients.rows import in_memory_order_of, memory_of
+from pydist.gradients.scattered import ScatteredGradient, refuse_pending
+from pydist.gradients.scattered_bucket import Part
 from pydist.mesh import Mesh
 from pydist.optim.whole_state import State, gather_state
 from pydist.parallel import entry_of
@@ -231,13 +230,9 @@ class ShardedOptimizer(Optimizer):
 
     def _take(self, whole: dict[Tensor, State]) -> None:
         """Makes the parts that the reducer has for this rank, with their state."""
-        self._source = source = self._reducer.parts
-        # Not by the id alone, which a parameter that is gone may have had.
-        self._layout = {
-            id(p): source[id(p)]
-            for p in self._parameters()
-            if (leaf := leaf_of(p)) is not None and isinstance(leaf.bucket, ScatteredBucket)
-        }
+        self._source = self._reducer.parts
+        parts = {id(p): self._reducer.part_of(p) for p in self._parameters()}
+        self._layout = {key: part for key, part in parts.items() if part is not None}
         self._parts = {}
         state: defaultdict[Tensor, State] = defaultdict(dict)
         for parameter in self._parameters():

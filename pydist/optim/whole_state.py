@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from pydist.comm.gradients.rows import shaped_like
-from pydist.comm.gradients.scattered_bucket import Part
 from pydist.errors import NotSupported
+from pydist.gradients.rows import shaped_like
+from pydist.gradients.scattered_bucket import Part
 
 if TYPE_CHECKING:
     from pydist.comm import Transport

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pydist.comm.gradients.reducer import Reducer
 from pydist.errors import PydistError
+from pydist.gradients.reducer import Reducer
 from pydist.ops.pointwise.keyed import ReplayedKeys, draws_of
 from pydist.tensor import ShardedTensor
 

@@ -156,8 +156,11 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise ValueError("manifest.json is missing" if path.is_dir() else "no such folder")
     with file.open("rb") as stream:
         raw = stream.read(_MANIFEST_LIMIT)
-    manifest: dict[str, Any] = parse_json(raw)
-    if manifest.get("format") != FORMAT:
+    try:
+        manifest: dict[str, Any] = parse_json(raw)
+    except ValueError as error:
+        raise ValueError(f"manifest.json is not JSON: {error}") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise ValueError(f"manifest.json is not that of a {FORMAT}")
     if manifest["version"] != VERSION:
         raise CheckpointError(

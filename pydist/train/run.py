@@ -16,7 +16,8 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pydist import __version__, owner
+from pydist import owner
+from pydist._loader import native
 from pydist.comm.agree import require_same, together
 from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Loader
@@ -87,7 +88,7 @@ def train(
         Stopped: a signal arrived, a checkpoint was saved.
         PydistError: see the parts; every rank raises.
     """
-    versions = f"{__version__} with torch {torch.__version__}"
+    versions = f"{native.__version__} with torch {torch.__version__}"
     facts = {"the version of pydist": versions}
     for table, values in config_io.to_dict(config).items():
         facts |= {f"the configuration's {table}.{key}": str(each) for key, each in values.items()}
@@ -331,7 +332,7 @@ def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
     log.emit(
         "start",
         **facts_of_run(trainer.loader.device, config.train.device, config.train.amp, mesh),
-        version=__version__,
+        version=native.__version__,
         torch=torch.__version__,
         ranks=mesh.size,
         mesh=_describe(mesh),

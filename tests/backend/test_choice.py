@@ -20,9 +20,9 @@ from pydist.backend.choice import ConvKernels, by_rule
 from pydist.backend.conv import FORWARD, candidates, formats
 from pydist.backend.problem import ConvProblem
 from pydist.comm import LocalTransport
+from pydist.exchange.formats import is_channels_last
 from pydist.ops.convolution import conv, conv_transpose
 from pydist.ops.convolution.local_conv import ConvChooser
-from pydist.ops.formats import is_channels_last
 
 SHAPE = (1, 8, 12, 8, 8)
 WEIGHT = (16, 8, 3, 3, 3)

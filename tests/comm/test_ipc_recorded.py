@@ -15,8 +15,8 @@ from transport_contract import CHECKS, Check
 from pydist import _native as native
 from pydist import distribute_tensor, parallelize
 from pydist.comm import Transport, run_local
-from pydist.comm.exchange.exchanger import Exchanger
 from pydist.comm.transports.ipc.channel import IpcChannel
+from pydist.exchange.exchanger import Exchanger
 from pydist.mesh import Mesh
 from pydist.partition import Box
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from pydist import Mesh, distribute_tensor, owner, parallelize
 from pydist.comm import Transport, run_local
-from pydist.comm.exchange.exchanger import Exchanger
 from pydist.comm.interface import board, ledger
 from pydist.comm.interface.ledger import STAMP_BYTES
 from pydist.errors import UsageError
+from pydist.exchange.exchanger import Exchanger
 from pydist.optim import sharded
 from pydist.partition import Box
 

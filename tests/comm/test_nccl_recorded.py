@@ -15,9 +15,9 @@ from transport_contract import CHECKS, Check
 
 from pydist import _native as native
 from pydist.comm import Channel, LocalTransport, Transport, run_local
-from pydist.comm.exchange.exchanger import Exchanger
 from pydist.comm.transports.nccl.device import DeviceTransport
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost, UsageError
+from pydist.exchange.exchanger import Exchanger
 from pydist.partition import Box
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pydist.ops.normalization.statistics import (
+from pydist.backend.statistics import (
     Transform,
     apply,
     combine,

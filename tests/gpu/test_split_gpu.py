@@ -10,14 +10,13 @@ import torch.nn.functional as F
 from device_contract import no_two_ranks, two_ranks
 from torch import nn
 
-from pydist import layout_for_sample, parallelize
+from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.comm import Transport
-from pydist.comm.gradients.flags import Flags
-from pydist.comm.gradients.scattered import Family
 from pydist.comm.transports.nccl.place import missing
 from pydist.errors import NotSupported
+from pydist.gradients.flags import Flags
+from pydist.gradients.scattered import Family
 from pydist.mesh import Mesh
-from pydist.tensor import ShardedTensor, distribute_tensor
 
 pytestmark = two_ranks(missing())
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pydist.comm import LocalTransport
-from pydist.comm.gradients.scattered import Family
 from pydist.errors import NotSupported
+from pydist.gradients.scattered import Family
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.ops.constants import Constant

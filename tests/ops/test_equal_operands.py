@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist import Mesh, distribute_tensor, parallelize
 from pydist.comm import Transport, run_local
-from pydist.comm.exchange.contents import REPEATED_SHARES, REPEATS, SHARES, WHOLE, Contents
 from pydist.errors import UsageError
+from pydist.exchange.contents import REPEATED_SHARES, REPEATS, SHARES, WHOLE, Contents
 
 
 class Noise(nn.Module):
@@ -265,7 +265,9 @@ def test_a_pass_of_one_rank_that_exchanges_nothing_is_no_difference(look, size: 
 
     nobody = -1
     for rank_by_rank in zip(
-        run_local(lambda t: body(t, 1), size), run_local(lambda t: body(t, nobody), size), strict=True
+        run_local(lambda t: body(t, 1), size),
+        run_local(lambda t: body(t, nobody), size),
+        strict=True,
     ):
         assert torch.equal(*rank_by_rank)
 

@@ -6,7 +6,7 @@ import pytest
 from equivalence import assert_same, on_ranks
 from interrupted import SIZES, run
 
-import pydist.comm.gradients.buckets
+import pydist.gradients.buckets
 from pydist.errors import NotSupported
 
 PROGRAMS = [
@@ -48,7 +48,7 @@ REFUSED = {
 @pytest.mark.parametrize("program", REFUSED)
 def test_what_is_refused(program, shared, monkeypatch):
     """A step with this rank's part, a change of what is under way, ranks that raise elsewhere."""
-    monkeypatch.setattr(pydist.comm.gradients.buckets, "ALONE_BYTES", 1)
+    monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", 1)
 
     def body(mesh):
         with pytest.raises(NotSupported, match=REFUSED[program]):

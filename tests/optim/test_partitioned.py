@@ -16,8 +16,8 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW
 
 from pydist import parallelize
-from pydist.comm.gradients.scattered import ScatteredGradient
 from pydist.errors import NotSupported
+from pydist.gradients.scattered import ScatteredGradient
 from pydist.optim import gather_gradients, sharded
 
 GRIDS = [(1, (2, 1, 1)), (2, (2, 1, 1)), (3, (1, 1, 1)), (1, (8, 1, 1))]

@@ -16,7 +16,7 @@ from recorder import RecordedIpc, RecordedTransport, Recorder, build, shared_mem
 from transport_contract import CHECKS, Check
 
 from pydist.comm import Transport
-from pydist.comm.exchange.exchanger import Exchanger
+from pydist.exchange.exchanger import Exchanger
 from pydist.partition import Box
 
 CHANNEL_CHECKS = [check for check in CHECKS if "channel" in check.__name__]

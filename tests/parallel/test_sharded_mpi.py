@@ -11,7 +11,7 @@ from interrupted import run
 from networks import loss_of, small
 from torch import nn
 
-import pydist.comm.gradients.buckets
+import pydist.gradients.buckets
 from pydist import Mesh, parallelize
 from pydist.optim import ShardedOptimizer, gather_gradients, sharded
 
@@ -35,7 +35,7 @@ def train(mesh, use, steps=5):
 @pytest.mark.parametrize("limit", [1, 2000])
 @pytest.mark.parametrize(("data", "spatial"), [(2, (2, 1, 1)), (1, (4, 1, 1))])
 def test_a_shared_step_is_the_unshared_one(world, data, spatial, limit, monkeypatch):
-    monkeypatch.setattr(pydist.comm.gradients.buckets, "ALONE_BYTES", limit)
+    monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", limit)
     mesh = Mesh(world, data, spatial)
     model, optimizer = train(mesh, "always")
     assert isinstance(optimizer, ShardedOptimizer)
@@ -82,7 +82,7 @@ def test_single_precision_keeps_replicas_equal(world):
 
 @pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared"])
 def test_gradients_after_a_backward_that_raised(world, shared, monkeypatch):
-    monkeypatch.setattr(pydist.comm.gradients.buckets, "ALONE_BYTES", 1)
+    monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", 1)
     for program in ("b n r0 b s", "n r2 b s b", "b R2 b s", "b r2 z b s"):
         expected = run(program, None, 2, shared=False)
         found = run(program, Mesh(world, 2, (2, 1, 1)), 2, shared=shared)

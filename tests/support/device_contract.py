@@ -16,9 +16,9 @@ from one_gpu import ranks_of_one_gpu
 from transport_contract import CHECKS, Check
 
 from pydist.comm import Transport
-from pydist.comm.exchange.exchanger import Exchanger
 from pydist.comm.transports.nccl.place import SHARE, SHARING, missing, open_nccl
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.exchanger import Exchanger
 from pydist.partition import Box
 from pydist.runtime import connect
 

@@ -24,7 +24,7 @@ from pydist import (
     parallelize,
     run_local,
 )
-from pydist.comm.exchange.adjoints import mean_ranks
+from pydist.exchange.adjoints import mean_ranks
 from pydist.mesh import SPATIAL_AXES
 
 FP64_BOUND = 1e-12

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pydist import Mesh, ShardedTensor
 from pydist.backend import choice, conv
-from pydist.comm.exchange.adjoints import mean_ranks
+from pydist.exchange.adjoints import mean_ranks
 from pydist.mesh import SPATIAL_AXES
 
 FLOORS = {torch.float32: 1e-6, torch.bfloat16: 1.2e-2, torch.float64: 1e-12}

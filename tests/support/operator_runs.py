@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pydist import Mesh, ShardedTensor
-from pydist.comm.exchange.adjoints import mean_ranks
 from pydist.errors import NotSupported
+from pydist.exchange.adjoints import mean_ranks
 from pydist.mesh import SPATIAL_AXES
 
 POINTS = {5: [[0, 2, 6], None, None], 4: [[0, 3, 8], None], 3: [[0, 5, 12]]}

@@ -15,12 +15,12 @@ from torch.optim import Adam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from training import change, job
 
+from pydist import distribute_tensor
 from pydist.comm import LocalTransport, Work, run_local
-from pydist.comm.gradients.members import reducer_of
 from pydist.data.loader import Batch
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost
+from pydist.gradients.members import reducer_of
 from pydist.mesh import Mesh
-from pydist.tensor import distribute_tensor
 from pydist.train import captured, checkpoint, graph, loop
 from pydist.train.config import TrainConfig
 from pydist.train.step import TrainStep

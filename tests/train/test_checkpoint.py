@@ -223,6 +223,16 @@ def test_damage_is_refused_by_name_and_the_previous_one_offered(tmp_path, file, 
     assert caught.value.exit_code == 73
 
 
+@pytest.mark.parametrize(
+    ("text", "what"), [("", "is not JSON"), ("[1, 2]", "is not that of"), ("{", "is not JSON")]
+)
+def test_a_manifest_of_other_content_is_named(tmp_path, text, what):
+    path = checkpoint.write(tmp_path, 1, parts(1.0))
+    (path / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match=f"is damaged: manifest.json {what}"):
+        checkpoint.read(path)
+
+
 def test_a_newer_format_and_a_missing_folder_are_refused(tmp_path):
     path = checkpoint.write(tmp_path, 1, parts(1.0))
     manifest = json.loads((path / "manifest.json").read_text())

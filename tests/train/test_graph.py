@@ -10,11 +10,11 @@ from torch.optim import SGD, Adam
 from training import change, job
 
 from pydist import _native as native
+from pydist import distribute_tensor
 from pydist.comm import LocalTransport, run_local
 from pydist.errors import NotSupported, UsageError
 from pydist.mesh import Mesh
 from pydist.ops.pointwise.keyed import ReplayedKeys, draws_of
-from pydist.tensor import distribute_tensor
 from pydist.train import captured, graph, log
 from pydist.train.config import TrainConfig
 from pydist.train.device import choose_device, cuda_obstacle, memory_format

@@ -7,7 +7,7 @@ global shapes, dtypes, the module that calls. They compare
 - on boards in memory that ranks of one machine share, at each call: the second to come to a
   call sees what the first one has started there, and needs no message;
 - in each message of an exchange between hosts, which begins with `Ledger.stamp`;
-- at the end of each backward (`pydist.comm.exchange.agreement`);
+- at the end of each backward (`pydist.exchange.agreement`);
 - in groups over several machines, by a message before a call that follows its predecessor for the
   first time.
 
@@ -47,7 +47,7 @@ class _Cause(threading.local):
     """The call on sharded tensors that is running; ranks can be threads.
 
     Attributes:
-        history: see `pydist.comm.exchange.history`; 0 outside of such calls.
+        history: see `pydist.exchange.history`; 0 outside of such calls.
         module: that of `calling_module`, once it was asked for; None outside of such calls.
     """
 

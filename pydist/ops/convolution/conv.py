@@ -12,7 +12,8 @@ from torch import Tensor
 from pydist.backend.problem import ConvProblem
 from pydist.layout import Layout
 from pydist.ops.convolution.boundary import PendingBoundary
-from pydist.ops.convolution.correction import CorrectionPlan, corrected_conv, lines_up
+from pydist.ops.convolution.correction import corrected_conv
+from pydist.ops.convolution.correction_plan import CorrectionPlan, lines_up
 from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (
     ConvChooser,

@@ -18,7 +18,7 @@ from torch import Tensor
 from pydist.backend.problem import ConvProblem
 from pydist.errors import UsageError
 from pydist.layout import Layout
-from pydist.ops.convolution.correction import CorrectionPlan
+from pydist.ops.convolution.correction_plan import CorrectionPlan
 from pydist.ops.convolution.local_conv import ConvChooser, in_autocast_type, onednn_on_all
 from pydist.ops.convolution.local_transposed import local_transposed
 from pydist.ops.convolution.transposed_correction import Recomputation, corrected_transposed

@@ -15,72 +15,20 @@ import torch
 from torch import Tensor
 
 from pydist.backend.choice import ConvKernels
-from pydist.comm.exchange.adjoints import begin_backward
-from pydist.comm.exchange.function import Function
-from pydist.ops.convolution.boundary import BoundaryPieces, PendingBoundary
+from pydist.exchange.adjoints import begin_backward
+from pydist.exchange.function import Function
+from pydist.ops.convolution.boundary import PendingBoundary
+from pydist.ops.convolution.correction_plan import CorrectionPlan
 from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (
-    ConvChooser,
     apart,
     bias_gradient,
     unpadded_conv,
     with_bias,
 )
 from pydist.ops.convolution.rectified import PendingOutputs
-from pydist.ops.convolution.slab_kernels import SlabChooser, SlabKernels, as_read
+from pydist.ops.convolution.slab_kernels import SlabKernels, as_read
 from pydist.ops.handover import hook_on_saved
-from pydist.ops.windows import Window, WindowPlan
-from pydist.partition import Box
-
-
-class CorrectionPlan:
-    """What a convolution by correction needs to know: who computes what, and how.
-
-    Args:
-        plan: who computes which outputs.
-        groups: of channels.
-        chooser: of the main convolution, on this rank's shard.
-        is_adjoint: whether the convolution is run backwards, as a transposed one.
-    """
-
-    def __init__(
-        self, plan: WindowPlan, groups: int, chooser: ConvChooser, is_adjoint: bool = False
-    ) -> None:
-        self.plan, self.groups, self.chooser = plan, groups, chooser
-        self.mesh = plan.layout.mesh
-        self.padding = tuple(before for before, _ in plan.window.padding)
-        rank = self.mesh.sample_index
-        self.slab_chooser = SlabChooser(plan, self.padding, groups, is_adjoint)
-        self.boundary = BoundaryPieces(plan.window, plan.halos[rank], plan.out.box)
-
-    @property
-    def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-        """Stride, padding, dilation and groups, as the native kernels take them."""
-        window = self.plan.window
-        return window.stride, self.padding, window.dilation, self.groups
-
-
-def lines_up(plan: WindowPlan) -> bool:
-    """Whether a convolution of its shard gives every rank its outputs, each at its place."""
-    return len(plan.window.kernel) == 3 and all(
-        _lines_up(plan.window, own, out)
-        for own, out in zip(plan.layout.boxes, plan.out.boxes, strict=True)
-    )
-
-
-def _lines_up(window: Window, own: Box, out: Box) -> bool:
-    if own.empty or out.empty:
-        return False
-    for dim, (before, after) in enumerate(window.padding):
-        stride = window.stride[dim]
-        reach = window.dilation[dim] * (window.kernel[dim] - 1) + 1
-        lo, extent = own.lo[dim + 2], own.shape[dim + 2]
-        computed = (extent + 2 * before - reach) // stride + 1
-        if before != after or lo % stride or lo // stride != out.lo[dim + 2]:
-            return False
-        if computed != out.shape[dim + 2]:
-            return False
-    return True
 
 
 class _CorrectedConv(Function):

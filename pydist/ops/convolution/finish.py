@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pydist.backend.slab_library import rectify_
-from pydist.ops.normalization.statistics import Transform, apply, dense, per_channel
-from pydist.ops.normalization.statistics import statistics_dtype as wide
+from pydist.backend.statistics import Transform, apply, dense, per_channel
+from pydist.backend.statistics import statistics_dtype as wide
 
 
 def bias_behind(x: Tensor, bias: Tensor | None) -> Tensor | None:

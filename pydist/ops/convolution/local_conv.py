@@ -13,10 +13,10 @@ from pydist.aliasing import as_result
 from pydist.backend.choice import ConvKernels, by_rule, choose
 from pydist.backend.conv import padded
 from pydist.backend.problem import ConvProblem, onednn_has
-from pydist.comm.exchange.function import Function
-from pydist.comm.gradients.engine import own_grad
+from pydist.exchange.formats import all_channels_last
+from pydist.exchange.function import Function
+from pydist.gradients.engine import own_grad
 from pydist.mesh import Mesh
-from pydist.ops.formats import all_channels_last
 from pydist.timers import Timers
 
 

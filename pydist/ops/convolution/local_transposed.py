@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pydist.aliasing import as_result
 from pydist.backend.choice import ConvKernels
-from pydist.comm.exchange.function import Function
+from pydist.exchange.function import Function
 from pydist.mesh import Mesh
 from pydist.ops.convolution.local_conv import (
     ConvChooser,

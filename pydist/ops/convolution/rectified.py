@@ -7,21 +7,28 @@ all that backward looks at, is that of the outputs. So they are neither read nor
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.function import Function
+from pydist.exchange.function import Function
 from pydist.ops.convolution.finish import finish_
 from pydist.ops.handover import Handover, hook_on_saved, runs
 
-if TYPE_CHECKING:
-    from pydist.ops.convolution.boundary import PendingBoundary
-
-
 Given = tuple[Handover[Any], Any]
 """To a backward, and what is given to it."""
+
+
+class Awaited(Protocol):
+    """What outputs wait for before a ReLU: a convolution's halo."""
+
+    @property
+    def is_fusible(self) -> bool:
+        """Whether a ReLU may still be applied along with it."""
+
+    def complete(self, negative_slope: float = 1.0) -> None:
+        """Waits for it and adds its part; a ReLU comes after it where the slope is not 1."""
 
 
 class PendingRectifier:
@@ -44,7 +51,7 @@ class PendingRectifier:
         self,
         outputs: Tensor,
         negative_slope: float,
-        boundary: PendingBoundary | None = None,
+        boundary: Awaited | None = None,
         bias: Tensor | None = None,
     ) -> None:
         self.negative_slope = negative_slope

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from pydist.backend.choice import ConvKernels
-from pydist.comm.exchange.adjoints import begin_backward
-from pydist.comm.exchange.function import Function
-from pydist.ops.convolution.correction import CorrectionPlan
+from pydist.exchange.adjoints import begin_backward
+from pydist.exchange.function import Function
+from pydist.ops.convolution.correction_plan import CorrectionPlan
 from pydist.ops.convolution.local_conv import bias_gradient
 from pydist.ops.convolution.local_transposed import second_order, transposed_by_torch
 from pydist.ops.convolution.slab_kernels import SlabKernels, as_read

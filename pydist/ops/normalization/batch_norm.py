@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pydist.backend.statistics import Moments, dense, merged, unbiased
 from pydist.layout import Layout
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_common import (
@@ -18,7 +19,6 @@ from pydist.ops.normalization.norm_common import (
 )
 from pydist.ops.normalization.norm_plan import Gathering, NormPlan, plan_norm
 from pydist.ops.normalization.pending import normalized, taken
-from pydist.ops.normalization.statistics import Moments, dense, merged, unbiased
 from pydist.tensor import ShardedTensor, implements, refusal, wrap
 
 STATISTICS = ("global", "group", "rank")

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pydist.backend.statistics import Moments, dense, unbiased
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.normalization.norm import Normalization
@@ -21,7 +22,6 @@ from pydist.ops.normalization.norm_common import (
 )
 from pydist.ops.normalization.norm_plan import Gathering, NormPlan, plan_norm
 from pydist.ops.normalization.pending import normalized, taken
-from pydist.ops.normalization.statistics import Moments, dense, unbiased
 from pydist.ops.reduction.reduce import axes_of, in_full_precision
 from pydist.tensor import ShardedTensor, implements, refusal, wrap
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pydist.backend.statistics import dense, statistics_dtype
 from pydist.errors import UsageError
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_plan import Gathering, plan_norm
-from pydist.ops.normalization.statistics import dense, statistics_dtype
 from pydist.ops.redistribute import operand_for, parameter_for
 from pydist.ops.reduction.reduce import axes_of, in_full_precision
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap

@@ -15,21 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.adjoints import (
-    begin_backward,
-    enter,
-    enter_weighted_sum,
-    leave_weighted_sum,
-    sum_ranks,
-)
-from pydist.comm.exchange.function import Function
-from pydist.group_sizes import GroupSizes
-from pydist.ops.convolution.local_conv import apart, differentiable
-from pydist.ops.convolution.rectified import rectified
-from pydist.ops.handover import Handover
-from pydist.ops.normalization.norm_plan import NormPlan
-from pydist.ops.normalization.prelu import Handed, parametric, regain, release
-from pydist.ops.normalization.statistics import (
+from pydist.backend.statistics import (
     Moments,
     Transform,
     apply,
@@ -40,6 +26,20 @@ from pydist.ops.normalization.statistics import (
     statistics_dtype,
     strided_like,
 )
+from pydist.exchange.adjoints import (
+    begin_backward,
+    enter,
+    enter_weighted_sum,
+    leave_weighted_sum,
+    sum_ranks,
+)
+from pydist.exchange.function import Function
+from pydist.group_sizes import GroupSizes
+from pydist.ops.convolution.local_conv import apart, differentiable
+from pydist.ops.convolution.rectified import rectified
+from pydist.ops.handover import Handover
+from pydist.ops.normalization.norm_plan import NormPlan
+from pydist.ops.normalization.prelu import Handed, parametric, regain, release
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pydist.backend.statistics import Moments, dense
 from pydist.comm import Transport
 from pydist.errors import UsageError
 from pydist.layout import Layout
@@ -16,7 +17,6 @@ from pydist.ops.empty import with_elements, without_added
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_plan import plan_norm
 from pydist.ops.normalization.pending import Input, normalized
-from pydist.ops.normalization.statistics import Moments, dense
 from pydist.ops.redistribute import parameter_for
 from pydist.tensor import ShardedTensor, wrap
 

@@ -14,11 +14,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from pydist.backend.statistics import Moments, merged, moments
 from pydist.comm import Transport
 from pydist.layout import Layout
 from pydist.mesh import Mesh
 from pydist.ops.constants import Constant
-from pydist.ops.normalization.statistics import Moments, merged, moments
 
 
 @dataclass(frozen=True)

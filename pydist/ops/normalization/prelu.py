@@ -14,11 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.function import Function
-from pydist.errors import UsageError
-from pydist.ops.handover import Handover, runs
-from pydist.ops.normalization.norm_plan import NormPlan
-from pydist.ops.normalization.statistics import (
+from pydist.backend.statistics import (
     Transform,
     apply,
     combine,
@@ -26,6 +22,10 @@ from pydist.ops.normalization.statistics import (
     per_channel,
     strided_like,
 )
+from pydist.errors import UsageError
+from pydist.exchange.function import Function
+from pydist.ops.handover import Handover, runs
+from pydist.ops.normalization.norm_plan import NormPlan
 
 Handed = tuple[Transform, Tensor | None]
 """The transform with the activation's slopes, and the sums [2, R] of `gradient_sums`, if known."""

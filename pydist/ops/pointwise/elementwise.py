@@ -15,7 +15,7 @@ from pydist.errors import UsageError
 from pydist.layout import Layout, Split
 from pydist.ops.pointwise.in_place import in_place_on_plain
 from pydist.ops.redistribute import operand_for, refuse_shard_shaped
-from pydist.ops.views import in_format, view_of
+from pydist.ops.views import in_format
 from pydist.tensor import (
     HANDLERS,
     ShardedTensor,
@@ -23,6 +23,7 @@ from pydist.tensor import (
     implements,
     local_of,
     refusal,
+    view_of,
     wrap,
     wrap_new,
 )

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.comm import Transport
-from pydist.comm.exchange.adjoints import sum_ranks
+from pydist.exchange.adjoints import sum_ranks
 from pydist.layout import Layout
 from pydist.ops.placement import choose_layout, pool_work
 from pydist.ops.pooling.average import AveragePlan, Averaging, average

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pydist._loader import native
 from pydist.backend.slab_library import rectify_
-from pydist.comm.exchange.adjoints import begin_backward, exchange_marker
-from pydist.comm.exchange.exchanger import in_memory
-from pydist.comm.exchange.function import Function, way_back
+from pydist.exchange.adjoints import begin_backward, exchange_marker
+from pydist.exchange.exchanger import in_memory
+from pydist.exchange.function import Function, way_back
 from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of, start
 from pydist.ops.windows import Window, WindowPlan

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.comm.exchange.adjoints import begin_backward, with_true_gradient
-from pydist.comm.exchange.exchanger import in_memory
-from pydist.comm.exchange.function import Function, way_back
+from pydist.exchange.adjoints import begin_backward, with_true_gradient
+from pydist.exchange.exchanger import in_memory
+from pydist.exchange.function import Function, way_back
 from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, in_3d, lo_of
 from pydist.ops.windows import WindowPlan

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.exchanger import Exchanger, Pending
-from pydist.ops.formats import all_channels_last, is_channels_last
+from pydist.exchange.exchanger import Exchanger, Pending
+from pydist.exchange.formats import all_channels_last, is_channels_last
 from pydist.ops.windows import Exchanges, Window, WindowPlan
 from pydist.partition import Box, Footprint
 from pydist.tensor import ShardedTensor, local_of, refusal, wrap

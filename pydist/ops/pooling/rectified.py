@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.adjoints import begin_backward
-from pydist.comm.exchange.function import Function, way_back
+from pydist.exchange.adjoints import begin_backward
+from pydist.exchange.function import Function, way_back
 from pydist.ops.convolution.rectified import PendingRectifier
 from pydist.ops.handover import runs
 from pydist.ops.pooling.average import AveragePlan, spread

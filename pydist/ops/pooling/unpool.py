@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.comm.exchange.adjoints import gather_box, with_true_gradient
-from pydist.comm.exchange.exchanger import Exchanger
 from pydist.errors import UsageError
+from pydist.exchange.adjoints import gather_box, with_true_gradient
+from pydist.exchange.exchanger import Exchanger
 from pydist.layout import Layout, Split
 from pydist.ops.redistribute import operand_for
 from pydist.ops.windows import Window, as_tuple, symmetric

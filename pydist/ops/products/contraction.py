@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.adjoints import sum_ranks
+from pydist.exchange.adjoints import sum_ranks
 from pydist.layout import Layout, Split
 from pydist.ops.redistribute import operand_in
 from pydist.tensor import ShardedTensor, refusal, wrap

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pydist.comm import ReduceOp
-from pydist.comm.exchange.adjoints import average_back, begin_backward, exchange_marker
-from pydist.comm.exchange.function import Function
+from pydist.exchange.adjoints import average_back, begin_backward, exchange_marker
+from pydist.exchange.function import Function
 from pydist.mesh import Mesh
 from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.pointwise.elementwise import elementwise

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.comm.exchange.adjoints import sum_ranks
 from pydist.comm.interface.reduction import WIDER
+from pydist.exchange.adjoints import sum_ranks
 from pydist.mesh import Mesh
 from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.pointwise.elementwise import broadcast_layout, elementwise

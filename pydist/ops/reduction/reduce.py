@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.adjoints import sum_ranks
-from pydist.comm.exchange.function import Function
-from pydist.comm.gradients.members import lead_to
 from pydist.comm.interface.ledger import CAUSE
 from pydist.comm.interface.reduction import WIDER
+from pydist.exchange.adjoints import sum_ranks
+from pydist.exchange.function import Function
+from pydist.gradients.members import lead_to
 from pydist.layout import Layout
 from pydist.ops.dims import canonical, canonical_all, numpy_names
 from pydist.ops.pointwise.elementwise import elementwise

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pydist.exchange.formats import all_channels_last, is_channels_last
 from pydist.layout import Layout, Split
-from pydist.ops.formats import all_channels_last, is_channels_last
 from pydist.ops.gathering import BoxGatherer
 from pydist.partition import Box, Partition
 from pydist.tensor import ShardedTensor, local_of

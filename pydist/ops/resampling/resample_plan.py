@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from pydist.backend.conv import in_format
+from pydist.exchange.formats import is_channels_last
 from pydist.layout import Layout
-from pydist.ops.formats import is_channels_last
 from pydist.ops.resampling.reads import Reads, Span, select
 from pydist.ops.resampling.taps import (
     Resize,

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pydist.aliasing import shares_memory
 from pydist.layout import Layout, Split
 from pydist.mesh import SPATIAL_AXES
 from pydist.ops.dims import canonical, canonical_all, given_as, numpy_names
 from pydist.ops.redistribute import redistribute
-from pydist.ops.views import hides_order, in_format, moves, shares_memory, view_of
+from pydist.ops.views import hides_order, in_format, moves
 from pydist.partition import Partition
-from pydist.tensor import ShardedTensor, implements, local_of, refusal
+from pydist.tensor import ShardedTensor, implements, local_of, refusal, view_of
 
 
 def gathered_layout(layout: Layout) -> Layout:

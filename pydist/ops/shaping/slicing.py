@@ -15,9 +15,9 @@ from pydist.aliasing import Part, view_at
 from pydist.layout import Layout, Split
 from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.redistribute import redistribute
-from pydist.ops.views import moves, view_of
+from pydist.ops.views import moves
 from pydist.partition import Partition
-from pydist.tensor import ShardedTensor, implements, local_of, wrap
+from pydist.tensor import ShardedTensor, implements, local_of, view_of, wrap
 
 Entry = int | slice | None
 """The entry of one dim in an index; `None` is a new dim."""

@@ -10,7 +10,7 @@ from narrow import CL, CONV, check, conversions, format_of, step_in_channels_las
 from torch import Tensor
 
 from pydist import ShardedTensor
-from pydist.comm.exchange.adjoints import mean_ranks
+from pydist.exchange.adjoints import mean_ranks
 from pydist.mesh import SPATIAL_AXES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")

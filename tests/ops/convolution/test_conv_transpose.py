@@ -23,9 +23,9 @@ from networks import initialised
 from strategies import cuts
 from torch import nn
 
-from pydist.comm.exchange.adjoints import mean_ranks
-from pydist.comm.exchange.exchanger import Exchanger
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.adjoints import mean_ranks
+from pydist.exchange.exchanger import Exchanger
 from pydist.mesh import SPATIAL_AXES
 from pydist.ops import gathering
 from pydist.ops.convolution.transposed_window import TransposedWindow

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from strategies import cuts
 from torch import nn
 
-from pydist.comm.exchange.exchanger import Exchanger
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.exchanger import Exchanger
 
 MODES = ["constant", "reflect", "replicate", "circular"]
 

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from strategies import cuts
 from torch import nn
 
-from pydist.comm.exchange.exchanger import Exchanger
 from pydist.errors import NotSupported
+from pydist.exchange.exchanger import Exchanger
 from pydist.ops.resampling.resample_plan import ResamplePlan
 from pydist.ops.resampling.taps import Resize, taps_of, upsample
 

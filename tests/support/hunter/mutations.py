@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from pydist import global_loss, tensor
 from pydist.aliasing import Storage
-from pydist.comm.exchange.contents import Contents, Parameters
-from pydist.comm.exchange.history import NO_HISTORY
-from pydist.comm.gradients.leaf import Leaf, leaf_of
-from pydist.comm.gradients.reducer import Reducer
+from pydist.exchange.contents import Contents, Parameters
+from pydist.exchange.history import NO_HISTORY
+from pydist.gradients.leaf import Leaf, leaf_of
+from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
 from pydist.ops.convolution.boundary import PendingBoundary
 from pydist.ops.convolution.slab_kernels import as_read

@@ -204,9 +204,12 @@ class Steps(Draws):
             self.lines.append("see('average', e(x), 'rows')")
 
     def surgery(self) -> list[str]:
-        """Changes of the network; one that is frozen saves fewer tensors for a recomputation."""
+        """Changes of the network: recomputed in another mode, or frozen, it saves other tensors."""
         kinds = [*words.SURGERY, *self.unless_waiting(words.CASTING)]
-        return [s for s in kinds if not (self.recomputes() and "requires_grad_" in s)]
+        if not self.recomputes():
+            return kinds
+        changing = ("requires_grad_", "eval()", "train()")
+        return [s for s in kinds if not any(change in s for change in changing)]
 
     def changes(self) -> list[str]:
         """Changes past autograd; in a forward pass only where it runs once."""
@@ -226,7 +229,13 @@ class Steps(Draws):
     def looks(self) -> list[str]:
         """Ways of looking; a hook on a parameter whose gradient is partitioned is refused."""
         partitioned = "opt = share(opt, m0)" in self.lines
-        return [s for s in words.LOOKING if not (partitioned and "pick(M, K).register" in s)]
+        looks = [s for s in words.LOOKING if not (partitioned and "pick(M, K).register" in s)]
+        return self.recomputable(looks)
+
+    def recomputable(self, statements: list[str]) -> list[str]:
+        """Those that let a part be computed anew: a full backward hook added later saves more."""
+        late = self.waiting and not self.computes_once()
+        return [s for s in statements if not (late and "register_full_backward" in s)]
 
     def hooks(self) -> list[str]:
         """Hooks. A clamp of an activation's gradient shows that this is of the group's own loss.
@@ -236,7 +245,7 @@ class Steps(Draws):
         several, raising = len(self.groups) > 1, "raise" in self.themes
         return [
             s
-            for s in words.HOOKS
+            for s in self.recomputable(words.HOOKS)
             if not ((several or self.scaled) and s.startswith("Y.") and "clamp" in s)
             # How far an interrupted pass came is not as in torch.
             and not (raising and ("see(" in s or "i[0]" in s))

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import Layout, Mesh, Partition, ShardedTensor, Split
-from pydist.comm.exchange.adjoints import (
+from pydist.exchange.adjoints import (
     enter,
     gather_box,
     mean_ranks,
     sum_ranks,
     with_true_gradient,
 )
-from pydist.comm.exchange.exchanger import Exchanger
+from pydist.exchange.exchanger import Exchanger
 from pydist.mesh import SPATIAL_AXES
 from pydist.partition import Box
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from pydist.comm.agree import any_rank
-from pydist.comm.gradients.bucket import Bucket, fits, pending_gradient
-from pydist.comm.gradients.interrupted import Remnant
-from pydist.comm.gradients.rows import in_order_of, memory_of
-from pydist.comm.gradients.scattered import Family, ScatteredGradient
+from pydist.gradients.bucket import Bucket, Remnant, fits, pending_gradient
+from pydist.gradients.rows import in_order_of, memory_of
+from pydist.gradients.scattered import Family, ScatteredGradient
 
 if TYPE_CHECKING:
-    from pydist.comm.gradients.leaf import Leaf
     from pydist.comm.interface.transport import Transport
+    from pydist.gradients.leaf import Leaf
 
 # Parts begin at whole cache lines and vectors, so that optimizers treat them as they treat wholes.
 _ALIGNMENT = 16

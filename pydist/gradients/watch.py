@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from pydist.comm.gradients.agreement import refuse_parting
-from pydist.comm.gradients.leaf import leaf_of
-from pydist.comm.gradients.scattered import ScatteredGradient
 from pydist.errors import NotSupported
+from pydist.gradients.agreement import refuse_parting
+from pydist.gradients.leaf import leaf_of
+from pydist.gradients.scattered import ScatteredGradient
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh

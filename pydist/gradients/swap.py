@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.link import links_to
-from pydist.comm.gradients.leaf import leaf_of, remove_own
+from pydist.exchange.link import links_to
+from pydist.gradients.leaf import leaf_of, remove_own
 
 _function: Any = torch.utils.swap_tensors
 _torchs: Any = getattr(_function, "torchs", None) or FunctionType(
@@ -62,7 +62,7 @@ def install() -> None:
     """
 
     def swap_tensors(t1: Tensor, t2: Tensor) -> None:
-        from pydist.comm.gradients.swap import swap  # it runs among the globals of torch.utils
+        from pydist.gradients.swap import swap  # it runs among the globals of torch.utils
 
         swap(t1, t2)
 

@@ -12,9 +12,9 @@ from pydist._loader import native
 from pydist.errors import UsageError
 
 if TYPE_CHECKING:
-    from pydist.comm.gradients.lane import Lane
-    from pydist.comm.gradients.leaf import Leaf
     from pydist.comm.interface.transport import Transport
+    from pydist.gradients.lane import Lane
+    from pydist.gradients.leaf import Leaf
 
 
 def agree(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from pydist import marks
-from pydist.comm.gradients.leaf import leaf_of
+from pydist.gradients.leaf import leaf_of
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -41,7 +41,7 @@ def mark(tensor: Tensor, mesh: Mesh, history: int = 0, *, is_shard: bool = False
     Args:
         tensor: a plain tensor.
         mesh: the mesh.
-        history: see `pydist.comm.exchange.history`.
+        history: see `pydist.exchange.history`.
         is_shard: whether it is a shard, which a rank may take to look at it alone.
     """
     marks.mark(tensor, _MARK, mesh)

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pydist.comm.gradients.interrupted import Remnant
-from pydist.comm.gradients.rows import in_order_of, memory_of
-from pydist.comm.gradients.scattered import Family, ScatteredGradient
 from pydist.comm.interface.reduction import divide
+from pydist.gradients.rows import in_order_of, memory_of
+from pydist.gradients.scattered import Family, ScatteredGradient
 
 if TYPE_CHECKING:
-    from pydist.comm.gradients.leaf import Leaf
     from pydist.comm.interface.handles import Work
     from pydist.comm.interface.transport import Transport
+    from pydist.gradients.leaf import Leaf
+
+
+class Remnant(IntEnum):
+    """Where a rank has its part of a gradient after a backward that raised."""
+
+    NONE = 0
+    """Nowhere: it has none, or the script has cleared it since."""
+    HERE = 1
+    """In its own memory."""
+    SENT = 2
+    """In a message that was under way."""
+    CHANGED = 3
+    """In a message, and the script has changed the gradient since."""
 
 
 class Bucket:

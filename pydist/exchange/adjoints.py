@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.exchanger import in_memory
-from pydist.comm.exchange.function import Function
+from pydist.exchange.exchanger import in_memory
+from pydist.exchange.function import Function
 
 if TYPE_CHECKING:
-    from pydist.comm.exchange.exchanger import Exchanger
     from pydist.comm.interface.transport import Transport
+    from pydist.exchange.exchanger import Exchanger
     from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
 
@@ -88,7 +88,7 @@ def enter(x: Tensor, factor: float, *, as_view: bool = False) -> Tensor:
         x: the value.
         factor: of its gradient.
         as_view: whether the result is a view, which torch allows no change in place. If not, it can
-            be given another graph (`pydist.comm.gradients.aliases`).
+            be given another graph (`pydist.gradients.aliases`).
     """
     if factor == 1 or not x.requires_grad or not torch.is_grad_enabled():
         return x

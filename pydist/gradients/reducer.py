@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from pydist.comm.exchange.adjoints import mean_ranks
-from pydist.comm.exchange.agreement import agreement_of
-from pydist.comm.exchange.exchanger import in_memory
-from pydist.comm.gradients import graph, watch
-from pydist.comm.gradients.agreement import agree
-from pydist.comm.gradients.aliases import Aliases
-from pydist.comm.gradients.flags import (
+from pydist.errors import NotSupported
+from pydist.exchange.adjoints import mean_ranks
+from pydist.exchange.agreement import agreement_of
+from pydist.exchange.exchanger import in_memory
+from pydist.gradients import graph, watch
+from pydist.gradients.agreement import agree
+from pydist.gradients.aliases import Aliases
+from pydist.gradients.flags import (
     NEW,
     Flags,
     own_flags,
@@ -26,13 +27,12 @@ from pydist.comm.gradients.flags import (
     refuse_frozen,
     show_unused,
 )
-from pydist.comm.gradients.interrupted import interrupt, settle
-from pydist.comm.gradients.lane import Lane
-from pydist.comm.gradients.leaf import Leaf, leaf_of
-from pydist.comm.gradients.run import Run
-from pydist.comm.gradients.scattered import ScatteredGradient
-from pydist.comm.gradients.scattered_bucket import Part, ScatteredBucket
-from pydist.errors import NotSupported
+from pydist.gradients.interrupted import interrupt, settle
+from pydist.gradients.lane import Lane
+from pydist.gradients.leaf import Leaf, leaf_of
+from pydist.gradients.run import Run
+from pydist.gradients.scattered import ScatteredGradient
+from pydist.gradients.scattered_bucket import Part, ScatteredBucket
 
 if TYPE_CHECKING:
     from pydist.group_sizes import GroupSizes
@@ -43,7 +43,7 @@ class Reducer:
     """Reduces gradients to their mean over the ranks that hold the parameter; one for each mesh.
 
     What each rank accumulates has the true gradient as its mean over these ranks (see
-    `pydist.comm.exchange.adjoints`), whatever mixture of sharded and plain uses a parameter has.
+    `pydist.exchange.adjoints`), whatever mixture of sharded and plain uses a parameter has.
     Its members are parameters, not models: those that `parallelize` was given, and any other that
     a sharded call uses or that follows one. The latter are compared over all ranks in the first
     backward that gives them a gradient.
@@ -67,6 +67,7 @@ class Reducer:
         self._mesh = weakref.ref(mesh)
         self.lanes: list[Lane] = []
         """Members that travel together: one lane for each model, one for what was found later."""
+        self._lane_of: dict[Leaf, Lane] = {}
         self._found: Lane | None = None  # of parameters that no parallelized model had
         self._newcomers: dict[int, Leaf] = {}  # registered, and on no lane yet
         self._flags = Flags()
@@ -138,15 +139,25 @@ class Reducer:
         Raises:
             NotSupported: a parameter has hooks, which would want the whole gradient.
         """
-        found = [leaf for p in parameters if (leaf := leaf_of(p)) and leaf.lane in self.lanes]
+        found = [leaf for p in parameters if (leaf := leaf_of(p)) in self._lane_of]
         for leaf in found:
             leaf.refuse_hooks()
         self.gather_gradients()  # in the next buckets parts may be others
         for leaf in found:
             leaf.scattered = True
         for lane in self.lanes:
-            if any(leaf.lane is lane for leaf in found):
+            if any(self._lane_of[leaf] is lane for leaf in found):
                 self._plan(lane, lane.leaves)
+
+    def part_of(self, parameter: Tensor) -> Part | None:
+        """Which part of a parameter is whose; None if its gradient is not partitioned."""
+        # Not by the id alone, which a parameter that is gone may have had.
+        leaf = leaf_of(parameter)
+        lane = None if leaf is None else self._lane_of.get(leaf)
+        if leaf is None or lane is None:
+            return None
+        is_partitioned = isinstance(lane.bucket_of[leaf], ScatteredBucket)
+        return self.parts[leaf.key] if is_partitioned else None
 
     @contextmanager
     def paused(self, lane: Lane | None) -> Iterator[None]:
@@ -259,8 +270,8 @@ class Reducer:
         if accumulates and parameter is not None and isinstance(parameter.grad, ScatteredGradient):
             if differentiable:
                 self.gather_gradients()  # what is added to it is the mean as well
-            elif leaf.bucket is not None:
-                leaf.bucket.set_aside(parameter)
+            elif (lane := self._lane_of.get(leaf)) is not None:
+                lane.bucket_of[leaf].set_aside(parameter)
         weight = self._runs[-1].weight(self.mesh) if self._runs else 1.0
         if not accumulates or differentiable:
             own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
@@ -285,14 +296,15 @@ class Reducer:
 
     def after(self, leaf: Leaf, parameter: Tensor) -> None:
         """A gradient was accumulated."""
-        lane = leaf.lane or self._found
+        own = self._lane_of.get(leaf)
+        lane = own or self._found
         if lane is not None:
             lane.transport.progress()
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise NotSupported(f"a gradient of layout {parameter.grad.layout}; dense is possible")
         paused = self._is_paused(leaf)
-        if leaf.lane is not None and not paused:
-            leaf.lane.begin()  # counts what may come, this one included
+        if own is not None and not paused:
+            own.begin()  # counts what may come, this one included
         current = self._current(leaf, parameter)
         # Of a parameter that was frozen after the forward pass, torch calls the hooks only.
         if parameter.grad is not None and parameter.requires_grad:
@@ -300,15 +312,15 @@ class Reducer:
             if self._runs:
                 self._runs[0].added.append(current)
         if paused:
-            if leaf.bucket is not None:
-                leaf.bucket.put_back(parameter)
+            if own is not None:
+                own.bucket_of[leaf].put_back(parameter)
             if lane is not None:
                 lane.pending = True
             current.remember_pause(parameter)
             return
         self._queue()
-        if leaf.bucket is not None and leaf.lane is not None:
-            leaf.lane.arrive(leaf)
+        if own is not None:
+            own.arrive(leaf)
 
     def forget_capture(self) -> None:
         """Starts afresh after a capture that failed: see `Transport.forget_capture`."""
@@ -318,7 +330,8 @@ class Reducer:
         self._queued = self._interrupted = False
 
     def _axes(self, leaf: Leaf) -> tuple[str, ...]:
-        return self.mesh.axes if leaf.lane is None else leaf.lane.axes
+        lane = self._lane_of.get(leaf)
+        return self.mesh.axes if lane is None else lane.axes
 
     def _reduce_returned(self) -> None:
         members = chain.from_iterable(lane.leaves for lane in self.lanes)
@@ -327,7 +340,8 @@ class Reducer:
 
     def _is_paused(self, leaf: Leaf) -> bool:
         """Whether the gradient of a member accumulates on this rank alone, as under `no_sync`."""
-        return bool(self._pauses if leaf.lane is None else leaf.lane.pauses)
+        lane = self._lane_of.get(leaf)
+        return bool(self._pauses if lane is None else lane.pauses)
 
     def _current(self, leaf: Leaf, parameter: Tensor) -> Leaf:
         """The member that a parameter is; another one if its dtype, shape or strides changed."""
@@ -441,7 +455,6 @@ class Reducer:
     def _release(self, leaf: Leaf) -> None:
         """Ends a membership; a parameter that trains again comes back as a new one."""
         parameter = leaf.parameter()
-        leaf.lane = leaf.bucket = None
         if parameter is not None:
             self._newcomers[leaf.key] = leaf
             leaf.idle = 0
@@ -466,6 +479,7 @@ class Reducer:
 
     def _plan(self, lane: Lane, leaves: Sequence[Leaf]) -> None:
         lane.plan(leaves)
+        self._lane_of = {leaf: lane for lane in self.lanes for leaf in lane.leaves}
         parts = (each for bucket in self.scattered for each in bucket.parts())
         self.parts = {leaf.key: part for leaf, part in parts if leaf.parameter() is not None}
 

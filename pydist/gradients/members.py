@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.comm.gradients import engine, graph, swap, watch
-from pydist.comm.gradients.leaf import leaf_of
-from pydist.comm.gradients.reducer import Reducer
+from pydist.gradients import engine, graph, swap, watch
+from pydist.gradients.leaf import leaf_of
+from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import mark_rows
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def lead_to(
     Args:
         tensor: the result.
         mesh: of the sharded tensors.
-        history: see `pydist.comm.exchange.history`.
+        history: see `pydist.exchange.history`.
         sizes: of the batch that they are a part of.
         is_shard: whether it is this rank's shard.
     """

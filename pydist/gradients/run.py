@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.adjoints import mean_ranks
+from pydist.exchange.adjoints import mean_ranks
 from pydist.group_sizes import GroupSizes, weights_of
 
 if TYPE_CHECKING:
-    from pydist.comm.gradients.leaf import Leaf
+    from pydist.gradients.leaf import Leaf
     from pydist.mesh import Mesh
 
 

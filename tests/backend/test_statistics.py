@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pydist.ops.normalization import statistics
-from pydist.ops.normalization.statistics import (
+from pydist.backend.statistics import (
     Moments,
     Transform,
     apply,
@@ -23,6 +22,7 @@ from pydist.ops.normalization.statistics import (
     row_values,
     strided_like,
 )
+from pydist.backend import statistics
 
 FORMATS = {
     "plain": lambda x: x,

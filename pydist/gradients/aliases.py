@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
-from pydist.comm.exchange.function import Function
-from pydist.comm.exchange.link import Link
 from pydist.errors import UsageError
+from pydist.exchange.function import Function
+from pydist.exchange.link import Link
 
 _FEW = 64
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.exchanger import in_memory
+from pydist.exchange.exchanger import in_memory
 
 
 class Function(torch.autograd.Function):

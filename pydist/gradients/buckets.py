@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pydist.comm.gradients.bucket import Bucket
-from pydist.comm.gradients.scattered_bucket import ScatteredBucket
+from pydist.gradients.bucket import Bucket
+from pydist.gradients.scattered_bucket import ScatteredBucket
 
 if TYPE_CHECKING:
-    from pydist.comm.gradients.leaf import Leaf
     from pydist.comm.interface.transport import Transport
+    from pydist.gradients.leaf import Leaf
 
 # Large enough that latency is nothing beside the transfer, small enough that the first bucket
 # leaves while most of backward is still to run.

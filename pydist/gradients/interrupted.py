@@ -9,30 +9,17 @@ into the gradients that the script has not cleared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 import torch
 
 from pydist.errors import NotSupported
+from pydist.gradients.bucket import Remnant
 
 if TYPE_CHECKING:
-    from pydist.comm.gradients.lane import Lane
-    from pydist.comm.gradients.leaf import Leaf
     from pydist.comm.interface.transport import Transport
-
-
-class Remnant(IntEnum):
-    """Where a rank has its part of a gradient after a backward that raised."""
-
-    NONE = 0
-    """Nowhere: it has none, or the script has cleared it since."""
-    HERE = 1
-    """In its own memory."""
-    SENT = 2
-    """In a message that was under way."""
-    CHANGED = 3
-    """In a message, and the script has changed the gradient since."""
+    from pydist.gradients.lane import Lane
+    from pydist.gradients.leaf import Leaf
 
 
 def interrupt(lanes: Iterable[Lane], added: Iterable[Leaf]) -> None:
@@ -42,14 +29,14 @@ def interrupt(lanes: Iterable[Lane], added: Iterable[Leaf]) -> None:
         lanes: all lanes.
         added: the parameters whose gradients it has added to.
     """
+    added = set(added)
     for lane in lanes:
         lane.interrupt()
+        lane.pending |= not added.isdisjoint(lane.leaves)
     for leaf in added:
         leaf.partial, parameter = True, leaf.parameter()
         if parameter is not None:
             leaf.remember_pause(parameter)
-        if leaf.lane is not None:
-            leaf.lane.pending = True
 
 
 @torch.no_grad()

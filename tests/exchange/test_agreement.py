@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from pydist import Mesh, distribute_tensor, parallelize
 from pydist.comm import Transport, run_local
-from pydist.comm.exchange.agreement import agreement_of
 from pydist.comm.interface import board
 from pydist.errors import UsageError
+from pydist.exchange.agreement import agreement_of
 
 
 class Shift(nn.Module):

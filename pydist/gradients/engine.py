@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from pydist.comm.exchange.history import also_made_by
-from pydist.comm.gradients.graph import Histories, mark, walk
-from pydist.comm.gradients.leaf import leaf_of
-from pydist.comm.gradients.reducer import Reducer
 from pydist.errors import NotSupported
+from pydist.exchange.history import also_made_by
+from pydist.gradients.graph import Histories, mark, walk
+from pydist.gradients.leaf import leaf_of
+from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
 from pydist.mesh import Mesh
 

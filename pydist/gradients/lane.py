@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from pydist import memory
-from pydist.comm.gradients.bucket import Bucket
-from pydist.comm.gradients.buckets import make_buckets
-from pydist.comm.gradients.graph import is_reached
-from pydist.comm.gradients.interrupted import Remnant
-from pydist.comm.gradients.leaf import Leaf
-from pydist.comm.gradients.scattered import Family
-from pydist.comm.gradients.scattered_bucket import ScatteredBucket
 from pydist.comm.interface.ledger import IN_BACKWARD
 from pydist.errors import NotSupported
+from pydist.gradients.bucket import Bucket, Remnant
+from pydist.gradients.buckets import make_buckets
+from pydist.gradients.graph import is_reached
+from pydist.gradients.leaf import Leaf
+from pydist.gradients.scattered import Family
+from pydist.gradients.scattered_bucket import ScatteredBucket
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
@@ -35,6 +34,7 @@ class Lane:
         transport: connects these ranks, and is used by nothing else: a rank without work starts
             its buckets later than the others, after exchanges that they start after theirs.
         leaves: the parameters, in the order in which they were registered.
+        bucket_of: the message that each of them is part of.
         pauses: how many `no_sync` blocks are open.
         pending: whether gradients were accumulated in one, or in a backward that raised, and are to
             be reduced.
@@ -46,6 +46,7 @@ class Lane:
         self.axes, self.transport, self._timers = tuple(axes), transport, timers
         self.leaves: list[Leaf] = []
         self.buckets: list[Bucket] = []
+        self.bucket_of: dict[Leaf, Bucket] = {}
         self.pauses = 0
         self.pending = self.touched = False
         self.dropped: list[int] = []
@@ -71,11 +72,7 @@ class Lane:
         """Makes the buckets of these parameters. On all ranks, while none is on its way."""
         self.leaves = list(leaves)
         self.buckets = make_buckets(self.leaves, self.transport)
-        for leaf in self.leaves:
-            leaf.lane = self
-        for bucket in self.buckets:
-            for leaf in bucket.leaves:
-                leaf.bucket = bucket
+        self.bucket_of = {leaf: bucket for bucket in self.buckets for leaf in bucket.leaves}
         self.dropped = []
         self.reset()
 
@@ -85,10 +82,10 @@ class Lane:
         Raises:
             NotSupported: another part of this gradient has left already.
         """
-        assert leaf.bucket is not None
+        bucket = self.bucket_of[leaf]
         if leaf in self._arrived:
             # torch gives a parameter another node when its memory is replaced, as by `set_`.
-            if self.buckets.index(leaf.bucket) < self._next:
+            if self.buckets.index(bucket) < self._next:
                 raise NotSupported(
                     f"the parameter {leaf.name} got other memory between two uses that one "
                     "backward() reaches: its gradient comes in two parts, and the first is on its "
@@ -99,7 +96,7 @@ class Lane:
         while self._released < self._next and self.buckets[self._released].release():
             self._released += 1
         memory.relieve()
-        leaf.bucket.missing -= 1
+        bucket.missing -= 1
         while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
             self._start_next()
 
@@ -136,7 +133,7 @@ class Lane:
 
     def remnants(self) -> list[Remnant]:
         """For each of the leaves, where this rank has its part after a backward that raised."""
-        return [Remnant.NONE if e.bucket is None else e.bucket.remnant(e) for e in self.leaves]
+        return [self.bucket_of[leaf].remnant(leaf) for leaf in self.leaves]
 
     def resume(self, started: int, remnants: Mapping[Leaf, Remnant]) -> None:
         """Completes what an interrupted backward has begun. On all ranks.

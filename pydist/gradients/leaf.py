@@ -6,20 +6,18 @@ import copy
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.link import Link
-from pydist.comm.gradients.rows import is_dense
-from pydist.comm.gradients.scattered import ScatteredGradient
 from pydist.errors import NotSupported, UsageError
+from pydist.exchange.link import Link
+from pydist.gradients.rows import is_dense
+from pydist.gradients.scattered import ScatteredGradient
 
 if TYPE_CHECKING:
-    from pydist.comm.gradients.bucket import Bucket
-    from pydist.comm.gradients.lane import Lane
-    from pydist.comm.gradients.reducer import Reducer
+    from pydist.mesh import Mesh
 
 _Hook: TypeAlias = "Callable[[Any], Any]"
 _OWN = -1  # the key of the reducer's hook; torch counts users' hooks from 0
@@ -47,6 +45,20 @@ class Kind(NamedTuple):
         return f"{dtype}{list(self.shape)} on {self.device.type}, strides {list(self.stride)}"
 
 
+class Averaging(Protocol):
+    """What a leaf's hooks call: the reducer."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+
+    def before(self, leaf: Leaf, grad: Tensor | None) -> Tensor | None:
+        """A gradient arrives at a parameter."""
+
+    def after(self, leaf: Leaf, parameter: Tensor) -> None:
+        """A gradient was accumulated."""
+
+
 class Leaf:
     """A parameter whose gradient the ranks average.
 
@@ -57,8 +69,6 @@ class Leaf:
         key: `id` of the parameter.
         name: for errors.
         kind: of the gradient's memory, as the buckets expect it.
-        lane: where its gradient travels; None until the ranks have agreed on that.
-        bucket: the message that it is part of.
         scattered: whether each rank gets the mean of its own part only.
         fired: whether this rank has accumulated a gradient that is not reduced yet.
         paused: whether that was under `no_sync`, or in a backward that raised.
@@ -70,15 +80,13 @@ class Leaf:
         base: the gradient before the running backward, where hooks need to know what was added.
     """
 
-    def __init__(self, parameter: Tensor, name: str, reducer: Reducer) -> None:
+    def __init__(self, parameter: Tensor, name: str, reducer: Averaging) -> None:
         self._parameter = Link(parameter)
         self._reducer = weakref.ref(reducer)
         self.key, self.name = id(parameter), name
         self.kind = Kind.of(parameter)
         self.numel, self.dense = parameter.numel(), is_dense(parameter)
         self.scattered = False
-        self.lane: Lane | None = None
-        self.bucket: Bucket | None = None
         self.fired = self.paused = self.partial = False
         self.waits = self.has_hooks = self._gone = False
         self.idle = 0
@@ -114,7 +122,6 @@ class Leaf:
         fresh = copy.copy(self)
         fresh.kind = Kind.of(parameter)
         fresh.numel, fresh.dense = parameter.numel(), is_dense(parameter)
-        fresh.lane = fresh.bucket = None
         fresh._before.leaf = fresh._after.leaf = fresh
         self._gone = True
         return fresh
@@ -133,7 +140,7 @@ class Leaf:
             and parameter.device == kind.device
         )
 
-    def reducer(self) -> Reducer | None:
+    def reducer(self) -> Averaging | None:
         """What averages the gradient, while it lives."""
         return self._reducer()
 

@@ -12,9 +12,10 @@ from equivalence import assert_same, error, on_ranks, randn
 from networks import BATCH, SHAPE, check_use, gradients_of, initialised, loss_of, small
 from torch import nn
 
-import pydist.comm.gradients.buckets
+import pydist.gradients.buckets
 from pydist import parallelize
 from pydist.errors import NotSupported
+from pydist.gradients.reducer import Reducer
 
 GRIDS = [(1, (2, 1, 1)), (2, (2, 1, 1)), (2, (1, 2, 2)), (1, (8, 1, 1))]
 
@@ -180,7 +181,7 @@ def _group_loss(model, rows, use):
 
 def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatch):
     """Its bucket starts at the end there, in the middle elsewhere: statistics must not mix in."""
-    monkeypatch.setattr(pydist.comm.gradients.buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(pydist.gradients.buckets, "BUCKET_BYTES", 1)
 
     class Normed(nn.Module):
         def __init__(self):
@@ -288,8 +289,8 @@ def test_parameters_of_two_dtypes():
 @pytest.mark.parametrize("alone", [1, 2000, 1 << 30])
 @pytest.mark.parametrize("limit", [1, 500, 1 << 30])
 def test_buckets_of_any_size(limit, alone, monkeypatch):
-    monkeypatch.setattr(pydist.comm.gradients.buckets, "BUCKET_BYTES", limit)
-    monkeypatch.setattr(pydist.comm.gradients.buckets, "ALONE_BYTES", alone)
+    monkeypatch.setattr(pydist.gradients.buckets, "BUCKET_BYTES", limit)
+    monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", alone)
 
     def use(model, mesh):
         for seed in (0, 1):
@@ -367,7 +368,7 @@ def test_messages_advance_after_each_gradient():
 
     def body(mesh):
         model = parallelize(small(), mesh)
-        transport = model[0].weight._backward_hooks.leaf.lane.transport
+        transport = mesh.session.find(Reducer).lanes[0].transport
         calls = []
         transport.progress = lambda: calls.append(model[0].weight.grad is None)
         loss_of(model, mesh).backward()

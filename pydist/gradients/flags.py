@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.adjoints import mean_ranks
 from pydist.errors import NotSupported
+from pydist.exchange.adjoints import mean_ranks
 
 if TYPE_CHECKING:
-    from pydist.comm.gradients.lane import Lane
-    from pydist.comm.gradients.leaf import Leaf
     from pydist.comm.interface.transport import Transport
+    from pydist.gradients.lane import Lane
+    from pydist.gradients.leaf import Leaf
     from pydist.mesh import Mesh
 
 # A parameter that is frozen for so many backward passes in a row is sent no longer. Networks that
@@ -105,8 +105,7 @@ def own_flags(
                 frozen.append(0)
                 proposal.append(index)
                 continue
-            assert leaf.bucket is not None
-            exists = leaf.bucket.has_gradient(leaf)
+            exists = lane.bucket_of[leaf].has_gradient(leaf)
             if leaf.fired and exists:
                 flags.append(NEW)
                 leaf.idle = 0

@@ -9,14 +9,14 @@ from equivalence import error, group_slice, layout_at, on_ranks, randn, shard
 from networks import BATCH, SHAPE, check_use, gradients_of, loss_of, small
 from torch import nn
 
-import pydist.comm.gradients.buckets
+import pydist.gradients.buckets
 from pydist import ShardedTensor, distribute_tensor, parallelize
 
 
 @pytest.fixture(params=[1, 1 << 30], ids=["alone", "together"], autouse=True)
 def sizes(request, monkeypatch):
     """Gradients travel out of their own memory, or copied together."""
-    monkeypatch.setattr(pydist.comm.gradients.buckets, "ALONE_BYTES", request.param)
+    monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", request.param)
 
 
 def test_a_penalty_written_by_hand():

@@ -13,7 +13,7 @@ from steps import batch, full, gradients, network, step_of
 from torch import nn
 from torch.nn.utils import parametrizations
 
-import pydist.comm.gradients.buckets
+import pydist.gradients.buckets
 from pydist import distribute_tensor, parallelize
 
 grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -67,7 +67,7 @@ def test_a_learned_criterion(grid):
 
 @pytest.mark.parametrize("alone", [1, 1 << 30])
 def test_one_parameter_in_two_models(alone, monkeypatch):
-    monkeypatch.setattr(pydist.comm.gradients.buckets, "ALONE_BYTES", alone)
+    monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", alone)
 
     def script(ready, cut):
         one, two = network(), network()

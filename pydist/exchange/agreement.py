@@ -3,7 +3,7 @@
 That they started the same calls in the same order (`Ledger`), that the plain operands of a sample
 group are equal on all of its ranks, and the parameters on all ranks (`Contents`). All of this is
 one number, the proof, in the message that the ranks exchange at the end of each backward anyway
-(`pydist.comm.gradients.flags`). No optimizer uses what belongs to other calls. The message goes
+(`pydist.gradients.flags`). No optimizer uses what belongs to other calls. The message goes
 between hosts, also where the gradients are on devices, and no host waits for a device.
 
 The proof is a sum over all ranks that is 0 where they agree. Each rank multiplies the hash of what
@@ -22,16 +22,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pydist.comm.exchange.contents import (
+from pydist.comm.interface.ledger import DIFFERENT, different_calls, gather_texts
+from pydist.errors import UsageError
+from pydist.exchange.contents import (
     REPEATED_SHARES,
     REPEATS,
     Contents,
     Parameters,
     different_contents,
 )
-from pydist.comm.exchange.history import different_histories, recent_calls
-from pydist.comm.interface.ledger import DIFFERENT, different_calls, gather_texts
-from pydist.errors import UsageError
+from pydist.exchange.history import different_histories, recent_calls
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -2,7 +2,7 @@
 
 A plain tensor beside sharded ones is equal on all ranks of the sample group, and a parameter on all
 ranks. The first time that one is met all of it is compared. From then on a checksum goes into a
-list, which the ranks compare where they meet anyway (`pydist.comm.exchange.agreement`): of small
+list, which the ranks compare where they meet anyway (`pydist.exchange.agreement`): of small
 tensors whole, of larger ones of one share, another one each time, so that all of it is seen within
 `SHARES` comparisons. What is used again and again without a comparison, as in a loop without a
 model, is compared every `REPEATS` uses, and two shares are summed each time: all of it is seen
@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from pydist._loader import native
-from pydist.comm.exchange.link import Link
 from pydist.comm.interface.ledger import DIFFERENT, calling_module
 from pydist.errors import UsageError
+from pydist.exchange.link import Link
 
 SHARES = 47
 """A prime, so that a tensor that is met in every second or third comparison is seen whole too."""
