@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pydist.backend import statistics
 from pydist.backend.statistics import (
     Moments,
     Transform,
@@ -22,7 +23,6 @@ from pydist.backend.statistics import (
     row_values,
     strided_like,
 )
-from pydist.backend import statistics
 
 FORMATS = {
     "plain": lambda x: x,
