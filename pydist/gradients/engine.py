@@ -18,7 +18,7 @@ from torch.autograd import Variable
 
 from pydist.errors import NotSupported
 from pydist.exchange.history import also_made_by
-from pydist.gradients.graph import Histories, mark, walk
+from pydist.gradients.graph import NOTHING, Histories, mark_as, walk
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
@@ -83,6 +83,7 @@ class _Engine(_engine):  # type: ignore[misc]
         roots = [getattr(each, "node", None) or getattr(each, "grad_fn", None) for each in outputs]
         roots += [each.grad_fn for each in seeds if isinstance(each, Tensor)]
         meshes, leaves, histories = walk(roots)
+        is_nested = torch._C._current_graph_task_id() != -1
         history = _history_of(histories)
         accumulates = bool(kwargs.get("accumulate_grad", False))
         meshes += [mesh for mesh in dict.fromkeys(_meshes_of_leaves(outputs)) if mesh not in meshes]
@@ -107,9 +108,11 @@ class _Engine(_engine):  # type: ignore[misc]
             )
         with _noted(meshes, history, reducers, accumulates=accumulates):
             results = super().run_backward(outputs, *args, **kwargs)
+        # A program that goes on with the results goes on with what has made them.
+        made_by = NOTHING if history is None else histories if not is_nested else histories.whole()
         for result in results or ():
             if isinstance(result, Tensor):
-                mark(result, meshes[0])
+                mark_as(result, meshes[0], made_by)
         return results
 
 
@@ -143,7 +146,8 @@ def _noted(
     what it returns carries its history. At the top level it counts if it accumulates.
     """
     ledgers = [] if history is None else [mesh.sample.ledger for mesh in meshes]
-    before = [(ledger.history, ledger.count) for ledger in ledgers]
+    before = [ledger.history for ledger in ledgers]
+    calls = _calls(meshes)
     is_nested = torch._C._current_graph_task_id() != -1
     for ledger in ledgers:
         ledger.history = hash((ledger.history, history))
@@ -154,14 +158,17 @@ def _noted(
     finally:
         for reducer in reducers:
             reduced |= reducer.leave(interrupted=interrupted)
-        exchanged = any(
-            ledger.count != count for ledger, (_, count) in zip(ledgers, before, strict=True)
-        )
+        exchanged = _calls(meshes) != calls
         if not (exchanged or reduced) and (is_nested or not accumulates):
-            for ledger, (old, _) in zip(ledgers, before, strict=True):
+            for ledger, old in zip(ledgers, before, strict=True):
                 ledger.history = old
-    if history is not None:
+    if history is not None and not is_nested:  # else another call is running, not the pass's own
         also_made_by(history)
+
+
+def _calls(meshes: Iterable[Mesh]) -> int:
+    """How many calls the groups of these meshes have started on this rank."""
+    return sum(mesh.group(axes).ledger.count for mesh in meshes for axes in mesh.distinct_axes)
 
 
 def install() -> None:

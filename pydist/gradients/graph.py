@@ -34,6 +34,13 @@ class Histories(NamedTuple):
     shards: Collection[int]
     """Of shards. Other ranks may not have asked for theirs, as where one rank looks at its own."""
 
+    def whole(self) -> Histories:
+        """Without those of shards."""
+        return Histories(self.wholes, ())
+
+
+NOTHING = Histories((), ())
+
 
 def mark(tensor: Tensor, mesh: Mesh, history: int = 0, *, is_shard: bool = False) -> None:
     """Notes that all parameters that a tensor was computed from are known to the mesh.
@@ -44,9 +51,14 @@ def mark(tensor: Tensor, mesh: Mesh, history: int = 0, *, is_shard: bool = False
         history: see `pydist.exchange.history`.
         is_shard: whether it is a shard, which a rank may take to look at it alone.
     """
+    made_by = (history,) if history else ()
+    mark_as(tensor, mesh, Histories((), made_by) if is_shard else Histories(made_by, ()))
+
+
+def mark_as(tensor: Tensor, mesh: Mesh, histories: Histories) -> None:
+    """Notes the same of a tensor that several others have made."""
     marks.mark(tensor, _MARK, mesh)
-    made_by = frozenset([history] if history else ())
-    marks.mark(tensor, _HISTORIES, Histories(*((), made_by) if is_shard else (made_by, ())))
+    marks.mark(tensor, _HISTORIES, histories)
 
 
 def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:

@@ -272,6 +272,37 @@ def test_a_pass_of_one_rank_that_exchanges_nothing_is_no_difference(look, size: 
         assert torch.equal(*rank_by_rank)
 
 
+def test_a_look_of_one_rank_within_a_pass_is_no_part_of_what_the_pass_returns() -> None:
+    def body(t: Transport) -> None:
+        mesh = Mesh(t, spatial=(2, 1, 1))
+        model = parallelize(nn.Conv3d(1, 1, 3, padding=1).double(), mesh)
+        x = distribute_tensor(torch.ones(1, 1, 6, 4, 4).double(), mesh).requires_grad_()
+        y = model(x)
+        shard = (x * 2).to_local()
+        looked_at, looks = shard.square().sum(), []
+        if t.rank == 1:
+            y.register_hook(lambda _: looks.extend(torch.autograd.grad(looked_at, shard)))
+        (g,) = torch.autograd.grad(y.square().mean(), x)
+        model(x + g).square().mean().backward()
+        assert len(looks) == t.rank
+
+    run_local(body, 2)
+
+
+def test_plain_results_of_a_pass_that_exchanges_nothing_carry_its_numbers() -> None:
+    def body(t: Transport, factor: int) -> None:
+        mesh = Mesh(t, spatial=(2, 1, 1))
+        model = parallelize(nn.Conv3d(1, 1, 1).double(), mesh)
+        x = distribute_tensor(torch.arange(96.0).reshape(1, 1, 6, 4, 4).double(), mesh)
+        shard = (model(x) * factor).to_local()
+        (g,) = torch.autograd.grad(shard.square().sum(), shard, create_graph=True)
+        g.square().sum().backward()
+
+    with pytest.raises(UsageError, match="the ranks call different things"):
+        run_local(lambda t: body(t, t.rank + 1), 2)
+    run_local(lambda t: body(t, 2), 2)
+
+
 def test_what_a_pass_that_exchanges_nothing_returns_carries_its_numbers() -> None:
     def body(t: Transport, factor: int) -> None:
         mesh = Mesh(t, spatial=(2, 1, 1))
