@@ -42,7 +42,9 @@ def test_every_file_of_ours_says_so_in_one_line(tmp_path: Path, depth: int) -> N
     step = tmp_path / "step-000001"
     step.mkdir()
     (step / "manifest.json").write_text(text)
-    with pytest.raises(CheckpointError, match="is damaged: manifest.json is not JSON: nested too deeply"):
+    with pytest.raises(
+        CheckpointError, match=r"is damaged: manifest.json is not JSON: nested too deeply"
+    ):
         checkpoint.read(step)
 
 

@@ -10,7 +10,14 @@ import pytest
 
 import pydist
 
-PACKAGES = ["pydist.check", "pydist.data", "pydist.inference", "pydist.models", "pydist.optim"]
+PACKAGES = [
+    "pydist.check",
+    "pydist.data",
+    "pydist.inference",
+    "pydist.models",
+    "pydist.optim",
+    "pydist.profile",
+]
 
 
 def test_type_checkers_see_every_public_name() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.autograd import Variable
 
 from pydist.errors import NotSupported
 from pydist.exchange.history import also_made_by
-from pydist.gradients.graph import NOTHING, Histories, mark_as, walk
+from pydist.gradients.graph import NOTHING, Histories, mark, walk
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
@@ -50,11 +50,11 @@ class _Next(threading.local):
     """What is known of the next pass of a thread.
 
     Attributes:
-        history: of the sharded tensors that a program starts it from.
+        histories: of the sharded tensors that a program starts it from.
         is_own: whether a backward function of pydist starts it, and no program.
     """
 
-    history = 0
+    histories: Collection[int] = ()
     is_own = False
 
 
@@ -63,7 +63,7 @@ _next = _Next()
 
 def starts_from(histories: Iterable[int]) -> None:
     """Notes what has made the sharded tensors that the next pass of this thread starts from."""
-    _next.history = sum(histories)
+    _next.histories = tuple(histories)
 
 
 def own_grad(y: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
@@ -82,9 +82,9 @@ class _Engine(_engine):  # type: ignore[misc]
         seeds = args[0] if args else ()
         roots = [getattr(each, "node", None) or getattr(each, "grad_fn", None) for each in outputs]
         roots += [each.grad_fn for each in seeds if isinstance(each, Tensor)]
-        meshes, leaves, histories = walk(roots)
+        meshes, leaves, found = walk(roots)
         is_nested = torch._C._current_graph_task_id() != -1
-        history = _history_of(histories)
+        histories = _counted(found, is_nested=is_nested)
         accumulates = bool(kwargs.get("accumulate_grad", False))
         meshes += [mesh for mesh in dict.fromkeys(_meshes_of_leaves(outputs)) if mesh not in meshes]
         noted, _detached.mesh = _detached.mesh, None
@@ -94,8 +94,8 @@ class _Engine(_engine):  # type: ignore[misc]
             meshes.append(frozen)
         if not meshes:
             return super().run_backward(outputs, *args, **kwargs)
-        found = [mesh.session.find(Reducer) for mesh in meshes]
-        reducers = [reducer for reducer in found if reducer is not None]
+        services = [mesh.session.find(Reducer) for mesh in meshes]
+        reducers = [reducer for reducer in services if reducer is not None]
         if reducers:
             for tensor in leaves:
                 reducers[0].register(tensor)
@@ -106,24 +106,24 @@ class _Engine(_engine):  # type: ignore[misc]
                 accumulates=accumulates,
                 create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False)),
             )
-        with _noted(meshes, history, reducers, accumulates=accumulates):
+        with _compared(meshes, histories, keeps=accumulates and not is_nested), _told(reducers):
             results = super().run_backward(outputs, *args, **kwargs)
-        # A program that goes on with the results goes on with what has made them.
-        made_by = NOTHING if history is None else histories if not is_nested else histories.whole()
+        if not is_nested:  # else another call is running, which returns something else
+            also_made_by(histories.total())
         for result in results or ():
             if isinstance(result, Tensor):
-                mark_as(result, meshes[0], made_by)
+                mark(result, meshes[0], histories)
         return results
 
 
-def _history_of(found: Histories) -> int | None:
-    """The history of a pass that starts; `None` if no program has started it."""
-    given, _next.history = _next.history, 0
+def _counted(found: Histories, *, is_nested: bool) -> Histories:
+    """Which histories a pass that starts has: of those that its graph leads to, and those given."""
+    given, _next.histories = _next.histories, ()
     is_own, _next.is_own = _next.is_own, False
-    if torch._C._current_graph_task_id() == -1:
-        return sum(found.wholes) + sum(found.shards)
+    if not is_nested:
+        return found
     # Within another pass only what the program says: its roots may be in a checkpointed part.
-    return None if is_own else sum(found.wholes) + given
+    return NOTHING if is_own else Histories({*found.wholes, *given}, ())
 
 
 def _meshes_of_leaves(outputs: Iterable[Any]) -> Iterator[Mesh]:
@@ -137,38 +137,45 @@ def _meshes_of_leaves(outputs: Iterable[Any]) -> Iterator[Mesh]:
 
 
 @contextmanager
-def _noted(
-    meshes: Sequence[Mesh], history: int | None, reducers: Sequence[Reducer], *, accumulates: bool
-) -> Iterator[None]:
-    """Tells reducers of the end of a pass, and adds its history to what the ranks compare.
-
-    A pass that exchanges nothing may be this rank's own look at something, and then does not count:
-    what it returns carries its history. At the top level it counts if it accumulates.
-    """
-    ledgers = [] if history is None else [mesh.sample.ledger for mesh in meshes]
-    before = [ledger.history for ledger in ledgers]
-    calls = _calls(meshes)
-    is_nested = torch._C._current_graph_task_id() != -1
-    for ledger in ledgers:
-        ledger.history = hash((ledger.history, history))
-    reduced, interrupted = False, True
+def _told(reducers: Sequence[Reducer]) -> Iterator[None]:
+    """Tells reducers of the end of a pass."""
     try:
         yield
-        interrupted = False
-    finally:
+    except BaseException:
         for reducer in reducers:
-            reduced |= reducer.leave(interrupted=interrupted)
-        exchanged = _calls(meshes) != calls
-        if not (exchanged or reduced) and (is_nested or not accumulates):
-            for ledger, old in zip(ledgers, before, strict=True):
-                ledger.history = old
-    if history is not None and not is_nested:  # else another call is running, not the pass's own
-        also_made_by(history)
+            reducer.leave(interrupted=True)
+        raise
+    for reducer in reducers:
+        reducer.leave(interrupted=False)
+
+
+@contextmanager
+def _compared(meshes: Sequence[Mesh], histories: Histories, *, keeps: bool) -> Iterator[None]:
+    """Adds the histories of a pass to what the ranks compare.
+
+    A pass that exchanges nothing may be this rank's own look at something, and then does not count:
+    what it returns carries its histories.
+
+    Args:
+        meshes: those that the pass concerns.
+        histories: of the pass.
+        keeps: whether it counts in any case: what it accumulates carries no history.
+    """
+    ledgers = [mesh.sample.ledger for mesh in meshes] if histories is not NOTHING else []
+    before, calls = [ledger.history for ledger in ledgers], _calls(meshes)
+    for ledger in ledgers:
+        ledger.history = hash((ledger.history, histories.total()))
+    try:
+        yield
+    finally:
+        if not keeps and _calls(meshes) == calls:
+            for ledger, history in zip(ledgers, before, strict=True):
+                ledger.history = history
 
 
 def _calls(meshes: Iterable[Mesh]) -> int:
     """How many calls the groups of these meshes have started on this rank."""
-    return sum(mesh.group(axes).ledger.count for mesh in meshes for axes in mesh.distinct_axes)
+    return sum(group.ledger.count for mesh in meshes for group in mesh.transports)
 
 
 def install() -> None:

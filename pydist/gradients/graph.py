@@ -34,29 +34,22 @@ class Histories(NamedTuple):
     shards: Collection[int]
     """Of shards. Other ranks may not have asked for theirs, as where one rank looks at its own."""
 
-    def whole(self) -> Histories:
-        """Without those of shards."""
-        return Histories(self.wholes, ())
+    def total(self) -> int:
+        """One number for all of them."""
+        return sum(self.wholes) + sum(self.shards)
 
 
 NOTHING = Histories((), ())
 
 
-def mark(tensor: Tensor, mesh: Mesh, history: int = 0, *, is_shard: bool = False) -> None:
-    """Notes that all parameters that a tensor was computed from are known to the mesh.
+def mark(tensor: Tensor, mesh: Mesh, histories: Histories) -> None:
+    """Notes that all parameters that a plain tensor was computed from are known to the mesh.
 
     Args:
-        tensor: a plain tensor.
+        tensor: the plain tensor.
         mesh: the mesh.
-        history: see `pydist.exchange.history`.
-        is_shard: whether it is a shard, which a rank may take to look at it alone.
+        histories: what has made it.
     """
-    made_by = (history,) if history else ()
-    mark_as(tensor, mesh, Histories((), made_by) if is_shard else Histories(made_by, ()))
-
-
-def mark_as(tensor: Tensor, mesh: Mesh, histories: Histories) -> None:
-    """Notes the same of a tensor that several others have made."""
     marks.mark(tensor, _MARK, mesh)
     marks.mark(tensor, _HISTORIES, histories)
 

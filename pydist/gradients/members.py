@@ -53,6 +53,8 @@ def lead_to(
         is_shard: whether it is this rank's shard.
     """
     if mesh.size > 1:
-        graph.mark(tensor, mesh, history, is_shard=is_shard)
+        made_by = (history,) if history else ()
+        wholes, shards = ((), made_by) if is_shard else (made_by, ())
+        graph.mark(tensor, mesh, graph.Histories(wholes, shards))
     if mesh.data_size > 1:
         mark_rows(tensor, sizes)

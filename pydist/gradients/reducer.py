@@ -225,14 +225,11 @@ class Reducer:
         self.aliases.renew(create_graph)
         self._runs.append(Run(roots, sizes, accumulates=accumulates))
 
-    def leave(self, *, interrupted: bool) -> bool:
+    def leave(self, *, interrupted: bool) -> None:
         """The engine has ended that pass.
 
         Args:
             interrupted: whether it raised and would have reached a member.
-
-        Returns:
-            Whether gradients were reduced.
         """
         run = self._runs.pop()
         if interrupted and run.accumulates and not run.complete and not self._runs:
@@ -240,7 +237,6 @@ class Reducer:
             self._interrupted, self._queued = True, False
             self._unused.clear()
             interrupt(self.lanes, run.added)
-        return run.complete or run.returns
 
     def expect_end_of_backward(self) -> None:
         """Asks the engine, once, to call when the running backward is over.
@@ -277,7 +273,7 @@ class Reducer:
             own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
             if differentiable:
                 result = mean_ranks(own, self.mesh, self._axes(leaf), "gradients", weight)
-                graph.mark(result, self.mesh)
+                graph.mark(result, self.mesh, graph.NOTHING)
             else:
                 if not self._runs[-1].returns:
                     Variable._execution_engine.queue_callback(self._reduce_returned)

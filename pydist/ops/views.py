@@ -1,4 +1,4 @@
-"""Results that torch gives as views: here they share memory, or are copies that know their base."""
+"""What a view of the whole tensor is on shards: whether blocks move, and the order of dims."""
 
 from __future__ import annotations
 

@@ -203,14 +203,16 @@ def _of_failures(
     looked = program.statements[number].startswith("if here") and set(own) == {program.looker}
     if looked and STALE in text:
         return Verdict("refused", text, number)  # a use without messages, on one rank alone
-    if any(_is_alarm(error) for _, error in own.values()):
-        # A plain batch that the first layer changes in place is no longer the same on all ranks;
-        # groups without samples have nothing that differs.
-        outcome = "refused" if any(r.changed for r in ranks) else "alarm"
-        return Verdict(outcome, f"{where}: {text}", number)
+    # A plain batch that the first layer changes in place is no longer the same on all ranks.
+    is_changed = any(r.changed for r in ranks)
+    if any(_is_alarm(error) for _, error in own.values()) and not is_changed:
+        return Verdict("alarm", f"{where}: {text}", number)
     stale = all(STALE in str(error) for _, error in own.values())  # found at the first use
     local = all(any(text in str(error) for text in LOCAL) for _, error in own.values())
-    if len(failures if local else own) < program.ranks or (
+    # Nothing differs of a batch without samples.
+    size = program.ranks // len(program.groups)
+    groups = sum(n > 0 for n in program.groups) if is_changed else len(program.groups)
+    if len(failures if local else own) < size * groups or (
         len({n for n, _ in own.values()}) > 1 and not stale
     ):
         return Verdict("parted", f"{where}: only ranks {sorted(own)} refuse: {text}", number)

@@ -1,0 +1,31 @@
+"""The pages of the documentation: each decision is listed, and paths that they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DECISIONS = sorted((ROOT / "docs/adr").glob("0*.md"))
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+TOP = ("pydist", "csrc", "tests", "benchmarks", "tools", "docs", "cmake", "examples")
+
+
+def test_every_decision_is_listed_with_its_title() -> None:
+    listed = re.findall(
+        r"^- \[(\d{4})\]\((.+)\) (.+)$", (ROOT / "docs/adr/README.md").read_text(), re.MULTILINE
+    )
+    titles = []
+    for page in DECISIONS:
+        number, _, title = page.read_text().splitlines()[0].removeprefix("# ").partition(". ")
+        titles.append((f"{int(number):04}", page.name, title))
+    assert listed == titles
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT / "docs")))
+def test_paths_in_the_text_exist(page: Path) -> None:
+    named = re.findall(r"`([\w./-]+/[\w./-]+)`", page.read_text())
+    paths = [path for path in named if path.split("/")[0] in TOP]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
