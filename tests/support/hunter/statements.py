@@ -28,6 +28,7 @@ if here: part(M, K).register_forward_hook(lambda m, a, o: o.retain_grad() if o.r
 part(M, K).register_forward_hook(lambda m, a, o: repr(o) and None)
 if here and Y.requires_grad: s = local(Y) * 1; torch.autograd.grad(s.square().sum(), s, retain_graph=True)
 if here and Y.requires_grad: s = (local(Y) * 2).sum(); torch.autograd.grad(s.square(), s, retain_graph=True)
+if here and Y.requires_grad: s = local(Y) * 1; Y.register_hook(lambda g, s=s, a=s.square().sum(): torch.autograd.grad(a, s, retain_graph=True) and None)
 if here: copy.deepcopy(M)
 if here: M.state_dict()
 if here: [p.grad is None or p.grad.shape for p in M.parameters()]
