@@ -122,6 +122,22 @@ def test_rounding_of_terms_that_cancel_is_no_error():
     assert verdict(program) == "equal"
 
 
+@pytest.mark.parametrize(("factor", "outcome"), [(1.0, "equal"), (1.5, "wrong")])
+@pytest.mark.parametrize("cancels", [True, False])
+def test_in_a_hook_rounding_of_terms_that_cancel_is_no_error(cancels, factor, outcome):
+    """The sum of what a group norm's result is pulled by equally on all places is zero."""
+    look = f"i[0] * ({factor} if type(i[0]) is not torch.Tensor else 1)"
+    hook = f"part(m0, 1).register_full_backward_hook(lambda m, i, o: see('into_1', {look}))"
+    loss = "full(m0(cut(0))).sum()" if cancels else "full(m0(cut(0))).sin().sum()"
+    program = Program(
+        statements=("m0 = ready(net('m0'))", hook, f"L = {loss}", "L.backward()",
+                    "see_model('m0', m0)"),
+        networks={"m0": (Source("nn.Conv3d(2, 2, 1)"), Source("nn.Tanh()"), Source("nn.GroupNorm(2, 2)"))},
+        sample=(2, 6, 3, 2),
+    )  # fmt: skip
+    assert verdict(program) == ("equal" if cancels else outcome)
+
+
 def test_digits_that_only_the_norm_of_one_device_loses_are_no_error():
     """torch's batch norm has the larger rounding error here, which noise does not show."""
     pools = Source("nn.AvgPool3d(3, 1, 1)")

@@ -25,6 +25,10 @@ CLIPPED = 1e3
 """Gradients that are seen after they were clipped may have been so much larger."""
 
 
+IN_HOOKS = ("hook", "dx", "dy", "into")
+"""Gradients that hooks see, by the start of their names: beside all gradients of a program."""
+
+
 class Noise:
     """What noise in the last bit does to the values of a run.
 
@@ -99,7 +103,7 @@ def by_place(differences: Iterator[tuple[str, int, float]]) -> dict[tuple[str, i
 
 def is_zero(name: str, i: int, found: Values, whole: Values) -> bool:
     """Whether gradients differ by nothing but rounding of what cancels, as before a norm."""
-    if "grad" not in name or i < 0:
+    if not _is_gradient(name) or i < 0:
         return False
     a, b = found[name][i], whole[name][i]
     if a.facts != b.facts or not isinstance(a.value, Tensor) or a.value.shape != b.value.shape:
@@ -111,10 +115,21 @@ def is_zero(name: str, i: int, found: Values, whole: Values) -> bool:
 def _largest(name: str, i: int, whole: Values) -> float:
     """The largest finite gradient; not much larger than those of the same model and step."""
     model, dot, _ = name.partition(".")
-    gradients = {k: v for k, v in whole.items() if "grad" in k}
+    gradients = {k: v for k, v in whole.items() if _is_gradient(k)}
+    largest = _finite(each for values in gradients.values() for each in values)
+    if _in_hook(name):
+        return largest
     peers = [v for k, v in gradients.items() if k.partition(".")[0] == model]
     near = _finite(each for values in peers for each in (values[i : i + 1] if dot else values))
-    return min(CLIPPED * near, _finite(each for values in gradients.values() for each in values))
+    return min(CLIPPED * near, largest)
+
+
+def _is_gradient(name: str) -> bool:
+    return "grad" in name or _in_hook(name)
+
+
+def _in_hook(name: str) -> bool:
+    return name.partition("_")[0] in IN_HOOKS
 
 
 def _finite(seen: Iterable[Seen]) -> float:
