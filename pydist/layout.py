@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pydist.errors import UsageError
-from pydist.mesh import SPATIAL_AXES, Mesh
+from pydist.grid import SAMPLE_AXES
+from pydist.mesh import Mesh
 from pydist.partition import Box, Partition
 
 
@@ -23,7 +23,7 @@ class Split:
 class Layout:
     """Where the elements of a global tensor lie on the ranks of a sample group.
 
-    A dim without a split is whole on every rank. Spatial axes that split no dim hold equal
+    A dim without a split is whole on every rank. Axes that split no dim hold equal
     copies: `replicas` counts them.
 
     Args:
@@ -65,19 +65,18 @@ class Layout:
     @cached_property
     def replicas(self) -> int:
         """How many ranks of the sample group hold equal copies of an element."""
-        used = math.prod(self.mesh.axis_size(a) for a in self.used_axes)
-        return self.mesh.sample_size // used
+        return self.mesh.sample_size // self.mesh.grid.size(self.used_axes)
 
     @cached_property
     def used_axes(self) -> tuple[str, ...]:
-        """The spatial axes along which the tensor is cut."""
+        """The axes along which the tensor is cut."""
         used = {a for s in self.splits if s for a in s.axes}
-        return tuple(a for a in SPATIAL_AXES if a in used)
+        return tuple(a for a in SAMPLE_AXES if a in used)
 
     @cached_property
     def unused_axes(self) -> tuple[str, ...]:
-        """The spatial axes along which ranks hold equal copies."""
-        return tuple(a for a in SPATIAL_AXES if a not in self.used_axes)
+        """The axes along which ranks of the sample group hold equal copies."""
+        return tuple(a for a in SAMPLE_AXES if a not in self.used_axes)
 
     @cached_property
     def boxes(self) -> list[Box]:
@@ -101,12 +100,8 @@ class Layout:
 
     def part(self, dim: int, sample_index: int) -> int:
         """Which part of a dim a rank of the sample group has; 0 where the dim is whole."""
-        split = self.splits[dim]
-        coords = self.mesh.coords_of(sample_index)
-        part = 0
-        for axis in split.axes if split else ():
-            part = part * self.mesh.axis_size(axis) + coords[axis]
-        return part
+        split, grid = self.splits[dim], self.mesh.grid
+        return grid.index(grid.coords(sample_index, SAMPLE_AXES), split.axes) if split else 0
 
     def replace(
         self, shape: Sequence[int] | None = None, changes: Mapping[int, Split | None] | None = None
@@ -132,12 +127,12 @@ class Layout:
         if len(self.splits) != len(self.shape):
             raise UsageError(f"{len(self.splits)} splits given for the shape {self.shape}")
         used = [a for s in self.splits if s for a in s.axes]
-        if len(set(used)) != len(used) or not set(used) <= set(SPATIAL_AXES):
-            raise UsageError(f"split over {used}: each of {SPATIAL_AXES} can be used once")
+        if len(set(used)) != len(used) or not set(used) <= set(SAMPLE_AXES):
+            raise UsageError(f"split over {used}: each of {SAMPLE_AXES} can be used once")
         for dim, split in enumerate(self.splits):
             if split is None:
                 continue
-            parts = math.prod(self.mesh.axis_size(a) for a in split.axes)
+            parts = self.mesh.grid.size(split.axes)
             if split.partition.extent != self.shape[dim] or split.partition.parts != parts:
                 raise UsageError(
                     f"dim {dim} of {self.shape} can't be split at {split.partition.points}: "
@@ -147,7 +142,7 @@ class Layout:
 
 def even_split(mesh: Mesh, extent: int, axis: str) -> Split | None:
     """The even split of an extent along a mesh axis; `None` where the axis has one rank."""
-    parts = mesh.axis_size(axis)
+    parts = mesh.grid.size((axis,))
     return Split((axis,), Partition.even(extent, parts)) if parts > 1 else None
 
 
@@ -173,7 +168,7 @@ def layout_for_sample(
         dims = {2: "depth", 3: "height", 4: "width"}
     splits: list[Split | None] = [None] * len(shape)
     for dim, axis in dims.items():
-        if not 0 <= dim < len(shape) or axis not in SPATIAL_AXES:
+        if not 0 <= dim < len(shape) or axis not in SAMPLE_AXES:
             raise UsageError(f"can't put dim {dim} of {tuple(shape)} on the axis {axis!r}")
         splits[dim] = even_split(mesh, shape[dim], axis)
     return Layout(mesh, shape, splits)

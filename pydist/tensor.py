@@ -30,10 +30,10 @@ from pydist.exchange.history import (
 )
 from pydist.exchange.redistribution import redistributed
 from pydist.gradients.members import follow, lead_to
+from pydist.grid import SAMPLE_AXES
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout
-from pydist.mesh import SPATIAL_AXES
 from pydist.refusals import misfit, module_path, refusal
 from pydist.wrappers import (
     GET_DEVICE,
@@ -260,7 +260,7 @@ class ShardedTensor(torch.Tensor):
         with caused_by(self._history):
             whole = redistributed(local, layout, layout.whole())
         if whole is local:
-            whole = with_true_gradient(whole, self.mesh, SPATIAL_AXES)
+            whole = with_true_gradient(whole, self.mesh, SAMPLE_AXES)
         lead_to(whole, self.mesh, self._history, self._origin.sizes)
         return whole
 

@@ -10,7 +10,7 @@ import torch
 
 from pydist import Mesh, run_local
 from pydist.errors import UsageError, exit_code_of
-from pydist.mesh import AXES
+from pydist.grid import AXES
 
 
 def on_world(size, body):
@@ -19,7 +19,7 @@ def on_world(size, body):
 
 def test_ranks_count_row_by_row_width_fastest():
     meshes = on_world(12, lambda t: (t.rank, Mesh(t, 2, (3, 1, 2)).coords))
-    expected = itertools.product(range(2), range(3), range(1), range(2))
+    expected = itertools.product(range(2), range(1), range(3), range(1), range(2))
     for (rank, coords), place in zip(meshes, expected, strict=True):
         assert coords == dict(zip(AXES, place, strict=True)), rank
 
@@ -27,7 +27,7 @@ def test_ranks_count_row_by_row_width_fastest():
 def test_what_the_mesh_says_of_itself():
     def body(world):
         mesh = Mesh(world, 2, (3, 1, 2))
-        assert mesh.shape == (2, 3, 1, 2)
+        assert mesh.grid.shape == (2, 1, 3, 1, 2)
         assert mesh.spatial == (3, 1, 2)
         assert (mesh.size, mesh.data_size, mesh.sample_size) == (12, 2, 6)
         assert (mesh.rank, mesh.data_index, mesh.sample_index) == (
@@ -37,19 +37,17 @@ def test_what_the_mesh_says_of_itself():
         assert mesh.sample.rank == mesh.sample_index
         assert mesh.data.size == 2
         assert mesh.data.rank == mesh.data_index
-        assert [mesh.axis_size(a) for a in AXES] == [2, 3, 1, 2]
-        assert mesh.coords_of(mesh.sample_index) == {a: mesh.coords[a] for a in AXES[1:]}
-        assert "data 2 × depth 3 × height 1 × width 2" in repr(mesh)
+        assert "data 2 × depth 3 × width 2" in repr(mesh)
 
     on_world(12, body)
 
 
 @pytest.mark.parametrize(
-    "axes", [c for n in range(5) for c in itertools.combinations(AXES, n)], ids="-".join
+    "axes", [c for n in range(6) for c in itertools.combinations(AXES, n)], ids="-".join
 )
 def test_a_group_holds_the_ranks_that_differ_along_its_axes(axes):
     def body(world):
-        mesh = Mesh(world, 2, (2, 1, 2))
+        mesh = Mesh(world, 2, (1, 1, 2), axes={"channel": 2})
         members = mesh.group(axes).all_gather(torch.tensor([mesh.rank])).flatten().tolist()
         return mesh.coords, members
 
@@ -71,7 +69,8 @@ def test_axes_of_a_group_may_come_in_any_order():
 
 
 def test_data_fills_the_world_by_default():
-    assert on_world(6, lambda t: Mesh(t, spatial=(1, 3, 1)).shape)[0] == (2, 1, 3, 1)
+    assert on_world(6, lambda t: Mesh(t, spatial=(1, 3, 1)).data_size)[0] == 2
+    assert on_world(12, lambda t: Mesh(t, spatial=(1, 3, 1), axes={"channel": 2}).data_size)[0] == 2
 
 
 DO_NOT_FIT = {
@@ -98,3 +97,23 @@ def test_a_mesh_that_does_not_fit_the_world_names_both(ranks, data, spatial, nam
         assert "\n" not in str(error)
         for text in named:
             assert re.search(text, str(error)), error
+
+
+@pytest.mark.parametrize(
+    ("axes", "named"),
+    [
+        ({"chanel": 2}, ["'chanel'", "of channel"]),
+        ({"channel": 0}, [">= 1"]),
+        ({"data": 2}, ["data and spatial are arguments"]),
+        ({"channel": 3}, ["channel 3", "needs 6 ranks a sample", "4 ranks were started"]),
+    ],
+)
+def test_an_axis_that_does_not_fit_is_named(axes, named):
+    def body(world):
+        with pytest.raises(UsageError) as caught:
+            Mesh(world, spatial=(2, 1, 1), axes=axes)
+        return str(caught.value)
+
+    for error in on_world(4, body):
+        for text in named:
+            assert text in error

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_any, tree_map
 
 from pydist.errors import NotSupported
 from pydist.exchange.exchanger import Exchanger
+from pydist.grid import SPATIAL_AXES
 from pydist.layout import Layout, layout_for_sample
-from pydist.mesh import SPATIAL_AXES, Mesh
+from pydist.mesh import Mesh
 from pydist.ops.redistribute import shard_of_plain
 from pydist.refusals import module_path, name_of
 from pydist.tensor import ShardedTensor

@@ -32,6 +32,7 @@ from pydist.exchange.contents import (
     different_contents,
 )
 from pydist.exchange.history import different_histories, recent_calls
+from pydist.grid import SAMPLE_AXES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,7 +74,8 @@ class Agreement:
         self._claims: list[_Claim] = []
         self._ledgers = {axes: mesh.group(axes).ledger for axes in mesh.distinct_axes}
         self._weights = {axes: _weight(mesh, axes) for axes in ((), *self._ledgers)}
-        self._sample_axes, self._split_axes = mesh.sample_axes, mesh.split_axes
+        self._sample_axes = mesh.grid.split(SAMPLE_AXES)
+        self._split_axes = mesh.grid.split()
 
     def prove_equal(self, tensor: Tensor, mesh: Mesh, use: str) -> None:
         """Sums a plain operand, and compares it over the sample group if it is new.
@@ -208,14 +210,14 @@ class Agreement:
         self, mesh: Mesh, claims: Sequence[_Claim], axes: tuple[str, ...]
     ) -> UsageError:
         """The error for ranks that differ. Collective over the group along `axes`."""
-        ranks = next(each for each in mesh.groups_along(axes) if mesh.rank in each)
+        ranks = next(each for each in mesh.grid.groups(axes) if mesh.rank in each)
         mine = json.dumps([[each.value, each.details()] for each in claims]).encode()
         texts = gather_texts(mesh.group(axes), mine).values()
         heard = {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
         if len({len(each) for each in heard.values()}) > 1:
             return UsageError(f"{DIFFERENT}: some capture a CUDA graph, and others do not")
         for number, claim in enumerate(claims):
-            for members in mesh.groups_along(claim.axes):
+            for members in mesh.grid.groups(claim.axes):
                 said = {rank: heard[rank][number] for rank in members if rank in heard}
                 if len({value for value, _ in said.values()}) > 1:
                     return claim.error({rank: details for rank, (_, details) in said.items()})
@@ -224,7 +226,7 @@ class Agreement:
 
 def _weight(mesh: Mesh, axes: tuple[str, ...]) -> int:
     """What this rank's hashes are multiplied by, within its group along `axes`."""
-    group = next(ranks for ranks in mesh.groups_along(axes) if mesh.rank in ranks)
+    group = next(ranks for ranks in mesh.grid.groups(axes) if mesh.rank in ranks)
     successor = group[(group.index(mesh.rank) + 1) % len(group)]
     mine, other = (
         int.from_bytes(blake2b(f"{axes} {rank}".encode(), digest_size=8).digest(), "little")

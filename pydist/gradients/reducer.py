@@ -33,6 +33,7 @@ from pydist.gradients.leaf import Leaf, leaf_of
 from pydist.gradients.run import Run
 from pydist.gradients.scattered import ScatteredGradient
 from pydist.gradients.scattered_bucket import Part, ScatteredBucket
+from pydist.grid import AXES
 
 if TYPE_CHECKING:
     from pydist.group_sizes import GroupSizes
@@ -327,7 +328,7 @@ class Reducer:
 
     def _axes(self, leaf: Leaf) -> tuple[str, ...]:
         lane = self._lane_of.get(leaf)
-        return self.mesh.axes if lane is None else lane.axes
+        return AXES if lane is None else lane.axes
 
     def _reduce_returned(self) -> None:
         members = chain.from_iterable(lane.leaves for lane in self.lanes)
@@ -469,7 +470,7 @@ class Reducer:
     def _new_lane(self) -> Lane:
         mesh = self.mesh
         world = mesh.world
-        lane = Lane(mesh.axes, world.split(0, world.rank), mesh.session.timers)
+        lane = Lane(AXES, world.split(0, world.rank), mesh.session.timers)
         self.lanes.append(lane)
         return lane
 

@@ -161,8 +161,7 @@ class Profiler:
 
 
 def _described(mesh: Mesh) -> str:
-    split = [f"{axis} {n}" for axis, n in zip(mesh.axes, mesh.shape, strict=True) if n > 1]
-    return f"{mesh.size} ranks ({' × '.join(split)}, {mesh.world.name})" if split else "1 rank"
+    return f"{mesh.size} ranks ({mesh.grid}, {mesh.world.name})" if mesh.size > 1 else "1 rank"
 
 
 class _OptimizerHooks:

@@ -348,8 +348,7 @@ def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:
 
 
 def _describe(mesh: Mesh) -> str:
-    split = [f"{axis} {n}" for axis, n in zip(mesh.axes, mesh.shape, strict=True) if n > 1]
-    return f"{mesh.size} ranks: {' × '.join(split)}" if split else "1 rank"
+    return f"{mesh.size} ranks: {mesh.grid}" if mesh.size > 1 else "1 rank"
 
 
 def _write_results(

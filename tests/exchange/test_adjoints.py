@@ -28,7 +28,7 @@ from pydist.exchange.adjoints import (
     with_true_gradient,
 )
 from pydist.exchange.exchanger import Exchanger
-from pydist.mesh import SPATIAL_AXES
+from pydist.grid import SPATIAL_AXES
 from pydist.partition import Box
 
 GRID = (2, 2, 2)
@@ -169,7 +169,7 @@ def test_what_lies_outside_the_domain_is_zero():
 )
 def test_sum_over_ranks(axes):
     def make(mesh):
-        in_sample = math.prod(mesh.axis_size(a) for a in axes if a != "data")
+        in_sample = mesh.grid.size([a for a in axes if a != "data"])
         x = randn(3, 2, seed=mesh.rank)
         return Map(lambda x: sum_ranks(x, mesh, axes), x, 1, in_sample)
 

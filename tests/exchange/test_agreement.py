@@ -46,7 +46,7 @@ def test_a_proof_is_zero_where_the_ranks_of_each_group_agree_and_nowhere_else(sh
     def body(t: Transport) -> tuple[dict[tuple[str, ...], int], dict[tuple[str, ...], list]]:
         mesh = Mesh(t, data=shape[0], spatial=shape[1:])
         weights = agreement_of(mesh)._weights
-        return weights, {axes: mesh.groups_along(axes) for axes in weights}
+        return weights, {axes: mesh.grid.groups(axes) for axes in weights}
 
     size = shape[0] * shape[1] * shape[2] * shape[3]
     weights, groups = zip(*run_local(body, size), strict=True)

@@ -128,11 +128,12 @@ def test_in_a_hook_rounding_of_terms_that_cancel_is_no_error(cancels, factor, ou
     """The sum of what a group norm's result is pulled by equally on all places is zero."""
     look = f"i[0] * ({factor} if type(i[0]) is not torch.Tensor else 1)"
     hook = f"part(m0, 1).register_full_backward_hook(lambda m, i, o: see('into_1', {look}))"
+    layers = ("nn.Conv3d(2, 2, 1)", "nn.Tanh()", "nn.GroupNorm(2, 2)")
     loss = "full(m0(cut(0))).sum()" if cancels else "full(m0(cut(0))).sin().sum()"
     program = Program(
         statements=("m0 = ready(net('m0'))", hook, f"L = {loss}", "L.backward()",
                     "see_model('m0', m0)"),
-        networks={"m0": (Source("nn.Conv3d(2, 2, 1)"), Source("nn.Tanh()"), Source("nn.GroupNorm(2, 2)"))},
+        networks={"m0": tuple(map(Source, layers))},
         sample=(2, 6, 3, 2),
     )  # fmt: skip
     assert verdict(program) == ("equal" if cancels else outcome)

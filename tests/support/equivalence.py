@@ -25,7 +25,7 @@ from pydist import (
     run_local,
 )
 from pydist.exchange.adjoints import mean_ranks
-from pydist.mesh import SPATIAL_AXES
+from pydist.grid import SAMPLE_AXES, SPATIAL_AXES
 
 FP64_BOUND = 1e-12
 
@@ -231,7 +231,7 @@ def check_function(
 def _as_whole(t: Tensor, mesh: Mesh, mean: bool) -> Tensor:
     """A result as this rank sees it: its own copy where several ranks hold one."""
     whole = t.full_tensor() if isinstance(t, ShardedTensor) else t
-    return (mean_ranks(whole, mesh, SPATIAL_AXES) if mean else whole).detach()
+    return (mean_ranks(whole, mesh, SAMPLE_AXES) if mean else whole).detach()
 
 
 def _differentiate(
@@ -262,7 +262,7 @@ def _true(grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
     if not isinstance(x, ShardedTensor):
         return list(grads)
     return [
-        mean_ranks(g, x.mesh, SPATIAL_AXES) if isinstance(leaf, nn.Parameter) else g
+        mean_ranks(g, x.mesh, SAMPLE_AXES) if isinstance(leaf, nn.Parameter) else g
         for g, leaf in zip(grads, leaves, strict=True)
     ]
 

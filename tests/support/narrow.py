@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from pydist import Mesh, ShardedTensor
 from pydist.backend import choice, conv
 from pydist.exchange.adjoints import mean_ranks
-from pydist.mesh import SPATIAL_AXES
+from pydist.grid import SAMPLE_AXES
 
 FLOORS = {torch.float32: 1e-6, torch.bfloat16: 1.2e-2, torch.float64: 1e-12}
 CL = torch.channels_last_3d
@@ -70,7 +70,7 @@ def step(
 
 def _true(grad: Tensor, x: Tensor) -> Tensor:
     if isinstance(x, ShardedTensor) and not isinstance(grad, ShardedTensor):
-        return mean_ranks(grad, x.mesh, SPATIAL_AXES)
+        return mean_ranks(grad, x.mesh, SAMPLE_AXES)
     return grad
 
 
@@ -140,7 +140,7 @@ def check(
 
 
 def _whole(t: Tensor, mesh: Mesh) -> Tensor:
-    t = t.full_tensor() if isinstance(t, ShardedTensor) else mean_ranks(t, mesh, SPATIAL_AXES)
+    t = t.full_tensor() if isinstance(t, ShardedTensor) else mean_ranks(t, mesh, SAMPLE_AXES)
     return t.detach()
 
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from pydist import Mesh, ShardedTensor
 from pydist.errors import NotSupported
 from pydist.exchange.adjoints import mean_ranks
-from pydist.mesh import SPATIAL_AXES
+from pydist.grid import SAMPLE_AXES
 
 POINTS = {5: [[0, 2, 6], None, None], 4: [[0, 3, 8], None], 3: [[0, 5, 12]]}
 """Where tensors with so many dims are cut, batch and channels included."""
@@ -122,7 +122,7 @@ def _loss(found: Iterator[Tensor]) -> Tensor | int:
 
 
 def _true(grad: Tensor, mesh: Mesh | None, is_parameter: bool) -> Tensor:
-    return mean_ranks(grad, mesh, SPATIAL_AXES) if is_parameter and mesh is not None else grad
+    return mean_ranks(grad, mesh, SAMPLE_AXES) if is_parameter and mesh is not None else grad
 
 
 def _whole(t: Tensor) -> Tensor:

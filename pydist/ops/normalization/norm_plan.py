@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pydist.backend.statistics import Moments, merged, moments
 from pydist.comm import Transport
+from pydist.grid import SAMPLE_AXES
 from pydist.layout import Layout
 from pydist.mesh import Mesh
 from pydist.ops.constants import Constant
@@ -84,10 +85,11 @@ def plan_norm(
     key = ("norm", layout, tuple(dims), tuple(axes), per_sample, members)
 
     def make() -> NormPlan:
+        others = [a for a in SAMPLE_AXES if a not in axes]
         counts = [
             members * math.prod(box.shape[d] for d in dims)
             for i, box in enumerate(layout.boxes)
-            if all(n == mesh.coords[a] for a, n in mesh.coords_of(i).items() if a not in axes)
+            if mesh.grid.coords(i, SAMPLE_AXES).items() >= {(a, mesh.coords[a]) for a in others}
         ]
         return NormPlan(mesh, tuple(axes), tuple(counts), per_sample, members)
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pydist.aliasing import shares_memory
+from pydist.grid import SAMPLE_AXES
 from pydist.layout import Layout, Split
-from pydist.mesh import SPATIAL_AXES
 from pydist.ops.dims import canonical, canonical_all, given_as, numpy_names
 from pydist.ops.redistribute import redistribute
 from pydist.ops.views import hides_order, in_format, moves
@@ -29,7 +29,7 @@ def gathered_layout(layout: Layout) -> Layout:
     mesh = layout.mesh
     splits: list[Split | None] = [None] * len(layout.shape)
     if 1 < mesh.sample_size <= layout.shape[0]:
-        axes = tuple(a for a in SPATIAL_AXES if mesh.axis_size(a) > 1)
+        axes = mesh.grid.split(SAMPLE_AXES)
         splits[0] = Split(axes, Partition.even(layout.shape[0], mesh.sample_size))
     return Layout(mesh, layout.shape, splits)
 
@@ -183,7 +183,7 @@ def _moved(group: _Group, layout: Layout) -> Split | None:
     first, axes = layout.splits[group.old[0]], [a for s in group.cuts(layout) for a in s.axes]
     blocks = [0, extent] if first is None else list(first.partition.points)
     blocks = [min(extent // unit, (p + unit // 2) // unit) for p in blocks]
-    parts = math.prod(layout.mesh.axis_size(a) for a in axes) // (len(blocks) - 1)
+    parts = layout.mesh.grid.size(axes) // (len(blocks) - 1)
     points = [0]
     for lo, hi in pairwise(blocks):
         points += [lo + p for p in Partition.even(hi - lo, parts).points[1:]]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pydist import ShardedTensor
 from pydist.exchange.adjoints import mean_ranks
-from pydist.mesh import SPATIAL_AXES
+from pydist.grid import SAMPLE_AXES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
@@ -165,7 +165,7 @@ def test_gradients_that_lie_nowhere(factory):
         else:
             grad = torch._efficientzerotensor(y.shape)
         dx, dw = torch.autograd.grad(y, [x, weight], grad)
-        return dx.full_tensor(), mean_ranks(dw, mesh, SPATIAL_AXES)
+        return dx.full_tensor(), mean_ranks(dw, mesh, SAMPLE_AXES)
 
     x = randn(1, 4, 12, 8, 8).requires_grad_()
     weight = randn(8, 4, 3, 3, 3).requires_grad_()

@@ -26,7 +26,7 @@ from torch import nn
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.adjoints import mean_ranks
 from pydist.exchange.exchanger import Exchanger
-from pydist.mesh import SPATIAL_AXES
+from pydist.grid import SAMPLE_AXES
 from pydist.ops import gathering
 from pydist.ops.convolution.transposed_window import TransposedWindow
 
@@ -145,7 +145,7 @@ def test_axes_along_which_ranks_hold_copies(name):
 
     def body(mesh):
         def mean(g):
-            return mean_ranks(g, mesh, SPATIAL_AXES)
+            return mean_ranks(g, mesh, SAMPLE_AXES)
 
         x = shard(whole, layout_at(mesh, whole.shape, [[0, 3, 8], None, None]))
         found = gradients(x, nn.Parameter(kernels.clone()), mean)
