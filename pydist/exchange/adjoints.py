@@ -36,23 +36,13 @@ import torch
 from torch import Tensor
 
 from pydist.exchange.exchanger import in_memory
-from pydist.exchange.function import Function
+from pydist.exchange.function import ExchangeFunction, Function
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
     from pydist.exchange.exchanger import Exchanger
     from pydist.group_sizes import GroupSizes
     from pydist.mesh import Mesh
-
-
-def exchange_marker() -> Tensor:
-    """What every exchange saves for its backward, and reads there before it communicates.
-
-    Non-reentrant checkpointing recomputes a region when the first saved tensor of it is read. A
-    rank with an empty shard may save nothing else, would not recompute, and so would miss the
-    exchanges that the others repeat.
-    """
-    return torch.empty(0)
 
 
 def _copy(x: Tensor) -> Tensor:
@@ -95,7 +85,7 @@ def enter(x: Tensor, factor: float, *, as_view: bool = False) -> Tensor:
     return _Enter.apply(x, factor, as_view)
 
 
-class _SumRanks(Function):
+class _SumRanks(ExchangeFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -106,21 +96,18 @@ class _SumRanks(Function):
         part: str,
         sizes: GroupSizes | None,
     ) -> Tensor:
-        ctx.args = group, weight, mesh, part, sizes
-        ctx.save_for_backward(exchange_marker())
+        ctx.mesh, ctx.args = mesh, (group, weight, mesh, part, sizes)
         with mesh.session.timers.measure(part):
             total = _copy(x)
             group.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors
-        begin_backward(ctx.args[2])
+    def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Any, ...]:
         return _AverageBack.apply(grad, *ctx.args), None, None, None, None, None
 
 
-class _AverageBack(Function):
+class _AverageBack(ExchangeFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -131,8 +118,7 @@ class _AverageBack(Function):
         part: str,
         sizes: GroupSizes | None,
     ) -> Tensor:
-        ctx.args = group, weight, mesh, part, sizes
-        ctx.save_for_backward(exchange_marker())
+        ctx.mesh, ctx.args = mesh, (group, weight, mesh, part, sizes)
         with mesh.session.timers.measure(part):
             total = _copy(grad)
             enter_weighted_sum(total, sizes)
@@ -141,9 +127,7 @@ class _AverageBack(Function):
         return total.mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, x: Tensor) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors
-        begin_backward(ctx.args[2])
+    def backward(ctx: Any, _: Any, x: Tensor) -> tuple[Any, ...]:
         return _SumRanks.apply(x, *ctx.args), None, None, None, None, None
 
 
@@ -202,13 +186,12 @@ def _in_sample(mesh: Mesh, axes: tuple[str, ...]) -> int:
     return size // mesh.data_size if "data" in axes else size
 
 
-class _MeanRanks(Function):
+class _MeanRanks(ExchangeFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...], part: str, weight: float
     ) -> Tensor:
-        ctx.args = mesh, axes, part, weight
-        ctx.save_for_backward(exchange_marker())
+        ctx.mesh, ctx.args = mesh, (mesh, axes, part, weight)
         group = mesh.group(axes)
         with mesh.session.timers.measure(part):
             total = _copy(x) if weight else torch.zeros_like(in_memory(x))
@@ -218,9 +201,7 @@ class _MeanRanks(Function):
         return total.div_(group.size)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors
-        begin_backward(ctx.args[0])
+    def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Any, ...]:
         return _MeanRanks.apply(grad, *ctx.args), None, None, None, None
 
 
@@ -238,17 +219,14 @@ def mean_ranks(
     return _MeanRanks.apply(x, mesh, axes, part, weight) if mesh.group(axes).size > 1 else x
 
 
-class _TrueGradient(Function):
+class _TrueGradient(ExchangeFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        ctx.args = mesh, axes
-        ctx.save_for_backward(exchange_marker())
+        ctx.mesh, ctx.args = mesh, (mesh, axes)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors
-        begin_backward(ctx.args[0])
+    def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Any, ...]:
         return mean_ranks(grad, *ctx.args), None, None
 
 
@@ -262,7 +240,7 @@ def with_true_gradient(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     return _TrueGradient.apply(x, mesh, axes)
 
 
-class _Gather(Function):
+class _Gather(ExchangeFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -272,40 +250,31 @@ class _Gather(Function):
         mesh: Mesh,
         part: str,
     ) -> Tensor:
-        ctx.args = exchanger, weight, mesh, part
-        ctx.save_for_backward(exchange_marker())
+        ctx.mesh, ctx.args = mesh, (exchanger, weight, mesh, part)
         slot = exchanger.empty_slots(local)[0].zero_()
         with mesh.session.timers.measure(part):
             exchanger.gather(local, [slot])
         return slot
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors
-        exchanger, weight, mesh, part = ctx.args
-        begin_backward(mesh)
-        grad = _AddBack.apply(grad, exchanger, weight, mesh, part)
-        return grad, None, None, None, None
+    def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _AddBack.apply(grad, *ctx.args), None, None, None, None
 
 
-class _AddBack(Function):
+class _AddBack(ExchangeFunction):
     @staticmethod
     def forward(
         ctx: Any, grad: Tensor, exchanger: Exchanger, weight: float, mesh: Mesh, part: str
     ) -> Tensor:
-        ctx.args = exchanger, weight, mesh, part
-        ctx.save_for_backward(exchange_marker())
+        ctx.mesh, ctx.args = mesh, (exchanger, weight, mesh, part)
         local = exchanger.empty_shard(grad).zero_()
         with mesh.session.timers.measure(part):
             exchanger.add_back([grad], local)
         return local if weight == 1 else local.mul_(weight)
 
     @staticmethod
-    def backward(ctx: Any, x: Tensor) -> tuple[Any, ...]:
-        _ = ctx.saved_tensors
-        exchanger, weight, mesh, part = ctx.args
-        begin_backward(mesh)
-        return _Gather.apply(x, exchanger, weight, mesh, part), None, None, None, None
+    def backward(ctx: Any, _: Any, x: Tensor) -> tuple[Any, ...]:
+        return _Gather.apply(x, *ctx.args), None, None, None, None
 
 
 def gather_box(
@@ -326,12 +295,3 @@ def gather_box(
         part: under which name the time is counted.
     """
     return _Gather.apply(local, exchanger, weight, mesh, part)
-
-
-def begin_backward(mesh: Mesh) -> None:
-    """Tells the mesh's gradient reducer that a backward pass is running.
-
-    Called by every exchange's backward, since a rank without work may reach no parameter.
-    """
-    for call in mesh.session.at_backward:
-        call()

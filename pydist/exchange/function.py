@@ -1,4 +1,4 @@
-"""The base of pydist's autograd functions."""
+"""The bases of pydist's autograd functions."""
 
 from __future__ import annotations
 
@@ -47,6 +47,42 @@ class Function(torch.autograd.Function):
 
         cls.forward = staticmethod(without_zeros)  # type: ignore[method-assign]
         cls.backward = staticmethod(with_memory)  # type: ignore[method-assign]
+
+
+class ExchangeFunction(Function):
+    """An autograd function whose `backward` exchanges; it is given what `forward` has saved.
+
+    `forward` sets `ctx.mesh`. `backward` is called as ``backward(ctx, saved, *grads)``, after all
+    that ranks need to come to the exchange together:
+
+    - Something was saved, and is read first. Non-reentrant checkpointing recomputes a region when
+      the first saved tensor of it is read. A rank with an empty shard may save nothing of its own,
+      would not recompute, and so would miss the exchanges that the others repeat.
+    - The mesh's gradient reducer knows that a backward pass is running, since a rank without work
+      may reach no parameter.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        forward: Any = cls.forward
+        backward: Any = cls.backward
+
+        @wraps(forward)
+        def with_saved(ctx: Any, *args: Any) -> Any:
+            result = forward(ctx, *args)
+            if ctx.to_save is None:
+                ctx.save_for_backward(torch.empty(0))
+            return result
+
+        @wraps(backward)
+        def announced(ctx: Any, *grads: Tensor | None) -> Any:
+            saved = ctx.saved_tensors
+            for call in ctx.mesh.session.at_backward:
+                call()
+            return backward(ctx, saved, *grads)
+
+        cls.forward = staticmethod(with_saved)  # type: ignore[method-assign]
+        cls.backward = staticmethod(announced)  # type: ignore[method-assign]
+        super().__init_subclass__(**kwargs)
 
 
 def way_back(x: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ class Exchanges:
     def receive(
         self, exchanger: Exchanger, pending: Pending, like: Tensor, layer: str = ""
     ) -> list[Tensor]:
-        """Waits for the slabs of one of the two; `layer` is for the timers."""
+        """Waits for the slabs of one of the two; `layer` is for the timers, as in `measure`."""
         slabs = exchanger.empty_slots(like)
         with self._timers.measure("halo", layer):
             exchanger.finish(pending, slabs)

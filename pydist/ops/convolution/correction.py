@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from pydist.backend.choice import ConvKernels
-from pydist.exchange.adjoints import begin_backward
-from pydist.exchange.function import Function
+from pydist.exchange.function import ExchangeFunction
 from pydist.ops.convolution.boundary import PendingBoundary
 from pydist.ops.convolution.correction_plan import CorrectionPlan
 from pydist.ops.convolution.finish import bias_behind
@@ -31,7 +30,7 @@ from pydist.ops.convolution.slab_kernels import SlabKernels, as_read
 from pydist.ops.handover import hook_on_saved
 
 
-class _CorrectedConv(Function):
+class _CorrectedConv(ExchangeFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -47,7 +46,7 @@ class _CorrectedConv(Function):
         with timers.measure("convolution"):
             y = kernels.run_forward(x, weight, bias if boundary.bias is None else None)
         boundary.outputs = y.data
-        ctx.plan, ctx.kernels, ctx.layer = plan, kernels, timers.layer
+        ctx.plan, ctx.mesh, ctx.kernels = plan, plan.mesh, kernels
         ctx.boundary_kernels = boundary.kernels
         if hook_on_saved() is None:
             ctx.boundary = boundary if ctx.needs_input_grad[1] else None
@@ -61,37 +60,36 @@ class _CorrectedConv(Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *halo = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *halo = saved
         plan: CorrectionPlan = ctx.plan
-        begin_backward(plan.mesh)
         if torch.is_grad_enabled():
             return (*_backward_by_gathering(ctx, x, weight, grad), None, None)
         kernels: ConvKernels = ctx.kernels
         slab_kernels: SlabKernels = ctx.boundary_kernels
         exchanges = plan.plan.exchanges(kernels.channels_last)
-        timers, layer = plan.mesh.session.timers, ctx.layer
+        timers = plan.mesh.session.timers
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = None
         grad = kernels.in_format(grad)
         pending = exchanges.grad_halo.start(grad) if for_x else None
         if for_weight:
             # All of wgrad comes first: the halo has the longer to travel.
-            with timers.measure("wgrad", layer):
+            with timers.measure("wgrad"):
                 grad_weight = as_read(kernels.run_wgrad(x, grad, weight))
             plan.mesh.world.progress()
             out_lo = plan.plan.out.box.lo[2:]
-            with timers.measure("boundary", layer):
+            with timers.measure("boundary"):
                 halo = halo if ctx.boundary is None else ctx.boundary.slabs
                 received = zip(halo, exchanges.halo.slots, strict=True)
                 for i, (slab, box) in enumerate(received):
                     slab_kernels.add("wgrad", i, slab, grad, grad_weight, box.lo[2:], out_lo)
         if pending is not None:
-            with timers.measure("dgrad", layer):
+            with timers.measure("dgrad"):
                 grad_x = kernels.run_dgrad(x, grad, weight)
-            slabs = exchanges.receive(exchanges.grad_halo, pending, grad, layer)
+            slabs = exchanges.receive(exchanges.grad_halo, pending, grad)
             in_lo = plan.plan.layout.box.lo[2:]
-            with timers.measure("boundary", layer):
+            with timers.measure("boundary"):
                 kernel = as_read(weight)
                 received = zip(slabs, exchanges.grad_halo.slots, strict=True)
                 for i, (slab, box) in enumerate(received):

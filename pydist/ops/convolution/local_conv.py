@@ -95,7 +95,7 @@ class _LocalConv(Function):
         mesh: Mesh,
         adds_bias: bool,
     ) -> Tensor:
-        ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.session.timers.layer
+        ctx.kernels, ctx.mesh = kernels, mesh
         ctx.save_for_backward(x, weight)  # the bias may change, as with torch
         with mesh.session.timers.measure("convolution"):
             return kernels.run_forward(x, with_dims(weight, x), bias if adds_bias else None)
@@ -112,7 +112,7 @@ class _LocalConv(Function):
         else:
             needed = ctx.needs_input_grad
             timers, kernel = ctx.mesh.session.timers, with_dims(weight, x)
-            grads = gradients(ctx.kernels, x, grad, kernel, needed, timers, ctx.layer)
+            grads = gradients(ctx.kernels, x, grad, kernel, needed, timers)
             if grads[1] is not None and kernel is not weight:
                 grads[1] = grads[1].squeeze(2)
         return (*grads, None, None, None)
@@ -142,16 +142,15 @@ def gradients(
     weight: Tensor,
     needed: Sequence[bool],
     timers: Timers,
-    layer: str,
 ) -> list[Tensor | None]:
     """dL/dx, dL/dweight and dL/dbias of a convolution, each if it is needed."""
     grad = kernels.in_format(grad)
     grad_x = grad_weight = None
     if needed[0]:
-        with timers.measure("dgrad", layer):
+        with timers.measure("dgrad"):
             grad_x = kernels.run_dgrad(x, grad, weight)
     if needed[1]:
-        with timers.measure("wgrad", layer):
+        with timers.measure("wgrad"):
             grad_weight = kernels.run_wgrad(x, grad, weight)
     return [grad_x, grad_weight, bias_gradient(grad) if needed[2] else None]
 

@@ -38,7 +38,7 @@ class _LocalTransposed(Function):
         starts: Sequence[int],
         extents: Sequence[int],
     ) -> Tensor:
-        ctx.kernels, ctx.mesh, ctx.layer = kernels, mesh, mesh.session.timers.layer
+        ctx.kernels, ctx.mesh = kernels, mesh
         ctx.starts, ctx.extents = starts, extents
         ctx.save_for_backward(x, weight)  # the bias may change, as with torch
         with mesh.session.timers.measure("convolution"):
@@ -61,16 +61,16 @@ class _LocalTransposed(Function):
 
             return (*second_order(again, x, weight, ctx, grad), None, None, None, None)
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        timers, layer = ctx.mesh.session.timers, ctx.layer
+        timers = ctx.mesh.session.timers
         grad = kernels.in_format(grad)
         grad_bias = bias_gradient(grad) if for_bias else None
         grad = kernels.in_format(_uncut(grad, ctx.starts, p.input[2:]))
         grad_x = grad_weight = None
         if for_x:
-            with timers.measure("dgrad", layer):
+            with timers.measure("dgrad"):
                 grad_x = kernels.run_forward(grad, with_dims(weight, x), None)
         if for_weight:
-            with timers.measure("wgrad", layer):
+            with timers.measure("wgrad"):
                 kernel = with_dims(weight, x)
                 grad_weight = kernels.run_wgrad(grad, x, kernel)
                 grad_weight = grad_weight if kernel is weight else grad_weight.squeeze(2)

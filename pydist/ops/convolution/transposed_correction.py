@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from pydist.backend.choice import ConvKernels
-from pydist.exchange.adjoints import begin_backward
-from pydist.exchange.function import Function
+from pydist.exchange.function import ExchangeFunction
 from pydist.ops.convolution.correction_plan import CorrectionPlan
 from pydist.ops.convolution.local_conv import bias_gradient
 from pydist.ops.convolution.local_transposed import second_order, transposed_by_torch
@@ -40,7 +39,7 @@ class Recomputation:
     extents: Sequence[int]
 
 
-class _CorrectedTransposed(Function):
+class _CorrectedTransposed(ExchangeFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -63,9 +62,8 @@ class _CorrectedTransposed(Function):
             kernel = as_read(weight.detach())
             for i, (slab, box) in enumerate(zip(slabs, halo.slots, strict=True)):
                 slab_kernels.add("dgrad", i, slab, kernel, y, box.lo[2:], lo)
-        ctx.plan, ctx.kernels, ctx.recomputation = plan, kernels, recomputation
-        ctx.slab_kernels = slab_kernels
-        ctx.layer = timers.layer
+        ctx.plan, ctx.mesh, ctx.kernels = plan, plan.mesh, kernels
+        ctx.recomputation, ctx.slab_kernels = recomputation, slab_kernels
         # In a checkpoint the weight may be frozen, or no longer be so, when all is computed again.
         keeps = ctx.needs_input_grad[1] or hook_on_saved() is not None
         for_wgrad = slabs if keeps else ()
@@ -73,17 +71,16 @@ class _CorrectedTransposed(Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *for_wgrad = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *for_wgrad = saved
         plan: CorrectionPlan = ctx.plan
-        begin_backward(plan.mesh)
         if torch.is_grad_enabled():
             grads = second_order(_by_gathering(ctx), x, weight, ctx, grad)
             return (*grads, None, None, None, None)
         kernels: ConvKernels = ctx.kernels
         slab_kernels: SlabKernels = ctx.slab_kernels
         exchanges = plan.plan.exchanges(kernels.channels_last)
-        timers, layer = plan.mesh.session.timers, ctx.layer
+        timers = plan.mesh.session.timers
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = None
         grad = kernels.in_format(grad)
@@ -91,18 +88,18 @@ class _CorrectedTransposed(Function):
         out_lo, in_lo = plan.plan.layout.box.lo[2:], plan.plan.out.box.lo[2:]
         if for_weight:
             # All of wgrad comes first: the halo has the longer to travel.
-            with timers.measure("wgrad", layer):
+            with timers.measure("wgrad"):
                 grad_weight = as_read(kernels.run_wgrad(grad, x, weight))
             plan.mesh.world.progress()
-            with timers.measure("boundary", layer):
+            with timers.measure("boundary"):
                 received = zip(for_wgrad, exchanges.grad_halo.slots, strict=True)
                 for i, (slab, box) in enumerate(received):
                     slab_kernels.add("wgrad", i, grad, slab, grad_weight, out_lo, box.lo[2:])
         if pending is not None:
-            with timers.measure("dgrad", layer):
+            with timers.measure("dgrad"):
                 grad_x = kernels.run_forward(grad, weight, None)
-            slabs = exchanges.receive(exchanges.halo, pending, grad, layer)
-            with timers.measure("boundary", layer):
+            slabs = exchanges.receive(exchanges.halo, pending, grad)
+            with timers.measure("boundary"):
                 kernel = as_read(weight)
                 for i, (slab, box) in enumerate(zip(slabs, exchanges.halo.slots, strict=True)):
                     slab_kernels.add("forward", i, slab, kernel, grad_x, box.lo[2:], in_lo)

@@ -27,13 +27,12 @@ from pydist.backend.statistics import (
     strided_like,
 )
 from pydist.exchange.adjoints import (
-    begin_backward,
     enter,
     enter_weighted_sum,
     leave_weighted_sum,
     sum_ranks,
 )
-from pydist.exchange.function import Function
+from pydist.exchange.function import ExchangeFunction
 from pydist.group_sizes import GroupSizes
 from pydist.ops.convolution.local_conv import apart, differentiable
 from pydist.ops.convolution.rectified import rectified
@@ -141,7 +140,7 @@ class Normalization:
         return parametric(y, slope, x, self._values, call.plan, call.handover)
 
 
-class _Normalize(Function):
+class _Normalize(ExchangeFunction):
     @staticmethod
     def forward(
         ctx: Any,
@@ -155,19 +154,16 @@ class _Normalize(Function):
         out: Tensor,
         call: _Call,
     ) -> Tensor:
-        ctx.call, ctx.layer = call, call.plan.mesh.session.timers.layer
+        ctx.call, ctx.mesh = call, call.plan.mesh
         ctx.shift_dtype = None if shift is None else shift.dtype
-        # These are the exchange's marker for checkpointing too, on empty ranks as well. The shift
-        # may change, as with torch.
-        ctx.save_for_backward(x, scale, n, mean, var, values)
+        ctx.save_for_backward(x, scale, n, mean, var, values)  # the shift may change, as with torch
         return out.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, n, mean, var, values = ctx.saved_tensors
+    def backward(ctx: Any, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, n, mean, var, values = saved
         call: _Call = ctx.call
         plan, mesh = call.plan, call.plan.mesh
-        begin_backward(mesh)
         for_x, for_scale, for_shift, *_ = ctx.needs_input_grad
         rest = (None,) * 6
         if torch.is_grad_enabled():
@@ -188,7 +184,7 @@ class _Normalize(Function):
             totals = sums if factor is None else sums * factor
             totals = totals.view(2, -1, plan.members).sum(-1)
             if plan.group.size > 1:
-                with mesh.session.timers.measure("statistics", ctx.layer):
+                with mesh.session.timers.measure("statistics"):
                     enter_weighted_sum(totals, call.sizes)
                     work = plan.group.all_reduce_async(totals)
         inverse = torch.rsqrt(var + call.eps)
@@ -202,7 +198,7 @@ class _Normalize(Function):
         a = a if factor is None else a * factor
         grad_x = torch.empty_like(x)
         if plan.group.size > 1:
-            with mesh.session.timers.measure("statistics", ctx.layer):
+            with mesh.session.timers.measure("statistics"):
                 work.wait()
                 leave_weighted_sum(totals, call.sizes)
         b = plan.of_rows(-inverse.pow(3) * totals[1] / n)

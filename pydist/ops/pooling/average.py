@@ -17,9 +17,8 @@ from torch import Tensor
 
 from pydist._loader import native
 from pydist.backend.slab_library import rectify_
-from pydist.exchange.adjoints import begin_backward, exchange_marker
 from pydist.exchange.exchanger import in_memory
-from pydist.exchange.function import Function, way_back
+from pydist.exchange.function import ExchangeFunction, way_back
 from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of, start
 from pydist.ops.windows import Window, WindowPlan
@@ -154,14 +153,11 @@ class AveragePlan(PoolPlan):
                 self.averaging.means(slab, box, self.out, y)
         return y
 
-    def spread(
-        self, grad: Tensor, layer: str, x: Tensor | None = None, negative_slope: float = 1.0
-    ) -> Tensor:
+    def spread(self, grad: Tensor, x: Tensor | None = None, negative_slope: float = 1.0) -> Tensor:
         """The shard of dL/dx, from the shard of dL/dy.
 
         Args:
             grad: dL/dy.
-            layer: for the timers.
             x: where a ReLU comes first, the shard before or after it.
             negative_slope: of the ReLU; 1 for none.
         """
@@ -169,12 +165,12 @@ class AveragePlan(PoolPlan):
         exchanges = self.exchanges(grad)
         grad_halo = exchanges.grad_halo
         pending = start(grad_halo, grad)
-        with timers.measure("compute", layer):
+        with timers.measure("compute"):
             grad_x = self.averaging.spread(grad, self.out, self.own, None, x, negative_slope)
         if pending is None:
             return grad_x
-        slabs = exchanges.receive(grad_halo, pending, grad, layer)
-        with timers.measure("boundary", layer):
+        slabs = exchanges.receive(grad_halo, pending, grad)
+        with timers.measure("boundary"):
             for slab, box in zip(slabs, grad_halo.slots, strict=True):
                 self.averaging.spread(slab, box, self.own, grad_x, x, negative_slope)
         return grad_x
@@ -190,43 +186,38 @@ def average(x: Tensor, plan: AveragePlan) -> Tensor:
     return result
 
 
-def spread(grad: Tensor, way: Tensor, plan: AveragePlan, layer: str) -> Tensor:
+def spread(grad: Tensor, way: Tensor, plan: AveragePlan) -> Tensor:
     """The adjoint of `average`, differentiable to any order.
 
     Args:
         grad: dL/dy.
         way: the `way_back` to x.
         plan: of the pool.
-        layer: for the timers.
     """
-    result: Tensor = _Spread.apply(grad, way, plan, layer)
+    result: Tensor = _Spread.apply(grad, way, plan)
     return result
 
 
-class _Average(Function):
+class _Average(ExchangeFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: AveragePlan) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.layer = plan, plan.mesh.session.timers.layer
+        ctx.plan, ctx.mesh = plan, plan.mesh
         way = way_back(x)
-        ctx.save_for_backward(way)  # the exchange's marker too
+        ctx.save_for_backward(way)
         return plan.pool(x), way
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
-        (way,) = ctx.saved_tensors
-        begin_backward(ctx.plan.mesh)
-        return spread(grad, way, ctx.plan, ctx.layer), None
+    def backward(ctx: Any, saved: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
+        (way,) = saved
+        return spread(grad, way, ctx.plan), None
 
 
-class _Spread(Function):
+class _Spread(ExchangeFunction):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, way: Tensor, plan: AveragePlan, layer: str) -> Tensor:
-        ctx.plan = plan
-        ctx.save_for_backward(exchange_marker())
-        return plan.spread(grad, layer)
+    def forward(ctx: Any, grad: Tensor, way: Tensor, plan: AveragePlan) -> Tensor:
+        ctx.plan, ctx.mesh = plan, plan.mesh
+        return plan.spread(grad)
 
     @staticmethod
-    def backward(ctx: Any, x: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors
-        begin_backward(ctx.plan.mesh)
-        return average(x, ctx.plan), x.new_zeros(0), None, None
+    def backward(ctx: Any, _: Any, x: Tensor) -> tuple[Tensor | None, ...]:
+        return average(x, ctx.plan), x.new_zeros(0), None

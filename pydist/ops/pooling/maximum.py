@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.exchange.adjoints import begin_backward, with_true_gradient
+from pydist.exchange.adjoints import with_true_gradient
 from pydist.exchange.exchanger import in_memory
-from pydist.exchange.function import Function, way_back
+from pydist.exchange.function import ExchangeFunction, way_back
 from pydist.ops.constants import Constant
 from pydist.ops.pooling.pool_plan import PoolPlan, empty, in_3d, lo_of
 from pydist.ops.windows import WindowPlan
@@ -50,22 +50,22 @@ class MaxPlan(PoolPlan):
                     self._merge(slab, box, y, taps, accumulate=True)
         return y, taps
 
-    def spread(self, grad: Tensor, taps: Tensor, layer: str = "") -> Tensor:
+    def spread(self, grad: Tensor, taps: Tensor) -> Tensor:
         """The shard of dL/dx: every gradient at the input that was taken."""
         timers = self.mesh.session.timers
         halo = self.exchanges(grad).halo if self.has_halo else None
         pending = None
         if halo is not None:
             slabs = halo.empty_slots(grad)
-            with timers.measure("boundary", layer):
+            with timers.measure("boundary"):
                 for slab, box in zip(slabs, halo.slots, strict=True):
                     self._spread(grad, taps, slab, box)
             pending = halo.start_back(slabs, grad)
         grad_x = empty(self.own, grad)
-        with timers.measure("compute", layer):
+        with timers.measure("compute"):
             self._spread(grad, taps, grad_x, self.own)
         if halo is not None and pending is not None:
-            with timers.measure("halo", layer):
+            with timers.measure("halo"):
                 halo.finish_back(pending, grad_x)
         return grad_x
 
@@ -143,49 +143,44 @@ def taken(x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
     return result
 
 
-class _Maximum(Function):
+class _Maximum(ExchangeFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor, Tensor]:
         y, taps = plan.maxima(x)
-        ctx.plan, ctx.layer = plan, plan.mesh.session.timers.layer
+        ctx.plan, ctx.mesh = plan, plan.mesh
         ctx.mark_non_differentiable(taps)
         way = way_back(x)
         ctx.save_for_backward(taps, way)
         return y, taps, way
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None]:
-        taps, way = ctx.saved_tensors
-        begin_backward(ctx.plan.mesh)
-        return _Spread.apply(grad, way, taps, ctx.plan, ctx.layer), None
+    def backward(ctx: Any, saved: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor, None]:
+        taps, way = saved
+        return _Spread.apply(grad, way, taps, ctx.plan), None
 
 
-class _Spread(Function):
+class _Spread(ExchangeFunction):
     @staticmethod
-    def forward(
-        ctx: Any, grad: Tensor, way: Tensor, taps: Tensor, plan: MaxPlan, layer: str
-    ) -> Tensor:
-        ctx.plan = plan
+    def forward(ctx: Any, grad: Tensor, way: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
+        ctx.plan, ctx.mesh = plan, plan.mesh
         ctx.save_for_backward(taps)
-        return plan.spread(grad, taps, layer)
+        return plan.spread(grad, taps)
 
     @staticmethod
-    def backward(ctx: Any, x: Tensor) -> tuple[Tensor | None, ...]:
-        (taps,) = ctx.saved_tensors
-        begin_backward(ctx.plan.mesh)
-        return taken(x, taps, ctx.plan), x.new_zeros(0), None, None, None
+    def backward(ctx: Any, saved: Any, x: Tensor) -> tuple[Tensor | None, ...]:
+        (taps,) = saved
+        return taken(x, taps, ctx.plan), x.new_zeros(0), None, None
 
 
-class _Pick(Function):
+class _Pick(ExchangeFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.layer = plan, plan.mesh.session.timers.layer
+        ctx.plan, ctx.mesh = plan, plan.mesh
         way = way_back(x)
         ctx.save_for_backward(taps, way)
         return plan.pick(x, taps), way
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
-        taps, way = ctx.saved_tensors
-        begin_backward(ctx.plan.mesh)
-        return _Spread.apply(grad, way, taps, ctx.plan, ctx.layer), None, None
+    def backward(ctx: Any, saved: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None]:
+        taps, way = saved
+        return _Spread.apply(grad, way, taps, ctx.plan), None, None

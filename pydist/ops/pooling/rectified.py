@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.exchange.adjoints import begin_backward
-from pydist.exchange.function import Function, way_back
+from pydist.exchange.function import ExchangeFunction, way_back
 from pydist.ops.convolution.rectified import PendingRectifier
 from pydist.ops.handover import runs
 from pydist.ops.pooling.average import AveragePlan, spread
@@ -55,27 +54,27 @@ def average_rectified(x: ShardedTensor, plan: AveragePlan) -> Tensor | None:
     return result
 
 
-class _RectifiedAverage(Function):
+class _RectifiedAverage(ExchangeFunction):
     @staticmethod
     def forward(
         ctx: Any, rectified: Tensor, linear: Tensor, pending: PendingRectifier, plan: AveragePlan
     ) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.layer, ctx.handover = plan, plan.mesh.session.timers.layer, pending.handover
+        ctx.plan, ctx.mesh, ctx.handover = plan, plan.mesh, pending.handover
         ctx.negative_slope = pending.negative_slope
-        # The exchange's marker for checkpointing too.
         way = way_back(linear)
         ctx.save_for_backward(linear, way)
         return plan.pool(linear, pending.negative_slope), way
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None, None, None]:
-        linear, way = ctx.saved_tensors
+    def backward(
+        ctx: Any, saved: Any, grad: Tensor, _: Tensor | None
+    ) -> tuple[Tensor, None, None, None]:
+        linear, way = saved
         plan, rest = ctx.plan, (None,) * 3
-        begin_backward(plan.mesh)
         # Gradients of gradients reach the ReLU on other ways as well.
         ctx.handover.is_shared |= torch.is_grad_enabled()
         if ctx.handover.is_shared or not runs(ctx, 0):
-            return spread(grad, way, plan, ctx.layer), *rest
-        grad_linear = plan.spread(grad, ctx.layer, linear, ctx.negative_slope)
+            return spread(grad, way, plan), *rest
+        grad_linear = plan.spread(grad, linear, ctx.negative_slope)
         ctx.handover.give(grad_linear, True)
         return grad_linear, *rest

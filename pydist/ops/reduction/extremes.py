@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pydist.comm import ReduceOp
-from pydist.exchange.adjoints import average_back, begin_backward, exchange_marker
-from pydist.exchange.function import Function
+from pydist.exchange.adjoints import average_back
+from pydist.exchange.function import ExchangeFunction
 from pydist.mesh import Mesh
 from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.pointwise.elementwise import elementwise
@@ -21,7 +21,7 @@ from pydist.tensor import ShardedTensor, implements, local_of
 _AFTER_ALL = torch.iinfo(torch.int64).max
 
 
-class _GradientOfSum(Function):
+class _GradientOfSum(ExchangeFunction):
     """Zeros, with the gradient of a sum over ranks: added to a value, it keeps the value's bits.
 
     Forward exchanges nothing, so that it may be left out on a rank that makes no graph.
@@ -29,15 +29,12 @@ class _GradientOfSum(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-        ctx.args = mesh, axes
-        ctx.save_for_backward(exchange_marker())
+        ctx.mesh, ctx.axes = mesh, axes
         return torch.zeros_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        _ = ctx.saved_tensors
-        begin_backward(ctx.args[0])
-        return average_back(grad, *ctx.args), None, None
+    def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return average_back(grad, ctx.mesh, ctx.axes), None, None
 
 
 def _worst(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
