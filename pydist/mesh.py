@@ -119,7 +119,6 @@ class Mesh:
 
         All are made here, in one order: making a group is collective over the world, and later
         the sample groups may call in different orders. Sets that name the same ranks share one.
-        Communicators of devices, which take memory, are made at a group's first call.
         """
         made: dict[tuple[str, ...], Transport] = {}
         groups: dict[tuple[str, ...], Transport] = {}

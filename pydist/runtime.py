@@ -31,9 +31,8 @@ from pydist.errors import NotSupported, UsageError
 from pydist.launch import backends, failures, identity, leftovers, lifeline, watch
 from pydist.launch.elsewhere import Elsewhere, Place
 from pydist.launch.identity import Identity
+from pydist.registry import JOINS, TRANSPORTS, transport_names
 from pydist.watchdog import BLOCKED, end_of_program, phase
-
-TRANSPORTS = ("auto", "mpi", "c10d", "local", "nccl", "ipc", "cuda-mpi", "cuda", "host")
 
 _CLAIM = "pydist/failed"
 _CLAIM_TIMEOUT = timedelta(seconds=3)
@@ -52,13 +51,13 @@ def connect(transport: str = "auto") -> Transport:
     when one of them fails (see `pydist.launch.failures`). Collective, the first time.
 
     Args:
-        transport: "host" follows the launcher: "mpi" under `mpirun`, "c10d" under `torchrun`, one
-            rank if there is none. "nccl" is that one and, for tensors on CUDA devices, NCCL; each
-            rank has a device of its own. "auto" is "nccl" where every rank of several has one,
-            else "host"; all ranks decide together, see `why_no_devices`. "ipc" is "nccl" with
-            exchanges by copies between devices of one machine. "cuda-mpi" is an MPI that takes
-            device memory. "cuda" is "nccl" where that is possible, else "cuda-mpi". "local" is
-            one rank on its own, whatever the launcher.
+        transport: a name of `pydist.registry.transport_names`. "host" follows the launcher:
+            "mpi" under `mpirun`, "c10d" under `torchrun`, one rank if there is none. "nccl" is that
+            one and, for tensors on CUDA devices, NCCL; each rank has a device of its own. "auto" is
+            "nccl" where every rank of several has one, else "host"; all ranks decide together, see
+            `why_no_devices`. "ipc" is "nccl" with exchanges by copies between devices of one
+            machine. "cuda-mpi" is an MPI that takes device memory. "cuda" is "nccl" where that is
+            possible, else "cuda-mpi". "local" is one rank on its own, whatever the launcher.
 
     Returns:
         The transport; the same one on every call.
@@ -69,8 +68,8 @@ def connect(transport: str = "auto") -> Transport:
         NotSupported: a rank has no GPU, or not what carries its memory: NCCL, a device that
             another rank can map, a CUDA-aware MPI.
     """
-    if transport not in TRANSPORTS:
-        raise UsageError(f"transport '{transport}' is none of {', '.join(TRANSPORTS)}")
+    if transport not in (possible := transport_names()):
+        raise UsageError(f"transport '{transport}' is none of {', '.join(possible)}")
     if transport not in _worlds:
         _worlds[transport] = _join(transport)
     return _worlds[transport]
@@ -82,8 +81,8 @@ def _join(transport: str) -> Transport:
     who = identity.detect()
     if transport == "cuda":
         return _join_cuda(who)
-    if transport in ("nccl", "ipc", "cuda-mpi"):
-        return _join_devices(transport, who)
+    if transport not in JOINS:
+        return _join_over(transport, who)
     if transport == "auto":
         return _join_auto(who)
     if transport == "host":
@@ -147,28 +146,10 @@ def _join_cuda(who: Identity | None) -> Transport:
     raise NotSupported("; ".join(reasons))
 
 
-def _join_devices(transport: str, who: Identity | None) -> Transport:
-    """A transport between devices, over that of the launcher."""
-    from pydist.comm.transports.nccl import place as nccl_place
-
-    local_rank = 0 if who is None else who.local_rank
-    world: Transport
-    if transport == "cuda-mpi":
-        host = connect("mpi")
-        from pydist.comm.transports.cuda_mpi.transport import CudaMpiTransport
-
-        world = CudaMpiTransport.over(host, local_rank)
-    else:
-        from pydist.comm.transports.ipc.transport import IpcTransport
-        from pydist.comm.transports.nccl.transport import NcclTransport
-
-        if who is None and (lacks := nccl_place.missing()):
-            raise nccl_place.refusal(lacks, transport)  # nobody else is to hear of it
-        host = connect("host")
-        if transport == "ipc":
-            world = IpcTransport.over(host, local_rank)
-        else:
-            world = NcclTransport.over(host, local_rank)
+def _join_over(transport: str, who: Identity | None) -> Transport:
+    """A transport of the registry, over that of the launcher."""
+    kind = TRANSPORTS.get(transport)
+    world: Transport = kind.over(connect(kind.below), 0 if who is None else who.local_rank)
     failures.install(world.rank, world.size, abort=_abort(world))
     _list_mapped()
     atexit.register(world.close)  # before that of the host's transport

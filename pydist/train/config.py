@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from pydist.registry import transport_names
 
 # Strict: 1 is no flag and "8" no number, in a file as little as in Python.
 Flag = Annotated[bool, Field(strict=True)]
@@ -97,6 +100,12 @@ class DataConfig(_Table):
     """Batches that are read ahead in the background."""
 
 
+def _known_transport(name: str) -> str:
+    if name not in (names := transport_names()):
+        raise PydanticCustomError("transport", "possible are {names}", {"names": ", ".join(names)})
+    return name
+
+
 @dataclass(frozen=True)
 class MeshConfig(_Table):
     """The grid of ranks."""
@@ -105,12 +114,11 @@ class MeshConfig(_Table):
     """Number of sample groups; by default as many as the ranks allow."""
     spatial: tuple[Count, Count, Count] = (1, 1, 1)
     """How often depth, height and width of a sample are split."""
-    transport: Literal[
-        "auto", "mpi", "c10d", "local", "nccl", "ipc", "cuda-mpi", "cuda", "host"
-    ] = "auto"
+    transport: Annotated[str, AfterValidator(_known_transport)] = "auto"
     """What carries the bytes between ranks. "nccl", "ipc", "cuda-mpi", and "cuda", which chooses,
     carry the memory of CUDA devices as well; "host" follows the launcher and carries none; "auto"
-    is "nccl" where each of several ranks has a device of its own, else "host"."""
+    is "nccl" where each of several ranks has a device of its own, else "host". Others are "mpi",
+    "c10d", "local", and those that installed packages add."""
 
 
 @dataclass(frozen=True)

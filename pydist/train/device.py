@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 PRECISIONS = {"off": "fp32", "bf16": "bf16 (mixed)", "fp16": "fp16 (mixed)"}
 AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-_DEVICE_TRANSPORTS = ("nccl", "ipc", "cuda-mpi")
-"""Those that carry the memory of CUDA devices."""
-
 
 def choose_device(wanted: str, mesh: Mesh, option: str = "train.device") -> torch.device:
     """The device of this rank: its current CUDA device, or the CPU.
@@ -107,14 +104,14 @@ def describe(device: torch.device) -> str:
 
 def host_transport(mesh: Mesh) -> str | None:
     """Says so if several ranks exchange through the memory of the host."""
-    if mesh.size == 1 or mesh.world.name in _DEVICE_TRANSPORTS:
+    if mesh.size == 1 or mesh.world.device is not None:
         return None
     return f"transport '{mesh.world.name}' carries host memory"
 
 
 def waiting_transport(mesh: Mesh) -> str | None:
     """Says so if ranks wait on the host for their exchanges, or these travel through its memory."""
-    if mesh.size > 1 and mesh.world.name == "cuda-mpi":
+    if mesh.size > 1 and mesh.world.host_waits:
         return f"the host waits in transport '{mesh.world.name}'"
     return host_transport(mesh)
 

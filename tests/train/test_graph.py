@@ -33,11 +33,17 @@ class Shapes:
         return (1, *(self._extents[index],) * 3)
 
 
+def world_of(name: str) -> SimpleNamespace:
+    """What is asked of a transport: its name, its device, and whether the host waits."""
+    device = None if name == "mpi" else torch.device("cuda")
+    return SimpleNamespace(name=name, device=device, host_waits=name == "cuda-mpi")
+
+
 def step_on(device="cuda", amp="off", dataset=None, optimizer=None, recorder=None, world=None):
     mesh = Mesh(LocalTransport())
     mesh.session.timers.recorder = recorder
     if world is not None:
-        mesh.size, mesh.world = 2, SimpleNamespace(name=world)
+        mesh.size, mesh.world = 2, world_of(world)
     optimizer = optimizer or Adam([torch.zeros(2, requires_grad=True)], fused=True)
     loader = SimpleNamespace(dataset=dataset or Shapes(8, 8))
     state = SimpleNamespace(optimizer=optimizer, loader=loader)
@@ -188,10 +194,10 @@ def test_the_device_is_the_cpu_where_there_is_no_other(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr("pydist.train.device.native", SimpleNamespace(has_cuda=True))
     assert choose_device("auto", mesh) == torch.device("cuda", 1)
-    mesh.size, mesh.world = 2, SimpleNamespace(name="mpi")
+    mesh.size, mesh.world = 2, world_of("mpi")
     assert cuda_obstacle(mesh) == "transport 'mpi' carries host memory"
     assert choose_device("auto", mesh) == torch.device("cpu")
-    mesh.world = SimpleNamespace(name="nccl")
+    mesh.world = world_of("nccl")
     assert choose_device("auto", mesh) == torch.device("cuda", 1)
 
 

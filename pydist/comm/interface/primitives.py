@@ -36,6 +36,10 @@ class Primitives(ABC):
         concurrent: whether threads of a rank may call it concurrently; else they take turns.
         device: the CUDA device whose tensors it takes as well as those of host memory; None for
             most.
+        host_waits: whether the host waits for exchanges of such tensors, so that no CUDA graph can
+            hold them.
+        below: what its class method `over(host, local_rank)` is given, if it is made over another
+            transport: a name as in `pydist.init(transport=...)`.
     """
 
     name: ClassVar[str]
@@ -45,6 +49,8 @@ class Primitives(ABC):
     watcher: Callable[[Any], None] | None = None
     concurrent: bool = False
     device: torch.device | None = None
+    host_waits: ClassVar[bool] = False
+    below: ClassVar[str] = "host"
 
     @cached_property
     def ledger(self) -> Ledger:

@@ -37,6 +37,8 @@ class CudaMpiTransport(MpiTransport):
     """
 
     name = "cuda-mpi"
+    host_waits = True
+    below = "mpi"
     device: torch.device
 
     def __init__(

@@ -1,0 +1,71 @@
+"""Named implementations, to which other packages add theirs by entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from pydist.errors import UsageError
+
+
+class Registry:
+    """Implementations by name: pydist's own, and those that installed packages declare.
+
+    A package declares one in its pyproject.toml, and none is imported before it is asked for:
+
+        [project.entry-points."pydist.transports"]
+        ucx = "my_package.ucx:UcxTransport"
+
+    Args:
+        kind: what the implementations are, in messages, such as "transport".
+        own: pydist's own by name, as "module:attribute".
+    """
+
+    def __init__(self, kind: str, own: Mapping[str, str]) -> None:
+        self.kind, self.group = kind, f"pydist.{kind}s"
+        self._own = own
+
+    @cached_property
+    def _points(self) -> dict[str, EntryPoint]:
+        own = {name: EntryPoint(name, path, self.group) for name, path in self._own.items()}
+        return {point.name: point for point in entry_points(group=self.group)} | own
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names, pydist's own first."""
+        return (*self._own, *sorted(self._points.keys() - self._own.keys()))
+
+    def get(self, name: str) -> Any:
+        """The implementation with a name.
+
+        Raises:
+            UsageError: there is none, or the package that declares it can't be imported.
+        """
+        point = self._points.get(name)
+        if point is None:
+            raise UsageError(f"{self.kind} '{name}' is none of {', '.join(self.names)}")
+        try:
+            return point.load()
+        except (ImportError, AttributeError) as error:
+            raise UsageError(f"{self.kind} '{name}' ({point.value}): {error}") from error
+
+
+JOINS = ("auto", "mpi", "c10d", "local", "cuda", "host")
+"""Ways to join a job; see `pydist.runtime.connect`."""
+
+TRANSPORTS = Registry(
+    "transport",
+    {
+        "nccl": "pydist.comm.transports.nccl.transport:NcclTransport",
+        "ipc": "pydist.comm.transports.ipc.transport:IpcTransport",
+        "cuda-mpi": "pydist.comm.transports.cuda_mpi.transport:CudaMpiTransport",
+    },
+)
+"""Subclasses of `pydist.comm.Transport` that their class method `over` makes over another one."""
+
+
+def transport_names() -> tuple[str, ...]:
+    """What `pydist.init(transport=...)` takes."""
+    return *JOINS, *TRANSPORTS.names
