@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class Batches:
         self._mesh, self._weighs = mesh, weighs
         weights_of(mesh).weighs &= weighs
         self._inside: list[tuple[nn.Module, GroupSizes | None]] = []
+        self._by_themselves = WeakSet[nn.Module]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Batches:
         copy = memo[id(self)] = Batches(self._mesh, self._weighs)
@@ -68,8 +70,16 @@ class Batches:
         return self._inside[-1][1] if self._inside else None
 
     def is_inside(self, module: nn.Module) -> bool:
-        """Whether a part of the model is called from within it."""
-        return bool(self._inside) and self._inside[-1][0] is not module
+        """Whether a part of the model is called from within it.
+
+        In backward, where a checkpointed region runs again, whether it last was in forward.
+        """
+        if self._inside:
+            self._by_themselves.discard(module)
+            return self._inside[-1][0] is not module
+        if torch._C._current_graph_task_id() == -1:
+            self._by_themselves.add(module)
+        return module not in self._by_themselves
 
     def enter_part(self, module: nn.Module, batch: ShardedTensor) -> GroupSizes | None:
         """What a forward hook before a part of the model does, unless it `is_inside`.

@@ -37,7 +37,7 @@ def distribute_tensor(
     tensor = as_tensor(tensor)
     layout = layout_for_sample(mesh, tensor.shape, dims)
     own = plain(tensor)
-    x = ShardedTensor.from_local(shard_of_plain(own, layout), layout, first_sample)
+    x = ShardedTensor.of_shard(shard_of_plain(own, layout), layout, first_sample)
     if x._shard is not own:
         remember_plain(x, tensor)
     return x

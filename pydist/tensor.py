@@ -29,6 +29,7 @@ from pydist.exchange.history import (
     remember_change,
 )
 from pydist.exchange.redistribution import redistributed
+from pydist.gradients.local_uses import entered
 from pydist.gradients.members import follow, lead_to
 from pydist.grid import SAMPLE_AXES
 from pydist.group_sizes import GroupSizes, mark_batch
@@ -168,6 +169,9 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         """Wraps this rank's shard.
 
+        Differentiable: a parameter that was used whole on the way from `to_local()` to here, as in
+        an autograd function of one's own, gets its true gradient, like all others.
+
         Args:
             local: the shard, of shape `layout.local_shape`: a tensor, or an array of another
                 library (see `pydist.interop`).
@@ -186,6 +190,18 @@ class ShardedTensor(torch.Tensor):
                 f"{layout.mesh.rank} holds {layout.local_shape} of {layout.shape}"
             )
         follow(local, layout.mesh)
+        local = entered(local, layout.mesh.sample_size / layout.replicas)
+        return cls.of_shard(local, layout, first_sample, statistics)
+
+    @classmethod
+    def of_shard(
+        cls,
+        local: Tensor,
+        layout: Layout,
+        first_sample: int | None = None,
+        statistics: str = "global",
+    ) -> ShardedTensor:
+        """Wraps a shard with a graph in which all is scaled; for the rest see `from_local`."""
         sizes = GroupSizes(
             layout.mesh,
             layout.shape[0] if layout.shape else 1,

@@ -30,7 +30,7 @@ def run(source: str, *launcher: str, **variables: str) -> subprocess.CompletedPr
 
 
 def test_unknown_and_future_transports_are_refused() -> None:
-    with pytest.raises(UsageError, match="'smoke' is none of auto, mpi, c10d, local, .*nccl"):
+    with pytest.raises(UsageError, match=r"'smoke' is none of auto, mpi, c10d, local, .*nccl"):
         connect("smoke")
 
 

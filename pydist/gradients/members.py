@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.gradients import engine, graph, swap, watch
+from pydist.gradients import engine, graph, local_uses, swap, watch
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import mark_rows
@@ -53,6 +53,7 @@ def lead_to(
         is_shard: whether it is this rank's shard.
     """
     if mesh.size > 1:
+        local_uses.mark(tensor, is_shard=is_shard)
         made_by = (history,) if history else ()
         wholes, shards = ((), made_by) if is_shard else (made_by, ())
         graph.mark(tensor, mesh, graph.Histories(wholes, shards))

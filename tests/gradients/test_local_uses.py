@@ -1,0 +1,166 @@
+"""Parameters used on plain shards, between `to_local` and `from_local`: their true gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from equivalence import even_points, group_slice, layout_at, on_ranks, randn, shard
+from networks import check_use
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pydist import ShardedTensor, distribute_tensor
+from pydist.errors import NotSupported
+
+BATCH = 2
+SHAPE = (BATCH, 1, 6, 5, 4)
+
+
+class Times(torch.autograd.Function):
+    """What a sharded tensor is refused for: an autograd function of the user's own."""
+
+    @staticmethod
+    def forward(ctx, x, k):
+        ctx.save_for_backward(x, k)
+        return x * k
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, k = ctx.saved_tensors
+        return grad * k, (grad * x).sum()
+
+
+class Net(nn.Module):
+    """A network with some local computation between two convolutions."""
+
+    def __init__(self, middle):
+        super().__init__()
+        self.middle = middle
+        self.first = nn.Conv3d(1, 2, 3, padding=1)
+        self.k = nn.Parameter(torch.ones(()))
+        self.mix = nn.Conv3d(2, 2, 1)
+        self.last = nn.Conv3d(2, 1, 3, padding=1)
+        self.double()
+        for i, parameter in enumerate(self.parameters()):
+            parameter.data.copy_(randn(*parameter.shape, seed=i))
+
+    def forward(self, x):
+        return self.last(self.middle(self, x, self.first(x)))
+
+
+def local(y):
+    return y.to_local() if isinstance(y, ShardedTensor) else y
+
+
+def back(shard, y):
+    return ShardedTensor.from_local(shard, y.layout) if isinstance(y, ShardedTensor) else shard
+
+
+def shared(net, x, y):
+    """One local result goes back twice."""
+    scaled = local(y) * net.k
+    return back(scaled * 2, y) + back(scaled.sin(), y)
+
+
+def computed(net, x, y):
+    """A computed weight, used on shards and on the sharded tensor."""
+    weight = net.k.sin() * 2
+    return back(local(y) * weight, y) * weight
+
+
+def nested(net, x, y):
+    y = net.mix(back(local(y) * net.k, y))
+    return back(local(y) * net.k, y)
+
+
+def with_whole(net, x, y):
+    """A plain tensor that comes from sharded ones is whole, too."""
+    whole = y.full_tensor() if isinstance(y, ShardedTensor) else y
+    return back(local(y) * whole.sin().sum((2, 3, 4), keepdim=True) * net.k, y)
+
+
+def own_part(net, x, y):
+    """Each rank cuts its part out of a whole tensor by itself."""
+    if not isinstance(y, ShardedTensor):
+        return y * net.k
+    box = y.layout.box
+    part = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+    return back((y.full_tensor() * net.k)[part], y)
+
+
+def mixed(net, y):
+    """A part of the network on a plain tensor, which backward calls again."""
+    return back(net.mix(local(y) * net.k), y)
+
+
+MIDDLES = {
+    "function": lambda net, x, y: back(Times.apply(local(y), net.k), y),
+    "layer": lambda net, x, y: back(net.mix(local(y)), y),
+    "constant shard": lambda net, x, y: y + back(local(x) * net.k, x),
+    "added": lambda net, x, y: back(local(y) + net.mix.weight.sum() * local(y).detach().cos(), y),
+    "shared": shared,
+    "computed": computed,
+    "nested": nested,
+    "whole": with_whole,
+    "own part": own_part,
+    "checkpointed": lambda net, x, y: checkpoint(mixed, net, y, use_reentrant=False),
+}
+
+
+def step(net, mesh, penalty):
+    x = randn(*SHAPE)
+    if mesh is not None:
+        x = distribute_tensor(x[group_slice(mesh, BATCH)], mesh)
+    loss = net(x).square().mean()
+    if penalty:
+        grads = torch.autograd.grad(
+            loss, list(net.parameters()), create_graph=True, allow_unused=True
+        )
+        loss = loss + sum(g.square().sum() for g in grads if g is not None)
+    loss.backward()
+    return [p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize("spatial", [(2, 1, 1), (1, 3, 2)], ids=str)
+@pytest.mark.parametrize("middle", MIDDLES)
+def test_parameters_on_local_shards(middle, spatial):
+    check_use(lambda: Net(MIDDLES[middle]), lambda net, mesh: step(net, mesh, False), 1, spatial)
+
+
+# torch allows one backward pass through a checkpointed region.
+@pytest.mark.parametrize("middle", [m for m in MIDDLES if m != "checkpointed"])
+def test_second_order(middle):
+    check_use(lambda: Net(MIDDLES[middle]), lambda net, mesh: step(net, mesh, True), 1, (2, 1, 1))
+
+
+@pytest.mark.parametrize("middle", [m for m in MIDDLES if m != "whole"])
+def test_two_groups(middle):
+    check_use(lambda: Net(MIDDLES[middle]), lambda net, mesh: step(net, mesh, False), 2, (2, 1, 1))
+
+
+def test_a_shard_of_a_replicated_tensor_is_not_scaled():
+    def use(mesh):
+        k = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        x = distribute_tensor(randn(*SHAPE), mesh, {})
+        loss = ShardedTensor.from_local(x.to_local() * k, x.layout).sum()
+        loss.backward()
+        return k.grad
+
+    for found in on_ranks((2, 1, 1), use):
+        torch.testing.assert_close(found, randn(*SHAPE).sum())
+
+
+def test_one_graph_for_layouts_with_other_copies_is_refused():
+    def use(mesh):
+        k = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        # 2 x 2 ranks: cut in depth (two copies), and in depth and height.
+        thin = layout_at(mesh, SHAPE, (even_points(6, 2), None, None))
+        x = shard(randn(*SHAPE), thin).requires_grad_()
+        scaled = x.to_local() * k
+        ShardedTensor.from_local(scaled, thin)
+        fine = layout_at(mesh, SHAPE, (even_points(6, 2), even_points(5, 2), None))
+        box = fine.box
+        with pytest.raises(NotSupported, match="compute it once for each"):
+            ShardedTensor.from_local(scaled[..., box.lo[3] : box.hi[3], :], fine)
+
+    on_ranks((2, 2, 1), use)
