@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pydist.arguments import leaves
 from pydist.gradients.engine import led_out
 from pydist.gradients.graph import register_hook
+from pydist.gradients.members import use_as_parameter
 from pydist.group_sizes import GroupSizes, mark_batch, weights_of
 from pydist.tensor import ShardedTensor
 
@@ -55,6 +56,7 @@ class Batches:
         """
         if self._mesh.data_size == 1:
             return None
+        self._note_replaced(module)
         batch = batch_of(inputs)
         sizes = None
         if batch is not None:
@@ -97,9 +99,17 @@ class Batches:
             sizes = batch._origin.sizes
             if not (sizes.agreed and sizes.entered is self):
                 sizes = self._sizes(module, batch.shape[0], sizes.given_first)
+            self._note_replaced(module)
             self._begin(module, sizes)
         self._inside.append((module, sizes))
         return sizes
+
+    def _note_replaced(self, module: nn.Module) -> None:
+        """Notes what has taken the place of parameters, as by `torch.func.functional_call`."""
+        for part in module.modules():
+            for tensor in part._parameters.values():
+                if tensor is not None and not isinstance(tensor, (nn.Parameter, ShardedTensor)):
+                    use_as_parameter(tensor, self._mesh)
 
     def _sizes(self, module: nn.Module, own: int, first: int | None) -> GroupSizes:
         agreed = torch.is_grad_enabled() or module.training

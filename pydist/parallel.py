@@ -67,7 +67,8 @@ def parallelize(
     samples: where the loss is a mean over samples, that of the whole batch. For losses that are
     other means see `pydist.sum_over_groups`. This holds for these parameters and for any other
     `nn.Parameter` that feeds or follows a sharded call, or is trained on the outputs of a frozen
-    model; not for one that follows `detach()` or `no_grad()` only. Hooks on parameters see that
+    model; not for one that follows `detach()` or `no_grad()` only. It holds as well for plain
+    tensors in the place of parameters, as `torch.func.functional_call` puts them there. Hooks on parameters see that
     mean. The optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its
     step. `model.no_sync()` postpones the reduction, and hooks, to accumulate gradients.
 

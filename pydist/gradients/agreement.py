@@ -75,6 +75,25 @@ def refuse_parting(world: Transport, tensors: Sequence[Tensor]) -> None:
             )
 
 
+def refuse_different(data: Transport, weight: Tensor) -> None:
+    """Stops the mean of gradients of a weight that the sample groups have differently. Collective.
+
+    Args:
+        data: connects the groups.
+        weight: a plain tensor that is used as a parameter.
+
+    Raises:
+        UsageError: it differs; on all ranks that hold the same part of their samples.
+    """
+    everyones = data.all_gather_bytes(str(checksum(weight)).encode())
+    if len(set(everyones)) > 1:
+        raise UsageError(
+            f"a weight of shape {list(weight.shape)}, a plain tensor, differs between the sample "
+            "groups, so its gradient has no mean: make it equal on all ranks, or train each on a "
+            "mesh with one group"
+        )
+
+
 def checksum(tensor: Tensor) -> int:
     """CRC-32C of a tensor's elements."""
     return native.crc32c(tensor.detach().contiguous().cpu())

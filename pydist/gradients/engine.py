@@ -18,6 +18,7 @@ from torch.autograd import Variable
 
 from pydist.errors import NotSupported
 from pydist.exchange.history import also_made_by
+from pydist.gradients import replaced
 from pydist.gradients.graph import NOTHING, Histories, mark, walk
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.reducer import Reducer
@@ -106,7 +107,9 @@ class _Engine(_engine):  # type: ignore[misc]
                 accumulates=accumulates,
                 create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False)),
             )
-        with _compared(meshes, histories, keeps=accumulates and not is_nested), _told(reducers):
+        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+        keeps = accumulates and not is_nested
+        with _compared(meshes, histories, keeps=keeps), _told(reducers), replaced.means(inputs):
             results = super().run_backward(outputs, *args, **kwargs)
         if not is_nested:  # else another call is running, which returns something else
             also_made_by(histories.total())

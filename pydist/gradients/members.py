@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.gradients import engine, graph, local_uses, swap, watch
+from pydist.gradients import engine, graph, local_uses, replaced, swap, watch
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import mark_rows
@@ -38,6 +38,12 @@ def follow(tensor: Tensor, mesh: Mesh) -> None:
     known = leaf_of(tensor)
     if known is None or known.reducer() is not mesh.session.find(Reducer):
         reducer_of(mesh).follow(tensor)
+
+
+def use_as_parameter(tensor: Tensor, mesh: Mesh) -> None:
+    """Notes that a plain tensor is used where a layer has a parameter."""
+    if mesh.data_size > 1 and torch.is_grad_enabled():
+        replaced.note(tensor, reducer_of(mesh))
 
 
 def lead_to(

@@ -256,6 +256,11 @@ class Reducer:
         else:
             run.reaches_none = True
 
+    @property
+    def weight(self) -> float:
+        """What the gradients of this rank's sample group weigh in the running pass."""
+        return self._runs[-1].weight(self.mesh) if self._runs else 1.0
+
     def before(self, leaf: Leaf, grad: Tensor | None) -> Tensor | None:
         """A gradient arrives at a parameter; returns the mean where nothing else forms it."""
         parameter = leaf.parameter()
@@ -269,7 +274,7 @@ class Reducer:
                 self.gather_gradients()  # what is added to it is the mean as well
             elif (lane := self._lane_of.get(leaf)) is not None:
                 lane.bucket_of[leaf].set_aside(parameter)
-        weight = self._runs[-1].weight(self.mesh) if self._runs else 1.0
+        weight = self.weight
         if not accumulates or differentiable:
             own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
             if differentiable:

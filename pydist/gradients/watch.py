@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pydist.errors import NotSupported
 from pydist.gradients.agreement import refuse_parting
@@ -16,15 +17,16 @@ from pydist.gradients.scattered import ScatteredGradient
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
-# On a plain tensor that requires a gradient: the mesh whose sharded tensors it was used with.
-_GROUPS_OWN = "_pydist_groups_own"
+# Of plain tensors that require a gradient: the mesh whose sharded tensors they were used with. Not
+# an attribute of them, which could not be pickled.
+_meshes = WeakIdKeyDictionary()
 _installed: list[object] = []
 
 
 def note_plain(tensor: Tensor, mesh: Mesh) -> None:
     """Notes a leaf that is no parameter, so that it is data of its sample group."""
     if mesh.data_size > 1:
-        setattr(tensor, _GROUPS_OWN, weakref.ref(mesh))
+        _meshes[tensor] = weakref.ref(mesh)
 
 
 def install() -> None:
@@ -44,7 +46,7 @@ def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
                 continue
             leaf = leaf_of(parameter)
             if leaf is None:
-                if hasattr(parameter, _GROUPS_OWN) and not isinstance(parameter, nn.Parameter):
+                if parameter in _meshes and not isinstance(parameter, nn.Parameter):
                     own.append(parameter)
             elif leaf.paused and leaf.fired and leaf.reducer() is not None:
                 if leaf.is_cleared(parameter):
@@ -54,6 +56,6 @@ def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
                     "no_sync() or by a backward() that raised, and is this rank's part: let a "
                     "backward() outside of no_sync() come before the step, or zero_grad()"
                 )
-    mesh = getattr(own[0], _GROUPS_OWN)() if own else None
+    mesh = _meshes[own[0]]() if own else None
     if mesh is not None:
         refuse_parting(mesh.world, own)

@@ -13,7 +13,7 @@ from pydist.errors import UsageError
 from pydist.exchange.adjoints import enter, with_true_gradient
 from pydist.exchange.agreement import agreement_of
 from pydist.exchange.redistribution import redistributed
-from pydist.gradients.members import follow, reducer_of
+from pydist.gradients.members import follow, reducer_of, use_as_parameter
 from pydist.layout import Layout
 from pydist.mesh import Mesh
 from pydist.tensor import ShardedTensor, local_of, wrap
@@ -58,6 +58,7 @@ def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None:
     if isinstance(tensor, ShardedTensor):
         return _sharded_operand(tensor, tensor._layout.whole(), layout)
     prove_equal(tensor, layout)
+    use_as_parameter(tensor, layout.mesh)
     return _entered(tensor, None, layout)
 
 
