@@ -87,10 +87,15 @@ def parallelize(
         The same object.
 
     Raises:
-        UsageError: `batch_norm` or `group_weight` is none of these, the model or a part of it is
-            parallelized already, ranks have different models, or can't send a parameter or buffer
-            to each other.
+        UsageError: an argument is none of these, the model or a part of it is parallelized already,
+            ranks have different models, or can't send a parameter or buffer to each other.
+        NotSupported: a part of the model is compiled, or reduces gradients itself.
     """
+    if not isinstance(model, nn.Module) or not isinstance(mesh, Mesh):
+        raise UsageError(
+            f"parallelize({type(model).__name__}, {type(mesh).__name__}); possible are a "
+            "torch.nn.Module and a mesh, from pydist.init()"
+        )
     if batch_norm not in STATISTICS:
         raise UsageError(f"batch_norm={batch_norm!r}; possible are {', '.join(STATISTICS)}")
     if group_weight not in GROUP_WEIGHTS:
@@ -99,6 +104,9 @@ def parallelize(
         if "_pydist_path" in module.__dict__:
             part = f"its part {path!r}" if path else f"this {type(model).__name__}"
             raise UsageError(f"{part} is parallelized already; parallelize the whole, once")
+        if (why := _obstacle_of_kind(module)) is not None:
+            what = f"the part {path!r} of the model" if path else "the model"
+            raise NotSupported(f"{what} {why}")
     if mesh.size > 1:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if (why := obstacle(tensor)) is not None:
@@ -290,6 +298,19 @@ def _refuse_transforms() -> None:
                 "between ranks; call the model without it"
             )
         frame = frame.f_back
+
+
+def _obstacle_of_kind(module: nn.Module) -> str | None:
+    """Why a part of a model can't be split because of what was made of it, if it can't."""
+    compiler = sys.modules.get("torch._dynamo")  # nothing is compiled before its import, a slow one
+    wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    if wrapped or module._compiled_call_impl is not None:
+        return "is compiled: the compiler can't trace exchanges between ranks; leave it as it is"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "is a torch.jit script, whose calls can't be split; give the module it was made from"
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return "is in DistributedDataParallel, which reduces gradients too; give its .module"
+    return None
 
 
 def _state(module: nn.Module) -> Iterator[Tensor]:

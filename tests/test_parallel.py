@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import pytest
 import torch
@@ -327,6 +328,9 @@ def test_twice_is_refused():
     on_ranks((2, 1, 1), body)
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch.jit.script is deprecated
+    SCRIPT = torch.jit.script(nn.Sequential(nn.ReLU()))
 UNSENDABLE = {
     "'weight' of this LazyConv3d has no shape yet: call": lambda: nn.LazyConv3d(2, 3),
     "'weight' of this Linear has no values": lambda: nn.Linear(2, 2, device="meta"),
@@ -367,6 +371,40 @@ def test_torch_compile_is_refused_with_a_reason():
         model = parallelize(small(), mesh)
         with pytest.raises(NotSupported, match=r"torch\.compile"):
             torch.compile(model, backend="eager")(randn(*SHAPE))
+
+    on_ranks((1, 1, 1), body)
+
+
+def _compile_in_place(model):
+    model[1].compile(backend="eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("said", "make"),
+    {
+        "the model is compiled": lambda: torch.compile(small(), backend="eager"),
+        "the part '0' of the model is compiled": lambda: nn.Sequential(
+            torch.compile(small(), backend="eager")
+        ),
+        "the part '1' of the model is compiled": lambda: _compile_in_place(small()),
+        "the model is a torch.jit script": lambda: SCRIPT,
+    }.items(),
+)
+def test_what_was_compiled_before_is_refused(said, make):
+    def body(mesh):
+        with pytest.raises(NotSupported, match=said):
+            parallelize(make(), mesh)
+
+    on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.parametrize("model", [None, nn.ReLU, len, [nn.ReLU()]], ids=str)
+def test_other_arguments_are_named(model):
+    def body(mesh):
+        for given in ((model, mesh), (mesh, nn.ReLU()), (nn.ReLU(), None)):
+            with pytest.raises(UsageError, match="possible are a torch.nn.Module and a mesh"):
+                parallelize(*given)
 
     on_ranks((1, 1, 1), body)
 

@@ -342,7 +342,7 @@ def _differs(first: int, other: int, row: list[object]) -> UsageError:
         equal = "it must be equal on all ranks"
     else:
         equal = "it must be equal on all ranks of a sample group"
-        advice += " to all"
+        advice += " to all, and torch.zeros where torch.empty leaves values of each rank's own"
     return UsageError(
         f"{text} differs between the ranks {first} and {other} ({since}): {equal}; {advice}"
     )
