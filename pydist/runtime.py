@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
@@ -28,7 +27,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pydist.comm import LocalTransport, Transport
 from pydist.errors import NotSupported, UsageError
-from pydist.launch import backends, failures, identity, leftovers, lifeline, watch
+from pydist.launch import backends, failures, forks, identity, leftovers, lifeline, watch
 from pydist.launch.elsewhere import Elsewhere, Place
 from pydist.launch.identity import Identity
 from pydist.registry import JOINS, TRANSPORTS, transport_names
@@ -104,7 +103,7 @@ def _join(transport: str) -> Transport:
     _set_threads(world)
     _list_mapped()
     # Last in, first out: before mpi4py ends MPI.
-    atexit.register(_leave, world)
+    forks.at_exit(_leave, world)
     return world
 
 
@@ -152,7 +151,7 @@ def _join_over(transport: str, who: Identity | None) -> Transport:
     world: Transport = kind.over(connect(kind.below), 0 if who is None else who.local_rank)
     failures.install(world.rank, world.size, abort=_abort(world))
     _list_mapped()
-    atexit.register(world.close)  # before that of the host's transport
+    forks.at_exit(world.close)  # before that of the host's transport
     return world
 
 
@@ -297,7 +296,7 @@ def _list_mapped() -> None:
     job = os.environ.get(lifeline.VARIABLE)
     made = leftovers.list_mapped(None if job is None else Path(job).parent)
     if made is not None:
-        atexit.register(shutil.rmtree, made, ignore_errors=True)
+        forks.at_exit(shutil.rmtree, made, ignore_errors=True)
 
 
 def _hear_of_other_machines(who: Identity | None, world: Transport) -> None:

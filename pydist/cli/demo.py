@@ -216,7 +216,8 @@ def _train_alone(
     """The loss by step of the same run on one rank, in this process."""
     from pydist.setup import init
     from pydist.train.log import losses
-    from pydist.train.run import LOG_FILE, train
+    from pydist.train.folder import LOG_FILE
+    from pydist.train.run import train
 
     alone = replace(
         split,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,6 +76,7 @@ def _check(options: _Arguments) -> None:
         DiskError: there is no folder for the output, or its links form a circle.
     """
     from pydist.data.medical.nifti import require_suffix
+    from pydist.data.publish import real_path, refuse_overwriting
 
     if options.overlap is not None and options.sliding is None:
         raise UsageError("--overlap is of windows: give --sliding as well, as in --sliding 96")
@@ -90,26 +89,15 @@ def _check(options: _Arguments) -> None:
         require_suffix(options.output)
         if not options.output.parent.is_dir():
             raise DiskError(f"{options.output.parent}: no such folder")
-    elif _real(options.output) == _real(options.images[0]):
+    elif real_path(options.output) == real_path(options.images[0]):
         raise UsageError(
             f"{options.output}: labels would lie among the images and be taken for some; choose "
             "another folder"
         )
     cases = _cases(options.images, options.output)
-    images = {_real(path) for files, _ in cases for path in files}
+    images = [path for files, _ in cases for path in files]
     for _, output in cases:
-        if _real(output) in images:
-            raise UsageError(f"{output}: its labels would overwrite an image; choose another place")
-
-
-def _real(path: Path) -> str:
-    """A path without links, whether there is a file or not; raises `DiskError` if they circle."""
-    try:
-        path.stat()
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise DiskError(f"{path}: {error.strerror}") from error
-    return os.path.realpath(path)
+        refuse_overwriting(images, output)
 
 
 def _predict_here(options: _Arguments) -> int:

@@ -8,13 +8,18 @@ import sys
 
 _RAISING = ("strict", "surrogateescape", "surrogatepass")
 
+_WIDTH = "COLUMNS"
+_NARROWEST = 40
+"""Characters a line; with 0, tables would be printed as nothing, and with few of them never end."""
+
 
 def prepare() -> None:
     """Makes the standard streams safe to write to, for this process and those it starts.
 
     A stream that was closed (`2>&-`) becomes the null device: its number would otherwise go to the
     next file that is opened, and messages into that file. A character that the encoding of stdout
-    or stderr does not have is printed as an escape.
+    or stderr does not have is printed as an escape. A width that is none, or too narrow, is not
+    taken from the environment.
     """
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(handle, True)
@@ -29,3 +34,6 @@ def prepare() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in _RAISING:
             stream.reconfigure(errors="backslashreplace")
+    width = os.environ.get(_WIDTH, "")
+    if width and not (width.isascii() and width.isdigit() and int(width) >= _NARROWEST):
+        del os.environ[_WIDTH]

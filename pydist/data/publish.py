@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydist import owner
-from pydist.errors import DiskError
+from pydist.errors import DiskError, UsageError
 
 GZIP_RATIO = 1040
 """More than gzip can pack."""
@@ -54,6 +56,22 @@ def make_folder(folder: Path) -> None:
         raise DiskError(f"{folder}: it is a file, and a folder is needed") from error
     except OSError as error:
         raise DiskError(f"{folder}: {error.strerror}") from error
+
+
+def real_path(path: str | Path) -> str:
+    """A path without links, whether there is a file or not; raises `DiskError` if they circle."""
+    try:
+        os.stat(path)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise DiskError(f"{path}: {error.strerror}") from error
+    return os.path.realpath(path)
+
+
+def refuse_overwriting(inputs: Iterable[str | Path], output: str | Path) -> None:
+    """Raises `UsageError` if an output is one of the files that it is made from."""
+    if real_path(output) in map(real_path, inputs):
+        raise UsageError(f"{output}: it would overwrite what it is made from; choose another place")
 
 
 def need_space(folder: Path, size: int) -> None:

@@ -12,6 +12,7 @@ from pydist import owner
 from pydist.data.publish import publish
 from pydist.errors import UsageError
 from pydist.train.about import load_trained
+from pydist.train.checkpoint import is_checkpoint
 
 
 def export_weights(checkpoint: str | Path, path: str | Path) -> str:
@@ -29,12 +30,14 @@ def export_weights(checkpoint: str | Path, path: str | Path) -> str:
 
     Raises:
         CheckpointError: there is none, or it is damaged.
-        UsageError: another suffix.
+        UsageError: another suffix, or a file within a checkpoint.
         DiskError: the disk is full, or the folder can't be written.
     """
     name = Path(path)
     if name.suffix != ".safetensors":
         raise UsageError(f"{name}: the name of the file ends in .safetensors")
+    if is_checkpoint(name.parent):
+        raise UsageError(f"{name}: its folder is a checkpoint, which it would damage; choose another")
     about, weights = load_trained(checkpoint)
     network = about.task().expression(about.manifest)
     data = about.config.data

@@ -19,6 +19,7 @@ from pydist.data.medical.case import grid_options, read_image, write_labels
 from pydist.data.medical.collection import as_stored
 from pydist.data.medical.grid import GridOptions
 from pydist.data.normalize import Normalizer
+from pydist.data.publish import refuse_overwriting
 from pydist.errors import CheckpointError, DataError, UsageError
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import layout_for_sample
@@ -127,9 +128,12 @@ class Predictor:
 
         Raises:
             DataError: a file is damaged, or has other channels than the network.
-            UsageError: nibabel is missing, or `output` has another suffix.
+            UsageError: nibabel is missing, `output` has another suffix or is one of the images.
             DiskError: `output` can't be written.
         """
+        if not images:
+            raise UsageError("no image was given: a file a channel, or one with all")
+        refuse_overwriting(images, output)
         group = self.mesh.sample
         image, header = None, b""
         with together(group):
@@ -154,7 +158,8 @@ class Predictor:
             On the first rank the class of each voxel, [D, H, W] int64; None on the others.
 
         Raises:
-            DataError: another number of channels, or values that do not fit.
+            DataError: another number of channels, or values that do not fit or are not finite.
+            UsageError: it is no array.
         """
         return self._predict(image, "the image")
 
@@ -179,9 +184,10 @@ class Predictor:
         whole = None
         with together(group):
             if group.rank == 0:
-                assert image is not None
-                stored = self._checked(as_tensor(image).numpy(force=True), name)
+                stored = self._checked(_values_of(image, name), name)
                 mean = float(stored.mean(dtype=np.float64))
+                if not math.isfinite(mean):
+                    raise DataError(f"{name}: a value is NaN or infinite")
                 facts = json.dumps([stored.shape, mean]).encode()
                 whole = torch.from_numpy(np.ascontiguousarray(stored))[None]
         shape, mean = json.loads(group.broadcast_bytes(facts))
@@ -225,6 +231,16 @@ class Predictor:
         )
         assert isinstance(found, Tensor)  # a network with several outputs would give a tuple
         return found
+
+
+def _values_of(image: ArrayLike, name: str) -> npt.NDArray[np.generic]:
+    """The real numbers of an image in host memory."""
+    tensor = as_tensor(image)
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
+        kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
+        raise DataError(f"{name}: a tensor of kind {kind}; real numbers in dense memory are needed")
+    tensor = tensor.float() if tensor.dtype == torch.bfloat16 else tensor  # NumPy has none
+    return tensor.numpy(force=True)
 
 
 def _check_sliding(sliding: Sliding, multiple: int) -> None:

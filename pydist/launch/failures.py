@@ -27,6 +27,7 @@ from pydist.errors import (
     out_of_memory,
     output_is_gone,
 )
+from pydist.launch import forks
 
 _PATIENCE = 5.0
 """Seconds that a rank waits to be ended by the one whose failure came first."""
@@ -103,6 +104,7 @@ def install(
     threading.excepthook = _thread_excepthook
     if size > 1:
         sys.exit = _exit
+        forks.install()
 
 
 def fail(error: BaseException) -> NoReturn:
@@ -122,16 +124,32 @@ def fail(error: BaseException) -> NoReturn:
 def guarded() -> Iterator[None]:
     """Treat what leaves the block as the end of the program: errors and exit codes.
 
-    For the outermost function of a command; `SystemExit` with code 0 passes through.
+    For the outermost function of a command; `SystemExit` with code 0 passes through, and what a
+    fork raises ends that alone.
     """
     try:
         yield
     except SystemExit as error:
         if not exit_code_of(error):
             raise
+        if _is_fork():
+            forks.end(_said_at_exit(error))
         fail(error)
     except BaseException as error:
+        if _is_fork():
+            raise
         fail(error)
+
+
+def _is_fork() -> bool:
+    return _guard.process not in (0, os.getpid())
+
+
+def _said_at_exit(error: SystemExit) -> int:
+    """The exit code; what is none is printed, as the interpreter does it."""
+    if isinstance(error.code, str):
+        _to_stderr(f"{error.code}\n")
+    return exit_code_of(error)
 
 
 def describe(error: BaseException) -> str:
@@ -186,7 +204,7 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 def _excepthook(
     kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    if os.getpid() != _guard.process:
+    if _is_fork():
         sys.__excepthook__(kind, error or kind(), trace)
         return
     fail(error or kind())
@@ -195,7 +213,7 @@ def _excepthook(
 def _thread_excepthook(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is None or isinstance(args.exc_value, SystemExit):
         return
-    if os.getpid() != _guard.process:
+    if _is_fork():
         threading.__excepthook__(args)
         return
     fail(args.exc_value)
@@ -212,9 +230,11 @@ class _Exit(SystemExit):
     @property
     def code(self) -> object:  # type: ignore[override]
         value = self.args[0] if len(self.args) == 1 else (self.args or None)
-        ends = sys._getframe().f_back is None and os.getpid() == _guard.process
-        if ends and exit_code_of(SystemExit(value)):
-            fail(SystemExit(value))
+        if sys._getframe().f_back is None and exit_code_of(SystemExit(value)):
+            error = SystemExit(value)
+            if _is_fork():
+                forks.end(_said_at_exit(error))
+            fail(error)
         return value
 
 

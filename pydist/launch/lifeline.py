@@ -39,10 +39,9 @@ class Lifeline:
         self._socket.connect(path)
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ended = False
-        self._process = os.getpid()
         self.joined = False
         """Whether this rank has joined the job's others; the launcher is told when it ends."""
-        self._send({"rank": rank, "pid": self._process})
+        self._send({"rank": rank, "pid": os.getpid()})
         Lifeline.current = self
         threading.Thread(target=self._listen, name="pydist lifeline", daemon=True).start()
 
@@ -63,10 +62,9 @@ class Lifeline:
         self._send({"say": text})
 
     def end(self) -> None:
-        """Report that this process ends now, in good order; a fork of it reports nothing."""
-        if os.getpid() == self._process:
-            self._ended = True
-            self._send({"end": self.joined})
+        """Report that this process ends now, in good order."""
+        self._ended = True
+        self._send({"end": self.joined})
 
     def _send(self, message: dict[str, int | str]) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone: `_listen` acts on it

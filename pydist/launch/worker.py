@@ -5,14 +5,13 @@ Its arguments are the script, or "-m" and the module, and the program's argument
 
 from __future__ import annotations
 
-import atexit
 import io
 import os
 import runpy
 import sys
 from pathlib import Path
 
-from pydist.launch import failures, identity
+from pydist.launch import failures, forks, identity
 from pydist.launch.lifeline import VARIABLE, Lifeline
 
 
@@ -29,7 +28,7 @@ def main(argv: list[str]) -> None:
         failures.install(rank, size, abort=_abort)
     else:
         failures.install(rank, size, claim=lifeline.claim, say=lifeline.say, abort=_abort)
-        atexit.register(lifeline.end)  # first in, last out: the program's own may fail
+        forks.at_exit(lifeline.end)  # first in, last out: the program's own may fail
     for stream in (sys.stdout, sys.stderr):
         # Ranks write to pipes: whole lines, as they come, or those of several ranks would mix.
         if isinstance(stream, io.TextIOWrapper):

@@ -38,6 +38,7 @@ LAST = "last"
 
 _STEP = re.compile(r"step-(\d{6,})")
 _FILE = re.compile(r"[A-Za-z0-9_-]{1,64}\.(safetensors|json)")
+_MANIFEST, _STATE = "manifest.json", "state.json"
 _MANIFEST_LIMIT = 1 << 20
 # What reading a file raises that holds something else than `write` put there.
 _NOT_AS_WRITTEN = (
@@ -51,6 +52,11 @@ def complete(folder: Path) -> list[Path]:
         return []
     steps = {int(m[1]): p for p in folder.iterdir() if (m := _STEP.fullmatch(p.name))}
     return [steps[step] for step in sorted(steps)]
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a checkpoint, or a link to one."""
+    return all((folder / name).is_file() for name in (_MANIFEST, _STATE))
 
 
 def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -> Path:
@@ -107,7 +113,7 @@ def read(path: Path) -> dict[str, Any]:
         files = {
             name: _verified(path / name, expected) for name, expected in manifest["files"].items()
         }
-        skeletons = parse_json(files["state.json"])
+        skeletons = parse_json(files[_STATE])
         parts: dict[str, Any] = {
             part: tree.join(skeleton, safetensors.torch.load(files[f"{part}.safetensors"]))
             for part, skeleton in skeletons.items()
@@ -124,7 +130,7 @@ def _encode(parts: Mapping[str, object]) -> dict[str, bytes]:
         tensors: dict[str, Tensor]
         skeletons[part], tensors = tree.split(state)
         files[f"{part}.safetensors"] = safetensors.torch.save(tensors)
-    files["state.json"] = tree.dumps(skeletons)
+    files[_STATE] = tree.dumps(skeletons)
     return files
 
 
@@ -135,7 +141,7 @@ def _fill(work: Path, step: int, files: Mapping[str, bytes]) -> None:
         for name, data in files.items()
     }
     manifest = {"format": FORMAT, "version": VERSION, "step": step, "files": sums}
-    for name, data in {**files, "manifest.json": _seal(manifest)}.items():
+    for name, data in {**files, _MANIFEST: _seal(manifest)}.items():
         with (work / name).open("xb") as file:
             file.write(data)
             file.flush()
@@ -151,7 +157,7 @@ def _seal(manifest: Mapping[str, object]) -> bytes:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / "manifest.json"
+    file = path / _MANIFEST
     if not file.is_file():
         raise ValueError("manifest.json is missing" if path.is_dir() else "no such folder")
     with file.open("rb") as stream:

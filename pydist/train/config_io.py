@@ -67,6 +67,11 @@ def check(tables: dict[str, Any], source: str) -> Config:
     for name, path in (("data.path", config.data.path), ("output.folder", config.output.folder)):
         if "\0" in str(path):
             raise UsageError(f"{source}: {name} = {str(path)!r}: a path has no zero character")
+        if any("\ud800" <= character <= "\udfff" for character in str(path)):
+            raise UsageError(
+                f"{source}: {name} = {str(path)!r}: what is not UTF-8 can't be written into the "
+                "run's files; rename it, or set PYTHONUTF8=1"
+            )
     return config
 
 

@@ -16,14 +16,13 @@ from torch.amp import GradScaler
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pydist import owner
 from pydist._loader import native
 from pydist.comm.agree import require_same, together
 from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, publish
-from pydist.errors import CheckpointError, DiskError, Stopped, UsageError
+from pydist.errors import CheckpointError, Stopped, UsageError
 from pydist.optim import linear_decay, sharded
 from pydist.optim.fused import start_momentum
 from pydist.parallel import parallelize
@@ -36,19 +35,22 @@ from pydist.train.device import (
     memory_format,
     own_stream,
 )
+from pydist.train.folder import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    LOG_FILE,
+    prepare_results,
+    refuse_foreign,
+    remove_unfinished,
+)
 from pydist.train.log import EventLog, Listener, done_at, losses
 from pydist.train.loop import Trainer
-from pydist.train.segmentation_report import DICE_FILE
 from pydist.train.state import State, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
     from pydist.train.config import Config, OptimizerConfig
-
-CONFIG_FILE = "config.toml"
-LOG_FILE = "log.jsonl"
-CHECKPOINTS = "ckpt"
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def train(
     Rank 0 writes the resolved configuration, `log.jsonl`, checkpoints, a table of the validation
     (`predictions.csv`, for segmentation `dice.csv`) and, if asked, `result.png` into
     `config.output.folder`. It holds the folder meanwhile: a second run there is refused before it
-    writes anything (see `pydist.data.lock`).
+    writes anything (see `pydist.data.lock`). So is one in a folder with files of these names that
+    are no run's.
 
     Args:
         config: see `pydist.train.config`; its table "mesh" is what `mesh` was made from.
@@ -99,6 +102,7 @@ def train(
             if mesh.rank == 0:
                 make_folder(config.output.folder)
                 lock = stack.enter_context(FolderLock(config.output.folder))
+                refuse_foreign(config.output.folder)
         return _logged(config, mesh, lock, listeners, prepare)
 
 
@@ -150,10 +154,9 @@ def _run(
         _resume(config, state)
         folder = config.output.folder
         validated, ended = _done_before(folder / LOG_FILE, state)
-        with together(mesh.world):  # not before: a refused resume leaves the file as it is
+        with together(mesh.world):
             if mesh.rank == 0:
-                _prepare(folder, config)
-                publish(folder / CONFIG_FILE, config_io.dumps(config).encode())
+                prepare_results(folder, checkpoints=config.checkpoint.on_error == "stop")
         trainer = Trainer(
             state,
             task,
@@ -165,7 +168,10 @@ def _run(
             lock,
         )
         _announce(log, config, trainer)
-        for left in _clean(folder) if lock is not None else ():
+        with together(mesh.world):  # not before: a refused resume leaves the file as it is
+            if mesh.rank == 0:
+                publish(folder / CONFIG_FILE, config_io.dumps(config).encode())
+        for left in remove_unfinished(folder) if lock is not None else ():
             log.emit("notice", text=f"removed {left}, which an interrupted run left")
         complete = ended and state.step >= trainer.last_step
         complete = complete and (validated or validation_loader is None)
@@ -311,20 +317,6 @@ def _done_before(path: Path, state: State) -> tuple[bool, bool]:
             found = done_at(path, state.step)
     validated, ended = world.broadcast_bytes(bytes(found))
     return bool(validated), bool(ended)
-
-
-def _prepare(folder: Path, config: Config) -> None:
-    """Makes the folder of checkpoints; raises `DiskError` where results could not be written."""
-    if config.checkpoint.on_error == "stop":
-        make_folder(folder / CHECKPOINTS)
-    for name in (report.PREDICTIONS_FILE, DICE_FILE, report.PICTURE_FILE):
-        if (folder / name).is_dir():
-            raise DiskError(f"{folder / name}: it is a folder, and a file is needed")
-
-
-def _clean(folder: Path) -> list[Path]:
-    """Removes what runs that were killed left unfinished in the output folder."""
-    return [*owner.remove_temporaries(folder), *owner.remove_temporaries(folder / CHECKPOINTS)]
 
 
 def _announce(log: EventLog, config: Config, trainer: Trainer) -> None:

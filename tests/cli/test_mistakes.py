@@ -123,7 +123,7 @@ def refused(capsys, arguments: list[str], code: int) -> str:
             )
         ),
         ("data universes out --redshifts nan", 2, "at least one, each from 0 to 1000"),
-        (f"predict run {CASE} -o {CASE}", 2, f"{CASE}: its labels would overwrite an image"),
+        (f"predict run {CASE} -o {CASE}", 2, f"{CASE}: it would overwrite what it is made from"),
         ("predict run plain -o plain", 2, "plain: labels would lie among the images"),
         ("predict run plain -o linked", 2, "linked: labels would lie among the images"),
         ("predict run plain -o loop", 74, "loop: Too many levels of symbolic links"),

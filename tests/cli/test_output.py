@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from children import child_environment
 
+from pydist.cli import streams
 from pydist.cli.events import followed
 from pydist.errors import exit_code_of
 from pydist.train.log import PIPE_VARIABLE
@@ -103,6 +104,18 @@ def test_a_closed_stream_is_no_obstacle(tmp_path: Path, closed: str) -> None:
     assert found.returncode == 0
     assert found.stdout.startswith(b"" if ">&- 2" in closed else b"pydist ")
     assert shell(tmp_path, f'"$1" -m pydist nothing {closed}').returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("width", "kept"),
+    [("0", False), ("1", False), ("-1", False), ("x", False), ("\u0661", False), ("40", True)],
+)
+def test_a_width_in_which_nothing_can_be_printed(
+    monkeypatch: pytest.MonkeyPatch, width: str, kept: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    streams.prepare()
+    assert ("COLUMNS" in os.environ) == kept
 
 
 def test_the_number_of_a_closed_stream_goes_to_no_other_file(tmp_path: Path) -> None:

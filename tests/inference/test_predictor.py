@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import nibabel as nib
@@ -174,6 +175,62 @@ def test_errors_are_those_of_every_rank(trained, tmp_path):
         assert list(tmp_path.glob("a.*")) == []
 
     run_local(body, 2, timeout=120)
+
+
+def test_images_that_are_none_are_named(trained, tmp_path):
+    made = torch.zeros(1, 16, 16, 16)
+    wrong = {
+        "NoneType is no array": (None, UsageError),
+        "values from nan to nan do not fit int16": (made.index_fill(1, torch.tensor([2]), math.nan), DataError),
+        "values from 0.0 to inf do not fit int16": (made.index_fill(1, torch.tensor([2]), math.inf), DataError),
+        r"torch.strided torch.complex64; real": (made * 1j, DataError),
+        "torch.sparse_coo torch.float32; real": (made.to_sparse(), DataError),
+        "of kind meta; real": (made.to("meta"), DataError),
+        "the shape \\(16, 16, 16\\)": (made[0], DataError),
+    }
+
+    def body(world):
+        predictor = Predictor(trained / "run", Mesh(world, 1, (2, 1, 1)))
+        for message, (image, error) in wrong.items():
+            with pytest.raises(error, match=message):
+                predictor.predict(image if world.rank == 0 else None)
+        found = predictor.predict(made.bfloat16() if world.rank == 0 else None)
+        return predictor.predict(made.numpy() if world.rank == 0 else None), found
+
+    plain, rounded = run_local(body, 2, timeout=120)[0]
+    np.testing.assert_array_equal(plain, rounded)
+
+
+def test_a_prediction_overwrites_no_image(trained, tmp_path):
+    image = tmp_path / "image.nii.gz"
+    shutil.copy(trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz", image)
+    (tmp_path / "link.nii.gz").symlink_to(image)
+    before = image.read_bytes()
+
+    def body(world):
+        predictor = Predictor(trained / "run", Mesh(world, 1, (2, 1, 1)))
+        for output in (image, tmp_path / "link.nii.gz"):
+            with pytest.raises(UsageError, match="would overwrite what it is made from"):
+                predictor.predict_file([image], output)
+        with pytest.raises(UsageError, match="no image was given"):
+            predictor.predict_file([], tmp_path / "labels.nii")
+
+    run_local(body, 2, timeout=120)
+    assert image.read_bytes() == before
+
+
+def test_weights_are_exported_into_no_checkpoint(trained, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run, symlinks=True)
+    last = run / "ckpt" / "last"
+    shutil.copytree(last, tmp_path / "kept elsewhere")
+    for folder in (last, last.resolve(), tmp_path / "kept elsewhere"):
+        before = (folder / "model.safetensors").read_bytes()
+        for name in ("model.safetensors", "another.safetensors"):
+            with pytest.raises(UsageError, match="its folder is a checkpoint"):
+                export_weights(run, folder / name)
+        assert (folder / "model.safetensors").read_bytes() == before
+    export_weights(run, run / "weights.safetensors")
 
 
 def test_checkpoints_and_windows_that_do_not_fit(trained, tmp_path):

@@ -100,6 +100,12 @@ def test_a_path_with_a_zero_character_is_refused(table):
         config_io.loads(f'[{table}]\n{key} = "a\\u0000b"', "run.toml")
 
 
+@pytest.mark.parametrize(("table", "key"), [("data", "path"), ("output", "folder")])
+def test_a_path_that_is_not_utf8_is_refused(table, key):
+    with pytest.raises(UsageError, match=rf"{table}\.{key} = 'a\\udcffb': what is not UTF-8"):
+        config_io.check({table: {key: "a\udcffb"}}, "the command line")
+
+
 def test_files_that_are_no_toml_or_not_there_are_refused(tmp_path):
     file = tmp_path / "config.toml"
     file.write_text("[model\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 from contextlib import nullcontext
 
@@ -395,6 +396,29 @@ def test_a_checkpoint_that_can_not_be_written_stops_or_warns(config):
     assert not events(config, "step")  # refused before the first
     alone(change(config, checkpoint={"on_error": "warn"}))
     assert "going on without a checkpoint" in events(config, "notice")[0]["text"]
+
+
+@pytest.mark.parametrize("name", ["config.toml", "log.jsonl", "predictions.csv", "result.png"])
+def test_files_of_others_in_the_folder_stay_as_they_are(config, name):
+    folder = config.output.folder
+    folder.mkdir()
+    (folder / name).write_text("by hand")
+    with pytest.raises(UsageError, match=f"{name} is there, and .* is no folder of a run"):
+        run_local(job, 1, config)
+    assert [path.name for path in folder.iterdir()] == [name]
+    assert (folder / name).read_text() == "by hand"
+    (folder / name).write_text("")  # of nobody, as `touch` makes it
+    run_local(job, 1, config)
+
+
+def test_a_run_goes_on_without_its_log_or_without_checkpoints(config):
+    folder = config.output.folder
+    run_local(job, 1, config)
+    (folder / "log.jsonl").unlink()
+    run_local(job, 1, config)  # its checkpoints tell
+    shutil.rmtree(folder / "ckpt")
+    run_local(job, 1, config)  # its log tells
+    assert (folder / "config.toml").stat().st_size
 
 
 def test_a_folder_in_the_place_of_a_result_is_refused_before_the_first_step(config):

@@ -247,7 +247,7 @@ def as_stored(image: npt.NDArray[Any], dtype: str, name: str, advice: str = "") 
         if image.dtype.kind == "f":
             image = np.rint(image)
         low, high = image.min(), image.max()
-        if low < -(1 << 15) or high >= 1 << 15:
+        if not (low >= -(1 << 15) and high < 1 << 15):  # NaN fits nowhere
             raise DataError(f"{name}: values from {low} to {high} do not fit int16{advice}")
     return image.astype(dtype)
 

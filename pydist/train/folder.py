@@ -1,0 +1,59 @@
+"""The folder of a run: what lies in it, and whether it is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydist import owner
+from pydist.data.publish import make_folder
+from pydist.errors import DiskError, UsageError
+from pydist.train import checkpoint, log, report
+from pydist.train.segmentation_report import DICE_FILE
+
+CONFIG_FILE = "config.toml"
+LOG_FILE = "log.jsonl"
+CHECKPOINTS = "ckpt"
+
+_RESULTS = (report.PREDICTIONS_FILE, DICE_FILE, report.PICTURE_FILE)
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Stops a run before it overwrites, or appends to, a file that no run has written.
+
+    Raises:
+        UsageError: there is such a file.
+        DiskError: the folder can't be read.
+    """
+    found = [folder / name for name in (CONFIG_FILE, LOG_FILE, *_RESULTS)]
+    try:
+        found = [path for path in found if path.is_file() and path.stat().st_size]
+        if not found or checkpoint.complete(folder / CHECKPOINTS):
+            return
+        path = folder / LOG_FILE
+        if path in found and next(log.read(path), None) is not None:
+            return
+    except OSError as error:
+        raise DiskError(f"can't read {error.filename or folder}: {error.strerror}") from error
+    raise UsageError(
+        f"{found[0]} is there, and {folder} is no folder of a run: choose another output.folder, "
+        "or rename the file"
+    )
+
+
+def prepare_results(folder: Path, *, checkpoints: bool) -> None:
+    """Raises `DiskError` where results could not be written.
+
+    Args:
+        folder: of the run.
+        checkpoints: whether to make the folder of checkpoints.
+    """
+    if checkpoints:
+        make_folder(folder / CHECKPOINTS)
+    for name in _RESULTS:
+        if (folder / name).is_dir():
+            raise DiskError(f"{folder / name}: it is a folder, and a file is needed")
+
+
+def remove_unfinished(folder: Path) -> list[Path]:
+    """Removes what runs that were killed left unfinished; returns what it was."""
+    return [*owner.remove_temporaries(folder), *owner.remove_temporaries(folder / CHECKPOINTS)]

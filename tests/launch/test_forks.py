@@ -1,0 +1,79 @@
+"""Processes that a rank forks end by themselves, as without pydist, and the job goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from children import child_environment
+
+from pydist.launch import available
+
+SCRIPT = """
+import atexit, os, sys
+import pydist
+
+child = None
+atexit.register(lambda: print("left by", child or "the rank"))
+mesh = pydist.init()
+for number, end in enumerate({ends}):
+    forked = os.fork()
+    if forked == 0:
+        child = f"fork {{number}}"
+        print("in", child)
+        exec(end)
+        sys.exit(0)
+    _, status = os.waitpid(forked, 0)
+    print("ended", number, os.waitstatus_to_exitcode(status))
+mesh.world.barrier()
+print("went on")
+"""
+
+ENDS = {
+    "pass": 0,
+    "sys.exit(3)": 3,
+    "sys.exit('bye')": 1,
+    "raise ValueError('of the fork')": 1,
+    "sys.stdout.flush(); os._exit(4)": 4,
+}
+# Where the launcher's worker runs the program; else the interpreter tells nobody this code.
+OF_WORKERS = {"raise SystemExit(5)": 5}
+
+LAUNCHERS = ("openmpi", "mpich", "gloo", "torchrun")
+
+
+def run(folder: Path, launcher: str, source: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(source)
+    command = ["-m", "pydist.launch", "2", launcher, str(script)]
+    if launcher == "torchrun":
+        command = ["-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    elif launcher not in [each.name for each in available()]:
+        pytest.skip(f"{launcher} is not installed")
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=folder,
+        env=child_environment(PYDIST_HANG_LIMIT="20"),
+    )
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_forks_end_and_the_job_goes_on(tmp_path: Path, launcher: str) -> None:
+    ends = ENDS if launcher == "torchrun" else ENDS | OF_WORKERS
+    result = run(tmp_path, launcher, SCRIPT.format(ends=list(ends)))
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines.count("went on") == lines.count("left by the rank") == 2
+    for number, (end, code) in enumerate(ends.items()):
+        assert lines.count(f"in fork {number}") == 2
+        assert lines.count(f"ended {number} {code}") == 2, result.stdout
+        assert lines.count(f"left by fork {number}") == (0 if "_exit" in end else 2)
+    assert result.stderr.count("ValueError: of the fork") == 2
+    assert result.stderr.count("bye") == 2
+    assert "pydist:" not in result.stderr
