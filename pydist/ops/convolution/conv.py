@@ -22,6 +22,7 @@ from pydist.ops.convolution.local_conv import (
     onednn_on_all,
 )
 from pydist.ops.convolution.rectified import PendingOutputs
+from pydist.ops.dtypes import require_same
 from pydist.ops.placement import choose_layout, conv_work
 from pydist.ops.redistribute import parameter_for, redistribute
 from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
@@ -63,6 +64,7 @@ def conv(
     device = local.device.type
     # Autocast's rule for convolutions, applied here: halos have to travel in the same type.
     local, weight, bias = in_autocast_type(local, weight, bias)
+    require_same(function, local, weight, bias)
     plan = _plan(input._layout, window, tuple(weight.shape), groups, local)
     with torch.autocast(device, enabled=False):
         shard, pending = plan.run(wrap(local, input._layout, input), weight, bias)

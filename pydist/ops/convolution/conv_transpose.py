@@ -23,6 +23,7 @@ from pydist.ops.convolution.local_conv import ConvChooser, in_autocast_type, one
 from pydist.ops.convolution.local_transposed import local_transposed
 from pydist.ops.convolution.transposed_correction import Recomputation, corrected_transposed
 from pydist.ops.convolution.transposed_window import Piece, TransposedWindow
+from pydist.ops.dtypes import require_same
 from pydist.ops.gathering import BoxGatherer
 from pydist.ops.redistribute import parameter_for
 from pydist.ops.windows import as_tuple
@@ -68,6 +69,7 @@ def conv_transpose(
     plan = _plan(layout, window, tuple(weight.shape), groups, local)
     weight, bias = parameter_for(weight, plan.out), parameter_for(bias, plan.out)
     weight, bias = in_autocast_type(weight, bias)
+    require_same(function, local, weight, bias)
     with torch.autocast(local.device.type, enabled=False):
         return wrap_new(plan.run(local, weight, bias), plan.out, input)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pydist.backend.statistics import Moments, dense, merged, unbiased
 from pydist.layout import Layout
+from pydist.ops.dtypes import require_fitting
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_common import (
     by_torch,
@@ -45,6 +46,7 @@ def batch_norm(
     layout, over = input._layout, input._origin.statistics
     if layout.splits[1] is not None:
         raise refusal(F.batch_norm, (input,), {}, "the channels are split")
+    require_fitting(F.batch_norm, input, weight, bias)
     source = taken(input)
     local = source.shard
     running = (running_mean, running_var)

@@ -11,6 +11,7 @@ from torch import Tensor
 from pydist.backend.statistics import Moments, dense, unbiased
 from pydist.errors import UsageError
 from pydist.layout import Layout
+from pydist.ops.dtypes import require_fitting
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_common import (
     by_torch,
@@ -49,6 +50,7 @@ def instance_norm(
     layout = input._layout
     if layout.splits[1] is not None:
         raise refusal(F.instance_norm, (input,), {}, "the channels are split")
+    require_fitting(F.instance_norm, input, weight, bias)
     source, running = taken(input), (running_mean, running_var)
     local = source.shard
     # Copies, as in torch: backward goes through the weight that forward had.
@@ -151,6 +153,7 @@ def group_norm(
         raise UsageError(f"{channels} channels can't be divided into {num_groups} groups")
     if math.prod(layout.shape) == num_groups:
         raise one_value("value per channel", layout.shape)
+    require_fitting(F.group_norm, input, weight, bias)
     plan = _plan_of_samples(layout, channels // num_groups)
     scale, shift = parameters_for(weight, bias, layout)
     source = taken(input)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pydist.backend.statistics import dense, statistics_dtype
 from pydist.errors import UsageError
+from pydist.ops.dtypes import require_fitting
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_plan import Gathering, plan_norm
@@ -63,6 +64,7 @@ def _norm(
                 f"{function.__name__} over {normalized} got parameters of shape "
                 f"{tuple(given.shape)}"
             )
+    require_fitting(function, input, *affine)
     dims = range(first, len(layout.shape))
     axes = axes_of(layout, dims)
     local = local_of(input)

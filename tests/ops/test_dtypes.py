@@ -1,0 +1,65 @@
+"""Types of operands that torch refuses together are refused on a mesh as well."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from equivalence import on_ranks, randn
+from torch import nn
+
+from pydist import distribute_tensor, parallelize
+from pydist.errors import UsageError
+
+TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32]
+LAYERS = {
+    "conv": lambda: nn.Conv3d(2, 4, 3, padding=1),
+    "pointwise": lambda: nn.Conv3d(2, 4, 1),
+    "transposed": lambda: nn.ConvTranspose3d(2, 4, 2, 2),
+    "batch norm": lambda: nn.BatchNorm3d(2),
+    "instance norm": lambda: nn.InstanceNorm3d(2, affine=True),
+    "group norm": lambda: nn.GroupNorm(1, 2),
+    "layer norm": lambda: nn.LayerNorm([2, 4, 4, 4]),
+    "linear": lambda: nn.Linear(4, 3),
+    "prelu": lambda: nn.PReLU(),
+}
+
+
+def outcome(layer, x):
+    """The type of the result, or "refused"."""
+    try:
+        return str(layer(x).dtype)
+    except (RuntimeError, UsageError, NotImplementedError):
+        return "refused"
+
+
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_torch_and_a_mesh_take_the_same_types(layer, spatial):
+    found, expected = {}, {}
+    for of_layer in (torch.float32, torch.float64, torch.bfloat16):
+        for of_input in TYPES:
+            made = LAYERS[layer]().to(of_layer)
+            x = randn(1, 2, 4, 4, 4).to(of_input)
+
+            def body(mesh, made=made, x=x):
+                own = parallelize(copy.deepcopy(made), mesh)
+                return outcome(own, distribute_tensor(x, mesh))
+
+            expected[of_layer, of_input] = outcome(made, x)
+            found[of_layer, of_input] = on_ranks(spatial, body)[0]
+    assert found == expected
+
+
+def test_what_would_fit_is_said():
+    conv, norm = nn.Conv3d(2, 4, 3), nn.GroupNorm(1, 2)
+
+    def body(mesh):
+        x = distribute_tensor(randn(1, 2, 4, 4, 4), mesh)
+        with pytest.raises(UsageError, match="input of torch.float64 and parameters of torch.fl"):
+            conv(x)
+        with pytest.raises(UsageError, match="or float32 with float16 or bfloat16 input"):
+            norm(x)
+
+    on_ranks((2, 1, 1), body)
