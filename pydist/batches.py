@@ -107,7 +107,8 @@ class Batches:
     def _note_replaced(self, module: nn.Module) -> None:
         """Notes what has taken the place of parameters, as by `torch.func.functional_call`."""
         for part in module.modules():
-            for tensor in part._parameters.values():
+            tensors: Iterable[Tensor | None] = part._parameters.values()
+            for tensor in tensors:
                 if tensor is not None and not isinstance(tensor, (nn.Parameter, ShardedTensor)):
                     use_as_parameter(tensor, self._mesh)
 

@@ -166,9 +166,11 @@ def layout_for_sample(
                 'otherwise, as in dims={2: "depth"}'
             )
         dims = {2: "depth", 3: "height", 4: "width"}
+    if not isinstance(dims, Mapping):
+        raise UsageError(f'dims={dims!r}: expected which dim is cut where, as in {{2: "depth"}}')
     splits: list[Split | None] = [None] * len(shape)
     for dim, axis in dims.items():
-        if not 0 <= dim < len(shape) or axis not in SAMPLE_AXES:
+        if not isinstance(dim, int) or not 0 <= dim < len(shape) or axis not in SAMPLE_AXES:
             raise UsageError(f"can't put dim {dim} of {tuple(shape)} on the axis {axis!r}")
         splits[dim] = even_split(mesh, shape[dim], axis)
     return Layout(mesh, shape, splits)

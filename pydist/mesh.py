@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from pydist.comm import Transport
 from pydist.errors import UsageError
 from pydist.grid import AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
 from pydist.session import Session
-
-if TYPE_CHECKING:
-    from pydist.comm import Transport
 
 _OTHER_AXES = tuple(axis for axis in AXES if axis not in ("data", *SPATIAL_AXES))
 
@@ -58,10 +56,16 @@ class Mesh:
         keep_thin_blocks: bool = False,
         axes: Mapping[str, int] | None = None,
     ) -> None:
+        if not isinstance(world, Transport):
+            raise UsageError(
+                f"Mesh({type(world).__name__}): expected the transport over all ranks, as "
+                "pydist.init() and pydist.comm.LocalTransport() make it"
+            )
+        data, spatial, seed = counts_of(data, spatial, seed)
         self.world = world
         self.keep_thin_blocks = keep_thin_blocks
         self.rank, self.size = world.rank, world.size
-        self.grid = _fit(world.size, data, tuple(spatial), axes or {})
+        self.grid = _fit(world.size, data, spatial, axes or {})
         self.seed = seed
         self.session = Session()
         self.coords = self.grid.coords(self.rank)
@@ -137,9 +141,27 @@ class Mesh:
         return self.world.split(self.grid.index(self.coords, others), self.rank)
 
 
+def counts_of(
+    data: int | None, spatial: Sequence[int], seed: int
+) -> tuple[int | None, tuple[int, ...], int]:
+    """Arguments of a mesh as whole numbers, of whatever integer type they are.
+
+    Raises:
+        UsageError: one is of another type, or `spatial` is not three counts >= 1.
+    """
+    try:
+        found = tuple(operator.index(n) for n in spatial)
+    except TypeError:
+        found = ()
+    if len(found) != 3 or any(n < 1 for n in found):
+        raise UsageError(f"spatial={spatial!r}: expected three counts >= 1 (depth, height, width)")
+    for name, given in (("data", data), ("seed", seed)):
+        if given is not None and not hasattr(given, "__index__"):
+            raise UsageError(f"{name}={given!r}: expected a whole number")
+    return None if data is None else operator.index(data), found, operator.index(seed)
+
+
 def _fit(world: int, data: int | None, spatial: tuple[int, ...], more: Mapping[str, int]) -> Grid:
-    if len(spatial) != 3 or any(n < 1 for n in spatial):
-        raise UsageError(f"spatial={spatial}: expected three counts >= 1 (depth, height, width)")
     for axis, size in more.items():
         if axis not in _OTHER_AXES or size < 1:
             raise UsageError(

@@ -68,9 +68,10 @@ def parallelize(
     other means see `pydist.sum_over_groups`. This holds for these parameters and for any other
     `nn.Parameter` that feeds or follows a sharded call, or is trained on the outputs of a frozen
     model; not for one that follows `detach()` or `no_grad()` only. It holds as well for plain
-    tensors in the place of parameters, as `torch.func.functional_call` puts them there. Hooks on parameters see that
-    mean. The optimizer may be made before or after; `pydist.optim.sharded` lets the ranks share its
-    step. `model.no_sync()` postpones the reduction, and hooks, to accumulate gradients.
+    tensors in the place of parameters, as `torch.func.functional_call` puts them there. Hooks on
+    parameters see that mean. The optimizer may be made before or after; `pydist.optim.sharded` lets
+    the ranks share its step. `model.no_sync()` postpones the reduction, and hooks, to accumulate
+    gradients.
 
     Args:
         model: any `nn.Module`; its calls on sharded tensors must have handlers.
@@ -91,26 +92,7 @@ def parallelize(
             ranks have different models, or can't send a parameter or buffer to each other.
         NotSupported: a part of the model is compiled, or reduces gradients itself.
     """
-    if not isinstance(model, nn.Module) or not isinstance(mesh, Mesh):
-        raise UsageError(
-            f"parallelize({type(model).__name__}, {type(mesh).__name__}); possible are a "
-            "torch.nn.Module and a mesh, from pydist.init()"
-        )
-    if batch_norm not in STATISTICS:
-        raise UsageError(f"batch_norm={batch_norm!r}; possible are {', '.join(STATISTICS)}")
-    if group_weight not in GROUP_WEIGHTS:
-        raise UsageError(f"group_weight={group_weight!r}; possible are {', '.join(GROUP_WEIGHTS)}")
-    for path, module in model.named_modules():
-        if "_pydist_path" in module.__dict__:
-            part = f"its part {path!r}" if path else f"this {type(model).__name__}"
-            raise UsageError(f"{part} is parallelized already; parallelize the whole, once")
-        if (why := _obstacle_of_kind(module)) is not None:
-            what = f"the part {path!r} of the model" if path else "the model"
-            raise NotSupported(f"{what} {why}")
-    if mesh.size > 1:
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if (why := obstacle(tensor)) is not None:
-                raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
+    _check(model, mesh, batch_norm, group_weight)
     given = {"batch_norm": batch_norm, "group_weight": group_weight}
     require_same(mesh.world, {**given, **facts_of(model)})
     for path, module in model.named_modules():
@@ -138,6 +120,30 @@ def parallelize(
     model.__dict__["__prepare_scriptable__"] = entry.refuse_script
     model.__dict__[_ENTRY] = entry
     return model
+
+
+def _check(model: nn.Module, mesh: Mesh, batch_norm: str, group_weight: str) -> None:
+    """What `parallelize` raises before ranks compare anything."""
+    if not isinstance(model, nn.Module) or not isinstance(mesh, Mesh):
+        raise UsageError(
+            f"parallelize({type(model).__name__}, {type(mesh).__name__}); possible are a "
+            "torch.nn.Module and a mesh, from pydist.init()"
+        )
+    if batch_norm not in STATISTICS:
+        raise UsageError(f"batch_norm={batch_norm!r}; possible are {', '.join(STATISTICS)}")
+    if group_weight not in GROUP_WEIGHTS:
+        raise UsageError(f"group_weight={group_weight!r}; possible are {', '.join(GROUP_WEIGHTS)}")
+    for path, module in model.named_modules():
+        if "_pydist_path" in module.__dict__:
+            part = f"its part {path!r}" if path else f"this {type(model).__name__}"
+            raise UsageError(f"{part} is parallelized already; parallelize the whole, once")
+        if (why := _obstacle_of_kind(module)) is not None:
+            what = f"the part {path!r} of the model" if path else "the model"
+            raise NotSupported(f"{what} {why}")
+    if mesh.size > 1:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if (why := obstacle(tensor)) is not None:
+                raise UsageError(f"{name!r} of this {type(model).__name__} {why}")
 
 
 def entry_of(model: nn.Module) -> Entry:

@@ -17,7 +17,7 @@ from pydist._loader import native
 from pydist.backend import store
 from pydist.comm.agree import require_same
 from pydist.launch import identity, watch
-from pydist.mesh import Mesh
+from pydist.mesh import Mesh, counts_of
 from pydist.runtime import connect
 
 _OF_A_RANK = frozenset(
@@ -57,11 +57,12 @@ def init(
         The mesh, with this rank's place in it.
 
     Raises:
-        UsageError: the mesh does not fit the number of ranks that were started, or ranks differ in
-            versions, mesh, seed or the environment variables of pydist, or one of these variables
-            holds what it cannot.
+        UsageError: a count is no whole number, the mesh does not fit the number of ranks that were
+            started, or ranks differ in versions, mesh, seed or the environment variables of pydist,
+            or one of these variables holds what it cannot.
         NotSupported: one for CUDA devices, and a rank has no GPU or not what carries its memory.
     """
+    data, spatial, seed = counts_of(data, spatial, seed)
     watch.limit()  # checked where it is of no use too: a mistake is one on every number of ranks
     store.is_wanted()
     native.cpu_isa()

@@ -116,6 +116,8 @@ def depth(points):
 REFUSED = {
     "not 5-D": (lambda m: layout_for_sample(m, (4, 4)), r"\[N, C, D, H, W\] expected"),
     "no such dim": (lambda m: layout_for_sample(m, (4, 4), {5: "depth"}), "dim 5"),
+    "dims in a list": (lambda m: layout_for_sample(m, (4, 4), [0]), r"dims=\[0\]: expected"),
+    "a dim's name": (lambda m: layout_for_sample(m, (4, 4), {"a": "depth"}), "dim a of"),
     "the data axis": (lambda m: layout_for_sample(m, (4, 4), {0: "data"}), "axis 'data'"),
     "no such axis": (lambda m: layout_for_sample(m, (4, 4), {0: "pipe"}), "axis 'pipe'"),
     "an axis twice": (lambda m: Layout(m, (4, 4), [depth([0, 2, 4])] * 2), "once"),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 
 from pydist import Mesh, run_local
+from pydist.comm import LocalTransport
 from pydist.errors import UsageError, exit_code_of
 from pydist.grid import AXES
 
@@ -82,7 +84,24 @@ DO_NOT_FIT = {
     "two counts": (2, None, (2, 1), [r"spatial=\(2, 1\)", "three counts"]),
     "negative data": (2, -1, (2, 1, 1), ["data=-1"]),
     "data zero": (2, 0, (2, 1, 1), ["data=0"]),
+    "one count": (2, None, 2, ["spatial=2: expected three counts"]),
+    "a text": (2, None, "211", ["spatial='211': expected three counts"]),
+    "data a text": (2, "1", (2, 1, 1), ["data='1': expected a whole number"]),
+    "half a group": (2, 0.5, (2, 1, 1), ["data=0.5: expected a whole number"]),
 }  # fmt: skip
+
+
+def test_counts_may_be_of_any_integer_type():
+    counts = (np.int64(2), np.uint8(1), torch.tensor(1))
+    found = on_world(4, lambda t: Mesh(t, np.int32(2), counts, seed=np.int64(3)))[0]
+    assert (found.data_size, found.sample_size, found.seed) == (2, 2, 3)
+
+
+def test_what_is_no_transport_or_seed_is_named():
+    with pytest.raises(UsageError, match=r"Mesh\(NoneType\): expected the transport"):
+        Mesh(None)
+    with pytest.raises(UsageError, match="seed='a': expected a whole number"):
+        Mesh(LocalTransport(), seed="a")
 
 
 @pytest.mark.parametrize(("ranks", "data", "spatial", "named"), DO_NOT_FIT.values(), ids=DO_NOT_FIT)

@@ -403,7 +403,7 @@ def test_what_was_compiled_before_is_refused(said, make):
 def test_other_arguments_are_named(model):
     def body(mesh):
         for given in ((model, mesh), (mesh, nn.ReLU()), (nn.ReLU(), None)):
-            with pytest.raises(UsageError, match="possible are a torch.nn.Module and a mesh"):
+            with pytest.raises(UsageError, match=r"possible are a torch\.nn\.Module and a mesh"):
                 parallelize(*given)
 
     on_ranks((1, 1, 1), body)

@@ -215,8 +215,8 @@ def _train_alone(
 ) -> dict[int, float]:
     """The loss by step of the same run on one rank, in this process."""
     from pydist.setup import init
-    from pydist.train.log import losses
     from pydist.train.folder import LOG_FILE
+    from pydist.train.log import losses
     from pydist.train.run import train
 
     alone = replace(

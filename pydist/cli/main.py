@@ -60,12 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     streams.prepare()
-    if identity.detect() is not None:
+    try:
+        if identity.detect() is None:
+            return _flushed(arguments)
         # One of several ranks: an error here has to end the others too.
         with failures.guarded():
             return _flushed(arguments)
-    try:
-        return _flushed(arguments)
     except (Exception, KeyboardInterrupt) as error:
         code = exit_code_of(error)
         with contextlib.suppress(OSError):

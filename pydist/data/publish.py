@@ -61,7 +61,7 @@ def make_folder(folder: Path) -> None:
 def real_path(path: str | Path) -> str:
     """A path without links, whether there is a file or not; raises `DiskError` if they circle."""
     try:
-        os.stat(path)
+        Path(path).stat()
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise DiskError(f"{path}: {error.strerror}") from error

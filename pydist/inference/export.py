@@ -37,7 +37,9 @@ def export_weights(checkpoint: str | Path, path: str | Path) -> str:
     if name.suffix != ".safetensors":
         raise UsageError(f"{name}: the name of the file ends in .safetensors")
     if is_checkpoint(name.parent):
-        raise UsageError(f"{name}: its folder is a checkpoint, which it would damage; choose another")
+        raise UsageError(
+            f"{name}: its folder is a checkpoint, which it would damage; choose another"
+        )
     about, weights = load_trained(checkpoint)
     network = about.task().expression(about.manifest)
     data = about.config.data

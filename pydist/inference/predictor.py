@@ -49,6 +49,11 @@ class Sliding:
     overlap: float = 0.25
 
     def __post_init__(self) -> None:
+        if not isinstance(self.window, int) or not isinstance(self.overlap, (int, float)):
+            raise UsageError(
+                f"window={self.window!r}, overlap={self.overlap!r}: a whole number of voxels, and "
+                "a part in [0, 1)"
+            )
         if not 1 <= self.window < 1 << 31 or not 0 <= self.overlap < 1:
             raise UsageError(
                 f"window={self.window}, overlap={self.overlap}: at least 1 voxel and below 2**31, "

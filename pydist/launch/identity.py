@@ -11,6 +11,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pydist.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Identity:
@@ -51,19 +53,35 @@ def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
 
     Args:
         environment: the variables to read.
+
+    Raises:
+        UsageError: they are no numbers, or not those of a job.
     """
     for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
         if rank in environment and size in environment:
             if launcher == "torchrun" and "MASTER_ADDR" not in environment:
                 continue  # RANK and WORLD_SIZE alone are set by many tools
-            return Identity(
+            found = Identity(
                 launcher,
-                int(environment[rank]),
-                int(environment[size]),
-                int(environment.get(local_rank, 0)),
+                _number(environment, rank),
+                _number(environment, size),
+                _number(environment, local_rank) if local_rank in environment else 0,
                 _leading_int(environment.get(local_size, "1")),
             )
+            if found.rank >= found.size:
+                raise UsageError(
+                    f"the environment has {rank}={found.rank} and {size}={found.size}: ranks count "
+                    "from 0; unset both where no launcher has set them"
+                )
+            return found
     return None
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name]
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"the environment has {name}={text!r}, and a whole number is needed")
+    return int(text)
 
 
 def _leading_int(text: str) -> int:

@@ -181,8 +181,14 @@ def test_images_that_are_none_are_named(trained, tmp_path):
     made = torch.zeros(1, 16, 16, 16)
     wrong = {
         "NoneType is no array": (None, UsageError),
-        "values from nan to nan do not fit int16": (made.index_fill(1, torch.tensor([2]), math.nan), DataError),
-        "values from 0.0 to inf do not fit int16": (made.index_fill(1, torch.tensor([2]), math.inf), DataError),
+        "values from nan to nan do not fit int16": (
+            made.index_fill(1, torch.tensor([2]), math.nan),
+            DataError,
+        ),
+        "values from 0.0 to inf do not fit int16": (
+            made.index_fill(1, torch.tensor([2]), math.inf),
+            DataError,
+        ),
         r"torch.strided torch.complex64; real": (made * 1j, DataError),
         "torch.sparse_coo torch.float32; real": (made.to_sparse(), DataError),
         "of kind meta; real": (made.to("meta"), DataError),
@@ -251,5 +257,8 @@ def test_checkpoints_and_windows_that_do_not_fit(trained, tmp_path):
     run_local(body, 1)
     with pytest.raises(UsageError, match="overlap=1"):
         Sliding(16, 1.0)
+    for wrong in (("8",), (8.5,), (8, "a")):
+        with pytest.raises(UsageError, match="a whole number of voxels, and a part"):
+            Sliding(*wrong)
     with pytest.raises(UsageError, match=r"ends in \.safetensors"):
         export_weights(trained / "run", tmp_path / "m.bin")

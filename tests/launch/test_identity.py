@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pydist.errors import UsageError
 from pydist.launch.identity import Identity, detect
 from pydist.runtime import first_host
 
@@ -67,3 +68,17 @@ def test_detect(environment: dict[str, str], expected: Identity | None) -> None:
 )
 def test_first_host_of_a_slurm_node_list(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"PYDIST_RANK": "2", "PYDIST_SIZE": "2"}, "PYDIST_RANK=2 and PYDIST_SIZE=2: ranks count"),
+        ({"PYDIST_RANK": "x", "PYDIST_SIZE": "2"}, "PYDIST_RANK='x', and a whole number"),
+        ({"PMI_RANK": "0", "PMI_SIZE": ""}, "PMI_SIZE='', and a whole number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK='-1', and a whole number"),
+    ],
+)
+def test_an_environment_that_no_launcher_sets(environment: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        detect(environment)

@@ -22,7 +22,7 @@ LAYERS = {
     "group norm": lambda: nn.GroupNorm(1, 2),
     "layer norm": lambda: nn.LayerNorm([2, 4, 4, 4]),
     "linear": lambda: nn.Linear(4, 3),
-    "prelu": lambda: nn.PReLU(),
+    "prelu": nn.PReLU,
 }
 
 
@@ -57,7 +57,7 @@ def test_what_would_fit_is_said():
 
     def body(mesh):
         x = distribute_tensor(randn(1, 2, 4, 4, 4), mesh)
-        with pytest.raises(UsageError, match="input of torch.float64 and parameters of torch.fl"):
+        with pytest.raises(UsageError, match=r"input of torch\.float64 and parameters of"):
             conv(x)
         with pytest.raises(UsageError, match="or float32 with float16 or bfloat16 input"):
             norm(x)
