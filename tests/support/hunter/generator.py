@@ -28,7 +28,7 @@ THEMES = ("look", "data", "surgery", "hooks", "views", "indices", "raise", "savi
 
 INGREDIENTS = (
     *THEMES, "accumulate", "average", "checkpoint", "closure", "different", "dropout", "empty",
-    "frozen", "groups", "lbfgs", "outside", "penalty", "scaler", "second", "share",
+    "fast", "frozen", "groups", "lbfgs", "outside", "penalty", "scaler", "second", "share",
     "spectral_norm", "thin", "tied", "unequal", "weight_norm",
 )  # fmt: skip
 """All that a program may have beside networks, losses and steps."""

@@ -22,6 +22,7 @@ from pydist import global_loss, tensor
 from pydist.aliasing import Storage
 from pydist.exchange.contents import Contents, Parameters
 from pydist.exchange.history import NO_HISTORY
+from pydist.gradients import replaced
 from pydist.gradients.leaf import Leaf, leaf_of
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
@@ -245,6 +246,12 @@ def _line_search_by_the_loss_of_a_group() -> Patches:
         patch.object(global_loss, "_agreed", lambda closure, *_: closure),
         patch.object(Parameters, "share", lambda self, *_: ()),
     ]
+
+
+@_mutation("fast-weights-alone", 7, "groups", "fast")
+def _fast_weights_of_a_group() -> Patches:
+    """Plain tensors in the place of parameters have the gradient of their group's own loss."""
+    return [patch.object(replaced, "note", lambda *_: None)]
 
 
 # -- 10: second derivatives in checkpoints ------------------------------------------------------

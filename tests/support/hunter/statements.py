@@ -324,10 +324,16 @@ see('grads', torch.autograd.grad(L, trained(M), retain_graph=True, allow_unused=
 see('dx', torch.autograd.grad(L, X), 'share')
 """.strip().splitlines()
 
+FAST = """
+see('fast', adapted(M, X, K % 3, computed=False))
+see('fast', adapted(M, X, K % 3, computed=True))
+""".strip().splitlines()
+"""Gradients of plain tensors in the place of parameters."""
+
 PENALTIES = """
-g, = torch.autograd.grad(L, X, create_graph=True)\\n(L + g.square().sum()).backward()
-g, = torch.autograd.grad(L, X, create_graph=True)\\ng.square().sum().backward()
-gs = torch.autograd.grad(L, trained(M), create_graph=True)\\nsum(g.square().sum() for g in gs).backward()
+g, = torch.autograd.grad(L, X, create_graph=True)\\n(L + g.square().sum()).backward(retain_graph=True)
+g, = torch.autograd.grad(L, X, create_graph=True)\\ng.square().sum().backward(retain_graph=True)
+gs = torch.autograd.grad(L, trained(M), create_graph=True)\\nsum(g.square().sum() for g in gs).backward(retain_graph=True)
 """.strip().splitlines()
 """Second derivatives, for one group."""
 

@@ -82,13 +82,20 @@ class Steps(Draws):
         if self.scaled:
             self.scaled_step()
             return
+        self.backward()
+        self.after_backward()
+
+    def backward(self) -> None:
+        """Gradients of the loss."""
+        # Where a checkpointed part is called again, torch has put the model's own weights back.
+        if "Checkpointed" not in str(self.networks) and self.takes("fast", 0.1):
+            self.add(self.any(words.FAST))
         often = 0.7 if self.checkpointed else 0.1
         if len(self.groups) == 1 and self.leaf and self.takes("penalty", often):
             self.add(self.any(words.PENALTIES))
         else:
             self.add(self.any(s for s in words.BACKWARDS if self.leaf or "X" not in s))
             self.waiting = "raise" in self.themes  # whose backwards use older graphs
-        self.after_backward()
 
     def forwards(self) -> list[str]:
         """Ways of calling the network."""

@@ -73,7 +73,7 @@ class World:
         return {
             **tools, "torch": torch, "nn": nn, "F": F, "copy": copy, "checkpointed": checkpointed,
             "averaged": AveragedModel, "here": here, "Boom": Boom, "params": params,
-            "trained": trained, "pick": pick, "part": part, "scaled": scaled,
+            "trained": trained, "adapted": adapted, "pick": pick, "part": part, "scaled": scaled,
             "reloaded": reloaded, "swap": swap, "swapped": swapped, "spectral": spectral,
             "tie": tie, "boom": boom, "raising": raising, "full": full, "local": local,
             "into": into, "calm": contextlib.nullcontext,
@@ -225,6 +225,25 @@ def params(*models: nn.Module) -> list[nn.Parameter]:
 def trained(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that have gradients."""
     return [p for p in model.parameters() if p.requires_grad]
+
+
+def adapted(model: nn.Module, x: Any, number: int, *, computed: bool) -> tuple[Tensor | None, ...]:
+    """Gradients of fast weights, after `number` steps that copies of the weights have made."""
+    weights: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not computed:
+        weights = {n: w.detach().clone().requires_grad_() for n, w in weights.items()}
+    grads: tuple[Tensor | None, ...] = ()
+    for _ in range(1 + number):
+        loss = torch.func.functional_call(model, weights, (x,)).square().mean()
+        asked = list(weights.values())
+        grads = torch.autograd.grad(loss, asked, create_graph=computed, allow_unused=True)
+        weights = {
+            n: w if g is None else w - 0.05 * g
+            for (n, w), g in zip(weights.items(), grads, strict=True)
+        }
+        if not computed:
+            weights = {n: w.detach().requires_grad_() for n, w in weights.items()}
+    return grads
 
 
 def pick(model: nn.Module, number: int) -> nn.Parameter:
