@@ -55,6 +55,21 @@ class Registry:
 JOINS = ("auto", "mpi", "c10d", "local", "cuda", "host")
 """Ways to join a job; see `pydist.runtime.connect`."""
 
+MODELS = Registry(
+    "model",
+    {
+        "cosmoflow": "pydist.train.config:CosmoFlowConfig",
+        "unet3d": "pydist.train.config:UNet3dConfig",
+    },
+)
+"""Tables "model" of a configuration: subclasses of `pydist.train.config.ModelConfig`."""
+
+OPTIMIZERS = Registry(
+    "optimizer",
+    {"adam": "pydist.train.config:AdamConfig", "sgd": "pydist.train.config:SgdConfig"},
+)
+"""Tables "optimizer": subclasses of `pydist.train.config.OptimizerConfig`."""
+
 TRANSPORTS = Registry(
     "transport",
     {

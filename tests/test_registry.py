@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -62,35 +63,154 @@ if mesh.rank == 0:
 """
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    """A folder with an installed package that declares two transports; one can't be imported."""
-    (tmp_path / "my_transports.py").write_text(TRANSPORT)
-    about = tmp_path / "my_transports-1.0.dist-info"
+TABLES = """
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from pydist.train.config import Count, Fraction, ModelConfig, OptimizerConfig
+
+@dataclass(frozen=True)
+class FlatConfig(ModelConfig):
+    losses: ClassVar[tuple[str, ...]] = ("dice_ce", "cross_entropy")
+    name: Literal["flat"] = "flat"
+    task: ClassVar[str] = "my_networks:FlatSegmentation"
+    width: Count = 4
+
+@dataclass(frozen=True)
+class RmspropConfig(OptimizerConfig):
+    name: Literal["rmsprop"] = "rmsprop"
+    alpha: Fraction = 0.99
+
+    def optimizer(self, parameters):
+        from torch.optim import RMSprop
+        return RMSprop(parameters, self.lr, self.alpha)
+"""
+
+NETWORKS = """
+from torch import nn
+from pydist.train.tasks.segmentation import Segmentation
+
+class Flat(nn.Sequential):
+    def __init__(self, channels, classes, width):
+        super().__init__(nn.Conv3d(channels, width, 3, padding=1), nn.ReLU(),
+                         nn.Conv3d(width, classes, 1))
+
+class FlatSegmentation(Segmentation):
+    network_type = Flat
+
+    def arguments(self, channels, classes):
+        return {"channels": channels, "classes": classes, "width": self.config.width}
+"""
+
+ENTRY_POINTS = """
+[pydist.transports]
+counting = my_transports:Counting
+broken = my_transports:Missing
+nccl = my_transports:Counting
+
+[pydist.models]
+flat = my_tables:FlatConfig
+lost = my_missing:Config
+
+[pydist.optimizers]
+rmsprop = my_tables:RmspropConfig
+"""
+
+CONFIG = """
+[model]
+name = "flat"
+width = 3
+[data]
+path = "data"
+[optimizer]
+name = "rmsprop"
+lr = 0.01
+alpha = 0.9
+[mesh]
+spatial = [2, 1, 1]
+[train]
+epochs = 2
+batch = 1
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an installed package; some of what it declares can't be imported."""
+    root = tmp_path_factory.mktemp("package")
+    (root / "my_transports.py").write_text(TRANSPORT)
+    (root / "my_tables.py").write_text(TABLES)
+    (root / "my_networks.py").write_text(NETWORKS)
+    about = root / "my_package-1.0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-transports\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(
-        "[pydist.transports]\ncounting = my_transports:Counting\nbroken = my_transports:Missing\n"
-        "nccl = my_transports:Counting\n"
-    )
-    return tmp_path
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(ENTRY_POINTS)
+    return root
 
 
-def test_a_transport_of_another_package_trains(package, tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
+def run(package: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command of pydist where the package is installed."""
     environment = child_environment(OMP_NUM_THREADS="1", PYDIST_TUNE="0")
     environment["PYTHONPATH"] = f"{package}:{environment.get('PYTHONPATH', '')}"
-    ended = subprocess.run(
-        [sys.executable, "-m", "pydist", "run", "-n", "2", "script.py"],
-        cwd=tmp_path,
+    return subprocess.run(
+        [sys.executable, "-m", "pydist", *arguments],
+        cwd=folder,
         env=environment,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def test_a_transport_of_another_package_trains(package, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    ended = run(package, tmp_path, "run", "-n", "2", "script.py")
     assert ended.returncode == 0, ended.stderr
     assert "depth 2, rank 0 of 2, counting" in ended.stdout
+
+
+def test_a_network_and_an_optimizer_of_another_package_train_and_predict(package, tmp_path):
+    for arguments in (
+        "data ct data --count 4 --shape 8 8 8",
+        "data ct scans --count 1 --shape 8 8 8 --format nifti",
+    ):
+        made = run(package, tmp_path, *arguments.split())
+        assert made.returncode == 0, made.stderr
+    (tmp_path / "flat.toml").write_text(CONFIG)
+    ended = run(package, tmp_path, "train", "flat.toml", "-n", "2", "--output.folder", "run")
+    assert ended.returncode == 0, ended.stderr
+    assert "name=flat" in ended.stdout
+    assert "name=rmsprop" in ended.stdout
+    text = (tmp_path / "run" / "config.toml").read_text()
+    assert "alpha = 0.9" in text
+    assert "width = 3" in text
+    last = (tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1]
+    assert json.loads(last)["status"] == "done"
+    scan = next((tmp_path / "scans").rglob("imagesTr/*.nii.gz"))
+    ended = run(package, tmp_path, "predict", "run", str(scan), "-o", "labels.nii.gz", "-n", "2")
+    assert ended.returncode == 0, ended.stderr
+    ended = run(package, tmp_path, "export", "run", "weights.safetensors")
+    assert "my_networks.Flat(channels=1, classes=3, width=3)" in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--train.loss mse", "possible with model.name = 'flat' are auto, dice_ce, cross_entropy"),
+        ("--model.name lost", "model 'lost' (my_missing:Config): No module named 'my_missing'"),
+        ("--model.name none", "--model.name none: possible are cosmoflow, unet3d, flat, lost"),
+        ("--optimizer.name=none", "--optimizer.name none: possible are adam, sgd, rmsprop"),
+        ("--optimizer.beta 1", "Unrecognized options: --optimizer.beta, 1"),
+        ("--model.width 0", "model.width = 0: input should be greater than or equal to 1"),
+    ],
+)
+def test_what_does_not_fit_a_network_of_another_package_is_named(package, tmp_path, options, said):
+    (tmp_path / "flat.toml").write_text(CONFIG)
+    ended = run(package, tmp_path, "train", "flat.toml", *options.split())
+    assert ended.returncode == 2
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
 
 
 def test_names_of_packages_come_behind_and_do_not_replace(package, monkeypatch):

@@ -24,12 +24,12 @@ from pydist.cli.train import launch_training
 from pydist.errors import DiskError, UsageError
 from pydist.launch import choose
 from pydist.train.config import (
+    AdamConfig,
     CheckpointConfig,
     Config,
     CosmoFlowConfig,
     DataConfig,
     MeshConfig,
-    OptimizerConfig,
     OutputConfig,
     TrainConfig,
 )  # fmt: skip
@@ -90,7 +90,7 @@ def _config(folder: Path) -> Config:
         mesh=MeshConfig(data=2, spatial=(2, 1, 1)),
         # A tenth of the paper's decay; and at its rate Adam, which divides by what rounding
         # decides where gradients vanish, would soon drive any two runs apart.
-        optimizer=OptimizerConfig(lr=1e-4, decay_epochs=10.0),
+        optimizer=AdamConfig(lr=1e-4, decay_epochs=10.0),
         # With seed 0 an activation of the first step is within rounding of a ReLU's kink: which
         # slope it takes is chance, and 6e-4 of the loss.
         train=TrainConfig(epochs=EPOCHS, batch=8, seed=1),

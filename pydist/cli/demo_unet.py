@@ -23,11 +23,11 @@ from pydist.cli.train import launch_training
 from pydist.errors import PydistError, UsageError
 from pydist.launch import choose
 from pydist.train.config import (
+    AdamConfig,
     CheckpointConfig,
     Config,
     DataConfig,
     MeshConfig,
-    OptimizerConfig,
     OutputConfig,
     TrainConfig,
     UNet3dConfig,
@@ -104,7 +104,7 @@ def _config(options: _Arguments) -> Config:
         mesh=MeshConfig(spatial=(RANKS, 1, 1)),
         # Few steps for a small network: ten times the paper's rate, and Dice beside cross-entropy,
         # which alone hardly sees tumours that fill a hundredth of a volume.
-        optimizer=OptimizerConfig(lr=1e-2, decay_epochs=float(options.epochs), end_lr=1e-4),
+        optimizer=AdamConfig(lr=1e-2, decay_epochs=float(options.epochs), end_lr=1e-4),
         train=TrainConfig(epochs=options.epochs, batch=2, loss="dice_ce", validate_every=4),
         checkpoint=CheckpointConfig(resume="never"),
         output=OutputConfig(folder=options.folder),

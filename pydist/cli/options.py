@@ -6,6 +6,8 @@ import io
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr
+from dataclasses import fields, replace
+from itertools import pairwise
 from typing import TypeVar
 
 import tyro
@@ -45,8 +47,27 @@ def parse(kind: type[_T], arguments: Sequence[str], prog: str, default: _T | Non
 
 def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
     """Applies options such as ``--train.steps 20`` to a configuration; see `parse`."""
-    overridden = parse(Config, arguments, prog, config)
+    overridden = parse(Config, arguments, prog, _with_chosen(config, arguments))
     return config_io.check(config_io.to_dict(overridden), source="command line")
+
+
+def _with_chosen(config: Config, arguments: Sequence[str]) -> Config:
+    """The configuration with other classes of the tables whose `name` is given, such as "sgd".
+
+    Settings that both classes have keep their values.
+    """
+    for table, registry in config_io.CHOSEN.items():
+        option, before = f"--{table}.name", getattr(config, table)
+        names = [b for a, b in pairwise(arguments) if a == option]
+        names += [a.removeprefix(f"{option}=") for a in arguments if a.startswith(f"{option}=")]
+        if not names or names[-1] == before.name:
+            continue
+        if names[-1] not in registry.names:
+            raise UsageError(f"{option} {names[-1]}: possible are {', '.join(registry.names)}")
+        kind = registry.get(names[-1])
+        shared = {f.name for f in fields(kind)} & {f.name for f in fields(before)} - {"name"}
+        config = replace(config, **{table: kind(**{n: getattr(before, n) for n in shared})})
+    return config
 
 
 def _plain(box: str) -> str:

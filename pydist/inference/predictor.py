@@ -27,7 +27,6 @@ from pydist.mesh import Mesh
 from pydist.parallel import parallelize
 from pydist.tensor import ShardedTensor
 from pydist.train.about import load_trained
-from pydist.train.config import UNet3dConfig
 from pydist.train.device import choose_device
 from pydist.train.gather import from_first_rank, on_first_rank
 
@@ -90,18 +89,19 @@ class Predictor:
             self.device = choose_device(device, mesh, "device")
             """Where this rank computes."""
             about, weights = load_trained(checkpoint)
-            model = about.config.model
-            if not isinstance(model, UNet3dConfig):
+            task = about.task()
+            if task.multiple is None:
+                name = about.config.model.name
                 raise CheckpointError(
-                    f"{checkpoint} holds a {model.name}, which predicts no classes of voxels"
+                    f"{checkpoint} holds a {name}, which predicts no classes of voxels"
                 )
-            network = about.task().network(about.manifest)
+            network = task.network(about.manifest)
             try:
                 network.load_state_dict(weights)
             except RuntimeError as error:
                 reason = shorten(str(error), 200)  # it may name every parameter
                 raise CheckpointError(f"{checkpoint}: its weights do not fit: {reason}") from error
-            self._multiple = 1 << model.levels
+            self._multiple = task.multiple
             if sliding is not None:
                 _check_sliding(sliding, self._multiple)
         self.mesh = mesh

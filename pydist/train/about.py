@@ -47,16 +47,14 @@ class About:
 
 def _effective(optimizer: OptimizerConfig) -> dict[str, Any]:
     """The settings that decide what a step does; where it is done (`sharded`) does not."""
-    unused = {"adam": ("momentum",), "sgd": ("betas", "eps")}[optimizer.name]
-    return {k: v for k, v in asdict(optimizer).items() if k not in ("sharded", *unused)}
+    return {name: value for name, value in asdict(optimizer).items() if name != "sharded"}
 
 
 def _objective(config: Config) -> dict[str, Any]:
     """The settings that decide what is minimized, by the names that the configuration has."""
     train = config.train
-    default = "mse" if config.model.name == "cosmoflow" else "cross_entropy"
     return {
-        "loss": default if train.loss == "auto" else train.loss,
+        "loss": config.model.loss(train),
         "class_weights": train.class_weights and list(train.class_weights),
         "ignore_label": train.ignore_label,
         "clip_norm": train.clip_norm,

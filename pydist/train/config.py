@@ -7,14 +7,21 @@ checked against the same annotations (`pydist.train.config_io`). Nothing here im
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from pydist.registry import transport_names
+from pydist.errors import UsageError
+from pydist.registry import MODELS, OPTIMIZERS, Registry, transport_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
 
 # Strict: 1 is no flag and "8" no number, in a file as little as in Python.
 Flag = Annotated[bool, Field(strict=True)]
@@ -38,9 +45,66 @@ class _Table:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
+class _Chosen(_Table):
+    """A table whose `name` chooses its class among those of a registry."""
+
+    registry: ClassVar[Registry]
+    default: ClassVar[str]
+    """The name, where the table has none."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if "registry" not in cls.__dict__:
+            return handler(source)  # one of the classes
+        classes = {}
+        for name in cls.registry.names:
+            with contextlib.suppress(UsageError):  # of a package that can't be imported
+                classes[name] = handler.generate_schema(cls.registry.get(name))
+        return core_schema.tagged_union_schema(classes, discriminator=cls._name_of)
+
+    @classmethod
+    def _name_of(cls, table: Any) -> Any:
+        if isinstance(table, dict):
+            return table.get("name", cls.default)
+        return getattr(table, "name", None)
+
+
 @dataclass(frozen=True)
-class CosmoFlowConfig(_Table):
+class ModelConfig(_Chosen):
+    """The network, and with it what is trained; `name` says which one (`pydist.registry`)."""
+
+    registry: ClassVar[Registry] = MODELS
+    default: ClassVar[str] = "cosmoflow"
+    losses: ClassVar[tuple[str, ...]] = ()
+    """What `train.loss` may be; the first is "auto"."""
+    task: ClassVar[str]
+    """What is trained, as "module:class": see `pydist.train.tasks.Task`. Its module imports torch,
+    which this one does not."""
+
+    name: str
+    statistics: Literal["global", "group", "rank"] = "global"
+    """Over which samples batch norm takes its statistics; "global" is one device's result."""
+
+    def loss(self, train: TrainConfig) -> str:
+        """The name of the loss.
+
+        Raises:
+            UsageError: it is none of this network's.
+        """
+        if train.loss not in (names := ("auto", *self.losses)):
+            raise UsageError(
+                f"train.loss = {train.loss!r}: possible with model.name = {self.name!r} are "
+                f"{', '.join(names)}"
+            )
+        return self.losses[0] if train.loss == "auto" else train.loss
+
+
+@dataclass(frozen=True)
+class CosmoFlowConfig(ModelConfig):
     """CosmoFlow: a universe in, its parameters out."""
+
+    losses: ClassVar[tuple[str, ...]] = ("mse",)
+    task: ClassVar[str] = "pydist.train.tasks.regression:Regression"
 
     name: Literal["cosmoflow"] = "cosmoflow"
     """The network, which decides what is trained: "cosmoflow", or "unet3d" for segmentation."""
@@ -50,15 +114,16 @@ class CosmoFlowConfig(_Table):
     """Edge of the input cube in voxels."""
     batch_norm: Flag = False
     """Batch normalisation between convolution and activation (variant "paper")."""
-    statistics: Literal["global", "group", "rank"] = "global"
-    """Over which samples batch norm takes its statistics; "global" is one device's result."""
     dropout: Fraction | None = None
     """Probability of zeroing; by default the variant's own."""
 
 
 @dataclass(frozen=True)
-class UNet3dConfig(_Table):
+class UNet3dConfig(ModelConfig):
     """3D U-Net: a volume in, a class for each of its voxels out."""
+
+    losses: ClassVar[tuple[str, ...]] = ("cross_entropy", "dice", "dice_ce")
+    task: ClassVar[str] = "pydist.train.tasks.segmentation:UNet3dSegmentation"
 
     name: Literal["unet3d"] = "unet3d"
     """The network, which decides what is trained: "unet3d" for segmentation, or "cosmoflow"."""
@@ -66,22 +131,6 @@ class UNet3dConfig(_Table):
     """Channels of the first level; they double from level to level. The paper has 64."""
     levels: Annotated[int, Field(ge=1, le=16, strict=True)] = 3
     """How often the width is halved."""
-    statistics: Literal["global", "group", "rank"] = "global"
-    """Over which samples batch norm takes its statistics; "global" is one device's result."""
-
-
-def _network_of(table: Any) -> Any:
-    """Which of the networks a table is meant for: what it says, else CosmoFlow."""
-    if isinstance(table, dict):
-        return table.get("name", "cosmoflow")
-    return getattr(table, "name", None)
-
-
-ModelConfig = Annotated[
-    Annotated[CosmoFlowConfig, Tag("cosmoflow")] | Annotated[UNet3dConfig, Tag("unet3d")],
-    Discriminator(_network_of),
-]
-"""The network's table: `name` says which one it is."""
 
 
 @dataclass(frozen=True)
@@ -122,19 +171,15 @@ class MeshConfig(_Table):
 
 
 @dataclass(frozen=True)
-class OptimizerConfig(_Table):
-    """The optimizer and its learning rate."""
+class OptimizerConfig(_Chosen):
+    """The optimizer and its learning rate; `name` says which one (`pydist.registry`)."""
 
-    name: Literal["adam", "sgd"] = "adam"
-    """Adam with the paper's settings, or SGD with momentum 0.9 (MLPerf)."""
+    registry: ClassVar[Registry] = OPTIMIZERS
+    default: ClassVar[str] = "adam"
+
+    name: str
     lr: Positive = 1e-3
     """Learning rate after warm-up."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
-    """Decay rates of Adam's averages."""
-    eps: Positive = 1e-8
-    """Added to Adam's denominator."""
-    momentum: Fraction = 0.9
-    """Momentum of SGD."""
     weight_decay: NotNegative = 0.0
     """L2 penalty."""
     warmup_epochs: EpochsOrZero = 0.0
@@ -147,6 +192,53 @@ class OptimizerConfig(_Table):
     """Whether the ranks share the optimizer's step, each doing its own part of the parameters, with
     the same result; "auto" from a million parameters on. See `pydist.optim.sharded`."""
 
+    def optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
+        """The optimizer of a model's parameters, with this learning rate."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class AdamConfig(OptimizerConfig):
+    """Adam, with the settings of the CosmoFlow paper."""
+
+    name: Literal["adam"] = "adam"
+    """The optimizer: "adam", or "sgd" with momentum (MLPerf)."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.999)
+    """Decay rates of Adam's averages."""
+    eps: Positive = 1e-8
+    """Added to Adam's denominator."""
+
+    def optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
+        """`torch.optim.Adam`."""
+        from torch.optim import Adam
+
+        return Adam(
+            parameters, self.lr, self.betas, self.eps, weight_decay=self.weight_decay, fused=True
+        )
+
+
+@dataclass(frozen=True)
+class SgdConfig(OptimizerConfig):
+    """SGD with momentum, as in MLPerf's CosmoFlow."""
+
+    name: Literal["sgd"] = "sgd"
+    """The optimizer: "sgd" with momentum, or "adam"."""
+    momentum: Fraction = 0.9
+    """Part of the last step that each step repeats."""
+
+    def optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
+        """`torch.optim.SGD`."""
+        from torch.optim import SGD
+
+        from pydist.optim.fused import start_momentum
+
+        optimizer = SGD(
+            parameters, self.lr, self.momentum, weight_decay=self.weight_decay, fused=True
+        )
+        if self.momentum:
+            start_momentum(optimizer)
+        return optimizer
+
 
 @dataclass(frozen=True)
 class TrainConfig(_Table):
@@ -158,7 +250,7 @@ class TrainConfig(_Table):
     """Stop after so many steps, if that comes before the last epoch."""
     batch: Count = 4
     """Samples a step, over all sample groups."""
-    loss: Literal["auto", "mse", "cross_entropy", "dice", "dice_ce"] = "auto"
+    loss: str = "auto"
     """What is minimised: by default the squared error for CosmoFlow, cross-entropy for the U-Net
     (as the paper); "dice" is the mean soft Dice of the classes but background, "dice_ce" the sum of
     the two."""
@@ -219,7 +311,7 @@ class Config(_Table):
     model: ModelConfig = field(default_factory=CosmoFlowConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=AdamConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output: OutputConfig = field(default_factory=OutputConfig)

@@ -14,7 +14,8 @@ from pydantic_core import ErrorDetails
 
 from pydist.errors import UsageError
 from pydist.parsing import require_shallow
-from pydist.train.config import Config, CosmoFlowConfig, UNet3dConfig
+from pydist.registry import MODELS, OPTIMIZERS
+from pydist.train.config import Config
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -22,8 +23,8 @@ else:
     import tomli as tomllib
 
 
-_TAGS: dict[Any, Any] = {"cosmoflow": CosmoFlowConfig, "unet3d": UNet3dConfig}
-"""What pydantic puts into the place of an error, to say which of the networks is meant."""
+CHOSEN = {"model": MODELS, "optimizer": OPTIMIZERS}
+"""Tables whose `name` chooses their class. pydantic puts it into the place of an error."""
 
 
 def load(path: Path) -> Config:
@@ -59,6 +60,11 @@ def loads(text: str, source: str) -> Config:
 
 def check(tables: dict[str, Any], source: str) -> Config:
     """Makes a `Config` of nested dicts; `source` names them in errors (see `load`)."""
+    for table, registry in CHOSEN.items():
+        given = tables.get(table)
+        name = given.get("name") if isinstance(given, dict) else None
+        if name in registry.names:
+            registry.get(name)  # says why, where its package can't be imported
     try:
         config: Config = TypeAdapter(Config).validate_python(tables)
     except ValidationError as error:
@@ -72,6 +78,10 @@ def check(tables: dict[str, Any], source: str) -> Config:
                 f"{source}: {name} = {str(path)!r}: what is not UTF-8 can't be written into the "
                 "run's files; rename it, or set PYTHONUTF8=1"
             )
+    try:
+        config.model.loss(config.train)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
     return config
 
 
@@ -103,7 +113,9 @@ def _toml(value: object) -> str:
 
 
 def _explain(error: ErrorDetails) -> str:
-    location = [part for i, part in enumerate(error["loc"]) if i != 1 or part not in _TAGS]
+    location = list(error["loc"])
+    if location[0] in CHOSEN and len(location) > 1:
+        del location[1]
     where = ".".join(str(part) for part in location)
     if error["type"] == "union_tag_invalid":
         given, possible = error["ctx"]["tag"], error["ctx"]["expected_tags"]
@@ -118,8 +130,10 @@ def _explain(error: ErrorDetails) -> str:
 
 def _hint(location: tuple[int | str, ...]) -> str:
     table: Any = Config
+    registry = CHOSEN.get(str(location[0]))
     for part in location[:-1]:
-        hint = _TAGS.get(str(part)) or get_type_hints(table).get(str(part))
+        chosen = registry.get(str(part)) if registry and part in registry.names else None
+        hint = chosen or get_type_hints(table).get(str(part))
         if dataclasses.is_dataclass(hint):
             table = hint
     names = [f.name for f in dataclasses.fields(table)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.amp import GradScaler
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pydist._loader import native
@@ -24,7 +24,6 @@ from pydist.data.lock import FolderLock
 from pydist.data.publish import make_folder, publish
 from pydist.errors import CheckpointError, Stopped, UsageError
 from pydist.optim import linear_decay, sharded
-from pydist.optim.fused import start_momentum
 from pydist.parallel import parallelize
 from pydist.train import checkpoint, config_io, report
 from pydist.train.about import About
@@ -257,25 +256,12 @@ def make_state(
     model.to(device)
     in_format(model, memory_format(config.train, device))
     parallelize(model, mesh, batch_norm=config.model.statistics)
-    optimizer = _optimizer(config.optimizer, model)
+    made = config.optimizer.optimizer(model.parameters())
+    optimizer = sharded(made, model, config.optimizer.sharded)
     scheduler = _schedule(config.optimizer, optimizer, len(loader))
     scaler = GradScaler(device.type, enabled=config.train.amp == "fp16")
     about = About(config, data.manifest).dump()
     return State(mesh, model, optimizer, scheduler, scaler, loader, about)
-
-
-def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> Optimizer:
-    parameters, decay = model.parameters(), config.weight_decay
-    optimizer: Optimizer
-    if config.name == "sgd":
-        optimizer = SGD(parameters, config.lr, config.momentum, weight_decay=decay, fused=True)
-        if config.momentum:
-            start_momentum(optimizer)
-    else:
-        optimizer = Adam(
-            parameters, config.lr, config.betas, config.eps, weight_decay=decay, fused=True
-        )
-    return sharded(optimizer, model, config.sharded)
 
 
 def _schedule(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LRScheduler:

@@ -17,10 +17,10 @@ from pydist.comm.transports.nccl.place import missing
 from pydist.data import UniverseOptions, generate_universes
 from pydist.mesh import Mesh
 from pydist.train.config import (
+    AdamConfig,
     Config,
     CosmoFlowConfig,
     DataConfig,
-    OptimizerConfig,
     OutputConfig,
     TrainConfig,
 )
@@ -42,7 +42,7 @@ def config(devices: Transport, tmp_path_factory: pytest.TempPathFactory) -> Conf
         model=CosmoFlowConfig(variant="mlperf", width=32),
         data=DataConfig(path=folder / "data", normalize="log1p"),
         train=TrainConfig(epochs=2, batch=2),
-        optimizer=OptimizerConfig(lr=1e-4),
+        optimizer=AdamConfig(lr=1e-4),
         output=OutputConfig(folder=folder / "run", plot=False),
     )
 

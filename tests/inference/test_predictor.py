@@ -23,9 +23,9 @@ from pydist.mesh import Mesh
 from pydist.models import UNet3d
 from pydist.train import checkpoint
 from pydist.train.config import (
+    AdamConfig,
     Config,
     DataConfig,
-    OptimizerConfig,
     OutputConfig,
     TrainConfig,
     UNet3dConfig,
@@ -43,7 +43,7 @@ def trained(tmp_path_factory) -> Path:
     config = Config(
         model=UNet3dConfig(features=4, levels=2),
         data=DataConfig(path=root / "data", normalize="ct"),
-        optimizer=OptimizerConfig(lr=1e-2, decay_epochs=20.0),
+        optimizer=AdamConfig(lr=1e-2, decay_epochs=20.0),
         train=TrainConfig(epochs=20, batch=1, validate_every=0),
         output=OutputConfig(folder=root / "run", plot=False),
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pydist.errors import UsageError
 from pydist.train import config_io
-from pydist.train.config import Config, DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from pydist.train.config import AdamConfig, Config, DataConfig, MeshConfig, TrainConfig
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -30,7 +30,7 @@ def test_every_default_survives_the_way_through_toml(tmp_path):
 def test_any_values_survive_the_way_through_toml(path, lr, batch, groups):
     config = Config(
         data=DataConfig(path=Path(path)),
-        optimizer=OptimizerConfig(lr=lr),
+        optimizer=AdamConfig(lr=lr),
         mesh=MeshConfig(data=groups, spatial=(1, 2, 3)),
         train=TrainConfig(batch=batch, class_weights=(min(lr, 1e6), 0.0), ignore_label=groups),
     )

@@ -174,8 +174,8 @@ def test_the_picture_is_drawn_with_and_without_a_validation_set(segmentation, tm
 def test_network_data_and_loss_must_fit_together(segmentation, universes):
     cosmoflow = Config(model=CosmoFlowConfig(width=32), output=segmentation.output)
     for config, message in (
-        (change(segmentation, train={"loss": "mse"}), "possible for segmentation are"),
-        (change(cosmoflow, train={"loss": "dice"}), 'CosmoFlow\'s is "mse"'),
+        (change(segmentation, train={"loss": "mse"}), "possible with model.name = 'unet3d' are"),
+        (change(cosmoflow, train={"loss": "dice"}), "model.name = 'cosmoflow' are auto, mse"),
         (change(cosmoflow, data={"path": segmentation.data.path}), 'choose "unet3d"'),
         # With the normalisation of CTs as well, of which a universe lacks the statistics.
         (change(segmentation, data={"path": universes}), 'choose "cosmoflow"'),

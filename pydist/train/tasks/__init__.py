@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
-from pydist.train.config import UNet3dConfig
 from pydist.train.tasks.base import Task, Validation
 
 if TYPE_CHECKING:
@@ -19,10 +19,5 @@ def task_of(config: Config) -> Task:
     Raises:
         UsageError: the loss, or an option of it, is not one of this network's.
     """
-    if isinstance(config.model, UNet3dConfig):
-        from pydist.train.tasks.segmentation import Segmentation
-
-        return Segmentation(config.model, config.train)
-    from pydist.train.tasks.regression import Regression
-
-    return Regression(config.model, config.train)
+    task: Task = resolve_name(config.model.task)(config.model, config.train)
+    return task

@@ -29,6 +29,14 @@ class Validation:
 class Task(Protocol):
     """A network with its loss, what validation measures, and what is reported at the end."""
 
+    @property
+    def multiple(self) -> int | None:
+        """What the extents of volumes are multiples of, where `pydist predict` can predict them.
+
+        `None` for tasks that predict no classes of voxels.
+        """
+        ...
+
     def check(self, data: ShardDataset) -> None:
         """Raises `UsageError` if the network can't be trained on this data set."""
         ...

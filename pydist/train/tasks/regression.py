@@ -41,9 +41,10 @@ class RegressionValidation(Validation):
 class Regression:
     """CosmoFlow on values of samples; see `Task`."""
 
+    multiple = None
+
     def __init__(self, config: CosmoFlowConfig, train: TrainConfig) -> None:
-        if train.loss not in ("auto", "mse"):
-            raise UsageError(f'train.loss is "{train.loss}", and CosmoFlow\'s is "mse"')
+        config.loss(train)  # there is one
         for option in ("class_weights", "ignore_label"):
             if getattr(train, option) is not None:
                 raise UsageError(

@@ -1,4 +1,4 @@
-"""3D U-Net: the class of each voxel, by cross-entropy, Dice or both."""
+"""Segmentation: the class of each voxel, by cross-entropy, Dice or both."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from pydist.train.tasks.base import Validation, call_of
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
     from pydist.data.loader import Batch
-    from pydist.train.config import TrainConfig, UNet3dConfig
-
-_LOSSES = ("cross_entropy", "dice", "dice_ce")
+    from pydist.train.config import ModelConfig, TrainConfig, UNet3dConfig
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,25 @@ class SegmentationValidation(Validation):
 
 
 class Segmentation:
-    """3D U-Net on volumes with labels; see `Task`."""
+    """A network on volumes with labels; see `Task`. Subclasses say which one.
 
-    def __init__(self, config: UNet3dConfig, train: TrainConfig) -> None:
-        kind = "cross_entropy" if train.loss == "auto" else train.loss
-        if kind not in _LOSSES:
-            raise UsageError(
-                f'train.loss is "{kind}"; possible for segmentation are {", ".join(_LOSSES)}'
-            )
+    Args:
+        config: of the network.
+        train: of the loop; says what the loss is.
+
+    Attributes:
+        network_type: its class.
+        multiple: what it wants the extents of volumes to be multiples of.
+
+    Raises:
+        UsageError: the loss is none of the network's, or its options do not go together.
+    """
+
+    network_type: type[nn.Module]
+    multiple = 1
+
+    def __init__(self, config: ModelConfig, train: TrainConfig) -> None:
+        kind = config.loss(train)
         if train.class_weights is not None and kind == "dice":
             raise UsageError(
                 "train.class_weights weighs the classes in the cross-entropy, and train.loss is "
@@ -86,13 +95,13 @@ class Segmentation:
                 f"{data.root} has values of samples to predict, and model.name is "
                 f'"{self.config.name}", which predicts the class of each voxel: choose "cosmoflow"'
             )
-        multiple = 1 << self.config.levels
+        multiple = self.multiple
         for shape in {data.shape_of(i) for i in range(len(data))}:
             if any(extent % multiple for extent in shape[1:]):
                 raise UsageError(
                     f"samples in {data.root} are {' × '.join(map(str, shape[1:]))} voxels, and "
-                    f"model.levels {self.config.levels} needs multiples of {multiple}: convert "
-                    f"them with --multiple {multiple}"
+                    f"the network needs multiples of {multiple}: convert them with --multiple "
+                    f"{multiple}, or choose fewer model.levels"
                 )
         names = data.manifest.class_names
         weights, ignored = self._loss.class_weights, self._loss.ignore_label
@@ -106,24 +115,23 @@ class Segmentation:
             raise UsageError(f"{data.root} has no class but background{given}: nothing to learn")
         self._class_names = names
 
+    def arguments(self, channels: int, classes: int) -> dict[str, Any]:
+        """What the network is made with, for images of so many channels."""
+        raise NotImplementedError
+
     def network(self, manifest: Manifest) -> nn.Module:
-        """The U-Net."""
+        """The network for a data set, with initial weights."""
         try:
-            return UNet3d(**self._arguments(manifest))
+            return self.network_type(**self._arguments(manifest))
         except ValueError as error:
             raise UsageError(str(error)) from None
 
     def expression(self, manifest: Manifest) -> str:
-        """The call that makes the U-Net."""
-        return call_of(UNet3d, self._arguments(manifest))
+        """The call that makes the network."""
+        return call_of(self.network_type, self._arguments(manifest))
 
     def _arguments(self, manifest: Manifest) -> dict[str, Any]:
-        return {
-            "in_channels": manifest.sample_shape[0],
-            "classes": len(manifest.class_names),
-            "features": self.config.features,
-            "levels": self.config.levels,
-        }
+        return self.arguments(manifest.sample_shape[0], len(manifest.class_names))
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
         """The loss that was chosen; with weighted voxels, the same in all sample groups."""
@@ -182,3 +190,19 @@ class Segmentation:
         """Loss, Dice, and a slice of a volume: image, truth, prediction."""
         example = None if self._example is None else self._example.numpy()
         return segmentation_report.draw_run(folder, curves, data, example, spatial)
+
+
+class UNet3dSegmentation(Segmentation):
+    """The 3D U-Net on volumes with labels."""
+
+    network_type = UNet3d
+
+    def __init__(self, config: UNet3dConfig, train: TrainConfig) -> None:
+        """See `Segmentation`."""
+        super().__init__(config, train)
+        self.multiple = 1 << config.levels
+        self._made = {"features": config.features, "levels": config.levels}
+
+    def arguments(self, channels: int, classes: int) -> dict[str, Any]:
+        """Channels, classes, features and levels."""
+        return {"in_channels": channels, "classes": classes, **self._made}
