@@ -18,10 +18,10 @@ from pydist.aliasing import view_at
 from pydist.arguments import is_container, leaves, mapped
 from pydist.batch_layers import BatchLayers
 from pydist.batches import Batches, batch_of
-from pydist.comm.agree import require_same
+from pydist.comm.consensus import require_same
 from pydist.distribute import distribute_tensor
 from pydist.errors import NotSupported, UsageError
-from pydist.exchange.agreement import agreement_of
+from pydist.exchange.consistency import consistency_of
 from pydist.global_loss import agree_on_closures_of
 from pydist.gradients.lane import Lane
 from pydist.gradients.members import reducer_of
@@ -195,7 +195,7 @@ class Entry:
         if self.mesh.size > 1:
             _broadcast(_state(module), self.mesh)
             self._lane = self.reducer.add_lane(module.named_parameters())
-            agreement_of(self.mesh).parameters.hold(module, self.mesh.session.forwards)
+            consistency_of(self.mesh).parameters.hold(module, self.mesh.session.forwards)
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -212,7 +212,7 @@ class Entry:
             kwargs = {name: mapped(self._cut_nested, a) for name, a in kwargs.items()}
         given = list(leaves((*args, *kwargs.values())))
         if any(isinstance(each, ShardedTensor) for each in given):
-            agreement_of(self.mesh).called(module, self.mesh, trains)
+            consistency_of(self.mesh).called(module, self.mesh, trains)
         sizes, forward = self.batches.enter(module, given), self.mesh.session.forwards
         return (
             tuple(self._enter(a, sizes, forward) for a in args),

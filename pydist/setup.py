@@ -15,7 +15,7 @@ import torch
 from pydist import memory
 from pydist._loader import native
 from pydist.backend import store
-from pydist.comm.agree import require_same
+from pydist.comm.consensus import require_same
 from pydist.launch import identity, watch
 from pydist.mesh import Mesh, counts_of
 from pydist.runtime import connect

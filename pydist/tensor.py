@@ -87,7 +87,7 @@ class Origin(NamedTuple):
     """Over which ranks batch norm forms its statistics: "global", "group" or "rank"."""
 
 
-class Pending(Protocol):
+class Deferred(Protocol):
     """What is still to be done for a shard, or by it, before anything else may use it.
 
     A shard with one has not been handed out since it was made: no other tensor that can be changed
@@ -99,9 +99,9 @@ class Pending(Protocol):
     def complete(self) -> None:
         """Does it; nothing when it has been done."""
 
-    def rectified(
+    def with_relu(
         self, shard: Tensor, negative_slope: float
-    ) -> tuple[Tensor, Pending | None] | None:
+    ) -> tuple[Tensor, Deferred | None] | None:
         """Does it along with a ReLU in place: the new shard, and what is still to be done for it.
 
         `None` if that can't be.
@@ -114,7 +114,7 @@ class _Nothing:
     def complete(self) -> None:
         return None
 
-    def rectified(self, shard: Tensor, negative_slope: float) -> None:
+    def with_relu(self, shard: Tensor, negative_slope: float) -> None:
         return None
 
 
@@ -133,7 +133,7 @@ class ShardedTensor(torch.Tensor):
     _shard: Tensor
     _layout: Layout
     _origin: Origin
-    _pending: Pending | None
+    _deferred: Deferred | None
     """What is to be completed before the shard may be used."""
     _view: View | None = None
     """What it shares memory with, here and in torch; `None` where that is nothing."""
@@ -152,7 +152,7 @@ class ShardedTensor(torch.Tensor):
             requires_grad=requires_grad,
         )
         wrapper._shard, wrapper._layout, wrapper._origin = local, layout, origin
-        wrapper._pending = None
+        wrapper._deferred = None
         if requires_grad:
             set_tripwire(wrapper)
             if origin.sizes.in_features:
@@ -222,8 +222,8 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def _local(self) -> Tensor:
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
+        if self._deferred is not None:
+            pending, self._deferred = self._deferred, None
             pending.complete()
         if self._view is not None and self._view.memory.storage is not None:
             refuse_stale(self)
@@ -377,7 +377,7 @@ def wrap(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
 def wrap_new(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
     """A result of `like` in memory that no other tensor shares, outside of autograd's graph."""
     result = wrap(local, layout, like)
-    result._pending = NOTHING
+    result._deferred = NOTHING
     return result
 
 

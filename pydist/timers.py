@@ -108,14 +108,14 @@ class Timers:
         self._nested = 0.0
         """Seconds that the spans inside of the innermost open one have taken."""
 
-    def measure(self, part: str, layer: str = "") -> Span:
+    def measure(self, part: str, layer: str = "") -> Measurement:
         """A context manager that adds its block's time, less that of nested spans, to `part`.
 
         Args:
             part: what is done; see above.
             layer: path of the module it is done for; by default `self.layer`.
         """
-        return Span(self, part, layer)
+        return Measurement(self, part, layer)
 
     def add(self, part: str, start: float, stop: float, begun: Any = None) -> None:
         """Adds a span that the caller has measured and that contains no other one.
@@ -142,7 +142,7 @@ class Timers:
         self._seconds.clear()
 
 
-class Span:
+class Measurement:
     """One measurement under way, made by `Timers.measure`; a class, as it opens faster."""
 
     __slots__ = ("_begun", "_layer", "_outer", "_part", "_start", "_timers")

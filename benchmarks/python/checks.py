@@ -100,15 +100,15 @@ def switched_off(checks: tuple[str, ...]) -> Iterator[None]:
     from pydist import tensor
     from pydist._loader import native
     from pydist.comm.interface.ledger import Ledger
-    from pydist.exchange.agreement import Agreement
+    from pydist.exchange.consistency import Consistency
     from pydist.exchange.history import NO_HISTORY
 
     empty: dict[str, list[tuple[Any, str, Any]]] = {
         "ledger": [(Ledger, "note", lambda *_, **__: None)],
         "checksums": [
-            (Agreement, "prove_equal", lambda *_: None),
-            (Agreement, "proof", lambda *_: 0),
-            (Agreement, "sum_parameters", lambda *_: None),
+            (Consistency, "prove_equal", lambda *_: None),
+            (Consistency, "proof", lambda *_: 0),
+            (Consistency, "sum_parameters", lambda *_: None),
         ],
         "numbers": [
             (tensor, "history_of", lambda *_: NO_HISTORY),

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import pydist
 from pydist.mesh import Mesh
-from pydist.ops.convolution.rectified import PendingOutputs
-from pydist.ops.pooling.rectified import VARIABLE
+from pydist.ops.convolution.deferred_relu import DeferredOutputs
+from pydist.ops.pooling.relu_pool import VARIABLE
 
 CHANNELS = 16
 
@@ -38,7 +38,7 @@ def block(x: Tensor, weight: Tensor, fused: bool) -> Tensor:
 def pool(x: Tensor, weight: Tensor, fused: bool) -> Tensor:
     os.environ[VARIABLE] = str(int(fused))
     y = x * 1.0  # stands for a convolution
-    y._pending = PendingOutputs(y._shard)
+    y._pending = DeferredOutputs(y._shard)
     return F.avg_pool3d(F.leaky_relu(y, 0.01, inplace=True), 3, 2, 1)
 
 

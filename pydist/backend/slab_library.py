@@ -102,7 +102,7 @@ def _padded(x: Tensor, reaches: Sequence[Reach]) -> tuple[Tensor, list[int]]:
     return F.pad(x, [n for end in reversed(ends) for n in end]), [0] * len(ends)
 
 
-def rectify_(x: Tensor, negative_slope: float) -> None:
+def leaky_relu_(x: Tensor, negative_slope: float) -> None:
     """A leaky ReLU in place; none for a slope of 1."""
     if negative_slope == 0.0:
         torch.relu_(x)
@@ -123,7 +123,7 @@ def _forward_by_library(
         x, _taps(weight, reaches), None, problem.stride, padding, problem.dilation, False,
         (0, 0, 0), problem.groups,
     )  # fmt: skip
-    rectify_(part, negative_slope)
+    leaky_relu_(part, negative_slope)
 
 
 def _dgrad_by_library(

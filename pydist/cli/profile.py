@@ -51,7 +51,7 @@ def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Pro
     Raises:
         PydistError: a signal ended it; see `pydist.train.run.train` for the rest.
     """
-    from pydist.comm.agree import together
+    from pydist.comm.consensus import together
     from pydist.profile import Profiler
     from pydist.train.device import own_stream
     from pydist.train.log import EventLog
@@ -85,7 +85,7 @@ def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Pro
 
 def _profile_here(config: Config, options: argparse.Namespace) -> int:
     """Profiles in this process, which is one rank of a job, or the only one."""
-    from pydist.comm.agree import together
+    from pydist.comm.consensus import together
     from pydist.setup import init
 
     mesh = init(

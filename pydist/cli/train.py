@@ -61,7 +61,7 @@ def launch_training(
 def _train_here(config: Config) -> int:
     """Trains in this process, which is one rank of a job, or the only one."""
     from pydist.cli.progress import ProgressView
-    from pydist.comm.agree import together
+    from pydist.comm.consensus import together
     from pydist.setup import init
     from pydist.train.log import PIPE_VARIABLE, to_pipe
     from pydist.train.run import train as run

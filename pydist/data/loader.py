@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.comm.agree import require_same
+from pydist.comm.consensus import require_same
 from pydist.data.blocks import (
     BlockSource,
     Read,

@@ -2,7 +2,7 @@
 
 A plain tensor beside sharded ones is equal on all ranks of the sample group, and a parameter on all
 ranks. The first time that one is met all of it is compared. From then on a checksum goes into a
-list, which the ranks compare where they meet anyway (`pydist.exchange.agreement`): of small
+list, which the ranks compare where they meet anyway (`pydist.exchange.consistency`): of small
 tensors whole, of larger ones of one share, another one each time, so that all of it is seen within
 `SHARES` comparisons. What is used again and again without a comparison, as in a loop without a
 model, is compared every `REPEATS` uses, and two shares are summed each time: all of it is seen

@@ -33,7 +33,7 @@ _DESCRIBED = 160
 _Kind: TypeAlias = tuple[torch.dtype, torch.device, bool]
 
 
-class Pending:
+class PendingExchange:
     """An exchange that is on its way, in buffers of one dtype; `wait` completes it, once.
 
     The buffers are bound to the transport, for one direction, and serve the next exchange when the
@@ -202,11 +202,13 @@ class Exchanger:
         if timers is not None:
             self._ways = ("halo exchange", "halo exchange of gradients")
         self._made: dict[tuple[torch.dtype, bool], int] = {}
-        self._idle: defaultdict[_Kind, list[Pending]] = defaultdict(list)
+        self._idle: defaultdict[_Kind, list[PendingExchange]] = defaultdict(list)
         self.is_local = not plan.sends and not plan.recvs
         """Whether this rank neither sends nor receives."""
 
-    def start(self, local: Tensor, change: Callable[[Tensor], None] | None = None) -> Pending:
+    def start(
+        self, local: Tensor, change: Callable[[Tensor], None] | None = None
+    ) -> PendingExchange:
         """Packs what others need of `local` and sends it off; does not wait.
 
         Args:
@@ -229,14 +231,14 @@ class Exchanger:
         timers.add("pack", began, perf_counter(), begun)
         return pending
 
-    def finish(self, pending: Pending, slots: Sequence[Tensor]) -> None:
+    def finish(self, pending: PendingExchange, slots: Sequence[Tensor]) -> None:
         """Waits for an exchange and writes what came into this rank's slots."""
         pending.wait()
         for slot, piece, regions in pending.of_slots:
             native.unpack(piece, regions, slots[slot])
         self.release(pending)
 
-    def release(self, pending: Pending) -> None:
+    def release(self, pending: PendingExchange) -> None:
         """Takes back the buffers of an exchange that is complete; `finish` does it."""
         self._idle[pending.kind].append(pending)
 
@@ -254,7 +256,7 @@ class Exchanger:
             local[_index(source)] += slots[slot][_index(target)]
         self.finish_back(pending, local)
 
-    def start_back(self, slots: Sequence[Tensor], like: Tensor) -> Pending:
+    def start_back(self, slots: Sequence[Tensor], like: Tensor) -> PendingExchange:
         """Sends the slots' values home, but for what this rank has from itself; does not wait.
 
         A rank may have no slots: `like` has their dtype and device.
@@ -270,7 +272,7 @@ class Exchanger:
         timers.add("pack", began, perf_counter(), begun)
         return pending
 
-    def finish_back(self, pending: Pending, local: Tensor) -> None:
+    def finish_back(self, pending: PendingExchange, local: Tensor) -> None:
         """Waits for what comes home and adds it."""
         pending.wait()
         # Message by message: two of them may add to one element, and the order is part of the
@@ -279,14 +281,14 @@ class Exchanger:
             native.unpack_add(piece, regions, local)
         self.release(pending)
 
-    def _pending(self, kind: _Kind) -> Pending:
+    def _pending(self, kind: _Kind) -> PendingExchange:
         """Buffers of an exchange that is complete, or new ones.
 
-        On a device they are free as well: `Pending.wait` ordered what came then behind the
+        On a device they are free as well: `PendingExchange.wait` ordered what came then behind the
         messages, and what comes now is behind that.
         """
         idle = self._idle[kind]
-        return idle.pop() if idle else Pending(self, kind)
+        return idle.pop() if idle else PendingExchange(self, kind)
 
     def announce(self, local: Tensor, homeward: bool = False) -> None:
         """What comes before every exchange; all that a rank does which neither sends nor receives.

@@ -33,9 +33,9 @@ _COUNTED = 0, 1, 1 << 31
 class Flags:
     """The highest of each flag that any rank has; and whether the ranks agree.
 
-    One all-reduce of a few integers in host memory: a sum, as the agreement needs one, in which a
-    flag of 2 counts for more than all flags of 1 together. A captured step sends it as well, and
-    its replays do not: what it captures must be a step like the one before.
+    One all-reduce of a few integers in host memory: a sum, as the consistency checks need one, in
+    which a flag of 2 counts for more than all flags of 1 together. A captured step sends it as
+    well, and its replays do not: what it captures must be a step like the one before.
     """
 
     def __init__(self) -> None:

@@ -14,10 +14,9 @@ from torch.autograd import Variable
 
 from pydist.errors import NotSupported
 from pydist.exchange.adjoints import mean_ranks
-from pydist.exchange.agreement import agreement_of
+from pydist.exchange.consistency import consistency_of
 from pydist.exchange.exchanger import in_memory
 from pydist.gradients import graph, watch
-from pydist.gradients.agreement import agree
 from pydist.gradients.aliases import Aliases
 from pydist.gradients.flags import (
     NEW,
@@ -30,6 +29,7 @@ from pydist.gradients.flags import (
 from pydist.gradients.interrupted import interrupt, settle
 from pydist.gradients.lane import Lane
 from pydist.gradients.leaf import Leaf, leaf_of
+from pydist.gradients.newcomers import agree
 from pydist.gradients.run import Run
 from pydist.gradients.scattered import ScatteredGradient
 from pydist.gradients.scattered_bucket import Part, ScatteredBucket
@@ -338,7 +338,7 @@ class Reducer:
     def _reduce_returned(self) -> None:
         members = chain.from_iterable(lane.leaves for lane in self.lanes)
         self._runs[-1].reduce_returned(self.mesh, [*members, *self._in_order()], self._axes)
-        agreement_of(self.mesh).compare_histories(self.mesh)
+        consistency_of(self.mesh).compare_histories(self.mesh)
 
     def _is_paused(self, leaf: Leaf) -> bool:
         """Whether the gradient of a member accumulates on this rank alone, as under `no_sync`."""
@@ -369,8 +369,8 @@ class Reducer:
                 if lane.wanted:
                     lane.start_rest()
             captured = _is_capturing(self.lanes)
-            agreement = agreement_of(mesh)
-            proof = agreement.proof(mesh)
+            checks = consistency_of(mesh)
+            proof = checks.proof(mesh)
             anywhere, total = self._flags.exchange(mesh.world, own, proof, captured=captured)
             any_news, used, flags = read_flags(self.lanes, anywhere)
             members = (leaf for lane in self.lanes for leaf in lane.leaves)
@@ -384,7 +384,7 @@ class Reducer:
             )
             for lane in taking_part:
                 lane.start_rest()
-            agreement.sum_parameters(mesh, [p for p in held if p is not None])
+            checks.sum_parameters(mesh, [p for p in held if p is not None])
             for lane in taking_part:
                 lane.finish(lambda leaf: flags.get(leaf, 0) > 0)
             unused, self._unused = self._unused, {}
@@ -393,7 +393,7 @@ class Reducer:
             if self._runs:
                 self._runs[-1].complete = True
             refuse_frozen(self.lanes, anywhere)
-            agreement.conclude(mesh, total)
+            checks.conclude(mesh, total)
             if any_news:
                 self._take_up(news, proposals, unused)
         for leaf in hooked:
@@ -409,7 +409,7 @@ class Reducer:
         """
         newcomers = list(self._newcomers.values())
         if len(newcomers) > 1:
-            places = agreement_of(self.mesh).parameters.places()
+            places = consistency_of(self.mesh).parameters.places()
             newcomers.sort(key=lambda leaf: places.get(leaf.key, len(places)))
         return newcomers
 

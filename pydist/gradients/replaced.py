@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from pydist.exchange.adjoints import mean_ranks
 from pydist.gradients import graph
-from pydist.gradients.agreement import refuse_different
+from pydist.gradients.newcomers import refuse_different
 
 if TYPE_CHECKING:
     from pydist.gradients.reducer import Reducer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from pydist.comm.agree import any_rank
+from pydist.comm.consensus import any_rank
 from pydist.gradients.bucket import Bucket, Remnant, fits, pending_gradient
 from pydist.gradients.rows import in_order_of, memory_of
 from pydist.gradients.scattered import Family, ScatteredGradient

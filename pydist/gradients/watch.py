@@ -10,8 +10,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pydist.errors import NotSupported
-from pydist.gradients.agreement import refuse_parting
 from pydist.gradients.leaf import leaf_of
+from pydist.gradients.newcomers import refuse_parting
 from pydist.gradients.scattered import ScatteredGradient
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pydist.comm.agree import together
+from pydist.comm.consensus import together
 from pydist.data.medical.case import grid_options, read_image, write_labels
 from pydist.data.medical.collection import as_stored
 from pydist.data.medical.grid import GridOptions

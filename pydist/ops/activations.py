@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.ops.convolution.boundary import rectify_in_place
-from pydist.ops.normalization.pending import parametric
+from pydist.ops.convolution.boundary import relu_in_place
+from pydist.ops.normalization.deferred_norm import parametric
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.redistribute import operand_for, parameter_for
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
@@ -25,7 +25,7 @@ def relu(input: Tensor, inplace: bool = False) -> Any:
 def relu_(input: Tensor) -> Any:
     """ReLU in place."""
     assert isinstance(input, ShardedTensor)  # the only argument
-    fused = rectify_in_place(input, 0.0)
+    fused = relu_in_place(input, 0.0)
     return elementwise(torch.relu_, input) if fused is None else fused
 
 
@@ -41,7 +41,7 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
 def leaky_relu_(input: Tensor, negative_slope: float = 0.01) -> Any:
     """Leaky ReLU in place."""
     assert isinstance(input, ShardedTensor)
-    fused = rectify_in_place(input, negative_slope)
+    fused = relu_in_place(input, negative_slope)
     if fused is None:
         return elementwise(torch._C._nn.leaky_relu_, input, negative_slope)
     return fused

@@ -28,7 +28,7 @@ LAYERS = 3
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """A window operation: its window, channels, flops for one output element, and weights."""
 
     window: Window
@@ -37,7 +37,7 @@ class Work:
     weights: int = 0
 
 
-def choose_layout(layout: Layout, work: Work) -> Layout:
+def choose_layout(layout: Layout, work: Workload) -> Layout:
     """The layout in which a window operation takes the least time, forward and backward.
 
     With several sample groups the choice is that for one sample: groups may have different numbers
@@ -100,7 +100,7 @@ def _joined(split: Split | None, together: int) -> Split:
     return Split(split.axes, Partition(joined))
 
 
-def _seconds(current: Layout, option: Layout, work: Work) -> float:
+def _seconds(current: Layout, option: Layout, work: Workload) -> float:
     plan = WindowPlan(option, work.window, work.out_channels)
     # Forward, dgrad and wgrad cost about the same; on few voxels each is bound by the weights.
     by_rank = [
@@ -128,12 +128,12 @@ def _exchange_seconds(owned: Sequence[Box], needed: Sequence[Box]) -> float:
     return EXCHANGE_S + slowest if slowest else 0.0
 
 
-def conv_work(window: Window, weight_shape: Sequence[int]) -> Work:
+def conv_workload(window: Window, weight_shape: Sequence[int]) -> Workload:
     """The work of a convolution with a weight [Co, Ci / groups, *kernel]."""
     flops = 2.0 * math.prod(weight_shape[1:])
-    return Work(window, weight_shape[0], flops, math.prod(weight_shape))
+    return Workload(window, weight_shape[0], flops, math.prod(weight_shape))
 
 
-def pool_work(window: Window, channels: int) -> Work:
+def pool_workload(window: Window, channels: int) -> Workload:
     """The work of a pooling."""
-    return Work(window, channels, float(math.prod(window.kernel)))
+    return Workload(window, channels, float(math.prod(window.kernel)))

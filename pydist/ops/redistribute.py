@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pydist.aliasing import entry_of_plain, is_partly_changed
 from pydist.errors import UsageError
 from pydist.exchange.adjoints import enter, with_true_gradient
-from pydist.exchange.agreement import agreement_of
+from pydist.exchange.consistency import consistency_of
 from pydist.exchange.redistribution import redistributed
 from pydist.gradients.members import follow, reducer_of, use_as_parameter
 from pydist.layout import Layout
@@ -185,4 +185,4 @@ def prove_equal(tensor: Tensor, layout: Layout, use: str = "operand") -> None:
         return  # computed again in backward: perhaps on some ranks only, and compared in forward
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return  # on all ranks; there are no numbers yet
-    agreement_of(mesh).prove_equal(tensor, mesh, use)
+    consistency_of(mesh).prove_equal(tensor, mesh, use)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.errors import UsageError
-from pydist.exchange.exchanger import Exchanger, Pending
+from pydist.exchange.exchanger import Exchanger, PendingExchange
 from pydist.layout import Layout, Split
 from pydist.ops.gathering import BoxGatherer
 from pydist.partition import Box, Footprint, subtract
@@ -193,7 +193,7 @@ class Exchanges:
         self.grad_halo = Exchanger(mesh.sample, out, plan.grad_halos, timers, channels_last)
 
     def receive(
-        self, exchanger: Exchanger, pending: Pending, like: Tensor, layer: str = ""
+        self, exchanger: Exchanger, pending: PendingExchange, like: Tensor, layer: str = ""
     ) -> list[Tensor]:
         """Waits for the slabs of one of the two; `layer` is for the timers, as in `measure`."""
         slabs = exchanger.empty_slots(like)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from pydist.comm.agree import any_rank
+from pydist.comm.consensus import any_rank
 from pydist.errors import PydistError, RankFailed, RankLost, UsageError
 from pydist.train.captured import CapturedStep
 from pydist.train.device import waiting_transport

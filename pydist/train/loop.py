@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.comm.agree import any_rank
+from pydist.comm.consensus import any_rank
 from pydist.errors import DataError, DiskError, PydistError, Stopped
 from pydist.train.clock import StepClock
 from pydist.train.graph import GraphedStep

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pydist._loader import native
-from pydist.comm.agree import require_same, together
+from pydist.comm.consensus import require_same, together
 from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock

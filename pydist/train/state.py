@@ -22,7 +22,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pydist.comm.agree import together
+from pydist.comm.consensus import together
 from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.errors import CheckpointError, PydistError

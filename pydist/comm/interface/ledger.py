@@ -7,7 +7,7 @@ global shapes, dtypes, the module that calls. They compare
 - on boards in memory that ranks of one machine share, at each call: the second to come to a
   call sees what the first one has started there, and needs no message;
 - in each message of an exchange between hosts, which begins with `Ledger.stamp`;
-- at the end of each backward (`pydist.exchange.agreement`);
+- at the end of each backward (`pydist.exchange.consistency`);
 - in groups over several machines, by a message before a call that follows its predecessor for the
   first time.
 

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pydist.backend.slab_library import rectify_
+from pydist.backend.slab_library import leaky_relu_
+from pydist.ops.convolution.deferred_relu import DeferredRelu, may_wait, with_relu
 from pydist.ops.convolution.finish import finish_
-from pydist.ops.convolution.rectified import PendingRectifier, may_wait, rectified
 from pydist.ops.convolution.slab_kernels import as_read
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor, adopt_local
 
 if TYPE_CHECKING:
-    from pydist.exchange.exchanger import Pending
+    from pydist.exchange.exchanger import PendingExchange
     from pydist.ops.convolution.correction_plan import CorrectionPlan
     from pydist.ops.convolution.slab_kernels import SlabKernels
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _OUTPUTS = 8
 
 
-class PendingBoundary:
+class DeferredBoundary:
     """One convolution's halo under way, and the outputs that wait for it.
 
     Args:
@@ -67,7 +67,7 @@ class PendingBoundary:
         self.slabs: list[Tensor] = []
         self._exchanges = plan.plan.exchanges(channels_last)
         self._layer = plan.mesh.session.timers.layer
-        self._under_way: tuple[Pending, Tensor] | None = None
+        self._under_way: tuple[PendingExchange, Tensor] | None = None
         self.is_deferrable = True
 
     def start(self, x: Tensor, weight: Tensor) -> None:
@@ -92,9 +92,7 @@ class PendingBoundary:
         """Whether a ReLU may still be applied along with the halo's part."""
         return self._under_way is not None and self.plan.boundary.pieces is not None
 
-    def rectified(
-        self, shard: Tensor, negative_slope: float
-    ) -> tuple[Tensor, PendingRectifier] | None:
+    def with_relu(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, DeferredRelu] | None:
         """The outputs behind a ReLU in place, completed along with it; `None` if it is too late.
 
         Args:
@@ -109,10 +107,10 @@ class PendingBoundary:
         # Without a graph to be made, the shard's own would be lost.
         if shard.requires_grad and not torch.is_grad_enabled():
             return None
-        pending = PendingRectifier(self.outputs, negative_slope, self)
+        pending = DeferredRelu(self.outputs, negative_slope, self)
         if not may_wait(shard):
             pending.complete()
-        return rectified(shard, negative_slope, pending.handover), pending
+        return with_relu(shard, negative_slope, pending.handover), pending
 
     def complete_now(self) -> None:
         """Completes the outputs within the call, but for the bias: it may still wait for a ReLU."""
@@ -137,7 +135,7 @@ class PendingBoundary:
         if at_once != 1.0 and outputs is not None:
             with torch.no_grad(), timers.measure("compute", self._layer):
                 for box in self.plan.boundary.interior:
-                    rectify_(self._part(outputs, box), at_once)
+                    leaky_relu_(self._part(outputs, box), at_once)
         self.slabs = self._exchanges.receive(halo, pending, kernel, self._layer)
         if outputs is None:
             return
@@ -170,7 +168,7 @@ class PendingBoundary:
         return part
 
 
-def rectify_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | None:
+def relu_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | None:
     """Applies a ReLU along with what is still to be done for `x`: a convolution's halo, a norm.
 
     Args:
@@ -180,10 +178,10 @@ def rectify_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor |
     Returns:
         x; `None` if there is nothing to fuse with, and nothing was done.
     """
-    if x._pending is None or not 0.0 <= negative_slope < 1.0:
+    if x._deferred is None or not 0.0 <= negative_slope < 1.0:
         return None
-    done = x._pending.rectified(x._shard, negative_slope)
+    done = x._deferred.with_relu(x._shard, negative_slope)
     if done is None:
         return None
-    shard, x._pending = done
+    shard, x._deferred = done
     return adopt_local(x, shard)

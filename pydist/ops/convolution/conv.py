@@ -11,9 +11,10 @@ from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
 from pydist.layout import Layout
-from pydist.ops.convolution.boundary import PendingBoundary
+from pydist.ops.convolution.boundary import DeferredBoundary
 from pydist.ops.convolution.correction import corrected_conv
 from pydist.ops.convolution.correction_plan import CorrectionPlan, lines_up
+from pydist.ops.convolution.deferred_relu import DeferredOutputs
 from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
@@ -21,9 +22,8 @@ from pydist.ops.convolution.local_conv import (
     local_conv,
     onednn_on_all,
 )
-from pydist.ops.convolution.rectified import PendingOutputs
 from pydist.ops.dtypes import require_same
-from pydist.ops.placement import choose_layout, conv_work
+from pydist.ops.placement import choose_layout, conv_workload
 from pydist.ops.redistribute import parameter_for, redistribute
 from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
@@ -57,7 +57,7 @@ def conv(
     stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
     kernel = tuple(weight.shape[2:])
     window = Window(kernel, stride, dilation, _padding(padding, kernel, dilation, dims))
-    input = redistribute(input, choose_layout(layout, conv_work(window, weight.shape)))
+    input = redistribute(input, choose_layout(layout, conv_workload(window, weight.shape)))
     out = plan_window(input._layout, window, weight.shape[0]).out
     weight, bias = parameter_for(weight, out), parameter_for(bias, out)
     local = local_of(input)
@@ -69,7 +69,7 @@ def conv(
     with torch.autocast(device, enabled=False):
         shard, pending = plan.run(wrap(local, input._layout, input), weight, bias)
     result = wrap(shard, plan.out, input)
-    result._pending = pending
+    result._deferred = pending
     return result
 
 
@@ -115,7 +115,7 @@ class _ConvPlan:
 
     def run(
         self, input: ShardedTensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, PendingBoundary | PendingOutputs]:
+    ) -> tuple[Tensor, DeferredBoundary | DeferredOutputs]:
         """This rank's part of the result, and what that waits for."""
         if self._correction is not None:
             return corrected_conv(local_of(input), weight, bias, self._correction)
@@ -126,10 +126,10 @@ class _ConvPlan:
             local = local_of(input)
             behind = bias_behind(local, bias)
             shard = compute(local, adds_bias=behind is None)
-            return shard, PendingOutputs(shard, behind)
+            return shard, DeferredOutputs(shard, behind)
         channels_last = self._chooser.kernels_ahead(local_of(input), weight).channels_last
         shard = self._plan.apply(compute, input, channels_last=channels_last)
-        return shard, PendingOutputs(shard)
+        return shard, DeferredOutputs(shard)
 
 
 def _plan(

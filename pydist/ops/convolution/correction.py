@@ -16,8 +16,9 @@ from torch import Tensor
 
 from pydist.backend.choice import ConvKernels
 from pydist.exchange.function import ExchangeFunction
-from pydist.ops.convolution.boundary import PendingBoundary
+from pydist.ops.convolution.boundary import DeferredBoundary
 from pydist.ops.convolution.correction_plan import CorrectionPlan
+from pydist.ops.convolution.deferred_relu import DeferredOutputs
 from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (
     apart,
@@ -25,7 +26,6 @@ from pydist.ops.convolution.local_conv import (
     unpadded_conv,
     with_bias,
 )
-from pydist.ops.convolution.rectified import PendingOutputs
 from pydist.ops.convolution.slab_kernels import SlabKernels, as_read
 from pydist.ops.handover import hook_on_saved
 
@@ -37,7 +37,7 @@ class _CorrectedConv(ExchangeFunction):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        boundary: PendingBoundary,
+        boundary: DeferredBoundary,
         kernels: ConvKernels,
     ) -> Tensor:
         plan = boundary.plan
@@ -111,7 +111,7 @@ def _backward_by_gathering(
 
 def corrected_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan
-) -> tuple[Tensor, PendingBoundary | PendingOutputs]:
+) -> tuple[Tensor, DeferredBoundary | DeferredOutputs]:
     """This rank's part of the convolution, from its shard and the slabs of its neighbours.
 
     Args:
@@ -129,9 +129,9 @@ def corrected_conv(
     x = kernels.in_format(x)
     slab_kernels = plan.slab_chooser.kernels(x, weight, kernels.channels_last)
     behind = bias_behind(x, bias)
-    boundary = PendingBoundary(plan, kernels.channels_last, slab_kernels, behind)
+    boundary = DeferredBoundary(plan, kernels.channels_last, slab_kernels, behind)
     y = _CorrectedConv.apply(x, weight, bias, boundary, kernels)
     if boundary.is_deferrable:
         return y, boundary
     boundary.complete_now()
-    return y, PendingOutputs(y, behind)
+    return y, DeferredOutputs(y, behind)

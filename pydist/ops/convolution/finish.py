@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pydist.backend.slab_library import rectify_
+from pydist.backend.slab_library import leaky_relu_
 from pydist.backend.statistics import Transform, apply, dense, per_channel
 from pydist.backend.statistics import statistics_dtype as wide
 
@@ -33,9 +33,9 @@ def finish_(y: Tensor, bias: Tensor | None, negative_slope: float) -> None:
     """
     with torch.no_grad():
         if bias is None:
-            rectify_(y, negative_slope)
+            leaky_relu_(y, negative_slope)
         elif dense(y) is not y:
-            rectify_(y.add_(per_channel(bias, y)), negative_slope)
+            leaky_relu_(y.add_(per_channel(bias, y)), negative_slope)
         elif y.numel():
             # (y - 0) 1 + bias
             values = torch.zeros(3, len(bias), dtype=wide(y.dtype), device=y.device)

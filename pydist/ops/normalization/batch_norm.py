@@ -9,6 +9,7 @@ from torch import Tensor
 from pydist.backend.statistics import Moments, dense, merged, unbiased
 from pydist.layout import Layout
 from pydist.ops.dtypes import require_fitting
+from pydist.ops.normalization.deferred_norm import normalized, taken
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_common import (
     by_torch,
@@ -19,7 +20,6 @@ from pydist.ops.normalization.norm_common import (
     update,
 )
 from pydist.ops.normalization.norm_plan import Gathering, NormPlan, plan_norm
-from pydist.ops.normalization.pending import normalized, taken
 from pydist.tensor import ShardedTensor, implements, refusal, wrap
 
 STATISTICS = ("global", "group", "rank")

@@ -12,6 +12,7 @@ from pydist.backend.statistics import Moments, dense, unbiased
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.dtypes import require_fitting
+from pydist.ops.normalization.deferred_norm import normalized, taken
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_common import (
     by_torch,
@@ -22,7 +23,6 @@ from pydist.ops.normalization.norm_common import (
     update,
 )
 from pydist.ops.normalization.norm_plan import Gathering, NormPlan, plan_norm
-from pydist.ops.normalization.pending import normalized, taken
 from pydist.ops.reduction.reduce import axes_of, in_full_precision
 from pydist.tensor import ShardedTensor, implements, refusal, wrap
 

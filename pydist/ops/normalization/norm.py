@@ -34,8 +34,8 @@ from pydist.exchange.adjoints import (
 )
 from pydist.exchange.function import ExchangeFunction
 from pydist.group_sizes import GroupSizes
+from pydist.ops.convolution.deferred_relu import with_relu
 from pydist.ops.convolution.local_conv import apart, differentiable
-from pydist.ops.convolution.rectified import rectified
 from pydist.ops.handover import Handover
 from pydist.ops.normalization.norm_plan import NormPlan
 from pydist.ops.normalization.prelu import Handed, parametric, regain, release
@@ -116,7 +116,7 @@ class Normalization:
             regain(out)
             apply(out, self.x.detach(), Transform(self._values))
 
-    def rectified(self, y: Tensor, negative_slope: float) -> Tensor:
+    def with_relu(self, y: Tensor, negative_slope: float) -> Tensor:
         """A ReLU of the result in place, leaky or not, written in one pass; differentiable twice.
 
         Args:
@@ -126,7 +126,7 @@ class Normalization:
         transform = Transform(self._values, negative_slope)
         apply(y.detach(), self.x.detach(), transform)
         given = self._call.handover, (transform, None)
-        return rectified(y, negative_slope, Handover(), given)
+        return with_relu(y, negative_slope, Handover(), given)
 
     def parametric(self, y: Tensor, slope: Tensor) -> Tensor:
         """PReLU of the result, written in one pass; differentiable twice.

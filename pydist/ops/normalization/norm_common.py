@@ -14,9 +14,9 @@ from pydist.comm import Transport
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.empty import with_elements, without_added
+from pydist.ops.normalization.deferred_norm import Input, normalized
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_plan import plan_norm
-from pydist.ops.normalization.pending import Input, normalized
 from pydist.ops.redistribute import parameter_for
 from pydist.tensor import ShardedTensor, wrap
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pydist._loader import native
-from pydist.backend.slab_library import rectify_
+from pydist.backend.slab_library import leaky_relu_
 from pydist.exchange.exchanger import in_memory
 from pydist.exchange.function import ExchangeFunction, way_back
 from pydist.ops.constants import Constant
@@ -142,7 +142,7 @@ class AveragePlan(PoolPlan):
         timers = self.mesh.session.timers
         exchanges = self.exchanges(x)
         halo = exchanges.halo
-        pending = start(halo, x, partial(rectify_, negative_slope=negative_slope))
+        pending = start(halo, x, partial(leaky_relu_, negative_slope=negative_slope))
         with timers.measure("compute"):
             y = self.averaging.means(x, self.own, self.out, None, negative_slope)
         if pending is None:

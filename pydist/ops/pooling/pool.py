@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pydist.ops.placement import choose_layout, pool_work
+from pydist.ops.placement import choose_layout, pool_workload
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.pooling.average import AveragePlan, Averaging, average
 from pydist.ops.pooling.maximum import MaxPlan, maximum
@@ -22,7 +22,7 @@ from pydist.ops.pooling.pool_plan import (
     widened,
     with_indices,
 )
-from pydist.ops.pooling.rectified import average_rectified
+from pydist.ops.pooling.relu_pool import average_pool_of_relu
 from pydist.ops.redistribute import redistribute
 from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap, wrap_new
@@ -59,7 +59,7 @@ def avg_pool(
     input, window, plan = _plan(function, dims, input, kernel_size, stride, padding, 1, ceil_mode)
     pads = as_tuple(padding, dims)
     average_plan = _average_plan(plan, window, pads, count_include_pad, divisor_override)
-    shard = average_rectified(input, average_plan)
+    shard = average_pool_of_relu(input, average_plan)
     if shard is None:
         shard = average(local_of(input), average_plan)
     return wrap_new(shard, plan.out, input)
@@ -140,7 +140,7 @@ def _plan(
     window = Window(kernel, steps, as_tuple(dilation, dims), symmetric(pads))
     if ceil_mode:
         window = window.with_ceil(x.shape[2:])
-    layout = choose_layout(x._layout, pool_work(window, x.shape[1]))
+    layout = choose_layout(x._layout, pool_workload(window, x.shape[1]))
     if layout != x._layout:  # else the shard is not needed yet
         x = redistribute(x, layout)
     return x, window, plan_window(x._layout, window, x.shape[1])

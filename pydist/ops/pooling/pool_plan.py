@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.exchange.exchanger import Exchanger, Pending
+from pydist.exchange.exchanger import Exchanger, PendingExchange
 from pydist.exchange.formats import all_channels_last, is_channels_last
 from pydist.ops.windows import Exchanges, Window, WindowPlan
 from pydist.partition import Box, Footprint
@@ -65,7 +65,7 @@ def empty(box: Box, like: Tensor) -> Tensor:
 
 def start(
     exchanger: Exchanger, x: Tensor, change: Callable[[Tensor], None] | None = None
-) -> Pending | None:
+) -> PendingExchange | None:
     """Begins an exchange; nothing travels where this rank takes no part.
 
     Args:

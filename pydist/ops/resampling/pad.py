@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pydist.layout import Layout
 from pydist.ops.resampling.periodic import circular_pad
-from pydist.ops.resampling.reads import Reads, Span, moved_points, planning, select
+from pydist.ops.resampling.reads import ReadRange, Reads, moved_points, planning, select
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor, implements, local_of, wrap
 
@@ -108,7 +108,7 @@ class _MirrorPlan:
             for dim, rim in enumerate(rims)
             if rim != (0, 0)
         }
-        spans = {dim: Span(source, source) for dim, source in self._sources.items()}
+        spans = {dim: ReadRange(source, source) for dim, source in self._sources.items()}
         self.reads = Reads(layout, self.out, spans)
         local = {d: self.reads.local(d, source) for d, source in self._sources.items()}
         self._indices = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from pydist.errors import UsageError
 from pydist.ops.dims import canonical, canonical_all
 from pydist.ops.gathering import BoxGatherer
-from pydist.ops.resampling.reads import Reads, Span, moved_points, planning
+from pydist.ops.resampling.reads import ReadRange, Reads, moved_points, planning
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
@@ -116,7 +116,7 @@ def flip(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
     def make() -> Reads:
         with planning():
             sources = {d: torch.arange(layout.shape[d]).flip(0) for d in turned}
-        return Reads(layout, layout, {d: Span(s, s) for d, s in sources.items()})
+        return Reads(layout, layout, {d: ReadRange(s, s) for d, s in sources.items()})
 
     reads = layout.mesh.session.plan(key, make)
     return wrap(torch.flip(reads.gather(input), asked), layout, input)

@@ -16,7 +16,7 @@ from pydist.partition import Box, Partition
 from pydist.tensor import ShardedTensor, local_of
 
 
-class Span(NamedTuple):
+class ReadRange(NamedTuple):
     """The first and the last input that each output of a dim reads, in global indices.
 
     Both are int64, of the extent of the result; outputs of rising index may read falling inputs.
@@ -39,7 +39,7 @@ class Reads:
         box: this rank's of them, which `gather` returns.
     """
 
-    def __init__(self, layout: Layout, out: Layout, spans: Mapping[int, Span]) -> None:
+    def __init__(self, layout: Layout, out: Layout, spans: Mapping[int, ReadRange]) -> None:
         self.layout, self.out = layout, out
         self.boxes = [
             _needs(own, result, spans) for own, result in zip(layout.boxes, out.boxes, strict=True)
@@ -93,7 +93,7 @@ def planning() -> Iterator[None]:
         yield
 
 
-def _needs(own: Box, out: Box, spans: Mapping[int, Span]) -> Box:
+def _needs(own: Box, out: Box, spans: Mapping[int, ReadRange]) -> Box:
     lo, hi = list(own.lo), list(own.hi)
     for dim, span in spans.items():
         start, stop = out.lo[dim], out.hi[dim]

@@ -10,7 +10,7 @@ from torch import Tensor
 from pydist.backend.conv import in_format
 from pydist.exchange.formats import is_channels_last
 from pydist.layout import Layout
-from pydist.ops.resampling.reads import Reads, Span, select
+from pydist.ops.resampling.reads import ReadRange, Reads, select
 from pydist.ops.resampling.taps import (
     Resize,
     Taps,
@@ -127,11 +127,11 @@ class ResamplePlan:
         return first, [size.out for size in found], [size.scale for size in found]
 
 
-def _span(indices: Tensor, size: Resize) -> Span:
+def _span(indices: Tensor, size: Resize) -> ReadRange:
     """The inputs that outputs read, from one on at which an output of the whole starts."""
     first, last = indices.min(0).values, indices.max(0).values
     step = size.extent // math.gcd(size.extent, size.out)
-    return Span(first // step * step if step <= _MOST_EXTRA else first, last)
+    return ReadRange(first // step * step if step <= _MOST_EXTRA else first, last)
 
 
 def _output_at(start: int, size: Resize) -> int | None:

@@ -48,7 +48,7 @@ def kernels(monkeypatch) -> _Native:
     return recording
 
 
-def rectified(y, slope):
+def with_relu(y, slope):
     return F.relu(y, inplace=True) if slope == 0 else F.leaky_relu(y, slope, inplace=True)
 
 
@@ -68,8 +68,8 @@ def test_split_equals_whole(data, slope, kernel, stride, dilation, second_order,
     padding = [d * (k // 2) for k, d in zip(kernel, dilation, strict=True)]
 
     def two_layers(x, first, bias, second):
-        y = rectified(F.conv3d(x, first, bias, stride, padding, dilation), slope)
-        return rectified(F.conv3d(y, second, None, 1, 1), slope)
+        y = with_relu(F.conv3d(x, first, bias, stride, padding, dilation), slope)
+        return with_relu(F.conv3d(y, second, None, 1, 1), slope)
 
     weights = [randn(3, 2, *kernel, seed=1), randn(3, seed=2), randn(2, 3, 3, 3, 3, seed=3)]
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +94,7 @@ def test_same_bits_as_one_after_the_other(points, slope, kernels):
         part = shard(x, layout_at(mesh, x.shape, points))
         plain = F.conv3d(part, weight, bias, padding=1)
         expected = F.leaky_relu(plain.to_local().detach(), slope)
-        fused = rectified(F.conv3d(part, weight, bias, padding=1), slope)
+        fused = with_relu(F.conv3d(part, weight, bias, padding=1), slope)
         torch.testing.assert_close(fused.to_local().detach(), expected, rtol=0, atol=0)
 
     on_ranks(spatial_of(points), rank, keep_thin_blocks=True)

@@ -27,7 +27,7 @@ def behind(monkeypatch):
     finish_ = finish.finish_
     for module in (conv, correction):
         monkeypatch.setattr(module, "bias_behind", lambda x, b: None if b is None else b.detach())
-    for name in ("boundary", "rectified"):
+    for name in ("boundary", "deferred_relu"):
         monkeypatch.setattr(f"pydist.ops.convolution.{name}.finish_", recording)
     return found
 

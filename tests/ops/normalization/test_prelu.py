@@ -76,14 +76,14 @@ SLOPE = torch.tensor([0.25], dtype=torch.float64)
 
 
 def test_nobody_asks_for_the_norm(written):
-    def rectify(part):
+    def relu(part):
         slope = SLOPE.clone().requires_grad_()
         z = F.prelu(normed(part.requires_grad_()), slope)
         z.square().sum().backward()
         names = z.to_local().grad_fn.name(), z.to_local().grad_fn.next_functions[0][0].name()
         return z.full_tensor().detach(), names
 
-    z, names = ranks_see(rectify, randn(2, 3, 6, 4, 4))
+    z, names = ranks_see(relu, randn(2, 3, 6, 4, 4))
     assert_same(z, F.prelu(normed(randn(2, 3, 6, 4, 4)), SLOPE))
     assert set(written) == {4}
     assert "Prelu" in names[0]

@@ -26,9 +26,9 @@ from pydist.gradients import replaced
 from pydist.gradients.leaf import Leaf, leaf_of
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
-from pydist.ops.convolution.boundary import PendingBoundary
+from pydist.ops.convolution.boundary import DeferredBoundary
 from pydist.ops.convolution.slab_kernels import as_read
-from pydist.ops.normalization import pending, prelu
+from pydist.ops.normalization import deferred_norm, prelu
 from pydist.ops.pooling.average import AveragePlan
 from pydist.ops.pooling.pool_plan import start
 from pydist.ops.shaping import nonzero
@@ -171,12 +171,12 @@ def _forgets_interrupted_passes() -> Patches:
 def _boundary_reads_the_weight_late() -> Patches:
     """The boundary of a convolution is computed from the weight as it is when that is used."""
 
-    def begin(self: PendingBoundary, x: Tensor, weight: Tensor) -> None:
+    def begin(self: DeferredBoundary, x: Tensor, weight: Tensor) -> None:
         halo = self._exchanges.halo
         self._under_way = halo.start(x), as_read(weight.detach())
         halo.transport.unfinished = self.complete
 
-    return [patch.object(PendingBoundary, "start", begin)]
+    return [patch.object(DeferredBoundary, "start", begin)]
 
 
 # -- 4, 5: views and indices --------------------------------------------------------------------
@@ -268,5 +268,5 @@ def _prelu_reads_saved_tensors_twice() -> Patches:
 
     return [
         patch.object(prelu, "_by_composition", twice),
-        patch.object(pending, "hook_on_saved", lambda: None),
+        patch.object(deferred_norm, "hook_on_saved", lambda: None),
     ]

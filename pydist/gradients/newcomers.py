@@ -1,4 +1,4 @@
-"""What ranks compare where one has a parameter that is new to the reducer."""
+"""What ranks compare of parameters new to the reducer, and of plain tensors in their place."""
 
 from __future__ import annotations
 

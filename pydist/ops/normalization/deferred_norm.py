@@ -27,7 +27,7 @@ from pydist.ops.normalization.norm import Normalization
 from pydist.tensor import ShardedTensor, local_of, wrap, wrap_new
 
 
-class PendingNorm:
+class DeferredNorm:
     """The result of a norm that is still to be written.
 
     Args:
@@ -46,7 +46,7 @@ class PendingNorm:
         if norm is not None:
             norm.write(self._out)
 
-    def rectified(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, None] | None:
+    def with_relu(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, None] | None:
         """The result after a ReLU in place, written in the same pass.
 
         Args:
@@ -62,7 +62,7 @@ class PendingNorm:
         if norm is None or (shard.requires_grad and not torch.is_grad_enabled()):
             return None
         self._norm = None
-        return norm.rectified(shard, negative_slope), None
+        return norm.with_relu(shard, negative_slope), None
 
     def parametric(self, shard: Tensor, slope: Tensor) -> Tensor | None:
         """The result after a PReLU, written without the one before.
@@ -92,7 +92,7 @@ class PendingNorm:
 class _Before:
     """Completes a pending norm before anything else may change its input."""
 
-    def __init__(self, norm: PendingNorm) -> None:
+    def __init__(self, norm: DeferredNorm) -> None:
         self._norm = weakref.ref(norm)
 
     def complete(self) -> None:
@@ -100,7 +100,7 @@ class _Before:
         if norm is not None:
             norm.complete()
 
-    def rectified(self, shard: Tensor, negative_slope: float) -> None:
+    def with_relu(self, shard: Tensor, negative_slope: float) -> None:
         return None
 
 
@@ -120,7 +120,7 @@ class Input(NamedTuple):
 
 def taken(x: ShardedTensor) -> Input:
     """A norm's input."""
-    is_new = x._pending is not None
+    is_new = x._deferred is not None
     return Input(x, local_of(x), is_new)
 
 
@@ -138,9 +138,9 @@ def normalized(norm: Normalization, layout: Layout, input: Input) -> ShardedTens
         return wrap_new(norm.result(), layout, input.tensor)
     out = torch.empty_like(norm.x)
     result = wrap(norm.node(out), layout, input.tensor)
-    pending = result._pending = PendingNorm(norm, out)
+    pending = result._deferred = DeferredNorm(norm, out)
     if not is_copy:
-        input.tensor._pending = _Before(pending)
+        input.tensor._deferred = _Before(pending)
     return result
 
 
@@ -154,8 +154,8 @@ def parametric(x: ShardedTensor, slope: Tensor) -> Tensor | None:
     Returns:
         the new shard; `None` if there is nothing to fuse with, and nothing was done.
     """
-    pending, shard = x._pending, x._shard
-    if not isinstance(pending, PendingNorm) or slope.numel() not in (1, x.shape[1]):
+    pending, shard = x._deferred, x._shard
+    if not isinstance(pending, DeferredNorm) or slope.numel() not in (1, x.shape[1]):
         return None
     dtype = slope.dtype
     if torch.is_autocast_enabled(shard.device.type):

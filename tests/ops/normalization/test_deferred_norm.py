@@ -27,7 +27,7 @@ NORMS = {
 }
 
 
-def rectified(y, slope):
+def with_relu(y, slope):
     return F.relu(y, inplace=True) if slope == 0 else F.leaky_relu(y, slope, inplace=True)
 
 
@@ -51,7 +51,7 @@ def slopes(monkeypatch):
 @pytest.mark.parametrize("function", NORMS.values(), ids=NORMS)
 def test_split_equals_whole_to_second_order(function, points, slope, memory_format, slopes):
     check_function(
-        lambda x, w, b: rectified(function(x, w, b), slope),
+        lambda x, w, b: with_relu(function(x, w, b), slope),
         randn(2, 4, 5, 4, 3).to(memory_format=memory_format) + 10,
         [randn(4, seed=1), randn(4, seed=2)],
         points,
@@ -70,7 +70,7 @@ def large(monkeypatch):
 @pytest.mark.parametrize("function", [NORMS["batch"], NORMS["instance"]])
 def test_on_one_rank_to_second_order(function, slope, slopes, large):
     check_function(
-        lambda x, w, b: rectified(function(x, w, b), slope),
+        lambda x, w, b: with_relu(function(x, w, b), slope),
         randn(2, 4, 5, 4, 3),
         [randn(4, seed=1), randn(4, seed=2)],
         [None] * 3,
@@ -198,7 +198,7 @@ def test_the_norms_node_is_where_it_is_without_fusing():
         return y.to_local().grad_fn.name(), y.to_local().grad_fn.next_functions[0][0].name()
 
     first, second = ranks_see(nodes, randn(2, 3, 6, 4, 4))
-    assert "Rectify" in first
+    assert "Relu" in first
     assert "Normalize" in second
 
 
@@ -260,10 +260,10 @@ def test_inference_tensors_are_written_at_once(slopes):
     x = randn(2, 3, 6, 4, 4)
 
     @torch.inference_mode()
-    def rectify(part):
+    def relu(part):
         return F.relu_(normed(part * 1.0)).full_tensor()
 
-    assert_same(ranks_see(rectify, x), normed(x).relu())
+    assert_same(ranks_see(relu, x), normed(x).relu())
     assert set(slopes) == {1.0}
 
 

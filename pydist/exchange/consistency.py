@@ -1,4 +1,4 @@
-"""Agreement: what the ranks of a mesh compare with each other while a program runs.
+"""Consistency: what the ranks of a mesh compare with each other while a program runs.
 
 That they started the same calls in the same order (`Ledger`), that the plain operands of a sample
 group are equal on all of its ranks, and the parameters on all ranks (`Contents`). All of this is
@@ -59,7 +59,7 @@ class _Claim(NamedTuple):
     error: Callable[[Mapping[int, list[Any]]], UsageError]
 
 
-class Agreement:
+class Consistency:
     """What one rank compares with the others of its mesh.
 
     Attributes:
@@ -68,7 +68,7 @@ class Agreement:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """Begin with nothing compared. Made by `agreement_of`."""
+        """Begin with nothing compared. Made by `consistency_of`."""
         self.operands, self.parameters = Contents(), Parameters()
         self._shared = Contents()
         self._claims: list[_Claim] = []
@@ -240,9 +240,9 @@ def _signed(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def agreement_of(mesh: Mesh) -> Agreement:
-    """The agreement of a mesh, made when it is first asked for."""
-    return mesh.session.service(Agreement, lambda: Agreement(mesh))
+def consistency_of(mesh: Mesh) -> Consistency:
+    """The consistency checks of a mesh, made when it is first asked for."""
+    return mesh.session.service(Consistency, lambda: Consistency(mesh))
 
 
 def is_capturing() -> bool:

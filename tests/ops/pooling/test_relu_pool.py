@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
-from pydist.ops.convolution import rectified as deferred
-from pydist.ops.pooling import rectified as fused
+from pydist.ops.convolution import deferred_relu as deferred
+from pydist.ops.pooling import relu_pool as fused
 
 FORMATS = [torch.contiguous_format, torch.channels_last_3d]
 WEIGHT = randn(3, 2, 3, 3, 3, seed=5)
@@ -36,8 +36,8 @@ def made(monkeypatch):
             found.append(pending.negative_slope)
         complete(pending)
 
-    complete = deferred.PendingRectifier.complete
-    monkeypatch.setattr(deferred.PendingRectifier, "complete", recording)
+    complete = deferred.DeferredRelu.complete
+    monkeypatch.setattr(deferred.DeferredRelu, "complete", recording)
     return found
 
 
@@ -260,7 +260,7 @@ def test_narrow_types(dtype, memory_format):
         return y, *torch.autograd.grad((y * grad).sum(), x)
 
     def waiting(y):
-        y._pending = deferred.PendingOutputs(y._shard)  # as a convolution leaves them
+        y._deferred = deferred.DeferredOutputs(y._shard)  # as a convolution leaves them
         return y
 
     def rank(mesh):

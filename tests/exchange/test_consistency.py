@@ -12,7 +12,7 @@ from pydist import Mesh, distribute_tensor, parallelize
 from pydist.comm import Transport, run_local
 from pydist.comm.interface import board
 from pydist.errors import UsageError
-from pydist.exchange.agreement import agreement_of
+from pydist.exchange.consistency import consistency_of
 
 
 class Shift(nn.Module):
@@ -45,7 +45,7 @@ def train(mesh: Mesh, change) -> str:
 def test_a_proof_is_zero_where_the_ranks_of_each_group_agree_and_nowhere_else(shape) -> None:
     def body(t: Transport) -> tuple[dict[tuple[str, ...], int], dict[tuple[str, ...], list]]:
         mesh = Mesh(t, data=shape[0], spatial=shape[1:])
-        weights = agreement_of(mesh)._weights
+        weights = consistency_of(mesh)._weights
         return weights, {axes: mesh.grid.groups(axes) for axes in weights}
 
     size = shape[0] * shape[1] * shape[2] * shape[3]

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pydist.exchange.function import ExchangeFunction, way_back
-from pydist.ops.convolution.rectified import PendingRectifier
+from pydist.ops.convolution.deferred_relu import DeferredRelu
 from pydist.ops.handover import runs
 from pydist.ops.pooling.average import AveragePlan, spread
 from pydist.tensor import ShardedTensor
@@ -33,7 +33,7 @@ from pydist.wrappers import refuse_foreign_graph
 VARIABLE = "PYDIST_FUSED_POOL"
 
 
-def average_rectified(x: ShardedTensor, plan: AveragePlan) -> Tensor | None:
+def average_pool_of_relu(x: ShardedTensor, plan: AveragePlan) -> Tensor | None:
     """The shard of the pooled x, if x waits for a ReLU that the pool may apply itself.
 
     Args:
@@ -44,20 +44,20 @@ def average_rectified(x: ShardedTensor, plan: AveragePlan) -> Tensor | None:
         `None` if there is nothing to fuse with, or `PYDIST_FUSED_POOL=0` forbids it; nothing was
         done.
     """
-    pending = x._pending
-    if not isinstance(pending, PendingRectifier) or os.environ.get(VARIABLE) == "0":
+    pending = x._deferred
+    if not isinstance(pending, DeferredRelu) or os.environ.get(VARIABLE) == "0":
         return None
     refuse_foreign_graph(x)
     if not pending.read():
         return None
-    result: Tensor = _RectifiedAverage.apply(x._shard, x._shard.detach(), pending, plan)[0]
+    result: Tensor = _AverageOfRelu.apply(x._shard, x._shard.detach(), pending, plan)[0]
     return result
 
 
-class _RectifiedAverage(ExchangeFunction):
+class _AverageOfRelu(ExchangeFunction):
     @staticmethod
     def forward(
-        ctx: Any, rectified: Tensor, linear: Tensor, pending: PendingRectifier, plan: AveragePlan
+        ctx: Any, relu: Tensor, linear: Tensor, pending: DeferredRelu, plan: AveragePlan
     ) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.mesh, ctx.handover = plan, plan.mesh, pending.handover
         ctx.negative_slope = pending.negative_slope

@@ -1,7 +1,7 @@
 """ReLUs in place on a convolution's outputs, made when their result is used.
 
 By then an average pool may have read the outputs, and applied the ReLU itself on the way
-(`pydist.ops.pooling.rectified`): nothing else needs the ReLU's result. Its sign, which is
+(`pydist.ops.pooling.relu_pool`): nothing else needs the ReLU's result. Its sign, which is
 all that backward looks at, is that of the outputs. So they are neither read nor written for it.
 """
 
@@ -31,7 +31,7 @@ class Awaited(Protocol):
         """Waits for it and adds its part; a ReLU comes after it where the slope is not 1."""
 
 
-class PendingRectifier:
+class DeferredRelu:
     """A ReLU, leaky or not, that is still to be made on outputs that no other tensor shares.
 
     Args:
@@ -73,7 +73,7 @@ class PendingRectifier:
             boundary.complete()
         finish_(self._outputs, self._take_bias(), self.negative_slope)
 
-    def rectified(self, shard: Tensor, negative_slope: float) -> None:
+    def with_relu(self, shard: Tensor, negative_slope: float) -> None:
         """A second ReLU comes too late."""
         return
 
@@ -96,7 +96,7 @@ class PendingRectifier:
         return bias
 
 
-class PendingOutputs:
+class DeferredOutputs:
     """A convolution's outputs that wait for no halo: a ReLU in place may be put off.
 
     Args:
@@ -113,15 +113,13 @@ class PendingOutputs:
         if bias is not None:
             finish_(self._outputs, bias, 1.0)
 
-    def rectified(
-        self, shard: Tensor, negative_slope: float
-    ) -> tuple[Tensor, PendingRectifier] | None:
+    def with_relu(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, DeferredRelu] | None:
         """The outputs after a ReLU in place that is still to be made."""
         if not may_wait(shard):
             return None
-        pending = PendingRectifier(self._outputs, negative_slope, None, self._bias)
+        pending = DeferredRelu(self._outputs, negative_slope, None, self._bias)
         self._bias = None
-        return rectified(shard, negative_slope, pending.handover), pending
+        return with_relu(shard, negative_slope, pending.handover), pending
 
 
 def may_wait(shard: Tensor) -> bool:
@@ -137,7 +135,7 @@ def may_wait(shard: Tensor) -> bool:
     return hook_on_saved() is None
 
 
-def rectified(
+def with_relu(
     shard: Tensor, negative_slope: float, after: Handover[Any], before: Given | None = None
 ) -> Tensor:
     """Outputs after a ReLU in place in autograd's graph; the caller decides what they hold.
@@ -152,11 +150,11 @@ def rectified(
         before: to the backward of what has made the outputs, and what that is given if it applies
             the ReLU's derivative itself.
     """
-    result: Tensor = _Rectify.apply(shard, negative_slope, after, before)
+    result: Tensor = _Relu.apply(shard, negative_slope, after, before)
     return result
 
 
-class _Rectify(Function):
+class _Relu(Function):
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, negative_slope: float, after: Handover[Any], before: Given | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pydist.comm import run_local
-from pydist.comm.agree import any_rank, require_same, together
+from pydist.comm.consensus import any_rank, require_same, together
 from pydist.errors import CheckpointError, DataError, UsageError
 
 
