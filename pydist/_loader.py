@@ -1,9 +1,16 @@
-"""Loads the native module, or says why it is not there."""
+"""Loads the native module, or says why it is not there.
+
+In a source tree without a built one, as after `make demo`, that of an installed pydist serves if it
+has the same interface: Python in the tree's root imports the tree.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
+from collections.abc import Iterable
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -11,6 +18,7 @@ from typing import TYPE_CHECKING
 __all__ = ["native"]
 
 PACKAGE = Path(__file__).resolve().parent
+_INTERFACE = "_native.pyi"
 
 
 def load_native() -> ModuleType:
@@ -22,7 +30,35 @@ def load_native() -> ModuleType:
     try:
         return importlib.import_module("pydist._native")
     except ImportError as error:
-        raise ImportError(_explain(PACKAGE, error), name="pydist._native") from error
+        installed = _installed_beside(PACKAGE, sys.path)
+        if installed is None:
+            raise ImportError(_explain(PACKAGE, error), name="pydist._native") from error
+        return _load(installed)
+
+
+def _installed_beside(package: Path, places: Iterable[str]) -> Path | None:
+    """The native module of an installed pydist with the interface of this source tree, if any."""
+    if not (package.parent / "pyproject.toml").exists() or any(package.glob("_native.*.so")):
+        return None
+    interface = (package / _INTERFACE).read_bytes()
+    for place in places:
+        other = Path(place or ".").resolve() / package.name
+        if other == package or not (other / _INTERFACE).is_file():
+            continue
+        found = [other / f"_native{suffix}" for suffix in EXTENSION_SUFFIXES]
+        found = [path for path in found if path.is_file()]
+        if found and (other / _INTERFACE).read_bytes() == interface:
+            return found[0]
+    return None
+
+
+def _load(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("pydist._native", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _explain(package: Path, error: ImportError) -> str:
