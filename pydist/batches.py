@@ -54,9 +54,9 @@ class Batches:
         Returns:
             The sizes; `None` with one sample group, or without a tensor.
         """
+        self.note_replaced(module)
         if self._mesh.data_size == 1:
             return None
-        self._note_replaced(module)
         batch = batch_of(inputs)
         sizes = None
         if batch is not None:
@@ -99,12 +99,11 @@ class Batches:
             sizes = batch._origin.sizes
             if not (sizes.agreed and sizes.entered is self):
                 sizes = self._sizes(module, batch.shape[0], sizes.given_first)
-            self._note_replaced(module)
             self._begin(module, sizes)
         self._inside.append((module, sizes))
         return sizes
 
-    def _note_replaced(self, module: nn.Module) -> None:
+    def note_replaced(self, module: nn.Module) -> None:
         """Notes what has taken the place of parameters, as by `torch.func.functional_call`."""
         for part in module.modules():
             tensors: Iterable[Tensor | None] = part._parameters.values()

@@ -225,6 +225,7 @@ class Entry:
         """A forward pre-hook of the parts: arguments as a part called by itself takes them."""
         if self.batches.is_inside(module):
             return None
+        self.batches.note_replaced(module)
         args = tuple(self._cut(a) for a in args)
         kwargs = {name: self._cut(a) for name, a in kwargs.items()}
         batch = batch_of(leaves((*args, *kwargs.values())))

@@ -190,7 +190,7 @@ class ShardedTensor(torch.Tensor):
                 f"{layout.mesh.rank} holds {layout.local_shape} of {layout.shape}"
             )
         follow(local, layout.mesh)
-        local = entered(local, layout.mesh.sample_size / layout.replicas)
+        local = entered(local, layout)
         return cls.of_shard(local, layout, first_sample, statistics)
 
     @classmethod
@@ -262,7 +262,7 @@ class ShardedTensor(torch.Tensor):
     def to_local(self) -> Tensor:
         """This rank's shard, a plain tensor in the same autograd graph."""
         local = local_of(self)
-        lead_to(local, self.mesh, self._history, self._origin.sizes, is_shard=True)
+        lead_to(local, self.mesh, self._history, self._origin.sizes, self._layout)
         if self._view is not None and (storage := self._view.memory.storage) is not None:
             storage.watch(self._view.memory.key, local)
         return local

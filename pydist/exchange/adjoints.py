@@ -85,6 +85,11 @@ def enter(x: Tensor, factor: float, *, as_view: bool = False) -> Tensor:
     return _Enter.apply(x, factor, as_view)
 
 
+def is_entered(node: Any) -> bool:
+    """Whether a node of a graph is that of `enter`."""
+    return getattr(node, "_forward_cls", None) is _Enter
+
+
 def scaled_back(grad: Tensor, factor: float) -> Tensor:
     """The adjoint of `enter` by itself; differentiable."""
     return _Scale.apply(grad, factor)

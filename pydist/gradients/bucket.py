@@ -41,7 +41,7 @@ class Bucket:
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self.leaves = leaves
-        self.missing = len(leaves)
+        self.expected = set(leaves)
         self._flat: Tensor | None = None
         self._row: Tensor | None = None
         self._work: Work | None = None

@@ -87,6 +87,8 @@ class _Engine(_engine):  # type: ignore[misc]
         is_nested = torch._C._current_graph_task_id() != -1
         histories = _counted(found, is_nested=is_nested)
         accumulates = bool(kwargs.get("accumulate_grad", False))
+        create_graph = bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False))
+        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         meshes += [mesh for mesh in dict.fromkeys(_meshes_of_leaves(outputs)) if mesh not in meshes]
         noted, _detached.mesh = _detached.mesh, None
         sizes, _detached.sizes = _detached.sizes, None
@@ -101,16 +103,15 @@ class _Engine(_engine):  # type: ignore[misc]
             for tensor in leaves:
                 reducers[0].register(tensor)
         for reducer in reducers:
-            reducer.enter(
-                roots,
-                sizes,
-                accumulates=accumulates,
-                create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph", False)),
-            )
-        inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
+            reducer.enter(roots, sizes, accumulates=accumulates, create_graph=create_graph)
         keeps = accumulates and not is_nested
-        with _compared(meshes, histories, keeps=keeps), _told(reducers), replaced.means(inputs):
-            results = super().run_backward(outputs, *args, **kwargs)
+        with _compared(meshes, histories, keeps=keeps), _told(reducers):
+            with replaced.means(inputs):
+                results = super().run_backward(outputs, *args, **kwargs)
+            if not accumulates:
+                with torch.set_grad_enabled(create_graph):
+                    for reducer in reducers:
+                        results = reducer.returned(inputs, results)
         if not is_nested:  # else another call is running, which returns something else
             also_made_by(histories.total())
         for result in results or ():

@@ -96,8 +96,9 @@ class Lane:
         while self._released < self._next and self.buckets[self._released].release():
             self._released += 1
         memory.relieve()
-        bucket.missing -= 1
-        while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
+        # A frozen parameter may come without having been expected: `set_` hides its node.
+        bucket.expected.discard(leaf)
+        while self._next < len(self.buckets) and not self.buckets[self._next].expected:
             self._start_next()
 
     def begin(self) -> None:
@@ -106,7 +107,7 @@ class Lane:
             return
         self.touched = True
         for bucket in self.buckets:
-            bucket.missing = sum(_may_come(leaf) for leaf in bucket.leaves)
+            bucket.expected = {leaf for leaf in bucket.leaves if _may_come(leaf)}
 
     def start_rest(self) -> None:
         """Starts what has not left yet; a missing gradient counts as zero."""

@@ -221,7 +221,7 @@ class Leaf:
                     f"a hook of the parameter {self.name} returned {_what(changed)}; a tensor "
                     f"of shape {list(grad.shape)} or None is possible"
                 )
-            grad = changed.detach()
+            grad = changed if torch.is_grad_enabled() else changed.detach()
         return grad
 
     def _before_accumulation(self, grad: Tensor | None) -> Tensor | None:

@@ -14,6 +14,7 @@ from pydist.group_sizes import mark_rows
 
 if TYPE_CHECKING:
     from pydist.group_sizes import GroupSizes
+    from pydist.layout import Layout
     from pydist.mesh import Mesh
 
 
@@ -42,12 +43,12 @@ def follow(tensor: Tensor, mesh: Mesh) -> None:
 
 def use_as_parameter(tensor: Tensor, mesh: Mesh) -> None:
     """Notes that a plain tensor is used where a layer has a parameter."""
-    if mesh.data_size > 1 and torch.is_grad_enabled():
+    if mesh.size > 1 and torch.is_grad_enabled():
         replaced.note(tensor, reducer_of(mesh))
 
 
 def lead_to(
-    tensor: Tensor, mesh: Mesh, history: int, sizes: GroupSizes, *, is_shard: bool = False
+    tensor: Tensor, mesh: Mesh, history: int, sizes: GroupSizes, shard_in: Layout | None = None
 ) -> None:
     """Notes that a plain result comes from sharded tensors alone, and from which.
 
@@ -56,12 +57,15 @@ def lead_to(
         mesh: of the sharded tensors.
         history: see `pydist.exchange.history`.
         sizes: of the batch that they are a part of.
-        is_shard: whether it is this rank's shard.
+        shard_in: its layout, if it is this rank's shard.
     """
     if mesh.size > 1:
-        local_uses.mark(tensor, is_shard=is_shard)
         made_by = (history,) if history else ()
-        wholes, shards = ((), made_by) if is_shard else (made_by, ())
+        wholes, shards = (made_by, ()) if shard_in is None else ((), made_by)
+        if shard_in is None:
+            local_uses.mark_whole(tensor)
+        else:
+            local_uses.mark_shard(tensor, shard_in)
         graph.mark(tensor, mesh, graph.Histories(wholes, shards))
     if mesh.data_size > 1:
         mark_rows(tensor, sizes)

@@ -85,13 +85,17 @@ def refuse_different(data: Transport, weight: Tensor) -> None:
     Raises:
         UsageError: it differs; on all ranks that hold the same part of their samples.
     """
-    everyones = data.all_gather_bytes(str(checksum(weight)).encode())
-    if len(set(everyones)) > 1:
+    if not are_equal(data, weight):
         raise UsageError(
             f"a weight of shape {list(weight.shape)}, a plain tensor, differs between the sample "
             "groups, so its gradient has no mean: make it equal on all ranks, or train each on a "
             "mesh with one group"
         )
+
+
+def are_equal(group: Transport, tensor: Tensor) -> bool:
+    """Whether all ranks of a group have the same tensor. Collective."""
+    return len(set(group.all_gather_bytes(str(checksum(tensor)).encode()))) == 1
 
 
 def checksum(tensor: Tensor) -> int:

@@ -16,7 +16,7 @@ from pydist.errors import NotSupported
 from pydist.exchange.adjoints import mean_ranks
 from pydist.exchange.consistency import consistency_of
 from pydist.exchange.exchanger import in_memory
-from pydist.gradients import graph, watch
+from pydist.gradients import graph, local_uses, watch
 from pydist.gradients.aliases import Aliases
 from pydist.gradients.flags import (
     NEW,
@@ -275,15 +275,12 @@ class Reducer:
             elif (lane := self._lane_of.get(leaf)) is not None:
                 lane.bucket_of[leaf].set_aside(parameter)
         weight = self.weight
-        if not accumulates or differentiable:
-            own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
-            if differentiable:
-                result = mean_ranks(own, self.mesh, self._axes(leaf), "gradients", weight)
-                graph.mark(result, self.mesh, graph.NOTHING)
-            else:
-                if not self._runs[-1].returns:
-                    Variable._execution_engine.queue_callback(self._reduce_returned)
-                result = self._runs[-1].give_back(leaf, own, weight)
+        if not accumulates:
+            self._runs[-1].arrived[leaf.key] = weight
+            leaf.waits = leaf.has_hooks
+            return None if grad is given else grad
+        if differentiable:
+            result = self._mean_of(leaf, grad, weight)
             return None if grad is None else result
         if leaf.has_hooks and parameter is not None:
             leaf.waits = True
@@ -295,6 +292,36 @@ class Reducer:
         if is_frozen and grad is not None and not self._is_paused(leaf):
             self._unused[leaf] = grad  # torch calls hooks with it
         return None if grad is given else grad
+
+    def returned(self, inputs: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        """The means, where `autograd.grad` returns gradients of members. Collective.
+
+        Not as they arrive: their order is another one on a rank that has certain hooks.
+
+        Args:
+            inputs: tensors, or edges of the graph, of which the gradients are.
+            results: this rank's.
+        """
+        arrived, found = self._runs[-1].arrived, list(results)
+        for index, each in enumerate(inputs):
+            tensor = each if isinstance(each, Tensor) else getattr(each.node, "variable", None)
+            leaf = None if tensor is None else leaf_of(tensor)
+            if leaf is None or leaf.reducer() is not self or leaf.key not in arrived:
+                continue
+            mean = self._mean_of(leaf, found[index], arrived[leaf.key])
+            if found[index] is not None:
+                found[index] = leaf.seen_by_hooks(mean)
+        if arrived:
+            consistency_of(self.mesh).compare_histories(self.mesh)
+        return tuple(found)
+
+    def _mean_of(self, leaf: Leaf, grad: Tensor | None, weight: float) -> Tensor:
+        own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
+        mean = mean_ranks(own, self.mesh, self._axes(leaf), "gradients", weight)
+        if torch.is_grad_enabled():
+            graph.mark(mean, self.mesh, graph.NOTHING)
+            local_uses.mark_whole(mean)
+        return mean
 
     def after(self, leaf: Leaf, parameter: Tensor) -> None:
         """A gradient was accumulated."""
@@ -334,11 +361,6 @@ class Reducer:
     def _axes(self, leaf: Leaf) -> tuple[str, ...]:
         lane = self._lane_of.get(leaf)
         return AXES if lane is None else lane.axes
-
-    def _reduce_returned(self) -> None:
-        members = chain.from_iterable(lane.leaves for lane in self.lanes)
-        self._runs[-1].reduce_returned(self.mesh, [*members, *self._in_order()], self._axes)
-        consistency_of(self.mesh).compare_histories(self.mesh)
 
     def _is_paused(self, leaf: Leaf) -> bool:
         """Whether the gradient of a member accumulates on this rank alone, as under `no_sync`."""

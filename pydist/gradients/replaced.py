@@ -1,7 +1,8 @@
 """Plain tensors in the place of parameters: fast weights, `functional_call`, lists of weights.
 
-All sample groups have the same, so their gradient is the mean over the groups, as a parameter's is.
-Any other plain tensor is data of its group, and has the gradient of the group's own loss.
+All ranks have the same, so their gradient is the mean over the sample groups, as a parameter's is,
+and over the ranks of a group where they were used on shards. Any other plain tensor is data of its
+group, and has the gradient of the group's own loss.
 """
 
 from __future__ import annotations
@@ -9,45 +10,84 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from pydist import marks
+from pydist.errors import NotSupported
 from pydist.exchange.adjoints import mean_ranks
 from pydist.gradients import graph
-from pydist.gradients.newcomers import refuse_different
+from pydist.gradients.newcomers import are_equal, refuse_different
+from pydist.grid import SAMPLE_AXES
 
 if TYPE_CHECKING:
     from pydist.gradients.reducer import Reducer
+    from pydist.mesh import Mesh
+
+WHOLE, USED_IN = "pydist whole", "pydist used in"
+"""Marks of nodes: all ranks have what comes from it; and the mesh with whose shards it was used."""
 
 # Not attributes of the tensors, which could not be pickled with them.
 _reducers = WeakIdKeyDictionary()
+_hooks = WeakIdKeyDictionary()
+
+
+def is_noted(tensor: Tensor) -> bool:
+    """Whether a plain tensor is used as a parameter."""
+    return tensor in _reducers
 
 
 def note(weight: Tensor, reducer: Reducer) -> None:
-    """Notes that a plain tensor is used as a parameter, by several sample groups.
+    """Notes that a plain tensor is used as a parameter.
 
-    A leaf gets the mean in every backward pass. From one that was computed, gradients go on to what
-    it was computed from; it gets the mean where a program asks for its own: see `means`.
+    With several sample groups a leaf gets the mean in every backward pass. From one that was
+    computed, gradients go on to what it was computed from; it gets the mean where a program asks
+    for its own: see `means`.
+
+    Raises:
+        NotSupported: it is used on another mesh.
     """
-    if isinstance(weight, nn.Parameter) or not weight.requires_grad or weight in _reducers:
+    if isinstance(weight, nn.Parameter) or not weight.requires_grad:
         return
+    known = reducer_of(weight)
+    if known is reducer:
+        return
+    if known is not None:
+        raise NotSupported(
+            f"a weight of shape {list(weight.shape)}, a plain tensor, on two meshes: give each a "
+            "copy of its own, or make it a torch.nn.Parameter"
+        )
     _reducers[weight] = weakref.ref(reducer)
-    if weight.grad_fn is None:
-        graph.register_hook(weight, _Mean(weight))
+    if reducer.mesh.data_size > 1:
+        _hook_on(weight)
+
+
+def use_locally(weight: Tensor) -> None:
+    """Notes that a leaf was used on shards, so that each rank has a part of its gradient."""
+    if is_noted(weight):
+        _hook_on(weight).is_local = True
 
 
 @contextmanager
-def means(inputs: Iterable[Tensor]) -> Iterator[None]:
+def means(inputs: Iterable[Any]) -> Iterator[None]:
     """Lets computed weights have means in a backward pass.
 
     Args:
         inputs: what the program wants the gradients of.
     """
-    weights = [x for x in inputs if isinstance(x, Tensor) and x in _reducers]
-    handles = [graph.register_hook(x, _Mean(x)) for x in weights if x.grad_fn is not None]
+    handles = []
+    for x in inputs:
+        if not isinstance(x, Tensor) or x.grad_fn is None:
+            continue
+        node: Any = x.grad_fn
+        mesh = node.metadata.get(USED_IN)
+        if mesh is not None or reducer_of(x) is not None:
+            hook = Mean(x, mesh)
+            hook.is_local = mesh is not None
+            handles.append(graph.register_hook(x, hook))
     try:
         yield
     finally:
@@ -55,22 +95,57 @@ def means(inputs: Iterable[Tensor]) -> Iterator[None]:
             handle.remove()
 
 
-class _Mean:
-    """A hook: the mean of a weight's gradient over the groups. Collective over the data axis."""
+def reducer_of(weight: Tensor) -> Reducer | None:
+    """The reducer of the mesh on which a plain tensor is used as a parameter."""
+    found = _reducers.get(weight)
+    return None if found is None else found()
+
+
+def _hook_on(weight: Tensor) -> Mean:
+    hook = _hooks.get(weight)
+    if hook is None:
+        hook = _hooks[weight] = Mean(weight)
+        if weight.grad_fn is None:
+            graph.register_hook(weight, hook)
+    return hook
+
+
+class Mean:
+    """A hook: the mean of a weight's gradient. Collective.
+
+    Attributes:
+        is_local: whether it was used on shards.
+    """
 
     __torch_unserializable__ = True  # torch.save leaves it out without a warning
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight = weakref.ref(weight)  # it holds this hook
+    def __init__(self, weight: Tensor, mesh: Mesh | None = None) -> None:
+        """A hook for a weight that was noted, or is used on a mesh."""
+        self._weight, self._mesh = weakref.ref(weight), mesh  # it holds this hook
+        self.is_local = False
 
     def __call__(self, grad: Tensor) -> Tensor:
+        """The mean of the gradients of the ranks."""
         weight = self._weight()
-        reducer = None if weight is None else _reducers[weight]()
-        if weight is None or reducer is None:
+        if weight is None:
             return grad
-        mesh = reducer.mesh
-        refuse_different(mesh.data, weight)
-        mean = mean_ranks(grad, mesh, ("data",), "gradients", reducer.weight)
+        reducer = reducer_of(weight)
+        mesh = self._mesh if reducer is None else reducer.mesh
+        if mesh is None:
+            return grad
+        axes: tuple[str, ...] = ()
+        for call in mesh.session.at_backward:
+            call()
+        if self.is_local and are_equal(mesh.sample, weight):
+            axes = SAMPLE_AXES
+        group_weight = 1.0
+        if reducer is not None and mesh.data_size > 1:
+            refuse_different(mesh.data, weight)
+            axes, group_weight = ("data", *axes), reducer.weight
+        if not axes:
+            return grad
+        mean = mean_ranks(grad, mesh, axes, "gradients", group_weight)
         if torch.is_grad_enabled():
             graph.mark(mean, mesh, graph.NOTHING)
+            marks.mark(mean, WHOLE, True)
         return mean

@@ -160,7 +160,77 @@ def test_one_graph_for_layouts_with_other_copies_is_refused():
         ShardedTensor.from_local(scaled, thin)
         fine = layout_at(mesh, SHAPE, (even_points(6, 2), even_points(5, 2), None))
         box = fine.box
-        with pytest.raises(NotSupported, match="compute it once for each"):
+        with pytest.raises(NotSupported, match="compute the part once for each"):
             ShardedTensor.from_local(scaled[..., box.lo[3] : box.hi[3], :], fine)
 
     on_ranks((2, 2, 1), use)
+
+
+def test_a_shard_of_another_tensor_with_copies_is_refused():
+    """Such as channel attention by hand: the pooled tensor lies whole on every rank."""
+
+    def use(mesh):
+        y = distribute_tensor(randn(*SHAPE), mesh).requires_grad_()
+        pooled = y.mean((2, 3, 4), keepdim=True)
+        with pytest.raises(NotSupported, match=r"take full_tensor\(\) of that"):
+            ShardedTensor.from_local(y.to_local() * pooled.to_local(), y.layout)
+        ShardedTensor.from_local(y.to_local() * pooled.full_tensor(), y.layout).sum().backward()
+
+    on_ranks((2, 1, 1), use)
+
+
+@pytest.mark.parametrize("penalized", [False, True])
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_gradient_of_a_shard_goes_back(penalized, detached):
+    """A penalty on the gradient of a leaf shard, whose graph leads to sharded calls."""
+
+    def use(model, mesh):
+        x = randn(*SHAPE)
+        if mesh is not None:
+            x = distribute_tensor(x, mesh)
+        shard = local(x).detach().requires_grad_()
+        loss = model(back(shard, x)).sin().mean()
+        (grad,) = torch.autograd.grad(loss, shard, create_graph=True)
+        wrapped = back(grad.detach() if detached else grad, x)
+        if penalized:
+            loss = loss + wrapped.square().sum()
+        loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    check_use(lambda: Net(lambda net, x, y: mixed(net, y)), use)
+
+
+def test_the_gradient_of_a_parameter_on_a_shard():
+    def use(model, mesh):
+        x = randn(*SHAPE)
+        if mesh is not None:
+            x = distribute_tensor(x, mesh)
+        y = model.first(x)
+        (grad,) = torch.autograd.grad(model(x).sin().mean(), model.k, create_graph=True)
+        (back(local(y) * grad, y)).square().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    check_use(lambda: Net(lambda net, x, y: mixed(net, y)), use)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("copies", [False, True])
+def test_fast_weights_on_shards(copies, groups):
+    def use(model, mesh):
+        x = randn(*SHAPE)
+        if mesh is not None:
+            x = distribute_tensor(x[group_slice(mesh, BATCH)], mesh)
+        weights = dict(model.named_parameters())
+        if copies:
+            weights = {n: p.detach().clone().requires_grad_() for n, p in weights.items()}
+        found = []
+        for _ in range(3):
+            loss = torch.func.functional_call(model, weights, (x,)).square().mean()
+            grads = torch.autograd.grad(loss, list(weights.values()), create_graph=not copies)
+            weights = {n: w - 0.01 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
+            if copies:
+                weights = {n: w.detach().requires_grad_() for n, w in weights.items()}
+            found += grads
+        return [*found, *weights.values()]
+
+    check_use(lambda: Net(lambda net, x, y: mixed(net, y)), use, groups)

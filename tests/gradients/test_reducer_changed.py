@@ -7,6 +7,7 @@ import operator
 
 import pytest
 import torch
+from networks import check_use, gradients_of, loss_of, small
 from scripts import GRIDS, check_script
 from steps import batch, gradients, network, step_of
 from torch import nn
@@ -241,3 +242,25 @@ def test_functional_call():
         return [p.grad for p in own.values()] + gradients(model)
 
     check_script(script, (2, (2, 1, 1)))
+
+
+@pytest.mark.parametrize("how", ["set", "data", "mul"])
+def test_a_frozen_bias_that_changes_before_backward_loses_no_other_gradient(how):
+    """`set_` gives it another node: the first to come, it was not expected to."""
+
+    def use(model, mesh):
+        loss = loss_of(model, mesh)
+        bias = model[0].bias
+        bias.requires_grad_(False)
+        with torch.no_grad():
+            changed = (bias * 0.8).detach()
+            if how == "set":
+                bias.set_(changed)
+            elif how == "data":
+                bias.data = changed
+            else:
+                bias.mul_(0.8)
+        loss.backward()
+        return gradients_of(model)
+
+    check_use(small, use, data=2)

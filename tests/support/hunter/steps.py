@@ -87,16 +87,12 @@ class Steps(Draws):
 
     def backward(self) -> None:
         """Gradients of the loss."""
-        # With a graph, gradients of a parametrization's parameters come in another order on a rank
-        # that has a full backward hook on it, and the ranks' calls differ (known).
-        text = "".join(self.lines)
-        watched = "parametrizations" in text and "full_backward_hook" in text
         # Where a checkpointed part is called again, torch has put the model's own weights back.
         if "Checkpointed" not in str(self.networks) and self.takes("fast", 0.1):
-            self.add(self.any(s for s in words.FAST if not (watched and "True" in s)))
+            self.add(self.any(words.FAST))
         often = 0.7 if self.checkpointed else 0.1
         if len(self.groups) == 1 and self.leaf and self.takes("penalty", often):
-            self.add(self.any(s for s in words.PENALTIES if not (watched and "trained" in s)))
+            self.add(self.any(words.PENALTIES))
         else:
             self.add(self.any(s for s in words.BACKWARDS if self.leaf or "X" not in s))
             self.waiting = "raise" in self.themes  # whose backwards use older graphs
