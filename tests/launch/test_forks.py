@@ -15,20 +15,21 @@ SCRIPT = """
 import atexit, os, sys
 import pydist
 
+say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once
 child = None
-atexit.register(lambda: print("left by", child or "the rank"))
+atexit.register(lambda: say("left by", child or "the rank"))
 mesh = pydist.init()
 for number, end in enumerate({ends}):
     forked = os.fork()
     if forked == 0:
         child = f"fork {{number}}"
-        print("in", child)
+        say("in", child)
         exec(end)
         sys.exit(0)
     _, status = os.waitpid(forked, 0)
-    print("ended", number, os.waitstatus_to_exitcode(status))
+    say("ended", number, os.waitstatus_to_exitcode(status))
 mesh.world.barrier()
-print("went on")
+say("went on")
 """
 
 ENDS = {
@@ -36,7 +37,7 @@ ENDS = {
     "sys.exit(3)": 3,
     "sys.exit('bye')": 1,
     "raise ValueError('of the fork')": 1,
-    "sys.stdout.flush(); os._exit(4)": 4,
+    "os._exit(4)": 4,
 }
 # Where the launcher's worker runs the program; else the interpreter tells nobody this code.
 OF_WORKERS = {"raise SystemExit(5)": 5}
@@ -77,3 +78,43 @@ def test_forks_end_and_the_job_goes_on(tmp_path: Path, launcher: str) -> None:
     assert result.stderr.count("ValueError: of the fork") == 2
     assert result.stderr.count("bye") == 2
     assert "pydist:" not in result.stderr
+
+
+USES = {
+    "barrier": "mesh.world.barrier()",
+    "loss": "print((t * 1000).sum())",
+    "whole": "t.full_tensor()",
+    "init": "pydist.init(spatial=(2, 1, 1))",
+    "training": "model(x).sum().backward()",
+}
+
+TAKING_PART = """
+import os, sys, time
+import torch
+import pydist
+
+say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once
+mesh = pydist.init(spatial=(2, 1, 1))
+t = pydist.distribute_tensor(torch.arange(8.0).reshape(1, 1, 8, 1, 1) + 1, mesh)
+model, x = pydist.parallelize(torch.nn.Conv3d(1, 1, 3, padding=1), mesh), torch.ones(1, 1, 8, 4, 4)
+for use in {uses}:
+    forked = os.fork()
+    if forked == 0:
+        exec(use)
+        sys.exit(0)
+    if mesh.rank == 1:
+        time.sleep(0.2)
+    for factor in (1, 2, 3):
+        assert (t * factor).sum() == 36 * factor, use
+    _, status = os.waitpid(forked, 0)
+    say("ended", os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_forks_are_no_ranks(tmp_path: Path, launcher: str) -> None:
+    result = run(tmp_path, launcher, TAKING_PART.format(uses=list(USES.values())))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines().count("ended 1") == 2 * len(USES)
+    assert result.stderr.count("is a fork of rank 0, and no rank: it can't take part") == len(USES)
+    assert result.stderr.count("is a fork of rank 1, and no rank: it can't take part") == len(USES)

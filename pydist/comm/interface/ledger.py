@@ -16,6 +16,7 @@ A step that repeats finds each entry in a table, and sends nothing for it.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections.abc import Hashable, Mapping, Sequence
@@ -351,3 +352,20 @@ def _kind_of_called() -> str:
         return ""
     said = "..." if list(module.children()) else module.extra_repr()
     return f": {type(module).__name__}({said})"
+
+
+def _refuse(self: Ledger, group: Group, what: What, *, waits: bool) -> None:
+    """In the place of `Ledger.note`, in a process that a rank has forked."""
+    if group.size > 1:
+        raise UsageError(
+            f"process {os.getpid()} is a fork of rank {self.name(group.rank)}, and no rank: it "
+            f"can't take part in {_describe(what, '')}; let the rank do what ranks do together"
+        )
+
+
+def _in_fork() -> None:
+    # It has the rank's connections to the others, whose messages it would take or answer.
+    Ledger.note = _refuse  # type: ignore[method-assign]
+
+
+os.register_at_fork(after_in_child=_in_fork)
