@@ -28,7 +28,7 @@ class BatchLayers:
 
     Args:
         wrapper: makes a sharded tensor, in the running batch, of a plain one.
-        batch_norm: whether statistics span the sample groups.
+        batch_norm: whether statistics are those of several ranks.
     """
 
     def __init__(self, wrapper: Wrapper, *, batch_norm: bool) -> None:

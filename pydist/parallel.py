@@ -114,8 +114,8 @@ def parallelize(
             if layer is not model and id(layer) not in parametrizations:
                 layer.register_forward_pre_hook(entry.enter_part, with_kwargs=True)
                 layer.register_forward_hook(entry.batches.leave, prepend=True, always_call=True)
-    spans_groups = mesh.data_size > 1 and batch_norm == "global"
-    BatchLayers(entry.of_batch, batch_norm=spans_groups).adopt(model)
+    spans_ranks = mesh.size > 1 and batch_norm != "rank"
+    BatchLayers(entry.of_batch, batch_norm=spans_ranks).adopt(model)
     model.__dict__["no_sync"] = entry.no_sync
     model.__dict__["__prepare_scriptable__"] = entry.refuse_script
     model.__dict__[_ENTRY] = entry

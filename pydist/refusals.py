@@ -21,6 +21,8 @@ _INSIDE = (
     threading.__file__,
 )
 
+_CHECKPOINT = str(Path(torch.__file__).parent / "utils" / "checkpoint.py")
+
 _WAY_ON = """
 compute it on the whole tensor, with x.full_tensor() in place of x, or register a handler:
     @pydist.tensor.implements({name})
@@ -107,8 +109,13 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def module_path() -> str:
-    """The path of the innermost parallelized module that is being called, "" outside of one."""
+    """The path of the innermost parallelized module that is being called, "" outside of one.
+
+    Where a checkpoint computes anew, that within its region: backward is called from anywhere.
+    """
     for frame in _frames():
+        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == _CHECKPOINT:
+            break
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
             path = module.__dict__.get("_pydist_path")

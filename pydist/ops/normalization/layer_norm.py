@@ -64,7 +64,8 @@ def _norm(
                 f"{function.__name__} over {normalized} got parameters of shape "
                 f"{tuple(given.shape)}"
             )
-    require_fitting(function, input, *affine)
+    if function is F.layer_norm:  # torch's RMS norm promotes
+        require_fitting(function, input, *affine)
     dims = range(first, len(layout.shape))
     axes = axes_of(layout, dims)
     local = local_of(input)

@@ -61,6 +61,9 @@ def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int | Tensor:
     calls = draws.begin(origin.forward)
     if torch._C._current_graph_task_id() != -1:
         # Inside backward: activation checkpointing runs the call again, and wants the same numbers.
+        if not layer:
+            why = "under activation checkpointing in no module's method: give it one (nn.Dropout)"
+            raise refusal(func, (x,), {}, why)
         if calls.get(layer) != 1:
             why = "called more than once in this module under activation checkpointing"
             raise refusal(func, (x,), {}, why)

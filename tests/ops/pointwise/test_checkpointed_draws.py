@@ -1,0 +1,84 @@
+"""Random numbers in checkpointed functions: those of forward, or a refusal by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import on_ranks, randn
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pydist import distribute_tensor, parallelize
+from pydist.errors import NotSupported
+
+
+def block(x):
+    return F.dropout(x.sin(), 0.5)
+
+
+class Net(nn.Module):
+    """A part that draws, in a function or a method, checkpointed or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv3d(2, 4, 3, padding=1), nn.Conv3d(4, 2, 1)
+        self.drop = nn.Dropout(0.5)
+        self.checkpointed, self.part = False, block
+
+    def forward(self, x):
+        y = self.first(x)
+        y = checkpoint(self.part, y, use_reentrant=False) if self.checkpointed else self.part(y)
+        return self.last(y)
+
+    def method(self, x):
+        return F.dropout(x.sin(), 0.5)
+
+    def step(self, x):
+        self(x).square().mean().backward()
+
+
+def gradients(made, part, checkpointed, outside, method, mesh):
+    model = copy.deepcopy(made)
+    model.checkpointed = checkpointed
+    if isinstance(part, str):
+        object.__setattr__(model, "part", getattr(model, part))
+    parallelize(model, mesh)
+    x = distribute_tensor(randn(4, 2, 6, 5, 4), mesh)
+    if method:
+        model.step(x)
+    else:
+        y = model(x)
+        (F.dropout(y, 0.2) if outside else y).square().mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def made():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize(("outside", "method"), [(False, False), (True, False), (False, True)])
+def test_a_function_that_draws_is_refused_where_it_is_checkpointed(made, outside, method, spatial):
+    def body(mesh):
+        gradients(made, block, False, outside, method, mesh)
+        with pytest.raises(NotSupported, match="under activation checkpointing in no module's"):
+            gradients(made, block, True, outside, method, mesh)
+
+    on_ranks(spatial, body)
+
+
+@pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1)], ids=str)
+@pytest.mark.parametrize("part", ["method", "drop"])
+@pytest.mark.parametrize(("outside", "method"), [(False, False), (True, False), (False, True)])
+def test_methods_and_layers_draw_the_same_again(made, part, outside, method, spatial):
+    def on_mesh(checkpointed):
+        use = (part, checkpointed, outside, method)
+        return on_ranks(spatial, lambda mesh: gradients(made, *use, mesh))[0]
+
+    for a, b in zip(on_mesh(True), on_mesh(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
