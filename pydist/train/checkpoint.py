@@ -109,6 +109,9 @@ def read(path: Path) -> dict[str, Any]:
     """
     try:
         manifest = _read_manifest(path)
+        named = _STEP.fullmatch(path.name)
+        if named is not None and int(named[1]) != manifest["step"]:
+            raise ValueError(f"it is a copy of that of step {manifest['step']}")
         # Read once: what is checked is what is used, and a file that shrinks is no SIGBUS.
         files = {
             name: _verified(path / name, expected) for name, expected in manifest["files"].items()
@@ -207,8 +210,11 @@ def _way_out(path: Path) -> str:
 
 def _point(link: Path, target: str) -> None:
     fresh = owner.temporary(link)
-    fresh.symlink_to(target)
-    fresh.replace(link)
+    try:
+        fresh.symlink_to(target)
+        fresh.replace(link)
+    finally:
+        fresh.unlink(missing_ok=True)
     _sync_folder(link.parent)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from pydist import owner
-from pydist.data.publish import make_folder
 from pydist.errors import DiskError, UsageError
 from pydist.train import checkpoint, log, report
 from pydist.train.segmentation_report import DICE_FILE
@@ -22,9 +21,16 @@ def refuse_foreign(folder: Path) -> None:
 
     Raises:
         UsageError: there is such a file.
-        DiskError: the folder can't be read.
+        DiskError: the folder can't be read, or something else is where a file or a link goes.
     """
     found = [folder / name for name in (CONFIG_FILE, LOG_FILE, *_RESULTS)]
+    for path in found:
+        if path.exists() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no regular file"
+            raise DiskError(f"{path}: it is {kind}, and a file is needed")
+    last = folder / CHECKPOINTS / checkpoint.LAST
+    if last.exists() and not last.is_symlink():
+        raise DiskError(f"{last}: it is no link, and a link to the last checkpoint is needed")
     try:
         found = [path for path in found if path.is_file() and path.stat().st_size]
         if not found or checkpoint.complete(folder / CHECKPOINTS):
@@ -38,20 +44,6 @@ def refuse_foreign(folder: Path) -> None:
         f"{found[0]} is there, and {folder} is no folder of a run: choose another output.folder, "
         "or rename the file"
     )
-
-
-def prepare_results(folder: Path, *, checkpoints: bool) -> None:
-    """Raises `DiskError` where results could not be written.
-
-    Args:
-        folder: of the run.
-        checkpoints: whether to make the folder of checkpoints.
-    """
-    if checkpoints:
-        make_folder(folder / CHECKPOINTS)
-    for name in _RESULTS:
-        if (folder / name).is_dir():
-            raise DiskError(f"{folder / name}: it is a folder, and a file is needed")
 
 
 def remove_unfinished(folder: Path) -> list[Path]:

@@ -38,7 +38,6 @@ from pydist.train.folder import (
     CHECKPOINTS,
     CONFIG_FILE,
     LOG_FILE,
-    prepare_results,
     refuse_foreign,
     remove_unfinished,
 )
@@ -154,8 +153,8 @@ def _run(
         folder = config.output.folder
         validated, ended = _done_before(folder / LOG_FILE, state)
         with together(mesh.world):
-            if mesh.rank == 0:
-                prepare_results(folder, checkpoints=config.checkpoint.on_error == "stop")
+            if mesh.rank == 0 and config.checkpoint.on_error == "stop":
+                make_folder(folder / CHECKPOINTS)
         trainer = Trainer(
             state,
             task,

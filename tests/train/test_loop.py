@@ -411,6 +411,36 @@ def test_files_of_others_in_the_folder_stay_as_they_are(config, name):
     run_local(job, 1, config)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("log.jsonl", "it is no regular file, and a file is needed"),
+        ("predictions.csv", "it is no regular file, and a file is needed"),
+        ("ckpt/last", "it is no link, and a link to the last checkpoint is needed"),
+    ],
+)
+def test_what_no_file_or_link_can_replace_is_named_before_anything_is_done(config, name, message):
+    alone(change(config, train={"steps": 1}))
+    path = config.output.folder / name
+    path.unlink()
+    if name == "ckpt/last":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    before = sorted(config.output.folder.rglob("*"))
+    with pytest.raises(DiskError, match=f"{name}: {message}"):
+        alone(change(config, train={"steps": 2}))
+    assert sorted(config.output.folder.rglob("*")) == before
+
+
+def test_a_copy_of_a_checkpoint_is_not_taken_for_a_later_one(config):
+    alone(change(config, train={"steps": 1}))
+    folder = config.output.folder / "ckpt"
+    shutil.copytree(folder / "step-000001", folder / "step-000007")
+    with pytest.raises(CheckpointError, match="step-000007 is damaged: it is a copy of that of st"):
+        alone(change(config, train={"steps": 2}))
+
+
 def test_a_run_goes_on_without_its_log_or_without_checkpoints(config):
     folder = config.output.folder
     run_local(job, 1, config)
@@ -425,7 +455,7 @@ def test_a_folder_in_the_place_of_a_result_is_refused_before_the_first_step(conf
     (config.output.folder / "predictions.csv").mkdir(parents=True)
     with pytest.raises(DiskError, match=r"predictions\.csv: it is a folder, and a file is needed"):
         alone(config)
-    assert not events(config, "step")
+    assert [path.name for path in config.output.folder.iterdir()] == ["predictions.csv"]
 
 
 def test_what_an_interrupted_write_left_is_removed_and_told(config):
