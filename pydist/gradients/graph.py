@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _MARK = "pydist mesh"
 _HISTORIES = "pydist histories"
+WHOLE, USED_IN = "pydist whole", "pydist used in"
+"""Marks of nodes: all ranks have what comes from it; and the mesh with whose shards it was used."""
 _functions: Any = torch._C._functions
 
 
@@ -52,6 +54,11 @@ def mark(tensor: Tensor, mesh: Mesh, histories: Histories) -> None:
     """
     marks.mark(tensor, _MARK, mesh)
     marks.mark(tensor, _HISTORIES, histories)
+
+
+def mark_whole(tensor: Tensor) -> None:
+    """Notes that all ranks have a plain tensor that comes from sharded ones."""
+    marks.mark(tensor, WHOLE, True)
 
 
 def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:

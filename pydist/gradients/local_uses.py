@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pydist import marks
 from pydist.errors import NotSupported
 from pydist.exchange.adjoints import enter, is_entered, scaled_back
-from pydist.gradients import replaced
+from pydist.gradients import graph, replaced
 
 if TYPE_CHECKING:
     from pydist.layout import Layout
@@ -32,11 +32,6 @@ class _Use(NamedTuple):
     """Whether shards are below; if not, only what all ranks have."""
     factor: float | None
     """Of the shards: ranks of the sample group for each copy."""
-
-
-def mark_whole(tensor: Tensor) -> None:
-    """Notes that all ranks have a plain tensor that comes from sharded ones."""
-    marks.mark(tensor, replaced.WHOLE, True)
 
 
 def mark_shard(tensor: Tensor, layout: Layout) -> None:
@@ -108,7 +103,7 @@ def _reaches_shards(root: Any, layout: Layout, ends: set[Any]) -> bool:
             uses[node] = not is_whole
         elif is_entered(node):
             uses[node] = True
-        elif replaced.WHOLE in node.metadata:
+        elif graph.WHOLE in node.metadata:
             uses[node] = False
         elif (known := node.metadata.get(_MARK)) is not None:
             if known.factor not in (None, factor):
@@ -126,7 +121,7 @@ def _reaches_shards(root: Any, layout: Layout, ends: set[Any]) -> bool:
             uses[node] = is_shard = True in below or False not in below
             node.metadata[_MARK] = _Use(is_shard, factor if is_shard else None)
             if not is_shard:
-                node.metadata[replaced.USED_IN] = layout.mesh
+                node.metadata[graph.USED_IN] = layout.mesh
             wholes = [i for i, shard in enumerate(below) if shard is False]
             if is_shard and wholes:
                 node.register_hook(_Scaling(layout, wholes))

@@ -63,7 +63,7 @@ def lead_to(
         made_by = (history,) if history else ()
         wholes, shards = (made_by, ()) if shard_in is None else ((), made_by)
         if shard_in is None:
-            local_uses.mark_whole(tensor)
+            graph.mark_whole(tensor)
         else:
             local_uses.mark_shard(tensor, shard_in)
         graph.mark(tensor, mesh, graph.Histories(wholes, shards))

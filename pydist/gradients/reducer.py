@@ -16,7 +16,7 @@ from pydist.errors import NotSupported
 from pydist.exchange.adjoints import mean_ranks
 from pydist.exchange.consistency import consistency_of
 from pydist.exchange.exchanger import in_memory
-from pydist.gradients import graph, local_uses, watch
+from pydist.gradients import graph, watch
 from pydist.gradients.aliases import Aliases
 from pydist.gradients.flags import (
     NEW,
@@ -320,7 +320,7 @@ class Reducer:
         mean = mean_ranks(own, self.mesh, self._axes(leaf), "gradients", weight)
         if torch.is_grad_enabled():
             graph.mark(mean, self.mesh, graph.NOTHING)
-            local_uses.mark_whole(mean)
+            graph.mark_whole(mean)
         return mean
 
     def after(self, leaf: Leaf, parameter: Tensor) -> None:

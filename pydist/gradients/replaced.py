@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from pydist import marks
 from pydist.errors import NotSupported
 from pydist.exchange.adjoints import mean_ranks
 from pydist.gradients import graph
@@ -26,9 +25,6 @@ from pydist.grid import SAMPLE_AXES
 if TYPE_CHECKING:
     from pydist.gradients.reducer import Reducer
     from pydist.mesh import Mesh
-
-WHOLE, USED_IN = "pydist whole", "pydist used in"
-"""Marks of nodes: all ranks have what comes from it; and the mesh with whose shards it was used."""
 
 # Not attributes of the tensors, which could not be pickled with them.
 _reducers = WeakIdKeyDictionary()
@@ -83,7 +79,7 @@ def means(inputs: Iterable[Any]) -> Iterator[None]:
         if not isinstance(x, Tensor) or x.grad_fn is None:
             continue
         node: Any = x.grad_fn
-        mesh = node.metadata.get(USED_IN)
+        mesh = node.metadata.get(graph.USED_IN)
         if mesh is not None or reducer_of(x) is not None:
             hook = Mean(x, mesh)
             hook.is_local = mesh is not None
@@ -147,5 +143,5 @@ class Mean:
         mean = mean_ranks(grad, mesh, axes, "gradients", group_weight)
         if torch.is_grad_enabled():
             graph.mark(mean, mesh, graph.NOTHING)
-            marks.mark(mean, WHOLE, True)
+            graph.mark_whole(mean)
         return mean
