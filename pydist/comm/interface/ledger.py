@@ -87,6 +87,7 @@ class Ledger:
 
     Attributes:
         last: the call that was started last.
+        process: whose ledger it is; a fork of that is no rank.
         job_ranks: the rank in the job of each rank of the group; empty if they are the same.
         place: what the next calls belong to, where another rank makes them somewhere else in its
             program; empty where the module that calls says it.
@@ -94,6 +95,7 @@ class Ledger:
     """
 
     def __init__(self) -> None:
+        self.process = os.getpid()
         self.job_ranks: Sequence[int] = ()
         self.place = ""
         self.history = 0
@@ -354,18 +356,22 @@ def _kind_of_called() -> str:
     return f": {type(module).__name__}({said})"
 
 
-def _refuse(self: Ledger, group: Group, what: What, *, waits: bool) -> None:
+_note = Ledger.note
+
+
+def _note_in_fork(self: Ledger, group: Group, what: What, *, waits: bool) -> None:
     """In the place of `Ledger.note`, in a process that a rank has forked."""
-    if group.size > 1:
+    if self.process != os.getpid() and group.size > 1:
         raise UsageError(
             f"process {os.getpid()} is a fork of rank {self.name(group.rank)}, and no rank: it "
             f"can't take part in {_describe(what, '')}; let the rank do what ranks do together"
         )
+    _note(self, group, what, waits=waits)
 
 
 def _in_fork() -> None:
     # It has the rank's connections to the others, whose messages it would take or answer.
-    Ledger.note = _refuse  # type: ignore[method-assign]
+    Ledger.note = _note_in_fork  # type: ignore[method-assign]
 
 
 os.register_at_fork(after_in_child=_in_fork)
