@@ -137,6 +137,8 @@ class ShardedTensor(torch.Tensor):
     """What is to be completed before the shard may be used."""
     _view: View | None = None
     """What it shares memory with, here and in torch; `None` where that is nothing."""
+    _shown: tuple[Any] | None = None
+    """The node of the shard when `to_local` gave it out; a program may change it in place."""
     _history: int = NO_HISTORY
     """See `pydist.exchange.history`."""
 
@@ -227,6 +229,8 @@ class ShardedTensor(torch.Tensor):
             pending.complete()
         if self._view is not None and self._view.memory.storage is not None:
             refuse_stale(self)
+        if self._shown is not None and self._shard.grad_fn is not self._shown[0]:
+            _take_back(self)
         return self._shard
 
     # Networks ask for these all the time: answered here, they need no dispatch.
@@ -265,6 +269,7 @@ class ShardedTensor(torch.Tensor):
         lead_to(local, self.mesh, self._history, self._origin.sizes, self._layout)
         if self._view is not None and (storage := self._view.memory.storage) is not None:
             storage.watch(self._view.memory.key, local)
+        self._shown = (local.grad_fn,)
         return local
 
     def full_tensor(self) -> Tensor:
@@ -385,6 +390,15 @@ def local_of(x: ShardedTensor) -> Tensor:
     """The shard of a handler's argument."""
     refuse_foreign_graph(x)
     return x._local
+
+
+def _take_back(x: ShardedTensor) -> None:
+    """Takes a shard that a program has changed in place for what `from_local` would be given."""
+    shard = x._shard
+    follow(shard, x.mesh)
+    local = entered(shard, x._layout)
+    x._shown = (local.grad_fn,)
+    adopt_local(x, local, changed=False)
 
 
 def view_of(

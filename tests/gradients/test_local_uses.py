@@ -234,3 +234,20 @@ def test_fast_weights_on_shards(copies, groups):
         return [*found, *weights.values()]
 
     check_use(lambda: Net(lambda net, x, y: mixed(net, y)), use, groups)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("of_input", [False, True])
+def test_a_shard_that_changes_in_place(of_input, groups):
+    """Behind `to_local`; then the sharded tensor itself is used."""
+
+    def use(model, mesh):
+        x = randn(*SHAPE)
+        if mesh is not None:
+            x = distribute_tensor(x[group_slice(mesh, BATCH)], mesh)
+        y = x * 1 if of_input else model.first(x)
+        local(y).mul_(model.k)
+        (y if of_input else model.last(y * model.k)).sin().mean().backward()
+        return [p.grad for p in model.parameters()]
+
+    check_use(lambda: Net(MIDDLES["layer"]), use, groups)
