@@ -68,7 +68,8 @@ def parallelize(
     other means see `pydist.sum_over_groups`. This holds for these parameters and for any other
     `nn.Parameter` that feeds or follows a sharded call, or is trained on the outputs of a frozen
     model; not for one that follows `detach()` or `no_grad()` only. It holds as well for plain
-    tensors in the place of parameters, as `torch.func.functional_call` puts them there. Hooks on
+    tensors in the place of parameters, as `torch.func.functional_call` puts them there; any other
+    plain tensor is data of its group, with the gradient of the group's own loss. Hooks on
     parameters see that mean. The optimizer may be made before or after; `pydist.optim.sharded` lets
     the ranks share its step. `model.no_sync()` postpones the reduction, and hooks, to accumulate
     gradients.

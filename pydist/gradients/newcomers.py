@@ -71,7 +71,8 @@ def refuse_parting(world: Transport, tensors: Sequence[Tensor]) -> None:
             raise UsageError(
                 f"a step with a plain tensor of shape {list(tensor.shape)} whose gradient is that "
                 "of each sample group alone: make it a torch.nn.Parameter, which gets the mean "
-                "over all groups"
+                "over all groups; or, if it is data of each group, let it begin with other values "
+                "in each"
             )
 
 

@@ -49,15 +49,13 @@ def note(weight: Tensor, reducer: Reducer) -> None:
     if isinstance(weight, nn.Parameter) or not weight.requires_grad:
         return
     known = reducer_of(weight)
-    if known is reducer:
-        return
-    if known is not None:
+    if known is not None and known is not reducer:
         raise NotSupported(
             f"a weight of shape {list(weight.shape)}, a plain tensor, on two meshes: give each a "
             "copy of its own, or make it a torch.nn.Parameter"
         )
     _reducers[weight] = weakref.ref(reducer)
-    if reducer.mesh.data_size > 1:
+    if reducer.mesh.data_size > 1 and weight.grad_fn is None:
         _hook_on(weight)
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pydist.gradients.members import use_as_parameter
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.products.contraction import ATTENTION, Labels, contract
@@ -94,6 +95,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """A linear layer over the last dim; where that is split, each rank uses its part of it."""
     if not isinstance(input, ShardedTensor):
         raise refusal(F.linear, (input, weight), {}, "the input is plain and the weight sharded")
+    for each in (weight, bias):
+        if each is not None and not isinstance(each, ShardedTensor):
+            use_as_parameter(each, input.mesh)
     rows = [f"b{i}" for i in range(input.dim() - 1)]
     out = ["n"] * (weight.dim() - 1)
     operands, labels = [input, weight], [[*rows, "k"], [*out, "k"]]
