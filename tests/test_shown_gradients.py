@@ -345,3 +345,23 @@ def test_a_hook_on_a_view_that_was_changed_past_autograd():
     for of_y, of_x in on_ranks((2, 1, 1), body):
         assert torch.equal(of_y, torch.ones_like(of_y))
         assert torch.equal(of_x, torch.full(SHAPE, 2.0, dtype=of_x.dtype))
+
+
+@pytest.mark.parametrize("loss", [torch.Tensor.sum, torch.Tensor.amax, lambda y: y.square().sum()])
+def test_a_hook_is_not_called_where_a_second_derivative_does_not_lead(loss):
+    """The gradient of the penalty with respect to a pool's output is none, as under torch."""
+
+    def calls(ready, cut):
+        model = ready(nn.AvgPool3d(2, 1))
+        x = cut(randn(1, 1, 4, 3, 3)).requires_grad_()
+        y = model(x)
+        seen = []
+        y.register_hook(lambda g: seen.append(g.clamp(-1, 1)))
+        (grad,) = torch.autograd.grad(loss(y), x, create_graph=True)
+        grad.square().sum().backward()
+        return len(seen)
+
+    def body(mesh):
+        return calls(lambda m: parallelize(m, mesh), lambda x: distribute_tensor(x, mesh))
+
+    assert on_ranks((2, 1, 1), body) == [calls(lambda m: m, lambda x: x)] * 2

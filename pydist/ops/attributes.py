@@ -136,7 +136,7 @@ def retain_grad(x: ShardedTensor) -> None:
 
 
 @implements(torch.Tensor.register_hook)
-def register_hook(x: ShardedTensor, hook: Callable[[Tensor | None], Tensor | None]) -> Any:
+def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
     """Calls `hook` with the (sharded) gradient during backward.
 
     A hook that only looks may be registered on some ranks alone. One that changes the gradient, or
@@ -144,7 +144,9 @@ def register_hook(x: ShardedTensor, hook: Callable[[Tensor | None], Tensor | Non
     """
 
     def on_shard(grad: Tensor | None) -> Tensor | None:
-        result = hook(None if grad is None else wrap(in_memory(grad), x._layout, x))
+        if grad is None:  # in double backward there may be none, where torch has no node
+            return None
+        result = hook(wrap(in_memory(grad), x._layout, x))
         return _shard_of(result, x._layout) if isinstance(result, Tensor) else None
 
     return graph.register_hook(x._local, on_shard)
