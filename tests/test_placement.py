@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 from pydist.layout import Layout
 from pydist.mesh import Mesh
 from pydist.ops import placement
-from pydist.ops.placement import Work, choose_layout
+from pydist.ops.placement import Workload, choose_layout
 from pydist.ops.windows import Window
 
 CONV = Window((3, 3, 3), (1, 1, 1), (1, 1, 1), ((1, 1), (1, 1), (1, 1)))
@@ -22,8 +22,8 @@ def in_depth(mesh: Mesh, points: list[int]) -> Layout:
     return layout_at(mesh, SHAPE, (points, None, None))
 
 
-def work(flops: float) -> Work:
-    return Work(CONV, 4, flops)
+def work(flops: float) -> Workload:
+    return Workload(CONV, 4, flops)
 
 
 def points_of(layout: Layout) -> list[int] | None:
@@ -64,7 +64,7 @@ def test_between_the_two_neighbours_share(monkeypatch: pytest.MonkeyPatch):
     def rank(mesh: Mesh) -> None:
         mesh.ranks_per_core = 1.0
         layout = in_depth(mesh, [0, 1, 2, 3, 4, 5, 6, 7, 8])
-        wide = Work(Window((5, 5, 5), (1, 1, 1), (1, 1, 1), ((2, 2),) * 3), 4, 1.7e7)
+        wide = Workload(Window((5, 5, 5), (1, 1, 1), (1, 1, 1), ((2, 2),) * 3), 4, 1.7e7)
         assert points_of(choose_layout(layout, wide)) == [0, 4, 4, 4, 4, 8, 8, 8, 8]
 
     on_ranks((8, 1, 1), rank)

@@ -119,6 +119,21 @@ def _wgrad_padded(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Te
     return _wgrad_blocked(p.unpadded, padded(p, x), grad, weight)
 
 
+def _forward_widened(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """In float32, rounded once."""
+    wide = replace(p, dtype=torch.float32)
+    kernel = FORWARD[candidates(wide, False)[0][0]]
+    bias = None if bias is None else bias.float()
+    return kernel(wide, x.float(), weight.float(), bias).to(p.dtype)
+
+
+def _dgrad_widened(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+    """In float32, rounded once."""
+    wide = replace(p, dtype=torch.float32)
+    kernel = DGRAD[candidates(wide, False)[1][0]]
+    return kernel(wide, x.float(), grad.float(), weight.float()).to(p.dtype)
+
+
 def _wgrad_widened(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     """In float32, rounded once."""
     wide = replace(p, dtype=torch.float32)
@@ -180,11 +195,13 @@ FORWARD: dict[str, Forward] = {
     "torch": _forward_by_torch,
     "onednn": _forward_by_onednn,
     "padded": _forward_padded,
+    "widened": _forward_widened,
 }
 DGRAD: dict[str, Gradient] = {
     "torch": _dgrad_by_torch,
     "onednn": _dgrad_by_onednn,
     "padded": _dgrad_padded,
+    "widened": _dgrad_widened,
 }
 WGRAD: dict[str, Gradient] = {
     "torch": _wgrad_by_torch,
@@ -216,8 +233,9 @@ def candidates(problem: ConvProblem, channels_last: bool) -> tuple[list[str], li
     # What torch 2.13 was seen to do: with whole windows in the padding oneDNN crashes.
     forward, dgrad = (["padded"], ["padded"]) if problem.is_overpadded else (["onednn"], ["onednn"])
     if problem.dtype == torch.bfloat16 and not problem.is_ordinary:
-        # Its bf16 wgrad reads and writes beyond its tensors.
-        return forward, dgrad, ["widened"]
+        # Its bf16 wgrad reads and writes beyond its tensors, and on CPUs with AMX forward was seen
+        # to give wrong numbers and to crash, also where torch itself calls it.
+        return ["widened"], ["widened"], ["widened"]
     if not problem.padding_is_modest:
         # So does its fp32 wgrad, where strides are wide as well.
         return forward, dgrad, ["padded"]
