@@ -8,13 +8,16 @@ import operator
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from pydist.comm import Transport
 from pydist.errors import UsageError
 from pydist.grid import AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
 from pydist.session import Session
+
+if TYPE_CHECKING:
+    from pydist.comm import Transport
 
 _OTHER_AXES = tuple(axis for axis in AXES if axis not in ("data", *SPATIAL_AXES))
 
@@ -56,7 +59,7 @@ class Mesh:
         keep_thin_blocks: bool = False,
         axes: Mapping[str, int] | None = None,
     ) -> None:
-        if not isinstance(world, Transport):
+        if not hasattr(world, "all_reduce"):  # others may stand in for a transport
             raise UsageError(
                 f"Mesh({type(world).__name__}): expected the transport over all ranks, as "
                 "pydist.init() and pydist.comm.LocalTransport() make it"
