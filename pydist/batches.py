@@ -105,6 +105,8 @@ class Batches:
 
     def note_replaced(self, module: nn.Module) -> None:
         """Notes what has taken the place of parameters, as by `torch.func.functional_call`."""
+        if self._mesh.size == 1:
+            return
         for part in module.modules():
             tensors: Iterable[Tensor | None] = part._parameters.values()
             for tensor in tensors:

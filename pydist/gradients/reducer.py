@@ -299,8 +299,8 @@ class Reducer:
         Not as they arrive: their order is another one on a rank that has certain hooks.
 
         Args:
-            inputs: tensors, or edges of the graph, of which the gradients are.
-            results: this rank's.
+            inputs: tensors, or edges of the graph, whose gradients the program asked for.
+            results: the gradients of this rank.
         """
         arrived, found = self._runs[-1].arrived, list(results)
         for index, each in enumerate(inputs):

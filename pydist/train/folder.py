@@ -1,4 +1,4 @@
-"""The folder of a run: what lies in it, and whether it is one."""
+"""The output folder of a run: names of its files, and checks before a run writes there."""
 
 from __future__ import annotations
 

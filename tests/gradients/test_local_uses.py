@@ -167,7 +167,7 @@ def test_one_graph_for_layouts_with_other_copies_is_refused():
 
 
 def test_a_shard_of_another_tensor_with_copies_is_refused():
-    """Such as channel attention by hand: the pooled tensor lies whole on every rank."""
+    """For example channel attention by hand: every rank holds the whole pooled tensor."""
 
     def use(mesh):
         y = distribute_tensor(randn(*SHAPE), mesh).requires_grad_()
