@@ -57,7 +57,7 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _Scale.apply(grad, ctx.factor), None, None
+        return scaled_back(grad, ctx.factor), None, None
 
 
 class _Scale(Function):
@@ -92,7 +92,8 @@ def is_entered(node: Any) -> bool:
 
 def scaled_back(grad: Tensor, factor: float) -> Tensor:
     """The adjoint of `enter` by itself; differentiable."""
-    return _Scale.apply(grad, factor)
+    # Every parameter comes by: no node is made for a graph that is not.
+    return _Scale.apply(grad, factor) if torch.is_grad_enabled() else grad * factor
 
 
 class _SumRanks(ExchangeFunction):

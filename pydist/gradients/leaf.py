@@ -78,6 +78,8 @@ class Leaf:
         has_hooks: whether users' hooks were registered.
         waits: whether users' hooks wait for the mean in the running backward.
         base: the gradient before the running backward, where hooks need to know what was added.
+        place: where the optimizer has it that has stepped it first: group, and index in that.
+        is_placed: whether the ranks have compared it.
     """
 
     def __init__(self, parameter: Tensor, name: str, reducer: Averaging) -> None:
@@ -90,6 +92,8 @@ class Leaf:
         self.fired = self.paused = self.partial = False
         self.waits = self.has_hooks = self._gone = False
         self.idle = 0
+        self.place: tuple[int, int] | None = None
+        self.is_placed = False
         self.base: Tensor | None = None
         self._stamp: tuple[int, int] | None = None
         tensor: Any = parameter

@@ -17,12 +17,16 @@ if TYPE_CHECKING:
     from pydist.gradients.leaf import Leaf
 
 
+_HINT = "give it to pydist.parallelize, on all ranks, as a module or a part of one"
+
+
 def agree(
     world: Transport,
     newcomers: Sequence[Leaf],
     lanes: Sequence[Lane],
     proposals: list[list[int]],
     frozen: Container[Leaf],
+    found: Sequence[Leaf] = (),
 ) -> list[set[int]]:
     """Compares parameters that are new to the reducer, and what may be dropped. Collective.
 
@@ -32,21 +36,25 @@ def agree(
         lanes: those there are.
         proposals: for each lane, which of its leaves need no place any more on this rank.
         frozen: those newcomers that do not take their gradient.
+        found: earlier newcomers, in the order of all ranks.
 
     Returns:
         For each lane the leaves that no rank needs.
 
     Raises:
-        UsageError: ranks have different newcomers, or different values of one; on all ranks.
+        UsageError: ranks have different newcomers, or different values of one, or have taken
+            different parameters of equal values for one; on all ranks.
     """
     mine: dict[str, Any] = {
         "new": [_describe(leaf, leaf in frozen) for leaf in newcomers],
         "drop": proposals,
+        "places": [leaf.place for leaf in found],
     }
     everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
     lists = [each["new"] for each in everyones]
     for rank, other in enumerate(lists):
         _compare(lists[0], other, rank)
+    _compare_places(found, [each["places"] for each in everyones])
     return [
         set.intersection(*(set(each["drop"][index]) for each in everyones))
         for index in range(len(lanes))
@@ -114,20 +122,35 @@ def _describe(leaf: Leaf, frozen: bool) -> tuple[str, str, int]:
 def _compare(
     first: list[tuple[str, str, int]], other: list[tuple[str, str, int]], rank: int
 ) -> None:
-    hint = "give it to pydist.parallelize, on all ranks, as a module or a part of one"
     for index in range(max(len(first), len(other))):
         one = first[index] if index < len(first) else None
         two = other[index] if index < len(other) else None
         if one is None or two is None or one[1] != two[1]:
             raise UsageError(
                 f"gradients of a parameter that is in no parallelized model: rank 0 has "
-                f"{_said(one)}, rank {rank} has {_said(two)}; {hint}"
+                f"{_said(one)}, rank {rank} has {_said(two)}; {_HINT}"
             )
         if one[2] != two[2]:
             raise UsageError(
                 f"the parameter {_said(two)}, which is in no parallelized model, differs between "
-                f"rank 0 and rank {rank}: its gradient has no mean; make it equal, or {hint}"
+                f"rank 0 and rank {rank}: its gradient has no mean; make it equal, or {_HINT}"
             )
+
+
+def _compare_places(found: Sequence[Leaf], places: list[list[list[int] | None]]) -> None:
+    """Equal values do not tell which of two parameters a rank has used; its optimizer does."""
+    for leaf, *of_ranks in zip(found, *places, strict=True):
+        leaf.is_placed = leaf.place is not None
+        known = [(rank, place) for rank, place in enumerate(of_ranks) if place is not None]
+        for rank, place in known[1:]:
+            first, (group, index) = known[0][0], known[0][1]
+            if place != [group, index]:
+                raise UsageError(
+                    f"{leaf.name} is a parameter in no parallelized model, and the ranks mean "
+                    f"different ones of equal values: number {index} in group {group} of its "
+                    f"optimizer on rank {first}, number {place[1]} in group {place[0]} on rank "
+                    f"{rank}; the steps so far have mixed their gradients; {_HINT}"
+                )
 
 
 def _said(entry: tuple[str, str, int] | None) -> str:

@@ -386,7 +386,8 @@ class Reducer:
         mesh = self.mesh
         with mesh.session.timers.measure("gradients"):
             news = self._found_news()
-            own, proposals = own_flags(self.lanes, bool(news), self._unused)
+            is_new = bool(news) or any(e.place and not e.is_placed for e in self._found_leaves)
+            own, proposals = own_flags(self.lanes, is_new, self._unused)
             for lane in self.lanes:
                 if lane.wanted:
                     lane.start_rest()
@@ -452,7 +453,7 @@ class Reducer:
     ) -> None:
         """Gives new members a place, and reduces their first gradients. Collective."""
         lanes = list(self.lanes)
-        dropped = agree(self.mesh.world, news, lanes, proposals, unused)
+        dropped = agree(self.mesh.world, news, lanes, proposals, unused, self._found_leaves)
         self.gather_gradients()  # in the next buckets parts may be others
         for lane, gone, proposal in zip(lanes, dropped, proposals, strict=True):
             if gone:
@@ -475,6 +476,10 @@ class Reducer:
                     unused[leaf] = mean_ranks(unused[leaf], self.mesh, axes, "gradients")
             self._plan(self._found, [*known, *news])
         self.lanes = [lane for lane in self.lanes if lane.leaves or lane is self._found]
+
+    @property
+    def _found_leaves(self) -> Sequence[Leaf]:
+        return () if self._found is None else self._found.leaves
 
     def _release(self, leaf: Leaf) -> None:
         """Ends a membership; a parameter that trains again comes back as a new one."""

@@ -38,8 +38,8 @@ def install() -> None:
 def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
     """Stops a step with a gradient that pydist has met and that was not reduced."""
     own: list[Tensor] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
             if hasattr(parameter, "to_local"):
                 continue  # a sharded tensor: its gradient is
             if parameter.grad is None or isinstance(parameter.grad, ScatteredGradient):
@@ -48,7 +48,9 @@ def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
             if leaf is None:
                 if parameter in _meshes and not isinstance(parameter, nn.Parameter):
                     own.append(parameter)
-            elif leaf.paused and leaf.fired and leaf.reducer() is not None:
+                continue
+            leaf.place = leaf.place or (number, index)
+            if leaf.paused and leaf.fired and leaf.reducer() is not None:
                 if leaf.is_cleared(parameter):
                     continue
                 raise NotSupported(

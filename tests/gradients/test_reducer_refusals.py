@@ -41,6 +41,46 @@ def test_parameters_that_one_rank_alone_has_are_named():
     on_ranks((1, 1, 1), body, data=2)
 
 
+def test_equal_heads_of_two_groups_are_not_taken_for_one():
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        heads = [nn.Parameter(torch.ones(()).double()) for _ in range(2)]
+        optimizer = torch.optim.SGD(heads, 0.1)
+
+        def step():
+            y = model(distribute_tensor(batch(), mesh)).full_tensor()
+            (y.sum() * heads[mesh.data_index]).backward()
+            optimizer.step()
+
+        step()
+        where = r"number 0 in group 0 of its optimizer on rank 0, number 1 in group 0 on rank 1"
+        with pytest.raises(UsageError, match=where):
+            step()
+
+    on_ranks((1, 1, 1), body, data=2)
+
+
+def test_heads_that_all_groups_take_in_turn_are_told_apart():
+    def steps(model, cut):
+        heads = [nn.Parameter(torch.ones(()).double()) for _ in range(2)]
+        optimizer = torch.optim.SGD(heads, 1e-3)
+        for step in range(4):
+            (cut(model) * heads[step // 2]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return heads
+
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        return steps(
+            model, lambda m: m(distribute_tensor(batch(), mesh)).full_tensor().square().mean()
+        )
+
+    whole = steps(network(), lambda m: m(batch()).square().mean())
+    for rank, found in enumerate(on_ranks((1, 1, 1), body, data=2)):
+        assert_same(found, whole, where=f"rank {rank}")
+
+
 def test_a_parameter_frozen_on_one_rank_is_named():
     def body(mesh):
         model = parallelize(network(), mesh)

@@ -240,9 +240,15 @@ class Steps(Draws):
         return self.recomputable(looks)
 
     def recomputable(self, statements: list[str]) -> list[str]:
-        """Those that let a part be computed anew: a full backward hook added later saves more."""
-        late = self.waiting and not self.computes_once()
-        return [s for s in statements if not (late and "register_full_backward" in s)]
+        """Those that let a part be computed anew as it was before they came.
+
+        A full backward hook saves more. A forward hook that changes what a layer takes or returns
+        does so in the second computation only, where the result depends on what torch has saved.
+        """
+        if not self.waiting or self.computes_once():
+            return statements
+        changing = ("register_full_backward", "o * 1.5", "o.mul_(", "a[0] * 0.5")
+        return [s for s in statements if not any(change in s for change in changing)]
 
     def hooks(self) -> list[str]:
         """Hooks. A clamp of an activation's gradient shows that this is of the group's own loss.
