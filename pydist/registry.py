@@ -46,10 +46,23 @@ class Registry:
         point = self._points.get(name)
         if point is None:
             raise UsageError(f"{self.kind} '{name}' is none of {', '.join(self.names)}")
-        try:
-            return point.load()
-        except (ImportError, AttributeError) as error:
-            raise UsageError(f"{self.kind} '{name}' ({point.value}): {error}") from error
+        return imported(point.value, f"{self.kind} '{name}'")
+
+
+def imported(path: str, what: str) -> Any:
+    """What a path such as "module:attribute" names.
+
+    Args:
+        path: the path.
+        what: what is there, for errors.
+
+    Raises:
+        UsageError: it is no such path, or there is nothing that can be imported.
+    """
+    try:
+        return EntryPoint(what, path, "").load()
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{what} ({path}): {error}") from error
 
 
 JOINS = ("auto", "mpi", "c10d", "local", "cuda", "host")

@@ -77,6 +77,11 @@ class FlatConfig(ModelConfig):
     width: Count = 4
 
 @dataclass(frozen=True)
+class AdriftConfig(FlatConfig):
+    name: Literal["adrift"] = "adrift"
+    task: ClassVar[str] = "my_networks:Nowhere"
+
+@dataclass(frozen=True)
 class RmspropConfig(OptimizerConfig):
     name: Literal["rmsprop"] = "rmsprop"
     alpha: Fraction = 0.99
@@ -110,6 +115,7 @@ nccl = my_transports:Counting
 
 [pydist.models]
 flat = my_tables:FlatConfig
+adrift = my_tables:AdriftConfig
 lost = my_missing:Config
 
 [pydist.optimizers]
@@ -199,7 +205,8 @@ def test_a_network_and_an_optimizer_of_another_package_train_and_predict(package
     [
         ("--train.loss mse", "possible with model.name = 'flat' are auto, dice_ce, cross_entropy"),
         ("--model.name lost", "model 'lost' (my_missing:Config): No module named 'my_missing'"),
-        ("--model.name none", "--model.name none: possible are cosmoflow, unet3d, flat, lost"),
+        ("--model.name none", "possible are cosmoflow, unet3d, adrift, flat, lost"),
+        ("--model.name adrift --mesh.spatial 1 1 1", "model 'adrift' (my_networks:Nowhere): module"),
         ("--optimizer.name=none", "--optimizer.name none: possible are adam, sgd, rmsprop"),
         ("--optimizer.beta 1", "Unrecognized options: --optimizer.beta, 1"),
         ("--model.width 0", "model.width = 0: input should be greater than or equal to 1"),

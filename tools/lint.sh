@@ -26,6 +26,7 @@ run ruff check $sources
 run ruff format --check $sources
 run mypy
 run mypy tools/*.py
+run mypy benchmarks/python
 run lint-imports
 printf '== clang-format\n'
 native | xargs clang-format --dry-run --Werror || failed=1

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from typing import Any
 
 import common
@@ -109,4 +108,4 @@ def _peak(recorded: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -45,15 +45,12 @@ def main() -> None:
         return
     machine = common.machine(threads_per_rank=1)
     times: dict[str, list[float]] = common.on_two_ranks(__file__, options)
-    rows = []
+    rows, shown = [], []
     for variant, seconds in times.items():
-        cost = common.paired(times["all on"], seconds)
-        rows.append({"variant": variant, "step": common.summary(seconds), "cost": cost})
-    shown = []
-    for row in rows:
-        median, least = row["step"]["median"], row["step"]["min"]
-        cost = (row["cost"] * 1e3, row["cost"] / median * 100) if row["cost"] else (None, None)
-        shown.append((row["variant"], median * 1e3, least * 1e3, *cost))
+        step, cost = common.summary(seconds), common.paired(times["all on"], seconds)
+        rows.append({"variant": variant, "step": step, "cost": cost})
+        costs = (cost * 1e3, cost / step["median"] * 100) if cost else (None, None)
+        shown.append((variant, step["median"] * 1e3, step["min"] * 1e3, *costs))
     common.show(HEAD, shown)
     common.write({"machine": machine, "rows": rows}, "checks", options)
 
@@ -61,7 +58,7 @@ def main() -> None:
 def measure(options: argparse.Namespace) -> None:
     """One rank: each round has a step of every variant, in an order all ranks draw."""
     import torch  # the parent needs neither
-    from monai.networks.nets import UNet
+    from monai.networks.nets.unet import UNet
 
     import pydist
 

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import common
 import jobs
+
+if TYPE_CHECKING:
+    from pydist.comm import Channel, Transport
 
 SIZES = (8, 1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 24)
 CALLS = (
@@ -59,7 +62,7 @@ def main() -> None:
     cases = list(dict.fromkeys(cases))
     with jobs.running(**{kind: start(kind) for kind in kinds}) as started:
         libraries = {kind: started[kind].ask("library")[0] for kind in kinds}
-        seconds: dict[Any, list[float]] = {}
+        seconds: dict[tuple[str, tuple[str, int]], list[float]] = {}
         for case in cases:
             for kind in kinds:
                 started[kind].ask("check", call=case[0], nbytes=case[1])
@@ -68,16 +71,16 @@ def main() -> None:
                 return max(started[kind].ask("run", call=case[0], nbytes=case[1]))
 
             times = jobs.interleave(kinds, rounds, step)
-            seconds.update({(kind, *case): taken for kind, taken in times.items()})
+            seconds.update({(kind, case): taken for kind, taken in times.items()})
     rows = [
         {"transport": TITLES[kind], "call": call, "bytes": nbytes, **common.summary(taken)}
-        for (kind, call, nbytes), taken in seconds.items()
+        for (kind, (call, nbytes)), taken in seconds.items()
     ]
     print(f"{options.ranks} ranks, µs a call, median of {rounds} rounds")
     common.show(
         ("call", "bytes", *(TITLES[kind] for kind in kinds)),
         [
-            (*case, *(common.summary(seconds[(kind, *case)])["median"] * 1e6 for kind in kinds))
+            (*case, *(common.summary(seconds[kind, case])["median"] * 1e6 for kind in kinds))
             for case in cases
         ],
     )
@@ -101,7 +104,7 @@ def work(threads: int) -> None:
         world = pydist.init().world
 
         def answer(what: str, **details: Any) -> Any:
-            return jobs.library(world) if what == "library" else _do(world, what, **details)
+            return jobs.library(world) if what == "library" else _TASKS[what](world, **details)
 
         jobs.serve(world.rank, answer)
         return
@@ -109,19 +112,20 @@ def work(threads: int) -> None:
     def answer_in_threads(what: str, **details: Any) -> Any:
         if what == "library":
             return "local"
-        answers = run_local(lambda world: _do(world, what, **details), threads)
+        answers = run_local(lambda world: _TASKS[what](world, **details), threads)
         return max(answers) if what == "run" else None
 
     jobs.serve(0, answer_in_threads)
 
 
-def _do(world: Any, what: str, call: str, nbytes: int) -> float | None:
-    """Checks a call, or times it."""
+def _check(world: Transport, call: str, nbytes: int) -> None:
     made = _Call(world, call, nbytes)
-    if what == "check":
-        made.check()
-        made.close()
-        return None
+    made.check()
+    made.close()
+
+
+def _seconds(world: Transport, call: str, nbytes: int) -> float:
+    made = _Call(world, call, nbytes)
     run, repeats = made.run, max(2, min(50, (4 << 20) // max(1, nbytes)))
     run()
     world.barrier()
@@ -133,11 +137,14 @@ def _do(world: Any, what: str, call: str, nbytes: int) -> float | None:
     return seconds
 
 
+_TASKS: dict[str, Callable[..., Any]] = {"check": _check, "run": _seconds}
+
+
 @dataclass
 class _Call:
     """One call of a transport with its buffers: every rank gives `rank + 1`s."""
 
-    world: Any
+    world: Transport
     call: str
     nbytes: int
     result: Any = field(default=None, init=False)
@@ -153,10 +160,12 @@ class _Call:
         self.others = torch.empty_like(self.rows)
         self.text = bytes([rank + 1]) * self.nbytes
         self.next, self.before = (rank + 1) % size, (rank - 1) % size
-        self.channel = None
-        if self.call == "channel":
-            sends, recvs = [(self.next, self.mine)], [(self.before, self.like)]
-            self.channel = self.world.channel(sends, recvs, tag=7)
+
+    @cached_property
+    def channel(self) -> Channel:
+        """From this rank to the next; the first run makes it."""
+        sends, recvs = [(self.next, self.mine)], [(self.before, self.like)]
+        return self.world.channel(sends, recvs, tag=7)
 
     @property
     def run(self) -> Callable[[], None]:
@@ -202,7 +211,7 @@ class _Call:
 
     def close(self) -> None:
         """Releases the channel, if there is one."""
-        if self.channel is not None:
+        if self.call == "channel":
             self.channel.close()
 
     def _barrier(self) -> None:
@@ -263,4 +272,4 @@ class _Call:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from quiet import Quiet
+from quiet import Quiet, as_transport
 from torch import Tensor, nn
 from torch.autograd import Function
+from torch.distributed.device_mesh import init_device_mesh
 
 import pydist
 from pydist.comm import Transport
@@ -38,11 +39,24 @@ def network(inplace: bool = False) -> nn.Sequential:
     for inside, outside in itertools.pairwise(CHANNELS):
         conv = nn.Conv3d(inside, outside, 3, padding=1)
         with torch.no_grad():
-            for each in (conv.weight, conv.bias):
+            for each in conv.parameters():
                 bound = (27 * inside) ** -0.5
                 each.uniform_(-bound, bound, generator=generator)
         layers += [conv, nn.ReLU(inplace=inplace)]
     return nn.Sequential(*layers)
+
+
+def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """What backward has left, which is compared with one tensor for each parameter."""
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+def summed(grads: Sequence[Tensor], reduce: Callable[[Tensor], object]) -> list[Tensor]:
+    """Gradients of all ranks, by one all-reduce."""
+    flat = torch.cat([g.reshape(-1) for g in grads])
+    reduce(flat)
+    pieces = flat.split([g.numel() for g in grads])
+    return [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
 
 
 class Contestant(ABC):
@@ -68,9 +82,10 @@ class Plain(Contestant):
         return self._y
 
     def backward(self, grad: Tensor) -> list[Tensor]:
-        y, self._y = self._y, None
+        y = self._y
+        del self._y
         y.backward(grad)
-        return [p.grad for p in self._model.parameters()]
+        return gradients(self._model.parameters())
 
 
 class Layered(Contestant):
@@ -100,15 +115,11 @@ class Layered(Contestant):
         return x
 
     def backward(self, grad: Tensor) -> list[Tensor]:
-        y, self._y = self._y, None
+        y = self._y
+        del self._y
         y.backward(grad)
-        grads = [p.grad for p in self._parameters]
-        if self._reduce is None:
-            return grads
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        self._reduce(flat)
-        pieces = flat.split([g.numel() for g in grads])
-        return [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
+        grads = gradients(self._parameters)
+        return grads if self._reduce is None else summed(grads, self._reduce)
 
 
 class Blocked(Contestant):
@@ -141,11 +152,10 @@ class Pydist(Contestant):
     """pydist, as a user calls it on shards that a loader gave."""
 
     def __init__(self, world: Transport, inplace: bool = False, quiet: bool = False) -> None:
-        transport = Quiet(world) if quiet else world
-        self._mesh = Mesh(transport, 1, (world.size, 1, 1))
+        transport = Quiet(world)
+        self._mesh = Mesh(as_transport(transport) if quiet else world, 1, (world.size, 1, 1))
         self._model = pydist.parallelize(network(inplace), self._mesh)
-        if quiet:
-            transport.quiet = True
+        transport.quiet = quiet
 
     def forward(self, x: Tensor) -> Tensor:
         self._model.zero_grad()
@@ -155,9 +165,10 @@ class Pydist(Contestant):
         return self._y
 
     def backward(self, grad: Tensor) -> list[Tensor]:
-        y, self._y = self._y, None
+        y = self._y
+        del self._y
         y.backward(grad)
-        return [p.grad for p in self._model.parameters()]
+        return gradients(self._model.parameters())
 
 
 # -- what a user writes by hand -------------------------------------------------------------
@@ -321,7 +332,7 @@ class ShardTensorRival(Contestant):
         # Its convolution; by itself the package takes that up only where it finds a GPU.
         assert conv_patches is not None
         self._shards, self._kind = [Shard(2)], ShardTensor
-        self._mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self._model = network()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -333,10 +344,11 @@ class ShardTensorRival(Contestant):
         return self._y
 
     def backward(self, grad: Tensor) -> list[Tensor]:
-        y, self._y = self._y, None
+        y = self._y
+        del self._y
         y.backward(grad)
         # Each convolution reduces the gradients of its own weights.
-        return [p.grad for p in self._model.parameters()]
+        return gradients(self._model.parameters())
 
 
 class DistConvRival(Contestant):
@@ -354,13 +366,10 @@ class DistConvRival(Contestant):
         return self._y._tensor
 
     def backward(self, grad: Tensor) -> list[Tensor]:
-        y, self._y = self._y, None
+        y = self._y
+        del self._y
         y.backward(self._kind.from_shard(grad, self._strategy))
-        grads = [p.grad for p in self._model.parameters()]
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        dist.all_reduce(flat)
-        pieces = flat.split([g.numel() for g in grads])
-        return [piece.view(g.shape) for piece, g in zip(pieces, grads, strict=True)]
+        return summed(gradients(self._model.parameters()), reduce_gloo)
 
 
 class DTensorRival(Contestant):
@@ -369,7 +378,7 @@ class DTensorRival(Contestant):
     def __init__(self) -> None:
         from torch.distributed.tensor import DTensor, Shard, distribute_module
 
-        self._mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+        self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         self._kind, self._shards = DTensor, [Shard(2)]
         self._model = distribute_module(network(), self._mesh)
 
@@ -379,6 +388,8 @@ class DTensorRival(Contestant):
         return self._y
 
     def backward(self, grad: Tensor) -> list[Tensor]:
-        y, self._y = self._y, None
+        y = self._y
+        del self._y
         y.backward(grad)
-        return [p.grad.full_tensor() for p in self._model.parameters()]
+        grads = gradients(self._model.parameters())
+        return [g.full_tensor() for g in grads if isinstance(g, self._kind)]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -328,4 +327,4 @@ def _in_slabs(conv: Any, x: Any, planes: int = 16) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

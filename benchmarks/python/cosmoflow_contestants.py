@@ -9,12 +9,14 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from conv_contestants import conv_onednn
-from quiet import Noting, Quiet
+from conv_contestants import conv_onednn, gradients
+from quiet import Noting, Quiet, as_transport
 from torch import Tensor, nn
 
 import pydist
 from pydist.comm import Transport
+from pydist.gradients.lane import Lane
+from pydist.gradients.scattered_bucket import ScatteredBucket
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.optim import gather_gradients, sharded
@@ -44,10 +46,10 @@ class Plain:
         loss: Loss = F.mse_loss,
     ) -> None:
         self._model, self._threads, self._loss = model, threads, loss
-        self._optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+        self._optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=rate)
         for module in model.modules() if onednn else ():
             if isinstance(module, nn.Conv3d):
-                module.forward = partial(_forward_onednn, module)
+                vars(module)["forward"] = partial(_forward_onednn, module)
 
     def prepare(self, x: Tensor, target: Tensor) -> None:
         """Takes the data of the next step; not timed."""
@@ -76,7 +78,7 @@ class Plain:
         return loss.item()
 
     def grads(self) -> list[Tensor]:
-        return [p.grad.clone() for p in self._model.parameters()]
+        return [grad.clone() for grad in gradients(self._model.parameters())]
 
     def state_bytes(self) -> int:
         """What the optimizer holds on this rank."""
@@ -100,11 +102,11 @@ class Pydist(Plain):
     ) -> None:
         self._activations, self._gradients = Quiet(world), Quiet(world)
         measured = silent_halo or silent_gradients
-        self._mesh = Mesh(self._activations if measured else world, 1, spatial)
+        self._mesh = Mesh(as_transport(self._activations) if measured else world, 1, spatial)
         if measured:
             # Halos and statistics go through the mesh's groups, which are made now; gradients and
             # parameters go through its world.
-            self._mesh.world = self._gradients
+            self._mesh.world = as_transport(self._gradients)
         # Ranks that do not reduce gradients would part; at rate 0 the optimizer works as much.
         rate = 0.0 if measured else RATE
         parallel = pydist.parallelize(model, self._mesh)
@@ -122,8 +124,9 @@ class Pydist(Plain):
         self._target = target
 
     def take(self, shard: Tensor, target: Tensor) -> None:
-        """Takes this rank's shard of the next step's data."""
-        shape = (*shard.shape[:2], *(self._model.input_shape[1:]))
+        """Takes this rank's shard of the next step's data; all ranks have shards of one shape."""
+        edges = zip(shard.shape[2:], self._mesh.spatial, strict=True)
+        shape = (*shard.shape[:2], *(edge * count for edge, count in edges))
         layout = layout_for_sample(self._mesh, shape)
         self._x = pydist.ShardedTensor.from_local(shard, layout)
         self._target = target
@@ -144,13 +147,13 @@ class Pydist(Plain):
         """Bytes of gradients and parameters that a step waits for, as those of an all-reduce."""
         reducer = entry_of(self._model).reducer
         (lane,) = reducer.lanes
-        users = [lane, *lane.scattered]
-        noting = Noting(lane.transport)
+        users: list[Lane | ScatteredBucket] = [lane, *lane.scattered]
+        transport, noting = lane.transport, Noting(lane.transport)
         for user in users:
-            user.transport = noting
+            user.transport = as_transport(noting)
         self.step()
         for user in users:
-            user.transport = noting._transport
+            user.transport = transport
         return noting.exposed
 
     def kept(self) -> int:

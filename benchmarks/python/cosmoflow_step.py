@@ -21,11 +21,10 @@ import argparse
 import json
 import math
 import statistics
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import common
 import jobs
@@ -70,7 +69,7 @@ class Entry:
     onednn: bool = False
     spatial: tuple[int, int, int] | None = None
     silent: str = FULL
-    share: str = "auto"
+    share: Literal["auto", "never"] = "auto"
     allreduce: str = ""
     """A bare all-reduce, of what: `ALL`, or what of another contestant stays exposed."""
 
@@ -362,4 +361,4 @@ class _Ranks(StepRanks):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,7 +10,7 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,7 @@ class Budget:
 
 
 def timed(
-    contestants: dict[Any, Callable[[], float]], rounds: int, most: float | None = None
+    contestants: Mapping[Any, Callable[[], float]], rounds: int, most: float | None = None
 ) -> dict[Any, list[float]]:
     """Seconds of all contestants, interleaved, in an order that changes from round to round.
 

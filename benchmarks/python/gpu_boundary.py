@@ -78,16 +78,16 @@ def contestants(
     case: SlabProblem, like: torch.Tensor, watch: gpu.Stopwatch, budget: gpu.Budget
 ) -> dict[str, Callable[[], float]]:
     """The kernels that take the problem; one whose result is not the library's has failed."""
-    operands = slab_choice.operands(case, like)
+    first, second, target = slab_choice.operands(case, like)
     where = case.first_lo, case.target_lo
     names = case.candidates if like.is_cuda else ["library", "plain"]
     results = {}
     for name in names:
-        if refusal(name, case, *operands):
+        if refusal(name, case, first, second, target):
             continue
-        target = operands[2].clone()
-        run(name, case, *operands[:2], target, *where)
-        results[name] = target.double()
+        result = target.clone()
+        run(name, case, first, second, result, *where)
+        results[name] = result.double()
     scale = float(results["library"].abs().max())
     right = []
     for name, result in results.items():
@@ -97,7 +97,9 @@ def contestants(
         else:
             budget.failed.append(f"{name} and the library differ by {error:.1e}: {case}")
     return {
-        name: partial(watch.kernels, [partial(run, name, case, *operands, *where)] * CALLS)
+        name: partial(
+            watch.kernels, [partial(run, name, case, first, second, target, *where)] * CALLS
+        )
         for name in right
     }
 
@@ -124,12 +126,13 @@ def measure(
                     case = problem(layer, role, precision, device.type)
                     those = contestants(case, like, watch, budget)
                     times = gpu.timed(those, options.rounds, most=1.0)
-                    row = {"layer": title, "role": role, "precision": precision}
-                    row["chosen"] = chosen(case, like)
-                    row["seconds"] = {n: common.summary(t)["median"] for n, t in times.items()}
-                    if row["chosen"] in row["seconds"]:
-                        row["gain"] = row["seconds"]["library"] / row["seconds"][row["chosen"]]
-                        rows.append(row)
+                    seconds = {n: common.summary(t)["median"] for n, t in times.items()}
+                    name = chosen(case, like)
+                    if name in seconds:
+                        rows.append({
+                            "layer": title, "role": role, "precision": precision, "chosen": name,
+                            "seconds": seconds, "gain": seconds["library"] / seconds[name],
+                        })  # fmt: skip
     return rows
 
 

@@ -9,7 +9,6 @@ timed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,26 +17,22 @@ import gpu
 import numpy as np
 import torch
 
+from pydist.data.manifest import Manifest
 from pydist.data.normalize import Normalizer
 
 
-class Counts:
-    """As much of a manifest as a normalisation needs."""
-
-    sample_shape = (4, 1, 1, 1)
-    log1p_mean, log1p_std = (0.3,) * 4, (0.6,) * 4
-    files = ()
-
-
-def calls(width: int, device: torch.device) -> dict[str, tuple[int, Callable[[], None]]]:
+def calls(width: int, device: torch.device) -> dict[str, tuple[int, gpu.Call]]:
     """By name: bytes that a call moves, and the call."""
-    found: dict[str, tuple[int, Callable[[], None]]] = {}
-    counts = np.random.default_rng(0).poisson(1.0, (4, width, width, width)).astype(np.int16)
+    found: dict[str, tuple[int, gpu.Call]] = {}
+    mean, std = (0.3,) * 4, (0.6,) * 4
+    shape = (4, width, width, width)
+    manifest = Manifest(shape, "CDHW", "int16", (), log1p_mean=mean, log1p_std=std)
+    counts = np.random.default_rng(0).poisson(1.0, shape).astype(np.int16)
     expected = torch.empty(counts.shape)
     flag = torch.zeros(1, dtype=torch.int32, device=device)
     stored = torch.from_numpy(counts).to(device)
     for kind in ("log1p", "standardize"):
-        normalizer = Normalizer(kind, Counts, "float32")  # type: ignore[arg-type]
+        normalizer = Normalizer(kind, manifest, "float32")
         normalizer(counts, 0, 1.0, expected.numpy())
         out = torch.full(counts.shape, torch.nan, device=device)
 
@@ -61,8 +56,8 @@ def main() -> None:
     watch = gpu.Stopwatch(device)
     source = torch.randn(4 * width**3, device=device)
     target = torch.empty_like(source)
-    contestants = {"copy": (2 * source.nbytes, lambda: target.copy_(source))}
-    contestants |= calls(width, device)
+    copy = 2 * source.nbytes, lambda: target.copy_(source)
+    contestants: dict[str, tuple[int, gpu.Call]] = {"copy": copy, **calls(width, device)}
     seconds = gpu.timed(
         {name: partial(watch.kernels, [call]) for name, (_, call) in contestants.items()},
         options.rounds,

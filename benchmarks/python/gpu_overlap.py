@@ -30,7 +30,7 @@ import gpu
 import torch
 from alone import Neighbours, choosing_alone
 from device_steps import Split, adam
-from quiet import Quiet
+from quiet import Quiet, as_transport
 
 from pydist.comm import Transport
 from pydist.comm.transports.nccl.place import SHARE, SHARING, missing, open_nccl
@@ -62,7 +62,7 @@ def measure(
     amp = precision == "bf16"
     memory_format = torch.channels_last_3d if amp else torch.contiguous_format
     activations = Quiet(world)
-    mesh = Mesh(activations, 1, (world.size, 1, 1), seed=1)  # type: ignore[arg-type]
+    mesh = Mesh(as_transport(activations), 1, (world.size, 1, 1), seed=1)
     mesh.world = world  # gradients go through it, in all three ways
     shape = (1, 4, width, width, width)
     torch.manual_seed(0)

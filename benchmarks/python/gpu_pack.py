@@ -68,7 +68,7 @@ def check(x: Tensor, dim: int, regions: native.Regions, at: int) -> None:
         raise SystemExit(f"gpu_pack: a face across dim {dim} came out wrong")
 
 
-def calls(x: Tensor, dim: int, count: int) -> dict[str, list[Callable[[], object]]]:
+def calls(x: Tensor, dim: int, count: int) -> dict[str, list[gpu.Call]]:
     """By kernel: a call for every plane, each with a buffer of its own."""
     regions = planes(x, dim, count)
     check(x, dim, regions[-1], (len(regions) - 1) * max(1, x.shape[dim] // count))
@@ -89,15 +89,15 @@ def main() -> None:
     # 64 bytes between contiguous floats: planes closer than that come from memory together.
     count = max(2, width // 16)
     watch = gpu.Stopwatch(device)
-    contestants: dict[Any, Callable[[], float]] = {}
+    contestants: dict[Case, Callable[[], float]] = {}
 
-    def add(key: Any, each: list[Callable[[], object]]) -> None:
+    def add(kernel: str, face: str, format_name: str, each: list[gpu.Call]) -> None:
         sources = {"memory": each, "cache": each[:1] * len(each)}
         for source, some in sources.items():
-            contestants[(*key, source)] = partial(watch.kernels, some)
+            contestants[Case(kernel, face, format_name, source)] = partial(watch.kernels, some)
 
     pairs = [torch.randn(2, face_bytes // 4, device=device) for _ in range(count)]
-    add(("copy", "", ""), [partial(pair[1].copy_, pair[0]) for pair in pairs])
+    add("copy", "", "", [partial(pair[1].copy_, pair[0]) for pair in pairs])
     generator = torch.Generator(device).manual_seed(0)
     shape = (1, channels, width, width, width)
     for format_name, memory_format in FORMATS.items():
@@ -105,7 +105,7 @@ def main() -> None:
         x = x.contiguous(memory_format=memory_format)
         for face, dim in FACES.items():
             for kernel, some in calls(x, dim, count).items():
-                add((kernel, face, format_name), some)
+                add(kernel, face, format_name, some)
     if device.type == "cuda" and count * face_bytes < 2 * gpu.l2_bytes(device):
         print("the planes go into twice the L2 cache: what is called memory is in part the cache")
     seconds = gpu.timed(contestants, options.rounds, options.seconds - 15)
@@ -115,9 +115,9 @@ def main() -> None:
     gpu.report(options, device, rows=rows, planes=count, rounds=len(next(iter(seconds.values()))))
 
 
-def rows_of(seconds: dict[Any, list[float]], face_bytes: int) -> list[dict[str, Any]]:
+def rows_of(seconds: dict[Case, list[float]], face_bytes: int) -> list[dict[str, Any]]:
     """A row a kernel, face and format."""
-    median = {Case(*key): common.summary(taken)["median"] for key, taken in seconds.items()}
+    median = {case: common.summary(taken)["median"] for case, taken in seconds.items()}
     rows = []
     for case in median:
         if case.source == "cache":
@@ -133,7 +133,7 @@ def rows_of(seconds: dict[Any, list[float]], face_bytes: int) -> list[dict[str, 
             rate = moved / taken
             row[source] = {
                 "seconds": taken, "bytes_per_s": rate, "of_copy": rate / (2 * face_bytes / copy),
-                "summary": common.summary(seconds[tuple(case._replace(source=source))]),
+                "summary": common.summary(seconds[case._replace(source=source)]),
             }  # fmt: skip
         if face:
             contiguous = face == "width" and format_name == "contiguous"
@@ -147,7 +147,7 @@ def cells(row: dict[str, Any]) -> list[Any]:
     """Of the table."""
     memory, cache = row["memory"], row["cache"]
     what = ", ".join(part for part in (f"{row['kernel']} {row['face']}", row["format"]) if part)
-    met = {True: "met", False: "missed"}.get(row.get("met"))
+    met = {True: "met", False: "missed", None: None}[row.get("met")]
     return [
         what, row["bytes"] / 1e6, memory["seconds"] * 1e6, memory["bytes_per_s"] / 1e9,
         memory["of_copy"], cache["seconds"] * 1e6, cache["of_copy"], row.get("goal"), met,

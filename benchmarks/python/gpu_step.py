@@ -27,6 +27,7 @@ from pydist.comm import LocalTransport
 from pydist.errors import PydistError
 from pydist.mesh import Mesh
 from pydist.models import CosmoFlow
+from pydist.models.cosmoflow import Variant
 from pydist.train.device import in_format, own_stream
 
 GOAL, SAMPLES_GOAL, PUBLISHED = 1.02, 200.0, 207.0
@@ -35,7 +36,7 @@ STEPS = 4
 
 
 class Config(NamedTuple):
-    network: str
+    network: Variant
     precision: str
     batch: int
 
@@ -73,7 +74,7 @@ def contestants(config: Config, width: int, device: torch.device) -> dict[str, A
 
     def model() -> torch.nn.Module:
         torch.manual_seed(0)
-        made = CosmoFlow(width, variant=config.network).to(device)  # type: ignore[arg-type]
+        made = CosmoFlow(width, variant=config.network).to(device)
         in_format(made, memory_format)
         return made
 

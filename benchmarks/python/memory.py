@@ -17,7 +17,6 @@ import argparse
 import json
 import math
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -135,4 +134,4 @@ def _megabytes(what: str) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,12 +155,10 @@ def make_network(network: str, width: int) -> Any:
         from pydist.models import UNet3d
 
         return UNet3d(classes=CLASSES)
-    from monai.networks.nets import UNet
+    from monai.networks.nets.unet import UNet
 
-    channels, strides = (16, 32, 64, 128, 256), (2, 2, 2, 2)
-    if width < 32:
-        channels, strides = channels[:3], strides[:2]
-    return UNet(3, 1, CLASSES, channels, strides, num_res_units=2)
+    channels = (16, 32, 64) if width < 32 else (16, 32, 64, 128, 256)
+    return UNet(3, 1, CLASSES, channels, (2,) * (len(channels) - 1), num_res_units=2)
 
 
 class _Ranks(StepRanks):
@@ -196,4 +193,4 @@ class _Ranks(StepRanks):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

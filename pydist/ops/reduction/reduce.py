@@ -211,7 +211,13 @@ def _moments(
     rounded = in_full_precision(torch.var, input)
     wide = input.to(WIDER[input.dtype]) if rounded else input
     mean = reduce_mean(wide, dims, keepdim=True)  # type: ignore[arg-type]
-    squares = elementwise(_SquaredDeviation.apply, wide, mean)
+    with torch.no_grad():
+        # Exactly that of equal values, as torch's own mostly is: a deviation of rounding errors
+        # would have a gradient as large as any other.
+        deviation = elementwise(torch.sub, wide, mean)
+        rounding = reduce_mean(deviation, dims, keepdim=True)  # type: ignore[arg-type]
+    exact = elementwise(torch.add, mean, rounding)
+    squares = elementwise(_SquaredDeviation.apply, wide, exact)
     count = math.prod(input.shape[d] for d in dims)
     var = reduce_sum(squares, dims, keepdim) / max(0.0, count - correction)
     if func is torch.std_mean:

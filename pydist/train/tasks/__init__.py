@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
+from pydist.registry import imported
 from pydist.train.tasks.base import Task, Validation
 
 if TYPE_CHECKING:
@@ -17,7 +17,9 @@ def task_of(config: Config) -> Task:
     """The task of a configuration: the table "model" names it.
 
     Raises:
-        UsageError: the loss, or an option of it, is not one of this network's.
+        UsageError: the loss, or an option of it, is not one of this network's; or its task can't
+            be imported.
     """
-    task: Task = resolve_name(config.model.task)(config.model, config.train)
+    model = config.model
+    task: Task = imported(model.task, f"the task of model '{model.name}'")(model, config.train)
     return task

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cuts
 
+from pydist import distribute_tensor
 from pydist.errors import NotSupported
 
 SHAPE = (2, 3, 4, 5, 3)
@@ -255,6 +256,23 @@ def test_infinite_gradient_of_a_deviation(reduce):
     expected = gradient(whole.clone())
     assert expected.isinf().all()
     assert all(torch.equal(found, expected) for found in on_ranks((3, 1, 1), body))
+
+
+@pytest.mark.parametrize("value", [0.1, -0.7, 1e5 / 3, 1.1e-9, 0.2, 0.9])
+def test_equal_values_have_no_deviation_and_no_gradient_of_it(value):
+    """As torch's own: a mean that is off by rounding would give deviations, and gradients."""
+    whole = torch.full((2, 3, 10, 5, 3), value, dtype=torch.float64)
+
+    def body(mesh):
+        x = whole.clone().requires_grad_()
+        deviation = distribute_tensor(x, mesh).std((2, 3, 4), correction=0)
+        deviation.sum().backward()
+        return deviation.full_tensor(), x.grad
+
+    for spatial in ((2, 1, 1), (3, 1, 1), (2, 2, 1)):
+        for deviation, grad in on_ranks(spatial, body):
+            assert not deviation.any()
+            assert not grad.any()
 
 
 def test_norm_of_zeros_has_gradient_zero():

@@ -19,7 +19,8 @@ UNDECIDED = 1e-4
 """A value that noise in the last bit moves further says nothing when it differs."""
 
 ZERO = 1e-13
-"""So far beside the largest gradient of a program others are rounding: their terms may cancel."""
+"""So far beside the largest gradient of a program, or beside its inputs, a value is rounding: its
+terms may cancel."""
 
 CLIPPED = 1e3
 """Gradients that are seen after they were clipped may have been so much larger."""
@@ -102,14 +103,18 @@ def by_place(differences: Iterator[tuple[str, int, float]]) -> dict[tuple[str, i
 
 
 def is_zero(name: str, i: int, found: Values, whole: Values) -> bool:
-    """Whether gradients differ by nothing but rounding of what cancels, as before a norm."""
-    if not _is_gradient(name) or i < 0:
+    """Whether values differ by nothing but rounding of what cancels.
+
+    Gradients do so before a norm. Others are beside inputs of about 1, as a norm's of equal values.
+    """
+    if i < 0:
         return False
     a, b = found[name][i], whole[name][i]
     if a.facts != b.facts or not isinstance(a.value, Tensor) or a.value.shape != b.value.shape:
         return False
     difference = (a.value - b.value).abs()
-    return not difference.numel() or bool(difference.max() <= ZERO * _largest(name, i, whole))
+    scale = _largest(name, i, whole) if _is_gradient(name) else 1.0
+    return not difference.numel() or bool(difference.max() <= ZERO * scale)
 
 
 def _largest(name: str, i: int, whole: Values) -> float:
