@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from pydist.arguments import leaves
+from pydist.errors import NotSupported
 from pydist.gradients.engine import led_out
 from pydist.gradients.graph import register_hook
 from pydist.gradients.members import use_as_parameter
@@ -18,6 +19,14 @@ from pydist.tensor import ShardedTensor
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
+
+
+def refuse_pickling(hook: object, protocol: object) -> NoReturn:
+    """Stops torch.save of a model, whose hooks know its mesh."""
+    raise NotSupported(
+        "a parallelized model can't be pickled (torch.save): save its state_dict(), which a model "
+        "that is not parallelized loads too, or use pydist's checkpoints"
+    )
 
 
 class Batches:
@@ -39,6 +48,8 @@ class Batches:
         weights_of(mesh).weighs &= weighs
         self._inside: list[tuple[nn.Module, GroupSizes | None]] = []
         self._by_themselves = WeakSet[nn.Module]()
+
+    __reduce_ex__ = refuse_pickling
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Batches:
         copy = memo[id(self)] = Batches(self._mesh, self._weighs)

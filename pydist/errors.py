@@ -135,7 +135,9 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, PydistError):
         return error.exit_code
     if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        # A launcher ends the other ranks for it, so it is no success where the system cuts it to 0.
+        return code if code == 0 or code & 0xFF else PydistError.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 130
     foreseen = (

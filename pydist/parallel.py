@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from pydist.aliasing import view_at
 from pydist.arguments import is_container, leaves, mapped
 from pydist.batch_layers import BatchLayers
-from pydist.batches import Batches, batch_of
+from pydist.batches import Batches, batch_of, refuse_pickling
 from pydist.comm.consensus import require_same
 from pydist.distribute import distribute_tensor
 from pydist.errors import NotSupported, UsageError
@@ -176,11 +176,7 @@ class Entry:
         copy.batches = deepcopy(self.batches, memo)
         return copy
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotSupported(
-            "a parallelized model can't be pickled (torch.save): save its state_dict(), which a "
-            "model that is not parallelized loads too, or use pydist's checkpoints"
-        )
+    __reduce_ex__ = refuse_pickling
 
     def refuse_script(self) -> NoReturn:
         """Stops torch.jit.script, which calls this instead of the model."""

@@ -40,6 +40,7 @@ def test_every_error_has_its_exit_code_and_its_builtin_base(kind, code, base):
     ("error", "code"),
     [
         (SystemExit(5), 5), (SystemExit(None), 0), (SystemExit("text"), 1),
+        (SystemExit(256), 71), (SystemExit(-256), 71), (SystemExit(-1), -1),
         (KeyboardInterrupt(), 130),
         (MemoryError(), 66), (ZeroDivisionError(), 71), (RuntimeError("any"), 71),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), 66),

@@ -454,6 +454,7 @@ def test_what_would_record_or_pickle_a_model_is_refused_in_one_line(record, said
         assert copy.deepcopy(model)(torch.ones(1, 1, 4, 4, 4)).shape == (1, 2, 4, 4, 4)
 
     on_ranks((2, 1, 1), body)
+    on_ranks((1, 1, 1), body, data=2)
 
 
 def test_a_batch_that_differs_between_the_ranks_of_a_group_is_refused():

@@ -206,7 +206,10 @@ def test_a_network_and_an_optimizer_of_another_package_train_and_predict(package
         ("--train.loss mse", "possible with model.name = 'flat' are auto, dice_ce, cross_entropy"),
         ("--model.name lost", "model 'lost' (my_missing:Config): No module named 'my_missing'"),
         ("--model.name none", "possible are cosmoflow, unet3d, adrift, flat, lost"),
-        ("--model.name adrift --mesh.spatial 1 1 1", "model 'adrift' (my_networks:Nowhere): module"),
+        (
+            "--model.name adrift --mesh.spatial 1 1 1",
+            "model 'adrift' (my_networks:Nowhere): module",
+        ),
         ("--optimizer.name=none", "--optimizer.name none: possible are adam, sgd, rmsprop"),
         ("--optimizer.beta 1", "Unrecognized options: --optimizer.beta, 1"),
         ("--model.width 0", "model.width = 0: input should be greater than or equal to 1"),

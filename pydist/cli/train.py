@@ -30,7 +30,10 @@ def train(arguments: Sequence[str]) -> int:
         load_config(options.config, overrides, PROG)  # errors show here, before any rank starts
         view = ProgressView(verbose=True)
         return launch_training(options.config, overrides, options.ranks, options.mpi, view)
-    return _train_here(load_config(options.config, overrides, PROG))
+    from pydist.train.signals import ending_at_once
+
+    with ending_at_once():
+        return _train_here(load_config(options.config, overrides, PROG))
 
 
 def launch_training(

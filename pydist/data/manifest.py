@@ -117,6 +117,12 @@ class Manifest:
         """SHA-256 of the manifest: equal on two ranks if they see the same data set."""
         return hashlib.sha256(self.dumps().encode()).hexdigest()
 
+    @property
+    def digest_of_files(self) -> str:
+        """SHA-256 of which samples the files hold, and of the files' checksums."""
+        said = [(f.path, f.split, f.bytes, f.crc32, f.offsets, f.extents) for f in self.files]
+        return hashlib.sha256(repr(said).encode()).hexdigest()
+
     def save(self, root: str | Path) -> None:
         """Writes `dataset.json` into `root`, atomically."""
         publish(Path(root) / FILE_NAME, self.dumps().encode())
@@ -244,7 +250,7 @@ def _data_file(entry: Mapping[str, Any]) -> DataFile:
 
 def _intensity(**values: Any) -> Intensity:
     found = Intensity(**{name: float(value) for name, value in values.items()})
-    if not all(map(math.isfinite, vars(found).values())):
+    if not all(map(math.isfinite, vars(found).values())) or found.lower > found.upper:
         raise ValueError(f"statistics {found}")
     return found
 

@@ -142,7 +142,7 @@ class OpenFiles:
             label = None
             if self.manifest.label:
                 label = file.dataset(self.manifest.label)
-                self._check_label(file, label, entry)
+                self._check_label(file, label, samples)
         except BaseException:
             file.close()
             raise
@@ -165,13 +165,13 @@ class OpenFiles:
         if not fits or dataset.shape[3 if last else 0] != channels:
             raise DataError(f"{where} has the shape {dataset.shape}; {needed} was expected")
 
-    def _check_label(self, file: SafeFile, dataset: h5py.Dataset, entry: DataFile) -> None:
+    def _check_label(self, file: SafeFile, dataset: h5py.Dataset, samples: h5py.Dataset) -> None:
         """Labels lie voxel by voxel beside the samples."""
         where = f"{file.path}: {self.manifest.label!r}"
         if dataset.dtype.kind not in "iu":
             raise DataError(f"{where} holds {dataset.dtype}; labels are integers")
-        needed = self._needed(entry)
-        if dataset.ndim != 3 or any(n < m for n, m in zip(dataset.shape, needed, strict=True)):
+        needed = samples.shape[:3] if self.manifest.axes == "DHWC" else samples.shape[1:]
+        if dataset.shape != needed:
             raise DataError(f"{where} has the shape {dataset.shape}; {needed} was expected")
 
     def _needed(self, entry: DataFile) -> tuple[int, ...]:

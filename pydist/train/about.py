@@ -40,6 +40,7 @@ class About:
         return {
             "config": config_io.dumps(kept),
             "manifest": replace(self.manifest, files=()).dumps(),
+            "files": json.dumps({"files (SHA-256)": self.manifest.digest_of_files}),
             "optimizer": json.dumps(_effective(self.config.optimizer)),
             "train": json.dumps(_objective(self.config)),
         }
@@ -51,13 +52,14 @@ def _effective(optimizer: OptimizerConfig) -> dict[str, Any]:
 
 
 def _objective(config: Config) -> dict[str, Any]:
-    """The settings that decide what is minimized, by the names that the configuration has."""
+    """The settings that decide what is minimized, and how exactly, by their names."""
     train = config.train
     return {
         "loss": config.model.loss(train),
         "class_weights": train.class_weights and list(train.class_weights),
         "ignore_label": train.ignore_label,
         "clip_norm": train.clip_norm,
+        "amp": train.amp,
     }
 
 
@@ -85,10 +87,16 @@ def _settings(about: Mapping[str, str]) -> dict[str, Any]:
         config = config_io.loads(about["config"], "checkpoint")
         found |= {f"model.{name}": value for name, value in asdict(config.model).items()}
         found |= {f"data.{name}": getattr(config.data, name) for name in ("normalize", "window")}
-    for table in ("optimizer", "train"):
+    tables = {
+        "optimizer": "optimizer.",
+        "train": "train.",
+        "manifest": "dataset.json: ",
+        "files": "dataset.json: ",
+    }
+    for table, prefix in tables.items():
         with contextlib.suppress(KeyError, ValueError, TypeError, AttributeError):
             settings = parse_json(about[table])
-            found |= {f"{table}.{name}": value for name, value in settings.items()}
+            found |= {f"{prefix}{name}": value for name, value in settings.items()}
     return found
 
 

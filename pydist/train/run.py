@@ -45,6 +45,7 @@ from pydist.train.log import EventLog, Listener, done_at, losses
 from pydist.train.loop import Trainer
 from pydist.train.state import State, seed_everything
 from pydist.train.tasks import Task, Validation, task_of
+from pydist.watchdog import phase
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -177,7 +178,7 @@ def _run(
             log.emit(
                 "notice",
                 text=f"nothing left to do: step {state.step} of {trainer.last_step} is done, and "
-                "its results are written; more train.epochs go on",
+                "its results were written; more train.epochs go on",
             )
         # The results need the last validation: where they are missing, it is done again.
         validation = trainer.fit(complete or (validated and state.step < trainer.last_step))
@@ -245,7 +246,7 @@ def make_state(
     seed_everything(config.train.seed)
     mesh.world.barrier()  # rank-threads share one random state: none may seed it again from here
     # Rank 0 draws the weights, for all: the others would only draw them again.
-    with torch.device("cpu" if mesh.rank == 0 else "meta"):
+    with phase("building the network"), torch.device("cpu" if mesh.rank == 0 else "meta"):
         model = task.network(data.manifest)
     if mesh.rank != 0:
         model.to_empty(device="cpu")

@@ -7,6 +7,9 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
+
+from pydist.errors import Stopped
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Ctrl-C, the polite kill, and what SLURM sends ahead of the time limit (``--signal=USR1@180``)."""
@@ -44,3 +47,23 @@ class StopRequest:
         if self.received and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = self.signal or signal.Signals(number)
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Lets the signals of batch systems end a run within the `with` block, but for its steps.
+
+    While a run starts, and while it writes its results, there is no step to finish and nothing to
+    save. It ends with the code of a stopped run, as one that lost a rank is not started again.
+    """
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        name = signal.Signals(number).name
+        raise Stopped(f"stopped by {name} before or after training; the same command goes on")
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

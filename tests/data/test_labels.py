@@ -74,6 +74,7 @@ def test_what_labels_can_not_be(volumes, universes, tmp_path):
         ShardDataset(tmp_path).read_labels(0)
     for wrong, message in (
         (np.zeros((8, 8, 7), np.uint8), r"shape \(8, 8, 7\); \(8, 8, 8\) was expected"),
+        (np.zeros((8, 9, 8), np.uint8), r"shape \(8, 9, 8\); \(8, 8, 8\) was expected"),
         (np.zeros((8, 8, 8), np.float32), "labels are integers"),
     ):
         with h5py.File(path, "r+") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -26,6 +27,7 @@ from pydist.errors import (
 from pydist.train import about, checkpoint, log, report
 from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfig, TrainConfig
 from pydist.train.run import Result
+from pydist.train.signals import ending_at_once
 
 
 def alone(config, listeners=()):
@@ -219,6 +221,25 @@ def test_a_signal_saves_and_stops_and_the_run_goes_on_from_there(config, tmp_pat
     assert curve(config) == curve(through)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_before_and_after_its_steps_a_signal_ends_a_run_at_once(config, monkeypatch, number):
+    def interrupt(event):
+        if event["event"] == "start":
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    with ending_at_once():
+        with pytest.raises(Stopped, match=f"stopped by {number.name} before or after training"):
+            alone(config, [interrupt])
+        assert not events(config, "step")
+        with monkeypatch.context() as patch:
+            patch.setattr(report, "write_predictions", lambda *_: os.kill(os.getpid(), number))
+            with pytest.raises(Stopped):
+                alone(config)
+        assert alone(config).steps == 4
+    assert signal.getsignal(number) is before
+
+
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(config, monkeypatch):
     """A rank that stopped on its own would leave the others waiting."""
     from pydist.train import loop
@@ -332,7 +353,11 @@ def test_a_damaged_checkpoint_is_refused_on_all_ranks_and_the_previous_offered(c
             CheckpointError,
             "model.variant is 'mlperf' there and 'paper' here",
         ),
-        ({"train": {"amp": "fp16"}}, CheckpointError, "does not match"),
+        (
+            {"train": {"amp": "fp16"}},
+            CheckpointError,
+            "train.amp is 'off' there and 'fp16' here",
+        ),
         (
             {"optimizer": {"name": "sgd"}},
             CheckpointError,
@@ -354,6 +379,27 @@ def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_changed(
     with pytest.raises(error, match=message):
         alone(change(config, **changes))
     assert (config.output.folder / "config.toml").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("files", None, r"dataset.json: files \(SHA-256\) is '[0-9a-f]{64}' there and"),
+        ("log1p_mean", [0.5] * 4, r"dataset.json: log1p_mean is \[.*\] there and \[0.5, 0.5,"),
+        ("target_names", ["a", "b", "c", "d"], "dataset.json: target_names is .* there and"),
+    ],
+)
+def test_a_run_does_not_go_on_with_other_data(config, tmp_path, key, value, message):
+    root = tmp_path / "data"
+    shutil.copytree(config.data.path, root)
+    config = change(config, data={"path": root})
+    alone(change(config, train={"steps": 1}))
+    described = root / "dataset.json"
+    record = json.loads(described.read_text())
+    record[key] = record[key][::-1] if value is None else value
+    described.write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match=message):
+        alone(config)
 
 
 @pytest.mark.parametrize(

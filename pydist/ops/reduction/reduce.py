@@ -215,7 +215,7 @@ def _moments(
         # Exactly that of equal values, as torch's own mostly is: a deviation of rounding errors
         # would have a gradient as large as any other.
         deviation = elementwise(torch.sub, wide, mean)
-        rounding = reduce_mean(deviation, dims, keepdim=True)  # type: ignore[arg-type]
+        rounding = reduce_mean(deviation, dims, keepdim=True)
     exact = elementwise(torch.add, mean, rounding)
     squares = elementwise(_SquaredDeviation.apply, wide, exact)
     count = math.prod(input.shape[d] for d in dims)

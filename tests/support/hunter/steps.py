@@ -104,7 +104,10 @@ class Steps(Draws):
         # A part that is called by itself has no group weights, as documented; and with a plain
         # input it is torch's own, which would see what layers in place did to a block of that.
         whole_only = self.is_plain or len(set(self.groups)) > 1
-        return [s for s in words.FORWARDS if not (whole_only and "each in M" in s)]
+        # Such a hook changes weights again where they are computed anew, past what torch has saved.
+        hooked = any("forward_hook" in s and "in m.parameters()" in s for s in self.lines)
+        left_out = ["each in M"] * whole_only + ["checkpoint"] * hooked
+        return [s for s in words.FORWARDS if not any(each in s for each in left_out)]
 
     def loss(self) -> str:
         """An expression."""
