@@ -188,6 +188,35 @@ def norm_grad_input(
     coefficients: Lendable,
     negative_slope: float,
 ) -> None: ...
+def norm_merge_parts(n: Lendable, mean: Lendable, m2: Lendable, out: Lendable) -> None: ...
+def norm_values(
+    moments: Lendable,
+    scale: Lendable | None,
+    shift: Lendable | None,
+    eps: float,
+    centred: bool,
+    values: Lendable,
+) -> None: ...
+def norm_totals(
+    moments: Lendable,
+    scale: Lendable | None,
+    eps: float,
+    centred: bool,
+    values: Lendable,
+    sums: Lendable,
+    totals: Lendable,
+    affine: Lendable | None,
+) -> None: ...
+def norm_coefficients(
+    moments: Lendable,
+    scale: Lendable | None,
+    eps: float,
+    centred: bool,
+    values: Lendable,
+    totals: Lendable,
+    coefficients: Lendable,
+) -> None: ...
+def norm_slopes(slopes: Lendable, values: Lendable) -> None: ...
 def boundary_conv_plan(
     op: str,
     first: Lendable,

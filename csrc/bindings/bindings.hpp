@@ -19,6 +19,7 @@ void bind_io(py::module_& module);          // checksum.cpp
 void bind_conv(py::module_& module);        // conv.cpp: boundary convolution
 void bind_kernels(py::module_& module);     // kernels.cpp: random numbers, devices, threads
 void bind_norm(py::module_& module);        // norm.cpp: norms, with an activation after them
+void bind_norm_rows(py::module_& module);   // norm_rows.cpp: between the passes of norms
 void bind_pack(py::module_& module);        // pack.cpp: boxes of tensors to and from buffers
 void bind_pool(py::module_& module);        // pool.cpp: sums over pooling windows
 void bind_convert(py::module_& module);     // convert.cpp: stored numbers to inputs

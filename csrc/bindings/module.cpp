@@ -32,6 +32,7 @@ PYBIND11_MODULE(_native, module) {
   pydist::bindings::bind_conv(module);
   pydist::bindings::bind_kernels(module);
   pydist::bindings::bind_norm(module);
+  pydist::bindings::bind_norm_rows(module);
   pydist::bindings::bind_pool(module);
   pydist::bindings::bind_convert(module);
   pydist::bindings::bind_call_board(module);

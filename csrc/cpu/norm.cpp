@@ -6,6 +6,7 @@
 #include "cpu/isa.hpp"
 #include "cpu/norm_lines.hpp"
 #include "kernels/dispatch.hpp"
+#include "launch/cpu.hpp"
 
 namespace pydist::cpu {
 namespace {
@@ -127,6 +128,17 @@ void with_normalizer(const NormProblem& problem, const F& f) {
   });
 }
 
+// Numbers of an entry that are read, at most; what is computed of them counts for as much.
+constexpr index_t kEntryBytes = 256;
+
+template <template <class> class Body>
+void run_rows(const kernels::NormRows& norm) {
+  kernels::dispatch_rows(norm, [&]<class T>(std::type_identity<T>) {
+    const Body<T> body{{{}, norm}};
+    launch::run_on_cpu(body, body.entries() * kEntryBytes);
+  });
+}
+
 }  // namespace
 
 void norm_moments(const NormProblem& problem) {
@@ -144,5 +156,16 @@ void norm_grad_sums(const NormProblem& problem) {
 void norm_grad_input(const NormProblem& problem) {
   with_normalizer(problem, [](const auto& normalizer) { normalizer.grad_input(); });
 }
+
+void norm_merge_parts(const kernels::NormParts& parts) {
+  launch::run_on_cpu(kernels::NormMergePartsBody{{}, parts}, parts.statistics * kEntryBytes);
+}
+
+void norm_values(const kernels::NormRows& norm) { run_rows<kernels::NormValuesBody>(norm); }
+void norm_totals(const kernels::NormRows& norm) { run_rows<kernels::NormTotalsBody>(norm); }
+void norm_coefficients(const kernels::NormRows& norm) {
+  run_rows<kernels::NormCoefficientsBody>(norm);
+}
+void norm_slopes(const kernels::NormRows& norm) { run_rows<kernels::NormSlopesBody>(norm); }
 
 }  // namespace pydist::cpu

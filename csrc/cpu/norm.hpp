@@ -5,6 +5,7 @@
 #pragma once
 
 #include "kernels/norm.hpp"
+#include "kernels/norm_rows.hpp"
 
 namespace pydist::cpu {
 
@@ -12,5 +13,11 @@ void norm_moments(const kernels::NormProblem& problem);     // reads x once; wri
 void norm_apply(const kernels::NormProblem& problem);       // reads x once; writes out
 void norm_grad_sums(const kernels::NormProblem& problem);   // reads x, grad once; writes sums
 void norm_grad_input(const kernels::NormProblem& problem);  // reads x, grad once; writes out
+
+void norm_merge_parts(const kernels::NormParts& parts);
+void norm_values(const kernels::NormRows& norm);        // from moments, scale, shift
+void norm_totals(const kernels::NormRows& norm);        // from moments, scale, values, sums
+void norm_coefficients(const kernels::NormRows& norm);  // from moments, scale, values, totals
+void norm_slopes(const kernels::NormRows& norm);
 
 }  // namespace pydist::cpu

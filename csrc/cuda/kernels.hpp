@@ -9,6 +9,7 @@
 #include "cuda/device.hpp"
 #include "kernels/conv_mma_choice.hpp"
 #include "kernels/norm.hpp"
+#include "kernels/norm_rows.hpp"
 #include "kernels/pool.hpp"
 #include "kernels/pool_max.hpp"
 #include "kernels/regions.hpp"
@@ -36,6 +37,11 @@ void norm_moments(const kernels::NormProblem& problem, const Queue& queue);
 void norm_apply(const kernels::NormProblem& problem, const Queue& queue);
 void norm_grad_sums(const kernels::NormProblem& problem, const Queue& queue);
 void norm_grad_input(const kernels::NormProblem& problem, const Queue& queue);
+void norm_merge_parts(const kernels::NormParts& parts, const Queue& queue);
+void norm_values(const kernels::NormRows& norm, const Queue& queue);
+void norm_totals(const kernels::NormRows& norm, const Queue& queue);
+void norm_coefficients(const kernels::NormRows& norm, const Queue& queue);
+void norm_slopes(const kernels::NormRows& norm, const Queue& queue);
 
 void pool_sum_forward(const kernels::PoolProblem& problem, const Queue& queue);
 void pool_sum_backward(const kernels::PoolProblem& problem, const Queue& queue);

@@ -1,6 +1,7 @@
 #include "cuda/kernels.hpp"
 #include "cuda/runtime.cuh"
 #include "kernels/dispatch.hpp"
+#include "kernels/norm_rows.hpp"
 #include "kernels/norm_sums.hpp"
 #include "kernels/norm_write.hpp"
 #include "launch/cuda.cuh"
@@ -42,6 +43,19 @@ void write(const NormProblem& problem, const Queue& queue, const char* what) {
            });
 }
 
+template <class Body>
+void run_entries(const Body& body, const Queue& queue, const char* what) {
+  if (body.entries() == 0) return;
+  const DeviceGuard guard(queue.device);
+  check(launch::run_on_cuda(body, Body::kRun, stream_of(queue)), what);
+}
+
+template <template <class> class Body>
+void run_rows(const kernels::NormRows& norm, const Queue& queue, const char* what) {
+  kernels::dispatch_rows(
+      norm, [&]<class T>(std::type_identity<T>) { run_entries(Body<T>{{{}, norm}}, queue, what); });
+}
+
 }  // namespace
 
 void norm_moments(const NormProblem& problem, const Queue& queue) {
@@ -72,6 +86,26 @@ void norm_grad_sums(const NormProblem& problem, const Queue& queue) {
 
 void norm_grad_input(const NormProblem& problem, const Queue& queue) {
   write<false>(problem, queue, "launch of norm_grad_input");
+}
+
+void norm_merge_parts(const kernels::NormParts& parts, const Queue& queue) {
+  run_entries(kernels::NormMergePartsBody{{}, parts}, queue, "launch of norm_merge_parts");
+}
+
+void norm_values(const kernels::NormRows& norm, const Queue& queue) {
+  run_rows<kernels::NormValuesBody>(norm, queue, "launch of norm_values");
+}
+
+void norm_totals(const kernels::NormRows& norm, const Queue& queue) {
+  run_rows<kernels::NormTotalsBody>(norm, queue, "launch of norm_totals");
+}
+
+void norm_coefficients(const kernels::NormRows& norm, const Queue& queue) {
+  run_rows<kernels::NormCoefficientsBody>(norm, queue, "launch of norm_coefficients");
+}
+
+void norm_slopes(const kernels::NormRows& norm, const Queue& queue) {
+  run_rows<kernels::NormSlopesBody>(norm, queue, "launch of norm_slopes");
 }
 
 }  // namespace pydist::cuda

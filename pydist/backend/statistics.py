@@ -24,10 +24,10 @@ MOST_PARTS = 512
 
 
 class Moments(NamedTuple):
-    """The statistics of R rows, in fp64.
+    """The statistics of R rows or their parts, in fp64; those of wholes are one tensor [3, R].
 
     Attributes:
-        n: values a row, [..., 1].
+        n: values a row, [..., 1] or [..., R].
         mean: [..., R].
         m2: sum of squared deviations from the mean, [..., R].
     """
@@ -51,20 +51,74 @@ class Transform:
     negative_slope: float = 1.0
 
 
-def row_values(mean: Tensor, factor: Tensor, shift: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The values of the transform (x - mean) factor + shift of tensors of a dtype.
+@dataclass(frozen=True)
+class Rows:
+    """What a norm computes of its statistics, and of the sums that backward forms.
 
-    Args:
-        mean: [R] in fp64. Far from zero, what it loses when rounded goes into the offset.
-        factor: [R] in fp64.
-        shift: [R] or `None`.
-        dtype: of x.
+    Attributes:
+        moments: float64 [3, G], as `merged` gives them. With R rows, R / G consecutive ones share
+            theirs.
+        scale: [C] or `None`, of any type. Row r belongs to channel r modulo C.
+        eps: added to the variance.
+        centred: whether the mean is taken off; if not, the mean of squares is the variance.
     """
-    dtype = statistics_dtype(dtype)
-    offset = (mean.to(dtype) - mean) * factor
-    if shift is not None:
-        offset = offset + shift
-    return torch.stack([mean, factor, offset]).to(dtype)
+
+    moments: Tensor
+    scale: Tensor | None
+    eps: float
+    centred: bool = True
+
+    def values(self, shift: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
+        """The values of the transform (x - mean) factor + shift, [4, R]; slopes are left out.
+
+        Far from zero, what a mean loses when it is rounded goes into the offset.
+
+        Args:
+            shift: [C] or `None`.
+            rows: R.
+            dtype: of x.
+        """
+        values = torch.empty(4, rows, dtype=statistics_dtype(dtype), device=self.moments.device)
+        shift = None if shift is None else _as_read(shift, values)
+        native.norm_values(
+            self.moments, self._scale_for(values), shift, self.eps, self.centred, values
+        )
+        return values
+
+    def totals(self, values: Tensor, sums: Tensor, affine: Tensor | None) -> Tensor:
+        """What backward sums up over ranks, [2, G]: Σ scale g and Σ scale g (x - mean).
+
+        Args:
+            values: as of `values`.
+            sums: of `gradient_sums`, [2, R].
+            affine: gets dL/dshift and dL/dscale, float64 [2, C]; `None` if nobody needs them.
+        """
+        totals = sums.new_empty(2, self.moments.shape[1])
+        scale = self._scale_for(values)
+        native.norm_totals(
+            self.moments, scale, self.eps, self.centred, values, sums, totals, affine
+        )
+        return totals
+
+    def coefficients(self, values: Tensor, totals: Tensor) -> Tensor:
+        """The coefficients of `combine`, from the totals of all ranks."""
+        found = values.new_empty(3, values.shape[1])
+        scale = self._scale_for(values)
+        native.norm_coefficients(self.moments, scale, self.eps, self.centred, values, totals, found)
+        return found
+
+    def _scale_for(self, values: Tensor) -> Tensor | None:
+        return None if self.scale is None else _as_read(self.scale, values)
+
+
+def set_slopes(values: Tensor, slopes: Tensor) -> None:
+    """Sets the slopes among the values [4, R] of a transform: [1], or [C] as of `Rows`."""
+    native.norm_slopes(_as_read(slopes, values), values)
+
+
+def _as_read(numbers: Tensor, values: Tensor) -> Tensor:
+    """Numbers of channels as the kernels take them: of the type of the values, without gaps."""
+    return numbers.detach().to(values.dtype).contiguous()
 
 
 def unbiased(statistics: Moments) -> Tensor:
@@ -72,19 +126,18 @@ def unbiased(statistics: Moments) -> Tensor:
     return statistics.m2 / (statistics.n - 1).clamp(min=1)
 
 
-def merged(parts: Moments) -> Moments:
-    """The moments of the union of parts [parts, ...]; a part may be empty.
+def merged(parts: Moments) -> Tensor:
+    """The moments [3, R] of the union of parts [parts, R]; a part may be empty.
 
     The result does not depend on who merges, only on the parts and their order.
     """
-    n = parts.n.sum(0)
-    mean = (parts.n * parts.mean).sum(0) / n.clamp(min=1)
-    between = parts.n * (parts.mean - mean).square()
-    return Moments(n, mean, (parts.m2 + between).sum(0))
+    found = parts.mean.new_empty(3, parts.mean.shape[1])
+    native.norm_merge_parts(parts.n, parts.mean, parts.m2, found)
+    return found
 
 
-def moments(x: Tensor, per_sample: bool = False) -> Moments:
-    """The statistics of the rows of a dense x [N, C, ...], which may be empty.
+def moments(x: Tensor, per_sample: bool = False) -> Tensor:
+    """Means and squared deviations [2, R] of the rows of a dense x [N, C, ...], maybe empty.
 
     x is read from memory once. The sums of some thousand values are formed in fp32 (fp64 for
     fp64), of deviations from a mean near by, and merged in fp64: where torch adds up a
@@ -97,8 +150,7 @@ def moments(x: Tensor, per_sample: bool = False) -> Moments:
     """
     sums = _sums(x, per_sample)
     native.norm_moments(x, sums)
-    count = x.numel() // max(1, sums.shape[-1])
-    return Moments(sums.new_full((1,), count), sums[0, 0], sums[0, 1])
+    return sums[0]
 
 
 def apply(out: Tensor, x: Tensor, transform: Transform) -> None:

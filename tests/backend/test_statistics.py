@@ -13,6 +13,7 @@ from torch import Tensor
 from pydist.backend import statistics
 from pydist.backend.statistics import (
     Moments,
+    Rows,
     Transform,
     apply,
     combine,
@@ -20,7 +21,7 @@ from pydist.backend.statistics import (
     gradient_sums,
     merged,
     moments,
-    row_values,
+    set_slopes,
     strided_like,
 )
 
@@ -43,36 +44,34 @@ def two_passes(x: Tensor) -> tuple[Tensor, Tensor]:
     return rows.mean(1), (rows - rows.mean(1, keepdim=True)).square().sum(1)
 
 
-def stacked(parts: list[Moments]) -> Moments:
-    return Moments(*(torch.stack(each) for each in zip(*parts, strict=True)))
+def union_of(parts: list[Tensor]) -> Moments:
+    """The merged moments of tensors [N, C, ...]."""
+    n = torch.tensor([[part.numel() / part.shape[1]] for part in parts], dtype=torch.float64)
+    return Moments(*merged(Moments(n, *torch.stack([moments(part) for part in parts], 1))))
 
 
 @pytest.mark.parametrize("change", FORMATS.values(), ids=FORMATS)
 @given(shape=shapes)
 def test_moments(change, shape):
     x = dense(change(randn(*shape) + 1000))
-    found, (mean, m2) = moments(x), two_passes(x)
-    assert found.n == x.numel() // x.shape[1]
-    torch.testing.assert_close(found.mean, mean, rtol=1e-14, atol=0)
-    torch.testing.assert_close(found.m2, m2, rtol=1e-11, atol=1e-18)
+    (found_mean, found_m2), (mean, m2) = moments(x), two_passes(x)
+    torch.testing.assert_close(found_mean, mean, rtol=1e-14, atol=0)
+    torch.testing.assert_close(found_m2, m2, rtol=1e-11, atol=1e-18)
 
 
 @given(extents=st.lists(st.integers(0, 3), min_size=1, max_size=5).filter(any))
 def test_parts_merge_to_the_whole(extents):
     """Parts of unequal size, empty ones among them."""
     x = randn(sum(extents), 3, 4) + 1000
-    found = merged(stacked([moments(part) for part in x.split(extents)]))
+    found = union_of(list(x.split(extents)))
     mean, m2 = two_passes(x)
-    assert found.n == x.numel() // 3
+    assert found.n.tolist() == [x.numel() // 3] * 3
     torch.testing.assert_close(found.mean, mean, rtol=1e-14, atol=0)
     torch.testing.assert_close(found.m2, m2, rtol=1e-11, atol=0)
 
 
 def test_nothing_merges_to_nothing():
-    found = merged(stacked([moments(torch.empty(2, 3, 0))] * 2))
-    assert found.n == 0
-    assert not found.mean.any()
-    assert not found.m2.any()
+    assert not torch.stack(union_of([torch.empty(2, 3, 0)] * 2)).any()
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
@@ -80,9 +79,9 @@ def test_a_million_float32_values_keep_their_digits(memory_format, monkeypatch):
     """Where torch's channels-last batch norm has errors of 1e-4 in mean and variance."""
     monkeypatch.undo()
     x = (randn(1, 2, 128, 128, 64) + 10).float().to(memory_format=memory_format)
-    found, (mean, m2) = moments(x), two_passes(x)
-    torch.testing.assert_close(found.mean, mean, rtol=1e-7, atol=0)
-    torch.testing.assert_close(found.m2, m2, rtol=1e-7, atol=0)
+    (found_mean, found_m2), (mean, m2) = moments(x), two_passes(x)
+    torch.testing.assert_close(found_mean, mean, rtol=1e-7, atol=0)
+    torch.testing.assert_close(found_m2, m2, rtol=1e-7, atol=0)
 
 
 @pytest.mark.parametrize("per_sample", [False, True])
@@ -112,12 +111,55 @@ def test_results_and_gradients_are_those_of_autograd(change, slope, per_sample, 
     torch.testing.assert_close(found, a * g + b * (x - mean) + d, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("scale_dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize(("groups", "channels"), [(6, 6), (3, 6), (1, 6)])
+@given(samples=st.integers(1, 3), voxels=st.integers(2, 9))
+def test_rows_are_a_group_norm_and_its_gradients(
+    affine, groups, channels, scale_dtype, samples, voxels
+):
+    x = (randn(samples, channels, voxels) + 3).requires_grad_()
+    scale, shift = ((randn(channels, seed=i) + 2).to(scale_dtype) for i in (1, 2))
+    own = [t.double().requires_grad_() for t in (scale, shift)] if affine else [None, None]
+    y = F.group_norm(x, groups, *own, 1e-3)
+    dy = randn(*y.shape, seed=3)
+    expected = torch.autograd.grad(y, [x, *own] if affine else [x], dy)
+    given_scale, given_shift = (scale, shift) if affine else (None, None)
+
+    values_of_row = samples * channels * voxels // (samples * groups)
+    by_row = moments(x.detach(), per_sample=True).view(2, samples * groups, -1).transpose(1, 2)
+    n = torch.full((channels // groups, 1), values_of_row * groups / channels).double()
+    found = merged(Moments(n, *by_row))
+    rows = Rows(found, given_scale, 1e-3)
+    values = rows.values(given_shift, samples * channels, torch.float64)
+    out, grad = torch.empty_like(x), torch.empty_like(x)
+    apply(out, x.detach(), Transform(values[:3]))
+    torch.testing.assert_close(out, y.detach(), rtol=1e-12, atol=1e-12)
+    sums = gradient_sums(dy, x.detach(), Transform(values[:3]))
+    of_affine = torch.empty(2, channels, dtype=torch.float64)
+    totals = rows.totals(values, sums, of_affine)
+    combine(grad, dy, x.detach(), Transform(values[:3]), rows.coefficients(values, totals))
+    torch.testing.assert_close(grad, expected[0], rtol=1e-10, atol=1e-11)
+    if affine:
+        torch.testing.assert_close(of_affine.flip(0), torch.stack(expected[1:]))
+
+
+@pytest.mark.parametrize("slopes", [1, 3])
+def test_slopes_are_those_of_the_channels(slopes):
+    values, given_slopes = randn(4, 6), randn(slopes, seed=1).float()
+    before = values[:3].clone()
+    set_slopes(values, given_slopes)
+    assert torch.equal(values[:3], before)
+    assert torch.equal(values[3], given_slopes.double().repeat(6 // slopes))
+
+
 def test_a_transform_far_from_zero_loses_no_digits():
     x = (randn(1, 2, 40, seed=1) + 1e4).float()
-    mean, factor = torch.full((2,), 1e4 + 1e-4, dtype=torch.float64), randn(2).abs() + 1
-    found = torch.empty_like(x)
-    apply(found, x, Transform(row_values(mean, factor, None, torch.float32)))
-    expected = (x.double() - mean.view(-1, 1)) * factor.view(-1, 1)
+    n, mean = torch.ones(2, dtype=torch.float64), torch.full((2,), 1e4 + 1e-4, dtype=torch.float64)
+    m2, found = randn(2).abs() + 1, torch.empty_like(x)
+    values = Rows(torch.stack([n, mean, m2]), None, 0.0).values(None, 2, torch.float32)
+    apply(found, x, Transform(values[:3]))
+    expected = (x.double() - mean.view(-1, 1)) / m2.sqrt().view(-1, 1)
     torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
 
 

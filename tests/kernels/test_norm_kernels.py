@@ -52,6 +52,7 @@ def test_the_result_may_take_the_inputs_place(memory_format):
 
 X = torch.zeros(2, 3, 4)
 VALUES, SUMS = torch.zeros(3, 3), torch.zeros(1, 2, 3, dtype=torch.float64)
+MOMENTS = torch.zeros(3, 3, dtype=torch.float64)
 REFUSED = {
     "integers": (lambda: native.norm_moments(X.int(), SUMS), "possible are float16"),
     "no channels": (lambda: native.norm_moments(X[0, 0], SUMS), "needs samples and channels"),
@@ -72,6 +73,38 @@ REFUSED = {
     ),
     "another shape": (
         lambda: native.norm_grad_sums(X[:1], X, VALUES, SUMS, 1.0), "must have one shape",
+    ),
+    "rows and moments": (
+        lambda: native.norm_values(MOMENTS[:, :2].contiguous(), None, None, 0.1, True, VALUES),
+        "multiple of the moments",
+    ),
+    "moments in float32": (
+        lambda: native.norm_values(MOMENTS.float(), None, None, 0.1, True, VALUES),
+        "must be float64 (3, 3)",
+    ),
+    "a scale of another type": (
+        lambda: native.norm_values(MOMENTS, MOMENTS[0], None, 0.1, True, VALUES),
+        "scale is float64",
+    ),
+    "a shift of other channels": (
+        lambda: native.norm_values(MOMENTS, VALUES[0], VALUES[0, :1], 0.1, True, VALUES),
+        "there are 3 channels",
+    ),
+    "channels that do not fit": (
+        lambda: native.norm_values(MOMENTS, torch.zeros(2), None, 0.1, True, VALUES),
+        "multiple of the channels",
+    ),
+    "sums of other rows": (
+        lambda: native.norm_totals(MOMENTS, None, 0.1, True, VALUES, SUMS[0, :, :2], SUMS[0], None),
+        "sums is float64 (2, 2)",
+    ),
+    "coefficients of other rows": (
+        lambda: native.norm_coefficients(MOMENTS, None, 0.1, True, VALUES, SUMS[0], VALUES[:2]),
+        "must be (3, rows)",
+    ),
+    "no place for slopes": (lambda: native.norm_slopes(VALUES[0], VALUES), "no place for slopes"),
+    "parts of other shapes": (
+        lambda: native.norm_merge_parts(MOMENTS[:2], MOMENTS, MOMENTS, MOMENTS), "(parts, groups)",
     ),
 }  # fmt: skip
 

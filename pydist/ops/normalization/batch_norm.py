@@ -72,7 +72,7 @@ def batch_norm(
             raise one_value("value per channel", layout.boxes[counts.index(1)].shape)
         # Only then it hangs on other sample groups, and is worth asking for.
         few = sum(counts) <= 1
-        if few and over != "rank" and float(own.n) == 1:
+        if few and over != "rank" and float(own[0, 0]) == 1:
             raise one_value("value per channel", layout.shape)
         if not few or others.n.any():
             update(running, _averaged(others), momentum)
@@ -88,24 +88,26 @@ def _axes(layout: Layout, over: str) -> tuple[str, ...]:
 
 def _merged(
     gathering: Gathering, plan: NormPlan, everyone: NormPlan, over: str
-) -> tuple[Moments, Moments]:
-    """The statistics that this rank uses, and [k, ...] all that are in use on any rank."""
+) -> tuple[Tensor, Moments]:
+    """The statistics [3, R] that this rank uses, and [k, R] all that are in use on any rank."""
     if everyone is plan:
         own = gathering.merged()
-        return own, Moments(*(part.unsqueeze(0) for part in own))
+        return own, Moments(*own.unsqueeze(1))
     parts = gathering.wait()
+    parts = parts._replace(n=parts.n.expand_as(parts.mean))
     if over == "rank":
-        return Moments(*(part[everyone.group.rank] for part in parts)), parts
+        return torch.stack([part[everyone.group.rank] for part in parts]), parts
     mesh = plan.mesh
-    by_group = (p.view(mesh.data_size, -1, p.shape[1]).transpose(0, 1) for p in parts)
-    groups = merged(Moments(*by_group))
-    return Moments(*(part[mesh.data_index] for part in groups)), groups
+    shape = mesh.data_size, -1, parts.mean.shape[1]
+    by_group = (part.reshape(shape).transpose(0, 1).flatten(1) for part in parts)
+    groups = merged(Moments(*by_group)).view(3, *shape[::2])
+    return groups[:, mesh.data_index].contiguous(), Moments(*groups)
 
 
 def _averaged(statistics: Moments) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance, averaged over the statistics [k, ...] that are not of nothing."""
     used = (statistics.n > 0).to(statistics.n.dtype)
-    share = used / used.sum().clamp(min=1)
+    share = used / used.sum(0).clamp(min=1)
     return (statistics.mean * share).sum(0), (unbiased(statistics) * share).sum(0)
 
 

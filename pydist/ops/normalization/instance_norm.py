@@ -119,11 +119,11 @@ def _plan_of_samples(layout: Layout, members: int = 1) -> NormPlan:
 
 
 def _mean_of_samples(
-    own: Moments, local: Tensor, plan: NormPlan, layout: Layout
+    own: Tensor, local: Tensor, plan: NormPlan, layout: Layout
 ) -> tuple[Tensor, Tensor]:
     """Mean and unbiased variance [C], averaged over all samples that any rank has."""
-    shape = local.shape[:2]
-    sums = [rows.view(shape).sum(0) for rows in (own.mean, unbiased(own))]
+    shape, found = local.shape[:2], Moments(*own)
+    sums = [rows.view(shape).sum(0) for rows in (found.mean, unbiased(found))]
     # Ranks that share the statistics count each sample together once. All take part, so that the
     # result has the same bits on all.
     total = torch.cat([*sums, sums[0].new_full((1,), shape[0])]) / plan.group.size

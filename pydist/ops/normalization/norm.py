@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from pydist.backend.statistics import (
-    Moments,
+    Rows,
     Transform,
     apply,
     combine,
     gradient_sums,
     per_channel,
-    row_values,
     statistics_dtype,
     strided_like,
 )
@@ -57,7 +56,7 @@ class Normalization:
         x: dense, [N, C, ...], may be empty; its memory format is that of the result.
         scale: [C] or `None`.
         shift: [C] or `None`.
-        statistics: of `x`, over all ranks of the plan.
+        statistics: of `x`, over all ranks of the plan, as `merged` gives them.
         plan: of the statistics.
         eps: added to the variance.
         centred: whether the mean is taken off; if not, the mean of squares takes the variance's
@@ -70,25 +69,17 @@ class Normalization:
         x: Tensor,
         scale: Tensor | None,
         shift: Tensor | None,
-        statistics: Moments,
+        statistics: Tensor,
         plan: NormPlan,
         eps: float,
         centred: bool = True,
         sizes: GroupSizes | None = None,
     ) -> None:
-        n, mean, m2 = statistics
-        if not centred:
-            mean, m2 = torch.zeros_like(mean), m2 + n * mean.square()
-        n = n.clamp(min=1)
-        var = m2 / n
-        with torch.no_grad():
-            factor = plan.of_rows(torch.rsqrt(var + eps))
-            if scale is not None:
-                factor = factor * plan.of_samples(scale, x)
-            offset = None if shift is None else plan.of_samples(shift, x)
-            self._values = row_values(plan.of_rows(mean), factor, offset, x.dtype)
+        rows = x.shape[1] * (x.shape[0] if plan.per_sample else 1)
+        self._with_slopes = Rows(statistics, scale, eps, centred).values(shift, rows, x.dtype)
+        self._values = self._with_slopes[:3]
         self.x = x
-        self._operands = x, scale, shift, n, mean, var, self._values
+        self._operands = x, scale, shift, statistics, self._values
         self._call = _Call(plan, eps, centred, sizes)
 
     @property
@@ -137,7 +128,7 @@ class Normalization:
         """
         release(y)
         x, call = self.x.detach(), self._call
-        return parametric(y, slope, x, self._values, call.plan, call.handover)
+        return parametric(y, slope, x, self._with_slopes, call.handover)
 
 
 class _Normalize(ExchangeFunction):
@@ -147,26 +138,25 @@ class _Normalize(ExchangeFunction):
         x: Tensor,
         scale: Tensor | None,
         shift: Tensor | None,
-        n: Tensor,
-        mean: Tensor,
-        var: Tensor,
+        statistics: Tensor,
         values: Tensor,
         out: Tensor,
         call: _Call,
     ) -> Tensor:
         ctx.call, ctx.mesh = call, call.plan.mesh
         ctx.shift_dtype = None if shift is None else shift.dtype
-        ctx.save_for_backward(x, scale, n, mean, var, values)  # the shift may change, as with torch
+        ctx.save_for_backward(x, scale, statistics, values)  # the shift may change, as with torch
         return out.detach()
 
     @staticmethod
     def backward(ctx: Any, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, scale, n, mean, var, values = saved
+        x, scale, statistics, values = saved
         call: _Call = ctx.call
         plan, mesh = call.plan, call.plan.mesh
         for_x, for_scale, for_shift, *_ = ctx.needs_input_grad
-        rest = (None,) * 6
+        rest = (None,) * 4
         if torch.is_grad_enabled():
+            n = statistics[0, :1].clamp(min=1)  # the same in all of them
             grad_x, grad_scale = _by_composition(ctx, x, scale, n, grad)
             of_all = (
                 grad.transpose(0, 1).flatten(1).sum(1).to(ctx.shift_dtype) if for_shift else None
@@ -176,37 +166,23 @@ class _Normalize(ExchangeFunction):
         grad = strided_like(grad, x)
         if sums is None:
             sums = gradient_sums(grad, x, transform)
-        # There the mean is rounded; far from zero that counts.
-        lost = plan.of_rows(mean) - values[0]
-        sums[1] -= sums[0] * lost
-        factor = None if scale is None else plan.of_samples(scale.double(), x)
-        if for_x:
-            totals = sums if factor is None else sums * factor
-            totals = totals.view(2, -1, plan.members).sum(-1)
-            if plan.group.size > 1:
-                with mesh.session.timers.measure("statistics"):
-                    enter_weighted_sum(totals, call.sizes)
-                    work = plan.group.all_reduce_async(totals)
-        inverse = torch.rsqrt(var + call.eps)
-        a = plan.of_rows(inverse)
-        grad_shift = plan.over_samples(sums[0], x).to(ctx.shift_dtype) if for_shift else None
-        grad_scale = plan.over_samples(sums[1] * a, x).to(scale.dtype) if for_scale else None
+        rows = Rows(statistics, scale, call.eps, call.centred)
+        affine = sums.new_empty(2, x.shape[1]) if for_scale or for_shift else None
+        totals = rows.totals(values, sums, affine)
+        if for_x and plan.group.size > 1:
+            with mesh.session.timers.measure("statistics"):
+                enter_weighted_sum(totals, call.sizes)
+                work = plan.group.all_reduce_async(totals)
+        grad_shift = affine[0].to(ctx.shift_dtype) if affine is not None and for_shift else None
+        grad_scale = affine[1].to(scale.dtype) if affine is not None and for_scale else None
         if not for_x:
             return None, grad_scale, grad_shift, *rest
-        # With g = scale · dy: dx = inverse (g - mean of g - normed · mean of g normed), which is
-        # a dy + b (x - mean) + d.
-        a = a if factor is None else a * factor
         grad_x = torch.empty_like(x)
         if plan.group.size > 1:
             with mesh.session.timers.measure("statistics"):
                 work.wait()
                 leave_weighted_sum(totals, call.sizes)
-        b = plan.of_rows(-inverse.pow(3) * totals[1] / n)
-        d = -b * lost
-        if call.centred:
-            d = d - plan.of_rows(inverse * totals[0] / n)
-        coefficients = torch.stack([a, b, d]).to(values.dtype)
-        combine(grad_x, grad, x, transform, coefficients)
+        combine(grad_x, grad, x, transform, rows.coefficients(values, totals))
         return grad_x, grad_scale, grad_shift, *rest
 
 

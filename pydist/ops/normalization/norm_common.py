@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.backend.statistics import Moments, dense
+from pydist.backend.statistics import dense
 from pydist.comm import Transport
 from pydist.errors import UsageError
 from pydist.layout import Layout
@@ -70,8 +70,8 @@ def evaluate(
                 f"{tuple(given.shape)}"
             )
     plan = plan_norm(layout, [0, *range(2, len(layout.shape))], ())
-    one = mean.new_ones(1, dtype=torch.float64)
-    known = Moments(one, *(t.detach().double().flatten() for t in (mean, var)))
+    of_channels = [t.detach().double().flatten() for t in (mean, var)]
+    known = torch.stack([torch.ones_like(of_channels[0]), *of_channels])
     norm = Normalization(dense(local), scale, shift, known, plan, eps)
     return normalized(norm, layout, source)
 

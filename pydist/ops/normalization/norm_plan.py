@@ -52,18 +52,6 @@ class NormPlan:
             return None
         return Constant(torch.tensor(self.counts, dtype=torch.float64).view(-1, 1))
 
-    def of_rows(self, statistics: Tensor) -> Tensor:
-        """Values a statistic, repeated for all rows that share it."""
-        return statistics if self.members == 1 else statistics.repeat_interleave(self.members)
-
-    def of_samples(self, parameter: Tensor, x: Tensor) -> Tensor:
-        """Values a channel, repeated for the rows of all samples."""
-        return parameter.repeat(x.shape[0]) if self.per_sample else parameter
-
-    def over_samples(self, rows: Tensor, x: Tensor) -> Tensor:
-        """Values a row, summed over the samples: the adjoint of `of_samples`."""
-        return rows.view(x.shape[0], x.shape[1]).sum(0) if self.per_sample else rows
-
 
 def plan_norm(
     layout: Layout,
@@ -106,34 +94,38 @@ class Gathering:
 
     def __init__(self, x: Tensor, plan: NormPlan) -> None:
         self._plan = plan
-        self._own = _own_moments(x.detach(), plan)
+        own = _own_moments(x.detach(), plan)
+        known = plan.known_counts
+        self._row = own.view(-1)
+        if known is None:
+            count = x.numel() // max(1, own.shape[1])
+            self._row = torch.cat([own.new_full((1,), count), self._row])
+        self._rows = self._row.unsqueeze(0)
         if plan.group.size > 1:
-            n, *values = self._own
-            self._row = torch.cat(values if plan.known_counts is not None else [n, *values])
             self._rows = self._row.new_empty(plan.group.size, self._row.numel())
             with plan.mesh.session.timers.measure("statistics"):
                 self._work = plan.group.all_gather_async(self._row, self._rows)
 
     def wait(self) -> Moments:
         """The statistics [ranks, ...], in rank order."""
-        if self._plan.group.size == 1:
-            return Moments(*(part.unsqueeze(0) for part in self._own))
-        with self._plan.mesh.session.timers.measure("statistics"):
-            self._work.wait()
+        if self._plan.group.size > 1:
+            with self._plan.mesh.session.timers.measure("statistics"):
+                self._work.wait()
         known, rows = self._plan.known_counts, self._rows
         if known is None:
             return Moments(rows[:, :1], *rows[:, 1:].chunk(2, 1))
         return Moments(known.on(rows.device), *rows.chunk(2, 1))
 
-    def merged(self) -> Moments:
-        """The statistics of the union."""
-        return self._own if self._plan.group.size == 1 else merged(self.wait())
+    def merged(self) -> Tensor:
+        """The statistics [3, ...] of the union."""
+        return merged(self.wait())
 
 
-def _own_moments(x: Tensor, plan: NormPlan) -> Moments:
+def _own_moments(x: Tensor, plan: NormPlan) -> Tensor:
+    """Mean and squared deviations, [2, ...]."""
     found = moments(x, plan.per_sample)
     if plan.members == 1:
         return found
-    n = found.n
-    mean, m2 = (rows.view(-1, plan.members).t() for rows in (found.mean, found.m2))
-    return merged(Moments(n.expand(plan.members, 1), mean, m2))
+    mean, m2 = found.view(2, -1, plan.members).transpose(1, 2)
+    n = mean.new_full((1, 1), x.numel() // max(1, found.shape[1])).expand_as(mean)
+    return merged(Moments(n, mean, m2))[1:]

@@ -20,12 +20,12 @@ from pydist.backend.statistics import (
     combine,
     gradient_sums,
     per_channel,
+    set_slopes,
     strided_like,
 )
 from pydist.errors import UsageError
 from pydist.exchange.function import Function
 from pydist.ops.handover import Handover, runs
-from pydist.ops.normalization.norm_plan import NormPlan
 
 Handed = tuple[Transform, Tensor | None]
 """The transform with the activation's slopes, and the sums [2, R] of `gradient_sums`, if known."""
@@ -48,7 +48,7 @@ def regain(y: Tensor) -> None:
 
 
 def parametric(
-    y: Tensor, slope: Tensor, x: Tensor, values: Tensor, plan: NormPlan, handover: Handover[Handed]
+    y: Tensor, slope: Tensor, x: Tensor, values: Tensor, handover: Handover[Handed]
 ) -> Tensor:
     """PReLU of a norm's result, differentiable twice.
 
@@ -56,12 +56,11 @@ def parametric(
         y: the norm's result in the graph, released.
         slope: [1] or [C].
         x: the norm's input, detached.
-        values: of the norm's transform, [3, R].
-        plan: of the norm.
+        values: of the norm's transform, [4, R]; the slopes are set here.
         handover: to the norm's backward.
     """
-    rows = plan.of_samples(slope.detach().to(values.dtype).expand(x.shape[1]), x)
-    result: Tensor = _Prelu.apply(y, slope, x, torch.cat([values, rows[None]]), plan, handover)
+    set_slopes(values, slope)
+    result: Tensor = _Prelu.apply(y, slope, x, values, handover)
     return result
 
 
@@ -73,10 +72,9 @@ class _Prelu(Function):
         slope: Tensor,
         x: Tensor,
         values: Tensor,
-        plan: NormPlan,
         handover: Handover[Handed],
     ) -> Tensor:
-        ctx.plan, ctx.handover = plan, handover
+        ctx.handover = handover
         # Not among what is saved: hooks on that may look at it, and it has no memory.
         ctx.y, ctx.version = y, None if y.is_inference() else y._version
         ctx.save_for_backward(slope, x, values)
@@ -87,22 +85,19 @@ class _Prelu(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         slope, x, values = ctx.saved_tensors
-        rest = (None,) * 4
+        rest = (None,) * 3
         if torch.is_grad_enabled():
             return (*_by_composition(ctx, grad, slope, x, values), *rest)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.y = None  # as what is saved, which the engine lets go of now
-        # As torch's own, which goes back through the slopes as they are by then.
-        values.data[3].view(-1, x.shape[1]).copy_(slope.detach())
+        # The slopes as they are now, perhaps changed past autograd, as torch's own backward does.
+        set_slopes(values, slope)
         for_y, for_slope, *_ = ctx.needs_input_grad
-        # As they are now, perhaps changed past autograd, which torch would see too.
-        slopes = ctx.plan.of_samples(slope.to(values.dtype).expand(x.shape[1]), x)
-        values = torch.cat([values[:3], slopes[None]])
         grad, transform = strided_like(grad, x), Transform(values)
         sums = gradient_sums(grad, x, transform)
         grad_slope = None
         if for_slope:
-            of_channels = ctx.plan.over_samples(sums[2], x)
+            of_channels = sums[2].view(-1, x.shape[1]).sum(0)
             grad_slope = of_channels.sum().view(1) if slope.numel() == 1 else of_channels
             grad_slope = grad_slope.to(slope.dtype)
         if not for_y:

@@ -231,9 +231,77 @@ void norm(Random& random, const Norm& given) {
   expect("norm_grad_input", out, of_elements);
 }
 
+// What is computed of rows, with all arrays on one side.
+void norm_rows(Random& random, DType dtype, index_t members) {
+  constexpr index_t kChannels = 12, kRows = 2 * kChannels;
+  const index_t groups = kRows / members;
+  const Coords one{1};
+  const Array moments(random, DType::kFloat64, {3 * groups}, one),
+      sums(random, DType::kFloat64, {2 * kRows}, one),
+      totals(random, DType::kFloat64, {2 * groups}, one),
+      affine(random, DType::kFloat64, {2 * kChannels}, one),
+      merged(random, DType::kFloat64, {3 * groups}, one);
+  const Array scale(random, dtype, {kChannels}, one), shift(random, dtype, {kChannels}, one),
+      slopes(random, dtype, {kChannels}, one), values(random, dtype, {4 * kRows}, one),
+      coefficients(random, dtype, {3 * kRows}, one);
+  const auto norm = [&](bool host) {
+    const auto at = [host](const Array& array) {
+      return (host ? array.host() : array.device()).data;
+    };
+    const auto doubles = [&](const Array& array) { return static_cast<double*>(at(array)); };
+    // Of random moments the variance may be negative: eps makes it positive.
+    return kernels::NormRows{dtype == DType::kFloat64,
+                             true,
+                             groups,
+                             members,
+                             kChannels,
+                             8.0,
+                             doubles(moments),
+                             at(scale),
+                             at(shift),
+                             at(slopes),
+                             at(values),
+                             doubles(sums),
+                             doubles(totals),
+                             doubles(affine),
+                             at(coefficients)};
+  };
+  const double tolerance = 8 * tolerance_of(dtype), exact = 8 * tolerance_of(DType::kFloat64);
+  cpu::norm_values(norm(true));
+  cuda::norm_values(norm(false), queue);
+  cpu::norm_slopes(norm(true));
+  cuda::norm_slopes(norm(false), queue);
+  expect("norm_values", values, tolerance);
+  cpu::norm_totals(norm(true));
+  cuda::norm_totals(norm(false), queue);
+  expect("norm_totals", totals, tolerance);
+  expect("norm_totals' gradients", affine, tolerance);
+  cpu::norm_coefficients(norm(true));
+  cuda::norm_coefficients(norm(false), queue);
+  expect("norm_coefficients", coefficients, tolerance);
+  const Array counts(random, DType::kFloat64, {2}, one);
+  auto* const host_counts = static_cast<double*>(counts.host().data);
+  host_counts[0] = 7;
+  host_counts[1] = 12;
+  check(cudaMemcpy(counts.device().data, host_counts, 16, cudaMemcpyHostToDevice));
+  const auto parts = [&](bool host) {
+    const auto doubles = [host](const Array& array) {
+      return static_cast<double*>((host ? array.host() : array.device()).data);
+    };
+    return kernels::NormParts{2,      groups,      doubles(counts), doubles(sums),  doubles(sums),
+                              {1, 0}, {groups, 1}, {groups, 1},     doubles(merged)};
+  };
+  cpu::norm_merge_parts(parts(true));
+  cuda::norm_merge_parts(parts(false), queue);
+  expect("norm_merge_parts", merged, exact);
+}
+
 }  // namespace
 
 void norms(Random& random) {
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64}) {
+    for (const index_t members : {1, 4}) norm_rows(random, dtype, members);
+  }
   for (const DType dtype : kFloating) {
     for (const bool channels_last : {false, true}) {
       for (const auto& [channels, per_sample] : {std::pair{5, true}, std::pair{40, false}}) {
