@@ -88,23 +88,25 @@ class Consistency:
         Raises:
             UsageError: it, or one before it, differs between the ranks; on all of them.
         """
-        first, parameter = None, self.parameters.operand(tensor)
+        operands, first = self.operands, None
+        parameter = self.parameters.operand(tensor)
         if parameter is None:
-            first = self.operands.add(tensor, mesh.session.forwards, use)
+            first = operands.add(tensor, mesh.session.forwards, use)
         else:
-            self.operands.count_use(parameter)  # compared in rotation, mostly elsewhere
-        recurs = self.operands.repeats >= REPEATS - 1
-        if first is not None or recurs or len(self.operands) >= _MOST:
-            if recurs:
-                parameters = self.parameters.recurring_in(self.operands.turn)
-                self._add(self.operands, parameters, mesh, REPEATED_SHARES)
-            group = mesh.sample
-            # Without the module, which the ledger adds.
-            what = "plain tensors" if first is None else first.text.partition(" in module ")[0]
-            group.ledger.note(group, ("comparison of", what), waits=True)
-            self._compare_operands(mesh)
-            if recurs:
-                self.operands.turn += REPEATED_SHARES
+            operands.repeats = parameter.use_in(operands.turn)  # mostly compared in rotation
+        recurs = operands.repeats >= REPEATS - 1
+        if first is None and not recurs and len(operands) < _MOST:
+            return
+        if recurs:
+            parameters = self.parameters.recurring_in(operands.turn)
+            self._add(operands, parameters, mesh, REPEATED_SHARES)
+        group = mesh.sample
+        # Without the module, which the ledger adds.
+        what = "plain tensors" if first is None else first.text.partition(" in module ")[0]
+        group.ledger.note(group, ("comparison of", what), waits=True)
+        self._compare_operands(mesh)
+        if recurs:
+            operands.turn += REPEATED_SHARES
 
     def called(self, model: torch.nn.Module, mesh: Mesh, trains: bool) -> None:
         """Notes a forward on a sharded sample; without backward, compares over its group.

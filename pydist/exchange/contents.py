@@ -152,7 +152,8 @@ class Contents:
             dtype = str(tensor.dtype).removeprefix("torch.")
             shape = f" of shape {tuple(tensor.shape)} ({dtype})"
             operand = self._known[key] = Operand(f"{kind}{shape}{module}")
-        tensor, before = tensor.detach(), self.count_use(operand)
+        self.repeats = before = operand.use_in(self.turn)
+        tensor = tensor.detach()
         if is_new or tensor.nbytes <= WHOLE_BYTES:
             whole = Checksum((tensor.cpu() if is_new else tensor).contiguous())
             self.add_checksum(operand, whole, WHOLE, forward)
@@ -162,11 +163,6 @@ class Contents:
             part = Checksum(_share_of(tensor, number % SHARES))
             self.add_checksum(operand, part, number % SHARES, forward)
         return None
-
-    def count_use(self, operand: Operand) -> int:
-        """Counts a use; how many came before it in the same turn."""
-        self.repeats = operand.use_in(self.turn)
-        return self.repeats
 
     def add_checksum(self, operand: Operand, checksum: Checksum, share: int, forward: int) -> None:
         """Takes up a checksum that the caller has formed."""
@@ -234,8 +230,9 @@ class Parameters:
     def operand(self, tensor: Tensor) -> Operand | None:
         """What is compared of a tensor, if it is one of them."""
         known = self._operands.get(id(tensor))
-        held = known is not None and known[0]() is tensor and tensor.requires_grad
-        return known[1] if known is not None and held else None
+        if known is None or known[0]() is not tensor or not tensor.requires_grad:
+            return None
+        return known[1]
 
     def recurring_in(self, turn: int) -> list[Tensor]:
         """Those that were used more than once in a turn."""

@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from operator import index
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -90,7 +91,7 @@ def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         args = (None, *args[1:])
     key = call_key(code, args, Parameter, _KINDS, _key, _UNSEEN)
     if kwargs:
-        key += _keys((*kwargs, *kwargs.values()))
+        key += (_code_of_names(tuple(kwargs)), *_keys(tuple(kwargs.values())))
     history = hash(key) | _LEAST_HASH
     CAUSE.module = calling_module()
     _recent.calls.append((history, func, key, CAUSE.module))  # a `_Call`, in a tenth of the time
@@ -132,6 +133,11 @@ def _code_of(func: Callable[..., Any]) -> int:
         _writes.add(func)
     reads = method.endswith(("__get__", "__set__")) and method not in _CHANGES
     return 0 if reads or method in _SAME else crc32(name.encode()) or 1
+
+
+@cache
+def _code_of_names(names: tuple[str, ...]) -> int:
+    return crc32(" ".join(names).encode()) * _LEAST_HASH
 
 
 def _keys(values: Sequence[Any]) -> tuple[Any, ...]:

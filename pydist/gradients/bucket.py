@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,7 @@ class Bucket:
         self.leaves = leaves
         self.expected = set(leaves)
         self._flat: Tensor | None = None
+        self._places: list[Tensor] = []  # of the parameters in `_flat`
         self._row: Tensor | None = None
         self._work: Work | None = None
         self._sent: dict[int, tuple[Tensor, int]] = {}  # see `interrupt`
@@ -74,7 +75,8 @@ class Bucket:
         """
         assert self._row is not None
         divide(self._row, family.transport.size)
-        for leaf, piece in self._pieces(self._row):
+        grads, means = [], []
+        for leaf, piece in zip(self.leaves, self._places_in(self._row), strict=True):
             parameter = leaf.parameter()
             if parameter is None:
                 continue
@@ -85,7 +87,9 @@ class Bucket:
             elif grad.requires_grad or not fits(leaf, grad):
                 continue  # with a graph (create_graph): reduced on its way, differentiably
             elif grad.data_ptr() != piece.data_ptr():
-                grad.copy_(piece)
+                grads.append(grad)
+                means.append(piece)
+        copy_all(grads, means)
         self._row = self._work = None
 
     def set_aside(self, parameter: Tensor) -> None:
@@ -146,7 +150,7 @@ class Bucket:
         self._work.wait()
         assert self._row is not None
         divide(self._row, family.transport.size)
-        for leaf, piece in self._pieces(self._row):
+        for leaf, piece in zip(self.leaves, self._places_in(self._row), strict=True):
             parameter = leaf.parameter()
             grad = None if parameter is None else parameter.grad
             if parameter is None or grad is None or remnants[leaf] is not Remnant.SENT:
@@ -188,26 +192,39 @@ class Bucket:
         if self._flat is None:
             kind = self.leaves[0].kind
             self._flat = torch.empty(self._elements(), dtype=kind.dtype, device=kind.device)
-        for leaf, piece in self._pieces(self._flat):
+            self._places = self._places_in(self._flat)
+        grads, places = [], []
+        for leaf, place in zip(self.leaves, self._places, strict=True):
             parameter = leaf.parameter()
             grad = None if parameter is None else pending_gradient(parameter)
             if grad is None or not fits(leaf, grad):
-                piece.zero_()
+                place.zero_()
             else:
-                piece.copy_(grad.detach())
+                grads.append(grad)
+                places.append(place)
+        copy_all(places, grads)
         return self._flat
 
     def _elements(self) -> int:
         return sum(leaf.numel for leaf in self.leaves)
 
-    def _pieces(self, row: Tensor) -> Iterator[tuple[Leaf, Tensor]]:
-        """Each parameter, and its place in a row that holds all of them."""
-        start = 0
+    def _places_in(self, row: Tensor) -> list[Tensor]:
+        """The places of the parameters in a row that holds all of them."""
+        if row is self._flat and self._places:
+            return self._places
+        places, start = [], 0
         for leaf in self.leaves:
             piece = row[start : start + leaf.numel]
             shape, stride = leaf.kind.shape, leaf.kind.stride
-            yield leaf, piece.as_strided(shape, stride) if leaf.dense else piece.view(shape)
+            places.append(piece.as_strided(shape, stride) if leaf.dense else piece.view(shape))
             start += leaf.numel
+        return places
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors in one call."""
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def pending_gradient(parameter: Tensor) -> Tensor | None:

@@ -114,8 +114,8 @@ class Leaf:
         """
         self.has_hooks = False
         self._before, self._after = _Hooks(self, before), _Hooks(self, after)
-        self._before.set_own(lambda hooks, grad: hooks.leaf._before_accumulation(grad))
-        self._after.set_own(lambda hooks, p: hooks.leaf._after_accumulation(p))
+        self._before.set_own(_before_accumulation)
+        self._after.set_own(_after_accumulation)
         _set_hooks(parameter, self._before, self._after)
 
     def renewed(self, parameter: Tensor) -> Leaf:
@@ -228,15 +228,17 @@ class Leaf:
             grad = changed if torch.is_grad_enabled() else changed.detach()
         return grad
 
-    def _before_accumulation(self, grad: Tensor | None) -> Tensor | None:
-        reducer = self._reducer()
-        self.waits = False
-        return None if reducer is None else reducer.before(self, grad)
 
-    def _after_accumulation(self, parameter: Tensor) -> None:
-        reducer = self._reducer()
-        if reducer is not None:
-            reducer.after(self, parameter)
+def _before_accumulation(leaf: Leaf, grad: Tensor | None) -> Tensor | None:
+    reducer = leaf.reducer()
+    leaf.waits = False
+    return None if reducer is None else reducer.before(leaf, grad)
+
+
+def _after_accumulation(leaf: Leaf, parameter: Tensor) -> None:
+    reducer = leaf.reducer()
+    if reducer is not None:
+        reducer.after(leaf, parameter)
 
 
 class _Hooks(OrderedDict[int, _Hook]):
@@ -256,13 +258,13 @@ class _Hooks(OrderedDict[int, _Hook]):
                 registered = hook.hook if isinstance(hook, _Waiting) else hook
                 super().__setitem__(key, _Waiting(self, registered, earlier, key))
 
-    def set_own(self, hook: Callable[[_Hooks, Any], Any]) -> None:
+    def set_own(self, hook: Callable[[Leaf, Any], Any]) -> None:
         """Sets the reducer's hook; it must keep neither these hooks nor the parameter alive."""
         me = weakref.ref(self)
 
         def call(value: Any) -> Any:
             hooks = me()
-            return None if hooks is None else hook(hooks, value)
+            return None if hooks is None else hook(hooks.leaf, value)
 
         super().__setitem__(_OWN, call)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pydist.gradients import engine, graph, local_uses, replaced, swap, watch
 from pydist.gradients.leaf import leaf_of
@@ -43,7 +43,9 @@ def follow(tensor: Tensor, mesh: Mesh) -> None:
 
 def use_as_parameter(tensor: Tensor, mesh: Mesh) -> None:
     """Notes that a plain tensor is used where a layer has a parameter."""
-    if mesh.size > 1 and torch.is_grad_enabled():
+    if mesh.size == 1 or isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
+        return
+    if torch.is_grad_enabled():
         replaced.note(tensor, reducer_of(mesh))
 
 

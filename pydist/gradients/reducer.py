@@ -224,7 +224,7 @@ class Reducer:
         if accumulates and not self._runs:
             self.settle()
         self.aliases.renew(create_graph)
-        self._runs.append(Run(roots, sizes, accumulates=accumulates))
+        self._runs.append(Run(self.mesh, roots, sizes, accumulates=accumulates))
 
     def leave(self, *, interrupted: bool) -> None:
         """The engine has ended that pass.
@@ -259,7 +259,7 @@ class Reducer:
     @property
     def weight(self) -> float:
         """What the gradients of this rank's sample group weigh in the running pass."""
-        return self._runs[-1].weight(self.mesh) if self._runs else 1.0
+        return self._runs[-1].weight if self._runs else 1.0
 
     def before(self, leaf: Leaf, grad: Tensor | None) -> Tensor | None:
         """A gradient arrives at a parameter; returns the mean where nothing else forms it."""
@@ -400,14 +400,15 @@ class Reducer:
             hooked = [e for e in (*members, *news) if e.has_hooks and (e.waits or not e.fired)]
             taking_part = [lane for lane, u in zip(self.lanes, used, strict=True) if u]
             # Not those with older gradients: one rank alone may keep a parameter that was replaced.
-            held = (
-                e.parameter()
-                for e in chain.from_iterable(x.leaves for x in taking_part)
-                if flags.get(e, 0) == NEW
-            )
+            held = [
+                parameter
+                for lane in taking_part
+                for leaf in lane.leaves
+                if flags.get(leaf) == NEW and (parameter := leaf.parameter()) is not None
+            ]
             for lane in taking_part:
                 lane.start_rest()
-            checks.sum_parameters(mesh, [p for p in held if p is not None])
+            checks.sum_parameters(mesh, held)
             for lane in taking_part:
                 lane.finish(lambda leaf: flags.get(leaf, 0) > 0)
             unused, self._unused = self._unused, {}

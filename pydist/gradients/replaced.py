@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pydist.errors import NotSupported
@@ -37,7 +37,7 @@ def is_noted(tensor: Tensor) -> bool:
 
 
 def note(weight: Tensor, reducer: Reducer) -> None:
-    """Notes that a plain tensor is used as a parameter.
+    """Notes that a plain tensor that requires a gradient, and is no parameter, is used as one.
 
     With several sample groups a leaf gets the mean in every backward pass. From one that was
     computed, gradients go on to what it was computed from; it gets the mean where a program asks
@@ -46,8 +46,6 @@ def note(weight: Tensor, reducer: Reducer) -> None:
     Raises:
         NotSupported: it is used on another mesh.
     """
-    if isinstance(weight, nn.Parameter) or not weight.requires_grad:
-        return
     known = reducer_of(weight)
     if known is not None and known is not reducer:
         raise NotSupported(

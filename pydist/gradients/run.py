@@ -16,6 +16,7 @@ class Run:
     """A run of torch's engine over a graph with members or sharded tensors.
 
     Args:
+        mesh: the mesh.
         roots: the nodes of the graph where it starts.
         sizes: of the batch whose outputs have no graph, if that was the last one.
         accumulates: whether gradients go to `.grad`; else `autograd.grad` returns them.
@@ -28,13 +29,15 @@ class Run:
     """
 
     def __init__(
-        self, roots: Sequence[Any], sizes: GroupSizes | None, *, accumulates: bool
+        self, mesh: Mesh, roots: Sequence[Any], sizes: GroupSizes | None, *, accumulates: bool
     ) -> None:
         self.accumulates, self._roots, self._sizes = accumulates, roots, sizes
+        self._weights = weights_of(mesh) if mesh.data_size > 1 else None
         self.added: list[Leaf] = []
         self.reaches_none = self.complete = False
         self.arrived: dict[int, float] = {}
 
-    def weight(self, mesh: Mesh) -> float:
+    @property
+    def weight(self) -> float:
         """What the gradients of this rank's sample group weigh."""
-        return weights_of(mesh).weight(self._roots, self._sizes) if mesh.data_size > 1 else 1.0
+        return 1.0 if self._weights is None else self._weights.weight(self._roots, self._sizes)

@@ -208,7 +208,7 @@ class ScatteredBucket(Bucket):
                 own[self._place(part)] = parameter.grad.piece
         self.transport.all_gather_async(own, row, self.counts).wait()
         alone = len(self.leaves) == 1
-        for leaf, piece in self._pieces(row):
+        for leaf, piece in zip(self.leaves, self._places_in(row), strict=True):
             parameter = found[leaf.key]
             grad = None if parameter is None else parameter.grad
             if parameter is not None and isinstance(grad, ScatteredGradient):
@@ -241,7 +241,7 @@ class ScatteredBucket(Bucket):
         assert self._work is not None
         assert self._row is not None
         self._work.wait()
-        for leaf, piece in self._pieces(self._row):
+        for leaf, piece in zip(self.leaves, self._places_in(self._row), strict=True):
             parameter = leaf.parameter()
             if parameter is not None and leaf.key in changed and parameter.grad is not None:
                 if len(self.leaves) > 1:
@@ -266,7 +266,7 @@ class ScatteredBucket(Bucket):
     def _packed_values(self) -> Tensor:
         kind = self.leaves[0].kind
         row = torch.zeros(sum(self.counts), dtype=kind.dtype, device=kind.device)
-        for leaf, piece in self._pieces(row):
+        for leaf, piece in zip(self.leaves, self._places_in(row), strict=True):
             parameter = leaf.parameter()
             if parameter is not None:
                 piece.copy_(parameter.detach())

@@ -21,6 +21,7 @@ from pydist.ops.convolution.local_conv import (
     in_autocast_type,
     local_conv,
     onednn_on_all,
+    without_autocast,
 )
 from pydist.ops.dtypes import require_same
 from pydist.ops.placement import choose_layout, conv_workload
@@ -61,12 +62,11 @@ def conv(
     out = plan_window(input._layout, window, weight.shape[0]).out
     weight, bias = parameter_for(weight, out), parameter_for(bias, out)
     local = local_of(input)
-    device = local.device.type
     # Autocast's rule for convolutions, applied here: halos have to travel in the same type.
     local, weight, bias = in_autocast_type(local, weight, bias)
     require_same(function, local, weight, bias)
     plan = _plan(input._layout, window, tuple(weight.shape), groups, local)
-    with torch.autocast(device, enabled=False):
+    with without_autocast(local.device):
         shard, pending = plan.run(wrap(local, input._layout, input), weight, bias)
     result = wrap(shard, plan.out, input)
     result._deferred = pending

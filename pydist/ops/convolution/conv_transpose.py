@@ -19,7 +19,12 @@ from pydist.backend.problem import ConvProblem
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.convolution.correction_plan import CorrectionPlan
-from pydist.ops.convolution.local_conv import ConvChooser, in_autocast_type, onednn_on_all
+from pydist.ops.convolution.local_conv import (
+    ConvChooser,
+    in_autocast_type,
+    onednn_on_all,
+    without_autocast,
+)
 from pydist.ops.convolution.local_transposed import local_transposed
 from pydist.ops.convolution.transposed_correction import Recomputation, corrected_transposed
 from pydist.ops.convolution.transposed_window import Piece, TransposedWindow
@@ -70,7 +75,7 @@ def conv_transpose(
     weight, bias = parameter_for(weight, plan.out), parameter_for(bias, plan.out)
     weight, bias = in_autocast_type(weight, bias)
     require_same(function, local, weight, bias)
-    with torch.autocast(local.device.type, enabled=False):
+    with without_autocast(local.device):
         return wrap_new(plan.run(local, weight, bias), plan.out, input)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +134,13 @@ def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(given.device.type)
     return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """A context manager for what computes in the types that it is given."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return nullcontext()  # opened in a tenth of the time
 
 
 def gradients(
