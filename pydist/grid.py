@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SPATIAL_AXES = ("depth", "height", "width")
 SAMPLE_AXES = ("channel", *SPATIAL_AXES)
@@ -25,6 +25,7 @@ class Grid:
     """
 
     shape: tuple[int, ...]
+    _sizes: dict[tuple[str, ...], int] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Grid:
@@ -37,7 +38,12 @@ class Grid:
 
     def size(self, axes: Sequence[str] = AXES) -> int:
         """Number of ranks that differ along `axes` only."""
-        return math.prod(self.shape[AXES.index(axis)] for axis in axes)
+        axes = tuple(axes)
+        found = self._sizes.get(axes)
+        if found is None:
+            found = math.prod(self.shape[AXES.index(axis)] for axis in set(axes))
+            self._sizes[axes] = found
+        return found
 
     def split(self, axes: Sequence[str] = AXES) -> tuple[str, ...]:
         """Those of `axes` along which there are several ranks, in the order of `AXES`."""

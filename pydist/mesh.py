@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 import os
@@ -47,6 +46,8 @@ class Mesh:
         coords: this rank's coordinates, by axis.
         sample_size: S, the number of ranks that hold one sample.
         sample_index: this rank's place in its sample group.
+        sample: the ranks that hold one sample with this one, in the order of the sample's axes.
+        data: the ranks at this rank's place in all sample groups.
         session: what the job keeps while it runs.
     """
 
@@ -74,7 +75,10 @@ class Mesh:
         self.coords = self.grid.coords(self.rank)
         self.sample_size = self.grid.size(SAMPLE_AXES)
         self.sample_index = self.grid.index(self.coords, SAMPLE_AXES)
-        self._groups = self._make_groups()
+        self._groups = {self.grid.split(): world}
+        self._asked: dict[tuple[str, ...], Transport] = {}
+        self.sample = self._split_off(world, AXES, self.grid.split(SAMPLE_AXES))
+        self.data = self.group(("data",))
         self.ranks_per_core = _ranks_per_core(world)
         """More than 1 where ranks share cores: there, work that all of them repeat costs more."""
 
@@ -97,51 +101,41 @@ class Mesh:
         depth, height, width = (self.grid.size((axis,)) for axis in SPATIAL_AXES)
         return depth, height, width
 
-    @property
-    def sample(self) -> Transport:
-        """The ranks that hold one sample with this one, in the order of the sample's axes."""
-        return self._groups[SAMPLE_AXES]
-
-    @property
-    def data(self) -> Transport:
-        """The ranks at this rank's place in all sample groups."""
-        return self._groups[("data",)]
-
     def group(self, axes: Sequence[str]) -> Transport:
-        """The ranks that differ from this one along `axes` only."""
-        return self._groups[tuple(a for a in AXES if a in axes)]
+        """The ranks that differ from this one along `axes` only.
+
+        A group costs memory, above all on devices, so it is made when it is first asked for. That
+        is collective over the sample group, or over all ranks where the data axis is among `axes`.
+        `grid.size` tells the size of a group without making it.
+        """
+        axes = tuple(axes)
+        found = self._asked.get(axes)
+        if found is None:
+            split = self.grid.split(axes)
+            inside = "data" not in split
+            parent, parent_axes = (self.sample, SAMPLE_AXES) if inside else (self.world, AXES)
+            found = self._asked[axes] = self._split_off(parent, parent_axes, split)
+        return found
 
     @property
-    def distinct_axes(self) -> list[tuple[str, ...]]:
-        """Sets of axes, one for each group of several ranks that this one is in."""
-        return [axes for axes in self._groups if axes and self.grid.split(axes) == axes]
+    def groups(self) -> dict[tuple[str, ...], Transport]:
+        """The groups of several ranks that there are by now, by the axes that they differ along."""
+        return {axes: group for axes, group in self._groups.items() if axes}
 
     @property
     def transports(self) -> list[Transport]:
-        """Those of all groups of this rank, each once."""
-        return list({id(t): t for t in self._groups.values()}.values())
+        """Those of all groups that there are by now."""
+        return list(self._groups.values())
 
-    def _make_groups(self) -> dict[tuple[str, ...], Transport]:
-        """A transport for every set of axes.
-
-        All are made here, in one order: making a group is collective over the world, and later
-        the sample groups may call in different orders. Sets that name the same ranks share one.
-        """
-        made: dict[tuple[str, ...], Transport] = {}
-        groups: dict[tuple[str, ...], Transport] = {}
-        for count in range(len(AXES) + 1):
-            for axes in itertools.combinations(AXES, count):
-                split = self.grid.split(axes)
-                if split not in made:
-                    made[split] = self._split(split)
-                groups[axes] = made[split]
-        return groups
-
-    def _split(self, axes: tuple[str, ...]) -> Transport:
-        if self.grid.size(axes) == self.size:
-            return self.world
-        others = tuple(a for a in AXES if a not in axes)
-        return self.world.split(self.grid.index(self.coords, others), self.rank)
+    def _split_off(
+        self, parent: Transport, parent_axes: tuple[str, ...], split: tuple[str, ...]
+    ) -> Transport:
+        """The group along the axes `split`, made once; collective over its parent."""
+        if split not in self._groups:
+            others = tuple(a for a in parent_axes if a not in split)
+            color = self.grid.index(self.coords, others)
+            self._groups[split] = parent.split(color, self.rank)
+        return self._groups[split]
 
 
 def counts_of(

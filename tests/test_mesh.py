@@ -136,3 +136,37 @@ def test_an_axis_that_does_not_fit_is_named(axes, named):
     for error in on_world(4, body):
         for text in named:
             assert text in error
+
+
+def test_groups_are_made_for_the_axes_that_are_used():
+    """Each of them costs memory on a device."""
+
+    def body(world):
+        mesh = Mesh(world, 2, (2, 2, 2))
+        first = set(mesh.groups)
+        mesh.group(("height", "depth"))
+        mesh.group(("data", "width"))
+        mesh.group(("depth", "height"))
+        return first, set(mesh.groups), len(mesh.transports)
+
+    sample = ("depth", "height", "width")
+    always = {("data", *sample), sample, ("data",)}
+    asked = {("depth", "height"), ("data", "width")}
+    assert on_world(16, body) == [(always, always | asked, 5)] * 16
+
+
+def test_sample_groups_make_groups_of_their_own_ranks_at_their_own_time():
+    def body(world):
+        mesh = Mesh(world, 2, (2, 2, 1))
+        if mesh.data_index:
+            for axis in ("height", "depth"):
+                mesh.group((axis,))
+        mesh.sample.barrier()
+        members = [
+            mesh.group((axis,)).all_gather_bytes(b"%d" % mesh.rank) for axis in ("depth", "height")
+        ]
+        return [[int(each) for each in group] for group in members]
+
+    found = on_world(8, body)
+    assert found[0] == [[0, 2], [0, 1]]
+    assert found[7] == [[5, 7], [6, 7]]

@@ -171,10 +171,9 @@ def sum_ranks(
     With the data axis among `axes` the adjoint sums over the sample groups, as the loss of each of
     them depends on the result. It weighs them by `sizes`, or equally.
     """
-    group = mesh.group(axes)
-    if group.size == 1:
+    if mesh.grid.size(axes) == 1:
         return x
-    return _SumRanks.apply(x, group, 1.0 / _in_sample(mesh, axes), mesh, part, sizes)
+    return _SumRanks.apply(x, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, part, sizes)
 
 
 def average_back(
@@ -185,15 +184,16 @@ def average_back(
     sizes: GroupSizes | None = None,
 ) -> Tensor:
     """The adjoint of `sum_ranks` by itself, for a sum whose value is known; differentiable."""
-    group = mesh.group(axes)
-    if group.size == 1:
+    if mesh.grid.size(axes) == 1:
         return grad
-    return _AverageBack.apply(grad, group, 1.0 / _in_sample(mesh, axes), mesh, part, sizes)
+    return _AverageBack.apply(
+        grad, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, part, sizes
+    )
 
 
 def _in_sample(mesh: Mesh, axes: tuple[str, ...]) -> int:
     """Of the ranks along `axes`, how many hold one sample."""
-    size = mesh.group(axes).size
+    size = mesh.grid.size(axes)
     return size // mesh.data_size if "data" in axes else size
 
 
@@ -227,7 +227,7 @@ def mean_ranks(
 
     It turns a gradient whose mean is the true one into the true one.
     """
-    return _MeanRanks.apply(x, mesh, axes, part, weight) if mesh.group(axes).size > 1 else x
+    return _MeanRanks.apply(x, mesh, axes, part, weight) if mesh.grid.size(axes) > 1 else x
 
 
 class _TrueGradient(ExchangeFunction):
@@ -246,7 +246,7 @@ def with_true_gradient(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
 
     Its gradient becomes the mean over these ranks: one all-reduce of its size in backward.
     """
-    if not x.requires_grad or mesh.group(axes).size == 1:
+    if not x.requires_grad or mesh.grid.size(axes) == 1:
         return x
     return _TrueGradient.apply(x, mesh, axes)
 

@@ -16,6 +16,8 @@ mesh see that, and tell each other the details: all raise the same error.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +37,7 @@ from pydist.exchange.history import different_histories, recent_calls
 from pydist.grid import SAMPLE_AXES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Sequence
 
     from pydist.mesh import Mesh
 
@@ -47,16 +49,25 @@ class _Claim(NamedTuple):
     """What the ranks of a group must have in common.
 
     Attributes:
+        what: a name of `_ERRORS`.
         axes: of the group.
         value: a hash of it.
         details: what a rank adds where the ranks differ.
-        error: made of the details of a group.
     """
 
+    what: str
     axes: tuple[str, ...]
     value: int
     details: Callable[[], list[Any]]
-    error: Callable[[Mapping[int, list[Any]]], UsageError]
+
+
+_ERRORS: dict[str, Callable[[Mapping[int, list[Any]]], UsageError]] = {
+    "calls": different_calls,
+    "histories": different_histories,
+    "operands": different_contents,
+    "parameters": different_contents,
+}
+"""Errors for what differs, made of the details of a group."""
 
 
 class Consistency:
@@ -72,8 +83,7 @@ class Consistency:
         self.operands, self.parameters = Contents(), Parameters()
         self._shared = Contents()
         self._claims: list[_Claim] = []
-        self._ledgers = {axes: mesh.group(axes).ledger for axes in mesh.distinct_axes}
-        self._weights = {axes: _weight(mesh, axes) for axes in ((), *self._ledgers)}
+        self._weights: dict[tuple[str, ...], int] = {}
         self._sample_axes = mesh.grid.split(SAMPLE_AXES)
         self._split_axes = mesh.grid.split()
 
@@ -136,8 +146,8 @@ class Consistency:
     def _compare_operands(self, mesh: Mesh) -> None:
         """Compares what is new in `operands`. Collective over the sample group."""
         group = mesh.sample
-        claims = [self._claim(self.operands, self._sample_axes), *self._histories()]
-        total = torch.tensor([self._share_of(claims)], device="cpu")
+        claims = [self._claim(self.operands, self._sample_axes), *_histories(mesh)]
+        total = torch.tensor([self._share_of(claims, mesh)], device="cpu")
         group._all_reduce(total, "sum")
         if int(total):
             raise self._difference(mesh, claims, self._sample_axes)
@@ -145,16 +155,17 @@ class Consistency:
 
     def proof(self, mesh: Mesh) -> int:
         """The share of this rank, at the end of a backward, of a sum that is 0 if all agree."""
+        ledgers = {axes: group.ledger for axes, group in mesh.groups.items()}
         self._claims = [
-            _Claim(axes, hash((ledger.count, ledger.state)), ledger.details, different_calls)
-            for axes, ledger in self._ledgers.items()
+            _Claim("calls", axes, hash((ledger.count, ledger.state)), ledger.details)
+            for axes, ledger in ledgers.items()
         ]
-        self._claims += self._histories()
+        self._claims += _histories(mesh)
         if mesh.size > 1 and not is_capturing():
             self._claims.append(self._claim(self.operands, self._sample_axes))
             self._claims.append(self._claim(self._shared, self._split_axes))
             self.operands.turn += 1
-        return self._share_of(self._claims)
+        return self._share_of(self._claims, mesh)
 
     def conclude(self, mesh: Mesh, total: int) -> None:
         """Ends a comparison. Collective over the mesh.
@@ -178,8 +189,8 @@ class Consistency:
             UsageError: ranks differ; the same error on all of them.
         """
         if mesh.size > 1 and not is_capturing():
-            claims = self._histories()
-            total = torch.tensor([self._share_of(claims)], device="cpu")
+            claims = _histories(mesh)
+            total = torch.tensor([self._share_of(claims, mesh)], device="cpu")
             mesh.world.all_reduce(total)
             if int(total):
                 raise self._difference(mesh, claims, self._split_axes)
@@ -195,35 +206,47 @@ class Consistency:
             self._add(self._shared, parameters, mesh)
             self._shared.turn += 1
 
-    def _histories(self) -> list[_Claim]:
-        return [
-            _Claim(axes, ledger.history, recent_calls, different_histories)
-            for axes, ledger in self._ledgers.items()
-            if "data" not in axes  # sample groups may have augmentations of their own
-        ]
-
     def _claim(self, contents: Contents, axes: tuple[str, ...]) -> _Claim:
-        return _Claim(axes, contents.take(), contents.details, different_contents)
+        what = "operands" if contents is self.operands else "parameters"
+        return _Claim(what, axes, contents.take(), contents.details)
 
-    def _share_of(self, claims: Iterable[_Claim]) -> int:
-        return _signed(sum(self._weights[each.axes] * each.value for each in claims))
+    def _share_of(self, claims: Iterable[_Claim], mesh: Mesh) -> int:
+        total = 0
+        for each in claims:
+            weight = self._weights.get(each.axes)
+            if weight is None:
+                weight = self._weights[each.axes] = _weight(mesh, each.axes)
+            total += weight * each.value
+        return _signed(total)
 
     def _difference(
         self, mesh: Mesh, claims: Sequence[_Claim], axes: tuple[str, ...]
     ) -> UsageError:
         """The error for ranks that differ. Collective over the group along `axes`."""
         ranks = next(each for each in mesh.grid.groups(axes) if mesh.rank in each)
-        mine = json.dumps([[each.value, each.details()] for each in claims]).encode()
-        texts = gather_texts(mesh.group(axes), mine).values()
-        heard = {rank: json.loads(text) for rank, text in zip(ranks, texts, strict=True)}
-        if len({len(each) for each in heard.values()}) > 1:
+        mine = [[each.what, each.axes, each.value, each.details()] for each in claims]
+        texts = gather_texts(mesh.group(axes), json.dumps(mine).encode()).values()
+        heard: dict[tuple[str, tuple[str, ...]], dict[int, list[Any]]] = defaultdict(dict)
+        for rank, text in zip(ranks, texts, strict=True):
+            for what, of_axes, *value in json.loads(text):
+                heard[what, tuple(of_axes)][rank] = value
+        operands = heard.get(("operands", self._sample_axes))
+        if operands is not None and len(operands) < len(ranks):
             return UsageError(f"{DIFFERENT}: some capture a CUDA graph, and others do not")
-        for number, claim in enumerate(claims):
-            for members in mesh.grid.groups(claim.axes):
-                said = {rank: heard[rank][number] for rank in members if rank in heard}
+        for (what, of_axes), values in heard.items():
+            for members in mesh.grid.groups(of_axes):
+                said = {rank: values[rank] for rank in members if rank in values}
                 if len({value for value, _ in said.values()}) > 1:
-                    return claim.error({rank: details for rank, (_, details) in said.items()})
+                    return _ERRORS[what]({rank: details for rank, (_, details) in said.items()})
         return UsageError(f"{DIFFERENT}, or the sum of what they compare is damaged")
+
+
+def _histories(mesh: Mesh) -> list[_Claim]:
+    return [
+        _Claim("histories", axes, group.ledger.history, recent_calls)
+        for axes, group in mesh.groups.items()
+        if "data" not in axes  # sample groups may have augmentations of their own
+    ]
 
 
 def _weight(mesh: Mesh, axes: tuple[str, ...]) -> int:

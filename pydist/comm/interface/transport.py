@@ -53,6 +53,7 @@ class Transport(Collectives):
         )
         group = self._subgroup(members)
         group.ledger.job_ranks = [self.ledger.name(member) for member in members]
+        group.watcher = self.watcher
         group.ledger.open(group)
         return group
 

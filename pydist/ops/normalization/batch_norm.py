@@ -58,7 +58,7 @@ def batch_norm(
     # Running statistics are equal on all ranks at any time, so that evaluation and checkpoints
     # need not ask when they were last averaged: what they need travels in the same exchange.
     everyone = plan_norm(layout, dims, _axes(layout, "global")) if tracked else plan
-    if is_for_torch(local, everyone.group):
+    if is_for_torch(local, everyone.ranks):
         affine = parameters_for(weight, bias, layout)
         normed = by_torch(F.batch_norm, local, *running, *affine, True, momentum, eps)
         return wrap(normed, layout, input)

@@ -63,9 +63,8 @@ def instance_norm(
         raise one_value("spatial element", layout.shape)
     plan = _plan_of_samples(layout)
     tracked = running_mean is not None or running_var is not None
-    mesh = layout.mesh
-    holders = mesh.group(("data", *layout.used_axes) if tracked else layout.used_axes)
-    if is_for_torch(local, holders):
+    holders = ("data", *layout.used_axes) if tracked else layout.used_axes
+    if is_for_torch(local, layout.mesh.grid.size(holders)):
         if local.shape[0] > 1:
             normed = by_torch(F.instance_norm, local, *running, *scale_shift, True, momentum, eps)
         else:
@@ -126,7 +125,7 @@ def _mean_of_samples(
     sums = [rows.view(shape).sum(0) for rows in (found.mean, unbiased(found))]
     # Ranks that share the statistics count each sample together once. All take part, so that the
     # result has the same bits on all.
-    total = torch.cat([*sums, sums[0].new_full((1,), shape[0])]) / plan.group.size
+    total = torch.cat([*sums, sums[0].new_full((1,), shape[0])]) / plan.ranks
     group = layout.mesh.group(("data", *layout.used_axes))
     with layout.mesh.session.timers.measure("statistics"):
         group.all_reduce(total)
@@ -158,7 +157,7 @@ def group_norm(
     scale, shift = parameters_for(weight, bias, layout)
     source = taken(input)
     local = source.shard
-    if is_for_torch(local, layout.mesh.group(layout.used_axes)):
+    if is_for_torch(local, layout.mesh.grid.size(layout.used_axes)):
         return wrap(F.group_norm(local, num_groups, scale, shift, eps), layout, input)
     dtype = in_full_precision(lambda one: torch.group_norm(one.view(1, 1, -1), 1), input)
     local = dense(local.to(dtype or local.dtype))

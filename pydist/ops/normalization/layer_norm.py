@@ -70,7 +70,7 @@ def _norm(
     axes = axes_of(layout, dims)
     local = local_of(input)
     dtype = in_full_precision(lambda one: function(one, one.shape), input) or local.dtype
-    if layout.mesh.group(axes).size == 1:
+    if layout.mesh.grid.size(axes) == 1:
         operands = [parameter_for(t, layout) for t in affine]
         normed = function(with_elements(local), normalized, *operands, eps)
         return wrap(without_added(normed, local.shape), layout, input)

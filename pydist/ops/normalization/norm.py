@@ -169,7 +169,7 @@ class _Normalize(ExchangeFunction):
         rows = Rows(statistics, scale, call.eps, call.centred)
         affine = sums.new_empty(2, x.shape[1]) if for_scale or for_shift else None
         totals = rows.totals(values, sums, affine)
-        if for_x and plan.group.size > 1:
+        if for_x and plan.ranks > 1:
             with mesh.session.timers.measure("statistics"):
                 enter_weighted_sum(totals, call.sizes)
                 work = plan.group.all_reduce_async(totals)
@@ -178,7 +178,7 @@ class _Normalize(ExchangeFunction):
         if not for_x:
             return None, grad_scale, grad_shift, *rest
         grad_x = torch.empty_like(x)
-        if plan.group.size > 1:
+        if plan.ranks > 1:
             with mesh.session.timers.measure("statistics"):
                 work.wait()
                 leave_weighted_sum(totals, call.sizes)

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.backend.statistics import dense
-from pydist.comm import Transport
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.empty import with_elements, without_added
@@ -96,8 +95,8 @@ def _restrided(grad: Tensor | None, strides: tuple[int, ...]) -> Tensor | None:
     return grad.new_empty_strided(grad.shape, strides).copy_(grad)
 
 
-def is_for_torch(local: Tensor, group: Transport) -> bool:
-    """Whether torch's own function forms the statistics of what `group`, these ranks, holds.
+def is_for_torch(local: Tensor, holders: int) -> bool:
+    """Whether torch's own function forms the statistics of what so many ranks hold.
 
     Where several ranks have a part, all of them have to run the same nodes. On a GPU torch's is
     cuDNN's, against which ours has not been measured; on CPU it is the faster one for small
@@ -106,7 +105,7 @@ def is_for_torch(local: Tensor, group: Transport) -> bool:
     times.
     """
     is_small = local.device.type != "cpu" or local.numel() < _WORTH_A_PASS
-    return group.size == 1 and local.is_contiguous() and is_small
+    return holders == 1 and local.is_contiguous() and is_small
 
 
 def update(

@@ -40,15 +40,20 @@ class NormPlan:
     per_sample: bool = False
     members: int = 1
 
-    @cached_property
+    @property  # not a cached one, whose lock all ranks that are threads share in Python 3.11
     def group(self) -> Transport:
         """The ranks along the axes."""
         return self.mesh.group(self.axes)
 
+    @property
+    def ranks(self) -> int:
+        """How many these are."""
+        return self.mesh.grid.size(self.axes)
+
     @cached_property
     def known_counts(self) -> Constant | None:
         """The counts as [ranks, 1]; `None` where other sample groups have counts of their own."""
-        if len(self.counts) < self.group.size:
+        if len(self.counts) < self.ranks:
             return None
         return Constant(torch.tensor(self.counts, dtype=torch.float64).view(-1, 1))
 
@@ -101,14 +106,14 @@ class Gathering:
             count = x.numel() // max(1, own.shape[1])
             self._row = torch.cat([own.new_full((1,), count), self._row])
         self._rows = self._row.unsqueeze(0)
-        if plan.group.size > 1:
-            self._rows = self._row.new_empty(plan.group.size, self._row.numel())
+        if plan.ranks > 1:
+            self._rows = self._row.new_empty(plan.ranks, self._row.numel())
             with plan.mesh.session.timers.measure("statistics"):
                 self._work = plan.group.all_gather_async(self._row, self._rows)
 
     def wait(self) -> Moments:
         """The statistics [ranks, ...], in rank order."""
-        if self._plan.group.size > 1:
+        if self._plan.ranks > 1:
             with self._plan.mesh.session.timers.measure("statistics"):
                 self._work.wait()
         known, rows = self._plan.known_counts, self._rows

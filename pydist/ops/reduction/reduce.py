@@ -42,7 +42,7 @@ def axes_of(layout: Layout, dims: Sequence[int]) -> tuple[str, ...]:
 
 def is_local(x: ShardedTensor, dims: Sequence[int]) -> bool:
     """Whether every rank can reduce `dims` on its own: torch's function on the shard is exact."""
-    return x.mesh.group(axes_of(x._layout, dims)).size == 1
+    return x.mesh.grid.size(axes_of(x._layout, dims)) == 1
 
 
 def in_full_precision(func: Callable[..., Tensor], x: ShardedTensor) -> torch.dtype | None:
