@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydist import check, data, inference, models, optim, profile, tensor
     from pydist.comm import run_local
-    from pydist.distribute import distribute_tensor
     from pydist.global_loss import sum_over_groups
     from pydist.layout import Layout, Split, layout_for_sample
     from pydist.mesh import Mesh
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from pydist.partition import Partition
     from pydist.setup import init
     from pydist.tensor import ShardedTensor
+    from pydist.tensor.distribute import distribute_tensor
 
 # Imported on first use: `pydist --help` must not wait for torch.
 _HOMES = {
@@ -32,7 +32,7 @@ _HOMES = {
     "Partition": "pydist.partition",
     "ShardedTensor": "pydist.tensor",
     "Split": "pydist.layout",
-    "distribute_tensor": "pydist.distribute",
+    "distribute_tensor": "pydist.tensor.distribute",
     "init": "pydist.setup",
     "layout_for_sample": "pydist.layout",
     "parallelize": "pydist.parallel",

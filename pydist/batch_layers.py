@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from pydist.aliasing import as_result
 from pydist.tensor import ShardedTensor
+from pydist.tensor.aliasing import as_result
 
 _UNBATCHED: dict[type[nn.Module], int] = {nn.Dropout1d: 2, nn.Dropout3d: 4}
 """Numbers of dims that layers take for a sample without a batch; 1 for others."""

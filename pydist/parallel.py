@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from pydist.aliasing import view_at
 from pydist.arguments import is_container, leaves, mapped
 from pydist.batch_layers import BatchLayers
 from pydist.batches import Batches, batch_of, refuse_pickling
 from pydist.comm.consensus import require_same
-from pydist.distribute import distribute_tensor
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.consistency import consistency_of
 from pydist.global_loss import agree_on_closures_of
@@ -32,6 +30,8 @@ from pydist.mesh import Mesh
 from pydist.ops.normalization.batch_norm import STATISTICS
 from pydist.structure import facts_of
 from pydist.tensor import Origin, ShardedTensor, local_of
+from pydist.tensor.aliasing import view_at
+from pydist.tensor.distribute import distribute_tensor
 
 # Not all frames of that file: torch.utils.checkpoint has one that switches the compiler off.
 _COMPILER = ("torch/_dynamo/eval_frame.py", "compile_wrapper")

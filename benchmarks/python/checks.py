@@ -94,11 +94,11 @@ def measure(options: argparse.Namespace) -> None:
 @contextmanager
 def switched_off(checks: tuple[str, ...]) -> Iterator[None]:
     """Replaces the functions of these checks; the same on all ranks, and between steps."""
-    from pydist import tensor
     from pydist._loader import native
     from pydist.comm.interface.ledger import Ledger
     from pydist.exchange.consistency import Consistency
     from pydist.exchange.history import NO_HISTORY
+    from pydist.tensor import sharded
 
     empty: dict[str, list[tuple[Any, str, Any]]] = {
         "ledger": [(Ledger, "note", lambda *_, **__: None)],
@@ -108,8 +108,8 @@ def switched_off(checks: tuple[str, ...]) -> Iterator[None]:
             (Consistency, "sum_parameters", lambda *_: None),
         ],
         "numbers": [
-            (tensor, "history_of", lambda *_: NO_HISTORY),
-            (tensor, "remember", lambda *_: None),
+            (sharded, "history_of", lambda *_: NO_HISTORY),
+            (sharded, "remember", lambda *_: None),
         ],
         "watchdog": [
             (native, "enter_phase", lambda *_: None),

@@ -17,9 +17,9 @@ from pydist.exchange.exchanger import Exchanger
 from pydist.grid import SPATIAL_AXES
 from pydist.layout import Layout, layout_for_sample
 from pydist.mesh import Mesh
-from pydist.ops.redistribute import shard_of_plain
-from pydist.refusals import module_path, name_of
 from pydist.tensor import ShardedTensor
+from pydist.tensor.operands import shard_of_plain
+from pydist.tensor.refusals import module_path, name_of
 
 # Asked for, not computed.
 _QUESTIONS = frozenset(

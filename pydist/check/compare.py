@@ -19,9 +19,9 @@ from pydist.check.calls import Call, CallRecorder, sample_layout
 from pydist.check.reference import Reference
 from pydist.errors import UsageError
 from pydist.mesh import Mesh
-from pydist.ops.redistribute import shard_of_plain
 from pydist.parallel import parallelize
 from pydist.tensor import ShardedTensor
+from pydist.tensor.operands import shard_of_plain
 
 NOISE = 1e-3
 """A tensor that noise in the last bit moves by more, relative to itself, is nothing but noise."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from pydist.refusals import module_path, name_of, source_line
+from pydist.tensor.refusals import module_path, name_of, source_line
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16)
 _CASTS = {

@@ -11,8 +11,8 @@ from torch import Tensor
 from pydist.ops.convolution.boundary import relu_in_place
 from pydist.ops.normalization.deferred_norm import parametric
 from pydist.ops.pointwise.elementwise import elementwise
-from pydist.ops.redistribute import operand_for, parameter_for
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor.operands import operand_for, parameter_for
 
 
 @implements(F.relu)

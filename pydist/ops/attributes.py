@@ -16,7 +16,6 @@ from pydist.exchange.history import remember_change
 from pydist.gradients import graph
 from pydist.gradients.engine import starts_from
 from pydist.layout import Layout
-from pydist.ops.redistribute import redistribute, refuse_shard_shaped, shard_of_plain
 from pydist.ops.views import hides_order
 from pydist.tensor import (
     HANDLERS,
@@ -28,7 +27,8 @@ from pydist.tensor import (
     view_of,
     wrap,
 )
-from pydist.wrappers import of_wrapper
+from pydist.tensor.operands import redistribute, refuse_shard_shaped, shard_of_plain
+from pydist.tensor.wrapper import of_wrapper
 
 # The wrapper carries the global shape, the dtype and the rest itself.
 _OF_THE_WRAPPER = """

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import BackwardHook
 
-from pydist.aliasing import view_at
 from pydist.exchange.exchanger import in_memory
 from pydist.tensor import ShardedTensor, local_of, wrap
+from pydist.tensor.aliasing import view_at
 
 _apply_on_plain = BackwardHook._apply_on_tensors
 

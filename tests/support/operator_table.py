@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from pydist import Mesh
 from pydist.errors import NotSupported
-from pydist.refusals import name_of
 from pydist.tensor import HANDLERS
+from pydist.tensor.refusals import name_of
 
 
 def elementwise_texts(known: set[str]) -> list[str]:

@@ -25,9 +25,9 @@ from pydist.ops.convolution.local_conv import (
 )
 from pydist.ops.dtypes import require_same
 from pydist.ops.placement import choose_layout, conv_workload
-from pydist.ops.redistribute import parameter_for, redistribute
 from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
+from pydist.tensor.operands import parameter_for, redistribute
 
 _FUNCTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 

@@ -30,10 +30,10 @@ from pydist.ops.convolution.transposed_correction import Recomputation, correcte
 from pydist.ops.convolution.transposed_window import Piece, TransposedWindow
 from pydist.ops.dtypes import require_same
 from pydist.ops.gathering import BoxGatherer
-from pydist.ops.redistribute import parameter_for
 from pydist.ops.windows import as_tuple
 from pydist.partition import Box
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap_new
+from pydist.tensor.operands import parameter_for
 
 _FUNCTIONS = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
 

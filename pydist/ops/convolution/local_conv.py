@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.aliasing import as_result
 from pydist.backend.choice import ConvKernels, by_rule, choose
 from pydist.backend.conv import padded
 from pydist.backend.problem import ConvProblem, onednn_has
@@ -18,6 +17,7 @@ from pydist.exchange.formats import all_channels_last
 from pydist.exchange.function import Function
 from pydist.gradients.engine import own_grad
 from pydist.mesh import Mesh
+from pydist.tensor.aliasing import as_result
 from pydist.timers import Timers
 
 

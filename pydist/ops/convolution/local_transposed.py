@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.aliasing import as_result
 from pydist.backend.choice import ConvKernels
 from pydist.exchange.function import Function
 from pydist.mesh import Mesh
@@ -24,6 +23,7 @@ from pydist.ops.convolution.local_conv import (
     with_bias,
     with_dims,
 )
+from pydist.tensor.aliasing import as_result
 
 
 class _LocalTransposed(Function):

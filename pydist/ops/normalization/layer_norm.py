@@ -15,9 +15,9 @@ from pydist.ops.dtypes import require_fitting
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_plan import Gathering, plan_norm
-from pydist.ops.redistribute import operand_for, parameter_for
 from pydist.ops.reduction.reduce import axes_of, in_full_precision
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor.operands import operand_for, parameter_for
 
 
 @implements(F.layer_norm)

@@ -16,8 +16,8 @@ from pydist.ops.empty import with_elements, without_added
 from pydist.ops.normalization.deferred_norm import Input, normalized
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_plan import plan_norm
-from pydist.ops.redistribute import parameter_for
 from pydist.tensor import ShardedTensor, wrap
+from pydist.tensor.operands import parameter_for
 
 # Elements from which on passes over memory cost more than calls: ours takes 0.7 times torch's CPU
 # time for forward and backward of 1 x 64 x 16^3 with a ReLU, 1.1 times for 1 x 320 x 8^3 (fp32).

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.aliasing import to_change
 from pydist.errors import UsageError
 from pydist.ops.pointwise.keyed import keyed_uniform
 from pydist.tensor import HANDLERS, ShardedTensor, adopt_local, local_of, refusal, wrap
+from pydist.tensor.aliasing import to_change
 
 # What SELU tends to for large negative numbers, the value that alpha dropout sets.
 _SELU_LIMIT = -1.7580993408473766

@@ -10,11 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.aliasing import to_change
 from pydist.errors import UsageError
 from pydist.layout import Layout, Split
 from pydist.ops.pointwise.in_place import in_place_on_plain
-from pydist.ops.redistribute import operand_for, refuse_shard_shaped
 from pydist.ops.views import in_format
 from pydist.tensor import (
     HANDLERS,
@@ -27,6 +25,8 @@ from pydist.tensor import (
     wrap,
     wrap_new,
 )
+from pydist.tensor.aliasing import to_change
+from pydist.tensor.operands import operand_for, refuse_shard_shaped
 
 _UNARY = """
 abs absolute neg negative positive sign sgn signbit square sqrt rsqrt reciprocal exp exp2 expm1 log

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pydist.errors import NotSupported
 from pydist.layout import Layout
-from pydist.ops.redistribute import shard_of_plain
 from pydist.tensor import ShardedTensor, refusal, wrap
+from pydist.tensor.operands import shard_of_plain
 
 
 def in_place_on_plain(

@@ -26,11 +26,11 @@ from pydist.ops.pooling.pool_plan import (
     widened,
     with_indices,
 )
-from pydist.ops.redistribute import redistribute
 from pydist.ops.reduction.reduce import axes_of, reduce_mean
 from pydist.ops.windows import Window, WindowPlan, plan_window
 from pydist.partition import Footprint
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
+from pydist.tensor.operands import redistribute
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from pydist.ops.pooling.pool_plan import (
     with_indices,
 )
 from pydist.ops.pooling.relu_pool import average_pool_of_relu
-from pydist.ops.redistribute import redistribute
 from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap, wrap_new
+from pydist.tensor.operands import redistribute
 
 _AVG = {1: torch.avg_pool1d, 2: torch._C._nn.avg_pool2d, 3: torch._C._nn.avg_pool3d}
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}

@@ -28,7 +28,7 @@ from pydist.ops.convolution.deferred_relu import DeferredRelu
 from pydist.ops.handover import runs
 from pydist.ops.pooling.average import AveragePlan, spread
 from pydist.tensor import ShardedTensor
-from pydist.wrappers import refuse_foreign_graph
+from pydist.tensor.wrapper import refuse_foreign_graph
 
 VARIABLE = "PYDIST_FUSED_POOL"
 

@@ -14,10 +14,10 @@ from pydist.errors import UsageError
 from pydist.exchange.adjoints import gather_box, with_true_gradient
 from pydist.exchange.exchanger import Exchanger
 from pydist.layout import Layout, Split
-from pydist.ops.redistribute import operand_for
 from pydist.ops.windows import Window, as_tuple, symmetric
 from pydist.partition import Box, Partition
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
+from pydist.tensor.operands import operand_for
 
 # How far the indices reach, the least of all ranks.
 _BEYOND, _ANYWHERE, _IN_WINDOWS = 0.0, 1.0, 2.0

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pydist.exchange.adjoints import sum_ranks
 from pydist.layout import Layout, Split
-from pydist.ops.redistribute import operand_in
 from pydist.tensor import ShardedTensor, refusal, wrap
+from pydist.tensor.operands import operand_in
 
 Labels = Sequence[str]
 """A name for each dim of a tensor; dims of one name are of one extent, or of extent 1."""

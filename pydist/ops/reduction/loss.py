@@ -15,9 +15,9 @@ from torch.nn import _reduction as legacy
 from pydist.comm.interface.reduction import WIDER
 from pydist.layout import Layout
 from pydist.ops.pointwise.elementwise import broadcast_layout
-from pydist.ops.redistribute import operand_for, refuse_shard_shaped
 from pydist.ops.reduction.reduce import reduce_sum
 from pydist.tensor import HANDLERS, ShardedTensor, implements, refusal, wrap
+from pydist.tensor.operands import operand_for, refuse_shard_shaped
 
 
 def _reduction(reduction: str, size_average: Any, reduce: Any) -> str:

@@ -14,7 +14,6 @@ from pydist.exchange.adjoints import sum_ranks
 from pydist.mesh import Mesh
 from pydist.ops.dims import canonical, numpy_names
 from pydist.ops.pointwise.elementwise import broadcast_layout, elementwise
-from pydist.ops.redistribute import operand_for
 from pydist.ops.reduction.extremes import reduce_amax, reduce_amin
 from pydist.ops.reduction.reduce import (
     Dims,
@@ -26,6 +25,7 @@ from pydist.ops.reduction.reduce import (
     result_of,
 )
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor.operands import operand_for
 
 
 def reduce_norm(

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from pydist.layout import Layout, Split
-from pydist.ops.redistribute import redistribute
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor.operands import redistribute
 
 
 @implements(torch.pixel_shuffle)

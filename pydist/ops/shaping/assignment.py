@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.aliasing import is_view_at, written_back
 from pydist.layout import Layout, Split
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.pointwise.in_place import in_place_on_plain
-from pydist.ops.redistribute import operand_for, refuse_shard_shaped
 from pydist.ops.shaping.indexing import entries_of
 from pydist.ops.shaping.slicing import region_of
 from pydist.tensor import ShardedTensor, adopt_local, implements, local_of, refusal
+from pydist.tensor.aliasing import is_view_at, written_back
+from pydist.tensor.operands import operand_for, refuse_shard_shaped
 
 _SET = torch.Tensor.__setitem__
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pydist.layout import Layout
 from pydist.ops.dims import canonical, numpy_names
-from pydist.ops.redistribute import operand_in, parameter_for, prove_equal, redistribute
 from pydist.ops.shaping.slicing import full_index, sliced
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor.operands import operand_in, parameter_for, prove_equal, redistribute
 
 _GET = torch.Tensor.__getitem__
 

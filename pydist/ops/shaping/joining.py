@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pydist.layout import Layout, Split
 from pydist.ops.dims import canonical, given_as, numpy_names
-from pydist.ops.redistribute import prove_equal, redistribute, shard_of_plain
 from pydist.ops.shaping.shape import unsqueeze
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap, wrap_new
+from pydist.tensor.operands import prove_equal, redistribute, shard_of_plain
 
 
 @implements(torch.cat, torch.concat, torch.concatenate)

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pydist.aliasing import shares_memory
 from pydist.grid import SAMPLE_AXES
 from pydist.layout import Layout, Split
 from pydist.ops.dims import canonical, canonical_all, given_as, numpy_names
-from pydist.ops.redistribute import redistribute
 from pydist.ops.views import hides_order, in_format, moves
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, view_of
+from pydist.tensor.aliasing import shares_memory
+from pydist.tensor.operands import redistribute
 
 
 def gathered_layout(layout: Layout) -> Layout:

@@ -13,9 +13,9 @@ from pydist.layout import Layout
 from pydist.ops.dims import canonical
 from pydist.ops.pointwise.elementwise import broadcast_layout
 from pydist.ops.pointwise.in_place import in_place_on_plain
-from pydist.ops.redistribute import operand_for, operand_in
 from pydist.ops.reduction.extremes import reduce_amax
 from pydist.tensor import ShardedTensor, adopt_local, implements, local_of, refusal, wrap
+from pydist.tensor.operands import operand_for, operand_in
 
 
 def _scatter(

@@ -12,9 +12,9 @@ from torch import Tensor
 from pydist.layout import Layout
 from pydist.ops.dims import canonical, canonical_all, given_as, numpy_names
 from pydist.ops.pointwise.elementwise import broadcast_layout
-from pydist.ops.redistribute import layout_of_operand, operand_in, redistribute
 from pydist.ops.views import moves
 from pydist.tensor import ShardedTensor, implements, local_of, view_of
+from pydist.tensor.operands import layout_of_operand, operand_in, redistribute
 
 
 @implements(torch.unsqueeze, torch.Tensor.unsqueeze)

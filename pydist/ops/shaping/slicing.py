@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pydist.aliasing import Part, view_at
 from pydist.layout import Layout, Split
 from pydist.ops.dims import canonical, numpy_names
-from pydist.ops.redistribute import redistribute
 from pydist.ops.views import moves
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor, implements, local_of, view_of, wrap
+from pydist.tensor.aliasing import Part, view_at
+from pydist.tensor.operands import redistribute
 
 Entry = int | slice | None
 """The entry of one dim in an index; `None` is a new dim."""

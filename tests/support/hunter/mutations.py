@@ -18,8 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from pydist import global_loss, tensor
-from pydist.aliasing import Storage
+from pydist import global_loss
 from pydist.exchange.contents import Contents, Parameters
 from pydist.exchange.history import NO_HISTORY
 from pydist.gradients import replaced
@@ -32,7 +31,8 @@ from pydist.ops.normalization import deferred_norm, prelu
 from pydist.ops.pooling.average import AveragePlan
 from pydist.ops.pooling.pool_plan import start
 from pydist.ops.shaping import nonzero
-from pydist.tensor import local_of
+from pydist.tensor import local_of, sharded
+from pydist.tensor.aliasing import Storage
 
 Patches = Sequence[AbstractContextManager[Any]]
 
@@ -216,7 +216,7 @@ def _three_checks_for_each_shape() -> Patches:
 @_mutation("numbers-unseen", 6, "different")
 def _numbers_of_one_rank() -> Patches:
     """What calls and numbers make of sharded tensors is not compared."""
-    return [patch.object(tensor, "history_of", lambda *_: NO_HISTORY)]
+    return [patch.object(sharded, "history_of", lambda *_: NO_HISTORY)]
 
 
 # -- 7: groups of unequal size ------------------------------------------------------------------

@@ -17,7 +17,8 @@ from pydist.errors import NotSupported
 
 # Frames of these are never where a user would look: the call came through them.
 _INSIDE = (
-    *(str(Path(file).parent) + "/" for file in (__file__, torch.__file__)),
+    f"{Path(__file__).parents[1]}/",
+    f"{Path(torch.__file__).parent}/",
     threading.__file__,
 )
 

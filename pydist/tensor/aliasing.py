@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version
 
 from pydist.errors import NotSupported
-from pydist.refusals import module_path, source_line
+from pydist.tensor.refusals import module_path, source_line
 
 if TYPE_CHECKING:
     from pydist.layout import Layout

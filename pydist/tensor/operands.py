@@ -8,7 +8,6 @@ from typing import overload
 import torch
 from torch import Tensor, nn
 
-from pydist.aliasing import entry_of_plain, is_partly_changed
 from pydist.errors import UsageError
 from pydist.exchange.adjoints import enter, with_true_gradient
 from pydist.exchange.consistency import consistency_of
@@ -16,7 +15,8 @@ from pydist.exchange.redistribution import redistributed
 from pydist.gradients.members import follow, reducer_of, use_as_parameter
 from pydist.layout import Layout
 from pydist.mesh import Mesh
-from pydist.tensor import ShardedTensor, local_of, wrap
+from pydist.tensor.aliasing import entry_of_plain, is_partly_changed
+from pydist.tensor.sharded import ShardedTensor, local_of, wrap
 
 
 def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:

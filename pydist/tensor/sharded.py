@@ -9,15 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pydist.aliasing import (
-    Part,
-    View,
-    record_change,
-    refuse_stale,
-    shares_memory,
-    staleness,
-    view_at,
-)
 from pydist.comm.interface.ledger import CAUSE
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.adjoints import with_true_gradient
@@ -35,8 +26,17 @@ from pydist.grid import SAMPLE_AXES
 from pydist.group_sizes import GroupSizes, mark_batch
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import Layout
-from pydist.refusals import misfit, module_path, refusal
-from pydist.wrappers import (
+from pydist.tensor.aliasing import (
+    Part,
+    View,
+    record_change,
+    refuse_stale,
+    shares_memory,
+    staleness,
+    view_at,
+)
+from pydist.tensor.refusals import misfit, refusal
+from pydist.tensor.wrapper import (
     GET_DEVICE,
     GET_DTYPE,
     GET_REQUIRES_GRAD,
@@ -49,11 +49,6 @@ from pydist.wrappers import (
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
-
-__all__ = [
-    "HANDLERS", "Origin", "ShardedTensor", "adopt_local", "implements",
-    "local_of", "module_path", "refusal", "view_of", "wrap", "wrap_new",
-]  # fmt: skip
 
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
 """What each torch call does on sharded tensors; filled by the modules of `pydist.ops`."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pydist.aliasing import remember_plain
 from pydist.interop import ArrayLike, as_tensor
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
-from pydist.ops.redistribute import shard_of_plain
-from pydist.tensor import ShardedTensor
-from pydist.wrappers import plain
+from pydist.tensor.aliasing import remember_plain
+from pydist.tensor.operands import shard_of_plain
+from pydist.tensor.sharded import ShardedTensor
+from pydist.tensor.wrapper import plain
 
 
 def distribute_tensor(
