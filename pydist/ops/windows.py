@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -191,6 +192,37 @@ class Exchanges:
         own, out = plan.layout.boxes, plan.out.boxes
         self.halo = Exchanger(mesh.sample, own, plan.halos, timers, channels_last)
         self.grad_halo = Exchanger(mesh.sample, out, plan.grad_halos, timers, channels_last)
+
+    def corrected(
+        self,
+        exchanger: Exchanger,
+        x: Tensor,
+        main: Callable[[], Tensor],
+        add: Callable[[Tensor, int, Tensor, Box], Any],
+        change: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """A linear map over windows of a sharded tensor: its shard, then the slabs of the others.
+
+        Where this rank takes no part in the exchange nothing is sent or received.
+
+        Args:
+            exchanger: `halo`, or for an adjoint `grad_halo`.
+            x: the shard that is mapped.
+            main: maps the shard while the slabs travel.
+            add: adds to the result what comes from a slab: called with the result, the number of
+                the slab, the slab, and its box.
+            change: applied in place to what is sent.
+        """
+        if exchanger.is_local:
+            exchanger.announce(x)
+            return main()
+        pending = exchanger.start(x, change)
+        y = main()
+        slabs = self.receive(exchanger, pending, x)
+        with self._timers.measure("boundary"):
+            for number, (slab, box) in enumerate(zip(slabs, exchanger.slots, strict=True)):
+                add(y, number, slab, box)
+        return y
 
     def receive(
         self, exchanger: Exchanger, pending: PendingExchange, like: Tensor, layer: str = ""

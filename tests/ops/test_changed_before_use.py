@@ -62,6 +62,10 @@ MODELS = {
     "conv, norm, ReLU": [
         nn.Conv3d(2, 3, 3, padding=1), nn.BatchNorm3d(3), nn.ReLU(inplace=True),
     ],
+    "transposed": [nn.ConvTranspose3d(2, 3, 3, padding=1)],
+    "transposed, ReLU": [
+        nn.ConvTranspose3d(2, 3, 4, 2, 1), nn.LeakyReLU(0.1, inplace=True),
+    ],
     "transposed, norm, PReLU": [
         nn.ConvTranspose3d(2, 3, 3, 2, 1), nn.GroupNorm(3, 3), nn.PReLU(),
     ],

@@ -66,6 +66,7 @@ class DeferredBoundary:
         self.outputs: Tensor | None = None
         self.slabs: list[Tensor] = []
         self._exchanges = plan.plan.exchanges(channels_last)
+        self._halo = self._exchanges.grad_halo if plan.is_adjoint else self._exchanges.halo
         self._layer = plan.mesh.session.timers.layer
         self._under_way: tuple[PendingExchange, Tensor] | None = None
         self.is_deferrable = True
@@ -75,12 +76,12 @@ class DeferredBoundary:
 
         Args:
             x: the shard that is convolved.
-            weight: [Co, Ci / groups, kD, kH, kW].
+            weight: of the convolution.
         """
-        halo = self._exchanges.halo
+        halo = self._halo
         pending = halo.start(x)
         kernel = as_read(weight.detach())
-        outputs = math.prod(self.plan.plan.out.box.shape)
+        outputs = math.prod(self.plan.outputs.shape)
         self.is_deferrable = not halo.slots or weight.numel() * _OUTPUTS <= outputs
         if halo.slots and self.is_deferrable and kernel.data_ptr() == weight.data_ptr():
             kernel = kernel.clone()
@@ -90,7 +91,8 @@ class DeferredBoundary:
     @property
     def is_fusible(self) -> bool:
         """Whether a ReLU may still be applied along with the halo's part."""
-        return self._under_way is not None and self.plan.boundary.pieces is not None
+        boundary = self.plan.boundary
+        return self._under_way is not None and boundary is not None and boundary.pieces is not None
 
     def with_relu(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, DeferredRelu] | None:
         """The outputs behind a ReLU in place, completed along with it; `None` if it is too late.
@@ -128,13 +130,14 @@ class DeferredBoundary:
         # First, as an exception on the way must not come again from everybody who asks later.
         (pending, kernel), self._under_way = self._under_way, None
         outputs, self.outputs = self.outputs, None
-        halo, timers = self._exchanges.halo, self.plan.mesh.session.timers
+        halo, timers = self._halo, self.plan.mesh.session.timers
         halo.transport.unfinished = None
         # Together with the bias the ReLU comes last.
         at_once = negative_slope if self.bias is None else 1.0
-        if at_once != 1.0 and outputs is not None:
+        boundary = self.plan.boundary
+        if at_once != 1.0 and outputs is not None and boundary is not None:
             with torch.no_grad(), timers.measure("compute", self._layer):
-                for box in self.plan.boundary.interior:
+                for box in boundary.interior:
                     leaky_relu_(self._part(outputs, box), at_once)
         self.slabs = self._exchanges.receive(halo, pending, kernel, self._layer)
         if outputs is None:
@@ -143,7 +146,7 @@ class DeferredBoundary:
             for slab, part, lo, slope in self._steps(outputs, at_once):
                 where = halo.slots[slab].lo[2:], lo
                 received = self.slabs[slab]
-                self.kernels.add("forward", slab, received, kernel, part, *where, slope)
+                self.kernels.add(self.plan.roles[0], slab, received, kernel, part, *where, slope)
         if self.bias is not None:
             with timers.measure("compute", self._layer):
                 finish_(outputs, self.bias, negative_slope)
@@ -152,17 +155,18 @@ class DeferredBoundary:
         self, outputs: Tensor, slope: float
     ) -> Iterator[tuple[int, Tensor, Sequence[int], float]]:
         """Calls of the kernel: slab, outputs and their place, slope."""
-        if slope == 1.0:
-            lo = self.plan.plan.out.box.lo[2:]
+        boundary = self.plan.boundary
+        if slope == 1.0 or boundary is None:
+            lo = self.plan.outputs.lo[2:]
             for slab in range(len(self.slabs)):
                 yield slab, outputs, lo, 1.0
             return
-        for slab, box, is_last in self.plan.boundary.pieces or []:
+        for slab, box, is_last in boundary.pieces or []:
             yield slab, self._part(outputs, box), box.lo[2:], slope if is_last else 1.0
 
     def _part(self, outputs: Tensor, box: Box) -> Tensor:
         part = outputs.detach()
-        own = self.plan.plan.out.box
+        own = self.plan.outputs
         for dim in range(2, part.dim()):
             part = part.narrow(dim, box.lo[dim] - own.lo[dim], box.hi[dim] - box.lo[dim])
         return part

@@ -12,7 +12,7 @@ from torch import Tensor
 from pydist.backend.problem import ConvProblem
 from pydist.layout import Layout
 from pydist.ops.convolution.boundary import DeferredBoundary
-from pydist.ops.convolution.correction import corrected_conv
+from pydist.ops.convolution.correction import corrected
 from pydist.ops.convolution.correction_plan import CorrectionPlan, lines_up
 from pydist.ops.convolution.deferred_relu import DeferredOutputs
 from pydist.ops.convolution.finish import bias_behind
@@ -21,6 +21,7 @@ from pydist.ops.convolution.local_conv import (
     in_autocast_type,
     local_conv,
     onednn_on_all,
+    unpadded_conv,
     without_autocast,
 )
 from pydist.ops.dtypes import require_same
@@ -111,14 +112,20 @@ class _ConvPlan:
         self._chooser = ConvChooser(problems, self._mesh)
         self._correction = None
         if aligned and not self._plan.is_whole:
-            self._correction = CorrectionPlan(self._plan, groups, self._chooser)
+            attributes = window.stride, window.dilation, groups
+            self._correction = CorrectionPlan(
+                self._plan,
+                groups,
+                self._chooser,
+                lambda x, weight: unpadded_conv(self._plan.gathers(x), weight, *attributes),
+            )
 
     def run(
         self, input: ShardedTensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, DeferredBoundary | DeferredOutputs]:
         """This rank's part of the result, and what that waits for."""
         if self._correction is not None:
-            return corrected_conv(local_of(input), weight, bias, self._correction)
+            return corrected(local_of(input), weight, bias, self._correction)
         compute = partial(
             local_conv, weight=weight, bias=bias, chooser=self._chooser, mesh=self._mesh
         )

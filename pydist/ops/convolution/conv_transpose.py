@@ -18,6 +18,7 @@ from torch import Tensor
 from pydist.backend.problem import ConvProblem
 from pydist.errors import UsageError
 from pydist.layout import Layout
+from pydist.ops.convolution.correction import corrected
 from pydist.ops.convolution.correction_plan import CorrectionPlan
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
@@ -25,15 +26,15 @@ from pydist.ops.convolution.local_conv import (
     onednn_on_all,
     without_autocast,
 )
-from pydist.ops.convolution.local_transposed import local_transposed
-from pydist.ops.convolution.transposed_correction import Recomputation, corrected_transposed
+from pydist.ops.convolution.local_transposed import local_transposed, transposed_by_torch
 from pydist.ops.convolution.transposed_window import Piece, TransposedWindow
 from pydist.ops.dtypes import require_same
 from pydist.ops.gathering import BoxGatherer
 from pydist.ops.windows import as_tuple
 from pydist.partition import Box
-from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap_new
+from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
 from pydist.tensor.operands import parameter_for
+from pydist.tensor.sharded import NOTHING, Deferred
 
 _FUNCTIONS = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
 
@@ -76,7 +77,10 @@ def conv_transpose(
     weight, bias = in_autocast_type(weight, bias)
     require_same(function, local, weight, bias)
     with without_autocast(local.device):
-        return wrap_new(plan.run(local, weight, bias), plan.out, input)
+        shard, deferred = plan.run(local, weight, bias)
+    result = wrap(shard, plan.out, input)
+    result._deferred = deferred
+    return result
 
 
 def _check(layout: Layout, window: TransposedWindow, weight: tuple[int, ...], groups: int) -> None:
@@ -130,14 +134,15 @@ class _TransposedPlan:
         self._correction = None
         if corrects:
             adjoint = window.plan_adjoint(layout, self.out)
-            self._correction = CorrectionPlan(adjoint, groups, self._chooser, is_adjoint=True)
+            self._correction = CorrectionPlan(
+                adjoint, groups, self._chooser, partial(self._recomputed, groups), is_adjoint=True
+            )
 
-    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """This rank's part of the result, from its shard."""
+    def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Deferred]:
+        """This rank's part of the result, from its shard, and what that waits for."""
         layout = self._layout
         if self._correction is not None:
-            plan = self._correction
-            return corrected_transposed(x, weight, bias, plan, lambda: self._recomputation)
+            return corrected(x, weight, bias, self._correction)
         if self._gathers:
             x = self._gatherer(x, self._chooser.kernels_ahead(x, weight).channels_last)
         out = self.out.box
@@ -146,14 +151,14 @@ class _TransposedPlan:
             x, starts, extents = _one_input(x), [0] * len(extents), [1] * len(extents)
         y = local_transposed(x, weight, bias, self._chooser, layout.mesh, starts, extents)
         # Not a view: what is done to one in place has other nodes than the other ranks have.
-        return y[:0].reshape(out.shape).clone() if out.empty else y
+        return y[:0].reshape(out.shape).clone() if out.empty else y, NOTHING
 
     @cached_property
     def _gatherer(self) -> BoxGatherer:
         return BoxGatherer(self._layout, self._needed)
 
-    @cached_property
-    def _recomputation(self) -> Recomputation:
+    def _recomputed(self, groups: int, x: Tensor, weight: Tensor) -> Tensor:
+        """This rank's outputs without bias, from gathered inputs."""
         window, out = self._window, self.out.box
         source = self._needed[self._layout.mesh.sample_index]
         starts = [
@@ -162,7 +167,8 @@ class _TransposedPlan:
                 out.lo[2:], window.padding, source.lo[2:], window.stride, strict=True
             )
         ]
-        return Recomputation(self._gatherer, starts, out.shape[2:])
+        attributes = window.stride, window.dilation, groups, starts, out.shape[2:]
+        return transposed_by_torch(self._gatherer(x), weight, *attributes)
 
 
 def _problem(

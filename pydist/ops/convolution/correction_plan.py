@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import NamedTuple
+
+from torch import Tensor
 
 from pydist.ops.convolution.local_conv import ConvChooser
 from pydist.ops.convolution.slab_kernels import SlabChooser
@@ -86,27 +89,43 @@ class CorrectionPlan:
     """What a convolution by correction needs to know: who computes what, and how.
 
     Args:
-        plan: who computes which outputs.
+        plan: who computes which outputs, of the convolution.
         groups: of channels.
         chooser: of the main convolution, on this rank's shard.
+        recompute: the same of a shard and a weight by the general path, without bias, for
+            gradients of gradients.
         is_adjoint: whether the convolution is run backwards, as a transposed one.
+
+    Attributes:
+        inputs: box of this rank's shard of what is mapped.
+        outputs: of the result.
+        roles: what the slabs' kernels do forward, and for dL/dx.
     """
 
     def __init__(
-        self, plan: WindowPlan, groups: int, chooser: ConvChooser, is_adjoint: bool = False
+        self,
+        plan: WindowPlan,
+        groups: int,
+        chooser: ConvChooser,
+        recompute: Callable[[Tensor, Tensor], Tensor],
+        is_adjoint: bool = False,
     ) -> None:
-        self.plan, self.groups, self.chooser = plan, groups, chooser
+        self.plan, self.chooser, self.recompute = plan, chooser, recompute
+        self.is_adjoint = is_adjoint
         self.mesh = plan.layout.mesh
-        self.padding = tuple(before for before, _ in plan.window.padding)
-        rank = self.mesh.sample_index
-        self.slab_chooser = SlabChooser(plan, self.padding, groups, is_adjoint)
-        self.boundary = BoundaryPieces(plan.window, plan.halos[rank], plan.out.box)
+        boxes = plan.layout.box, plan.out.box
+        self.inputs, self.outputs = reversed(boxes) if is_adjoint else boxes
+        self.roles = ("dgrad", "forward") if is_adjoint else ("forward", "dgrad")
+        padding = tuple(before for before, _ in plan.window.padding)
+        self.slab_chooser = SlabChooser(plan, padding, groups, is_adjoint)
 
-    @property
-    def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-        """Stride, padding, dilation and groups, as the native kernels take them."""
-        window = self.plan.window
-        return window.stride, self.padding, window.dilation, self.groups
+    @cached_property
+    def boundary(self) -> BoundaryPieces | None:
+        """The pieces of the outputs that slabs reach; `None` if the convolution is transposed."""
+        if self.is_adjoint:
+            return None
+        slabs = self.plan.halos[self.mesh.sample_index]
+        return BoundaryPieces(self.plan.window, slabs, self.outputs)
 
 
 def lines_up(plan: WindowPlan) -> bool:

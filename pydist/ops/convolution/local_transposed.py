@@ -6,7 +6,7 @@ and its dL/dweight that one's wgrad with exchanged roles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,12 +54,11 @@ class _LocalTransposed(Function):
         p = kernels.problem
         if torch.is_grad_enabled():
             starts = [start + q for start, q in zip(ctx.starts, p.padding, strict=True)]
-
-            def again(x: Tensor, weight: Tensor) -> Tensor:
-                attributes = p.stride, p.dilation, p.groups, starts, ctx.extents
-                return transposed_by_torch(x, with_dims(weight, x), *attributes)
-
-            return (*second_order(again, x, weight, ctx, grad), None, None, None, None)
+            attributes = p.stride, p.dilation, p.groups, starts, ctx.extents
+            x, weight = apart(x, weight, ctx.needs_input_grad)
+            y = transposed_by_torch(x, with_dims(weight, x), *attributes)
+            grads = with_bias(y, (x, weight), ctx.needs_input_grad, grad)
+            return (*grads, None, None, None, None)
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         timers = ctx.mesh.session.timers
         grad = kernels.in_format(grad)
@@ -75,14 +74,6 @@ class _LocalTransposed(Function):
                 grad_weight = kernels.run_wgrad(grad, x, kernel)
                 grad_weight = grad_weight if kernel is weight else grad_weight.squeeze(2)
         return grad_x, grad_weight, grad_bias, None, None, None, None
-
-
-def second_order(
-    again: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, ctx: Any, grad: Tensor
-) -> list[Tensor | None]:
-    """Backward with a graph of its own: computes anew, without bias, and differentiates that."""
-    x, weight = apart(x, weight, ctx.needs_input_grad)
-    return with_bias(again(x, weight), (x, weight), ctx.needs_input_grad, grad)
 
 
 def transposed_by_torch(

@@ -20,7 +20,7 @@ from pydist.backend.slab_library import leaky_relu_
 from pydist.exchange.exchanger import in_memory
 from pydist.exchange.function import ExchangeFunction, way_back
 from pydist.ops.constants import Constant
-from pydist.ops.pooling.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of, start
+from pydist.ops.pooling.pool_plan import PoolPlan, empty, footprints_of, in_3d, lo_of
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box, Footprint
 
@@ -139,19 +139,14 @@ class AveragePlan(PoolPlan):
             x: the shard.
             negative_slope: of a ReLU that all inputs go through first; 1 for none.
         """
-        timers = self.mesh.session.timers
-        exchanges = self.exchanges(x)
-        halo = exchanges.halo
-        pending = start(halo, x, partial(leaky_relu_, negative_slope=negative_slope))
-        with timers.measure("compute"):
-            y = self.averaging.means(x, self.own, self.out, None, negative_slope)
-        if pending is None:
-            return y
-        slabs = exchanges.receive(halo, pending, x)
-        with timers.measure("boundary"):
-            for slab, box in zip(slabs, halo.slots, strict=True):
-                self.averaging.means(slab, box, self.out, y)
-        return y
+        exchanges, means = self.exchanges(x), self.averaging.means
+        return exchanges.corrected(
+            exchanges.halo,
+            x,
+            self.timed(lambda: means(x, self.own, self.out, None, negative_slope)),
+            lambda y, _, slab, box: means(slab, box, self.out, y),
+            partial(leaky_relu_, negative_slope=negative_slope),
+        )
 
     def spread(self, grad: Tensor, x: Tensor | None = None, negative_slope: float = 1.0) -> Tensor:
         """The shard of dL/dx, from the shard of dL/dy.
@@ -161,19 +156,13 @@ class AveragePlan(PoolPlan):
             x: where a ReLU comes first, the shard before or after it.
             negative_slope: of the ReLU; 1 for none.
         """
-        timers = self.mesh.session.timers
-        exchanges = self.exchanges(grad)
-        grad_halo = exchanges.grad_halo
-        pending = start(grad_halo, grad)
-        with timers.measure("compute"):
-            grad_x = self.averaging.spread(grad, self.out, self.own, None, x, negative_slope)
-        if pending is None:
-            return grad_x
-        slabs = exchanges.receive(grad_halo, pending, grad)
-        with timers.measure("boundary"):
-            for slab, box in zip(slabs, grad_halo.slots, strict=True):
-                self.averaging.spread(slab, box, self.own, grad_x, x, negative_slope)
-        return grad_x
+        exchanges, spread = self.exchanges(grad), self.averaging.spread
+        return exchanges.corrected(
+            exchanges.grad_halo,
+            grad,
+            self.timed(lambda: spread(grad, self.out, self.own, None, x, negative_slope)),
+            lambda grad_x, _, slab, box: spread(slab, box, self.own, grad_x, x, negative_slope),
+        )
 
 
 def average(x: Tensor, plan: AveragePlan) -> Tensor:

@@ -9,6 +9,7 @@ hands gradients to the taps: those in slabs go home while the rest is computed.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -36,19 +37,17 @@ class MaxPlan(PoolPlan):
 
     def maxima(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The shards of the result and of the taps, from the shard of the input."""
-        timers = self.mesh.session.timers
-        halo = self.exchanges(x).halo if self.has_halo else None
-        pending = None if halo is None else halo.start(x)
         y = empty(self.out, x)
         taps = torch.empty_like(y, dtype=self.tap_dtype)
-        with timers.measure("compute"):
-            self._merge(x, self.own, y, taps, accumulate=False)
-        if halo is not None and pending is not None:
-            slabs = self.exchanges(x).receive(halo, pending, x)
-            with timers.measure("boundary"):
-                for slab, box in zip(slabs, halo.slots, strict=True):
-                    self._merge(slab, box, y, taps, accumulate=True)
-        return y, taps
+
+        def merge(x: Tensor, box: Box, *, accumulate: bool) -> Tensor:
+            native.pool_max_forward(
+                in_3d(in_memory(x)), in_3d(y), in_3d(taps), lo_of(box), lo_of(self.out),
+                self.footprints, accumulate,
+            )  # fmt: skip
+            return y
+
+        return self._corrected(x, merge), taps
 
     def spread(self, grad: Tensor, taps: Tensor) -> Tensor:
         """The shard of dL/dx: every gradient at the input that was taken."""
@@ -71,15 +70,26 @@ class MaxPlan(PoolPlan):
 
     def pick(self, x: Tensor, taps: Tensor) -> Tensor:
         """The adjoint of `spread`: the shard of the inputs that were taken."""
-        halo = self.exchanges(x).halo if self.has_halo else None
-        pending = None if halo is None else halo.start(x)
         y = empty(self.out, x)
-        self._pick(x, self.own, taps, y, accumulate=False)
-        if halo is not None and pending is not None:
-            slabs = self.exchanges(x).receive(halo, pending, x)
-            for slab, box in zip(slabs, halo.slots, strict=True):
-                self._pick(slab, box, taps, y, accumulate=True)
-        return y
+
+        def pick(x: Tensor, box: Box, *, accumulate: bool) -> Tensor:
+            native.pool_max_pick(
+                in_3d(in_memory(x)), in_3d(taps), in_3d(y), lo_of(box), lo_of(self.out),
+                self.footprints, accumulate,
+            )  # fmt: skip
+            return y
+
+        return self._corrected(x, pick)
+
+    def _corrected(self, x: Tensor, part: Callable[..., Tensor]) -> Tensor:
+        """What `part` makes of the shard, and then of the slabs."""
+        main = self.timed(lambda: part(x, self.own, accumulate=False))
+        if not self.has_halo:
+            return main()
+        exchanges = self.exchanges(x)
+        return exchanges.corrected(
+            exchanges.halo, x, main, lambda _, __, slab, box: part(slab, box, accumulate=True)
+        )
 
     def indices(self, taps: Tensor) -> Tensor:
         """What torch returns as indices: each place in the flattened spatial dims of the input."""
@@ -107,22 +117,10 @@ class MaxPlan(PoolPlan):
             found.append(Constant(starts))
         return found
 
-    def _merge(self, x: Tensor, box: Box, y: Tensor, taps: Tensor, *, accumulate: bool) -> None:
-        native.pool_max_forward(
-            in_3d(in_memory(x)), in_3d(y), in_3d(taps), lo_of(box), lo_of(self.out),
-            self.footprints, accumulate,
-        )  # fmt: skip
-
     def _spread(self, grad: Tensor, taps: Tensor, grad_x: Tensor, box: Box) -> None:
         native.pool_max_backward(
             in_3d(grad), in_3d(taps), in_3d(grad_x), lo_of(self.out), lo_of(box), self.footprints
         )
-
-    def _pick(self, x: Tensor, box: Box, taps: Tensor, y: Tensor, *, accumulate: bool) -> None:
-        native.pool_max_pick(
-            in_3d(in_memory(x)), in_3d(taps), in_3d(y), lo_of(box), lo_of(self.out),
-            self.footprints, accumulate,
-        )  # fmt: skip
 
 
 def maximum(x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:

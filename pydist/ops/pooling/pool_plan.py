@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.exchange.exchanger import Exchanger, PendingExchange
 from pydist.exchange.formats import all_channels_last, is_channels_last
 from pydist.ops.windows import Exchanges, Window, WindowPlan
 from pydist.partition import Box, Footprint
@@ -45,6 +44,15 @@ class PoolPlan:
             self._exchanges = self.plan.exchanges(all_channels_last(x, self.mesh))
         return self._exchanges
 
+    def timed(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """What computes on the shard, measured."""
+
+        def measured() -> Tensor:
+            with self.mesh.session.timers.measure("compute"):
+                return compute()
+
+        return measured
+
 
 def footprints_of(window: Window) -> list[Footprint]:
     """The three footprints that the kernels take; dims that are missing come first."""
@@ -61,22 +69,6 @@ def empty(box: Box, like: Tensor) -> Tensor:
     shape, order = (n, *spatial, channels), (0, len(spatial) + 1, *range(1, len(spatial) + 1))
     strides = [math.prod(max(1, extent) for extent in shape[i + 1 :]) for i in range(len(shape))]
     return like.new_empty_strided(box.shape, [strides[i] for i in order])
-
-
-def start(
-    exchanger: Exchanger, x: Tensor, change: Callable[[Tensor], None] | None = None
-) -> PendingExchange | None:
-    """Begins an exchange; nothing travels where this rank takes no part.
-
-    Args:
-        exchanger: of the slabs.
-        x: what is packed.
-        change: applied in place to the packed elements before they are sent.
-    """
-    if exchanger.is_local:
-        exchanger.announce(x)
-        return None
-    return exchanger.start(x, change)
 
 
 def in_3d(x: Tensor) -> Tensor:

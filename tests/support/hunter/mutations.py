@@ -172,7 +172,7 @@ def _boundary_reads_the_weight_late() -> Patches:
     """The boundary of a convolution is computed from the weight as it is when that is used."""
 
     def begin(self: DeferredBoundary, x: Tensor, weight: Tensor) -> None:
-        halo = self._exchanges.halo
+        halo = self._halo
         self._under_way = halo.start(x), as_read(weight.detach())
         halo.transport.unfinished = self.complete
 
