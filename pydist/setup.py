@@ -14,7 +14,7 @@ import torch
 
 from pydist import memory
 from pydist._loader import native
-from pydist.backend import store
+from pydist.backend import records
 from pydist.comm.consensus import require_same
 from pydist.launch import identity, watch
 from pydist.mesh import Mesh, counts_of
@@ -64,7 +64,7 @@ def init(
     """
     data, spatial, seed = counts_of(data, spatial, seed)
     watch.limit()  # checked where it is of no use too: a mistake is one on every number of ranks
-    store.is_wanted()
+    records.is_wanted()
     native.cpu_isa()
     if not (keep_freed_memory and memory.keep_freed_memory()):
         memory.allow_relief()

@@ -6,8 +6,7 @@ split run, values are not: what neighbours would send is zeros, or what they wer
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -17,8 +16,7 @@ from gpu import Stopwatch
 from quiet import agree, stamp
 from torch import Tensor
 
-from pydist.backend import choice, slab_choice
-from pydist.backend.store import UNKNOWN, Store
+from pydist.backend.autotuner import Autotuner, Subject
 from pydist.comm import Channel, Transport, Work
 from pydist.comm.interface.checks import check_elements
 
@@ -29,25 +27,31 @@ def choosing_alone() -> Iterator[None]:
 
     Nothing of it is remembered.
     """
-    with (
-        mock.patch.object(choice, "agree", _agree),
-        mock.patch.object(slab_choice, "agree", _agree),
-    ):
+    with mock.patch.object(Autotuner, "choose", _choose):
         yield
 
 
-def _agree(
-    store: Store,
+def _choose(
+    _: Autotuner,
     group: Transport,
-    measure: Callable[[], Any],
-    pick: Callable[[Sequence[Any]], Any],
-    worth_it: bool,
-) -> bytes:
-    """As `pydist.backend.store.agree`, with a group in which all say what this rank says."""
-    if not worth_it:
-        return UNKNOWN
-    measured = json.loads(json.dumps(measure()))
-    return json.dumps(pick([measured] * group.size)).encode()
+    subjects: Sequence[Sequence[Subject]],
+    visit: Callable[[str, str], float],
+    pick: Callable[[Mapping[str, Mapping[str, float]]], Sequence[Any]],
+    is_possible: Callable[[Sequence[Any]], bool],
+    learns: bool,
+) -> tuple[Any, bool]:
+    """As `Autotuner.choose`, with a group in which all measure what this rank measures."""
+    if not learns:
+        return None, False
+    times = {
+        each.key: {name: visit(each.key, name) for name in each.candidates}
+        for each in subjects[group.rank]
+    }
+    mine = {name: seconds for found in times.values() for name, seconds in found.items()}
+    for others in subjects:
+        for each in others:
+            times.setdefault(each.key, {name: mine.get(name, 1.0) for name in each.candidates})
+    return pick(times)[group.rank], True
 
 
 class Alone(Transport):

@@ -24,7 +24,9 @@ import common
 import gpu
 import torch
 
-from pydist.backend import slab_choice
+from pydist import Mesh
+from pydist.backend import slab_tuning
+from pydist.backend.autotuner import Autotuner
 from pydist.backend.slab_problem import ROLES, SlabProblem
 from pydist.backend.slabs import refusal, run
 from pydist.comm import LocalTransport
@@ -78,7 +80,7 @@ def contestants(
     case: SlabProblem, like: torch.Tensor, watch: gpu.Stopwatch, budget: gpu.Budget
 ) -> dict[str, Callable[[], float]]:
     """The kernels that take the problem; one whose result is not the library's has failed."""
-    first, second, target = slab_choice.operands(case, like)
+    first, second, target = slab_tuning.operands(case, like)
     where = case.first_lo, case.target_lo
     names = case.candidates if like.is_cuda else ["library", "plain"]
     results = {}
@@ -106,8 +108,9 @@ def contestants(
 
 def chosen(case: SlabProblem, like: torch.Tensor) -> str:
     """What pydist chooses in a run that remembers nothing."""
-    names = slab_choice.choose([[case]], LocalTransport(), like, measure=True)
-    return (names or slab_choice.by_rule([case]))[0]
+    world = LocalTransport()
+    names = slab_tuning.choose(Autotuner(Mesh(world)), [[case]], world, like, learns=True)
+    return (names or slab_tuning.by_rule([case]))[0]
 
 
 def measure(

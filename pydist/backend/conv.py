@@ -2,7 +2,7 @@
 
 torch's own `conv3d` leaves oneDNN for a path that is up to twenty times slower when one sample is
 small, and splitting a sample makes it small. So oneDNN is called by name here, forward and
-backward, on plain and on channels-last tensors; `pydist.backend.choice` picks among what a problem
+backward, on plain and on channels-last tensors; `conv_kernels` picks among what a problem
 allows. Types that oneDNN does not take (float64 above all) go to torch's own kernels.
 """
 

@@ -273,6 +273,9 @@ class TrainConfig(_Table):
     channels_last: Literal["auto", "always", "never"] = "auto"
     """Whether input and weights lie with the channels last; "auto" does so on CUDA devices with
     mixed precision. On CPUs the layers choose for themselves."""
+    tuning: Path | None = None
+    """A file `tuning.json` of an earlier run, whose choices of kernels this run takes: nothing is
+    measured, and both give the same bits."""
     cuda_graph: Literal["auto", "always", "never"] = "auto"
     """Whether whole steps are captured as one CUDA graph; "auto" does it on one rank, or says why
     not. On several say "always": there a capture that fails midway ends the job, with a reason."""

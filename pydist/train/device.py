@@ -133,7 +133,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
 def memory_format(config: TrainConfig, device: torch.device) -> torch.memory_format:
     """How input and weights of [N, C, D, H, W] lie: tensor cores take the channels last.
 
-    On CPUs the layers choose for themselves, by measurement (`pydist.backend.choice`).
+    On CPUs the layers choose for themselves, by measurement (`pydist.backend.conv_kernels`).
     """
     wanted = config.channels_last
     if device.type == "cuda" and (wanted == "always" or (wanted == "auto" and config.amp != "off")):

@@ -12,6 +12,8 @@ from pydist.train.segmentation_report import DICE_FILE
 CONFIG_FILE = "config.toml"
 LOG_FILE = "log.jsonl"
 CHECKPOINTS = "ckpt"
+TUNING_FILE = "tuning.json"
+"""The run's choices of kernels, which `train.tuning` of another run takes."""
 
 _RESULTS = (report.PREDICTIONS_FILE, DICE_FILE, report.PICTURE_FILE)
 
@@ -23,7 +25,7 @@ def refuse_foreign(folder: Path) -> None:
         UsageError: there is such a file.
         DiskError: the folder can't be read, or something else is where a file or a link goes.
     """
-    found = [folder / name for name in (CONFIG_FILE, LOG_FILE, *_RESULTS)]
+    found = [folder / name for name in (CONFIG_FILE, LOG_FILE, TUNING_FILE, *_RESULTS)]
     for path in found:
         if path.exists() and not path.is_file():
             kind = "a folder" if path.is_dir() else "no regular file"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pydist.comm.consensus import any_rank
+from pydist.backend.autotuner import Autotuner, autotuner_of
+from pydist.comm.consensus import any_rank, together
+from pydist.data.publish import publish
 from pydist.errors import DataError, DiskError, PydistError, Stopped
 from pydist.train.clock import StepClock
+from pydist.train.folder import TUNING_FILE
 from pydist.train.graph import GraphedStep
 from pydist.train.signals import StopRequest
 from pydist.train.step import TrainStep
@@ -25,6 +30,13 @@ if TYPE_CHECKING:
     from pydist.train.log import EventLog
     from pydist.train.state import State
     from pydist.train.tasks import Task, Validation
+
+
+def _announce_tuning(log: EventLog, tuner: Autotuner) -> None:
+    """Says once that the first steps take longer."""
+    tuner.listener = None
+    text = "measuring the kernels of convolutions: steps take longer meanwhile, up to ten times"
+    log.emit("notice", text=text)
 
 
 class Trainer:
@@ -72,6 +84,9 @@ class Trainer:
         self.loss = math.nan
         """Global loss of the last step."""
         self._saved_at = state.step
+        self._tuner = autotuner_of(self.mesh)
+        self._tuner.listener = partial(_announce_tuning, log, self._tuner)
+        self._tuned = 0
 
     @property
     def last_step(self) -> int:
@@ -150,6 +165,10 @@ class Trainer:
             samples_per_second=batch.global_size / seconds,
             parts=parts,
         )
+        if self._tuner.problems > self._tuned:
+            self._tuned = self._tuner.problems
+            text = f"measured {self._tuned} convolutions in {self._tuner.seconds:.1f} s by now"
+            self.log.emit("notice", text=text)
         return stop
 
     def _reduce(self, loss_sum: float, batch: Batch) -> tuple[float, bool]:
@@ -218,6 +237,13 @@ class Trainer:
         found = torch.frombuffer(bytearray(b"".join(everyones)), dtype=torch.float64)
         return found.reshape(-1, *(n for n in shape.tolist() if n))
 
+    def _publish_tuning(self) -> None:
+        """Writes the choices of kernels beside the checkpoints. Collective."""
+        content = json.dumps(self._tuner.everyones(), indent=1).encode()
+        with together(self.mesh.world, "saving the choices of kernels"):
+            if self._lock is not None:
+                publish(self.folder.parent / TUNING_FILE, content)
+
     def _save(self) -> None:
         """Writes a checkpoint of the step just done, unless it has one."""
         step = self.state.step
@@ -226,6 +252,7 @@ class Trainer:
         began = time.perf_counter()
         try:
             path = self.state.save(self.folder, self.checkpoints.keep, self._lock)
+            self._publish_tuning()
         except DiskError as error:
             if self.checkpoints.on_error == "stop":
                 raise

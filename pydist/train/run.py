@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pydist._loader import native
+from pydist.backend.autotuner import autotuner_of
 from pydist.comm.consensus import require_same, together
 from pydist.data import Manifest, ShardDataset
 from pydist.data.loader import Loader
@@ -256,6 +257,9 @@ def make_state(
     model.to(device)
     in_format(model, memory_format(config.train, device))
     parallelize(model, mesh, batch_norm=config.model.statistics)
+    if config.train.tuning is not None:
+        with together(mesh.world, "reading the tuning file"):
+            autotuner_of(mesh).pin(config.train.tuning)
     made = config.optimizer.optimizer(model.parameters())
     optimizer = sharded(made, model, config.optimizer.sharded)
     scheduler = _schedule(config.optimizer, optimizer, len(loader))

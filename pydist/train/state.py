@@ -22,6 +22,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pydist.backend.autotuner import autotuner_of
 from pydist.comm.consensus import together
 from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
@@ -97,6 +98,7 @@ class State:
                 self.step = parts["step"]
                 self.mesh.session.forwards = parts["mesh"]["forwards"]
                 _set_random_state(parts["random"])
+                autotuner_of(self.mesh).load(parts.get("tuning", []))
             except PydistError:
                 raise
             except _DOES_NOT_MATCH as error:
@@ -130,6 +132,7 @@ class State:
             "scaler": self.scaler.state_dict(),
             "sampler": self.loader.state_dict(),
             "mesh": {"forwards": self.mesh.session.forwards},
+            "tuning": autotuner_of(self.mesh).everyones(),
             "about": dict(self.about),
             "random": _random_state(),
         }

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pydist.backend.choice import ConvKernels
 from pydist.backend.conv import candidates, formats, in_format
+from pydist.backend.conv_kernels import ConvKernels
 from pydist.backend.problem import ConvProblem
 
 ROLES = ("forward", "dgrad", "wgrad")

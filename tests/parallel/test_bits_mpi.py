@@ -1,6 +1,6 @@
 """Two runs of one training, each in processes of its own, give the same bits.
 
-Kernels are chosen by measuring, and two measurements differ; the first run's choice is remembered.
+Kernels are chosen by measuring, and two measurements differ; the first run's choices are pinned.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ import hashlib, json, sys
 import torch
 import torch.nn.functional as F
 from pydist import Mesh, distribute_tensor, parallelize
-from pydist.backend import choice
+from pydist.backend import conv_tuning
+from pydist.backend.autotuner import autotuner_of
 from pydist.models import CosmoFlow
 from pydist.runtime import connect
 
-choice._MEASURED_FLOPS = 1_000_000
-measured = []
-measure = choice._measure
-choice._measure = lambda problem, *rest: measured.append(problem) or measure(problem, *rest)
+conv_tuning._MEASURED_FLOPS = 1_000_000
 
 world = connect()
 mesh = Mesh(world, 1, (2, 1, 1), seed=3)
@@ -47,9 +45,13 @@ for step in range(3):
 bits = hashlib.sha256()
 for p in model.parameters():
     bits.update(p.detach().numpy().tobytes())
-found = {"losses": losses, "bits": bits.hexdigest(), "measured": len(measured)}
+found = {"losses": losses, "bits": bits.hexdigest(), "measured": autotuner_of(mesh).problems}
+choices = autotuner_of(mesh).everyones()
 with open(f"{sys.argv[1]}.{mesh.rank}", "w") as file:
     json.dump(found, file)
+if mesh.rank == 0:
+    with open(f"{sys.argv[1]}.tuning", "w") as file:
+        json.dump(choices, file)
 """
 
 
@@ -60,13 +62,13 @@ def test_fresh_processes_give_the_same_bits(tmp_path: Path, mpi: str) -> None:
     script, cache = tmp_path / "train.py", tmp_path / "cache"
     script.write_text(SCRIPT)
 
-    def train(name: str) -> list[dict[str, object]]:
+    def train(name: str, **more: str) -> list[dict[str, object]]:
         subprocess.run(
             [sys.executable, "-m", "pydist.launch", "2", mpi, str(script), str(tmp_path / name)],
             timeout=120,
             check=True,
             cwd=tmp_path,
-            env=child_environment(PYDIST_CACHE=str(cache), PYDIST_TUNE="1"),
+            env=child_environment(PYDIST_CACHE=str(cache), PYDIST_TUNE="1", **more),
         )
         return [json.loads((tmp_path / f"{name}.{rank}").read_text()) for rank in range(2)]
 
@@ -74,7 +76,7 @@ def test_fresh_processes_give_the_same_bits(tmp_path: Path, mpi: str) -> None:
     kept = {path: path.read_bytes() for path in cache.iterdir()}
     assert all(each.pop("measured") for each in first)
     assert len(kept) > 1
-    second = train("second")
+    second = train("second", PYDIST_TUNING=str(tmp_path / "first.tuning"))
     assert [each.pop("measured") for each in second] == [0, 0]
     assert second == first
     assert first[0] == first[1]  # replicas of the parameters

@@ -20,7 +20,7 @@ from torch import nn
 
 import pydist.profile
 from pydist import Mesh, layout_for_sample, parallelize, run_local
-from pydist.backend.choice import ConvKernels
+from pydist.backend.conv_kernels import ConvKernels
 from pydist.comm.transports.local.transport import LocalChannel, LocalTransport
 from pydist.profile import Profiler, profiler
 from pydist.profile.clock import MAIN_STREAM, DeviceClock

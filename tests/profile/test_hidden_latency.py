@@ -17,7 +17,7 @@ from equivalence import shard
 from torch import nn
 
 from pydist import Mesh, layout_for_sample, parallelize, run_local
-from pydist.backend.choice import ConvKernels
+from pydist.backend.conv_kernels import ConvKernels
 from pydist.comm.transports.local import run
 from pydist.comm.transports.local.latency import Latency
 

@@ -143,9 +143,24 @@ def run_own_loop(mesh: Any) -> None:
     if PHASE == "optimizer":
         optimizer.state_dict()
     if PHASE == "tuning":
-        from pydist.backend.store import Store, agree
+        from pydist.backend.autotuner import autotuner_of
 
-        agree(Store("hang", {}, bool), mesh.world, lambda: RANK == 1 and fault(), list, True)
+        class Hanging:
+            key, candidates = "hang", ("fast", "slow")
+
+            def rivals(self, candidate):
+                return self.candidates
+
+        def visit(key, name):
+            if RANK == 1:
+                fault()
+            return 1.0
+
+        subjects = [[Hanging()]] * mesh.size
+        choices = ["fast"] * mesh.size
+        autotuner_of(mesh).choose(
+            mesh.world, subjects, visit, lambda _: choices, lambda _: True, True
+        )
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ import pytest
 import torch
 from training import change, job
 
+from pydist.backend import conv_tuning
 from pydist.comm import LocalTransport, run_local
 from pydist.data import UniverseOptions, generate_universes
 from pydist.errors import (
@@ -26,6 +28,7 @@ from pydist.errors import (
 )  # fmt: skip
 from pydist.train import about, checkpoint, log, report
 from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfig, TrainConfig
+from pydist.train.folder import TUNING_FILE
 from pydist.train.run import Result
 from pydist.train.signals import ending_at_once
 
@@ -109,6 +112,53 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
     assert [event["step"] for event in events(config, "start")] == [0, 1, 3]
     assert curve(config) == curve(through)
     assert_same_bits(last_state(config), last_state(through))
+
+
+@pytest.fixture
+def tuned(monkeypatch, tmp_path):
+    """Kernels are measured, and each run finds others to be the fastest."""
+    monkeypatch.setenv("PYDIST_TUNE", "1")
+    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(conv_tuning, "_MEASURED_FLOPS", 0)
+    seconds = iter(range(1, 1 << 20))
+
+    def visit(self, name):
+        return 1.0 / next(seconds)
+
+    monkeypatch.setattr(conv_tuning._Visits, "__call__", visit)
+
+
+def test_a_resumed_run_keeps_its_choices_of_kernels_and_another_can_take_them(
+    tuned, config, tmp_path
+):
+    config = change(config, checkpoint={"every": 1})
+    run_local(job, 2, change(config, train={"steps": 1}), 1, (2, 1, 1))
+    first = json.loads((config.output.folder / TUNING_FILE).read_bytes())
+    assert len(first) == 1  # one sample group
+    assert first[0]
+    run_local(job, 2, config, 1, (2, 1, 1))
+    assert json.loads((config.output.folder / TUNING_FILE).read_bytes()) == first
+    pinned = change(
+        config,
+        output={"folder": tmp_path / "pinned"},
+        train={"tuning": config.output.folder / TUNING_FILE},
+    )
+    run_local(job, 2, pinned, 1, (2, 1, 1))
+    assert curve(pinned) == curve(config)
+    assert_same_bits(last_state(pinned), last_state(config))
+    free = change(config, output={"folder": tmp_path / "free"})
+    run_local(job, 2, free, 1, (2, 1, 1))
+    assert json.loads((free.output.folder / TUNING_FILE).read_bytes()) != first
+    said = [e["text"] for e in events(free, "notice")]
+    assert said[0].startswith("measuring the kernels of convolutions")
+    assert any(re.match(r"measured \d+ convolutions in \d+\.\d s by now", text) for text in said)
+    assert not list(events(pinned, "notice"))
+
+
+def test_a_missing_tuning_file_is_named(config, tmp_path):
+    config = change(config, train={"tuning": tmp_path / "no.json"})
+    with pytest.raises(UsageError, match=r"the tuning file .*no\.json can't be used"):
+        run_local(job, 2, config, 1, (2, 1, 1))
 
 
 def test_a_shared_optimizer_step_is_the_unshared_one(config, tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.backend.choice import ConvKernels
+from pydist.backend.conv_kernels import ConvKernels
 from pydist.exchange.function import ExchangeFunction
 from pydist.ops.convolution.boundary import DeferredBoundary
 from pydist.ops.convolution.correction_plan import CorrectionPlan

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.backend.choice import ConvKernels, by_rule, choose
+from pydist.backend.autotuner import autotuner_of
 from pydist.backend.conv import padded
+from pydist.backend.conv_kernels import ConvKernels, by_rule
+from pydist.backend.conv_tuning import choose
 from pydist.backend.problem import ConvProblem, onednn_has
 from pydist.exchange.formats import all_channels_last
 from pydist.exchange.function import Function
@@ -44,7 +46,8 @@ class ConvChooser:
         if self._chosen is None:
             # Evaluation takes what is remembered, and else has no choice worth measuring.
             learns = torch.is_grad_enabled() and weight.requires_grad
-            self._chosen = choose(self._problems, self._mesh.sample, x, weight, learns)
+            tuner = autotuner_of(self._mesh)
+            self._chosen = choose(tuner, self._problems, self._mesh.sample, x, weight, learns)
         return self._chosen or self._ruled
 
     def kernels_ahead(self, shard: Tensor, weight: Tensor) -> ConvKernels:

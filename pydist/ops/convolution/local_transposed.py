@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.backend.choice import ConvKernels
+from pydist.backend.conv_kernels import ConvKernels
 from pydist.exchange.function import Function
 from pydist.mesh import Mesh
 from pydist.ops.convolution.local_conv import (

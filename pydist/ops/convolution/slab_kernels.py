@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pydist.backend.slab_choice import by_rule, choose
+from pydist.backend.autotuner import autotuner_of
 from pydist.backend.slab_problem import ROLES, SlabProblem
+from pydist.backend.slab_tuning import by_rule, choose
 from pydist.backend.slabs import run
 from pydist.ops.windows import WindowPlan
 from pydist.partition import Box
@@ -76,7 +77,8 @@ class SlabChooser:
         problems = [self._of_rank(r, x, weight, channels_last) for r in range(group.size)]
         flat = [[p for role in ROLES for p in each[role]] for each in problems]
         learns = torch.is_grad_enabled() and weight.requires_grad
-        names = choose(flat, group, x, learns)
+        tuner = autotuner_of(self._plan.layout.mesh)
+        names = choose(tuner, flat, group, x, learns)
         if names is None:
             return SlabKernels(problems[group.rank], by_rule(flat[group.rank]))
         self._chosen = SlabKernels(problems[group.rank], names)

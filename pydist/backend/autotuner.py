@@ -1,0 +1,247 @@
+"""The autotuner: which of several kernels computes something, chosen by measurement.
+
+All ranks of a sample group choose together. The first time that a problem is met in training, all
+its candidates are measured, while the other ranks of the group compute as well. In later runs a few
+candidates that might be the fastest are measured again, those first that were measured least: a
+choice that was made while something else kept the machine busy is revised. Within a run a choice
+stays; `Autotuner.everyones` is for checkpoints, and for files that pin the choices of another run,
+which then gives the same bits.
+
+With `PYDIST_TUNE=0`, and where no file can be kept, nothing is measured, and a fixed rule chooses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pydist.backend.records import Record, Records, is_wanted, key_of
+from pydist.errors import UsageError
+from pydist.parsing import parse_json
+from pydist.watchdog import phase
+
+if TYPE_CHECKING:
+    from pydist.comm import Transport
+    from pydist.mesh import Mesh
+
+PIN_VARIABLE = "PYDIST_TUNING"
+_TURNS = 2
+"""How often all candidates take turns at first, as what else runs on the machine comes and goes."""
+_HOPELESS = 2.0
+"""A candidate that is this much slower than the best of its rivals takes no second turn."""
+_REVISED = 3
+"""How many candidates of a problem a later run measures again."""
+_ENOUGH = 12
+"""Visits after which a candidate is not measured again."""
+
+Choice = Any
+"""What was chosen for one rank, as JSON has it."""
+
+
+class Subject(Protocol):
+    """What is tuned on one rank."""
+
+    @property
+    def key(self) -> str:
+        """Names the problem and all else that times depend on; see `key_of`."""
+
+    @property
+    def candidates(self) -> Sequence[str]:
+        """Names of all that is measured."""
+
+    def rivals(self, candidate: str) -> Sequence[str]:
+        """The candidates that do the same as this one, itself among them."""
+
+
+class Autotuner:
+    """What one rank of a mesh has chosen.
+
+    Attributes:
+        seconds: spent on measuring.
+        problems: how many were measured.
+        listener: called when measuring begins, once a problem.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        """Begins with the choices of the file that `PYDIST_TUNING` names, if it does."""
+        self._mesh = weakref.ref(mesh)
+        self._chosen: dict[str, list[Choice]] = {}
+        self._kept: dict[str, list[Choice]] = {}
+        self._is_pinned = False
+        self.seconds, self.problems = 0.0, 0
+        self.listener: Callable[[], None] | None = None
+        if path := os.environ.get(PIN_VARIABLE):
+            self.pin(Path(path))
+
+    def _of_mesh(self) -> Mesh:
+        mesh = self._mesh()
+        assert mesh is not None
+        return mesh
+
+    def pin(self, path: Path) -> None:
+        """Takes the choices of a file as `everyones` gives them, and measures nothing.
+
+        Raises:
+            UsageError: it can't be read, or is no such file.
+        """
+        try:
+            self.load(parse_json(path.read_bytes()))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"the tuning file {path} can't be used: {error}") from error
+        self._is_pinned = True
+
+    def load(self, groups: Any) -> None:
+        """Keeps earlier choices, wherever they fit.
+
+        Args:
+            groups: what `everyones` returned.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+            raise ValueError("it holds no choices of sample groups")
+        if groups:
+            self._kept = dict(groups[self._of_mesh().data_index % len(groups)])
+
+    def everyones(self) -> list[dict[str, list[Choice]]]:
+        """The choices of all sample groups, for checkpoints and files. Collective over them."""
+        mine = json.dumps({**self._kept, **self._chosen}).encode()
+        return [json.loads(each) for each in self._of_mesh().data.all_gather_bytes(mine)]
+
+    def choose(
+        self,
+        group: Transport,
+        subjects: Sequence[Sequence[Subject]],
+        visit: Callable[[str, str], float],
+        pick: Callable[[Mapping[str, Mapping[str, float]]], Sequence[Choice]],
+        is_possible: Callable[[Sequence[Choice]], bool],
+        learns: bool,
+    ) -> tuple[Choice | None, bool]:
+        """Chooses for every rank of a group. Collective over it.
+
+        Args:
+            group: the ranks that choose together.
+            subjects: of every rank; equal keys are one problem.
+            visit: measures, in seconds: called with the key of one of this rank's subjects, and a
+                candidate.
+            pick: the choices of all ranks, from the least seconds of all candidates by key.
+            is_possible: whether choices that were kept can still be made.
+            learns: whether to measure what is not known; the first rank's counts.
+
+        Returns:
+            This rank's choice, `None` for that of the rule; and whether it is final.
+        """
+        name = key_of("choice", {"subjects": [[s.key for s in each] for each in subjects]})
+        distinct = {subject.key: subject for each in subjects for subject in each}
+        said = self._plan(name, distinct, is_possible, learns) if group.rank == 0 else {}
+        plan = json.loads(group.broadcast_bytes(json.dumps(said).encode()))
+        if "choice" in plan:
+            choices = plan["choice"]
+        elif "records" not in plan:
+            return None, bool(plan["final"])
+        else:
+            mine = [subject.key for subject in subjects[group.rank]]
+            found = self._measured(group, distinct, mine, visit, plan)
+            choices = list(pick({key: record.seconds for key, record in found.items()}))
+        self._chosen[name] = choices
+        return choices[group.rank], True
+
+    def _plan(
+        self,
+        name: str,
+        subjects: Mapping[str, Subject],
+        is_possible: Callable[[Sequence[Choice]], bool],
+        learns: bool,
+    ) -> dict[str, Any]:
+        """What is to be done, as the first rank says it."""
+        kept = self._kept.get(name)
+        if kept is not None and is_possible(kept):
+            return {"choice": kept}
+        records = Records()
+        if self._is_pinned or not is_wanted() or not records.is_writable():
+            return {"final": True}
+        known = {key: records.read(key, each.candidates) for key, each in subjects.items()}
+        missing = {
+            key: [c for c in each.candidates if c not in known[key].seconds]
+            for key, each in subjects.items()
+        }
+        if not learns and any(missing.values()):
+            return {"final": False}
+        visits: dict[str, list[str]] = {}
+        if learns:
+            for key, each in subjects.items():
+                visits[key] = missing[key] * _TURNS or _worth_another_look(each, known[key])
+        return {"records": {key: each.dump() for key, each in known.items()}, "visits": visits}
+
+    def _measured(
+        self,
+        group: Transport,
+        subjects: Mapping[str, Subject],
+        mine: Sequence[str],
+        visit: Callable[[str, str], float],
+        plan: Mapping[str, Any],
+    ) -> dict[str, Record]:
+        """The records of all problems, after what is to be measured; `mine` are this rank's."""
+        found = {
+            key: Record.load(plan["records"][key], each.candidates)
+            for key, each in subjects.items()
+        }
+        visits: Mapping[str, list[str]] = plan["visits"]
+        if not any(visits.values()):
+            return found
+        if self.listener is not None:
+            self.listener()
+        began = time.perf_counter()
+        own = {key: Record() for key in mine}
+        queue = [(key, name) for key in own for name in visits[key]]
+        with phase("autotuning"):
+            counts = group.all_gather_bytes(str(len(queue)).encode())
+            for number in range(max(map(int, counts))):
+                group.barrier()  # others compute as well, as they do in a step
+                if number < len(queue):
+                    key, name = queue[number]
+                    if not _is_hopeless(subjects[key], name, own[key]):
+                        own[key].add(name, visit(key, name))
+            said = {key: record.dump() for key, record in own.items()}
+            everyone = group.all_gather_bytes(json.dumps(said).encode())
+        for text in everyone:
+            for key, content in json.loads(text).items():
+                found[key].merge(Record.load(content, subjects[key].candidates))
+        if group.rank == 0:
+            records = Records()
+            for key, record in found.items():
+                records.write(key, record)
+        self.seconds += time.perf_counter() - began
+        self.problems += 1
+        return found
+
+
+def _worth_another_look(subject: Subject, known: Record) -> list[str]:
+    """Candidates that may be the fastest, those first that were measured least."""
+    seconds, visits = known.seconds, known.visits
+    possible = [
+        name
+        for name in subject.candidates
+        if visits[name] < _ENOUGH
+        and len(subject.rivals(name)) > 1
+        and seconds[name] <= _HOPELESS * min(seconds[rival] for rival in subject.rivals(name))
+    ]
+    return sorted(possible, key=lambda name: (visits[name], seconds[name]))[:_REVISED]
+
+
+def _is_hopeless(subject: Subject, name: str, own: Record) -> bool:
+    if name not in own.seconds:
+        return False
+    best = min(own.seconds[rival] for rival in subject.rivals(name) if rival in own.seconds)
+    return own.seconds[name] > _HOPELESS * best
+
+
+def autotuner_of(mesh: Mesh) -> Autotuner:
+    """The autotuner of a mesh, made when it is first asked for."""
+    return mesh.session.service(Autotuner, lambda: Autotuner(mesh))

@@ -1,0 +1,204 @@
+"""The kernels that compute one convolution on a rank, and the choice among them.
+
+The memory format is one for all ranks of a sample group, as halos travel in it; the kernels are the
+same wherever ranks hold equal blocks, whose copies must not differ in a bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pydist.backend.conv import (
+    DGRAD,
+    FORWARD,
+    WGRAD,
+    candidates,
+    formats,
+    in_format,
+    transposed,
+)
+from pydist.backend.problem import ConvProblem
+
+ROLES = ("forward", "dgrad", "wgrad")
+CONVERT = "convert"
+"""The role of bringing the input into a memory format; it has one candidate."""
+# What is to replace the best guess has to be faster by this: in a network, caches are cold.
+_MARGIN = 1.1
+
+
+@dataclass(frozen=True)
+class ConvKernels:
+    """What computes one convolution on this rank.
+
+    Attributes:
+        problem: the convolution.
+        channels_last: the memory format of its input, its result and their gradients.
+        forward: name of the kernel, as `dgrad` and `wgrad`; see `pydist.backend.conv`.
+        dgrad: for dL/dx.
+        wgrad: for dL/dweight.
+        threads: how many threads compute; `None` for as many as torch is set to.
+    """
+
+    problem: ConvProblem
+    channels_last: bool
+    forward: str
+    dgrad: str
+    wgrad: str
+    threads: int | None = None
+
+    def in_format(self, x: Tensor) -> Tensor:
+        """The same tensor in the memory format chosen; a copy only if it has another one."""
+        return in_format(x, self.channels_last)
+
+    def run_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The convolution of `x` with zero padding."""
+        weight = self._lying(weight)
+        return self._run(lambda: FORWARD[self.forward](self.problem, x, weight, bias))
+
+    def run_dgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+        """dL/dx from `grad` = dL/dy."""
+        weight = self._lying(weight)
+        return self._run(lambda: DGRAD[self.dgrad](self.problem, x, grad, weight))
+
+    def run_transposed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The transposed convolution of `x`, the adjoint of the problem's convolution."""
+        weight = self._lying(weight)
+        return self._run(lambda: transposed(self.problem, x, weight, bias))
+
+    def run_wgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
+        """dL/dweight from `grad` = dL/dy."""
+        weight = self._lying(weight)
+        return self._run(lambda: WGRAD[self.wgrad](self.problem, x, grad, weight))
+
+    def _lying(self, weight: Tensor) -> Tensor:
+        """The weight as the kernels take it: oneDNN's in plain memory, cuDNN's as activations."""
+        return in_format(weight, self.channels_last and self.problem.device != "cpu")
+
+    def _run(self, kernel: Callable[[], Tensor]) -> Tensor:
+        before = torch.get_num_threads()
+        if self.threads is None or self.threads == before:
+            return kernel()
+        torch.set_num_threads(self.threads)
+        try:
+            return kernel()
+        finally:
+            torch.set_num_threads(before)
+
+
+def by_rule(problems: Sequence[ConvProblem], rank: int) -> ConvKernels:
+    """The choice without measuring: the best guess of every list.
+
+    Args:
+        problems: of every rank of the group.
+        rank: this one's place in it.
+    """
+    mine = problems[rank]
+    largest = max(problems, key=lambda p: p.flops)
+    channels_last = next(f for f in formats(largest) if all(f in formats(p) for p in problems))
+    forward, dgrad, wgrad = (names[0] for names in candidates(mine, channels_last))
+    return ConvKernels(mine, channels_last, forward, dgrad, wgrad)
+
+
+class Candidate(NamedTuple):
+    """What can be measured of a convolution.
+
+    Attributes:
+        channels_last: the memory format.
+        threads: how many threads compute.
+        role: one of `ROLES`, or `CONVERT`.
+        kernel: its name.
+    """
+
+    channels_last: bool
+    threads: int
+    role: str
+    kernel: str
+
+    def __str__(self) -> str:
+        lies = "channels-last" if self.channels_last else "plain"
+        return f"{lies} {self.threads} {self.role} {self.kernel}"
+
+
+def candidates_of(problem: ConvProblem, threads: Sequence[int]) -> Iterator[Candidate]:
+    """All of them, the best guesses first."""
+    for channels_last in formats(problem):
+        for count in threads:
+            yield Candidate(channels_last, count, CONVERT, "copy")
+            for role, names in zip(ROLES, candidates(problem, channels_last), strict=True):
+                for name in names:
+                    yield Candidate(channels_last, count, role, name)
+
+
+def pick(
+    problems: Sequence[ConvProblem], times: Sequence[Mapping[Candidate, float]]
+) -> list[ConvKernels]:
+    """The fastest kernels of every rank, in the memory format that is the best for all together.
+
+    Args:
+        problems: of every rank.
+        times: seconds of the candidates; equal where problems are.
+    """
+    best = [list(_settings(problem, each)) for problem, each in zip(problems, times, strict=True)]
+    in_order = dict.fromkeys(kernels.channels_last for _, kernels in best[0])
+    channels_last = _clearly_least(
+        {
+            last: sum(min(s for s, k in each if k.channels_last == last) for each in best)
+            for last in in_order
+        }
+    )
+    picked = []
+    for each in best:
+        options = [(s, k) for s, k in each if k.channels_last == channels_last]
+        picked.append(options[_clearly_least({i: s for i, (s, _) in enumerate(options)})][1])
+    return picked
+
+
+def _settings(
+    problem: ConvProblem, times: Mapping[Candidate, float]
+) -> Iterator[tuple[float, ConvKernels]]:
+    """The fastest kernels of each memory format and number of threads, with their seconds."""
+    for channels_last, threads in dict.fromkeys((c.channels_last, c.threads) for c in times):
+        total, names = 0.0, {}
+        for role in (CONVERT, *ROLES):
+            seconds = {
+                c.kernel: s
+                for c, s in times.items()
+                if (c.channels_last, c.threads, c.role) == (channels_last, threads, role)
+            }
+            names[role] = _clearly_least(seconds)
+            total += seconds[names[role]]
+        del names[CONVERT]
+        yield total, ConvKernels(problem, channels_last, **names, threads=threads)
+
+
+def _clearly_least(seconds: Mapping[Any, float]) -> Any:
+    """Which took the least time; the first, the best guess, if none is better by the margin."""
+    first, least = next(iter(seconds)), min(seconds, key=seconds.__getitem__)
+    return least if seconds[least] * _MARGIN < seconds[first] else first
+
+
+def is_possible(kernels: ConvKernels, threads: Sequence[int]) -> bool:
+    """Whether kernels are among the candidates."""
+    names = candidates(kernels.problem, kernels.channels_last)
+    chosen = kernels.forward, kernels.dgrad, kernels.wgrad
+    return (
+        kernels.channels_last in formats(kernels.problem)
+        and all(name in of for name, of in zip(chosen, names, strict=True))
+        and kernels.threads in threads
+    )
+
+
+def worth_choosing(problems: Sequence[ConvProblem], rank: int, least_flops: int) -> bool:
+    """Whether measuring may pay: not for small convolutions, nor where there is one candidate."""
+    ruled = by_rule(problems, rank)
+    names = candidates(ruled.problem, ruled.channels_last)
+    options = len(formats(ruled.problem)) * math.prod(map(len, names))
+    same = all(set(formats(p)) == set(formats(ruled.problem)) for p in problems)
+    large = max(p.flops for p in problems) >= least_flops
+    return large and same and (options > 1 or len(problems) > 1)

@@ -1,0 +1,116 @@
+"""What kernels took at least, remembered in files between runs.
+
+What else runs on a machine only makes a kernel slower. So of each candidate the least seconds of
+all runs are kept: the more often it is measured, the closer they are to what it takes alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydist import owner
+from pydist.errors import UsageError
+from pydist.parsing import parse_json
+
+
+def is_wanted() -> bool:
+    """Whether kernels are measured, as `PYDIST_TUNE` says: 1, the default, or 0.
+
+    Raises:
+        UsageError: the variable holds something else.
+    """
+    text = os.environ.get("PYDIST_TUNE") or "1"
+    if text not in ("0", "1"):
+        raise UsageError(f"PYDIST_TUNE={text}: possible are 0 (off) and 1")
+    return text == "1"
+
+
+def key_of(kind: str, facts: Mapping[str, Any]) -> str:
+    """A name for all that a measurement depends on; its file is called so."""
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
+    return f"{kind}-{digest[:32]}"
+
+
+@dataclass
+class Record:
+    """The candidates of one problem that were measured.
+
+    Attributes:
+        seconds: the least, by candidate.
+        visits: how often each was measured.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    visits: dict[str, int] = field(default_factory=dict)
+
+    def add(self, candidate: str, seconds: float, visits: int = 1) -> None:
+        """Takes up measurements of a candidate."""
+        self.seconds[candidate] = min(seconds, self.seconds.get(candidate, math.inf))
+        self.visits[candidate] = self.visits.get(candidate, 0) + visits
+
+    def merge(self, other: Record) -> None:
+        """Takes up those of another record."""
+        for candidate, seconds in other.seconds.items():
+            self.add(candidate, seconds, other.visits[candidate])
+
+    def dump(self) -> dict[str, list[float]]:
+        """The record as JSON has it."""
+        return {name: [seconds, self.visits[name]] for name, seconds in self.seconds.items()}
+
+    @classmethod
+    def load(cls, content: Any, candidates: Iterable[str]) -> Record:
+        """What JSON says of some candidates; whatever else it says is left out."""
+        found = cls()
+        for name in candidates:
+            entry = content.get(name) if isinstance(content, dict) else None
+            match entry:
+                case [int() | float() as seconds, int() as visits] if 0 < seconds < math.inf:
+                    found.add(name, float(seconds), max(1, visits))
+        return found
+
+
+class Records:
+    """The folder of the records, one file a problem.
+
+    `PYDIST_CACHE` names it, by default `pydist` in the user's cache folder.
+    """
+
+    def __init__(self) -> None:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        self._folder = Path(os.environ.get("PYDIST_CACHE") or base / "pydist")
+
+    def is_writable(self) -> bool:
+        """Whether files can be kept; makes the folder."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            return False
+        return os.access(self._folder, os.W_OK)
+
+    def read(self, key: str, candidates: Iterable[str]) -> Record:
+        """The record with a key; an empty one where there is none, or it is damaged."""
+        try:
+            return Record.load(parse_json(self._path(key).read_bytes()), candidates)
+        except (OSError, ValueError):
+            return Record()
+
+    def write(self, key: str, record: Record) -> None:
+        """Keeps a record, merged by the caller with what is there; of concurrent jobs the last."""
+        path = self._path(key)
+        owner.remove_temporaries(self._folder)
+        fresh = owner.temporary(path)
+        try:
+            fresh.write_text(json.dumps(record.dump()), encoding="utf-8")
+            fresh.replace(path)
+        except OSError:
+            fresh.unlink(missing_ok=True)  # it holds for this run
+
+    def _path(self, key: str) -> Path:
+        return self._folder / f"{key}.json"

@@ -1,0 +1,148 @@
+"""Which kernels add the slabs' parts of a convolution: chosen by measurement on CUDA.
+
+All ranks of a sample group choose together, so that ranks with equal slabs take equal kernels. On
+the CPU there is one kernel, and nothing to choose or to exchange.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor
+
+from pydist.backend.autotuner import Autotuner
+from pydist.backend.conv import in_format
+from pydist.backend.records import key_of
+from pydist.backend.slab_problem import SlabProblem
+from pydist.backend.slabs import refusal, run
+from pydist.comm import Transport
+
+_WARM_UP, _REPEATS = 3, 11
+NEVER = 1e9
+"""Seconds of a kernel that refuses a problem, so that it is not chosen."""
+
+
+@dataclass(frozen=True)
+class SlabSubject:
+    """One slab's part, as the autotuner sees it."""
+
+    problem: SlabProblem
+    device: str
+
+    @cached_property
+    def key(self) -> str:
+        """See `Subject.key`."""
+        facts = {
+            "problem": {name: str(value) for name, value in asdict(self.problem).items()},
+            "torch": torch.__version__,
+            "device": self.device,
+            "cudnn": torch.backends.cudnn.version(),
+            "benchmark": torch.backends.cudnn.benchmark,
+        }
+        return key_of("slab", facts)
+
+    @property
+    def candidates(self) -> Sequence[str]:
+        """See `Subject.candidates`."""
+        return self.problem.candidates
+
+    def rivals(self, candidate: str) -> Sequence[str]:
+        """See `Subject.rivals`."""
+        return self.candidates
+
+
+def by_rule(problems: Sequence[SlabProblem]) -> list[str]:
+    """The choice without measuring: on CUDA the library's, which nothing may be slower than."""
+    return [problem.candidates[0] for problem in problems]
+
+
+def choose(
+    tuner: Autotuner,
+    problems: Sequence[Sequence[SlabProblem]],
+    group: Transport,
+    like: Tensor,
+    learns: bool,
+) -> list[str] | None:
+    """Chooses the kernels of every slab. Collective over `group`.
+
+    Args:
+        tuner: of the mesh.
+        problems: of every rank of the group; all on one type of device.
+        group: the ranks that hold one sample.
+        like: a tensor on the device that computes.
+        learns: whether to measure what is not known; the group's first rank says so for all.
+
+    Returns:
+        The names for this rank's problems; `None` if they are yet to be measured.
+    """
+    mine = list(problems[group.rank])
+    if all(len(p.candidates) == 1 for each in problems for p in each):
+        return by_rule(mine)
+    capturing = like.is_cuda and torch.cuda.is_current_stream_capturing()
+    device = torch.cuda.get_device_name(like.device) if like.is_cuda else str(like.device)
+    subjects = [[SlabSubject(problem, device) for problem in each] for each in problems]
+    by_key = {subject.key: subject.problem for each in subjects for subject in each}
+
+    def picked(times: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+        return [
+            [min(s.candidates, key=times[s.key].__getitem__) for s in each] for each in subjects
+        ]
+
+    def possible(choices: Sequence[list[str]]) -> bool:
+        return list(map(len, choices)) == list(map(len, problems)) and all(
+            name in problem.candidates
+            for names, each in zip(choices, problems, strict=True)
+            for name, problem in zip(names, each, strict=True)
+        )
+
+    choice, is_final = tuner.choose(
+        group,
+        subjects,
+        lambda key, name: seconds_on(by_key[key], name, like),
+        picked,
+        possible,
+        learns and not capturing,
+    )
+    if choice is not None:
+        names: list[str] = choice
+        return names
+    return by_rule(mine) if is_final else None
+
+
+@torch.no_grad()
+def seconds_on(problem: SlabProblem, name: str, like: Tensor) -> float:
+    """The seconds of a kernel on a device; `NEVER` if it refuses the problem."""
+    first, second, target = operands(problem, like)
+    if refusal(name, problem, first, second, target):
+        return NEVER
+    where = problem.first_lo, problem.target_lo
+    return seconds_of(partial(run, name, problem, first, second, target, *where))
+
+
+def operands(problem: SlabProblem, like: Tensor) -> list[Tensor]:
+    """The first and the second operand, and the target, all of the problem's memory format.
+
+    Small numbers: adding them up again and again must not overflow, and zeros run faster.
+    """
+    shapes = (problem.first, problem.second, problem.target)
+    numbers = [torch.randn(shape, device=like.device).mul_(0.1) for shape in shapes]
+    return [in_format(each.to(problem.dtype), problem.channels_last) for each in numbers]
+
+
+def seconds_of(kernel: Callable[[], None]) -> float:
+    """The median time of a call on the device."""
+    for _ in range(_WARM_UP):
+        kernel()
+    times = []
+    for _ in range(_REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        kernel()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times)

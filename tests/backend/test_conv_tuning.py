@@ -1,0 +1,511 @@
+"""The kernels of convolutions: measured, the same on all ranks, remembered, never in the way."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from equivalence import layout_at, on_ranks, randn, shard
+
+from pydist import Mesh, ShardedTensor
+from pydist.backend import autotuner, conv_kernels, conv_tuning, records
+from pydist.backend.autotuner import autotuner_of
+from pydist.backend.conv import FORWARD, candidates
+from pydist.backend.conv_kernels import CONVERT, ROLES, Candidate, ConvKernels, by_rule, pick
+from pydist.backend.conv_tuning import ConvSubject, part_of
+from pydist.backend.problem import ConvProblem
+from pydist.comm import LocalTransport
+from pydist.errors import UsageError
+from pydist.exchange.formats import is_channels_last
+from pydist.ops.convolution import conv, conv_transpose
+from pydist.ops.convolution.local_conv import ConvChooser
+
+SHAPE = (1, 8, 12, 8, 8)
+WEIGHT = (16, 8, 3, 3, 3)
+EVEN, UNEVEN = [0, 6, 12], [0, 5, 12]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """An empty cache, and convolutions that are all worth measuring."""
+    monkeypatch.setenv("PYDIST_TUNE", "1")
+    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(conv_tuning, "_MEASURED_FLOPS", 0)
+    return tmp_path / "cache"
+
+
+class Clock:
+    """Stands in for measuring.
+
+    Attributes:
+        visits: the problems and candidates that were measured.
+        seconds: by candidate; by default kernels are the faster the later they are listed, and
+            plain ones twice as fast.
+        load: what times are multiplied by, as where other processes keep the machine busy.
+    """
+
+    def __init__(self) -> None:
+        self.visits: list[tuple[ConvProblem, Candidate]] = []
+        self.load = lambda candidate: 1.0
+
+    def seconds(self, problem: ConvProblem, candidate: Candidate) -> float:
+        if candidate.role == CONVERT:
+            return 1e-9
+        names = candidates(problem, candidate.channels_last)[ROLES.index(candidate.role)]
+        return (len(names) - names.index(candidate.kernel)) * (1.0 + candidate.channels_last)
+
+    def visit(self, visits: conv_tuning._Visits, name: str) -> float:
+        problem, candidate = visits._subject.problem, visits._subject.by_name[name]
+        self.visits.append((problem, candidate))
+        return self.seconds(problem, candidate) * self.load(candidate)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+
+    def visit(self, name):
+        return made.visit(self, name)
+
+    monkeypatch.setattr(conv_tuning._Visits, "__call__", visit)
+    return made
+
+
+@pytest.fixture
+def forbidden(monkeypatch):
+    """Measuring fails."""
+
+    def visit(*args):
+        raise AssertionError("measured")
+
+    return lambda: monkeypatch.setattr(conv_tuning._Visits, "__call__", visit)
+
+
+def step(
+    mesh: Mesh, points: Sequence[int], grad: bool = True, shape: Sequence[int] = SHAPE
+) -> ConvKernels:
+    """One convolution, and what this rank computed it with."""
+    cut = [points if mesh.sample_size > 1 else None, None, None]
+    x = shard(randn(*shape).float(), layout_at(mesh, shape, cut))
+    weight = randn(*WEIGHT, seed=1).float().requires_grad_()
+    with torch.set_grad_enabled(grad):
+        y = F.conv3d(x, weight, padding=1)
+    if grad:
+        y.square().sum().backward()
+    return used(mesh)
+
+
+def used(mesh: Mesh) -> ConvKernels:
+    (plan,) = (p for key, p in mesh.session.plans.items() if key[0] == "conv")
+    chooser: ConvChooser = plan._chooser
+    return chooser._chosen or chooser._ruled
+
+
+def ruled(points: Sequence[int], rank: int) -> ConvKernels:
+    return by_rule([problem(b - a) for a, b in itertools.pairwise(points)], rank)
+
+
+def problem(depth: int, edge: int = 8, channels: int = 8) -> ConvProblem:
+    one = (1, 1, 1)
+    weight = (16, channels, 3, 3, 3)
+    return ConvProblem((1, channels, depth, edge, edge), weight, one, one, one, 1, torch.float32)
+
+
+def names(kernels: ConvKernels) -> tuple[object, ...]:
+    return kernels.channels_last, kernels.forward, kernels.dgrad, kernels.wgrad
+
+
+# -- agreement ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("points", [EVEN, UNEVEN, [0, 1, 2, 11, 12]])
+def test_what_measures_best_is_used_by_all(clock, points):
+    found = on_ranks((len(points) - 1, 1, 1), lambda mesh: step(mesh, points))
+    assert {k.channels_last for k in found} == {False}  # the rule would say channels-last
+    assert ruled(points, 0).channels_last
+    for rank, kernels in enumerate(found):
+        assert kernels.problem == problem(points[rank + 1] - points[rank])
+        wanted = [each[-1] for each in candidates(kernels.problem, False)]
+        assert [kernels.forward, kernels.dgrad, kernels.wgrad] == wanted
+        assert kernels.threads == 1
+
+
+def seconds(plain: float, last: float, blocked: float = 1.0, convert: float = 0.0):
+    """Of forward in both formats, of the wgrad "blocked" beside 1.5 of "folded" and "native"."""
+    found = {}
+    for channels_last, forward in ((True, last), (False, plain)):
+        kernels = {
+            CONVERT: {"copy": convert if channels_last else 0.0},
+            "forward": {"onednn": forward},
+            "dgrad": {"onednn": 1.0},
+            "wgrad": {"folded": 1.5, "blocked": blocked},
+        }
+        for role, times in kernels.items():
+            for name, time in times.items():
+                found[Candidate(channels_last, 1, role, name)] = time
+    return found
+
+
+def test_the_memory_format_is_the_best_for_all_ranks_together():
+    """Not for most of them."""
+    problems = [problem(6), problem(5), problem(4)]
+    picked = pick(problems, [seconds(1, 2), seconds(9, 1), seconds(1, 2)])
+    assert [k.channels_last for k in picked] == [True] * 3
+    picked = pick(problems, [seconds(1, 3), seconds(1, 3), seconds(2, 1)])
+    assert [k.channels_last for k in picked] == [False] * 3
+    assert [k.wgrad for k in picked] == ["blocked"] * 3
+
+
+def test_a_best_guess_stays_unless_another_is_clearly_faster():
+    (kernels,) = pick([problem(6)], [seconds(1, 1, blocked=1.4)])
+    assert (kernels.channels_last, kernels.wgrad) == (True, "folded")
+
+
+def test_conversion_counts():
+    (kernels,) = pick([problem(6)], [seconds(2, 1, convert=5.0)])
+    assert kernels.channels_last is False
+
+
+def test_ranks_with_equal_blocks_share_what_they_measure(monkeypatch, folder):
+    """And so take equal kernels, whatever each has measured."""
+
+    def visit(self, name):
+        return 1.0 + hash((id(self), name)) % 7
+
+    monkeypatch.setattr(conv_tuning._Visits, "__call__", visit)
+    found = on_ranks((3, 1, 1), lambda mesh: step(mesh, [0, 5, 10, 12]))
+    assert names(found[0]) == names(found[1])
+    assert len(list(folder.glob("conv-*.json"))) == 2
+
+
+def test_split_ranks_measure_for_real_and_agree():
+    found = on_ranks((3, 1, 1), lambda mesh: step(mesh, [0, 5, 10, 12]))
+    assert len({k.channels_last for k in found}) == 1
+    assert names(found[0]) == names(found[1])  # as their blocks are equal
+
+
+def test_all_ranks_measure_at_the_same_time(clock):
+    """Each candidate begins when all ranks have come to it."""
+    at = []
+    visit = clock.visit
+    clock.visit = lambda *given: (at.append(len(clock.visits)), visit(*given))[1]
+    on_ranks((2, 1, 1), lambda mesh: step(mesh, EVEN))
+    assert len(at) % 2 == 0
+    for first, second in zip(clock.visits[::2], clock.visits[1::2], strict=True):
+        assert first == second
+
+
+# -- measuring ------------------------------------------------------------------------------
+
+
+def test_every_candidate_is_measured_for_real():
+    subject = ConvSubject(problem(12), (1,), 1)
+    visits = conv_tuning._Visits(subject, randn(*SHAPE).float(), randn(*WEIGHT).float())
+    for name in subject.candidates:
+        assert 0 < visits(name) < 60, name
+    roles = {subject.by_name[name].role for name in subject.candidates}
+    assert roles == {CONVERT, *ROLES}
+    assert {subject.by_name[name].channels_last for name in subject.candidates} == {False, True}
+
+
+@pytest.mark.parametrize("edge", [24, 64, 256])
+def test_a_large_convolution_is_measured_on_a_part(edge):
+    """Whose kernels are chosen from the same candidates."""
+    whole = problem(edge, edge, 16)
+    part = part_of(whole)
+    if edge == 24:
+        assert part == whole
+        return
+    assert part.flops < whole.flops / 2
+    assert part.flops >= conv_tuning._PART_FLOPS
+    for channels_last in (False, True):
+        assert candidates(part, channels_last) == candidates(whole, channels_last)
+
+
+def test_seconds_of_a_part_count_as_those_of_the_whole(monkeypatch):
+    monkeypatch.setattr(conv_tuning, "_PART_FLOPS", 1)
+    monkeypatch.setattr(conv_tuning, "seconds_of", lambda run: (run(), 0.5)[1])
+    subject = ConvSubject(problem(24), (1,), 1)
+    visits = conv_tuning._Visits(subject, randn(1, 8, 24, 8, 8).float(), randn(*WEIGHT).float())
+    assert visits._part.input[2] < 24
+    for name in subject.candidates:
+        assert visits(name) == 0.5 * 24 / visits._part.input[2]
+
+
+# -- memory ---------------------------------------------------------------------------------
+
+
+def test_later_runs_choose_from_what_the_first_measured(clock):
+    first = on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))
+    visits = len(clock.visits)
+    assert on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN)) == first
+    later = len(clock.visits) - visits
+    assert 0 < later <= 2 * autotuner._REVISED
+
+
+def test_a_mesh_measures_once(clock):
+    on_ranks((2, 1, 1), lambda mesh: [step(mesh, EVEN) for _ in range(3)])
+    subject = ConvSubject(problem(6), (1,), 2)
+    assert len(clock.visits) <= 2 * autotuner._TURNS * len(subject.candidates)
+
+
+def test_a_choice_made_on_a_busy_machine_is_revised(clock):
+    """Within a run it stays."""
+    quiet = on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))
+    for path in records.Records()._folder.iterdir():
+        path.unlink()
+    clock.load = lambda candidate: 1.0 if candidate.channels_last else 2.2
+    busy = on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))
+    assert busy[0].channels_last
+    assert not quiet[0].channels_last
+    clock.load = lambda candidate: 1.0
+    for _ in range(10):
+        found = on_ranks((2, 1, 1), lambda mesh: [step(mesh, UNEVEN), step(mesh, UNEVEN)])
+        assert all(first == second for first, second in found)
+    assert [first for first, _ in found] == quiet
+
+
+def test_what_was_measured_often_is_measured_no_more(clock):
+    for _ in range(40):
+        visits = len(clock.visits)
+        on_ranks((1, 1, 1), lambda mesh: step(mesh, [0, 12]))
+    assert len(clock.visits) == visits
+
+
+def test_records_are_shared_between_meshes(clock, folder):
+    """A block of one size is one problem, whichever rank has it."""
+    on_ranks((2, 1, 1), lambda mesh: step(mesh, [0, 5, 12]))
+    visits = len(clock.visits)
+    on_ranks((2, 1, 1), lambda mesh: step(mesh, [0, 7, 12]))
+    assert len(clock.visits) - visits <= 2 * autotuner._REVISED
+    assert len(list(folder.glob("conv-*.json"))) == 2
+    assert len(list(folder.iterdir())) == 2  # nothing half-written is left
+
+
+DAMAGED = {
+    "empty": "",
+    "cut off": '{"plain 1 forw',
+    "a list": "[]",
+    "null": "null",
+    "no seconds": None,
+    "seconds that are none": None,
+    "an unknown kernel": None,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_what_a_damaged_file_lacks_is_measured_anew(clock, folder, damage):
+    first = on_ranks((1, 1, 1), lambda mesh: step(mesh, [0, 12]))
+    (file,) = folder.iterdir()
+    good = json.loads(file.read_bytes())
+    kept = dict(good)
+    name = next(iter(kept))
+    if damage == "no seconds":
+        kept[name] = []
+    elif damage == "seconds that are none":
+        kept[name] = [-1.0, 2]
+    elif damage == "an unknown kernel":
+        kept = {f"{name} of old": value for name, value in kept.items()}
+    file.write_text(json.dumps(kept) if DAMAGED[damage] is None else DAMAGED[damage])
+    assert on_ranks((1, 1, 1), lambda mesh: step(mesh, [0, 12])) == first
+    assert json.loads(file.read_bytes()).keys() == good.keys()
+
+
+# -- pinned ---------------------------------------------------------------------------------
+
+
+def test_pinned_choices_are_taken_whatever_the_records_say(clock, forbidden, tmp_path, monkeypatch):
+    def trained(mesh):
+        return step(mesh, UNEVEN), autotuner_of(mesh).everyones()
+
+    (first, choices), *_ = on_ranks((2, 1, 1), trained, data=2)
+    file = tmp_path / "tuning.json"
+    file.write_text(json.dumps(choices))
+    assert len(choices) == 2  # of each sample group
+    for path in records.Records()._folder.iterdir():
+        path.unlink()
+    forbidden()
+    monkeypatch.setenv("PYDIST_TUNING", str(file))
+    found = on_ranks((2, 1, 1), trained, data=2)
+    assert found[0] == (first, choices)
+    # What the file does not know is chosen by the rule.
+    others = on_ranks((2, 1, 1), lambda mesh: step(mesh, [0, 4, 12]))
+    assert [names(k) for k in others] == [names(ruled([0, 4, 12], rank)) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("content", ["", "7", "[3]", '{"a": 1}'])
+def test_what_is_no_tuning_file_is_named(content, tmp_path, monkeypatch):
+    file = tmp_path / "tuning.json"
+    file.write_text(content)
+    monkeypatch.setenv("PYDIST_TUNING", str(file))
+    with pytest.raises(UsageError, match=r"the tuning file .*tuning\.json can't be used"):
+        autotuner_of(Mesh(LocalTransport()))
+
+
+def test_pinned_choices_that_are_not_possible_are_left_out(clock, tmp_path, monkeypatch):
+    def trained(mesh):
+        return step(mesh, UNEVEN), autotuner_of(mesh).everyones()
+
+    (_, choices), *_ = on_ranks((2, 1, 1), trained)
+    for each in choices[0].values():
+        each[1]["wgrad"] = "no such kernel"
+    file = tmp_path / "tuning.json"
+    file.write_text(json.dumps(choices))
+    monkeypatch.setenv("PYDIST_TUNING", str(file))
+    found = on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))
+    assert found == [ruled(UNEVEN, rank) for rank in (0, 1)]
+
+
+# -- where nothing is measured --------------------------------------------------------------
+
+
+def test_by_rule_where_the_folder_cannot_be_made(forbidden, tmp_path, monkeypatch):
+    forbidden()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "file" / "cache"))
+    for rank, kernels in enumerate(on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))):
+        assert kernels == ruled(UNEVEN, rank)
+
+
+def test_by_rule_where_the_folder_is_not_writable(forbidden, monkeypatch):
+    forbidden()
+    monkeypatch.setattr(records.os, "access", lambda path, mode: False)  # root may write anywhere
+    for rank, kernels in enumerate(on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))):
+        assert kernels == ruled(UNEVEN, rank)
+
+
+def test_by_rule_if_told_so(clock, folder, monkeypatch):
+    on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))
+    kept = {path: path.read_bytes() for path in folder.iterdir()}
+    visits = len(clock.visits)
+    monkeypatch.setenv("PYDIST_TUNE", "0")
+    for rank, kernels in enumerate(on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))):
+        assert kernels == ruled(UNEVEN, rank)  # what is remembered is not read either
+    assert len(clock.visits) == visits
+    assert {path: path.read_bytes() for path in folder.iterdir()} == kept
+
+
+def test_small_convolutions_are_not_worth_it(forbidden, folder, monkeypatch):
+    monkeypatch.setattr(conv_tuning, "_MEASURED_FLOPS", 10**9)
+    forbidden()
+    on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))
+    assert not folder.exists()
+
+
+def test_evaluation_measures_nothing_and_takes_what_training_chose(clock, forbidden):
+    def evaluate_then_train(mesh):
+        before = step(mesh, UNEVEN, grad=False)
+        again = step(mesh, UNEVEN, grad=False)
+        assert before == again == ruled(UNEVEN, mesh.sample_index)
+        count = len(clock.visits)
+        mesh.sample.barrier()
+        trained = step(mesh, UNEVEN)
+        assert step(mesh, UNEVEN, grad=False) == trained
+        return count, trained
+
+    found = on_ranks((2, 1, 1), evaluate_then_train)
+    assert [count for count, _ in found] == [0, 0]
+    forbidden()
+    fresh = on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN, grad=False))
+    assert fresh == [trained for _, trained in found]
+
+
+@pytest.mark.parametrize("learner", [0, 1])
+def test_ranks_in_different_grad_modes_do_not_wait_for_each_other(clock, learner):
+    """The group's first rank decides whether to measure."""
+
+    def body(mesh):
+        x = shard(randn(*SHAPE).float(), layout_at(mesh, SHAPE, [UNEVEN, None, None]))
+        with torch.set_grad_enabled(mesh.rank == learner):
+            F.conv3d(x, randn(*WEIGHT).float().requires_grad_(), padding=1)
+        return used(mesh)
+
+    found = on_ranks((2, 1, 1), body)
+    assert bool(clock.visits) == (learner == 0)
+    assert len({k.channels_last for k in found}) == 1
+
+
+# -- threads --------------------------------------------------------------------------------
+
+
+def test_the_chosen_number_of_threads_computes_and_is_put_back(monkeypatch):
+    seen = []
+
+    def forward(p, x, weight, bias):
+        seen.append(torch.get_num_threads())
+        return x
+
+    monkeypatch.setitem(conv_kernels.FORWARD, "onednn", forward)
+    before = torch.get_num_threads()
+    x, weight = randn(*SHAPE), randn(*WEIGHT)
+    for threads in (2, 1, None):
+        ConvKernels(problem(12), False, "onednn", "onednn", "blocked", threads).run_forward(
+            x, weight, None
+        )
+        assert torch.get_num_threads() == before
+    assert seen == [2, 1, before]
+
+
+# -- on a device ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def as_on_a_device(monkeypatch):
+    """Convolutions go the way of a device, on the CPU."""
+    of_device = partial(ConvProblem, device="cuda")
+    for module in (conv, conv_transpose):
+        monkeypatch.setattr(module, "ConvProblem", lambda *given: of_device(*given[:7]))
+
+
+@pytest.mark.parametrize("lies", ["input", "weight", "nothing", "one shard"])
+@pytest.mark.parametrize("padding", [1, 0], ids=["corrected", "gathered"])
+@pytest.mark.parametrize("function", [F.conv3d, F.conv_transpose3d])
+def test_a_device_keeps_the_memory_format_of_the_operands(as_on_a_device, function, padding, lies):
+    """On all ranks alike, as halos travel in it, and forward as backward."""
+    last = torch.channels_last_3d
+    whole, kernel = randn(*SHAPE).float(), randn(8, 8, 3, 3, 3, seed=1).float()
+    plain = kernel.clone().requires_grad_()
+    expected = function(whole, plain, padding=padding)
+    expected.square().sum().backward()
+
+    def body(mesh):
+        layout = layout_at(mesh, SHAPE, [EVEN, None, None])
+        local = shard(whole, layout).to_local()
+        if lies == "input" or (lies == "one shard" and mesh.rank == 0):
+            local = local.contiguous(memory_format=last)
+        weight = kernel.contiguous(memory_format=last) if lies == "weight" else kernel.clone()
+        mine = weight.requires_grad_()
+        y = function(ShardedTensor.from_local(local, layout), mine, padding=padding)
+        y.square().sum().backward()
+        (plan,) = (p for key, p in mesh.session.plans.items() if key[0].startswith("conv"))
+        assert plan._chooser._chosen.channels_last == (lies in ("input", "weight"))
+        torch.testing.assert_close(y.full_tensor(), expected)
+        total = mine.grad.contiguous()
+        mesh.world.all_reduce(total)
+        torch.testing.assert_close(total / mesh.size, plain.grad, rtol=1e-4, atol=1e-2)
+
+    on_ranks((2, 1, 1), body)
+
+
+def test_a_device_is_given_the_weight_as_its_activations_lie(as_on_a_device):
+    """Or the library would copy it in every call."""
+    seen = []
+    forward = FORWARD["torch"]
+
+    def watched(problem, x, weight, bias):
+        seen.extend((x, weight))
+        return forward(problem, x, weight, bias)
+
+    mesh = Mesh(LocalTransport())
+    weight = randn(*WEIGHT, seed=1).float().contiguous(memory_format=torch.channels_last_3d)
+    with mock.patch.dict(FORWARD, torch=watched):
+        F.conv3d(shard(randn(*SHAPE).float(), layout_at(mesh, SHAPE, [])), weight)
+    assert all(map(is_channels_last, seen))
+    assert seen[1].data_ptr() == weight.data_ptr()
