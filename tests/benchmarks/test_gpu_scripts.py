@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from pydist import Mesh, ShardedTensor, layout_for_sample, parallelize
-from pydist.backend import choice
+from pydist.backend import conv_tuning
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "python"
 
@@ -125,8 +125,8 @@ def test_overlap(run, capsys):
 def test_a_rank_that_is_alone_chooses_kernels_by_itself(run, monkeypatch, tmp_path):
     from alone import Alone, choosing_alone
 
-    monkeypatch.setattr(choice, "_MEASURED_FLOPS", 0)
-    monkeypatch.setattr(choice, "_SECONDS", 0.0)
+    monkeypatch.setattr(conv_tuning, "_MEASURED_FLOPS", 0)
+    monkeypatch.setattr(conv_tuning, "_SECONDS", 0.0)
     mesh = Mesh(Alone(1, 3), 1, (3, 1, 1))
     model = parallelize(nn.Sequential(nn.Conv3d(2, 4, 3, padding=1)), mesh)
     layout = layout_for_sample(mesh, (1, 2, 12, 6, 6))
