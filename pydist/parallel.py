@@ -20,6 +20,7 @@ from pydist.batches import Batches, batch_of, refuse_pickling
 from pydist.comm.consensus import require_same
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.consistency import consistency_of
+from pydist.exchange.history import entered
 from pydist.global_loss import agree_on_closures_of
 from pydist.gradients.lane import Lane
 from pydist.gradients.members import reducer_of
@@ -199,15 +200,15 @@ class Entry:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """A forward pre-hook: arguments as the model takes them."""
         _refuse_transforms()
-        trains = module.training and torch.is_grad_enabled()
-        if trains:
-            self.mesh.session.forwards += 1
         args = tuple(self._cut(a) for a in args)
         kwargs = {name: self._cut(a) for name, a in kwargs.items()}
         if not any(isinstance(each, ShardedTensor) for each in (*args, *kwargs.values())):
             args = tuple(mapped(self._cut_nested, a) for a in args)
             kwargs = {name: mapped(self._cut_nested, a) for name, a in kwargs.items()}
         given = list(leaves((*args, *kwargs.values())))
+        trains = module.training and torch.is_grad_enabled()
+        if trains:
+            self.mesh.session.forwards += 1
         if any(isinstance(each, ShardedTensor) for each in given):
             consistency_of(self.mesh).called(module, self.mesh, trains)
         sizes, forward = self.batches.enter(module, given), self.mesh.session.forwards
@@ -262,7 +263,9 @@ class Entry:
             # In place: a model may write into a dict that it is given, for its caller to read.
             for each in leaves((x,)):
                 if isinstance(each, ShardedTensor):
-                    each._origin = self._origin_of(each, sizes, forward)
+                    origin = self._origin_of(each, sizes, forward)
+                    each._history = entered(each._history, each._origin.forward, origin.forward)
+                    each._origin = origin
             return x
         if not isinstance(x, ShardedTensor):
             return x
@@ -270,7 +273,7 @@ class Entry:
         if origin == x._origin:
             return x
         shown = ShardedTensor(local_of(x), x.layout, origin)
-        shown._history = x._history
+        shown._history = entered(x._history, x._origin.forward, origin.forward)
         shown._view = view_at(x)
         return shown
 

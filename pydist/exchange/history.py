@@ -67,6 +67,7 @@ class _Call(NamedTuple):
     history: int
     func: Callable[..., Any]
     key: tuple[Any, ...]
+    names: tuple[str, ...]
     module: str
 
 
@@ -90,12 +91,27 @@ def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
     if func in _writes and not hasattr(args[0], "_history"):
         args = (None, *args[1:])
     key = call_key(code, args, Parameter, _KINDS, _key, _UNSEEN)
+    names: tuple[str, ...] = ()
     if kwargs:
-        key += (_code_of_names(tuple(kwargs)), *_keys(tuple(kwargs.values())))
+        names = tuple(kwargs) if len(kwargs) == 1 else tuple(sorted(kwargs))
+        key += (_code_of_names(names), *_keys([kwargs[name] for name in names]))
     history = hash(key) | _LEAST_HASH
     CAUSE.module = calling_module()
-    _recent.calls.append((history, func, key, CAUSE.module))  # a `_Call`, in a tenth of the time
+    _recent.calls.append(
+        (history, func, key, names, CAUSE.module)
+    )  # a `_Call`, in a tenth of the time
     return history
+
+
+def entered(history: int, before: int, forward: int) -> int:
+    """The hash of a model's input: results of two training forwards on it are not the same.
+
+    Args:
+        history: of the tensor that the caller gives.
+        before: number of the training forward that this was part of.
+        forward: of the one that it enters.
+    """
+    return history if forward == before else hash((history, forward)) | _LEAST_HASH
 
 
 def remember(result: Any, history: int, args: Sequence[Any]) -> None:
@@ -219,7 +235,10 @@ def different_histories(heard: Mapping[int, list[list[Any]]]) -> UsageError:
             return UsageError(
                 f"{DIFFERENT}: {here} on rank {first} and {there} on rank {other}; {advice}"
             )
-    return UsageError(f"{DIFFERENT}, and did so longer ago than they remember; {advice}")
+    return UsageError(
+        f"{DIFFERENT}: the same calls in another order, as of backward passes, or others longer "
+        f"ago than they remember; {advice}"
+    )
 
 
 def _first_difference(
@@ -252,8 +271,17 @@ def _asked(call: Sequence[Any]) -> tuple[str, str]:
 
 
 def _text(call: _Call) -> str:
-    numbers = ", ".join(f"{each:g}" for each in _numbers(call.key[1:]))
+    by_place = len(call.key) - len(call.names) - bool(call.names)  # the names' code is between
+    given = [_shown(call.key[1:by_place])]
+    for name, key in zip(call.names, call.key[by_place + 1 :], strict=True):
+        shown = _shown([key])
+        given.append(f"{name}={shown}" if shown else name)
+    numbers = ", ".join(each for each in given if each)
     return f"{call.func.__name__}({numbers}){f' in module {call.module}' if call.module else ''}"
+
+
+def _shown(keys: Sequence[Any]) -> str:
+    return ", ".join(f"{each:.12g}" for each in _numbers(keys))
 
 
 def _is_number(key: Any) -> bool:

@@ -82,11 +82,11 @@ class Bucket:
                 continue
             grad = parameter.grad
             if grad is None:
-                if exists(leaf) and parameter.dtype == piece.dtype:
+                if exists(leaf) and leaf.describes(parameter):
                     parameter.grad = piece.clone()
-            elif grad.requires_grad or not fits(leaf, grad):
-                continue  # with a graph (create_graph): reduced on its way, differentiably
-            elif grad.data_ptr() != piece.data_ptr():
+            elif fits(leaf, grad) and grad.data_ptr() != piece.data_ptr():
+                # One with a graph (create_graph) keeps it. If all of it was reduced on its way, it
+                # is its own mean; but a pass without a graph may have added a part.
                 grads.append(grad)
                 means.append(piece)
         copy_all(grads, means)
@@ -118,7 +118,7 @@ class Bucket:
         for leaf in self.leaves:
             parameter = leaf.parameter()
             grad = None if parameter is None else parameter.grad
-            if parameter is None or grad is None or grad.requires_grad or not fits(leaf, grad):
+            if parameter is None or grad is None or not fits(leaf, grad):
                 continue
             parameter.grad = torch.full_like(grad, torch.nan)
             self._sent[leaf.key] = parameter.grad, parameter.grad._version
@@ -177,9 +177,9 @@ class Bucket:
         """The memory of the one gradient, if it may be overwritten as it is; else None."""
         parameter = self.leaves[0].parameter()
         grad = None if parameter is None else parameter.grad
-        if grad is None or parameter is None or grad.requires_grad:
+        if grad is None or parameter is None or not fits(self.leaves[0], grad):
             return None
-        if not fits(self.leaves[0], grad) or not in_order_of(grad, parameter):
+        if not in_order_of(grad, parameter):
             return None
         # What backward handed over may share memory with another gradient.
         storage = grad.untyped_storage()

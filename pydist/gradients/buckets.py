@@ -28,7 +28,7 @@ def make_buckets(leaves: Sequence[Leaf], transport: Transport) -> list[Bucket]:
     open_: dict[tuple[object, ...], tuple[list[Leaf], list[int]]] = {}
     for index, leaf in enumerate(reversed(leaves)):
         nbytes = leaf.numel * leaf.kind.dtype.itemsize
-        scattered = leaf.scattered and leaf.dense
+        scattered = leaf.scattered and leaf.has_parts
         if nbytes >= ALONE_BYTES:
             made.append((index, scattered, [leaf]))
             continue

@@ -100,6 +100,7 @@ class _Engine(_engine):  # type: ignore[misc]
         services = [mesh.session.find(Reducer) for mesh in meshes]
         reducers = [reducer for reducer in services if reducer is not None]
         if reducers:
+            _refuse_batched(seeds)
             for tensor in leaves:
                 reducers[0].register(tensor)
         for reducer in reducers:
@@ -118,6 +119,16 @@ class _Engine(_engine):  # type: ignore[misc]
             if isinstance(result, Tensor):
                 mark(result, meshes[0], histories)
         return results
+
+
+def _refuse_batched(seeds: Iterable[Any]) -> None:
+    """Names a pass that computes several gradients at once, by torch's vmap."""
+    if any(isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x) for x in seeds):
+        raise NotSupported(
+            "is_grads_batched=True (vectorize=True in torch.autograd.functional) with a model or a "
+            "tensor that is split: exchanges carry one gradient; call torch.autograd.grad once for "
+            "each of grad_outputs"
+        )
 
 
 def _counted(found: Histories, *, is_nested: bool) -> Histories:

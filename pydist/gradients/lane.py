@@ -124,7 +124,7 @@ class Lane:
             bucket.finish(family, exists)
         self.pending = False
         for leaf in self.leaves:
-            leaf.fired = leaf.paused = False
+            leaf.fired = leaf.paused = leaf.keeps_graph = False
         self.reset()
 
     def interrupt(self) -> None:

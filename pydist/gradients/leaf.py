@@ -34,7 +34,7 @@ class Kind(NamedTuple):
     @staticmethod
     def of(tensor: Tensor) -> Kind:
         """Describes a tensor."""
-        return Kind(tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        return Kind(gradient_dtype(tensor), tensor.device, tensor.shape, tensor.stride())
 
     def zeros(self) -> Tensor:
         """A gradient of zeros."""
@@ -69,9 +69,13 @@ class Leaf:
         key: `id` of the parameter.
         name: for errors.
         kind: of the gradient's memory, as the buckets expect it.
-        scattered: whether each rank gets the mean of its own part only.
+        dense: whether the elements of the parameter fill one interval of memory.
+        has_parts: whether the gradient can be partitioned, as the optimizer partitions values.
+        scattered: whether each rank gets the mean of its own part only, if it has parts.
         fired: whether this rank has accumulated a gradient that is not reduced yet.
         paused: whether that was under `no_sync`, or in a backward that raised.
+        keeps_graph: whether the running backward reduces the gradient on its way, with a graph
+            (create_graph), so that the ranks have nothing to add.
         partial: whether a backward that raised has added to the gradient, until the ranks have
             settled that (`Reducer.settle`).
         idle: backward passes in a row that found it frozen.
@@ -86,10 +90,9 @@ class Leaf:
         self._parameter = Link(parameter)
         self._reducer = weakref.ref(reducer)
         self.key, self.name = id(parameter), name
-        self.kind = Kind.of(parameter)
-        self.numel, self.dense = parameter.numel(), is_dense(parameter)
+        self._measure(parameter)
         self.scattered = False
-        self.fired = self.paused = self.partial = False
+        self.fired = self.paused = self.partial = self.keeps_graph = False
         self.waits = self.has_hooks = self._gone = False
         self.idle = 0
         self.place: tuple[int, int] | None = None
@@ -98,6 +101,11 @@ class Leaf:
         self._stamp: tuple[int, int] | None = None
         tensor: Any = parameter
         self.attach(parameter, tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+
+    def _measure(self, parameter: Tensor) -> None:
+        self.kind = Kind.of(parameter)
+        self.numel, self.dense = parameter.numel(), is_dense(parameter)
+        self.has_parts = self.dense and parameter.dtype == self.kind.dtype
 
     def attach(
         self,
@@ -124,8 +132,7 @@ class Leaf:
         It takes over the hooks as they are: the engine may be calling one of them.
         """
         fresh = copy.copy(self)
-        fresh.kind = Kind.of(parameter)
-        fresh.numel, fresh.dense = parameter.numel(), is_dense(parameter)
+        fresh._measure(parameter)
         fresh._before.leaf = fresh._after.leaf = fresh
         self._gone = True
         return fresh
@@ -138,7 +145,7 @@ class Leaf:
         """Whether the parameter still is what the buckets expect."""
         kind = self.kind
         return (
-            parameter.dtype is kind.dtype
+            gradient_dtype(parameter) is kind.dtype
             and parameter.shape == kind.shape
             and parameter.stride() == kind.stride
             and parameter.device == kind.device
@@ -159,10 +166,14 @@ class Leaf:
 
     def remember_base(self, parameter: Tensor) -> None:
         """Keeps the gradient as it was, unless what was added since is still to be reduced."""
-        grad = parameter.grad
-        if self.paused and self._stamp == _stamp_of(grad):
+        if self.has_part(parameter):
             return
+        grad = parameter.grad
         self.base = None if grad is None else grad.detach().clone()
+
+    def has_part(self, parameter: Tensor) -> bool:
+        """Whether the gradient has a part that an earlier backward did not reduce."""
+        return self.paused and self._stamp == _stamp_of(parameter.grad)
 
     def remember_pause(self, parameter: Tensor) -> None:
         """Notes the gradient as a backward leaves it that does not reduce it."""
@@ -212,7 +223,11 @@ class Leaf:
             elif added is not grad:
                 parameter.grad = added.to(grad.dtype, copy=True)
         for hook in self._after.users():
-            hook(parameter)
+            if hook(parameter) is not None:
+                raise UsageError(
+                    f"a post-accumulate-grad hook of the parameter {self.name} returned something; "
+                    "torch demands None: change p.grad in place"
+                )
 
     def seen_by_hooks(self, grad: Tensor) -> Tensor:
         """What users' hooks make of a gradient."""
@@ -350,6 +365,14 @@ def _stamp_of(grad: Tensor | None) -> tuple[int, int] | None:
     if grad is None or isinstance(grad, ScatteredGradient):
         return None
     return id(grad), grad._version
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradient, which a script may set (`Tensor.grad_dtype`)."""
+    chosen: torch.dtype | None = None
+    if parameter.is_leaf:
+        chosen = getattr(parameter, "grad_dtype", None)  # not in every torch that we support
+    return parameter.dtype if chosen is None else chosen
 
 
 def _what(value: Any) -> str:

@@ -18,6 +18,7 @@ from pydist.exchange.consistency import consistency_of
 from pydist.exchange.exchanger import in_memory
 from pydist.gradients import graph, watch
 from pydist.gradients.aliases import Aliases
+from pydist.gradients.bucket import fits
 from pydist.gradients.flags import (
     NEW,
     Flags,
@@ -280,8 +281,10 @@ class Reducer:
             leaf.waits = leaf.has_hooks
             return None if grad is given else grad
         if differentiable:
+            leaf.keeps_graph = parameter is not None and not leaf.has_part(parameter)
             result = self._mean_of(leaf, grad, weight)
             return None if grad is None else result
+        leaf.keeps_graph = False
         if leaf.has_hooks and parameter is not None:
             leaf.waits = True
             leaf.remember_base(parameter)
@@ -331,10 +334,16 @@ class Reducer:
             lane.transport.progress()
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise NotSupported(f"a gradient of layout {parameter.grad.layout}; dense is possible")
+        current = self._current(leaf, parameter)
+        if parameter.grad is not None and not fits(current, parameter.grad):
+            raise NotSupported(
+                f"a gradient of {parameter.grad.dtype} for the parameter {leaf.name}, which has "
+                f"grad_dtype = None; possible: grad_dtype = {parameter.grad.dtype}, set before the "
+                "forward pass"
+            )
         paused = self._is_paused(leaf)
         if own is not None and not paused:
             own.begin()  # counts what may come, this one included
-        current = self._current(leaf, parameter)
         # Of a parameter that was frozen after the forward pass, torch calls the hooks only.
         if parameter.grad is not None and parameter.requires_grad:
             current.fired = True

@@ -94,7 +94,7 @@ class ScatteredBucket(Bucket):
             grad = None if parameter is None else parameter.grad
             if parameter is None or grad is None or isinstance(grad, ScatteredGradient):
                 continue
-            if not grad.requires_grad and fits(leaf, grad):
+            if not leaf.keeps_graph and fits(leaf, grad):
                 parameter.grad = None
                 self._released.add(leaf.key)
         return True
@@ -111,8 +111,8 @@ class ScatteredBucket(Bucket):
             if parameter is None:
                 continue
             grad = parameter.grad
-            if grad is not None and grad.requires_grad:
-                continue  # create_graph: reduced on its way
+            if leaf.keeps_graph:
+                continue
             earlier = self.kept.get(leaf.key)
             if earlier is None and isinstance(grad, ScatteredGradient):
                 earlier = grad
@@ -133,7 +133,7 @@ class ScatteredBucket(Bucket):
                 continue
             self.put_back(parameter)
             grad = parameter.grad
-            if self._work is None or (grad is not None and grad.requires_grad):
+            if self._work is None or leaf.keeps_graph:
                 continue
             if grad is None and leaf.key not in self._released:
                 continue

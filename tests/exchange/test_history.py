@@ -278,3 +278,42 @@ def test_sample_groups_may_have_numbers_of_their_own() -> None:
             model(x).square().mean().backward()
 
     run_local(body, 4)
+
+
+def test_backward_passes_in_another_order_are_noticed() -> None:
+    """Each exchange has its partner, but one of the other forward."""
+
+    def body(t: Transport, reverses: bool) -> None:
+        model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(2, 1, 1)))
+        x = torch.arange(96.0).reshape(1, 1, 6, 4, 4)
+        losses = [model(inputs).square().mean() for inputs in (x, 2 * x + 1)]
+        for loss in reversed(losses) if reverses else losses:
+            loss.backward()
+
+    with pytest.raises(UsageError, match="the same calls in another order, as of backward passes"):
+        run_local(lambda t: body(t, t.rank == 1), 2)
+    run_local(lambda t: body(t, True), 2)
+
+
+def test_the_order_of_keywords_is_no_difference() -> None:
+    def body(t: Transport) -> None:
+        model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(2, 1, 1)))
+        keywords = {"mean": {"dim": 1, "keepdim": True}, "reversed": {"keepdim": True, "dim": 1}}
+        given = keywords["reversed" if t.rank else "mean"]
+        model(torch.ones(1, 1, 6, 4, 4)).mean(**given).square().mean().backward()
+
+    run_local(body, 2)
+
+
+def test_calls_that_differ_are_shown_with_all_that_differs() -> None:
+    def body(t: Transport, values: list[float], name: bool) -> None:
+        model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(2, 1, 1)))
+        y = model(torch.ones(1, 1, 6, 4, 4))
+        value = values[t.rank]
+        y = y.clamp(min=value) if name and t.rank else y.clamp(value)
+        y.mean().backward()
+
+    with pytest.raises(UsageError, match=r"clamp\(1e-05\) on rank 0 and clamp\(1.000001e-05\)"):
+        run_local(lambda t: body(t, [1e-5, 1.000001e-5], False), 2)
+    with pytest.raises(UsageError, match=r"clamp\(0.5\) on rank 0 and clamp\(min=0.5\) on rank 1"):
+        run_local(lambda t: body(t, [0.5, 0.5], True), 2)

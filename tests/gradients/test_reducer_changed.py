@@ -7,11 +7,16 @@ import operator
 
 import pytest
 import torch
-from networks import check_use, gradients_of, loss_of, small
+from equivalence import on_ranks, randn
+from networks import SHAPE, check_use, gradients_of, loss_of, small
 from scripts import GRIDS, check_script
 from steps import batch, gradients, network, step_of
 from torch import nn
 from torch.utils import swap_tensors  # before any model is parallelized
+
+import pydist.gradients.buckets
+from pydist import parallelize
+from pydist.errors import NotSupported
 
 grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
 
@@ -264,3 +269,69 @@ def test_a_frozen_bias_that_changes_before_backward_loses_no_other_gradient(how)
         return gradients_of(model)
 
     check_use(small, use, data=2)
+
+
+GRADIENT_DTYPES = [(torch.float32, torch.float64), (torch.float64, torch.float32)]
+
+
+@pytest.mark.parametrize("alone", [1, 1 << 30], ids=["alone", "together"])
+@pytest.mark.parametrize(("dtype", "of_gradient"), GRADIENT_DTYPES)
+def test_gradients_of_another_dtype(dtype, of_gradient, alone, monkeypatch):
+    monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", alone)
+
+    def use(model, mesh):
+        model.to(dtype)
+        for parameter in model.parameters():
+            parameter.grad_dtype = of_gradient
+        for seed in range(2):
+            loss_of(lambda x: model(x.to(dtype)), mesh, seed).backward()
+        found = gradients_of(model)
+        assert all(g.dtype == of_gradient for g in found)
+        return found
+
+    check_use(small, use, data=2, rtol=1e-4)
+
+
+def test_a_gradient_dtype_that_is_set_between_passes():
+    def use(model, mesh):
+        loss_of(model, mesh).backward()
+        model.zero_grad()
+        model[0].weight.grad_dtype = torch.float32
+        loss_of(model, mesh).backward()
+        assert model[0].weight.grad.dtype == torch.float32
+        return gradients_of(model)
+
+    check_use(small, use, data=2, rtol=1e-4)
+
+
+class Upcast(torch.autograd.Function):
+    """A conversion whose gradient stays in the higher precision."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.double()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_a_gradient_of_any_dtype():
+    """With `grad_dtype = None` torch keeps what arrives: no message has a place for that."""
+
+    def use(mesh):
+        weight = nn.Parameter(torch.ones(3, dtype=torch.float32))
+        weight.grad_dtype = None
+        model, inputs = parallelize(small(), mesh), randn(*SHAPE)
+        loss = (model(inputs) * Upcast.apply(weight)[0]).square().mean()
+        with pytest.raises(NotSupported, match=r"has grad_dtype = None; possible"):
+            loss.backward()
+        model.zero_grad()
+        weight.grad = None
+        weight.grad_dtype = torch.float64
+        (model(inputs) * Upcast.apply(weight)[0]).square().mean().backward()
+        return weight.grad
+
+    first, second = on_ranks((2, 1, 1), use)
+    assert first.dtype == torch.float64
+    assert torch.equal(first, second)

@@ -399,3 +399,15 @@ def test_hooks_of_parameters_that_no_lane_has(renewed, grid):
         return [*found, *gradients(model)]
 
     check_script(script, grid)
+
+
+def test_a_hook_after_accumulation_that_returns_something():
+    """torch raises, as what is returned would be ignored."""
+
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        model[0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul(2))
+        with pytest.raises(UsageError, match=r"'0.weight' returned something; torch demands None"):
+            backward(model, lambda x: distribute_tensor(x, mesh))
+
+    on_ranks((2, 1, 1), body)

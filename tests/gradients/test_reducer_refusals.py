@@ -147,3 +147,29 @@ def test_a_backward_that_reaches_inputs_only_belongs_to_its_group():
             assert x.grad is not None
 
     on_ranks((2, 1, 1), body, data=2)
+
+
+@pytest.mark.parametrize("vectorized", [True, False])
+def test_several_gradients_at_once(vectorized):
+    """torch computes them by its vmap, which the exchanges of a pass are not made for."""
+
+    def body(mesh):
+        model = parallelize(network(), mesh)
+        y = model(distribute_tensor(batch(), mesh))
+        both, weights = torch.stack([y.mean(), y.square().mean()]), list(model.parameters())
+        rows = torch.eye(2, dtype=torch.float64)
+        if vectorized:
+            with pytest.raises(NotSupported, match=r"is_grads_batched=True .* once for each"):
+                torch.autograd.grad(both, weights, grad_outputs=rows, is_grads_batched=True)
+        return [g for row in rows for g in torch.autograd.grad(both, weights, row, True)]
+
+    whole = network()
+    y = whole(batch())
+    weights = list(whole.parameters())
+    expected = [
+        g
+        for loss in (y.mean(), y.square().mean())
+        for g in torch.autograd.grad(loss, weights, retain_graph=True)
+    ]
+    for rank, found in enumerate(on_ranks((2, 1, 1), body)):
+        assert_same(found, expected, where=f"rank {rank}")

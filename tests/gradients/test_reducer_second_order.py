@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -121,6 +123,52 @@ def test_backward_with_create_graph_leaves_differentiable_gradients():
         return [*grads, *second]
 
     check_use(small, use, data=2)
+
+
+def penalty_on_gradients(model, mesh):
+    """What is added to gradients with a graph is a part of this rank's."""
+    loss_of(model, mesh).backward(create_graph=True)
+    sum(p.grad.square().sum() for p in model.parameters()).backward()
+
+
+def an_ordinary_pass_after(model, mesh):
+    loss_of(model, mesh).backward(create_graph=True)
+    loss_of(model, mesh, 1).backward()
+
+
+def an_unreduced_part_before(model, mesh):
+    with model.no_sync() if mesh else contextlib.nullcontext():
+        loss_of(model, mesh, 1).backward()
+    loss_of(model, mesh).backward(create_graph=True)
+
+
+def parts_before_and_after(model, mesh):
+    an_unreduced_part_before(model, mesh)
+    with model.no_sync() if mesh else contextlib.nullcontext():
+        loss_of(model, mesh, 2).backward()
+    loss_of(model, mesh, 3).backward(create_graph=True)
+    loss_of(model, mesh, 4).backward()
+
+
+PASSES = [
+    penalty_on_gradients,
+    an_ordinary_pass_after,
+    an_unreduced_part_before,
+    parts_before_and_after,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize(("data", "spatial"), [*GRIDS, (1, (3, 1, 1))])
+@pytest.mark.parametrize("passes", PASSES)
+def test_passes_with_and_without_a_graph_accumulate(passes, data, spatial):
+    def use(model, mesh):
+        passes(model, mesh)
+        found = [p.grad.detach() for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    check_use(small, use, data, spatial)
 
 
 @pytest.mark.parametrize(("data", "spatial"), GRIDS)

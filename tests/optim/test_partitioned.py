@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 
@@ -266,6 +267,37 @@ def test_gradients_with_a_graph():
         assert all(g.requires_grad for g in grads)
         optimizer.step()
         model.zero_grad()
+
+    check(loop=loop)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize("partly", [False, True])
+def test_passes_with_and_without_a_graph_accumulate(partly):
+    """Also where a part of the gradient waits (no_sync) as the pass with a graph comes."""
+
+    def loop(model, optimizer, mesh, step):
+        with model.no_sync() if mesh and partly else contextlib.nullcontext():
+            loss_of(model, mesh, step).backward()
+        loss_of(model, mesh, step + 10).backward(create_graph=True)
+        optimizer.step()
+        loss_of(model, mesh, step + 20).backward()
+        optimizer.step()
+        model.zero_grad()
+
+    check(loop=loop)
+
+
+def test_a_gradient_of_another_dtype_stays_whole():
+    def loop(model, optimizer, mesh, step):
+        weight = next(model.parameters())
+        weight.grad_dtype = torch.float32
+        loss_of(model, mesh, step).backward()
+        assert type(weight.grad) is torch.Tensor
+        grad, weight.grad, weight.grad_dtype = weight.grad, None, weight.dtype
+        weight.grad = grad.to(weight.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
 
     check(loop=loop)
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.backend.statistics import Moments, dense, merged, unbiased
+from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.dtypes import require_fitting
 from pydist.ops.normalization.deferred_norm import normalized, taken
@@ -47,6 +48,9 @@ def batch_norm(
     if layout.splits[1] is not None:
         raise refusal(F.batch_norm, (input,), {}, "the channels are split")
     require_fitting(F.batch_norm, input, weight, bias)
+    if eps < 0 or (training and eps == 0):  # as torch
+        possible = "positive during training" if training else "non-negative"
+        raise UsageError(f"batch_norm eps must be {possible}, but got {eps}")
     source = taken(input)
     local = source.shard
     running = (running_mean, running_var)

@@ -320,6 +320,21 @@ def test_checkpointed_with_empty_shards():
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(("training", "eps"), [(True, 0.0), (True, -1.0), (False, -1e-5)])
+def test_what_torch_refuses_to_add_to_a_variance(training, eps):
+    def use(x):
+        return F.batch_norm(x, torch.zeros(3), torch.ones(3), training=training, eps=eps)
+
+    with pytest.raises(ValueError, match="batch_norm eps must be") as refused:
+        use(torch.ones(1, 3, 4, 2, 2))
+
+    def body(mesh):
+        with pytest.raises(UsageError, match=str(refused.value)):
+            use(distribute_tensor(torch.ones(1, 3, 4, 2, 2), mesh))
+
+    on_ranks((2, 1, 1), body)
+
+
 @pytest.mark.parametrize("statistics", ["global", "group"])
 def test_one_value_a_channel_is_refused_as_torch_does(statistics):
     with pytest.raises(ValueError, match="more than 1 value per channel"):

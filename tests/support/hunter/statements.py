@@ -334,6 +334,7 @@ PENALTIES = """
 g, = torch.autograd.grad(L, X, create_graph=True)\\n(L + g.square().sum()).backward(retain_graph=True)
 g, = torch.autograd.grad(L, X, create_graph=True)\\ng.square().sum().backward(retain_graph=True)
 gs = torch.autograd.grad(L, trained(M), create_graph=True)\\nsum(g.square().sum() for g in gs).backward(retain_graph=True)
+L.backward(create_graph=True)\\n(L + sum(p.grad.square().sum() for p in trained(M) if p.grad is not None)).backward(retain_graph=True)
 """.strip().splitlines()
 """Second derivatives, for one group."""
 
