@@ -22,6 +22,7 @@ from pydist import global_loss
 from pydist.exchange.contents import Contents, Parameters
 from pydist.exchange.history import NO_HISTORY
 from pydist.gradients import replaced
+from pydist.gradients.bucket import Bucket
 from pydist.gradients.leaf import Leaf, leaf_of
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
@@ -29,7 +30,6 @@ from pydist.ops.convolution.boundary import DeferredBoundary
 from pydist.ops.convolution.slab_kernels import as_read
 from pydist.ops.normalization import deferred_norm, prelu
 from pydist.ops.pooling.average import AveragePlan
-from pydist.ops.pooling.pool_plan import start
 from pydist.ops.shaping import nonzero
 from pydist.tensor import local_of, sharded
 from pydist.tensor.aliasing import Storage
@@ -86,7 +86,7 @@ def _pool_sends_before_the_relu() -> Patches:
 
     def pool(self: AveragePlan, x: Tensor, negative_slope: float = 1.0) -> Tensor:
         exchanges = self.exchanges(x)
-        halo = start(exchanges.halo, x)
+        halo = None if exchanges.halo.is_local else exchanges.halo.start(x)
         y = self.averaging.means(x, self.own, self.out, None, negative_slope)
         if halo is not None:
             slabs = exchanges.receive(exchanges.halo, halo, x)
@@ -136,6 +136,21 @@ def _ignores_parameters_outside_of_models() -> Patches:
             register(self, tensor)
 
     return [patch.object(Reducer, "register", only_plain)]
+
+
+@_mutation("graph-unreduced", 2, "penalty")
+def _leaves_gradients_with_a_graph_alone() -> Patches:
+    """What is added to a gradient with a graph (create_graph) is not reduced."""
+    finish = Bucket.finish
+
+    def without_graphs(self: Bucket, *given: Any) -> None:
+        found = [p.grad for e in self.leaves if (p := e.parameter()) is not None]
+        kept = [(g, g.detach().clone()) for g in found if g is not None and g.requires_grad]
+        finish(self, *given)
+        for grad, values in kept:
+            grad.detach().copy_(values)
+
+    return [patch.object(Bucket, "finish", without_graphs)]
 
 
 @_mutation("tied-twice", 2, "tied")

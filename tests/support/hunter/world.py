@@ -182,7 +182,8 @@ class World:
             gather_gradients(model)
         for path, p in model.named_parameters():
             self.see(f"{name}.{path}", p, over)
-            self.see(f"{name}.{path}.grad", p.grad, over)
+            # Not whether a graph (create_graph) leads on: torch makes some that end nowhere.
+            self.see(f"{name}.{path}.grad", None if p.grad is None else p.grad.detach(), over)
         for path, b in model.named_buffers():
             self.see(f"{name}.{path}", b, over)
 
