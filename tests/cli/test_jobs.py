@@ -93,7 +93,14 @@ def test_as_launcher_it_draws_progress_and_writes_the_results(place, whole, mpi)
     assert "waiting for data " in shown
     assert "train      epochs=1" in shown, "the resolved configuration"
     written = {path.name for path in Path("run").iterdir()}
-    assert written == {"config.toml", "log.jsonl", "predictions.csv", "result.png", "ckpt"}
+    assert written == {
+        "config.toml",
+        "tuning.json",
+        "log.jsonl",
+        "predictions.csv",
+        "result.png",
+        "ckpt",
+    }
     assert Path("run/result.png").read_bytes().startswith(b"\x89PNG")
     assert losses() == pytest.approx(whole, abs=5e-6)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from pydist import Mesh, ShardedTensor
-from pydist.backend import choice, conv
+from pydist.backend import conv, conv_kernels
 from pydist.exchange.adjoints import mean_ranks
 from pydist.grid import SAMPLE_AXES
 
@@ -162,7 +162,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
             copied.append(tuple(x.shape))
         return found
 
-    monkeypatch.setattr(choice, "in_format", in_format)
+    monkeypatch.setattr(conv_kernels, "in_format", in_format)
     return copied
 
 
