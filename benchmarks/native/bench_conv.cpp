@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/boundary_conv.hpp"
+#include "ops/conv/kernels.hpp"
 
 namespace pydist {
 namespace {

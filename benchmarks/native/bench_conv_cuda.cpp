@@ -14,10 +14,9 @@
 #include <string>
 #include <vector>
 
-#include "cpu/boundary_conv.hpp"
-#include "cuda/device.hpp"
-#include "cuda/kernels.hpp"
-#include "kernels/conv_mma_choice.hpp"
+#include "launch/device.hpp"
+#include "ops/conv/kernels.hpp"
+#include "ops/conv/mma_choice.hpp"
 
 namespace pydist {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/norm.hpp"
+#include "ops/norm/kernels.hpp"
 
 namespace pydist {
 namespace {

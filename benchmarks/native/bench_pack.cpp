@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/pack.hpp"
+#include "ops/pack/kernels.hpp"
 
 namespace pydist {
 namespace {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/pool.hpp"
+#include "ops/pool/kernels.hpp"
 
 namespace pydist {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "cpu/uniform.hpp"
-#include "kernels/philox.hpp"
+#include "ops/random/kernels.hpp"
+#include "ops/random/philox.hpp"
 
 namespace pydist {
 namespace {

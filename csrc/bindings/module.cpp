@@ -8,6 +8,15 @@
 
 namespace py = pybind11;
 
+// The kernel families: families.inc has PYDIST_FAMILY(pool) and so on, a line for each folder in
+// csrc/ops. CMake writes it (cmake/PydistFamily.cmake).
+#define PYDIST_FAMILY(name)              \
+  namespace pydist::bindings {           \
+  void bind_##name(py::module_& module); \
+  }
+#include "bindings/families.inc"
+#undef PYDIST_FAMILY
+
 namespace {
 
 void translate(std::exception_ptr error) {
@@ -28,17 +37,14 @@ PYBIND11_MODULE(_native, module) {
   pydist::bindings::bind_core(module);
   pydist::bindings::bind_tensor_border(module);
   pydist::bindings::bind_io(module);
-  pydist::bindings::bind_pack(module);
-  pydist::bindings::bind_conv(module);
-  pydist::bindings::bind_kernels(module);
-  pydist::bindings::bind_norm(module);
-  pydist::bindings::bind_norm_rows(module);
-  pydist::bindings::bind_pool(module);
-  pydist::bindings::bind_convert(module);
+  pydist::bindings::bind_hardware(module);
   pydist::bindings::bind_call_board(module);
   pydist::bindings::bind_calls(module);
   pydist::bindings::bind_comm(module);
   pydist::bindings::bind_nccl(module);
   pydist::bindings::bind_ipc(module);
   pydist::bindings::bind_watchdog(module);
+#define PYDIST_FAMILY(name) pydist::bindings::bind_##name(module);
+#include "bindings/families.inc"
+#undef PYDIST_FAMILY
 }

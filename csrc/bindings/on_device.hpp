@@ -4,9 +4,7 @@
 #include <string>
 
 #include "bindings/tensor_border.hpp"
-#ifdef PYDIST_HAS_CUDA
-#include "cuda/kernels.hpp"
-#endif
+#include "launch/device.hpp"
 
 namespace pydist::bindings {
 

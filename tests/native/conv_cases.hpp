@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "kernels/conv_problem.hpp"
+#include "ops/conv/problem.hpp"
 #include "random_cases.hpp"
 
 namespace pydist::testing {

@@ -6,9 +6,9 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/convert.hpp"
-#include "kernels/convert_dispatch.hpp"
 #include "launch/emulate.hpp"
+#include "ops/input/body_of_views.hpp"
+#include "ops/input/kernels.hpp"
 #include "random_cases.hpp"
 
 namespace pydist {

@@ -8,12 +8,12 @@
 #include <numeric>
 #include <vector>
 
-#include "cpu/pack.hpp"
-#include "cpu/uniform.hpp"
-#include "kernels/pack.hpp"
-#include "kernels/uniform.hpp"
 #include "launch/emulate.hpp"
 #include "launch/thread_pool.hpp"
+#include "ops/pack/body.hpp"
+#include "ops/pack/kernels.hpp"
+#include "ops/random/body.hpp"
+#include "ops/random/kernels.hpp"
 #include "random_cases.hpp"
 
 namespace pydist {

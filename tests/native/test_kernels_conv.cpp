@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "conv_cases.hpp"
-#include "cpu/boundary_conv.hpp"
-#include "cpu/wgrad_rows.hpp"
-#include "kernels/conv_tile.hpp"
 #include "launch/emulate.hpp"
+#include "ops/conv/cpu_wgrad_rows.hpp"
+#include "ops/conv/kernels.hpp"
+#include "ops/conv/tile_body.hpp"
 
 namespace pydist {
 namespace {

@@ -8,10 +8,10 @@
 #include <vector>
 
 #include "conv_cases.hpp"
-#include "cpu/boundary_conv.hpp"
-#include "kernels/conv_mma.hpp"
-#include "kernels/conv_partial.hpp"
 #include "launch/emulate.hpp"
+#include "ops/conv/kernels.hpp"
+#include "ops/conv/mma_body.hpp"
+#include "ops/conv/partial_body.hpp"
 
 namespace pydist {
 namespace {

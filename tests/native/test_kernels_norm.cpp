@@ -6,11 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "cpu/norm.hpp"
-#include "kernels/half.hpp"
-#include "kernels/norm_sums.hpp"
-#include "kernels/norm_write.hpp"
 #include "launch/emulate.hpp"
+#include "ops/common/half.hpp"
+#include "ops/norm/kernels.hpp"
+#include "ops/norm/sums_body.hpp"
+#include "ops/norm/write_body.hpp"
 #include "random_cases.hpp"
 
 namespace pydist {

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "cpu/norm.hpp"
-#include "kernels/norm_rows.hpp"
 #include "launch/emulate.hpp"
+#include "ops/norm/kernels.hpp"
+#include "ops/norm/rows_body.hpp"
 #include "random_cases.hpp"
 
 namespace pydist {

@@ -4,8 +4,8 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/pool.hpp"
 #include "launch/emulate.hpp"
+#include "ops/pool/kernels.hpp"
 #include "pool_arrays.hpp"
 
 namespace pydist {

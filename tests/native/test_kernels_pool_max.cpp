@@ -5,8 +5,8 @@
 #include <limits>
 #include <vector>
 
-#include "cpu/pool_max.hpp"
 #include "launch/emulate.hpp"
+#include "ops/pool/kernels.hpp"
 #include "pool_arrays.hpp"
 
 namespace pydist {

@@ -12,8 +12,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "cuda/kernels.hpp"
-#include "kernels/dispatch.hpp"
+#include "launch/device.hpp"
+#include "ops/common/dispatch.hpp"
 #include "random_cases.hpp"
 
 namespace pydist::testing {

@@ -1,14 +1,14 @@
 // Arrays without elements, and slabs that reach nothing: a launch of no blocks is an error.
 #include <vector>
 
-#include "cpu/boundary_conv.hpp"
-#include "cpu/convert.hpp"
-#include "cpu/norm.hpp"
-#include "cpu/pack.hpp"
-#include "cpu/pool.hpp"
-#include "cpu/pool_max.hpp"
 #include "device_case.hpp"
 #include "on_device.hpp"
+#include "ops/conv/kernels.hpp"
+#include "ops/input/kernels.hpp"
+#include "ops/norm/kernels.hpp"
+#include "ops/pack/kernels.hpp"
+#include "ops/pool/kernels.hpp"
+#include "ops/random/kernels.hpp"
 
 namespace pydist {
 

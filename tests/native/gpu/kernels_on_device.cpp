@@ -6,11 +6,11 @@
 #include <cstdio>
 #include <vector>
 
-#include "cpu/convert.hpp"
-#include "cpu/pack.hpp"
-#include "cpu/uniform.hpp"
 #include "device_case.hpp"
 #include "on_device.hpp"
+#include "ops/input/kernels.hpp"
+#include "ops/pack/kernels.hpp"
+#include "ops/random/kernels.hpp"
 
 namespace pydist {
 namespace {

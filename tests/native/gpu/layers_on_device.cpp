@@ -3,12 +3,12 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/boundary_conv.hpp"
-#include "cpu/norm.hpp"
-#include "cpu/pool.hpp"
-#include "cpu/pool_max.hpp"
 #include "device_case.hpp"
 #include "on_device.hpp"
+#include "ops/conv/kernels.hpp"
+#include "ops/conv/mma_choice.hpp"
+#include "ops/norm/kernels.hpp"
+#include "ops/pool/kernels.hpp"
 
 namespace pydist {
 

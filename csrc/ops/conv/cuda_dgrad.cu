@@ -1,0 +1,10 @@
+#include "ops/conv/cuda.cuh"
+
+namespace pydist::cuda {
+
+void boundary_conv_dgrad(const kernels::ConvProblem& problem, const MmaCall& mma,
+                         const Queue& queue) {
+  convolve<kernels::ConvOp::kDgrad>(problem, mma, queue, "launch of boundary_conv_dgrad");
+}
+
+}  // namespace pydist::cuda

@@ -1,0 +1,10 @@
+#include "ops/conv/cuda.cuh"
+
+namespace pydist::cuda {
+
+void boundary_conv_wgrad(const kernels::ConvProblem& problem, const MmaCall& mma,
+                         const Queue& queue) {
+  convolve<kernels::ConvOp::kWgrad>(problem, mma, queue, "launch of boundary_conv_wgrad");
+}
+
+}  // namespace pydist::cuda

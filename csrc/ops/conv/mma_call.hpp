@@ -1,0 +1,15 @@
+// How a boundary convolution on tensor cores is asked for.
+#pragma once
+
+namespace pydist::kernels {
+
+// What the products of floats are formed of: their 10 leading bits, or 21 in three products.
+enum class ConvMath { kTf32, kTf32x3 };
+
+// How a tensor-core kernel is called. `partial`: its workspace, null if it needs none.
+struct MmaCall {
+  ConvMath math;
+  float* partial;
+};
+
+}  // namespace pydist::kernels

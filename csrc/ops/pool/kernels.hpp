@@ -1,0 +1,31 @@
+// Sums and maxima over pooling windows, and their adjoints.
+//
+// Results do not depend on the number of threads: every element is found by one task, in a fixed
+// order.
+#pragma once
+
+#include "launch/device.hpp"
+#include "ops/pool/max_body.hpp"
+#include "ops/pool/sum_body.hpp"
+
+namespace pydist::cpu {
+
+void pool_sum_forward(const kernels::PoolProblem& problem);   // writes out
+void pool_sum_backward(const kernels::PoolProblem& problem);  // writes in
+
+void pool_max_forward(const kernels::MaxProblem& problem);   // writes out and taps
+void pool_max_backward(const kernels::MaxProblem& problem);  // writes in
+void pool_max_pick(const kernels::MaxProblem& problem);      // writes out
+
+}  // namespace pydist::cpu
+
+namespace pydist::cuda {
+
+void pool_sum_forward(const kernels::PoolProblem& problem, const Queue& queue);
+void pool_sum_backward(const kernels::PoolProblem& problem, const Queue& queue);
+
+void pool_max_forward(const kernels::MaxProblem& problem, const Queue& queue);
+void pool_max_backward(const kernels::MaxProblem& problem, const Queue& queue);
+void pool_max_pick(const kernels::MaxProblem& problem, const Queue& queue);
+
+}  // namespace pydist::cuda
