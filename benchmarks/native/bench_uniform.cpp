@@ -17,7 +17,7 @@ void bench_uniform(benchmark::State& state) {
       values.data(), sizeof(T) == 4 ? DType::kFloat32 : DType::kFloat64, {kCount}, {1}, {}};
   cpu::keyed_uniform(out, {.value = 5}, {3}, {kCount + 3});
   for (std::size_t i = 0; i < values.size(); ++i) {
-    if (values[i] != kernels::uniform<T>(5, i + 3)) return state.SkipWithError("uniform is wrong");
+    if (values[i] != ops::uniform<T>(5, i + 3)) return state.SkipWithError("uniform is wrong");
   }
   for (auto _ : state) {
     cpu::keyed_uniform(out, {.value = 5}, {0}, {kCount});

@@ -39,9 +39,9 @@ PYDIST_HD typename VectorOf<T>::type load(const T* address) {
 template <class Storage, int kLanes>
 constexpr bool has_half_vector() {
 #if defined(__AVX512F__)
-  return std::is_same_v<Storage, kernels::Float16> && (kLanes == 16 || kLanes == 8);
+  return std::is_same_v<Storage, ops::Float16> && (kLanes == 16 || kLanes == 8);
 #elif defined(__F16C__)
-  return std::is_same_v<Storage, kernels::Float16> && kLanes == 8;
+  return std::is_same_v<Storage, ops::Float16> && kLanes == 8;
 #else
   return false;
 #endif
@@ -52,7 +52,7 @@ constexpr bool has_half_vector() {
 constexpr __mmask16 kAllLanes = 0xffff;
 #endif
 
-// Upper halves of floats, as kernels::BFloat16 has them.
+// Upper halves of floats, as ops::BFloat16 has them.
 template <int kLanes>
 struct BFloatVectors {
   typedef std::uint16_t Halves
@@ -76,13 +76,13 @@ PYDIST_HD typename VectorOf<T, kLanes>::type widen(const Storage* address) {
     const auto halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(address));
     return reinterpret_cast<Vector>(_mm256_cvtph_ps(halves));
 #endif
-  } else if constexpr (std::is_same_v<Storage, kernels::BFloat16>) {
+  } else if constexpr (std::is_same_v<Storage, ops::BFloat16>) {
     using Bits = BFloatVectors<kLanes>;
     const auto halves = *reinterpret_cast<const typename Bits::Halves*>(address);
     return reinterpret_cast<Vector>(__builtin_convertvector(halves, typename Bits::Words) << 16);
   } else {
     Vector values;
-    for (int lane = 0; lane < kLanes; ++lane) values[lane] = kernels::load_as(address[lane]);
+    for (int lane = 0; lane < kLanes; ++lane) values[lane] = ops::load_as(address[lane]);
     return values;
   }
 }
@@ -102,7 +102,7 @@ PYDIST_HD void narrow(typename VectorOf<T, kLanes>::type values, Storage* addres
     _mm_storeu_si128(reinterpret_cast<__m128i*>(address),
                      _mm256_cvtps_ph(reinterpret_cast<__m256>(values), _MM_FROUND_TO_NEAREST_INT));
 #endif
-  } else if constexpr (std::is_same_v<Storage, kernels::BFloat16>) {
+  } else if constexpr (std::is_same_v<Storage, ops::BFloat16>) {
     using Bits = BFloatVectors<kLanes>;
     const auto words = reinterpret_cast<typename Bits::Words>(values);
     const auto rounded = (words + 0x7fffu + ((words >> 16) & 1u)) >> 16;
@@ -112,7 +112,7 @@ PYDIST_HD void narrow(typename VectorOf<T, kLanes>::type values, Storage* addres
         __builtin_convertvector(halves, typename Bits::Halves);
   } else {
     for (int lane = 0; lane < kLanes; ++lane) {
-      address[lane] = kernels::store_as<Storage>(T{values[lane]});
+      address[lane] = ops::store_as<Storage>(T{values[lane]});
     }
   }
 }

@@ -81,14 +81,13 @@ TEST_P(Convert, LooksUpBytes) {
   c.expect([&](index_t channel, std::int8_t value) {
     return table[static_cast<std::size_t>(channel * 256 + static_cast<std::uint8_t>(value))] / 7;
   });
-  c.check(
-      [&] { cpu::look_up(c.from, view, 7, c.to, c.found_view()); },
-      [&](const auto& run) { kernels::look_up_body(c.from, view, 7, c.to, c.found_view(), run); });
+  c.check([&] { cpu::look_up(c.from, view, 7, c.to, c.found_view()); },
+          [&](const auto& run) { ops::look_up_body(c.from, view, 7, c.to, c.found_view(), run); });
 }
 
 TEST_P(Convert, Rescales) {
   ConvertCase<std::int16_t, double> c(GetParam(), DType::kInt16, DType::kFloat64);
-  std::vector<kernels::ChannelMap> maps;
+  std::vector<ops::ChannelMap> maps;
   for (index_t channel = 0; channel < c.shape[0]; ++channel) {
     maps.push_back({-20, 30, 0.5 * static_cast<double>(channel), 4});
   }
@@ -99,7 +98,7 @@ TEST_P(Convert, Rescales) {
   });
   c.check([&] { cpu::rescale(c.from, view, false, 3, c.to, c.found_view()); },
           [&](const auto& run) {
-            kernels::rescale_body(c.from, view, false, 3, c.to, c.found_view(), run);
+            ops::rescale_body(c.from, view, false, 3, c.to, c.found_view(), run);
           });
 }
 
@@ -112,29 +111,29 @@ TEST(Log1p, IsWithinAUnitInTheLastPlace) {
       const auto x = static_cast<float>(sign * std::exp2(power));
       if (x <= -1) continue;
       const auto exact = static_cast<float>(std::log1p(static_cast<double>(x)));
-      const float found = kernels::log1p_of(x);
+      const float found = ops::log1p_of(x);
       EXPECT_LE(std::abs(found - exact), std::abs(std::nextafter(exact, found) - exact)) << x;
     }
   }
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  EXPECT_EQ(kernels::log1p_of(0.0f), 0.0f);
-  EXPECT_EQ(kernels::log1p_of(-1.0f), -kInfinity);
-  EXPECT_EQ(kernels::log1p_of(kInfinity), kInfinity);
-  EXPECT_TRUE(std::isnan(kernels::log1p_of(-1.5f)));
-  EXPECT_TRUE(std::isnan(kernels::log1p_of(std::numeric_limits<float>::quiet_NaN())));
+  EXPECT_EQ(ops::log1p_of(0.0f), 0.0f);
+  EXPECT_EQ(ops::log1p_of(-1.0f), -kInfinity);
+  EXPECT_EQ(ops::log1p_of(kInfinity), kInfinity);
+  EXPECT_TRUE(std::isnan(ops::log1p_of(-1.5f)));
+  EXPECT_TRUE(std::isnan(ops::log1p_of(std::numeric_limits<float>::quiet_NaN())));
 }
 
 TEST(Convert, FindsWhatIsNotFinite) {
   for (const float value :
        {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(), -3.0f}) {
     ConvertCase<float, float> c(3, DType::kFloat32, DType::kFloat32);
-    kernels::ChannelMap map{-1e30, 1e30, 0, 1};
+    ops::ChannelMap map{-1e30, 1e30, 0, 1};
     std::ranges::fill(c.stored, 1.0f);
     c.stored.back() = value;
     map.upper = std::numeric_limits<double>::infinity();
-    std::vector<kernels::ChannelMap> maps(static_cast<std::size_t>(c.shape[0]), map);
+    std::vector<ops::ChannelMap> maps(static_cast<std::size_t>(c.shape[0]), map);
     const TensorView view{maps.data(), DType::kFloat64, Coords{c.shape[0], 4}, Coords{4, 1}, {}};
-    kernels::rescale_body(c.from, view, true, 1, c.to, c.found_view(), [&](const auto& body) {
+    ops::rescale_body(c.from, view, true, 1, c.to, c.found_view(), [&](const auto& body) {
       launch::emulate_runs(body, launch::run_grid(body.rows(), 8), launch::ThreadOrder::kReverse);
     });
     EXPECT_EQ(c.found, 1);

@@ -19,9 +19,9 @@
 namespace pydist {
 namespace {
 
-using kernels::Direction;
-using kernels::Regions;
 using launch::ThreadOrder;
+using ops::Direction;
+using ops::Regions;
 using testing::for_each_index;
 using testing::offset_of;
 using testing::Random;
@@ -78,8 +78,8 @@ struct PackCase {
 
 constexpr int kTable = 16;
 
-kernels::ValueTable<kTable> table_of(const kernels::RunTable& runs) {
-  kernels::ValueTable<kTable> table{};
+ops::ValueTable<kTable> table_of(const ops::RunTable& runs) {
+  ops::ValueTable<kTable> table{};
   table.count = static_cast<int>(runs.boxes().size());
   table.rows = runs.rows();
   std::copy(runs.boxes().begin(), runs.boxes().end(), table.data);
@@ -87,7 +87,7 @@ kernels::ValueTable<kTable> table_of(const kernels::RunTable& runs) {
 }
 
 // Small segments, so that runs are cut also in small cases.
-kernels::RunOptions small_segments(bool fuse) { return {.segment_bytes = 64, .fuse = fuse}; }
+ops::RunOptions small_segments(bool fuse) { return {.segment_bytes = 64, .fuse = fuse}; }
 
 // A grid with few threads walks over the rows several times, one with many has idle threads.
 std::vector<launch::RunGrid> grids_for(index_t rows) {
@@ -120,9 +120,8 @@ TYPED_TEST(Packing, EmulatedWarpsPackEveryElementOnce) {
       PackCase<TypeParam> test(seed);
       const Regions regions(test.boxes);
       const TensorView buffer = test.buffer_view();
-      const kernels::RunTable runs(test.view, regions, {0, test.boxes.size()},
-                                   small_segments(true));
-      const kernels::CopyRuns<Direction::kPack, kernels::ValueTable<kTable>> body{
+      const ops::RunTable runs(test.view, regions, {0, test.boxes.size()}, small_segments(true));
+      const ops::CopyRuns<Direction::kPack, ops::ValueTable<kTable>> body{
           static_cast<char*>(test.view.data), static_cast<char*>(buffer.data), table_of(runs)};
       for (const launch::RunGrid& grid : grids_for(runs.rows())) {
         std::fill(test.buffer.begin(), test.buffer.end(), TypeParam{});
@@ -144,15 +143,15 @@ TYPED_TEST(Packing, EmulatedWarpsAddEveryElementOnce) {
     for (const Box& box : test.boxes) {
       for_each_index(box, [&](const Coords& index) {
         TypeParam& sum = sums[static_cast<std::size_t>(offset_of(index, test.view.strides))];
-        sum = kernels::add_values(sum, *added++);
+        sum = ops::add_values(sum, *added++);
       });
     }
     const TensorView buffer = test.buffer_view();
     for (const launch::RunGrid& grid : grids_for(1)) {
       std::fill(test.memory.begin(), test.memory.end(), TypeParam{});
       for (const Regions::Group group : regions.disjoint_groups()) {
-        const kernels::RunTable runs(test.view, regions, group, small_segments(false));
-        const kernels::AddRuns<TypeParam, kernels::ValueTable<kTable>> body{
+        const ops::RunTable runs(test.view, regions, group, small_segments(false));
+        const ops::AddRuns<TypeParam, ops::ValueTable<kTable>> body{
             static_cast<char*>(test.view.data), static_cast<const char*>(buffer.data),
             table_of(runs)};
         launch::emulate_runs(body, grid, ThreadOrder::kStrided);
@@ -172,15 +171,14 @@ TEST(RunTable, MakesFacesOfAnArrayIntoLongRuns) {
       memory.data(), DType::kFloat32, shape, Coords{16 << 21, 1 << 21, 1 << 14, 128, 1}, {}};
   const auto runs_of = [&](const Box& box) {
     const Regions regions({box});
-    return kernels::RunTable(view, regions, {0, 1},
-                             {.segment_bytes = index_t{1} << 40, .fuse = true});
+    return ops::RunTable(view, regions, {0, 1}, {.segment_bytes = index_t{1} << 40, .fuse = true});
   };
   // D: a plane a channel. H: a row each. W: all in one strided run; two elements wide, in words.
   EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 0}, {1, 16, 1, 128, 128})).rows(), 16);
   EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 0}, {1, 16, 128, 1, 128})).rows(), 16 * 128);
   EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 127}, {1, 16, 128, 128, 128})).boxes().front().extent,
             16 << 14);
-  const kernels::RunTable wide = runs_of(Box({0, 0, 0, 0, 126}, {1, 16, 128, 128, 128}));
+  const ops::RunTable wide = runs_of(Box({0, 0, 0, 0, 126}, {1, 16, 128, 128, 128}));
   EXPECT_EQ(wide.boxes().front().extent, 16 << 14);
   EXPECT_EQ(wide.boxes().front().unit, 8);
   EXPECT_EQ(runs_of(Box(Coords(5), shape)).rows(), 1);
@@ -199,33 +197,33 @@ TEST(Regions, StartANewGroupWhereBoxesOverlap) {
 
 TEST(Half, RoundTripsEveryFiniteValue) {
   for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
-    const kernels::Float16 half{static_cast<std::uint16_t>(bits)};
-    const kernels::BFloat16 brain{static_cast<std::uint16_t>(bits)};
+    const ops::Float16 half{static_cast<std::uint16_t>(bits)};
+    const ops::BFloat16 brain{static_cast<std::uint16_t>(bits)};
     if (!std::isnan(half.to_float())) {
-      ASSERT_EQ(kernels::Float16::from(half.to_float()).bits, bits);
+      ASSERT_EQ(ops::Float16::from(half.to_float()).bits, bits);
     }
     if (!std::isnan(brain.to_float())) {
-      ASSERT_EQ(kernels::BFloat16::from(brain.to_float()).bits, bits);
+      ASSERT_EQ(ops::BFloat16::from(brain.to_float()).bits, bits);
     }
   }
-  EXPECT_TRUE(std::isnan(kernels::Float16::from(std::nanf("")).to_float()));
-  EXPECT_TRUE(std::isnan(kernels::BFloat16::from(std::nanf("")).to_float()));
+  EXPECT_TRUE(std::isnan(ops::Float16::from(std::nanf("")).to_float()));
+  EXPECT_TRUE(std::isnan(ops::BFloat16::from(std::nanf("")).to_float()));
 }
 
 TEST(Half, RoundsToNearestEven) {
-  EXPECT_EQ(kernels::Float16::from(1.0f + 0x1p-11f).to_float(), 1.0f);
-  EXPECT_EQ(kernels::Float16::from(1.0f + 0x3p-11f).to_float(), 1.0f + 0x1p-9f);
-  EXPECT_EQ(kernels::Float16::from(65519.0f).to_float(), 65504.0f);
-  EXPECT_TRUE(std::isinf(kernels::Float16::from(65520.0f).to_float()));
-  EXPECT_EQ(kernels::Float16::from(0x1p-25f).to_float(), 0.0f);
-  EXPECT_EQ(kernels::Float16::from(0x1.8p-25f).to_float(), 0x1p-24f);
-  EXPECT_EQ(kernels::BFloat16::from(1.0f + 0x1p-8f).to_float(), 1.0f);
-  EXPECT_EQ(kernels::BFloat16::from(1.0f + 0x3p-8f).to_float(), 1.0f + 0x1p-6f);
+  EXPECT_EQ(ops::Float16::from(1.0f + 0x1p-11f).to_float(), 1.0f);
+  EXPECT_EQ(ops::Float16::from(1.0f + 0x3p-11f).to_float(), 1.0f + 0x1p-9f);
+  EXPECT_EQ(ops::Float16::from(65519.0f).to_float(), 65504.0f);
+  EXPECT_TRUE(std::isinf(ops::Float16::from(65520.0f).to_float()));
+  EXPECT_EQ(ops::Float16::from(0x1p-25f).to_float(), 0.0f);
+  EXPECT_EQ(ops::Float16::from(0x1.8p-25f).to_float(), 0x1p-24f);
+  EXPECT_EQ(ops::BFloat16::from(1.0f + 0x1p-8f).to_float(), 1.0f);
+  EXPECT_EQ(ops::BFloat16::from(1.0f + 0x3p-8f).to_float(), 1.0f + 0x1p-6f);
 }
 
 TEST(Philox, GivesTheVectorsOfRandom123) {
-  using kernels::Philox4;
-  using kernels::philox4x32_10;
+  using ops::Philox4;
+  using ops::philox4x32_10;
   const auto words = [](const Philox4& p) {
     return std::array{p.word0, p.word1, p.word2, p.word3};
   };
@@ -253,9 +251,8 @@ TEST(KeyedUniform, IsTheSameOnCpuAndInEmulatedWarps) {
     const TensorView out{memory.data(), DType::kFloat64, extent, random.strides_for(extent), {}};
     cpu::keyed_uniform(out, {.value = seed}, lo, shape);
     const std::vector<double> on_cpu = memory;
-    const kernels::KeyedBox box = kernels::keyed_box(out, {.value = seed}, lo, shape);
-    const kernels::KeyedUniform<double> body{memory.data(), box,
-                                             volume_of(extent) / extent[ndim - 1]};
+    const ops::KeyedBox box = ops::keyed_box(out, {.value = seed}, lo, shape);
+    const ops::KeyedUniform<double> body{memory.data(), box, volume_of(extent) / extent[ndim - 1]};
     for (const launch::RunGrid& grid : grids_for(body.rows())) {
       std::fill(memory.begin(), memory.end(), -1.0);
       launch::emulate_runs(body, grid, ThreadOrder::kReverse);

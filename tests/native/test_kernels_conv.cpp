@@ -16,8 +16,8 @@
 namespace pydist {
 namespace {
 
-using kernels::ConvOp;
-using kernels::ConvProblem;
+using ops::ConvOp;
+using ops::ConvProblem;
 using testing::Array;
 using testing::ConvCase;
 using testing::Random;
@@ -66,7 +66,7 @@ void check_case(const ConvCase& given, unsigned seed) {
   ASSERT_EQ(target_of<kOp>(on_cpu).memory, wanted.memory) << "cpu, seed " << seed;
   for (const launch::ThreadOrder order : launch::kThreadOrders) {
     ConvCase emulated = given;
-    launch::emulate_tiles(kernels::ConvTileBody<kOp, double>::make(emulated.problem()), order);
+    launch::emulate_tiles(ops::ConvTileBody<kOp, double>::make(emulated.problem()), order);
     ASSERT_EQ(target_of<kOp>(emulated).memory, wanted.memory)
         << "emulated in order " << static_cast<int>(order) << ", seed " << seed;
   }
@@ -181,8 +181,8 @@ TEST(ConvTile, HasNothingToDoWhereTheSlabReachesNothing) {
                      Array(random, {2, 2, 3, 3, 3}),
                      Array(random, {1, 2, 4, 4, 4}),
                      {{50, 0, 0}, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, 1}};
-  using Forward = kernels::ConvTileBody<ConvOp::kForward, double>;
-  using Wgrad = kernels::ConvTileBody<ConvOp::kWgrad, double>;
+  using Forward = ops::ConvTileBody<ConvOp::kForward, double>;
+  using Wgrad = ops::ConvTileBody<ConvOp::kWgrad, double>;
   EXPECT_EQ(Forward::make(far.problem()).blocks(), 0);
   EXPECT_EQ(Wgrad::make(far.problem()).blocks(), 0);
 }

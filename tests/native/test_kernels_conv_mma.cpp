@@ -16,11 +16,11 @@
 namespace pydist {
 namespace {
 
-using kernels::BFloat16;
-using kernels::ConvMath;
-using kernels::ConvOp;
-using kernels::ConvProblem;
-using kernels::Float16;
+using ops::BFloat16;
+using ops::ConvMath;
+using ops::ConvOp;
+using ops::ConvProblem;
+using ops::Float16;
 using testing::Array;
 using testing::ConvCase;
 using testing::Random;
@@ -38,14 +38,14 @@ struct Narrow {
 
   explicit Narrow(const Array& array) : view(array.view) {
     for (const double value : array.memory) {
-      memory.push_back(kernels::store_as<Storage>(static_cast<float>(value)));
+      memory.push_back(ops::store_as<Storage>(static_cast<float>(value)));
     }
     view.data = memory.data();
     view.dtype = kDtype<Storage>;
   }
   std::vector<double> values() const {
     std::vector<double> found;
-    for (const Storage& value : memory) found.push_back(kernels::load_as(value));
+    for (const Storage& value : memory) found.push_back(ops::load_as(value));
     return found;
   }
   Array widened(const Array& like) const {
@@ -75,16 +75,16 @@ std::vector<double> by_cpu(const ConvCase& given) {
 
 template <ConvOp kOp, class Storage, ConvMath kMath, int kColumns>
 std::vector<double> emulated(const ConvCase& given, launch::ThreadOrder order) {
-  using Body = kernels::ConvMmaBody<kOp, Storage, kMath, kColumns>;
+  using Body = ops::ConvMmaBody<kOp, Storage, kMath, kColumns>;
   const Narrow<Storage> in(given.in), weight(given.weight), out(given.out);
   const ConvProblem problem =
-      kernels::conv_problem(in.view, weight.view, out.view, given.attributes, given.negative_slope);
+      ops::conv_problem(in.view, weight.view, out.view, given.attributes, given.negative_slope);
   EXPECT_EQ(Body::refusal(problem), "");
   std::vector<float> partial(
       static_cast<std::size_t>(Body::make(problem, nullptr).partial_elements()), NAN);
   const Body body = Body::make(problem, partial.data());
   launch::emulate_warp_tiles(body, order);
-  const kernels::ConvPartialBody<Body> rest{body};
+  const ops::ConvPartialBody<Body> rest{body};
   if (rest.rows() > 0) {
     launch::emulate_runs(rest, launch::run_grid(rest.rows(), body.n_extent), order);
   }
@@ -94,7 +94,7 @@ std::vector<double> emulated(const ConvCase& given, launch::ThreadOrder order) {
 template <class Storage>
 std::vector<double> rounded(std::vector<double> values) {
   for (double& value : values) {
-    value = kernels::load_as(kernels::store_as<Storage>(static_cast<float>(value)));
+    value = ops::load_as(ops::store_as<Storage>(static_cast<float>(value)));
   }
   return values;
 }
@@ -199,8 +199,8 @@ ConvCase large_case(bool channels_last, index_t ci, index_t co) {
 template <ConvOp kOp, class Storage, ConvMath kMath, int kColumns>
 index_t splits_of(const ConvCase& given) {
   const Narrow<Storage> in(given.in), weight(given.weight), out(given.out);
-  return kernels::ConvMmaBody<kOp, Storage, kMath, kColumns>::make(
-             kernels::conv_problem(in.view, weight.view, out.view, given.attributes), nullptr)
+  return ops::ConvMmaBody<kOp, Storage, kMath, kColumns>::make(
+             ops::conv_problem(in.view, weight.view, out.view, given.attributes), nullptr)
       .splits;
 }
 
@@ -273,11 +273,10 @@ TEST(ConvMmaErrors, OfWgradKeepToTheirBounds) { check_bounds<ConvOp::kWgrad>(); 
 TEST(ConvMmaWork, OfFourChannelsIsMostlyUseful) {
   const ConvCase given = large_case(true, 4, 32);
   const Narrow<BFloat16> in(given.in), weight(given.weight), out(given.out);
-  const ConvProblem problem =
-      kernels::conv_problem(in.view, weight.view, out.view, given.attributes);
-  using Forward = kernels::ConvMmaBody<ConvOp::kForward, BFloat16, ConvMath::kTf32, 32>;
-  using Dgrad = kernels::ConvMmaBody<ConvOp::kDgrad, BFloat16, ConvMath::kTf32, 32>;
-  using Wgrad = kernels::ConvMmaBody<ConvOp::kWgrad, BFloat16, ConvMath::kTf32, 32>;
+  const ConvProblem problem = ops::conv_problem(in.view, weight.view, out.view, given.attributes);
+  using Forward = ops::ConvMmaBody<ConvOp::kForward, BFloat16, ConvMath::kTf32, 32>;
+  using Dgrad = ops::ConvMmaBody<ConvOp::kDgrad, BFloat16, ConvMath::kTf32, 32>;
+  using Wgrad = ops::ConvMmaBody<ConvOp::kWgrad, BFloat16, ConvMath::kTf32, 32>;
   const double rows = 840.0 / 848;  // positions in products of 16
   EXPECT_DOUBLE_EQ(Forward::make(problem, nullptr).useful(), rows * 36 / 48);
   EXPECT_DOUBLE_EQ(Dgrad::make(problem, nullptr).useful(), rows * 4 / 8);
@@ -289,10 +288,9 @@ TEST(ConvMmaBody, HasNothingToDoWhereTheSlabReachesNothing) {
   ConvCase given = large_case(false, 4, 4);
   given.attributes.in_lo = {50, 0, 0};
   const Narrow<float> in(given.in), weight(given.weight), out(given.out);
-  const ConvProblem problem =
-      kernels::conv_problem(in.view, weight.view, out.view, given.attributes);
-  using Forward = kernels::ConvMmaBody<ConvOp::kForward, float, ConvMath::kTf32, 32>;
-  using Wgrad = kernels::ConvMmaBody<ConvOp::kWgrad, float, ConvMath::kTf32, 32>;
+  const ConvProblem problem = ops::conv_problem(in.view, weight.view, out.view, given.attributes);
+  using Forward = ops::ConvMmaBody<ConvOp::kForward, float, ConvMath::kTf32, 32>;
+  using Wgrad = ops::ConvMmaBody<ConvOp::kWgrad, float, ConvMath::kTf32, 32>;
   EXPECT_EQ(Forward::make(problem, nullptr).blocks(), 0);
   EXPECT_EQ(Wgrad::make(problem, nullptr).blocks(), 0);
 }
@@ -303,7 +301,7 @@ TEST(ConvMmaBody, RefusesKernelsOfManyTapsByName) {
                        Array(random, {1, 1, 6, 6, 6}),
                        Array(random, {1, 1, 6, 6, 6}),
                        {{0, 0, 0}, {0, 0, 0}, {1, 1, 1}, {2, 2, 2}, {1, 1, 1}, 1}};
-  using Forward = kernels::ConvMmaBody<ConvOp::kForward, float, ConvMath::kTf32, 32>;
+  using Forward = ops::ConvMmaBody<ConvOp::kForward, float, ConvMath::kTf32, 32>;
   ConvCase copy = given;
   EXPECT_NE(Forward::refusal(copy.problem()).find("216 kernel indices"), std::string::npos);
 }
@@ -311,7 +309,7 @@ TEST(ConvMmaBody, RefusesKernelsOfManyTapsByName) {
 TEST(Divisor, DividesAsTheProcessorDoes) {
   constexpr std::int32_t kLast = std::numeric_limits<std::int32_t>::max();
   for (const std::int32_t d : {1, 2, 3, 5, 7, 9, 128, 641, 65535, 1 << 30, kLast - 1, kLast}) {
-    const auto divisor = kernels::Divisor::by(d);
+    const auto divisor = ops::Divisor::by(d);
     for (const std::int32_t n : {0, 1, 2, d - 1, d, kLast / d * d - 1, kLast / d * d, kLast}) {
       EXPECT_EQ(divisor.quotient(n), n / d) << n << " / " << d;
     }

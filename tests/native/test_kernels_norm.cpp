@@ -16,22 +16,22 @@
 namespace pydist {
 namespace {
 
-using kernels::NormProblem;
-using kernels::NormShape;
+using ops::NormProblem;
+using ops::NormShape;
 using testing::Random;
 
 template <class Storage>
 DType dtype_of() {
   if constexpr (std::is_same_v<Storage, double>) return DType::kFloat64;
   if constexpr (std::is_same_v<Storage, float>) return DType::kFloat32;
-  if constexpr (std::is_same_v<Storage, kernels::BFloat16>) return DType::kBFloat16;
-  if constexpr (std::is_same_v<Storage, kernels::Float16>) return DType::kFloat16;
+  if constexpr (std::is_same_v<Storage, ops::BFloat16>) return DType::kBFloat16;
+  if constexpr (std::is_same_v<Storage, ops::Float16>) return DType::kFloat16;
 }
 
 // Arrays in memory of exactly their size.
 template <class Storage>
 struct Case {
-  using T = kernels::accumulator_t<Storage>;
+  using T = ops::accumulator_t<Storage>;
   NormShape shape;
   double slope;
   bool learned;
@@ -56,8 +56,8 @@ struct Case {
     const auto fill = [&](auto& array, index_t count, double middle) {
       using Element = typename std::remove_reference_t<decltype(array)>::value_type;
       for (index_t i = 0; i < count; ++i) {
-        array.push_back(kernels::store_as<Element>(
-            static_cast<kernels::accumulator_t<Element>>(middle + random.value())));
+        array.push_back(ops::store_as<Element>(
+            static_cast<ops::accumulator_t<Element>>(middle + random.value())));
       }
     };
     fill(test.x, test.shape.elements(), centre);
@@ -105,7 +105,7 @@ struct Case {
   }
 
   double value(const std::vector<Storage>& array, std::size_t i) const {
-    return static_cast<double>(kernels::load_as(array[i]));
+    return static_cast<double>(ops::load_as(array[i]));
   }
   double given(const std::vector<T>& array, int which, std::size_t row) const {
     return static_cast<double>(array[static_cast<std::size_t>(which * shape.rows()) + row]);
@@ -165,20 +165,19 @@ void emulated(Kernel kernel, const NormProblem& problem, launch::ThreadOrder ord
       launch::emulate_runs(body, launch::run_grid(body.rows(), length), order);
     }
   };
-  const auto sum = [&]<bool kMoments, kernels::Activation kActivation>() {
-    launch::emulate_tiles(kernels::NormSumsBody<kMoments, kActivation, Storage>::make(problem),
-                          order);
-    launch::emulate_tiles(kernels::NormMergeBody<kMoments>{{}, problem}, order);
+  const auto sum = [&]<bool kMoments, ops::Activation kActivation>() {
+    launch::emulate_tiles(ops::NormSumsBody<kMoments, kActivation, Storage>::make(problem), order);
+    launch::emulate_tiles(ops::NormMergeBody<kMoments>{{}, problem}, order);
   };
-  const auto write = [&]<bool kForward, kernels::Activation kActivation>() {
+  const auto write = [&]<bool kForward, ops::Activation kActivation>() {
     const auto run = [&](const auto& body) { runs(body, body.run_length()); };
     if (problem.shape.channels_last) {
-      run(kernels::NormWriteBody<kForward, true, kActivation, Storage>::make(problem));
+      run(ops::NormWriteBody<kForward, true, kActivation, Storage>::make(problem));
     } else {
-      run(kernels::NormWriteBody<kForward, false, kActivation, Storage>::make(problem));
+      run(ops::NormWriteBody<kForward, false, kActivation, Storage>::make(problem));
     }
   };
-  kernels::dispatch_activation(problem, [&](auto activation) {
+  ops::dispatch_activation(problem, [&](auto activation) {
     constexpr auto kActivation = decltype(activation)::value;
     if (kernel == Kernel::kMoments) sum.template operator()<true, kActivation>();
     if (kernel == Kernel::kGradSums) sum.template operator()<false, kActivation>();
@@ -251,8 +250,8 @@ TEST_P(Norm, FloatKeepsItsDigitsFarFromZero) {
   check(Case<float>::make(GetParam(), 1e4), 1e-6, 1e-6, "float");
 }
 TEST_P(Norm, NarrowValuesAreSummedUpAndRoundedAsFloat) {
-  check(Case<kernels::BFloat16>::make(GetParam(), 0), 1e-6, 1.0 / 256, "bfloat16");
-  check(Case<kernels::Float16>::make(GetParam(), 0), 1e-6, 1.0 / 2048, "float16");
+  check(Case<ops::BFloat16>::make(GetParam(), 0), 1e-6, 1.0 / 256, "bfloat16");
+  check(Case<ops::Float16>::make(GetParam(), 0), 1e-6, 1.0 / 2048, "float16");
 }
 
 INSTANTIATE_TEST_SUITE_P(Random, Norm, ::testing::Range(0u, 40u));

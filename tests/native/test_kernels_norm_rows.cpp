@@ -14,8 +14,8 @@
 namespace pydist {
 namespace {
 
-using kernels::NormParts;
-using kernels::NormRows;
+using ops::NormParts;
+using ops::NormRows;
 using testing::Random;
 
 std::vector<double> random_numbers(Random& random, index_t count, double centre = 0) {
@@ -123,10 +123,10 @@ void run(Kernel kernel, const NormRows& norm, int backend) {
     launch::emulate_runs(body, launch::run_grid(body.rows(), body.kRun),
                          launch::kThreadOrders[backend - 1]);
   };
-  if (kernel == Kernel::kValues) emulated(kernels::NormValuesBody<T>{{{}, norm}});
-  if (kernel == Kernel::kTotals) emulated(kernels::NormTotalsBody<T>{{{}, norm}});
-  if (kernel == Kernel::kCoefficients) emulated(kernels::NormCoefficientsBody<T>{{{}, norm}});
-  if (kernel == Kernel::kSlopes) emulated(kernels::NormSlopesBody<T>{{{}, norm}});
+  if (kernel == Kernel::kValues) emulated(ops::NormValuesBody<T>{{{}, norm}});
+  if (kernel == Kernel::kTotals) emulated(ops::NormTotalsBody<T>{{{}, norm}});
+  if (kernel == Kernel::kCoefficients) emulated(ops::NormCoefficientsBody<T>{{{}, norm}});
+  if (kernel == Kernel::kSlopes) emulated(ops::NormSlopesBody<T>{{{}, norm}});
 }
 
 // `rounding`: of T, relative.
@@ -219,7 +219,7 @@ TEST_P(NormRowsOf, PartsMerge) {
     if (backend == 0) {
       cpu::norm_merge_parts(given);
     } else {
-      const kernels::NormMergePartsBody body{{}, given};
+      const ops::NormMergePartsBody body{{}, given};
       launch::emulate_runs(body, launch::run_grid(body.rows(), body.kRun),
                            launch::kThreadOrders[backend - 1]);
     }

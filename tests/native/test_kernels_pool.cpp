@@ -11,9 +11,9 @@
 namespace pydist {
 namespace {
 
-using kernels::PoolAttributes;
-using kernels::PoolOp;
-using kernels::PoolProblem;
+using ops::PoolAttributes;
+using ops::PoolOp;
+using ops::PoolProblem;
 using testing::for_each_index;
 using testing::Random;
 using testing::some_strides;
@@ -29,8 +29,8 @@ struct PoolCase {
 
   PoolProblem problem() const {
     PoolProblem problem =
-        kernels::pool_problem(in.view, out.view, attributes,
-                              {scales[0].data(), scales[1].data(), scales[2].data()}, accumulate);
+        ops::pool_problem(in.view, out.view, attributes,
+                          {scales[0].data(), scales[1].data(), scales[2].data()}, accumulate);
     problem.slope = slope;
     if (slope != 1) problem.gate = gate.memory.data();
     return problem;
@@ -124,8 +124,8 @@ void check_case(unsigned seed) {
   ASSERT_EQ(target_of<kOp>(on_cpu).memory, wanted) << "cpu, seed " << seed;
   for (const launch::ThreadOrder order : launch::kThreadOrders) {
     PoolCase emulated = given;
-    kernels::dispatch_rectifier(given.slope, [&](auto activation) {
-      const auto body = kernels::PoolBody<kOp, double, activation()>::make(emulated.problem());
+    ops::dispatch_rectifier(given.slope, [&](auto activation) {
+      const auto body = ops::PoolBody<kOp, double, activation()>::make(emulated.problem());
       if (body.rows() > 0) {
         launch::emulate_runs(body, launch::run_grid(body.rows(), body.run_length()), order);
       }
@@ -147,8 +147,8 @@ TEST(PoolBody, HasNothingToAddWhereTheSourceReachesNothing) {
   far.attributes.in_lo = {1000, 0, 0};
   far.attributes.footprints.assign(3, Footprint(3, 2, 1, 1, 1));
   far.accumulate = true;
-  using Forward = kernels::PoolBody<PoolOp::kForward, double>;
-  using Backward = kernels::PoolBody<PoolOp::kBackward, double>;
+  using Forward = ops::PoolBody<PoolOp::kForward, double>;
+  using Backward = ops::PoolBody<PoolOp::kBackward, double>;
   EXPECT_EQ(Forward::make(far.problem()).rows(), 0);
   EXPECT_EQ(Backward::make(far.problem()).rows(), 0);
 }

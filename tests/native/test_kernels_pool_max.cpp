@@ -12,8 +12,8 @@
 namespace pydist {
 namespace {
 
-using kernels::MaxOp;
-using kernels::MaxProblem;
+using ops::MaxOp;
+using ops::MaxProblem;
 using testing::Array;
 using testing::for_each_index;
 using testing::Random;
@@ -25,11 +25,11 @@ template <class Tap>
 struct MaxCase {
   Array<double> in, out;
   Array<Tap> taps;
-  kernels::PoolAttributes attributes;
+  ops::PoolAttributes attributes;
   bool accumulate;
 
   MaxProblem problem() const {
-    return kernels::max_problem(in.view, out.view, taps.view, attributes, accumulate);
+    return ops::max_problem(in.view, out.view, taps.view, attributes, accumulate);
   }
 
   // Calls f(i, number) for the inputs of an output's window that the array holds.
@@ -104,10 +104,10 @@ struct MaxCase {
   void find() {
     for_each_index(Box(Coords(5), out.view.shape), [&](const Coords& o) {
       double best = -kInfinity;
-      index_t taken = kernels::kNoTap<Tap>;
+      index_t taken = ops::kNoTap<Tap>;
       for_taps(o, [&](const Coords& i, index_t number) {
         const double value = in.at(i);
-        if (taken == kernels::kNoTap<Tap>) taken = number;
+        if (taken == ops::kNoTap<Tap>) taken = number;
         if (value > best || std::isnan(value)) {
           best = value;
           taken = number;
@@ -171,7 +171,7 @@ void check_case(unsigned seed) {
   expect_equal(on_cpu, "cpu, seed " + std::to_string(seed));
   for (const launch::ThreadOrder order : launch::kThreadOrders) {
     MaxCase<Tap> emulated = given;
-    const auto body = kernels::MaxBody<kOp, double, Tap>::make(emulated.problem());
+    const auto body = ops::MaxBody<kOp, double, Tap>::make(emulated.problem());
     if (body.rows() > 0) {
       launch::emulate_runs(body, launch::run_grid(body.rows(), body.run_length()), order);
     }

@@ -5,7 +5,7 @@
 
 #include "launch/host_device.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // PReLU is a leaky ReLU whose slope is learned: each row has its own.
 enum class Activation { kNone, kRelu, kLeakyRelu, kPrelu };
@@ -56,4 +56,4 @@ void dispatch_rectifier(double slope, const F& f) {
   }
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

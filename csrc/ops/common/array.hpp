@@ -3,7 +3,7 @@
 
 #include "core/view.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 inline constexpr int kSpatialDims = 3;
 
@@ -20,4 +20,4 @@ inline SpatialArray spatial_array(const TensorView& view) {
   return array;
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

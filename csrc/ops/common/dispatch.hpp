@@ -8,7 +8,7 @@
 #include "core/dtype.hpp"
 #include "ops/common/half.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // Calls f(std::type_identity<T>) with the C++ type of `dtype`.
 template <class F>
@@ -55,4 +55,4 @@ void dispatch_floating(DType dtype, F&& f) {
   }
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -7,7 +7,7 @@
 #include "core/index.hpp"
 #include "launch/host_device.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // Division by a number that is known when a kernel is launched: a product and a shift
 // (Granlund and Montgomery 1994), exact for 0 <= n < 2^31.
@@ -27,4 +27,4 @@ struct Divisor {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -9,7 +9,7 @@
 #include <cuda_fp16.h>
 #endif
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // std::bit_cast that never leaves a function behind (see PYDIST_HD).
 template <class To, class From>
@@ -105,4 +105,4 @@ PYDIST_HD T store_as(accumulator_t<T> value) {
   }
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

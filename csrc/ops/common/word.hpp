@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // A word of N bytes, aligned to N, that may alias any element type.
 template <int N>
@@ -19,4 +19,4 @@ struct alignas(2) [[gnu::may_alias]] Word<2> {
   std::uint16_t part;
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

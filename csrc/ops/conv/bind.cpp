@@ -26,24 +26,24 @@ struct ConvArgument {
   std::string describe() const { return bindings::describe(name, view()); }
 };
 
-void check_attributes(const kernels::ConvAttributes& attributes) {
+void check_attributes(const ops::ConvAttributes& attributes) {
   for (const Coords* coords : {&attributes.in_lo, &attributes.out_lo, &attributes.stride,
                                &attributes.padding, &attributes.dilation}) {
-    PYDIST_EXPECT(coords->ndim() == kernels::kSpatialDims,
+    PYDIST_EXPECT(coords->ndim() == ops::kSpatialDims,
                   to_string(*coords) +
                       ": positions, stride, padding and dilation have one entry "
                       "for each of the 3 spatial dims");
   }
-  for (int dim = 0; dim < kernels::kSpatialDims; ++dim) {
+  for (int dim = 0; dim < ops::kSpatialDims; ++dim) {
     PYDIST_EXPECT(attributes.stride[dim] >= 1 && attributes.dilation[dim] >= 1,
                   "stride " + to_string(attributes.stride) + " and dilation " +
                       to_string(attributes.dilation) + " must be at least 1");
   }
 }
 
-kernels::ConvProblem check_conv(const ConvArgument& in, const ConvArgument& weight,
-                                const ConvArgument& out, const kernels::ConvAttributes& attributes,
-                                double negative_slope = 1) {
+ops::ConvProblem check_conv(const ConvArgument& in, const ConvArgument& weight,
+                            const ConvArgument& out, const ops::ConvAttributes& attributes,
+                            double negative_slope = 1) {
   for (const ConvArgument* array : {&in, &weight, &out}) {
     require_ndim(array->name, array->view(), 5);
     require_same_dtype(array->name, array->view(), in.name, in.view());
@@ -59,11 +59,11 @@ kernels::ConvProblem check_conv(const ConvArgument& in, const ConvArgument& weig
                     ": their channels do not fit for groups=" + std::to_string(groups));
   PYDIST_EXPECT(x[0] == y[0], in.describe() + " and " + out.describe() +
                                   ": both need the same number of samples");
-  return kernels::conv_problem(in.view(), weight.view(), out.view(), attributes, negative_slope);
+  return ops::conv_problem(in.view(), weight.view(), out.view(), attributes, negative_slope);
 }
 
-using kernels::ConvMath;
-using kernels::ConvOp;
+using ops::ConvMath;
+using ops::ConvOp;
 
 ConvMath math_of(const std::string& kernel) {
   return kernel == "tf32" ? ConvMath::kTf32 : ConvMath::kTf32x3;
@@ -73,10 +73,10 @@ ConvMath math_of(const std::string& kernel) {
 using MmaPlan = std::tuple<std::string, index_t, double>;
 
 template <ConvOp kOp>
-MmaPlan plan_of(const kernels::ConvProblem& problem, const std::string& kernel) {
-  MmaPlan plan{kernels::mma_refusal<kOp>(problem), 0, 0};
+MmaPlan plan_of(const ops::ConvProblem& problem, const std::string& kernel) {
+  MmaPlan plan{ops::mma_refusal<kOp>(problem), 0, 0};
   if (!std::get<0>(plan).empty()) return plan;
-  kernels::with_mma_body<kOp>(problem, math_of(kernel), [&]<class Body>(std::type_identity<Body>) {
+  ops::with_mma_body<kOp>(problem, math_of(kernel), [&]<class Body>(std::type_identity<Body>) {
     const Body body = Body::make(problem, nullptr);
     plan = {"", body.partial_elements(), body.blocks() == 0 ? 1.0 : body.useful()};
   });
@@ -84,9 +84,8 @@ MmaPlan plan_of(const kernels::ConvProblem& problem, const std::string& kernel) 
 }
 
 template <ConvOp kOp>
-std::optional<kernels::MmaCall> check_kernel(const kernels::ConvProblem& problem,
-                                             const std::string& kernel, const py::object& workspace,
-                                             const ConvArgument& target) {
+std::optional<ops::MmaCall> check_kernel(const ops::ConvProblem& problem, const std::string& kernel,
+                                         const py::object& workspace, const ConvArgument& target) {
   PYDIST_EXPECT(kernel == "plain" || kernel == "mma" || kernel == "tf32",
                 "kernel '" + kernel + "'; possible are plain, mma and tf32");
   if (kernel == "plain") return std::nullopt;
@@ -97,7 +96,7 @@ std::optional<kernels::MmaCall> check_kernel(const kernels::ConvProblem& problem
   const auto [refusal, needed, useful] = plan_of<kOp>(problem, kernel);
   PYDIST_EXPECT(refusal.empty(),
                 "kernel '" + kernel + "' does not take " + refusal + "; kernel 'plain' does");
-  if (needed == 0) return kernels::MmaCall{math_of(kernel), nullptr};
+  if (needed == 0) return ops::MmaCall{math_of(kernel), nullptr};
   PYDIST_EXPECT(!workspace.is_none(), "kernel '" + kernel + "' needs a workspace of " +
                                           std::to_string(needed) + " float32");
   const Borrowed room = borrow(workspace, "workspace", Access::kWrite);
@@ -106,7 +105,7 @@ std::optional<kernels::MmaCall> check_kernel(const kernels::ConvProblem& problem
   PYDIST_EXPECT(
       room->dtype == DType::kFloat32 && room->elements() >= needed,
       describe("workspace", room.view()) + "; needed are " + std::to_string(needed) + " float32");
-  return kernels::MmaCall{math_of(kernel), static_cast<float*>(room->data)};
+  return ops::MmaCall{math_of(kernel), static_cast<float*>(room->data)};
 }
 
 void conv_forward(py::handle slab, py::handle weight, py::handle out, const Coords& slab_lo,
@@ -166,7 +165,7 @@ MmaPlan mma_plan(const std::string& op, py::handle first, py::handle second, py:
                 "kernel '" + kernel + "'; tensor-core kernels are mma and tf32");
   const Borrowed a = borrow(first, "first"), b = borrow(second, "second");
   const Borrowed c = borrow(target, "target");
-  const kernels::ConvAttributes along{first_lo, target_lo, stride, padding, dilation, groups};
+  const ops::ConvAttributes along{first_lo, target_lo, stride, padding, dilation, groups};
   if (op == "forward") {
     return plan_of<ConvOp::kForward>(check_conv({"slab", a}, {"weight", b}, {"out", c}, along),
                                      kernel);

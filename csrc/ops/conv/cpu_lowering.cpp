@@ -8,8 +8,8 @@
 namespace pydist::cpu {
 namespace {
 
-using kernels::ConvDim;
-using kernels::ConvProblem;
+using ops::ConvDim;
+using ops::ConvProblem;
 
 // Destinations are outputs. Kernel index k reaches the outputs o with 0 <= o * stride + k *
 // dilation
@@ -156,7 +156,7 @@ ConvLowering lower(const ConvProblem& problem, ConvRole role) {
     return forward ? problem.dims[dim].in_extent : problem.dims[dim].out_extent;
   };
   ConvLowering lowering{};
-  for (int dim = 1; dim < kernels::kSpatialDims; ++dim) {
+  for (int dim = 1; dim < ops::kSpatialDims; ++dim) {
     if (source_extent(dim) < source_extent(lowering.thin)) lowering.thin = dim;
   }
   lowering.row = lowering.thin == 0 ? 1 : 0;
@@ -199,9 +199,9 @@ void fill_row(const Line& line, index_t first, index_t source_extent, const Sour
   const Source* const values = source + first * stride;
   const index_t step = line.source_step * stride;
   if (step == 1) {
-    for (index_t x = lo; x < hi; ++x) row[x] = kernels::load_as(values[x]);
+    for (index_t x = lo; x < hi; ++x) row[x] = ops::load_as(values[x]);
   } else {
-    for (index_t x = lo; x < hi; ++x) row[x] = kernels::load_as(values[x * step]);
+    for (index_t x = lo; x < hi; ++x) row[x] = ops::load_as(values[x * step]);
   }
   std::fill(row + hi, row + line.extent, T{});
 }
@@ -238,9 +238,9 @@ void fill_channel(const ConvLowering& lowering, const ConvProblem& problem, Conv
 template void fill_channel(const ConvLowering&, const ConvProblem&, ConvRole, const float*, float*);
 template void fill_channel(const ConvLowering&, const ConvProblem&, ConvRole, const double*,
                            double*);
-template void fill_channel(const ConvLowering&, const ConvProblem&, ConvRole,
-                           const kernels::Float16*, float*);
-template void fill_channel(const ConvLowering&, const ConvProblem&, ConvRole,
-                           const kernels::BFloat16*, float*);
+template void fill_channel(const ConvLowering&, const ConvProblem&, ConvRole, const ops::Float16*,
+                           float*);
+template void fill_channel(const ConvLowering&, const ConvProblem&, ConvRole, const ops::BFloat16*,
+                           float*);
 
 }  // namespace pydist::cpu

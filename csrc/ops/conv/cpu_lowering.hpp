@@ -74,12 +74,12 @@ struct ConvLowering {
 };
 
 // The source is `in` for forward (and wgrad), `out` for dgrad; the destination is the other one.
-ConvLowering lower(const kernels::ConvProblem& problem, ConvRole role);
+ConvLowering lower(const ops::ConvProblem& problem, ConvRole role);
 
 // Copies channel `channel` of sample `sample` of the source into `workspace` (its `channel`
 // elements), padded with zeros; fp16 and bf16 become float.
 template <class T, class Source>
-void fill_channel(const ConvLowering& lowering, const kernels::ConvProblem& problem, ConvRole role,
+void fill_channel(const ConvLowering& lowering, const ops::ConvProblem& problem, ConvRole role,
                   const Source* channel, T* workspace);
 
 }  // namespace pydist::cpu

@@ -13,8 +13,8 @@
 namespace pydist::cpu {
 namespace {
 
-using kernels::ConvProblem;
-using kernels::SpatialArray;
+using ops::ConvProblem;
+using ops::SpatialArray;
 
 constexpr index_t kMaxRows = 8;        // of a tile
 constexpr index_t kMaxPositions = 48;  // of a tile: three AVX-512 vectors of floats
@@ -25,7 +25,7 @@ constexpr index_t kFlopsPerThread = 4'000'000;
 // One call. `Storage` is the arrays' type, `T` the one computed in.
 template <class Storage>
 class Convolver {
-  using T = kernels::accumulator_t<Storage>;
+  using T = ops::accumulator_t<Storage>;
   // fp16 and bf16 weights are widened once, into a contiguous array.
   static constexpr bool kWidened = !std::is_same_v<T, Storage>;
 
@@ -57,7 +57,7 @@ class Convolver {
     weight_ = static_cast<const T*>(given_weight_.data);
     if constexpr (kWidened) {
       visit_weight(problem_, given_weight_.strides, [&](index_t i, index_t offset) {
-        memory[i] = kernels::load_as(static_cast<const Storage*>(given_weight_.data)[offset]);
+        memory[i] = ops::load_as(static_cast<const Storage*>(given_weight_.data)[offset]);
       });
       weight_ = memory;
     }
@@ -146,8 +146,8 @@ class Convolver {
       if (slope_ != T{1}) {
         for (index_t j = 0; j < valid; ++j) {
           Storage& element = to[j * job.stride];
-          const T sum = kernels::load_as(element) + sums[done + j];
-          element = kernels::store_as<Storage>(kernels::rectify(sum, slope_));
+          const T sum = ops::load_as(element) + sums[done + j];
+          element = ops::store_as<Storage>(ops::rectify(sum, slope_));
         }
       } else if (job.stride == 1) {
         for (index_t j = 0; j < valid; ++j) accumulate(to[j], sums[done + j]);
@@ -159,7 +159,7 @@ class Convolver {
   }
 
   static void accumulate(Storage& element, T sum) {
-    element = kernels::store_as<Storage>(kernels::load_as(element) + sum);
+    element = ops::store_as<Storage>(ops::load_as(element) + sum);
   }
 
   const ConvProblem problem_;
@@ -177,7 +177,7 @@ class Convolver {
 };
 
 void convolve(const ConvProblem& problem, ConvRole role) {
-  kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
+  ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
     Convolver<Storage>(problem, role).run();
   });
 }

@@ -27,17 +27,17 @@ int conv_rows(const ConvIsa<T>& isa, index_t rows) {
   return log_rows;
 }
 
-inline index_t weight_elements(const kernels::ConvProblem& problem) {
+inline index_t weight_elements(const ops::ConvProblem& problem) {
   index_t count = problem.groups * problem.out_channels * problem.in_channels;
-  for (const kernels::ConvDim& dim : problem.dims) count *= dim.kernel;
+  for (const ops::ConvDim& dim : problem.dims) count *= dim.kernel;
   return count;
 }
 
 // The problem with its weight replaced by a contiguous array, yet without memory.
-inline kernels::ConvProblem with_contiguous_weight(kernels::ConvProblem problem) {
+inline ops::ConvProblem with_contiguous_weight(ops::ConvProblem problem) {
   index_t stride = 1;
   problem.weight.data = nullptr;
-  for (int dim = kernels::kSpatialDims - 1; dim >= 0; --dim) {
+  for (int dim = ops::kSpatialDims - 1; dim >= 0; --dim) {
     problem.weight.strides[2 + dim] = stride;
     stride *= problem.dims[dim].kernel;
   }
@@ -48,7 +48,7 @@ inline kernels::ConvProblem with_contiguous_weight(kernels::ConvProblem problem)
 
 // Calls f(i, offset) for every weight: its C-order index and its place under `strides`.
 template <class F>
-void visit_weight(const kernels::ConvProblem& problem, const index_t* strides, F&& f) {
+void visit_weight(const ops::ConvProblem& problem, const index_t* strides, F&& f) {
   index_t i = 0;
   for (index_t co = 0; co < problem.groups * problem.out_channels; ++co) {
     for (index_t ci = 0; ci < problem.in_channels; ++ci) {

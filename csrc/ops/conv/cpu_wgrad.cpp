@@ -21,7 +21,7 @@
 namespace pydist::cpu {
 namespace {
 
-using kernels::ConvProblem;
+using ops::ConvProblem;
 
 constexpr index_t kDotChunk = 4096;   // positions: tiles of 16 + 3 rows stay in the L2 cache
 constexpr index_t kDotOutputs = 16;   // output channels of a task
@@ -35,7 +35,7 @@ constexpr index_t kFlopsPerThread = 4'000'000;
 
 template <class Storage>
 class WeightGradient {
-  using T = kernels::accumulator_t<Storage>;
+  using T = ops::accumulator_t<Storage>;
 
  public:
   explicit WeightGradient(const ConvProblem& problem)
@@ -133,7 +133,7 @@ class WeightGradient {
     for (index_t y = 0; y < job.rows; ++y) {
       const Storage* const from = channel + job.destination + y * job.row_stride;
       for (index_t x = 0; x < job.columns; ++x, to += outs_) {
-        *to = kernels::load_as(from[x * job.stride]);
+        *to = ops::load_as(from[x * job.stride]);
       }
     }
   }
@@ -143,7 +143,7 @@ class WeightGradient {
     T* const end = to + padded_positions(job);
     for (index_t y = 0; y < job.rows; ++y) {
       const Storage* const from = channel + job.destination + y * job.row_stride;
-      for (index_t x = 0; x < job.columns; ++x) to[x] = kernels::load_as(from[x * job.stride]);
+      for (index_t x = 0; x < job.columns; ++x) to[x] = ops::load_as(from[x * job.stride]);
       T* const next = y + 1 < job.rows ? to + lowering_.pitch : end;
       std::fill(to + job.columns, next, T{});
       to = next;
@@ -275,7 +275,7 @@ class WeightGradient {
         const T* const sum = sums + ci * kernel_ * width + co;
         for (std::size_t t = 0; t < taps_.size(); ++t) {
           Storage& weight = kernel[places_[t]];
-          weight = kernels::store_as<Storage>(kernels::load_as(weight) + sum[taps_[t] * width]);
+          weight = ops::store_as<Storage>(ops::load_as(weight) + sum[taps_[t] * width]);
         }
       }
     }
@@ -300,7 +300,7 @@ class WeightGradient {
 
 void boundary_conv_wgrad(const ConvProblem& problem) {
   if (add_wgrad_by_rows(problem)) return;
-  kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
+  ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
     WeightGradient<Storage>(problem).run();
   });
 }

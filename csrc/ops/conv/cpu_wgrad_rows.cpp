@@ -17,9 +17,9 @@
 namespace pydist::cpu {
 namespace {
 
-using kernels::ConvDim;
-using kernels::ConvProblem;
-using kernels::SpatialArray;
+using ops::ConvDim;
+using ops::ConvProblem;
+using ops::SpatialArray;
 
 constexpr index_t kFewColumns = 8;        // outputs of a row below which sums move too often
 constexpr index_t kSumBytes = 256 << 10;  // of a plane: they stay in the L2 cache

@@ -10,20 +10,20 @@
 
 namespace pydist::cuda {
 
-template <kernels::ConvOp kOp>
-void convolve(const kernels::ConvProblem& problem, const MmaCall& mma, const Queue& queue,
+template <ops::ConvOp kOp>
+void convolve(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue,
               const char* what) {
   const DeviceGuard guard(queue.device);
   if (mma) {
-    kernels::with_mma_body<kOp>(problem, mma->math, [&]<class Body>(std::type_identity<Body>) {
+    ops::with_mma_body<kOp>(problem, mma->math, [&]<class Body>(std::type_identity<Body>) {
       const Body body = Body::make(problem, mma->partial);
       check(launch::run_warp_tiles_on_cuda(body, stream_of(queue)), what);
-      const kernels::ConvPartialBody<Body> rest{body};
+      const ops::ConvPartialBody<Body> rest{body};
       check(launch::run_on_cuda(rest, body.n_extent, stream_of(queue)), what);
     });
   } else {
-    kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
-      const auto body = kernels::ConvTileBody<kOp, Storage>::make(problem);
+    ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
+      const auto body = ops::ConvTileBody<kOp, Storage>::make(problem);
       check(launch::run_tiles_on_cuda(body, stream_of(queue)), what);
     });
   }

@@ -2,9 +2,8 @@
 
 namespace pydist::cuda {
 
-void boundary_conv_dgrad(const kernels::ConvProblem& problem, const MmaCall& mma,
-                         const Queue& queue) {
-  convolve<kernels::ConvOp::kDgrad>(problem, mma, queue, "launch of boundary_conv_dgrad");
+void boundary_conv_dgrad(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue) {
+  convolve<ops::ConvOp::kDgrad>(problem, mma, queue, "launch of boundary_conv_dgrad");
 }
 
 }  // namespace pydist::cuda

@@ -2,9 +2,8 @@
 
 namespace pydist::cuda {
 
-void boundary_conv_wgrad(const kernels::ConvProblem& problem, const MmaCall& mma,
-                         const Queue& queue) {
-  convolve<kernels::ConvOp::kWgrad>(problem, mma, queue, "launch of boundary_conv_wgrad");
+void boundary_conv_wgrad(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue) {
+  convolve<ops::ConvOp::kWgrad>(problem, mma, queue, "launch of boundary_conv_wgrad");
 }
 
 }  // namespace pydist::cuda

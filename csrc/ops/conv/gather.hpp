@@ -8,7 +8,7 @@
 #include "ops/common/divisor.hpp"
 #include "ops/conv/reach.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // The product that a boundary convolution is: target[p or q, n] += sum left * right, where "left"
 // is gathered from an array by a position p and by a pair q of a kernel index and a channel:
@@ -166,4 +166,4 @@ struct ConvGather {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -12,21 +12,18 @@
 
 namespace pydist::cpu {
 
-void boundary_conv_forward(const kernels::ConvProblem& problem);  // writes out
-void boundary_conv_dgrad(const kernels::ConvProblem& problem);    // writes in
-void boundary_conv_wgrad(const kernels::ConvProblem& problem);    // writes weight
+void boundary_conv_forward(const ops::ConvProblem& problem);  // writes out
+void boundary_conv_dgrad(const ops::ConvProblem& problem);    // writes in
+void boundary_conv_wgrad(const ops::ConvProblem& problem);    // writes weight
 
 }  // namespace pydist::cpu
 
 namespace pydist::cuda {
 
 // On tensor cores if it is said how, and then the problem must not be one that they refuse.
-using MmaCall = std::optional<kernels::MmaCall>;
-void boundary_conv_forward(const kernels::ConvProblem& problem, const MmaCall& mma,
-                           const Queue& queue);
-void boundary_conv_dgrad(const kernels::ConvProblem& problem, const MmaCall& mma,
-                         const Queue& queue);
-void boundary_conv_wgrad(const kernels::ConvProblem& problem, const MmaCall& mma,
-                         const Queue& queue);
+using MmaCall = std::optional<ops::MmaCall>;
+void boundary_conv_forward(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);
+void boundary_conv_dgrad(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);
+void boundary_conv_wgrad(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);
 
 }  // namespace pydist::cuda

@@ -12,7 +12,7 @@
 #include "launch/decomposition.hpp"
 #include "ops/common/half.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 enum class MmaFormat { kFloat16, kBFloat16, kTf32 };
 
@@ -138,4 +138,4 @@ PYDIST_HD void multiply_warp(const launch::Warp<Thread>& warp, const Left& left,
 #endif
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -13,7 +13,7 @@
 #include "ops/conv/mma_call.hpp"
 #include "ops/conv/mma_load.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // target[m, n] += sum_k left(m, k) * right(n, k) for each group of channels, as gather.hpp
 // lays it out: m is what is gathered, n a channel.
@@ -284,4 +284,4 @@ struct ConvMmaBody {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

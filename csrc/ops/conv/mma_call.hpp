@@ -1,7 +1,7 @@
 // How a boundary convolution on tensor cores is asked for.
 #pragma once
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // What the products of floats are formed of: their 10 leading bits, or 21 in three products.
 enum class ConvMath { kTf32, kTf32x3 };
@@ -12,4 +12,4 @@ struct MmaCall {
   float* partial;
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -8,7 +8,7 @@
 #include "ops/conv/mma_body.hpp"
 #include "ops/conv/mma_call.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // Why a problem has no tensor-core kernel; empty if it has one.
 template <ConvOp kOp>
@@ -39,4 +39,4 @@ void with_mma_body(const ConvProblem& problem, ConvMath math, const F& f) {
   });
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -7,7 +7,7 @@
 #include "ops/common/word.hpp"
 #include "ops/conv/gather.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 inline constexpr int kTileWords = 16;  // of k, in one step
 
@@ -238,4 +238,4 @@ struct MmaLoad {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

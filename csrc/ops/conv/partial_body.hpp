@@ -6,7 +6,7 @@
 #include "core/index.hpp"
 #include "launch/decomposition.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // Adds up the parts of a boundary convolution whose sums were split.
 //
@@ -47,4 +47,4 @@ struct ConvPartialBody {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -5,7 +5,7 @@
 #include "launch/host_device.hpp"
 #include "ops/common/array.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // One spatial dim: output o and kernel index k read the input o * stride + k * dilation + base.
 // Inputs and outputs outside the given arrays take no part.
@@ -67,4 +67,4 @@ inline ConvProblem conv_problem(const TensorView& in, const TensorView& weight,
   return problem;
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -7,7 +7,7 @@
 
 #include "ops/conv/problem.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 enum class ConvOp { kForward, kDgrad, kWgrad };
 
@@ -44,4 +44,4 @@ inline DimReach reach_of(const ConvDim& dim) {
   return {reach(0), reach(1), reach(2)};
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -9,7 +9,7 @@
 #include "ops/common/half.hpp"
 #include "ops/conv/reach.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // target[m, n] += sum_k left(m, k) * right(k, n) for each group of channels, with
 //
@@ -237,4 +237,4 @@ struct ConvTileBody {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

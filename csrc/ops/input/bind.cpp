@@ -14,8 +14,8 @@ using namespace py::literals;
 
 // What both kernels ask of a block, its input, and where they say that something is not finite.
 void check_block(const TensorView& stored, const TensorView& out, const TensorView& found) {
-  require_ndim("stored", stored, kernels::kBlockDims);
-  require_ndim("out", out, kernels::kBlockDims);
+  require_ndim("stored", stored, ops::kBlockDims);
+  require_ndim("out", out, ops::kBlockDims);
   PYDIST_EXPECT(stored.shape == out.shape,
                 describe("stored", stored) + " and " + describe("out", out) + " differ in shape");
   PYDIST_EXPECT(out.dtype == DType::kFloat32 || out.dtype == DType::kFloat64,

@@ -7,7 +7,7 @@
 #include "launch/host_device.hpp"
 #include "ops/input/rescaled.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 inline constexpr int kBlockDims = 4;  // [C, D, H, W]
 
@@ -149,4 +149,4 @@ struct Rescale {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

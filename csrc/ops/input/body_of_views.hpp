@@ -6,7 +6,7 @@
 #include "ops/common/dispatch.hpp"
 #include "ops/input/body.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // Calls f(std::type_identity<float or double>).
 template <class F>
@@ -48,4 +48,4 @@ void rescale_body(const TensorView& stored, const TensorView& maps, bool log, do
   });
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -15,22 +15,22 @@ namespace {
 constexpr index_t kBytesWorth = 16;
 
 // Rescale of floats, with the loop along a run taken from the instruction set's table.
-struct IsaRescale : kernels::Rescale<float, float> {
+struct IsaRescale : ops::Rescale<float, float> {
   template <class Loop>
-  void each(const kernels::ConvertRun& run, const Loop&) const {
-    const kernels::ChannelMap& map = maps[run.channel];
+  void each(const ops::ConvertRun& run, const Loop&) const {
+    const ops::ChannelMap& map = maps[run.channel];
     std::uint32_t bad = 0;
     const ConvertTable& table = isa::chosen(PYDIST_ISA_TABLES(kConvert));
     table.rescale_f32({from + run.from, grid.from_stride[3], to + run.to, grid.to_stride[3],
                        grid.extent[3], map.lower, map.upper, map.shift, map.scale, divisor, log,
                        &bad});
-    kernels::report(found, bad);
+    ops::report(found, bad);
   }
 };
 
 template <class Body>
 auto vectorised(const Body& body) {
-  if constexpr (std::is_same_v<Body, kernels::Rescale<float, float>>) {
+  if constexpr (std::is_same_v<Body, ops::Rescale<float, float>>) {
     return IsaRescale{body};
   } else {
     return body;
@@ -47,12 +47,12 @@ auto on_cpu(const TensorView& out) {
 
 void look_up(const TensorView& stored, const TensorView& table, double divisor,
              const TensorView& out, const TensorView& found) {
-  kernels::look_up_body(stored, table, divisor, out, found, on_cpu(out));
+  ops::look_up_body(stored, table, divisor, out, found, on_cpu(out));
 }
 
 void rescale(const TensorView& stored, const TensorView& maps, bool log, double divisor,
              const TensorView& out, const TensorView& found) {
-  kernels::rescale_body(stored, maps, log, divisor, out, found, on_cpu(out));
+  ops::rescale_body(stored, maps, log, divisor, out, found, on_cpu(out));
 }
 
 }  // namespace pydist::cpu

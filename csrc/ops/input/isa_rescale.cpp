@@ -15,16 +15,16 @@ struct One {
 
 template <bool kLog, bool kMoves, class Step>
 PYDIST_HD void walk(const RescaleLine& line, Step step, Step to_step) {
-  const kernels::ChannelMap map{line.lower, line.upper, line.shift, line.scale};
+  const ops::ChannelMap map{line.lower, line.upper, line.shift, line.scale};
   const float* const from = line.from;
   float* const to = line.to;
   const float divisor = line.divisor;
   std::uint32_t bad = 0;
   PYDIST_INDEPENDENT
   for (std::int64_t j = 0; j < line.count; ++j) {
-    const auto value = kernels::rescaled<float, kLog, kMoves>(from[j * step], map, divisor);
+    const auto value = ops::rescaled<float, kLog, kMoves>(from[j * step], map, divisor);
     to[j * to_step] = value;
-    bad |= kernels::not_finite(value);
+    bad |= ops::not_finite(value);
   }
   *line.bad |= bad;
 }
@@ -36,7 +36,7 @@ PYDIST_HD void by_step(const RescaleLine& line) {
 }
 
 void rescale(const RescaleLine& line) {
-  const bool moves = kernels::ChannelMap{line.lower, line.upper, line.shift, line.scale}.moves();
+  const bool moves = ops::ChannelMap{line.lower, line.upper, line.shift, line.scale}.moves();
   if (line.log) return moves ? by_step<true, true>(line) : by_step<true, false>(line);
   moves ? by_step<false, true>(line) : by_step<false, false>(line);
 }

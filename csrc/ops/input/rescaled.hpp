@@ -7,7 +7,7 @@
 #include "launch/host_device.hpp"
 #include "ops/common/half.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // 1 for NaN and the infinities. By the bits: no compiler option may argue it away.
 PYDIST_HD std::uint32_t not_finite(float value) {
@@ -83,4 +83,4 @@ PYDIST_HD To rescaled(const From& from, const ChannelMap& map, To divisor) {
   return value / divisor;
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -9,7 +9,7 @@ namespace pydist::bindings {
 namespace {
 
 using namespace py::literals;
-using kernels::NormProblem;
+using ops::NormProblem;
 
 // Whether the elements lie in the order of the given dims, the last one adjacent.
 bool lies(const TensorView& view, bool channels_last) {

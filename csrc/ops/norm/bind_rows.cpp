@@ -11,8 +11,8 @@ namespace pydist::bindings {
 namespace {
 
 using namespace py::literals;
-using kernels::NormParts;
-using kernels::NormRows;
+using ops::NormParts;
+using ops::NormRows;
 
 void require_doubles(const char* name, const TensorView& view, index_t lines, index_t columns) {
   PYDIST_EXPECT(view.dtype == DType::kFloat64 && view.ndim() == 2 && view.shape[0] == lines &&

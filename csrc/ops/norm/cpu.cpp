@@ -12,10 +12,10 @@
 namespace pydist::cpu {
 namespace {
 
-using kernels::BFloat16;
-using kernels::Float16;
-using kernels::NormProblem;
-using kernels::RowMoments;
+using ops::BFloat16;
+using ops::Float16;
+using ops::NormProblem;
+using ops::RowMoments;
 
 template <class Storage>
 const auto& isa_of() {
@@ -74,8 +74,8 @@ class Normalizer {
   template <bool kMoments>
   void merge() const {
     for (index_t row = 0; row < problem_.shape.rows(); ++row) {
-      const auto all = kernels::merged_parts<kMoments>(problem_, row, 0, 1);
-      kernels::set_sums<kMoments>(problem_, 0, row, all);
+      const auto all = ops::merged_parts<kMoments>(problem_, row, 0, 1);
+      ops::set_sums<kMoments>(problem_, 0, row, all);
     }
   }
 
@@ -104,7 +104,7 @@ class Normalizer {
       lines_.fold(block, block.second, work.squares);
       for (index_t c = 0; c < lines_.width(); ++c) {
         const RowMoments own =
-            kernels::shifted_moments(count, shifts[c], work.sums[c], work.squares[c]);
+            ops::shifted_moments(count, shifts[c], work.sums[c], work.squares[c]);
         RowMoments all{before, means[c], m2s[c]};
         all.merge(own);
         means[c] = all.mean;
@@ -124,7 +124,7 @@ class Normalizer {
 
 template <class F>
 void with_normalizer(const NormProblem& problem, const F& f) {
-  kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
+  ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
     f(Normalizer<Storage>(problem));
   });
 }
@@ -133,8 +133,8 @@ void with_normalizer(const NormProblem& problem, const F& f) {
 constexpr index_t kEntryBytes = 256;
 
 template <template <class> class Body>
-void run_rows(const kernels::NormRows& norm) {
-  kernels::dispatch_rows(norm, [&]<class T>(std::type_identity<T>) {
+void run_rows(const ops::NormRows& norm) {
+  ops::dispatch_rows(norm, [&]<class T>(std::type_identity<T>) {
     const Body<T> body{{{}, norm}};
     launch::run_on_cpu(body, body.entries() * kEntryBytes);
   });
@@ -158,15 +158,13 @@ void norm_grad_input(const NormProblem& problem) {
   with_normalizer(problem, [](const auto& normalizer) { normalizer.grad_input(); });
 }
 
-void norm_merge_parts(const kernels::NormParts& parts) {
-  launch::run_on_cpu(kernels::NormMergePartsBody{{}, parts}, parts.statistics * kEntryBytes);
+void norm_merge_parts(const ops::NormParts& parts) {
+  launch::run_on_cpu(ops::NormMergePartsBody{{}, parts}, parts.statistics * kEntryBytes);
 }
 
-void norm_values(const kernels::NormRows& norm) { run_rows<kernels::NormValuesBody>(norm); }
-void norm_totals(const kernels::NormRows& norm) { run_rows<kernels::NormTotalsBody>(norm); }
-void norm_coefficients(const kernels::NormRows& norm) {
-  run_rows<kernels::NormCoefficientsBody>(norm);
-}
-void norm_slopes(const kernels::NormRows& norm) { run_rows<kernels::NormSlopesBody>(norm); }
+void norm_values(const ops::NormRows& norm) { run_rows<ops::NormValuesBody>(norm); }
+void norm_totals(const ops::NormRows& norm) { run_rows<ops::NormTotalsBody>(norm); }
+void norm_coefficients(const ops::NormRows& norm) { run_rows<ops::NormCoefficientsBody>(norm); }
+void norm_slopes(const ops::NormRows& norm) { run_rows<ops::NormSlopesBody>(norm); }
 
 }  // namespace pydist::cpu

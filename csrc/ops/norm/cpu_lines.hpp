@@ -27,11 +27,11 @@ inline constexpr index_t kNormTask = 1 << 16;
 template <class Storage>
 class NormLines {
  public:
-  using T = kernels::accumulator_t<Storage>;
+  using T = ops::accumulator_t<Storage>;
   using Block = NormBlock<Storage, T>;
   using Kernel = typename NormIsa<Storage, T>::Kernel;
 
-  NormLines(const kernels::NormProblem& problem, const NormIsa<Storage, T>& isa)
+  NormLines(const ops::NormProblem& problem, const NormIsa<Storage, T>& isa)
       : problem_(problem),
         shape_(problem.shape),
         width_(shape_.channels_last ? shape_.channels : 1),
@@ -201,8 +201,8 @@ class NormLines {
     }
   }
 
-  const kernels::NormProblem& problem_;
-  const kernels::NormShape& shape_;
+  const ops::NormProblem& problem_;
+  const ops::NormShape& shape_;
   const index_t width_, lines_, columns_;
 };
 

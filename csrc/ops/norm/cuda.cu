@@ -9,20 +9,20 @@
 namespace pydist::cuda {
 namespace {
 
-using kernels::Activation;
-using kernels::NormProblem;
+using ops::Activation;
+using ops::NormProblem;
 
 // Calls f with the types of the elements and of the activation.
 template <class F>
 void dispatch(const NormProblem& problem, const F& f) {
-  kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage> type) {
-    kernels::dispatch_activation(problem, [&](auto activation) { f(type, activation); });
+  ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage> type) {
+    ops::dispatch_activation(problem, [&](auto activation) { f(type, activation); });
   });
 }
 
 template <bool kMoments>
 void merge(const NormProblem& problem, const Queue& queue, const char* what) {
-  const kernels::NormMergeBody<kMoments> body{{}, problem};
+  const ops::NormMergeBody<kMoments> body{{}, problem};
   check(launch::run_tiles_on_cuda(body, stream_of(queue)), what);
 }
 
@@ -36,9 +36,9 @@ void write(const NormProblem& problem, const Queue& queue, const char* what) {
                check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
              };
              if (problem.shape.channels_last) {
-               run(kernels::NormWriteBody<kForward, true, kActivation, Storage>::make(problem));
+               run(ops::NormWriteBody<kForward, true, kActivation, Storage>::make(problem));
              } else {
-               run(kernels::NormWriteBody<kForward, false, kActivation, Storage>::make(problem));
+               run(ops::NormWriteBody<kForward, false, kActivation, Storage>::make(problem));
              }
            });
 }
@@ -51,8 +51,8 @@ void run_entries(const Body& body, const Queue& queue, const char* what) {
 }
 
 template <template <class> class Body>
-void run_rows(const kernels::NormRows& norm, const Queue& queue, const char* what) {
-  kernels::dispatch_rows(
+void run_rows(const ops::NormRows& norm, const Queue& queue, const char* what) {
+  ops::dispatch_rows(
       norm, [&]<class T>(std::type_identity<T>) { run_entries(Body<T>{{{}, norm}}, queue, what); });
 }
 
@@ -61,8 +61,8 @@ void run_rows(const kernels::NormRows& norm, const Queue& queue, const char* wha
 void norm_moments(const NormProblem& problem, const Queue& queue) {
   constexpr const char* kWhat = "launch of norm_moments";
   const DeviceGuard guard(queue.device);
-  kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
-    const auto body = kernels::NormSumsBody<true, Activation::kNone, Storage>::make(problem);
+  ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
+    const auto body = ops::NormSumsBody<true, Activation::kNone, Storage>::make(problem);
     check(launch::run_tiles_on_cuda(body, stream_of(queue)), kWhat);
   });
   merge<true>(problem, queue, kWhat);
@@ -78,7 +78,7 @@ void norm_grad_sums(const NormProblem& problem, const Queue& queue) {
   dispatch(problem,
            [&]<class Storage, Activation kActivation>(
                std::type_identity<Storage>, std::integral_constant<Activation, kActivation>) {
-             const auto body = kernels::NormSumsBody<false, kActivation, Storage>::make(problem);
+             const auto body = ops::NormSumsBody<false, kActivation, Storage>::make(problem);
              check(launch::run_tiles_on_cuda(body, stream_of(queue)), kWhat);
            });
   merge<false>(problem, queue, kWhat);
@@ -88,24 +88,24 @@ void norm_grad_input(const NormProblem& problem, const Queue& queue) {
   write<false>(problem, queue, "launch of norm_grad_input");
 }
 
-void norm_merge_parts(const kernels::NormParts& parts, const Queue& queue) {
-  run_entries(kernels::NormMergePartsBody{{}, parts}, queue, "launch of norm_merge_parts");
+void norm_merge_parts(const ops::NormParts& parts, const Queue& queue) {
+  run_entries(ops::NormMergePartsBody{{}, parts}, queue, "launch of norm_merge_parts");
 }
 
-void norm_values(const kernels::NormRows& norm, const Queue& queue) {
-  run_rows<kernels::NormValuesBody>(norm, queue, "launch of norm_values");
+void norm_values(const ops::NormRows& norm, const Queue& queue) {
+  run_rows<ops::NormValuesBody>(norm, queue, "launch of norm_values");
 }
 
-void norm_totals(const kernels::NormRows& norm, const Queue& queue) {
-  run_rows<kernels::NormTotalsBody>(norm, queue, "launch of norm_totals");
+void norm_totals(const ops::NormRows& norm, const Queue& queue) {
+  run_rows<ops::NormTotalsBody>(norm, queue, "launch of norm_totals");
 }
 
-void norm_coefficients(const kernels::NormRows& norm, const Queue& queue) {
-  run_rows<kernels::NormCoefficientsBody>(norm, queue, "launch of norm_coefficients");
+void norm_coefficients(const ops::NormRows& norm, const Queue& queue) {
+  run_rows<ops::NormCoefficientsBody>(norm, queue, "launch of norm_coefficients");
 }
 
-void norm_slopes(const kernels::NormRows& norm, const Queue& queue) {
-  run_rows<kernels::NormSlopesBody>(norm, queue, "launch of norm_slopes");
+void norm_slopes(const ops::NormRows& norm, const Queue& queue) {
+  run_rows<ops::NormSlopesBody>(norm, queue, "launch of norm_slopes");
 }
 
 }  // namespace pydist::cuda

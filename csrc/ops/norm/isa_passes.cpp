@@ -8,7 +8,7 @@
 namespace pydist::cpu::PYDIST_ISA_NAME {
 namespace {
 
-using kernels::Activation;
+using ops::Activation;
 
 enum class Pass { kTotal, kMoments, kApply, kSums, kGradient };
 
@@ -59,17 +59,17 @@ PYDIST_HD void tile(const NormBlock<Storage, T>& block, std::int64_t column, std
         second[v] += centred * centred;
       }
       [[maybe_unused]] Vector value{};
-      if constexpr (kNormalizes) value = kernels::normalized(centred, factor[v], offset[v]);
+      if constexpr (kNormalizes) value = ops::normalized(centred, factor[v], offset[v]);
       if constexpr (kPass == Pass::kApply) {
-        narrow<kLanes, T>(kernels::activated<kActivation>(value, slope[v]), block.out + at);
+        narrow<kLanes, T>(ops::activated<kActivation>(value, slope[v]), block.out + at);
       }
       if constexpr (kGrads) {
         const Vector given = widen<kLanes, T>(block.grad + at);
-        const Vector grad = kernels::activation_gradient<kActivation>(value, given, slope[v]);
+        const Vector grad = ops::activation_gradient<kActivation>(value, given, slope[v]);
         if constexpr (kPass == Pass::kSums) {
           first[v] += grad;
           second[v] += grad * centred;
-          if constexpr (kLearned) third[v] += kernels::slope_gradient(value, given);
+          if constexpr (kLearned) third[v] += ops::slope_gradient(value, given);
         } else {
           narrow<kLanes, T>(a[v] * grad + (b[v] * centred + d[v]), block.out + at);
         }
@@ -129,7 +129,7 @@ constexpr NormIsa<Storage, T> norm_isa() {
 
 }  // namespace
 
-const NormTable kNorm = {norm_isa<kernels::Float16, float>(), norm_isa<kernels::BFloat16, float>(),
+const NormTable kNorm = {norm_isa<ops::Float16, float>(), norm_isa<ops::BFloat16, float>(),
                          norm_isa<float, float>(), norm_isa<double, double>()};
 
 }  // namespace pydist::cpu::PYDIST_ISA_NAME

@@ -7,10 +7,10 @@
 
 #include "isa/tables.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 struct Float16;
 struct BFloat16;
-}  // namespace pydist::kernels
+}  // namespace pydist::ops
 
 namespace pydist::cpu {
 
@@ -40,8 +40,8 @@ struct NormIsa {
 };
 
 struct NormTable {
-  NormIsa<kernels::Float16, float> f16;
-  NormIsa<kernels::BFloat16, float> bf16;
+  NormIsa<ops::Float16, float> f16;
+  NormIsa<ops::BFloat16, float> bf16;
   NormIsa<float, float> f32;
   NormIsa<double, double> f64;
 };

@@ -11,30 +11,30 @@
 
 namespace pydist::cpu {
 
-void norm_moments(const kernels::NormProblem& problem);     // reads x once; writes sums
-void norm_apply(const kernels::NormProblem& problem);       // reads x once; writes out
-void norm_grad_sums(const kernels::NormProblem& problem);   // reads x, grad once; writes sums
-void norm_grad_input(const kernels::NormProblem& problem);  // reads x, grad once; writes out
+void norm_moments(const ops::NormProblem& problem);     // reads x once; writes sums
+void norm_apply(const ops::NormProblem& problem);       // reads x once; writes out
+void norm_grad_sums(const ops::NormProblem& problem);   // reads x, grad once; writes sums
+void norm_grad_input(const ops::NormProblem& problem);  // reads x, grad once; writes out
 
-void norm_merge_parts(const kernels::NormParts& parts);
-void norm_values(const kernels::NormRows& norm);        // from moments, scale, shift
-void norm_totals(const kernels::NormRows& norm);        // from moments, scale, values, sums
-void norm_coefficients(const kernels::NormRows& norm);  // from moments, scale, values, totals
-void norm_slopes(const kernels::NormRows& norm);
+void norm_merge_parts(const ops::NormParts& parts);
+void norm_values(const ops::NormRows& norm);        // from moments, scale, shift
+void norm_totals(const ops::NormRows& norm);        // from moments, scale, values, sums
+void norm_coefficients(const ops::NormRows& norm);  // from moments, scale, values, totals
+void norm_slopes(const ops::NormRows& norm);
 
 }  // namespace pydist::cpu
 
 namespace pydist::cuda {
 
-void norm_moments(const kernels::NormProblem& problem, const Queue& queue);
-void norm_apply(const kernels::NormProblem& problem, const Queue& queue);
-void norm_grad_sums(const kernels::NormProblem& problem, const Queue& queue);
-void norm_grad_input(const kernels::NormProblem& problem, const Queue& queue);
+void norm_moments(const ops::NormProblem& problem, const Queue& queue);
+void norm_apply(const ops::NormProblem& problem, const Queue& queue);
+void norm_grad_sums(const ops::NormProblem& problem, const Queue& queue);
+void norm_grad_input(const ops::NormProblem& problem, const Queue& queue);
 
-void norm_merge_parts(const kernels::NormParts& parts, const Queue& queue);
-void norm_values(const kernels::NormRows& norm, const Queue& queue);
-void norm_totals(const kernels::NormRows& norm, const Queue& queue);
-void norm_coefficients(const kernels::NormRows& norm, const Queue& queue);
-void norm_slopes(const kernels::NormRows& norm, const Queue& queue);
+void norm_merge_parts(const ops::NormParts& parts, const Queue& queue);
+void norm_values(const ops::NormRows& norm, const Queue& queue);
+void norm_totals(const ops::NormRows& norm, const Queue& queue);
+void norm_coefficients(const ops::NormRows& norm, const Queue& queue);
+void norm_slopes(const ops::NormRows& norm, const Queue& queue);
 
 }  // namespace pydist::cuda

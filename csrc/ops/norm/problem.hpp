@@ -11,7 +11,7 @@
 #include "launch/host_device.hpp"
 #include "ops/common/activation.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // What forward computes of an element before the activation. Backward finds the activation's sign
 // by the same expression, so that they agree wherever a result is 0 but for rounding.
@@ -130,4 +130,4 @@ PYDIST_HD void set_sums(const NormProblem& problem, index_t part, index_t row,
   if (!kMoments && problem.learned) sums[2 * rows] = found.count;
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -12,7 +12,7 @@
 #include "launch/host_device.hpp"
 #include "ops/norm/problem.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // Numbers of the rows of a norm; which ones a kernel takes is said there. T is double where `wide`,
 // else float. A statistic is that of `members` consecutive rows; the channel of a row is its number
@@ -207,4 +207,4 @@ void dispatch_rows(const NormRows& norm, const F& f) {
   }
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

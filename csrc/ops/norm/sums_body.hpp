@@ -6,7 +6,7 @@
 #include "ops/common/half.hpp"
 #include "ops/norm/problem.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // Threads of a block that merge what each of them has: in every step, half of those that still have
 // something take the other half's.
@@ -189,4 +189,4 @@ struct NormMergeBody : RowMerge<kMoments> {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

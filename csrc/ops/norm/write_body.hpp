@@ -9,7 +9,7 @@
 #include "ops/common/half.hpp"
 #include "ops/norm/problem.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // What is written: activations, or dL/dx.
 //
@@ -130,4 +130,4 @@ void dispatch_activation(const NormProblem& problem, const F& f) {
   dispatch_rectifier(problem.slope, f);
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -47,7 +47,7 @@ void check_order(const Coords& order, int ndim) {
 // Of tensors that are not in host memory.
 void transfer_on_cuda(Transfer transfer, const Borrowed& tensor,
                       [[maybe_unused]] const TensorView& view,
-                      [[maybe_unused]] const kernels::Regions& regions,
+                      [[maybe_unused]] const ops::Regions& regions,
                       [[maybe_unused]] const TensorView& buffer) {
   switch (transfer) {
     case Transfer::kPack:
@@ -66,7 +66,7 @@ class Regions {
   Regions(const std::vector<Box>& boxes, const std::optional<Coords>& order)
       : order_(order), regions_(in_order(boxes, order)) {}
 
-  const kernels::Regions& boxes() const { return regions_; }
+  const ops::Regions& boxes() const { return regions_; }
 
   void transfer(Transfer transfer, const char* name, const Borrowed& tensor,
                 const Borrowed& buffer) {
@@ -94,14 +94,14 @@ class Regions {
   }
 
  private:
-  static kernels::Regions in_order(std::vector<Box> boxes, const std::optional<Coords>& order) {
+  static ops::Regions in_order(std::vector<Box> boxes, const std::optional<Coords>& order) {
     if (order) {
       for (Box& box : boxes) {
         check_order(*order, box.ndim());
         box = Box(permuted(box.lo(), *order), permuted(box.hi(), *order));
       }
     }
-    return kernels::Regions(boxes);
+    return ops::Regions(boxes);
   }
 
   void check_buffer(const char* name, const TensorView& view, const TensorView& buffer) const {
@@ -120,7 +120,7 @@ class Regions {
   }
 
   std::optional<Coords> order_;
-  kernels::Regions regions_;
+  ops::Regions regions_;
   std::array<std::shared_ptr<const PreparedTransfer>, 3> last_;
 };
 

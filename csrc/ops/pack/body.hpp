@@ -9,7 +9,7 @@
 #include "ops/common/word.hpp"
 #include "ops/pack/runs.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 enum class Direction { kPack, kUnpack };
 
@@ -234,4 +234,4 @@ struct AddRuns {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

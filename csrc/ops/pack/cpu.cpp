@@ -12,18 +12,18 @@
 namespace pydist::cpu {
 namespace {
 
-using kernels::Direction;
-using kernels::HostTable;
-using kernels::Regions;
-using kernels::RunBox;
-using kernels::RunOptions;
-using kernels::RunTable;
+using ops::Direction;
+using ops::HostTable;
+using ops::Regions;
+using ops::RunBox;
+using ops::RunOptions;
+using ops::RunTable;
 
 // Addresses count as far as wide words need them aligned.
 std::uintptr_t alignment_of(const TensorView& view, const TensorView& buffer) {
   return (reinterpret_cast<std::uintptr_t>(view.data) |
           reinterpret_cast<std::uintptr_t>(buffer.data)) %
-         sizeof(kernels::Word<16>);
+         sizeof(ops::Word<16>);
 }
 
 HostTable host_table(const RunTable& runs) {
@@ -82,15 +82,15 @@ void copy(const TensorView& view, const RunTable& runs, const TensorView& buffer
     for (const RunBox& box : runs.boxes()) copy_rows<kDirection>(view, box, buffer);
     return;
   }
-  const kernels::CopyRuns<kDirection, HostTable> body{
+  const ops::CopyRuns<kDirection, HostTable> body{
       static_cast<char*>(view.data), static_cast<char*>(buffer.data), host_table(runs)};
   launch::run_on_cpu(body, 2 * runs.bytes());
 }
 
 void add(const TensorView& view, const RunTable& runs, const TensorView& buffer) {
-  kernels::dispatch(view.dtype, [&]<class T>(std::type_identity<T>) {
-    const kernels::AddRuns<T, HostTable> body{
-        static_cast<char*>(view.data), static_cast<const char*>(buffer.data), host_table(runs)};
+  ops::dispatch(view.dtype, [&]<class T>(std::type_identity<T>) {
+    const ops::AddRuns<T, HostTable> body{static_cast<char*>(view.data),
+                                          static_cast<const char*>(buffer.data), host_table(runs)};
     launch::run_on_cpu(body, 3 * runs.bytes());
   });
 }
@@ -104,7 +104,7 @@ PreparedTransfer::PreparedTransfer(Transfer transfer, const TensorView& view,
       shape_(view.shape),
       strides_(view.strides),
       alignment_(alignment_of(view, buffer)) {
-  const RunOptions options{.segment_bytes = kernels::kCpuSegmentBytes,
+  const RunOptions options{.segment_bytes = ops::kCpuSegmentBytes,
                            .fuse = transfer != Transfer::kUnpackAdd,
                            .buffer = buffer.data};
   const auto prepare = [&](Regions::Group group) {

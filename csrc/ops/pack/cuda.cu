@@ -7,12 +7,12 @@
 namespace pydist::cuda {
 namespace {
 
-using kernels::Direction;
-using kernels::Regions;
-using kernels::RunBox;
-using kernels::RunOptions;
-using kernels::RunTable;
-using kernels::ValueTable;
+using ops::Direction;
+using ops::Regions;
+using ops::RunBox;
+using ops::RunOptions;
+using ops::RunTable;
+using ops::ValueTable;
 
 // Boxes travel in the kernel's parameters: up to 4 KB of them cost nothing, up to 32 KB are
 // possible.
@@ -53,10 +53,10 @@ void copy(const TensorView& view, const Regions& regions, Regions::Group group,
           const TensorView& buffer, const Queue& queue) {
   const RunTable runs(
       view, regions, group,
-      RunOptions{.segment_bytes = kernels::kCudaSegmentBytes, .fuse = true, .buffer = buffer.data});
+      RunOptions{.segment_bytes = ops::kCudaSegmentBytes, .fuse = true, .buffer = buffer.data});
   launch_tables(runs, [&]<class Table>(const Table& table, index_t words) {
-    const kernels::CopyRuns<kDirection, Table> body{static_cast<char*>(view.data),
-                                                    static_cast<char*>(buffer.data), table};
+    const ops::CopyRuns<kDirection, Table> body{static_cast<char*>(view.data),
+                                                static_cast<char*>(buffer.data), table};
     check(launch::run_on_cuda(body, words, stream_of(queue)), "launch of pack");
   });
 }
@@ -80,13 +80,13 @@ void unpack(const TensorView& buffer, const Regions& regions, const TensorView& 
 void unpack_add(const TensorView& buffer, const Regions& regions, const TensorView& dst,
                 const Queue& queue) {
   const DeviceGuard guard(queue.device);
-  const RunOptions options{.segment_bytes = kernels::kCudaSegmentBytes, .fuse = false};
+  const RunOptions options{.segment_bytes = ops::kCudaSegmentBytes, .fuse = false};
   for (const Regions::Group group : regions.disjoint_groups()) {
     const RunTable runs(dst, regions, group, options);
-    kernels::dispatch(dst.dtype, [&]<class T>(std::type_identity<T>) {
+    ops::dispatch(dst.dtype, [&]<class T>(std::type_identity<T>) {
       launch_tables(runs, [&]<class Table>(const Table& table, index_t words) {
-        const kernels::AddRuns<T, Table> body{static_cast<char*>(dst.data),
-                                              static_cast<const char*>(buffer.data), table};
+        const ops::AddRuns<T, Table> body{static_cast<char*>(dst.data),
+                                          static_cast<const char*>(buffer.data), table};
         check(launch::run_on_cuda(body, words, stream_of(queue)), "launch of unpack_add");
       });
     });

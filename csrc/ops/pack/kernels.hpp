@@ -22,7 +22,7 @@ enum class Transfer {
 // all but their addresses: that takes as long as moving some 20 KB. Immutable.
 class PreparedTransfer {
  public:
-  PreparedTransfer(Transfer transfer, const TensorView& view, const kernels::Regions& regions,
+  PreparedTransfer(Transfer transfer, const TensorView& view, const ops::Regions& regions,
                    const TensorView& buffer);
 
   // Whether it is that of this view and buffer.
@@ -38,19 +38,18 @@ class PreparedTransfer {
   DType dtype_;
   Coords shape_, strides_;
   std::uintptr_t alignment_;
-  std::vector<kernels::RunTable> groups_;
+  std::vector<ops::RunTable> groups_;
   index_t traffic_ = 0;
 };
 
 // The same for one time.
-inline void pack(const TensorView& src, const kernels::Regions& regions, const TensorView& buffer) {
+inline void pack(const TensorView& src, const ops::Regions& regions, const TensorView& buffer) {
   PreparedTransfer(Transfer::kPack, src, regions, buffer).run(src, buffer);
 }
-inline void unpack(const TensorView& buffer, const kernels::Regions& regions,
-                   const TensorView& dst) {
+inline void unpack(const TensorView& buffer, const ops::Regions& regions, const TensorView& dst) {
   PreparedTransfer(Transfer::kUnpack, dst, regions, buffer).run(dst, buffer);
 }
-inline void unpack_add(const TensorView& buffer, const kernels::Regions& regions,
+inline void unpack_add(const TensorView& buffer, const ops::Regions& regions,
                        const TensorView& dst) {
   PreparedTransfer(Transfer::kUnpackAdd, dst, regions, buffer).run(dst, buffer);
 }
@@ -59,11 +58,11 @@ inline void unpack_add(const TensorView& buffer, const kernels::Regions& regions
 
 namespace pydist::cuda {
 
-void pack(const TensorView& src, const kernels::Regions& regions, const TensorView& buffer,
+void pack(const TensorView& src, const ops::Regions& regions, const TensorView& buffer,
           const Queue& queue);
-void unpack(const TensorView& buffer, const kernels::Regions& regions, const TensorView& dst,
+void unpack(const TensorView& buffer, const ops::Regions& regions, const TensorView& dst,
             const Queue& queue);
-void unpack_add(const TensorView& buffer, const kernels::Regions& regions, const TensorView& dst,
+void unpack_add(const TensorView& buffer, const ops::Regions& regions, const TensorView& dst,
                 const Queue& queue);
 
 }  // namespace pydist::cuda

@@ -8,7 +8,7 @@
 
 #include "core/box.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // Boxes in local indices of a view. In the buffer each box is contiguous in C order of its indices,
 // right behind the one before, whatever the strides of the view: sender and receiver may differ.
@@ -74,4 +74,4 @@ class Regions {
   index_t elements_ = 0;
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

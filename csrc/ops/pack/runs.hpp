@@ -11,7 +11,7 @@
 #include "launch/host_device.hpp"
 #include "ops/pack/regions.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // One box as rows of runs. Plain data: it travels to a device by value. Offsets and strides are in
 // bytes. Row r = segment number * outer_rows + outer index, whose last dim varies fastest.
@@ -204,4 +204,4 @@ class RunTable {
   index_t bytes_ = 0;
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -14,10 +14,10 @@ namespace pydist::bindings {
 namespace {
 
 using namespace py::literals;
-using kernels::kSpatialDims;
-using kernels::MaxProblem;
-using kernels::PoolAttributes;
-using kernels::PoolProblem;
+using ops::kSpatialDims;
+using ops::MaxProblem;
+using ops::PoolAttributes;
+using ops::PoolProblem;
 using Footprints = std::vector<Footprint>;
 
 // The scales of the outputs along each spatial dim, borrowed for one call.
@@ -79,7 +79,7 @@ PoolProblem check_pool(const TensorView& in, const TensorView& out,
   for (std::size_t dim = 0; dim < kSpatialDims; ++dim) {
     data[dim] = static_cast<const double*>(scales[dim]->data);
   }
-  return kernels::pool_problem(in, out, attributes, data, accumulate);
+  return ops::pool_problem(in, out, attributes, data, accumulate);
 }
 
 // The slope of a ReLU that is part of the pooling.
@@ -159,7 +159,7 @@ MaxProblem check_max(const char* in_name, const TensorView& in, const char* out_
                                                    : std::numeric_limits<std::int32_t>::max();
   PYDIST_EXPECT(volume <= most, describe("taps", taps) + " can't number the " +
                                     std::to_string(volume) + " taps of a window");
-  return kernels::max_problem(in, out, taps, attributes, accumulate);
+  return ops::max_problem(in, out, taps, attributes, accumulate);
 }
 
 void max_forward(py::handle source, py::handle out, py::handle taps, const Coords& source_lo,

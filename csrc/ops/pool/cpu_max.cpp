@@ -15,14 +15,14 @@
 namespace pydist::cpu {
 namespace {
 
-using kernels::BFloat16;
-using kernels::Float16;
-using kernels::kNoTap;
-using kernels::MaxOp;
-using kernels::MaxProblem;
-using kernels::PoolDim;
-using kernels::Span;
-using kernels::SpatialArray;
+using ops::BFloat16;
+using ops::Float16;
+using ops::kNoTap;
+using ops::MaxOp;
+using ops::MaxProblem;
+using ops::PoolDim;
+using ops::Span;
+using ops::SpatialArray;
 
 constexpr index_t kChannelsAtOnce = 8;  // of a task whose lines go along the width
 constexpr index_t kLanes = 512;         // of a line of channels
@@ -43,10 +43,10 @@ auto maxima_of() {
 // - for adaptive windows, whose steps differ, along the taps of one window's rows.
 template <class Storage, class Tap>
 class MaxPooler {
-  using T = kernels::accumulator_t<Storage>;
+  using T = ops::accumulator_t<Storage>;
   using Number = std::conditional_t<std::is_same_v<T, double>, std::int64_t, std::int32_t>;
-  using Maximum = kernels::Maximum<T, Number>;
-  using Taps = kernels::TapSpan<index_t>;
+  using Maximum = ops::Maximum<T, Number>;
+  using Taps = ops::TapSpan<index_t>;
   using Line = PoolMaxLine<Storage, T, Number>;
   static constexpr Number kNone = kNoTap<Tap>;
 
@@ -285,15 +285,15 @@ class MaxPooler {
     Tap* const taps = element<Tap>(taps_, at);
     if (problem_.accumulate) {
       for (index_t j = 0; j < lanes; ++j) {
-        const Maximum before{kernels::load_as(to[j * step]), taps[j * tap_step]};
+        const Maximum before{ops::load_as(to[j * step]), taps[j * tap_step]};
         if (!before.yields_to({work.values[j], work.numbers[j]})) continue;
-        to[j * step] = kernels::store_as<Storage>(work.values[j]);
+        to[j * step] = ops::store_as<Storage>(work.values[j]);
         taps[j * tap_step] = static_cast<Tap>(work.numbers[j]);
       }
       return;
     }
     const auto copy = [&](index_t by, index_t tap_by) {
-      for (index_t j = 0; j < lanes; ++j) to[j * by] = kernels::store_as<Storage>(work.values[j]);
+      for (index_t j = 0; j < lanes; ++j) to[j * by] = ops::store_as<Storage>(work.values[j]);
       for (index_t j = 0; j < lanes; ++j) taps[j * tap_by] = static_cast<Tap>(work.numbers[j]);
     };
     if (step == 1 && tap_step == 1) {
@@ -305,7 +305,7 @@ class MaxPooler {
 
   const MaxProblem& problem_;
   const SpatialArray &in_, &out_, &taps_;
-  const PoolDim (&dims_)[kernels::kSpatialDims];
+  const PoolDim (&dims_)[ops::kSpatialDims];
   const Span depth_, height_, width_;  // of targets
   const bool together_;                // lines go along the channels
   const index_t channel_step_;         // of a task
@@ -316,7 +316,7 @@ class MaxPooler {
 // Calls f with the types of the values and of the taps.
 template <class F>
 void dispatch(const MaxProblem& problem, const F& f) {
-  kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage> values) {
+  ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage> values) {
     if (problem.tap_dtype == DType::kUInt8) {
       f(values, std::type_identity<std::uint8_t>{});
     } else {
@@ -344,7 +344,7 @@ void pool_max_backward(const MaxProblem& problem) {
 void pool_max_pick(const MaxProblem& problem) {
   dispatch(problem,
            [&]<class Storage, class Tap>(std::type_identity<Storage>, std::type_identity<Tap>) {
-             const auto body = kernels::MaxBody<MaxOp::kPick, Storage, Tap>::make(problem);
+             const auto body = ops::MaxBody<MaxOp::kPick, Storage, Tap>::make(problem);
              launch::run_on_cpu(
                  body, body.rows() * body.run_length() * static_cast<index_t>(sizeof(Storage)));
            });

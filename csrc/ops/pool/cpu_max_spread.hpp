@@ -17,22 +17,22 @@ namespace pydist::cpu {
 // is formed in one order, whatever the tasks. Sums of narrow types are formed apart, in float.
 template <class Storage, class Tap>
 class MaxSpreader {
-  using T = kernels::accumulator_t<Storage>;
-  using SpatialArray = kernels::SpatialArray;
+  using T = ops::accumulator_t<Storage>;
+  using SpatialArray = ops::SpatialArray;
   static constexpr index_t kChannels = 32;       // of a task
   static constexpr index_t kSums = 512 * 1024;   // elements of sums apart: for the second cache
   static constexpr index_t kPlaces = 64 * 1024;  // taps that are looked up
   static constexpr index_t kMinPlanes = 4;       // windows at their border are met twice
 
  public:
-  explicit MaxSpreader(const kernels::MaxProblem& problem)
+  explicit MaxSpreader(const ops::MaxProblem& problem)
       : problem_(problem),
         in_(problem.in),
         dims_(problem.dims),
         together_(in_.strides[1] == 1 && problem.channels > 1),
         channel_step_(together_ ? std::min(problem.channels, kChannels) : 1) {
     volume_ = 1;
-    for (const kernels::PoolDim& dim : dims_) {
+    for (const ops::PoolDim& dim : dims_) {
       volume_ *= dim.kernel;
       overlaps_ |= dim.is_adaptive() || dim.stride < (dim.kernel - 1) * dim.dilation + 1;
     }
@@ -80,7 +80,7 @@ class MaxSpreader {
   };
   struct Task {
     index_t sample, channel, channels;
-    kernels::Span planes;
+    ops::Span planes;
   };
 
   Place place(index_t tap) const {
@@ -98,8 +98,7 @@ class MaxSpreader {
 
   void run_task(const Task& task) const {
     if (!apart_) {
-      for_targets(task,
-                  [](Storage& element, index_t) { element = kernels::store_as<Storage>(T{}); });
+      for_targets(task, [](Storage& element, index_t) { element = ops::store_as<Storage>(T{}); });
       return spread(task, target(task), in_.strides[1]);
     }
     static thread_local Scratch scratch;
@@ -108,7 +107,7 @@ class MaxSpreader {
     std::fill_n(sums, task.planes.size() * step_z_, T{});
     spread(task, sums - first, 1);
     for_targets(task, [&](Storage& element, index_t place) {
-      element = kernels::store_as<Storage>(sums[place - first]);
+      element = ops::store_as<Storage>(sums[place - first]);
     });
   }
 
@@ -146,13 +145,13 @@ class MaxSpreader {
 
   template <class Element>
   void spread(const Task& task, Element* to, index_t channel_stride) const {
-    const auto reached = [](const kernels::PoolDim& dim, index_t lo, index_t hi) {
-      return kernels::Span{dim.outputs_of(lo).begin, dim.outputs_of(hi - 1).end};
+    const auto reached = [](const ops::PoolDim& dim, index_t lo, index_t hi) {
+      return ops::Span{dim.outputs_of(lo).begin, dim.outputs_of(hi - 1).end};
     };
-    const kernels::Span depth = reached(dims_[0], task.planes.begin, task.planes.end);
-    const kernels::Span height = reached(dims_[1], 0, dims_[1].in_extent);
-    const kernels::Span width = reached(dims_[2], 0, dims_[2].in_extent);
-    kernels::Span inner = width;  // windows that lie inside along the width
+    const ops::Span depth = reached(dims_[0], task.planes.begin, task.planes.end);
+    const ops::Span height = reached(dims_[1], 0, dims_[1].in_extent);
+    const ops::Span width = reached(dims_[2], 0, dims_[2].in_extent);
+    ops::Span inner = width;  // windows that lie inside along the width
     while (inner.size() > 0 && dims_[2].first_of(inner.begin) < 0) ++inner.begin;
     while (inner.size() > 0 && dims_[2].end_of(inner.end - 1) > dims_[2].in_extent) --inner.end;
     const SpatialArray &grad = problem_.out, &taps = problem_.taps;
@@ -182,8 +181,7 @@ class MaxSpreader {
 
   // The outputs [xs.begin, xs.end) of a row. kHeld: all of their windows lie in the task's planes.
   template <bool kHeld, class Element>
-  void add(const Task& task, const Row<Element> row, kernels::Span xs,
-           index_t channel_stride) const {
+  void add(const Task& task, const Row<Element> row, ops::Span xs, index_t channel_stride) const {
     const index_t grad_x = problem_.out.strides[4], grad_c = problem_.out.strides[1];
     const index_t taps_x = problem_.taps.strides[4], taps_c = problem_.taps.strides[1];
     const Place* const places = places_.data();
@@ -202,11 +200,11 @@ class MaxSpreader {
           if (!inside(task, row.z + where.z, row.y + where.y, first + where.x)) continue;
           to += where.offset;
         }
-        const T value = kernels::load_as(row.grads[x * grad_x + c * grad_c]);
+        const T value = ops::load_as(row.grads[x * grad_x + c * grad_c]);
         if constexpr (std::is_same_v<Element, T>) {
           row.to[to] += value;
         } else {
-          row.to[to] = kernels::store_as<Storage>(kernels::load_as(row.to[to]) + value);
+          row.to[to] = ops::store_as<Storage>(ops::load_as(row.to[to]) + value);
         }
       }
     }
@@ -217,9 +215,9 @@ class MaxSpreader {
            x >= 0 && x < dims_[2].in_extent;
   }
 
-  const kernels::MaxProblem& problem_;
+  const ops::MaxProblem& problem_;
   const SpatialArray& in_;
-  const kernels::PoolDim (&dims_)[kernels::kSpatialDims];
+  const ops::PoolDim (&dims_)[ops::kSpatialDims];
   const bool together_;  // channels are adjacent in the target
   const index_t channel_step_;
   index_t volume_;                    // taps of a window

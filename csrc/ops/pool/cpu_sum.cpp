@@ -12,9 +12,9 @@
 namespace pydist::cpu {
 namespace {
 
-using kernels::PoolOp;
-using kernels::PoolProblem;
-using kernels::Span;
+using ops::PoolOp;
+using ops::PoolProblem;
+using ops::Span;
 
 constexpr index_t kBufferBytes = 16 << 10;  // of some lines: they stay in the first cache
 constexpr index_t kSumsBytes = 512 << 10;   // of a task's sums: they stay in the second cache
@@ -195,7 +195,7 @@ class Pooler : PoolPasses<Storage, kOp> {
 
 template <PoolOp kOp>
 void pool(const PoolProblem& problem) {
-  kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
+  ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
     Pooler<Storage, kOp>(problem).run();
   });
 }

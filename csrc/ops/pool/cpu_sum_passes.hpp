@@ -17,8 +17,8 @@ namespace pydist::cpu {
 template <class Storage>
 const auto& pool_line_isa() {
   const PoolSumTable& table = isa::chosen(PYDIST_ISA_TABLES(kPoolSum));
-  if constexpr (std::is_same_v<Storage, kernels::Float16>) return table.lines_f16;
-  if constexpr (std::is_same_v<Storage, kernels::BFloat16>) return table.lines_bf16;
+  if constexpr (std::is_same_v<Storage, ops::Float16>) return table.lines_f16;
+  if constexpr (std::is_same_v<Storage, ops::BFloat16>) return table.lines_bf16;
   if constexpr (std::is_same_v<Storage, float>) return table.lines_f32;
   if constexpr (std::is_same_v<Storage, double>) return table.lines_f64;
 }
@@ -34,13 +34,13 @@ const PoolWidthIsa<T>& pool_width_isa() {
 }
 
 // `Storage` is the arrays' type, `T` the one computed in.
-template <class Storage, kernels::PoolOp kOp>
+template <class Storage, ops::PoolOp kOp>
 class PoolPasses {
  protected:
-  using T = kernels::accumulator_t<Storage>;
-  static constexpr bool kForward = kOp == kernels::PoolOp::kForward;
+  using T = ops::accumulator_t<Storage>;
+  static constexpr bool kForward = kOp == ops::PoolOp::kForward;
 
-  explicit PoolPasses(const kernels::PoolProblem& problem)
+  explicit PoolPasses(const ops::PoolProblem& problem)
       : problem_(problem),
         source_(kForward ? problem.in : problem.out),
         target_(kForward ? problem.out : problem.in),
@@ -52,9 +52,9 @@ class PoolPasses {
         height_spans_(spans_of<kOp>(problem.dims[1], height_)),
         isa_(pool_line_isa<Storage>()),
         width_isa_(pool_width_isa<T>()),
-        rectifier_(static_cast<int>(kernels::activation_of(problem.slope))) {
-    for (int dim = 0; dim < kernels::kSpatialDims; ++dim) {
-      const kernels::PoolDim& along = problem.dims[dim];
+        rectifier_(static_cast<int>(ops::activation_of(problem.slope))) {
+    for (int dim = 0; dim < ops::kSpatialDims; ++dim) {
+      const ops::PoolDim& along = problem.dims[dim];
       factors_[dim].assign(along.scale, along.scale + along.out_extent);
     }
     scaled_ =
@@ -64,10 +64,10 @@ class PoolPasses {
   // What a task works on, and its memory.
   struct Task {
     index_t channels;
-    const Storage* source;        // at its sample, channels and first position of the width
-    Storage* target;              // at its sample, channels and first target of the whole
-    kernels::Span depth, height;  // its targets, from the first one of the whole
-    index_t lines;                // of a plane of sums: of targets forward, of sources backward
+    const Storage* source;    // at its sample, channels and first position of the width
+    Storage* target;          // at its sample, channels and first target of the whole
+    ops::Span depth, height;  // its targets, from the first one of the whole
+    index_t lines;            // of a plane of sums: of targets forward, of sources backward
     T *buffer, *even, *odd;
     T* sums;  // [forward: planes][lines][line_pitch][channels], summed along the width
   };
@@ -128,15 +128,15 @@ class PoolPasses {
 
   // A source, behind the ReLU of forward.
   T value_of(Storage source) const {
-    const T value = kernels::load_as(source), slope = static_cast<T>(problem_.slope);
+    const T value = ops::load_as(source), slope = static_cast<T>(problem_.slope);
     if (!kForward || rectifier_ == 0) return value;
-    if (slope == 0) return kernels::activated<kernels::Activation::kRelu>(value, slope);
-    return kernels::activated<kernels::Activation::kLeakyRelu>(value, slope);
+    if (slope == 0) return ops::activated<ops::Activation::kRelu>(value, slope);
+    return ops::activated<ops::Activation::kLeakyRelu>(value, slope);
   }
 
   // The buffer's lines, summed along the width.
   void sum_width(const Task& task, index_t lines, T* to) const {
-    const kernels::PoolDim& dim = problem_.dims[2];
+    const ops::PoolDim& dim = problem_.dims[2];
     const index_t channels = task.channels, count = width_.targets.size();
     const index_t positions = lines * width_.pitch;
     const index_t even_taps = ceil_div(dim.kernel, 2), odd_taps = dim.kernel / 2;
@@ -182,18 +182,18 @@ class PoolPasses {
            (target - static_cast<const Storage*>(target_.data));
   }
 
-  const kernels::PoolProblem& problem_;
-  const kernels::SpatialArray& source_;
-  const kernels::SpatialArray& target_;
-  const bool together_;  // channels are adjacent in the targets: lines hold many of them
-  const kernels::Span depth_, height_;  // of targets
+  const ops::PoolProblem& problem_;
+  const ops::SpatialArray& source_;
+  const ops::SpatialArray& target_;
+  const bool together_;             // channels are adjacent in the targets: lines hold many of them
+  const ops::Span depth_, height_;  // of targets
   const WidthPlan<kOp> width_;
   const std::vector<PoolSpan> depth_spans_, height_spans_;
   const PoolLineIsa<Storage, T>& isa_;
   const PoolWidthIsa<T>& width_isa_;
-  std::vector<T> factors_[kernels::kSpatialDims];  // the outputs' scales
-  bool scaled_;                                    // those of the width are not all 1
-  index_t lines_ = 1;                              // of a buffer, at most
+  std::vector<T> factors_[ops::kSpatialDims];  // the outputs' scales
+  bool scaled_;                                // those of the width are not all 1
+  index_t lines_ = 1;                          // of a buffer, at most
   bool stream_ = false;
   const int rectifier_;  // 0 for none, as of PoolLineIsa
 };

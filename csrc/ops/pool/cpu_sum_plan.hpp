@@ -12,11 +12,11 @@ namespace pydist::cpu {
 inline constexpr index_t kMaxTaps = 16;  // of windows that are padded
 
 // The sources of each target in `targets`.
-template <kernels::PoolOp kOp>
-std::vector<PoolSpan> spans_of(const kernels::PoolDim& dim, kernels::Span targets) {
+template <ops::PoolOp kOp>
+std::vector<PoolSpan> spans_of(const ops::PoolDim& dim, ops::Span targets) {
   std::vector<PoolSpan> spans;
   for (index_t t = targets.begin; t < targets.end; ++t) {
-    const kernels::Span sources = dim.sources_of<kOp>(t);
+    const ops::Span sources = dim.sources_of<kOp>(t);
     spans.push_back({sources.begin, sources.end});
   }
   return spans;
@@ -27,18 +27,18 @@ std::vector<PoolSpan> spans_of(const kernels::PoolDim& dim, kernels::Span target
 // - A single channel is vectorised along the width, for strides 1 and 2. Sources outside the array
 //   are zeros in the buffer, and all windows are alike (backward, all even and all odd ones). The
 //   buffer's lines follow each other as if they were one.
-template <kernels::PoolOp kOp>
+template <ops::PoolOp kOp>
 struct WidthPlan {
-  kernels::Span targets;
+  ops::Span targets;
   bool padded;                  // the second way
-  kernels::Span sources;        // that any target sums
+  ops::Span sources;            // that any target sums
   index_t origin;               // source position of a buffer line's element 0
   index_t pitch;                // positions of a buffer line
   index_t line_pitch;           // positions of a target line, some before the first target:
   index_t first = 0;            // its place
   std::vector<PoolSpan> spans;  // of each target, in a buffer line; empty if padded
 
-  WidthPlan(const kernels::PoolDim& dim, kernels::Span reached, index_t channels)
+  WidthPlan(const ops::PoolDim& dim, ops::Span reached, index_t channels)
       : targets(reached),
         padded(channels == 1 && !dim.is_adaptive() && dim.stride <= 2 && dim.kernel <= kMaxTaps),
         spans(spans_of<kOp>(dim, reached)) {
@@ -55,8 +55,8 @@ struct WidthPlan {
   }
 
  private:
-  void pad(const kernels::PoolDim& dim) {
-    if constexpr (kOp == kernels::PoolOp::kForward) {
+  void pad(const ops::PoolDim& dim) {
+    if constexpr (kOp == ops::PoolOp::kForward) {
       origin = targets.begin * dim.stride + dim.base;
       line_pitch = ceil_div((targets.size() - 1) * dim.stride + dim.kernel, dim.stride);
       pitch = line_pitch * dim.stride;

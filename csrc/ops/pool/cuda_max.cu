@@ -7,15 +7,15 @@
 namespace pydist::cuda {
 namespace {
 
-using kernels::MaxOp;
-using kernels::MaxProblem;
+using ops::MaxOp;
+using ops::MaxProblem;
 
 template <MaxOp kOp>
 void pool(const MaxProblem& problem, const Queue& queue, const char* what) {
   const DeviceGuard guard(queue.device);
-  kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
+  ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
     const auto run = [&]<class Tap>(std::type_identity<Tap>) {
-      const auto body = kernels::MaxBody<kOp, Storage, Tap>::make(problem);
+      const auto body = ops::MaxBody<kOp, Storage, Tap>::make(problem);
       check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
     };
     if (problem.tap_dtype == DType::kUInt8) {

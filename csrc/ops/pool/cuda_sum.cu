@@ -7,15 +7,15 @@
 namespace pydist::cuda {
 namespace {
 
-using kernels::PoolOp;
-using kernels::PoolProblem;
+using ops::PoolOp;
+using ops::PoolProblem;
 
 template <PoolOp kOp>
 void pool(const PoolProblem& problem, const Queue& queue, const char* what) {
   const DeviceGuard guard(queue.device);
-  kernels::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
-    kernels::dispatch_rectifier(problem.slope, [&](auto activation) {
-      const auto body = kernels::PoolBody<kOp, Storage, activation()>::make(problem);
+  ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
+    ops::dispatch_rectifier(problem.slope, [&](auto activation) {
+      const auto body = ops::PoolBody<kOp, Storage, activation()>::make(problem);
       check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
     });
   });

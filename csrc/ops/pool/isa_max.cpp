@@ -43,7 +43,7 @@ PYDIST_HD void tile(const PoolMaxLine<Storage, T, Number>& line, std::int64_t la
       if constexpr (std::is_same_v<Storage, T>) {
         value = *reinterpret_cast<const Values*>(row + v * kLanes);
       } else {
-        for (int l = 0; l < kLanes; ++l) value[l] = kernels::load_as(row[v * kLanes + l]);
+        for (int l = 0; l < kLanes; ++l) value[l] = ops::load_as(row[v * kLanes + l]);
       }
       const auto takes = (value > best[v]) | (value != value);
       best[v] = takes ? value : best[v];
@@ -78,7 +78,7 @@ PYDIST_HD void by_taps(const PoolMaxLine<Storage, T, Number>& line, Step step) {
     const std::int64_t end = tap.end;
     PYDIST_INDEPENDENT
     for (std::int64_t j = tap.begin; j < end; ++j) {
-      const T value = kernels::load_as(from[j * step]);
+      const T value = ops::load_as(from[j * step]);
       const bool takes = (value > best[j]) | (value != value);
       best[j] = takes ? value : best[j];
       numbers[j] = takes ? number : numbers[j];
@@ -98,7 +98,7 @@ void maxima(const PoolMaxLine<Storage, T, Number>& line) {
 }  // namespace
 
 const PoolMaxTable kPoolMax = {
-    &maxima<kernels::Float16, float, std::int32_t>, &maxima<kernels::BFloat16, float, std::int32_t>,
+    &maxima<ops::Float16, float, std::int32_t>, &maxima<ops::BFloat16, float, std::int32_t>,
     &maxima<float, float, std::int32_t>, &maxima<double, double, std::int64_t>};
 
 }  // namespace pydist::cpu::PYDIST_ISA_NAME

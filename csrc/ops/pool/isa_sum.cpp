@@ -9,7 +9,7 @@
 namespace pydist::cpu::PYDIST_ISA_NAME {
 namespace {
 
-using kernels::Activation;
+using ops::Activation;
 
 // Rows that are summed, as in PoolLines.
 template <class From, class To, class T>
@@ -51,7 +51,7 @@ void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
       for (int v = 0; v < kVectors; ++v) {
         Vector value = widen<kLanes, T>(row + v * kLanes);
         if constexpr (kWhere == Rectified::kBefore) {
-          value = kernels::activated<kActivation>(value, slope);
+          value = ops::activated<kActivation>(value, slope);
         }
         tile[v] += scale * value;
       }
@@ -59,7 +59,7 @@ void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
     if constexpr (kWhere == Rectified::kBehind) {
       for (int v = 0; v < kVectors; ++v) {
         const Vector gate = widen<kLanes, T>(rows.gate + v * kLanes);
-        tile[v] = kernels::activation_gradient<kActivation>(gate, tile[v], slope);
+        tile[v] = ops::activation_gradient<kActivation>(gate, tile[v], slope);
         if (rows.accumulate) tile[v] += widen<kLanes, T>(to + v * kLanes);
       }
     }
@@ -235,8 +235,8 @@ constexpr PoolLineIsa<Storage, T> pool_line_isa() {
 
 const PoolSumTable kPoolSum = {pool_width_isa<float>(),
                                pool_width_isa<double>(),
-                               pool_line_isa<kernels::Float16, float>(),
-                               pool_line_isa<kernels::BFloat16, float>(),
+                               pool_line_isa<ops::Float16, float>(),
+                               pool_line_isa<ops::BFloat16, float>(),
                                pool_line_isa<float, float>(),
                                pool_line_isa<double, double>()};
 

@@ -7,10 +7,10 @@
 
 #include "isa/tables.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 struct Float16;
 struct BFloat16;
-}  // namespace pydist::kernels
+}  // namespace pydist::ops
 
 namespace pydist::cpu {
 
@@ -73,8 +73,8 @@ struct PoolWidthIsa {
 struct PoolSumTable {
   PoolWidthIsa<float> width_f32;
   PoolWidthIsa<double> width_f64;
-  PoolLineIsa<kernels::Float16, float> lines_f16;
-  PoolLineIsa<kernels::BFloat16, float> lines_bf16;
+  PoolLineIsa<ops::Float16, float> lines_f16;
+  PoolLineIsa<ops::BFloat16, float> lines_bf16;
   PoolLineIsa<float, float> lines_f32;
   PoolLineIsa<double, double> lines_f64;
 };
@@ -101,8 +101,8 @@ using PoolMaxima = void (*)(const PoolMaxLine<Storage, T, Number>&);
 
 // Maxima over pooling windows; numbers of taps are as wide as the values.
 struct PoolMaxTable {
-  PoolMaxima<kernels::Float16, float, std::int32_t> f16;
-  PoolMaxima<kernels::BFloat16, float, std::int32_t> bf16;
+  PoolMaxima<ops::Float16, float, std::int32_t> f16;
+  PoolMaxima<ops::BFloat16, float, std::int32_t> bf16;
   PoolMaxima<float, float, std::int32_t> f32;
   PoolMaxima<double, double, std::int64_t> f64;
 };

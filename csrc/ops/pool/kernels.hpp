@@ -10,22 +10,22 @@
 
 namespace pydist::cpu {
 
-void pool_sum_forward(const kernels::PoolProblem& problem);   // writes out
-void pool_sum_backward(const kernels::PoolProblem& problem);  // writes in
+void pool_sum_forward(const ops::PoolProblem& problem);   // writes out
+void pool_sum_backward(const ops::PoolProblem& problem);  // writes in
 
-void pool_max_forward(const kernels::MaxProblem& problem);   // writes out and taps
-void pool_max_backward(const kernels::MaxProblem& problem);  // writes in
-void pool_max_pick(const kernels::MaxProblem& problem);      // writes out
+void pool_max_forward(const ops::MaxProblem& problem);   // writes out and taps
+void pool_max_backward(const ops::MaxProblem& problem);  // writes in
+void pool_max_pick(const ops::MaxProblem& problem);      // writes out
 
 }  // namespace pydist::cpu
 
 namespace pydist::cuda {
 
-void pool_sum_forward(const kernels::PoolProblem& problem, const Queue& queue);
-void pool_sum_backward(const kernels::PoolProblem& problem, const Queue& queue);
+void pool_sum_forward(const ops::PoolProblem& problem, const Queue& queue);
+void pool_sum_backward(const ops::PoolProblem& problem, const Queue& queue);
 
-void pool_max_forward(const kernels::MaxProblem& problem, const Queue& queue);
-void pool_max_backward(const kernels::MaxProblem& problem, const Queue& queue);
-void pool_max_pick(const kernels::MaxProblem& problem, const Queue& queue);
+void pool_max_forward(const ops::MaxProblem& problem, const Queue& queue);
+void pool_max_backward(const ops::MaxProblem& problem, const Queue& queue);
+void pool_max_pick(const ops::MaxProblem& problem, const Queue& queue);
 
 }  // namespace pydist::cuda

@@ -9,7 +9,7 @@
 #include "ops/common/half.hpp"
 #include "ops/pool/windows.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // Forward: the maxima and their taps. Backward: what the outputs' gradient gives to the inputs'.
 // Pick, its adjoint: the inputs at the taps.
@@ -211,4 +211,4 @@ struct MaxBody {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

@@ -9,7 +9,7 @@
 #include "ops/common/half.hpp"
 #include "ops/pool/windows.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // out[n, c, o] = scale(o) * sum of in[n, c, i] over the inputs i of window o, or its adjoint;
 // scale(o) is the product of the three dims' scales. With `accumulate` the sums are added to the
@@ -164,4 +164,4 @@ struct PoolBody {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

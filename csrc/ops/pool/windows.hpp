@@ -13,7 +13,7 @@
 #include "ops/common/array.hpp"
 #include "ops/common/divisor.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // Which array is written: the outputs, or (the adjoint) the inputs' gradient.
 enum class PoolOp { kForward, kBackward };
@@ -224,4 +224,4 @@ struct PoolLanes {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

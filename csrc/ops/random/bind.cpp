@@ -30,7 +30,7 @@ void keyed_uniform(py::handle tensor, py::handle key_or_tensor, const Coords& lo
                   describe("out", view) + " at lo " + to_string(lo) +
                       " does not lie in the global shape " + to_string(shape));
   }
-  kernels::UniformKey key;
+  ops::UniformKey key;
   std::optional<Borrowed> held;
   if (py::isinstance<py::int_>(key_or_tensor)) {
     key.value = key_or_tensor.cast<std::uint64_t>();

@@ -6,7 +6,7 @@
 #include "core/view.hpp"
 #include "ops/random/philox.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 // A key, or where it will be when the numbers are drawn: a captured step draws with a new one each
 // time. Plain data.
@@ -89,4 +89,4 @@ struct KeyedUniform {
   }
 };
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops

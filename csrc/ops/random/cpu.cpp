@@ -15,11 +15,11 @@ constexpr index_t kBytesWorth = 8;
 
 // KeyedUniform, with the loop along contiguous runs taken from the instruction set's table.
 template <class T>
-struct IsaUniform : kernels::KeyedUniform<T> {
+struct IsaUniform : ops::KeyedUniform<T> {
   template <class Loop>
-  void each(const kernels::KeyedRun& run, const Loop& loop) const {
+  void each(const ops::KeyedRun& run, const Loop& loop) const {
     const int last = this->box.ndim - 1;
-    if (this->box.stride[last] != 1) return kernels::KeyedUniform<T>::each(run, loop);
+    if (this->box.stride[last] != 1) return ops::KeyedUniform<T>::each(run, loop);
     T* const to = this->out + run.offset;
     const UniformTable& table = isa::chosen(PYDIST_ISA_TABLES(kUniform));
     if constexpr (std::is_same_v<T, float>) {
@@ -31,7 +31,7 @@ struct IsaUniform : kernels::KeyedUniform<T> {
 };
 
 template <class T>
-void fill(const TensorView& out, const kernels::KeyedBox& box) {
+void fill(const TensorView& out, const ops::KeyedBox& box) {
   const index_t elements = out.elements();
   if (elements == 0) return;
   launch::run_on_cpu(
@@ -41,9 +41,9 @@ void fill(const TensorView& out, const kernels::KeyedBox& box) {
 
 }  // namespace
 
-void keyed_uniform(const TensorView& out, const kernels::UniformKey& key, const Coords& lo,
+void keyed_uniform(const TensorView& out, const ops::UniformKey& key, const Coords& lo,
                    const Coords& shape) {
-  const kernels::KeyedBox box = kernels::keyed_box(out, key, lo, shape);
+  const ops::KeyedBox box = ops::keyed_box(out, key, lo, shape);
   if (out.dtype == DType::kFloat32) {
     fill<float>(out, box);
   } else {

@@ -12,7 +12,7 @@ template <class T>
 void fill_uniform(T* out, std::int64_t count, std::uint64_t key, std::uint64_t first) {
   PYDIST_INDEPENDENT
   for (std::int64_t j = 0; j < count; ++j) {
-    out[j] = kernels::uniform<T>(key, first + static_cast<std::uint64_t>(j));
+    out[j] = ops::uniform<T>(key, first + static_cast<std::uint64_t>(j));
   }
 }
 

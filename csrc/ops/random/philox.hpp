@@ -7,7 +7,7 @@
 
 #include "launch/host_device.hpp"
 
-namespace pydist::kernels {
+namespace pydist::ops {
 
 struct Philox4 {
   std::uint32_t word0, word1, word2, word3;
@@ -42,4 +42,4 @@ PYDIST_HD T uniform(std::uint64_t key, std::uint64_t counter) {
   }
 }
 
-}  // namespace pydist::kernels
+}  // namespace pydist::ops
