@@ -30,7 +30,7 @@ namespace pydist::ops {
 //   to `partial` [split, group, m, n], and ConvPartialBody adds them up in order. How many there
 //   are follows from the problem alone. So results are deterministic, also between devices.
 // Traffic: (1/128 + 1/kColumns) elements read a multiply-add, one read and one written an output.
-// Proof: tests/native/test_kernels_conv_mma.cpp by emulation, tests/gpu/test_conv_gpu.py.
+// Proof: tests/native/test_conv_mma.cpp by emulation, tests/gpu/test_conv_gpu.py.
 template <ConvOp kOp, class Storage, ConvMath kMath, int kTileColumns>
 struct ConvMmaBody {
   static constexpr int kThreads = 128;

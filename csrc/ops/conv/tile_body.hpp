@@ -24,7 +24,7 @@ namespace pydist::ops {
 //   memory (neighbouring threads, neighbouring n), then each thread adds to 2 x 4 sums in
 //   registers.
 // Traffic: (1/32 + 1/64) elements read a multiply-add, one read and one written an output.
-// Proof: tests/native/test_kernels_conv.cpp emulates it against a plain loop, in three thread
+// Proof: tests/native/test_conv.cpp emulates it against a plain loop, in three thread
 //   orders, under the sanitizers; tests/gpu/test_kernels_gpu.py on a device.
 // Sums are formed in one thread each, in a fixed order: results are deterministic.
 template <ConvOp kOp, class Storage>

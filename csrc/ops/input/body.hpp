@@ -67,7 +67,7 @@ PYDIST_HD void report(std::int32_t* found, std::uint32_t is_bad) {
 // Threads: CPU, rows (the last dim) over threads; CUDA, a warp a row, lanes along it.
 // Traffic: 1 or 2 bytes read and 4 or 8 written an element; the table's entries that occur (256 KB
 //   of floats at most) stay in the caches.
-// Proof: tests/native/test_convert.cpp, tests/kernels/test_convert.py (against NumPy).
+// Proof: tests/native/test_input.cpp, tests/kernels/test_convert.py (against NumPy).
 template <class From, class To>
 struct LookUp {
   static constexpr int kRunBlocks = sizeof(To) == 4 ? 4 : 2;  // divisions in double take registers

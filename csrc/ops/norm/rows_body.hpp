@@ -65,7 +65,7 @@ struct NormParts {
 //
 // Threads: CPU, one, but for thousands of entries; CUDA, a lane an entry, a warp a run of them.
 // Traffic: some numbers an entry, which the passes have just written.
-// Proof: tests/native/test_kernels_norm_rows.cpp, against plain loops.
+// Proof: tests/native/test_norm_rows.cpp, against plain loops.
 template <class Derived>
 struct EntryBody {
   static constexpr index_t kRun = 32;

@@ -46,7 +46,7 @@ struct RowMerge {
 //
 // Traffic: reads x (and grad) once, 16 bytes a part and row written. Channels-last, neighbouring
 //   lanes read neighbouring channels, else neighbouring positions.
-// Proof: tests/native/test_kernels_norm.cpp emulates it against plain loops, in three thread
+// Proof: tests/native/test_norm.cpp emulates it against plain loops, in three thread
 //   orders; the CPU's loops (csrc/ops/norm/cpu.cpp) are others.
 template <bool kMoments, Activation kActivation, class Storage>
 struct NormSumsBody : RowMerge<kMoments> {

@@ -36,7 +36,7 @@ struct ValueTable {
 // Threads: CPU, rows over threads, each run a vectorised loop; CUDA, a warp (or less) a run, lanes
 //   over 16-byte words where both sides are aligned alike, else over the widest word that is.
 // Traffic: 2 bytes moved per byte packed (one read, one written); no arithmetic on elements.
-// Proof: tests/kernels/test_pack.py against NumPy; tests/native/test_kernels.cpp emulates the CUDA
+// Proof: tests/kernels/test_pack.py against NumPy; tests/native/test_pack.cpp emulates the CUDA
 //   decomposition.
 template <Direction kDirection, class Table>
 struct CopyRuns {

@@ -76,7 +76,7 @@ struct Maximum {
 //
 // Traffic: forward reads a source kernel volume / stride volume times (caches hold most), backward
 //   so often a gradient and its tap; one write a target.
-// Proof: tests/native/test_kernels_pool_max.cpp emulates it against a plain loop, in three thread
+// Proof: tests/native/test_pool_max.cpp emulates it against a plain loop, in three thread
 //   orders; the CPU's loops (csrc/ops/pool/cpu_max.cpp) are others.
 template <MaxOp kOp, class Storage, class Tap>
 struct MaxBody {

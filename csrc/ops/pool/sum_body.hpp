@@ -55,7 +55,7 @@ inline PoolProblem pool_problem(const TensorView& in, const TensorView& out,
 // Threads: a warp (or less) a run; lanes along the channels where they are adjacent in the target,
 //   else along the width.
 // Traffic: kernel volume / stride volume reads a source (caches hold most), one write a target.
-// Proof: tests/native/test_kernels_pool.cpp emulates it against a plain loop, in three thread
+// Proof: tests/native/test_pool_sum.cpp emulates it against a plain loop, in three thread
 //   orders; the CPU's loops (csrc/ops/pool/cpu_sum.cpp) are others, as they sum one dim after the
 //   other.
 template <PoolOp kOp, class Storage, Activation kActivation = Activation::kNone>

@@ -1,5 +1,5 @@
 // Boundary convolution on tensor cores, emulated, against the CPU backend in fp64 (which
-// test_kernels_conv.cpp holds against plain loops).
+// test_conv.cpp holds against plain loops).
 #include <gtest/gtest.h>
 
 #include <cmath>

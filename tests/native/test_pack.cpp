@@ -1,10 +1,7 @@
-// Packing on the CPU and in the emulated CUDA decomposition, and keyed random numbers.
+// Packing on the CPU and in the emulated CUDA decomposition, against plain loops.
 #include <gtest/gtest.h>
 
-#include <array>
-#include <cmath>
 #include <cstdint>
-#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -12,8 +9,6 @@
 #include "launch/thread_pool.hpp"
 #include "ops/pack/body.hpp"
 #include "ops/pack/kernels.hpp"
-#include "ops/random/body.hpp"
-#include "ops/random/kernels.hpp"
 #include "random_cases.hpp"
 
 namespace pydist {
@@ -193,72 +188,6 @@ TEST(Regions, StartANewGroupWhereBoxesOverlap) {
   EXPECT_TRUE(Regions({}).disjoint_groups().empty());
   EXPECT_THROW(Regions({Box({0}, {1}), Box({0, 0}, {1, 1})}), UsageError);
   EXPECT_THROW(regions.require_inside(Coords{8}, "x"), UsageError);
-}
-
-TEST(Half, RoundTripsEveryFiniteValue) {
-  for (std::uint32_t bits = 0; bits < 0x10000; ++bits) {
-    const ops::Float16 half{static_cast<std::uint16_t>(bits)};
-    const ops::BFloat16 brain{static_cast<std::uint16_t>(bits)};
-    if (!std::isnan(half.to_float())) {
-      ASSERT_EQ(ops::Float16::from(half.to_float()).bits, bits);
-    }
-    if (!std::isnan(brain.to_float())) {
-      ASSERT_EQ(ops::BFloat16::from(brain.to_float()).bits, bits);
-    }
-  }
-  EXPECT_TRUE(std::isnan(ops::Float16::from(std::nanf("")).to_float()));
-  EXPECT_TRUE(std::isnan(ops::BFloat16::from(std::nanf("")).to_float()));
-}
-
-TEST(Half, RoundsToNearestEven) {
-  EXPECT_EQ(ops::Float16::from(1.0f + 0x1p-11f).to_float(), 1.0f);
-  EXPECT_EQ(ops::Float16::from(1.0f + 0x3p-11f).to_float(), 1.0f + 0x1p-9f);
-  EXPECT_EQ(ops::Float16::from(65519.0f).to_float(), 65504.0f);
-  EXPECT_TRUE(std::isinf(ops::Float16::from(65520.0f).to_float()));
-  EXPECT_EQ(ops::Float16::from(0x1p-25f).to_float(), 0.0f);
-  EXPECT_EQ(ops::Float16::from(0x1.8p-25f).to_float(), 0x1p-24f);
-  EXPECT_EQ(ops::BFloat16::from(1.0f + 0x1p-8f).to_float(), 1.0f);
-  EXPECT_EQ(ops::BFloat16::from(1.0f + 0x3p-8f).to_float(), 1.0f + 0x1p-6f);
-}
-
-TEST(Philox, GivesTheVectorsOfRandom123) {
-  using ops::Philox4;
-  using ops::philox4x32_10;
-  const auto words = [](const Philox4& p) {
-    return std::array{p.word0, p.word1, p.word2, p.word3};
-  };
-  constexpr std::uint32_t kOnes = 0xffffffffu;
-  EXPECT_EQ(words(philox4x32_10({0, 0, 0, 0}, 0, 0)),
-            (std::array{0x6627e8d5u, 0xe169c58du, 0xbc57ac4cu, 0x9b00dbd8u}));
-  EXPECT_EQ(words(philox4x32_10({kOnes, kOnes, kOnes, kOnes}, kOnes, kOnes)),
-            (std::array{0x408f276du, 0x41c83b0eu, 0xa20bc7c6u, 0x6d5451fdu}));
-  EXPECT_EQ(words(philox4x32_10({0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u}, 0xa4093822u,
-                                0x299f31d0u)),
-            (std::array{0xd16cfe09u, 0x94fdccebu, 0x5001e420u, 0x24126ea1u}));
-}
-
-TEST(KeyedUniform, IsTheSameOnCpuAndInEmulatedWarps) {
-  for (unsigned seed = 0; seed < 60; ++seed) {
-    Random random(seed);
-    const int ndim = static_cast<int>(random.between(1, 4));
-    Coords extent(ndim), lo(ndim), shape(ndim);
-    for (int dim = 0; dim < ndim; ++dim) {
-      extent[dim] = random.between(1, 12);
-      lo[dim] = random.between(0, 5);
-      shape[dim] = lo[dim] + extent[dim] + random.between(0, 5);
-    }
-    std::vector<double> memory(static_cast<std::size_t>(volume_of(extent)), -1.0);
-    const TensorView out{memory.data(), DType::kFloat64, extent, random.strides_for(extent), {}};
-    cpu::keyed_uniform(out, {.value = seed}, lo, shape);
-    const std::vector<double> on_cpu = memory;
-    const ops::KeyedBox box = ops::keyed_box(out, {.value = seed}, lo, shape);
-    const ops::KeyedUniform<double> body{memory.data(), box, volume_of(extent) / extent[ndim - 1]};
-    for (const launch::RunGrid& grid : grids_for(body.rows())) {
-      std::fill(memory.begin(), memory.end(), -1.0);
-      launch::emulate_runs(body, grid, ThreadOrder::kReverse);
-      ASSERT_EQ(memory, on_cpu);
-    }
-  }
 }
 
 }  // namespace
