@@ -1,4 +1,7 @@
 // The Python module pydist._native. It links neither torch nor MPI nor a shared CUDA library.
+//
+// Errors: UsageError becomes pydist.errors.UsageError; the bindings of comm translate their own,
+// and other exceptions of the standard library become RuntimeError.
 #include <exception>
 #include <utility>
 

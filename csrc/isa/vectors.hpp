@@ -1,5 +1,8 @@
-// Vectors of one instruction set: what the files share that CMake compiles for several of them,
-// with -march and PYDIST_ISA_NAME (a namespace) set. Only for those.
+// Vectors of one instruction set, for the isa_*.cpp of the families and for them alone.
+//
+// Types are GCC's and Clang's vector extension: arithmetic, comparisons and `? :` work on them, and
+// `scalar - Vector{}` is a broadcast. Everything is in an anonymous namespace inside of the
+// namespace of the instruction set, and inlined: no object shares a function with another one.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +38,8 @@ PYDIST_HD typename VectorOf<T>::type load(const T* address) {
   return *reinterpret_cast<const typename VectorOf<T>::type*>(address);
 }
 
-// Whether the instruction set converts that many fp16 at once: loops over them stay scalar.
+// Whether the instruction set converts that many fp16 by one instruction. If not, widen and narrow
+// convert lane by lane, by the scalar code of half.hpp.
 template <class Storage, int kLanes>
 constexpr bool has_half_vector() {
 #if defined(__AVX512F__)
@@ -60,7 +64,7 @@ struct BFloatVectors {
   typedef std::uint32_t Words __attribute__((vector_size(4 * kLanes)));
 };
 
-// kLanes elements, in the type that sums are formed in.
+// Loads kLanes elements and converts them to the type that sums are formed in.
 template <int kLanes, class T, class Storage>
 PYDIST_HD typename VectorOf<T, kLanes>::type widen(const Storage* address) {
   using Vector = typename VectorOf<T, kLanes>::type;
@@ -87,6 +91,7 @@ PYDIST_HD typename VectorOf<T, kLanes>::type widen(const Storage* address) {
   }
 }
 
+// Rounds kLanes values as store_as of half.hpp does (a NaN may get other bits), and stores them.
 template <int kLanes, class T, class Storage>
 PYDIST_HD void narrow(typename VectorOf<T, kLanes>::type values, Storage* address) {
   if constexpr (std::is_same_v<T, Storage>) {
@@ -117,7 +122,8 @@ PYDIST_HD void narrow(typename VectorOf<T, kLanes>::type values, Storage* addres
   }
 }
 
-// Past the caches; the address is aligned to a vector.
+// Stores past the caches; the address is aligned to a vector. _mm_sfence() makes such stores
+// visible.
 template <class T>
 PYDIST_HD void stream(typename VectorOf<T>::type values, T* address) {
 #if defined(__AVX512F__)

@@ -1,3 +1,4 @@
+// The number of CUDA devices, 0 where there is no driver.
 #include "launch/runtime.cuh"
 
 namespace pydist::cuda {

@@ -1,4 +1,7 @@
-// What the .cu files share.
+// What the families' .cu files share: streams, errors of the runtime, the current device.
+//
+// Kernels leave no trace: the device that was current is current again, and an error is cleared
+// before it is thrown.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,6 @@
 // Scratch memory that is kept from call to call: fresh pages would cost more than the kernels.
+//
+// Kernels hold it as `static thread_local Scratch`, so it needs no lock and stays near its thread.
 #pragma once
 
 #include <cstddef>

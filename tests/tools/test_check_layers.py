@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 
@@ -103,3 +104,20 @@ def test_kernels_are_launched_in_one_file(tmp_path):
         (tmp_path / path).write_text("// (<<<>>>)\nrun<<<static_cast<int>(n), 32>>>(body);\n")
     (problem,) = check(tmp_path)
     assert problem.endswith("cuda.cu:2: kernels are launched in launch/cuda.cuh alone")
+
+
+SOURCES = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in TOOL["SOURCES"]]
+
+
+def test_every_file_begins_with_what_it_is():
+    assert [str(path) for path in SOURCES if not path.read_text().startswith("// ")] == []
+
+
+def test_the_proofs_that_comments_name_exist():
+    named = {
+        path
+        for source in SOURCES
+        for path in re.findall(r"\b(?:tests|docs|tools|csrc)/[\w/]+\.\w+", source.read_text())
+    }
+    assert len(named) > 20
+    assert sorted(path for path in named if not (ROOT / path).exists()) == []

@@ -1,3 +1,4 @@
+// Entry points of libcuda, and the owners of a context, a stream and an event.
 #include "comm/driver/cuda_driver.hpp"
 
 #include <map>

@@ -77,7 +77,7 @@ class DeviceContext {
   void* context_ = nullptr;
 };
 
-// A stream of the device's greatest priority: a few blocks that copy must not queue behind the many
+// A stream of the device's greatest priority: a few blocks that copy must not wait for the many
 // that compute. It does not wait for the legacy default stream, nor that one for it.
 //
 // It outlives its owner, and serves the next one: torch's allocator records events on it when it

@@ -1,3 +1,4 @@
+// Checks of messages that NCCL and CUDA IPC share, and their text for errors.
 #include "comm/driver/device_message.hpp"
 
 #include <algorithm>

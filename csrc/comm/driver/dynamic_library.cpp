@@ -1,3 +1,4 @@
+// dlopen and dlsym, with messages that say what was tried.
 #include "comm/driver/dynamic_library.hpp"
 
 #include <dlfcn.h>

@@ -17,7 +17,7 @@ class LibraryMissing : public std::runtime_error {
 class DynamicLibrary {
  public:
   // Opens the first of `paths` (or plain names) that can be opened.
-  // loaded: a name of which a copy that the process has already is taken before; empty for none.
+  // loaded: a name; a copy of it that the process has loaded already is preferred. Empty for none.
   // what: how messages call it.
   DynamicLibrary(std::string what, const std::string& loaded,
                  const std::vector<std::string>& paths);

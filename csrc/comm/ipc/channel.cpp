@@ -1,3 +1,5 @@
+// A channel's setup (offer, accept) and the round that it puts on the stream, as channel.hpp draws
+// it.
 #include "comm/ipc/channel.hpp"
 
 #include <algorithm>
@@ -23,6 +25,8 @@ IpcPlace moved(IpcPlace place, std::size_t bytes) {
 
 }  // namespace
 
+// Sorts the messages by peer; those of this rank to itself are copied directly. Receive memory is
+// one piece, cut by peers.
 IpcChannel::IpcChannel(std::shared_ptr<IpcGroup> group, const Messages& sends,
                        const Messages& receives)
     : group_(std::move(group)),
@@ -79,6 +83,8 @@ IpcOffer IpcChannel::offer(int rank) const {
           .channel = number_};
 }
 
+// Compares what both sides send and expect before anything is mapped: a difference names both
+// ranks.
 void IpcChannel::accept(int rank, const IpcOffer& offer) {
   Peer& peer = peers_.at(rank);
   const auto text = [](std::size_t count, std::size_t bytes) {
@@ -137,6 +143,7 @@ void IpcChannel::require_order() {
   }
 }
 
+// The round of channel.hpp: ready flags, own copy, sends, receives. Peers in the order of ranks.
 void IpcChannel::put_round(void* stream) {
   const IpcDriver& driver = group_->memory().driver();
   const bool flush = group_->memory().flushes();

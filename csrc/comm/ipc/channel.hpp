@@ -4,7 +4,7 @@
 // `ready` (the peer can take what is sent to it) and `filled` (what the peer has sent is there). A
 // round on the stream of a rank:
 //
-//   behind what was on the caller's stream at the start
+//   after what was on the caller's stream at the start
 //   for each sender:    set its `ready`
 //   for each receiver:  await own `ready`, clear it; copy into its memory; set its `filled`
 //   for each sender:    await own `filled`, clear it; copy from the receive memory to the buffers
@@ -33,7 +33,7 @@ namespace pydist::comm {
 struct IpcOffer {
   IpcPlace ready;    // to be set by the peer when it can take what this rank sends
   IpcPlace filled;   // to be set by the peer when it has sent
-  IpcPlace receive;  // where what the peer sends goes, message behind message
+  IpcPlace receive;  // where what the peer sends goes, message after message
   std::uint64_t sent = 0, sent_bytes = 0, received = 0, received_bytes = 0;  // with that peer
   IpcNotesPlace notes;        // in which order this rank starts its exchanges
   std::uint64_t channel = 0;  // the number of this one there

@@ -1,3 +1,4 @@
+// The driver's calls for CUDA IPC, with the constants of cuda.h that they take.
 #include "comm/ipc/driver.hpp"
 
 #include <utility>

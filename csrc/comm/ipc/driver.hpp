@@ -50,7 +50,7 @@ class IpcDriver {
   void unmap(std::byte* block) const;
 
   // Put on a stream; the memory may be that of another process, but a stream waits for flags of
-  // its own device alone. A flag that is set is set behind what the stream has copied.
+  // its own device alone. A flag is set after what the stream has copied before.
   void copy(std::byte* to, const std::byte* from, std::size_t bytes, void* stream) const;
   void set(Flag* flag, Flag value, void* stream) const;
   void await(const Flag* flag, Flag value, bool flush, void* stream) const;

@@ -1,3 +1,5 @@
+// What every exchange of a group goes through: the current context, errors, and the end of the
+// group.
 #include "comm/ipc/group.hpp"
 
 #include <algorithm>

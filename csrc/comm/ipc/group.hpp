@@ -31,7 +31,7 @@ class IpcGroup {
   // its stream may have half of an exchange; `what` names what was done.
   void run(const std::function<std::string()>& what, const std::function<void()>& calls);
 
-  // What is on `caller` now comes before what is put on this stream behind `begin`.
+  // What is on `caller` now comes before what is put on this stream after `begin`.
   void mark(void* caller) { ready_.record(caller); }
   void begin() { ready_.delay(stream_.handle()); }
 

@@ -1,3 +1,4 @@
+// Blocks of device memory that other processes map, and the pieces that channels take from them.
 #include "comm/ipc/memory.hpp"
 
 #include <algorithm>
@@ -18,6 +19,7 @@ std::size_t aligned(std::size_t bytes) {
 IpcArena::IpcArena(std::shared_ptr<const IpcDriver> driver, std::size_t block_bytes, bool zeros)
     : driver_(std::move(driver)), block_bytes_(block_bytes), zeros_(zeros) {}
 
+// A returned piece of that size, else a new one: from a block, or a block of its own.
 IpcPiece IpcArena::take(std::size_t bytes, void* stream, bool capturing) {
   bytes = aligned(bytes);
   if (!capturing) collect();  // while a graph is captured, nobody may ask for an event

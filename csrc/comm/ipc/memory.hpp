@@ -36,10 +36,10 @@ class IpcArena {
   // zeros: what new pieces hold; otherwise anything.
   IpcArena(std::shared_ptr<const IpcDriver> driver, std::size_t block_bytes, bool zeros);
 
-  // `bytes` > 0. The context is current; `stream` clears new blocks, and
-  // waits for nothing but what was put on it.
+  // `bytes` > 0. The context is current; `stream` clears new blocks, and waits for nothing but what
+  // was put on it.
   IpcPiece take(std::size_t bytes, void* stream, bool capturing);
-  // The piece is free when `behind` is reached; at once if there is none.
+  // The piece is free when the event `behind` is reached, or now if there is none.
   void give_back(const IpcPiece& piece, std::shared_ptr<Event> behind);
   void release();
 
@@ -76,7 +76,7 @@ class IpcMemory {
   IpcPiece take_buffer(std::size_t bytes, const Stream& stream);
   void give_back(const IpcPiece& flags, const IpcPiece& buffer, std::shared_ptr<Event> behind);
 
-  // Where a place of another rank lies for this process. Each block is mapped once.
+  // The address of another rank's place in this process. Each block is mapped once.
   std::byte* mapped(const IpcPlace& place);
 
   // At the end: first all ranks unmap what is others', then each releases what is its own. The

@@ -1,3 +1,8 @@
+// Notes by which two ranks see that they start their exchanges in different orders.
+//
+// Each rank has a page of notes in an anonymous file, which its peers map through /proc. Where that
+// is impossible (another namespace, another system) nothing is noticed, and exchanges work all the
+// same.
 #include "comm/ipc/order.hpp"
 
 #include <random>
@@ -40,7 +45,7 @@ const std::uint64_t* open_notes(const IpcNotesPlace& place, std::size_t bytes) {
       "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.file);
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) return nullptr;
-  // In a container the number may be that of another process: of which the file is not the one.
+  // In a container the number may be that of another process, whose file has another size.
   struct stat about = {};
   const std::uint64_t* notes = nullptr;
   if (fstat(file, &about) == 0 && about.st_size == static_cast<off_t>(bytes)) {
@@ -116,7 +121,8 @@ bool IpcOrder::note(int peer, std::uint32_t own, std::uint32_t other) {
   const std::uint32_t number = ++started_[peer];
   if (notes_ == nullptr) return true;
   const std::size_t slot = 1 + number % kKept, row = static_cast<std::size_t>(peer);
-  // Of two ranks that do this at once, one sees the other's note.
+  // Write, then read, both sequentially consistent: of two ranks that do this at the same time, at
+  // least one sees the other's note.
   write(notes_ + slot + row * kKept, std::uint64_t{number} << 32 | own);
   const auto found = of_peers_.find(peer);
   if (found == of_peers_.end() || found->second == nullptr) return true;

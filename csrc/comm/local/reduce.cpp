@@ -1,3 +1,5 @@
+// Reductions over ranks in host memory, element by element in rank order. Half types are combined
+// in float and rounded once.
 #include "comm/local/reduce.hpp"
 
 #include <algorithm>
@@ -67,6 +69,7 @@ struct BFloat16 {
   static Stored store(Value value) { return float_to_bfloat16(value); }
 };
 
+// One step of a reduction. Integers wrap; a NaN wins over any number in max and min.
 template <ReduceOp kOp, class T>
 T combine(T a, T b) {
   if constexpr (kOp == ReduceOp::kSum) {

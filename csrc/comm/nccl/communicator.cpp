@@ -1,3 +1,4 @@
+// A communicator's life: its start within a time limit, what every operation goes through, its end.
 #include "comm/nccl/communicator.hpp"
 
 #include <algorithm>

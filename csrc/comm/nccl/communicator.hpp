@@ -1,7 +1,7 @@
 // A group of ranks that NCCL connects, with the stream on which its messages travel.
 //
 // Every operation is ordered by events alone: what is on the caller's stream comes before it, and
-// what the caller puts on a stream after `wait` comes behind it. The host waits for no device. NCCL
+// what the caller puts on a stream after `wait` comes after it. The host waits for no device. NCCL
 // leaves it to a thread of its own to put an operation on the stream, and that one waits, the first
 // time, for the ranks that it connects to. So the host waits for that, with a time limit, not where
 // an operation starts but where it is waited for, or where the next one of the group starts: ranks
@@ -46,15 +46,15 @@ class NcclCommunicator {
   const std::shared_ptr<const DeviceContext>& context() const { return context_; }
   void* stream() const { return stream_.handle(); }
 
-  // Each (nccl_operations.cpp) starts one operation behind what is on the stream `caller`; `done`
-  // will come behind it. Messages between two ranks match in the order in which both started them;
-  // a message of 0 bytes is none. Empty slices take part in nothing.
+  // Each (operations.cpp) starts one operation after what is on the stream `caller`; `done` comes
+  // after it. Messages between two ranks match in the order in which both started them; a message
+  // of 0 bytes is none. Empty slices take part in nothing.
   void exchange(const std::vector<DeviceMessage>& sends, const std::vector<DeviceMessage>& receives,
                 int tag, void* caller, const Done& done);
   void broadcast(std::byte* address, std::size_t bytes, int root, void* caller, const Done& done);
   void all_reduce(std::byte* address, std::size_t count, NcclType type, NcclOp op, void* caller,
                   const Done& done);
-  // `row` has a slice of bytes[r] from every rank r, one behind the other; that of this one is
+  // `row` has a slice of bytes[r] from every rank r, one after the other; that of this one is
   // there.
   void all_gather(std::byte* row, const std::vector<std::size_t>& bytes, void* caller,
                   const Done& done);
@@ -63,7 +63,7 @@ class NcclCommunicator {
                       std::size_t element, NcclType type, std::byte* out, void* caller,
                       const Done& done);
 
-  // What is put on the stream `caller` from now on comes behind `done`.
+  // What is put on the stream `caller` from now on comes after `done`.
   void wait(const Done& done, void* caller);
   // Whether `done` is reached; false as well while a graph is captured, which nobody may ask.
   bool reached(const Done& done);

@@ -1,3 +1,4 @@
+// NCCL's entry points, and the oldest version that has all of them.
 #include "comm/nccl/library.hpp"
 
 #include <dlfcn.h>

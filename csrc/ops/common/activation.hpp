@@ -1,4 +1,7 @@
-// ReLU and its kin, for scalars and vectors: what kernels do along with other work.
+// ReLU, leaky ReLU and PReLU, for scalars and vectors: what kernels do along with other work.
+//
+// `V` is a scalar or a vector of GCC's extension: comparisons of vectors give masks, and `? :`
+// selects by lane, so one expression serves both.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +21,7 @@ PYDIST_HD Activation activation_of(double slope) {
   return slope == 0 ? Activation::kRelu : Activation::kLeakyRelu;
 }
 
-// torch's rules: of ReLU, NaN stays NaN; what is not above 0 has no gradient, or the slope's.
+// activated(v) = v where v > 0, else v * slope. As in torch, ReLU keeps NaN.
 template <Activation kActivation, class V>
 PYDIST_HD V activated(V value, [[maybe_unused]] V slope) {
   if constexpr (kActivation == Activation::kRelu) return value <= V{} ? V{} : value;
@@ -28,6 +31,8 @@ PYDIST_HD V activated(V value, [[maybe_unused]] V slope) {
   return value;
 }
 
+// The gradient through activated(value): grad where value > 0, else grad * slope. As in torch, 0
+// has no gradient, or the slope's.
 template <Activation kActivation, class V>
 PYDIST_HD V activation_gradient([[maybe_unused]] V value, V grad, [[maybe_unused]] V slope) {
   if constexpr (kActivation == Activation::kRelu) return value <= V{} ? V{} : grad;
@@ -37,7 +42,7 @@ PYDIST_HD V activation_gradient([[maybe_unused]] V value, V grad, [[maybe_unused
   return grad;
 }
 
-// What one value gives to its slope's gradient.
+// The term of one value in the gradient of its slope: grad * value where value <= 0.
 template <class V>
 PYDIST_HD V slope_gradient(V value, V grad) {
   return value > V{} ? V{} : value * grad;

@@ -1,4 +1,8 @@
 // From a dtype known at run time to a type known at compile time.
+//
+// Each kernel is compiled once per type that it is dispatched to, so the number of instances of one
+// call is the product over its dispatches: floating-point kernels have 4 of them, copies none (they
+// move words, see ops/common/word.hpp).
 #pragma once
 
 #include <cstdint>

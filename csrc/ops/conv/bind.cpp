@@ -17,7 +17,7 @@ namespace {
 
 using namespace py::literals;
 
-// One of the three arrays of a boundary convolution, by its Python name.
+// One of the three arrays of a boundary convolution, with its Python name for messages.
 struct ConvArgument {
   const char* name;
   const Borrowed& tensor;
@@ -69,7 +69,8 @@ ConvMath math_of(const std::string& kernel) {
   return kernel == "tf32" ? ConvMath::kTf32 : ConvMath::kTf32x3;
 }
 
-// (why there is no tensor-core kernel, floats of workspace, the useful part of its multiply-adds)
+// (why there is no tensor-core kernel, floats of workspace, the useful fraction of its
+// multiply-adds)
 using MmaPlan = std::tuple<std::string, index_t, double>;
 
 template <ConvOp kOp>
@@ -83,6 +84,8 @@ MmaPlan plan_of(const ops::ConvProblem& problem, const std::string& kernel) {
   return plan;
 }
 
+// How the kernel that Python asks for is called; nothing for `plain`. Refuses one that does not
+// exist for the problem or the device, and a workspace that is too small.
 template <ConvOp kOp>
 std::optional<ops::MmaCall> check_kernel(const ops::ConvProblem& problem, const std::string& kernel,
                                          const py::object& workspace, const ConvArgument& target) {

@@ -1,3 +1,6 @@
+// The lowering of cpu_lowering.hpp: first along single dims (lines, links), then planes and their
+// jobs, last the copy into the workspace. Cheap: its size is that of the kernel times the thin
+// extent.
 #include "ops/conv/cpu_lowering.hpp"
 
 #include <algorithm>
@@ -11,9 +14,9 @@ namespace {
 using ops::ConvDim;
 using ops::ConvProblem;
 
-// Destinations are outputs. Kernel index k reaches the outputs o with 0 <= o * stride + k *
-// dilation
-// + base < in_extent.
+// A plane dim of forward. Destinations are outputs: kernel index k reaches the outputs o for which
+// 0 <= o * stride + k * dilation + base < in_extent. All reached outputs are one class; the taps of
+// equal (k * dilation) % stride read the same phase of the source.
 Line lower_forward(const ConvDim& dim) {
   struct Reach {
     index_t kernel, lo, hi;
@@ -49,8 +52,9 @@ Line lower_forward(const ConvDim& dim) {
   return line;
 }
 
-// Destinations are inputs i = first + stride * t: kernel index k reads the output
-// t - (k * dilation + base - first) / stride where that division is exact.
+// A plane dim of dgrad. Destinations are inputs; those of equal residue modulo the stride, i =
+// residue + stride * t, have the same taps: kernel index k reads the output t - (k * dilation +
+// base - residue) / stride where that division is exact. So there are at most `stride` classes.
 Line lower_dgrad(const ConvDim& dim) {
   Line line;
   index_t first_source = std::numeric_limits<index_t>::max();
@@ -89,8 +93,8 @@ Line lower_dgrad(const ConvDim& dim) {
   return line;
 }
 
-// Few sources, so they are walked, whatever the destination's extent. Sums go by rising kernel
-// index.
+// The thin dim: pairs of a kernel index and a source for each destination, found from the few
+// sources, whatever the destination's extent. Sums go by rising kernel index.
 std::vector<ThinLink> link_thin(const ConvDim& dim, ConvRole role) {
   struct Triple {
     index_t destination, kernel, source;
@@ -122,6 +126,7 @@ std::vector<ThinLink> link_thin(const ConvDim& dim, ConvRole role) {
   return links;
 }
 
+// One plane of destinations: all combinations of the taps of its three dims, as offsets.
 PlaneJob plane_job(const ConvLowering& lowering, const ThinLink& link, const LineClass& rows,
                    const LineClass& columns, const index_t* strides, const index_t* weight) {
   PlaneJob job;
@@ -150,6 +155,7 @@ PlaneJob plane_job(const ConvLowering& lowering, const ThinLink& link, const Lin
 
 }  // namespace
 
+// The thin dim is the shortest of the source.
 ConvLowering lower(const ConvProblem& problem, ConvRole role) {
   const bool forward = role == ConvRole::kForward;
   const auto source_extent = [&](int dim) {
@@ -188,7 +194,8 @@ ConvLowering lower(const ConvProblem& problem, ConvRole role) {
 
 namespace {
 
-// One row of a phase: `extent` positions, of which those with a source index inside are copied.
+// One row of a phase: copies the positions whose source index is inside the array, zeros the
+// others.
 template <class T, class Source>
 void fill_row(const Line& line, index_t first, index_t source_extent, const Source* source,
               index_t stride, T* row) {

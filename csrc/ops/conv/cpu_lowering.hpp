@@ -4,10 +4,19 @@
 // array is copied, padded with zeros, into a workspace in which one step in any kernel direction is
 // a constant offset. Rows of the plane follow each other with a fixed pitch, so a whole plane is
 // one long row of positions q; those in the padding of a row are computed and thrown away. The thin
-// dim is walked explicitly. Forward and dgrad are both "destination[m, q] += sum_taps weight[m,
-// tap] * source[offset(tap) + q]":
+// dim is walked explicitly.
+//
+//   source plane (padded)          workspace: one row of q, pitch 6          kernel 3 x 3
+//     0 0 0 0 0 0
+//     0 a b c d 0                  0 0 0 0 0 0 0 a b c d 0 0 e f g h 0 ...    offset(ky, kx) =
+//     0 e f g h 0                  ^q = 0                                     ky * pitch + kx
+//     0 0 0 0 0 0
+//
+// Forward and dgrad are both
+//   destination[m, q] += sum_taps weight[m, tap] * source[offset(tap) + q]
 //   forward: the source is cut into stride x stride phases, so that taps stay contiguous;
 //   dgrad: the destination is cut into classes of equal index modulo stride, with few taps each.
+// wgrad takes forward's layout: the same offsets, summed over q instead of taps.
 #pragma once
 
 #include <cstddef>
@@ -59,7 +68,7 @@ struct PlaneJob {
 
 enum class ConvRole { kForward, kDgrad };
 
-// How a problem is laid out in the workspace, and its jobs.
+// How a problem is laid out in the workspace, and its jobs. Depends on extents alone, not on data.
 struct ConvLowering {
   int thin, row, column;  // spatial dims in these roles
   Line rows, columns;

@@ -1,4 +1,4 @@
-// What forward, dgrad and wgrad share on the CPU.
+// What the CPU's forward, dgrad and wgrad share: tiles by size, and walks over weights.
 #pragma once
 
 #include <type_traits>
@@ -19,7 +19,7 @@ const ConvIsa<T>& conv_isa() {
   }
 }
 
-// log2 of the largest tile that this instruction set has for `rows` rows or fewer.
+// log2 of the rows of the largest tile that this instruction set has, of `rows` rows or fewer.
 template <class T>
 int conv_rows(const ConvIsa<T>& isa, index_t rows) {
   int log_rows = 3;
@@ -33,7 +33,7 @@ inline index_t weight_elements(const ops::ConvProblem& problem) {
   return count;
 }
 
-// The problem with its weight replaced by a contiguous array, yet without memory.
+// The problem with its weight replaced by a contiguous array that has no memory yet.
 inline ops::ConvProblem with_contiguous_weight(ops::ConvProblem problem) {
   index_t stride = 1;
   problem.weight.data = nullptr;

@@ -1,10 +1,23 @@
-// wgrad over the padded planes of cpu_lowering.hpp:
+// Boundary convolution on the CPU, wgrad, over the padded planes of cpu_lowering.hpp:
 //   weight_grad[co, ci, tap] += sum_q out_grad[co, q] * in[ci, offset(tap) + q].
 //
-// Two forms of the sum, by shape. Inner products keep q in the lanes of a vector: best on large
-// planes and for few output channels. Outer products keep output channels there and walk q: no sums
-// across lanes, so planes may be tiny. Either way each weight belongs to one task, which adds
-// samples, planes and chunks of positions in a fixed order: the result does not depend on threads.
+// Three forms of the sum, by shape:
+//
+//   form    lanes of a vector   taken for
+//   rows    output channels     channels-last float or double, one group, rows of 8 or more, Co a
+//                               multiple of the lanes, sums of 256 KB or less: reads the arrays in
+//                               place (cpu_wgrad_rows.cpp)
+//   outer   output channels     planes below 512 positions with Co > 1; larger ones with
+//                               Co >= lanes and Ci >= 8
+//   inner   positions q         the others: large planes with few channels
+//
+// Inner products add up across lanes at the end, outer ones never do, so their planes may be tiny;
+// but they need the gradient transposed to [q][co]. In each form every weight belongs to one task,
+// which adds samples, planes and chunks of positions in a fixed order: the result does not depend
+// on threads.
+//
+// Not the shared body (tile_body.hpp), for the reason given in cpu_planes.cpp: measured as there,
+// the shared body takes 19 to 75 times as long.
 #include <algorithm>
 #include <type_traits>
 #include <vector>
@@ -33,6 +46,7 @@ constexpr index_t kSlack = 64;        // elements that tiles may read past the e
 constexpr index_t kWorkspaceBytes = 8 << 20;
 constexpr index_t kFlopsPerThread = 4'000'000;
 
+// One call of the outer or the inner form.
 template <class Storage>
 class WeightGradient {
   using T = ops::accumulator_t<Storage>;
@@ -70,11 +84,12 @@ class WeightGradient {
   }
 
  private:
-  // One input and output channel range of one group.
+  // A range of input channels times a range of output channels, of one group.
   struct Task {
     index_t group, in, in_end, out, out_end;
   };
 
+  // The kernel indices that the slab meets at all, and their offsets in the given weight.
   void collect_taps() {
     for (const PlaneJob& job : lowering_.jobs) {
       taps_.insert(taps_.end(), job.weight_offset.begin(), job.weight_offset.end());
@@ -90,8 +105,8 @@ class WeightGradient {
     }
   }
 
-  // Where the planes of the gradient begin: in the workspace of a sample they lie as [plane][q][co]
-  // for outer products, as [co][plane][q] for inner ones, q then with the source's pitch.
+  // Where the planes of the gradient begin in the workspace of a sample, which is [plane][q][co]
+  // for outer products and [co][plane][q] for inner ones, q then with the pitch of the source.
   void place_planes() {
     for (const PlaneJob& job : lowering_.jobs) {
       plane_begin_.push_back(plane_end_);
@@ -103,6 +118,8 @@ class WeightGradient {
     return ceil_div(job.positions(lowering_.pitch), isa_.lanes) * isa_.lanes;
   }
 
+  // Copies both arrays of some samples into the workspace: the source padded, the gradient by
+  // plane.
   void fill(index_t first) {
     launch::parallel_for(
         samples_ * ins_, std::max<index_t>(1, 65536 / lowering_.channel), [&](index_t i) {
@@ -129,6 +146,7 @@ class WeightGradient {
         });
   }
 
+  // Outer products: positions without padding, output channels adjacent.
   void transpose_plane(const PlaneJob& job, const Storage* channel, T* to) const {
     for (index_t y = 0; y < job.rows; ++y) {
       const Storage* const from = channel + job.destination + y * job.row_stride;
@@ -138,7 +156,7 @@ class WeightGradient {
     }
   }
 
-  // Zeros in the rows' padding, so that what the source holds there does not count.
+  // Inner products: zeros in the padding of rows, so that what the source has there does not count.
   void pad_plane(const PlaneJob& job, const Storage* channel, T* to) const {
     T* const end = to + padded_positions(job);
     for (index_t y = 0; y < job.rows; ++y) {
@@ -168,7 +186,7 @@ class WeightGradient {
         });
   }
 
-  // Sums lie as [input channel][kernel index][output channel] until all samples are in.
+  // Sums of a task are [input channel][kernel index][output channel] until all samples are added.
   void run_task(const Task& task) const {
     static thread_local Scratch scratch;
     const index_t width = task.out_end - task.out;
@@ -193,6 +211,8 @@ class WeightGradient {
     add_to_weight(task, sums);
   }
 
+  // Chunks of rows: for each tap, a tile of (input channels) x (output channels), which sums over
+  // the positions of the chunk: positions are the tile's channels and taps.
   void add_outer(const Task& task, const PlaneJob& job, const T* source, const T* gradient,
                  T* sums) const {
     const index_t width = task.out_end - task.out;
@@ -231,6 +251,8 @@ class WeightGradient {
     }
   }
 
+  // Chunks of positions: tiles of (output channels) x (pairs of an input channel and a tap), which
+  // sum over the positions of the chunk in their lanes.
   void add_inner(const Task& task, const PlaneJob& job, const T* source, const T* gradient,
                  T* sums) const {
     const index_t width = task.out_end - task.out;
@@ -264,6 +286,7 @@ class WeightGradient {
     }
   }
 
+  // Rounds once per weight and batch of samples.
   void add_to_weight(const Task& task, const T* sums) const {
     const index_t width = task.out_end - task.out;
     const index_t* const strides = problem_.weight.strides;

@@ -1,4 +1,5 @@
-// The launch of one of the three boundary convolutions. Each has a file: they compile side by side.
+// The launches of one of the three boundary convolutions. Each has a .cu file, so that they compile
+// in parallel: each has some twenty instances.
 #pragma once
 
 #include "launch/cuda.cuh"
@@ -10,6 +11,7 @@
 
 namespace pydist::cuda {
 
+// On tensor cores two launches, the second of which adds up split sums; else one.
 template <ops::ConvOp kOp>
 void convolve(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue,
               const char* what) {

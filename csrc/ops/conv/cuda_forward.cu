@@ -1,3 +1,4 @@
+// Boundary convolution on CUDA devices: forward.
 #include "ops/conv/cuda.cuh"
 
 namespace pydist::cuda {

@@ -1,3 +1,4 @@
+// Boundary convolution on CUDA devices: the gradient of the weight.
 #include "ops/conv/cuda.cuh"
 
 namespace pydist::cuda {

@@ -1,4 +1,4 @@
-// Where the gathered side of a boundary convolution finds its elements.
+// Where the gathered side of a boundary convolution finds its elements (tensor-core kernels).
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,19 @@ namespace pydist::ops {
 //   wgrad    q: taps,ci p: outputs co        in                   out gradient
 //
 // Positions are counted over (sample, the reached indices of three dims), pairs over (reached
-// kernel indices, channel): the channel runs fastest, so that one kernel index serves many
-// neighbours.
+// kernel indices, channel): the channel varies fastest, so that one kernel index serves many
+// neighbors.
+//
+// The work per element is split: what depends on the position alone (Place) is computed once per
+// thread and tile, what depends on the kernel index alone (Tap) once per block, into a table in
+// shared memory. find() joins them: three bounds checks, and for dgrad three divisions by the
+// stride (Divisor).
 template <ConvOp kOp>
 struct ConvGather {
   static constexpr int kMaxTaps = 128;  // kernel indices that a slab may reach
 
-  // A position as the gather needs it. Offsets are in elements of the gathered array.
+  // A position, as find() needs it: dgrad, the input index - base; else the output index * stride +
+  // base. The offset is that of the sample and, but for dgrad, of `at`.
   struct Place {
     std::int32_t at[kSpatialDims];
     index_t offset;
@@ -33,7 +39,8 @@ struct ConvGather {
   struct Position {
     std::int32_t sample, at[kSpatialDims];
   };
-  // A kernel index: how far it moves a place, and where its weights lie.
+  // A kernel index: how far it moves a place, in indices and in elements, and the offset of its
+  // weights.
   struct Tap {
     std::int32_t shift[kSpatialDims];
     index_t offset, weight;
@@ -89,11 +96,12 @@ struct ConvGather {
   PYDIST_HD const SpatialArray& source() const {
     return kOp == ConvOp::kDgrad ? problem.out : problem.in;
   }
-  // The array that positions are indices of.
+  // The array whose indices positions are: the target of forward and dgrad.
   PYDIST_HD const SpatialArray& placed() const {
     return kOp == ConvOp::kDgrad ? problem.in : problem.out;
   }
 
+  // Position number i: three divisions.
   PYDIST_HD Position position(std::int32_t i) const {
     Position position;
     for (int dim = kSpatialDims - 1; dim >= 0; --dim) {
@@ -144,7 +152,7 @@ struct ConvGather {
     return tap;
   }
 
-  // Whether there is an element for a place and a tap; `offset` is that of its channel 0.
+  // Whether there is an element for a place and a tap; `offset` becomes that of its channel 0.
   PYDIST_HD bool find(const Place& place, const Tap& tap, index_t& offset) const {
     bool inside = true;
     if constexpr (kOp == ConvOp::kDgrad) {

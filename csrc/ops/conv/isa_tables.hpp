@@ -1,4 +1,4 @@
-// The inner loops of boundary convolutions, of which there is one table per instruction set.
+// The inner loops of boundary convolutions, with tables per instruction set.
 //
 // Compiled for every instruction set: it must not contain inline functions (isa/tables.hpp).
 #pragma once
@@ -9,9 +9,10 @@
 
 namespace pydist::cpu {
 
-// sums[m][x] = sum over channels c and taps t of
-//   weight[m * weight_row + c * weight_channel + weight_offset[t]] * src[c * src_channel +
-//   source_offset[t] + x], 0 <= x < vectors * lanes. Reads past the last position are the caller's.
+// An outer-product tile: sums[m][x] = sum over channels c and taps t of
+//   weight[m * weight_row + c * weight_channel + weight_offset[t]]
+//   * src[c * src_channel + source_offset[t] + x],   0 <= x < vectors * lanes.
+// It reads whole vectors: the caller provides memory past the last position.
 template <class T>
 struct ConvTile {
   const T* src;
@@ -23,7 +24,8 @@ struct ConvTile {
   T* sums;  // [rows][vectors * lanes], aligned to a vector
 };
 
-// sums[m][j] = sum_x left[m * left_row + x] * right[j][x], 0 <= x < vectors * lanes.
+// An inner-product tile: sums[m][j] = sum_x left[m * left_row + x] * right[j][x], 0 <= x < vectors
+// * lanes.
 template <class T>
 struct DotTile {
   const T* left;
@@ -33,6 +35,7 @@ struct DotTile {
   T* sums;  // [rows][columns]
 };
 
+// Tiles of one type, by size: the largest ones fill the registers.
 template <class T>
 struct ConvIsa {
   int lanes;         // elements of a vector
@@ -51,6 +54,7 @@ struct ConvTable {
 
 inline constexpr int kMaxWgradInputs = 24;
 
+// Products along a row of positions j, with sums in registers:
 // sums[r * sum_run + i * sum_step + lane] += sum over j < count of
 //   in[r * in_run + j * in_step + i] * grad[j * grad_step + lane].
 template <class T>

@@ -8,8 +8,8 @@
 namespace pydist::cpu::PYDIST_ISA_NAME {
 namespace {
 
-// Outer products: kRows x kVectors accumulators stay in registers, one load a vector and one
-// broadcast a row for kRows * kVectors multiply-adds.
+// Outer products: kRows x kVectors accumulators stay in registers while channels and taps pass,
+// with one load per vector and one broadcast per row for kRows * kVectors multiply-adds.
 template <class T, int kRows, int kVectors>
 void conv_tile(const ConvTile<T>& tile) {
   using Vector = typename VectorOf<T>::type;
@@ -36,7 +36,8 @@ void conv_tile(const ConvTile<T>& tile) {
   }
 }
 
-// Inner products, with a vector of partial sums each; lanes are added in pairs at the end.
+// Inner products, with a vector of partial sums each; lanes are added in pairs at the end, in one
+// order.
 template <class T, int kRows, int kColumns>
 void dot_tile(const DotTile<T>& tile) {
   using Vector = typename VectorOf<T>::type;

@@ -20,7 +20,8 @@ void boundary_conv_wgrad(const ops::ConvProblem& problem);    // writes weight
 
 namespace pydist::cuda {
 
-// On tensor cores if it is said how, and then the problem must not be one that they refuse.
+// On tensor cores if `mma` says how; the problem must not be one that they refuse (mma_refusal in
+// mma_choice.hpp). Else by the tiled body for every dtype. Nothing waits for the device.
 using MmaCall = std::optional<ops::MmaCall>;
 void boundary_conv_forward(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);
 void boundary_conv_dgrad(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);

@@ -4,7 +4,13 @@
 // 16 elements of 16 bits or 8 of tf32. On a device this is one instruction (mma.sync of sm_80 and
 // later). In emulation all lanes' fragments are put together into A and B as the PTX manual
 // describes them (section "Matrix Fragments for mma"), element by element, and multiplied: a kernel
-// that loads its fragments otherwise computes something else there as well.
+// that loads its fragments in another way computes something else there as well.
+//
+// With group = lane / 4 and q = lane % 4, in words along k (a word is 2 elements of 16 bits or a
+//   tf32):
+//   A  words[0..3] = A[group][q], A[group + 8][q], A[group][q + 4], A[group + 8][q + 4]
+//   B  words[0..1] = B[q][group], B[q + 4][group]
+//   D  values[0..3] = D[group][2q], D[group][2q + 1], D[group + 8][2q], D[group + 8][2q + 1]
 #pragma once
 
 #include <cstdint>
@@ -42,7 +48,8 @@ PYDIST_HD std::uint32_t to_tf32(std::uint32_t word) {
 #endif
 }
 
-// A float as a tf32 and what is left of it: their sum has 21 bits of mantissa or more.
+// A float as a tf32 (its upper 10 bits of mantissa, cut off) and the rest, rounded to tf32: their
+// sum has 21 bits of mantissa or more. The subtraction is exact.
 struct SplitFloat {
   std::uint32_t high, low;
 };

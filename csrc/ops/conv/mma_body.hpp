@@ -1,4 +1,8 @@
 // Boundary convolution on tensor cores: an implicit matrix product of warps.
+//
+//   problem.hpp      the sums                       mma.hpp       one product of a warp
+//   gather.hpp       where operands are             mma_load.hpp  how they get into shared memory
+//   partial_body.hpp adds up split sums             mma_choice.hpp which instance a problem takes
 #pragma once
 
 #include <algorithm>
@@ -19,18 +23,28 @@ namespace pydist::ops {
 // lays it out: m is what is gathered, n a channel.
 //
 // Threads: a block of four warps makes a tile of 128 x kColumns; each warp has 32 rows of it. A
-//   step is 16 words deep: 32 elements of 16 bits, or 16 floats. Both sides lie in shared memory in
-//   rows along k, 20 words apart, so that the lanes of a fragment hit 32 banks.
-// Double-buffered: the next step is fetched, by copies that do not go through registers where
-//   channels lie together (mma_load.hpp), while this one is multiplied.
-// Ragged sizes: what lies outside counts as 0. Products of 16 rows, 8 columns and 8 words of which
-//   nothing is wanted are left out: 36 = 4 channels x 9 taps are 75 % of 3 products of 16.
+//   step is 16 words deep: 32 elements of 16 bits, or 16 floats. Both sides are stored in shared
+//   memory in rows along k, 20 words apart, so that the lanes of a fragment hit 32 different banks.
+//
+//              k: 16 words a step              block (split, group, tile of m, tile of n)
+//            +----------------+
+//   warp 0   | left: 32 rows  |                stage s + 1 is fetched     fragments of stage s
+//   warp 1   |       32 rows  |   times        ----------------------     --------------------
+//   warp 2   |       32 rows  |   right        copies in flight           load, multiply, per slice
+//   warp 3   |       32 rows  |   (columns)                               of 8 words
+//            +----------------+
+//
+// Double-buffered: the next step is fetched while this one is multiplied; where channels are
+//   adjacent, by copies that do not go through registers (mma_load.hpp).
+// Ragged sizes: what is outside counts as 0. Products of 16 rows, 8 columns and 8 words that are
+//   all outside are left out: 36 = 4 channels x 9 taps are 75 % of 3 products of 16.
 // Few tiles (deep layers, and every wgrad): `splits` blocks share a tile's sum; each writes its
-// part
-//   to `partial` [split, group, m, n], and ConvPartialBody adds them up in order. How many there
-//   are follows from the problem alone. So results are deterministic, also between devices.
+//   part to `partial` [split, group, m, n], and ConvPartialBody adds the parts up in order. The
+//   number of splits follows from the problem alone, so results are deterministic, also between
+//   devices.
 // Traffic: (1/128 + 1/kColumns) elements read a multiply-add, one read and one written an output.
-// Proof: tests/native/test_conv_mma.cpp by emulation, tests/gpu/test_conv_gpu.py.
+// Proof: tests/native/test_conv_mma.cpp by emulation, tests/gpu/test_conv_gpu.py on a device.
+// CPU code: none of this; cpu_planes.cpp and cpu_wgrad.cpp.
 template <ConvOp kOp, class Storage, ConvMath kMath, int kTileColumns>
 struct ConvMmaBody {
   static constexpr int kThreads = 128;
@@ -70,7 +84,8 @@ struct ConvMmaBody {
   // Why there is no such kernel for a problem; empty if there is one.
   static std::string refusal(const ConvProblem& problem) { return Gather::refusal(problem); }
 
-  // `partial_elements` floats at `partial` are needed before it runs.
+  // Sizes of the product and its splits. `partial_elements` floats at `partial` are needed before
+  // it runs.
   static ConvMmaBody make(const ConvProblem& problem, float* partial) {
     ConvMmaBody body{};
     body.gather = Gather::make(problem);
@@ -96,12 +111,12 @@ struct ConvMmaBody {
     return splits < 2 ? 0 : splits * gather.problem.groups * m_extent * n_extent;
   }
 
-  // Instructions of the tensor cores that one launch takes.
+  // Instructions of the tensor cores in one launch.
   index_t products() const {
     return (kIsSplit ? 3 : 1) * gather.problem.groups * ceil_div(m_extent, kMmaRows) *
            ceil_div(n_extent, kMmaColumns) * ceil_div(k_extent, kMmaWords * kPack);
   }
-  // The part of their multiply-adds that the result needs.
+  // The fraction of their multiply-adds that the result needs: ragged sizes waste the rest.
   double useful() const {
     const double wanted =
         static_cast<double>(gather.problem.groups) * m_extent * n_extent * k_extent;
@@ -118,6 +133,7 @@ struct ConvMmaBody {
     return rest < split_steps ? rest : split_steps;
   }
 
+  // Fills the block's table of taps, finds the row that this thread gathers, and zeros its sums.
   PYDIST_HD void begin(index_t block, int thread, Thread& state, Table& table) const {
     for (int i = thread; i < gather.taps; i += kThreads) table.taps[i] = gather.tap(i);
     if constexpr (kOp != ConvOp::kWgrad) {
@@ -128,6 +144,7 @@ struct ConvMmaBody {
     for (int i = 0; i < kTilesM * kTilesN; ++i) state.sums[i / kTilesN][i % kTilesN] = {};
   }
 
+  // This thread's share of bringing step `step` of both sides into a stage.
   template <class Copies>
   PYDIST_HD void fetch(index_t block, index_t step, int thread, const Thread& state,
                        const Table& table, Stage& stage, Copies&& copies) const {
@@ -146,7 +163,8 @@ struct ConvMmaBody {
     }
   }
 
-  // The words of a fragment: lane = 4 * row (left) or column (right) + word of k.
+  // Reads this lane's words of a slice into fragments: lane = 4 * row (left) or column (right) +
+  // word of k (see mma.hpp). With three products a word is split in high and low part on the way.
   PYDIST_HD void load(int slice, int thread, const Stage& stage, Thread& state) const {
     const int lane = thread % launch::kWarp, row = lane / 4, word = slice * kMmaWords + lane % 4;
     const int first = thread / launch::kWarp * kWarpRows;
@@ -168,6 +186,7 @@ struct ConvMmaBody {
     }
   }
 
+  // The products of one warp and slice, without those whose result or operands are outside.
   template <class Warp>
   PYDIST_HD void multiply(index_t block, index_t step, int slice, int warp_index,
                           const Warp& warp) const {
@@ -193,6 +212,7 @@ struct ConvMmaBody {
     }
   }
 
+  // Adds this lane's sums to the target, or stores them as a part.
   PYDIST_HD void end(index_t block, int thread, const Thread& state) const {
     const int lane = thread % launch::kWarp;
     const std::int32_t row = first_row(block) + thread / launch::kWarp * kWarpRows + lane / 4;
@@ -223,7 +243,7 @@ struct ConvMmaBody {
     }
   }
 
-  // Element 0 of row m of the target, how far apart its elements lie, and what becomes of one.
+  // Element 0 of row m of the target, the stride of its elements, and the new value of one of them.
   PYDIST_HD Storage* target_row(std::int32_t g, std::int32_t m) const {
     const ConvProblem& p = gather.problem;
     if constexpr (kOp == ConvOp::kWgrad) {

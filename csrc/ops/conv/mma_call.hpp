@@ -3,7 +3,8 @@
 
 namespace pydist::ops {
 
-// What the products of floats are formed of: their 10 leading bits, or 21 in three products.
+// How floats are multiplied: by their 10 leading bits of mantissa, or by 21 bits, in three
+// products.
 enum class ConvMath { kTf32, kTf32x3 };
 
 // How a tensor-core kernel is called. `partial`: its workspace, null if it needs none.

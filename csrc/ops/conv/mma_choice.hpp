@@ -1,4 +1,5 @@
-// Which body of mma_body.hpp a problem takes.
+// Which instance of mma_body.hpp a problem takes: by dtype, by how floats are multiplied, and by
+// columns, as narrow tiles waste less where there are few channels.
 #pragma once
 
 #include <string>

@@ -1,4 +1,12 @@
 // How a boundary convolution on tensor cores brings its operands into shared memory.
+//
+//            left (rows of a stage)                         right (columns of a stage)
+//   forward  gather_place: a thread, one row                weights
+//   dgrad    gather_place                                   weights
+//   wgrad    gather_pairs: 16 threads, one row              gradient
+//
+// All fill rows along k. What is outside of an array, or beyond the extents, becomes 0, so that
+// products need no checks. Reads are 16 bytes wide where the layout allows (channels-last).
 #pragma once
 
 #include <cstdint>
@@ -11,8 +19,9 @@ namespace pydist::ops {
 
 inline constexpr int kTileWords = 16;  // of k, in one step
 
-// One row of a tile, along k. Four words more than are used: rows 20 words apart lie in such banks
-// that neither eight rows of four words nor one column of 16-byte words collides.
+// One row of a tile, along k. Four words more than are used: with rows 20 words apart, neither
+// eight rows of four words (a fragment) nor a column of 16-byte words (a fetch) hits a bank of
+// shared memory twice.
 struct alignas(16) MmaRow {
   std::uint32_t words[kTileWords + 4];
 };
@@ -30,13 +39,13 @@ struct MmaTile {
   }
 };
 
-// `first`, and how many there are from there on: rows, columns or elements of k.
+// `first`, and how many there are from it to the end of the extent: rows, columns or elements of k.
 struct MmaRange {
   std::int32_t first, count;
 };
 
-// Reads of one operand. Where channels lie together (channels-last), reads are 16 bytes wide:
-// `wide_source`, `wide_gradient`; 8 bytes where there are 4 or 12, ... channels of 16 bits.
+// Reads of the operands. Where channels are adjacent (channels-last), reads are 16 bytes wide
+// (`wide_source`, `wide_gradient`), or 8 bytes where there are 4 or 12, ... channels of 16 bits.
 template <ConvOp kOp, class Storage>
 struct MmaLoad {
   using Gather = ConvGather<kOp>;
@@ -60,7 +69,8 @@ struct MmaLoad {
     return loads;
   }
 
-  // Forward and dgrad, left: a thread gathers a row, which is a place.
+  // Forward and dgrad, left: each thread gathers one row, which is its place, through all of k. The
+  // tap moves on whenever the channels of one are through.
   template <class Copies>
   PYDIST_HD void gather_place(const Gather& gather, const Tap* taps, std::int32_t g,
                               const Place& place, bool is_row, MmaRange k, MmaRow& row,
@@ -97,7 +107,8 @@ struct MmaLoad {
     }
   }
 
-  // wgrad, left: rows are pairs of a kernel index and a channel; k is a position.
+  // wgrad, left: rows are pairs of a kernel index and a channel, k is a position. A thread has one
+  // word of k in several rows, so that it finds the place of its positions once.
   template <int kRows>
   PYDIST_HD void gather_pairs(const Gather& gather, const Tap* taps, std::int32_t g, MmaRange rows,
                               MmaRange k, int thread, MmaRow* tile) const {
@@ -121,7 +132,7 @@ struct MmaLoad {
     fill<kRows>(wide_source != 0, thread, tile, find);
   }
 
-  // wgrad, right: columns are channels of the output's gradient.
+  // wgrad, right: columns are channels of the output's gradient, k is a position.
   template <int kColumns>
   PYDIST_HD void gradient(const Gather& gather, std::int32_t g, MmaRange columns, MmaRange k,
                           int thread, MmaRow* tile) const {
@@ -143,7 +154,7 @@ struct MmaLoad {
     fill<kColumns>(wide_gradient != 0, thread, tile, find);
   }
 
-  // Forward and dgrad, right: columns are the channels of the target.
+  // Forward and dgrad, right: columns are the channels of the target, k is a pair as on the left.
   template <int kColumns>
   PYDIST_HD void weights(const Gather& gather, const Tap* taps, std::int32_t g, MmaRange columns,
                          MmaRange k, int thread, MmaRow* tile) const {
@@ -171,7 +182,8 @@ struct MmaLoad {
   }
 
  private:
-  // Words of 2 or 4 that may be read at once: whole ones of channels that lie together.
+  // How many words one read may take, 4 or 2, or 0 if channels must be read one by one: channels
+  // must be adjacent, and every address at which a read starts aligned to it.
   static std::int32_t words_together(const SpatialArray& array, index_t channels,
                                      const ConvProblem& problem) {
     if (array.strides[1] != 1) return 0;
@@ -186,6 +198,7 @@ struct MmaLoad {
     return alignment % 16 == 0 ? 4 : alignment % 8 == 0 ? 2 : 0;
   }
 
+  // gather_place by copies of kWords words, which never straddle two taps.
   template <int kWords, class Copies>
   PYDIST_HD void copy_row(const Gather& gather, const Tap* taps, const Storage* source,
                           const Place& place, bool is_row, MmaRange k, std::int32_t tap,
@@ -203,8 +216,8 @@ struct MmaLoad {
     }
   }
 
-  // A thread fills one word of k in every eighth row, or in eight bytes' worth of rows at once: it
-  // reads the channels of one position, or of two, and turns rows and columns around in registers.
+  // A thread fills one word of k in every eighth row. If `wide`, rows are adjacent channels: it
+  // reads 16 bytes of them for each of its one or two positions, and transposes in registers.
   template <int kRows, class Find>
   PYDIST_HD void fill(bool wide, int thread, MmaRow* tile, const Find& find) const {
     const int word = thread % kTileWords;

@@ -1,4 +1,4 @@
-// The second stage of a boundary convolution on tensor cores whose sums are split.
+// The second stage of a boundary convolution on tensor cores whose sums are split (mma_body.hpp).
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,10 @@ namespace pydist::ops {
 
 // Adds up the parts of a boundary convolution whose sums were split.
 //
-// Index formula: target[m, n] += sum_split partial[split, group, m, n], in order. A row is one
-//   (group, m); neighbouring lanes take neighbouring n.
-// Bytes an output: 4 a split, one element read and one written.
+// Index formula: target[m, n] += sum_split partial[split, group, m, n], in order.
+// Threads: a warp (or less) per row, which is one (group, m); neighboring lanes take neighboring n.
+// Traffic: 4 bytes per split and output, one element read and one written per output.
+// Proof: tests/native/test_conv_mma.cpp, with problems that are split.
 template <class Conv>
 struct ConvPartialBody {
   static constexpr int kRunBlocks = 3;  // what is read ahead takes registers

@@ -1,4 +1,16 @@
 // What a boundary convolution is, in local indices: shared by all backends.
+//
+// A convolution over a sample that is cut is the convolution of the rank's own shard, zero padded,
+// plus what the slabs of other ranks add near the cut (docs/adr/0003). The kernels here add one
+// slab:
+//
+//   forward: out[o] += sum_k weight[k] * in[i] `in` is the slab, `out` the rank's output
+//   dgrad:    in[i]      += sum_k weight[k] * out[o]       `out` is a slab of dL/dout, `in` dL/din
+//   wgrad:    weight[k]  += sum_o in[i] * out[o]           `in` is the slab, `out` dL/dout
+//
+// with i = o * stride + k * dilation + base in each dim, over all indices that are inside of the
+// two arrays. A slab is thin in one dim, so it reaches few planes of the other array, and only
+// those are touched.
 #pragma once
 
 #include "core/view.hpp"
@@ -23,8 +35,8 @@ struct ConvProblem {
   index_t in_channels, out_channels;  // of one group
   ConvDim dims[kSpatialDims];
   SpatialArray in, weight, out;
-  // Forward only: what an output that was added to is multiplied by if it is negative. 1 leaves it
-  // linear, 0 makes it a ReLU, between lie the leaky ones.
+  // Forward only: the slope of a ReLU that the outputs which the slab reaches go through in the
+  // same pass. 1 for none, 0 for ReLU, leaky in between.
   double negative_slope = 1;
 };
 

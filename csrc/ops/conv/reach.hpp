@@ -1,4 +1,8 @@
 // The three boundary convolutions, and which indices take part in them.
+//
+// For kernel index k, output o reads the input o * stride + k * dilation + base. The outputs that a
+// slab reaches by any k are an interval per dim, and so are the inputs and the kernel indices:
+// kernels run over these boxes instead of whole arrays.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,7 @@
-// Boundary convolution as a tiled product of gathered matrices: the body for devices.
+// Boundary convolution as a tiled product of gathered matrices: the body for devices, for every
+// dtype.
+//
+// Devices with tensor cores have another one (mma_body.hpp) for all but float64.
 #pragma once
 
 #include <cstdint>
@@ -19,14 +22,15 @@ namespace pydist::ops {
 //   wgrad    co   (ci, kernel index)    (sample, out index)   out gradient in
 //
 // Index formula: in index = out index * stride + kernel index * dilation + base in each dim; what
-//   lies outside the arrays counts as 0. Indices run over the boxes that the slab reaches only.
+//   is outside of the arrays counts as 0. Indices run only over the boxes that the slab reaches.
 // Threads: a block of 256 makes a tile of 32 x 64; each step loads 16 k of both sides into shared
-//   memory (neighbouring threads, neighbouring n), then each thread adds to 2 x 4 sums in
-//   registers.
+//   memory (neighboring threads, neighboring n), then each thread adds to 2 x 4 sums in registers.
 // Traffic: (1/32 + 1/64) elements read a multiply-add, one read and one written an output.
 // Proof: tests/native/test_conv.cpp emulates it against a plain loop, in three thread
 //   orders, under the sanitizers; tests/gpu/test_kernels_gpu.py on a device.
-// Sums are formed in one thread each, in a fixed order: results are deterministic.
+// CPU code: another form (cpu_planes.cpp, cpu_wgrad.cpp); the gather of single elements costs a CPU
+//   more than the products.
+// Each sum is formed by one thread, in a fixed order: results are deterministic.
 template <ConvOp kOp, class Storage>
 struct ConvTileBody {
   using T = accumulator_t<Storage>;
@@ -39,7 +43,7 @@ struct ConvTileBody {
     T left[kDepth][kRows + 1];  // one more: a column's loads hit different banks
     T right[kDepth][kColumns];
   };
-  // An index along n or k, taken apart: a channel or sample and three spatial or kernel indices.
+  // An index along n or k, split: a channel or sample, and three spatial or kernel indices.
   struct Point {
     std::int32_t lead;  // below 0: outside
     std::int32_t at[kSpatialDims];
@@ -89,6 +93,7 @@ struct ConvTileBody {
   }
   PYDIST_HD index_t steps(index_t) const { return (k_extent + kDepth - 1) / kDepth; }
 
+  // Each thread loads one column of the right side in all steps, so it splits that index once.
   PYDIST_HD void begin(index_t block, int thread, Thread& state) const {
     state.column = column_point(first_column(block) + thread % kColumns);
     for (int i = 0; i < kThreadRows; ++i) {
@@ -121,6 +126,7 @@ struct ConvTileBody {
     }
   }
 
+  // Adds the sums to the target, and applies the ReLU of forward.
   PYDIST_HD void end(index_t block, int thread, const Thread& state) const {
     for (int j = 0; j < kThreadColumns; ++j) {
       const Point column = column_point(first_column(block) + thread % kLanesN + j * kLanesN);
@@ -148,7 +154,8 @@ struct ConvTileBody {
     return static_cast<std::int32_t>(block) % n_blocks() * kColumns;
   }
 
-  // Index `i` over (lead, the reached indices of three dims); outside the extent, a lead below 0.
+  // Splits index `i` over (lead, the reached indices of three dims); beyond the extent, lead is
+  // below 0.
   template <Reach DimReach::* kReach>
   PYDIST_HD Point take_apart(std::int32_t i, std::int32_t extent) const {
     Point point{-1, {0, 0, 0}};
@@ -171,6 +178,7 @@ struct ConvTileBody {
     return take_apart<&DimReach::kernel>(k, k_extent);
   }
 
+  // Element (m, k) of the left side and (k, n) of the right one, as in the table above; 0 outside.
   PYDIST_HD T left(std::int32_t g, std::int32_t m, const Point& depth) const {
     if (m >= m_extent || depth.lead < 0) return T{};
     if constexpr (kOp == ConvOp::kWgrad) return load_as(out_at(g, m, depth));

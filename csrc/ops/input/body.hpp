@@ -1,4 +1,7 @@
-// From stored numbers to a network's input, in one pass: int16 counts to float, log1p, normalised.
+// From stored numbers to a network's input, in one pass: int16 counts to float, log1p, normalized.
+//
+// Two bodies. Integers of 8 and 16 bits take any map by a table of all their values (LookUp); all
+// other types compute it (Rescale). Both set a flag where a result is not finite, in the same pass.
 #pragma once
 
 #include <cstdint>
@@ -51,7 +54,7 @@ PYDIST_HD ConvertRun find_convert_run(const ConvertGrid& grid, index_t r) {
   return run;
 }
 
-// Several threads may find something; all of them write the same.
+// Several threads may find something; all of them write the same value.
 PYDIST_HD void report(std::int32_t* found, std::uint32_t is_bad) {
   if (!is_bad) return;
 #if defined(__CUDA_ARCH__)
@@ -64,7 +67,7 @@ PYDIST_HD void report(std::int32_t* found, std::uint32_t is_bad) {
 // to[c, i] = table[c, bits of from[c, i]] / divisor: any map of 8 and 16 bit integers.
 //
 // Bits: those of the table, on every device; the table is made once, on the host.
-// Threads: CPU, rows (the last dim) over threads; CUDA, a warp a row, lanes along it.
+// Threads: CPU, rows (the last dim) over threads; CUDA, a warp per row, lanes along it.
 // Traffic: 1 or 2 bytes read and 4 or 8 written an element; the table's entries that occur (256 KB
 //   of floats at most) stay in the caches.
 // Proof: tests/native/test_input.cpp, tests/kernels/test_convert.py (against NumPy).
@@ -105,8 +108,11 @@ struct LookUp {
 // to[c, i] = (L(clip(from[c, i])) - shift_c) / scale_c / divisor, L the identity or log1p; see
 // rescaled().
 //
-// Threads: as LookUp; on the CPU, floats take the loop of isa_rescale.cpp. Traffic: one element
-// read, one written; some 25 operations in double for the logarithm, 4 without. Proof: as LookUp.
+// Threads and proof: as LookUp.
+// Traffic: one element read, one written; some 25 operations in double for the logarithm, 4
+// without.
+// CPU code: this body; floats take the same formula compiled per instruction set (isa_rescale.cpp),
+//   5 times as fast with the logarithm and AVX-512 as without.
 template <class From, class To>
 struct Rescale {
   static constexpr int kRunBlocks = 2;

@@ -1,3 +1,4 @@
+// Stored numbers to inputs on the CPU: the shared bodies; floats with a loop per instruction set.
 #include "launch/cpu.hpp"
 
 #include <cstdint>
@@ -11,10 +12,11 @@
 namespace pydist::cpu {
 namespace {
 
-// Both cost arithmetic or look-ups more than memory: what an element is worth in bytes of traffic.
+// Both cost arithmetic or look-ups more than memory: an element takes as long as moving so many
+// bytes.
 constexpr index_t kBytesWorth = 16;
 
-// Rescale of floats, with the loop along a run taken from the instruction set's table.
+// Rescale of floats, with the loop along a run from the table of the instruction set in use.
 struct IsaRescale : ops::Rescale<float, float> {
   template <class Loop>
   void each(const ops::ConvertRun& run, const Loop&) const {
@@ -29,7 +31,7 @@ struct IsaRescale : ops::Rescale<float, float> {
 };
 
 template <class Body>
-auto vectorised(const Body& body) {
+auto vectorized(const Body& body) {
   if constexpr (std::is_same_v<Body, ops::Rescale<float, float>>) {
     return IsaRescale{body};
   } else {
@@ -39,7 +41,7 @@ auto vectorised(const Body& body) {
 
 auto on_cpu(const TensorView& out) {
   return [bytes = out.elements() * kBytesWorth](const auto& body) {
-    launch::run_on_cpu(vectorised(body), bytes);
+    launch::run_on_cpu(vectorized(body), bytes);
   };
 }
 

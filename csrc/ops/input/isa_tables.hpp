@@ -1,4 +1,4 @@
-// The inner loop from stored floats to inputs, of which there is one per instruction set.
+// The inner loop from stored floats to inputs, with a table per instruction set.
 //
 // Compiled for every instruction set: it must not contain inline functions (isa/tables.hpp).
 #pragma once

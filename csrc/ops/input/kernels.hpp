@@ -18,6 +18,8 @@ void rescale(const TensorView& stored, const TensorView& maps, bool log, double 
 
 namespace pydist::cuda {
 
+// As on the CPU: look_up gives the same bits, rescale is within the error of log1p_of
+// (rescaled.hpp). `table` and `maps` are in device memory.
 void look_up(const TensorView& stored, const TensorView& table, double divisor,
              const TensorView& out, const TensorView& found, const Queue& queue);
 void rescale(const TensorView& stored, const TensorView& maps, bool log, double divisor,

@@ -1,5 +1,7 @@
-// The input that a stored number becomes. Compiled for every instruction set (see isa/tables.hpp):
-// nothing in here, or in what it includes, may leave a function behind.
+// The input that a stored number becomes: clip, log1p, shift, scale, divide.
+//
+// Compiled for every instruction set (see isa/tables.hpp): every function in here, and in what it
+// includes, must be inlined.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +11,7 @@
 
 namespace pydist::ops {
 
-// 1 for NaN and the infinities. By the bits: no compiler option may argue it away.
+// 1 for NaN and the infinities. By the bits, so that no option of the compiler can drop the test.
 PYDIST_HD std::uint32_t not_finite(float value) {
   return (bits_as<std::uint32_t>(value) & 0x7f800000u) == 0x7f800000u;
 }
@@ -17,11 +19,11 @@ PYDIST_HD std::uint32_t not_finite(double value) {
   return (bits_as<std::uint64_t>(value) >> 52 & 0x7ffu) == 0x7ffu;
 }
 
-// log(1 + x) of a float, in double: within half a unit and 1e-8 of one, on CPU and device alike.
+// log(1 + x) of a float, in double: within half a unit and 1e-8 of one, on the CPU and on devices.
 //
 // u = 1 + x is exact where |x| >= 2^-29; below that, x is the answer. u = 2^k m with m in [0.707,
 // 1.414); log m = 2 atanh(s), s = (m - 1) / (m + 1), |s| < 0.1716: the series to s^13 leaves 2e-12.
-// Free of branches and tables, so that loops over it vectorise.
+// Free of branches and tables, so that loops over it vectorize.
 PYDIST_HD float log1p_of(float value) {
   const double u = 1.0 + static_cast<double>(value);
   constexpr std::uint64_t kRootHalf = 0x3fe6a09e00000000u;
@@ -54,8 +56,8 @@ PYDIST_HD double log1p_of(double value) {
 #endif
 }
 
-// What is done to a channel: clip to [lower, upper], log1p, less `shift`, over `scale`. Infinite
-// bounds, 0 and 1 change nothing.
+// The map of a channel: clip to [lower, upper], log1p if wanted, subtract `shift`, divide by
+// `scale`. Infinite bounds, a shift of 0 and a scale of 1 change nothing.
 struct ChannelMap {
   double lower, upper, shift, scale;
 

@@ -11,7 +11,8 @@ namespace {
 using namespace py::literals;
 using ops::NormProblem;
 
-// Whether the elements lie in the order of the given dims, the last one adjacent.
+// Whether the array is dense in the order [N, C, ...], or [N, ..., C] if channels are last. Strides
+// of dims of extent 1 do not matter.
 bool lies(const TensorView& view, bool channels_last) {
   index_t expected = 1;
   const auto dim_ok = [&](int dim) {
@@ -74,7 +75,7 @@ const void* values_of(const char* name, const TensorView& view, const TensorView
   return view.data;
 }
 
-// The activation is that of one slope, or its rows have slopes of their own.
+// Sets the values and the activation: one slope for all, or learned ones as a fourth row of values.
 void set_values(NormProblem& problem, const TensorView& values, const TensorView& x,
                 double negative_slope) {
   problem.values = values_of("values", values, x, 4);
@@ -85,6 +86,7 @@ void set_values(NormProblem& problem, const TensorView& values, const TensorView
   problem.slope = negative_slope;
 }
 
+// `sums`: [parts, 2 or 3, rows]; the number of parts is the caller's choice.
 void set_sums(NormProblem& problem, const TensorView& sums) {
   const index_t count = problem.learned ? 3 : 2;
   PYDIST_EXPECT(

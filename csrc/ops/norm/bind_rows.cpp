@@ -1,4 +1,6 @@
 // Norms between their passes over the elements, for Python: what is computed of each row.
+//
+// The arrays are small and many; `Rows` borrows and checks them one by one, whatever the kernel.
 #include <optional>
 #include <string>
 

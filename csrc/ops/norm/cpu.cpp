@@ -1,3 +1,12 @@
+// Norms on the CPU.
+//
+// The passes over the elements are not the shared bodies: those give each thread positions with a
+// stride, which suits the lanes of a warp. Here memory is walked in order, in blocks that stay in
+// the first cache, by loops that are compiled per instruction set (isa_passes.cpp). Measured on one
+// thread with AVX-512, float, 16 channels of 64^3 and 64 of 32^3: for sums the shared bodies take 6
+// to 46 times as long; for what is written 3.3 to 6.8 times channels-last, and about as long else
+// (0.8 to 1.8). What is computed per row between the passes are the shared bodies of rows_body.hpp.
+// Proof: tests/native/test_norm.cpp against plain loops.
 #include "launch/cpu.hpp"
 
 #include <algorithm>
@@ -26,6 +35,7 @@ const auto& isa_of() {
   if constexpr (std::is_same_v<Storage, double>) return table.f64;
 }
 
+// One call: the four passes over the elements, in terms of the lines and blocks of cpu_lines.hpp.
 template <class Storage>
 class Normalizer {
   using Lines = NormLines<Storage>;
@@ -46,6 +56,8 @@ class Normalizer {
     merge<true>();
   }
 
+  // Sums of a block are formed in T by the inner loop, then added to the part's sums in double
+  // (fold).
   void grad_sums() const {
     const index_t rows = problem_.shape.rows();
     lines_.for_parts([&](index_t group, index_t part, const Work& work) {
@@ -67,10 +79,12 @@ class Normalizer {
   void grad_input() const { lines_.for_lines(isa_.gradient[activation_]); }
 
  private:
+  // The sums of a part, for the `width` rows of a group.
   double* part_sums(index_t group, index_t part) const {
     return problem_.sums_of(part, lines_.first_row(group));
   }
 
+  // Part after part in their order, so that the result does not depend on threads.
   template <bool kMoments>
   void merge() const {
     for (index_t row = 0; row < problem_.shape.rows(); ++row) {
@@ -79,8 +93,10 @@ class Normalizer {
     }
   }
 
-  // The shift of each block is the mean of the one before (m_b of block b): what cancels then,
-  // sum n (m_b - m_{b-1})^2, is at most four times the result. That of the first is its own.
+  // Moments in one pass. Block b sums up d = x - shift and d^2, and its moments are merged with
+  // those of the blocks before. Its shift is the mean m_{b-1} of block b - 1: what cancels then,
+  // the sum of n (m_b - m_{b-1})^2, is at most four times the result. The first block is read
+  // twice, as its shift is its own mean.
   void moments_of(index_t group, index_t part, const Work& work) const {
     double* const means = part_sums(group, part);
     double* const m2s = means + problem_.shape.rows();
@@ -119,7 +135,7 @@ class Normalizer {
   const NormProblem& problem_;
   const NormIsa<Storage, T>& isa_;
   const Lines lines_;
-  const int activation_;
+  const int activation_;  // index of the tables' arrays
 };
 
 template <class F>
@@ -129,7 +145,7 @@ void with_normalizer(const NormProblem& problem, const F& f) {
   });
 }
 
-// Numbers of an entry that are read, at most; what is computed of them counts for as much.
+// Bytes of traffic that an entry is worth when threads are chosen: its numbers and its arithmetic.
 constexpr index_t kEntryBytes = 256;
 
 template <template <class> class Body>

@@ -1,4 +1,14 @@
 // How the CPU's norms go through memory: tasks, and blocks of elements for the inner loops.
+//
+//   array   [samples][channels][positions]      or  [samples][positions][channels]
+//   line    the positions of one channel            a whole sample
+//   width   1                                       channels
+//   task    sums: a part of the positions of a group of rows; writes: a piece of a line
+//   block   up to kNormBlock consecutive elements of a line, which one call of an inner loop takes
+//
+// An inner loop sees a block as rows of `columns` elements (isa_tables.hpp). `columns` is a
+// multiple of the width that whole vectors divide, so that it never asks which channel an element
+// belongs to.
 #pragma once
 
 #include <algorithm>
@@ -14,16 +24,17 @@
 
 namespace pydist::cpu {
 
-// Elements that are summed up in T before double takes over; they stay in the nearest cache.
+// Elements that are summed up in T before double takes over. 32 KB of floats: the second reading of
+// the first block (moments) comes from the cache.
 inline constexpr index_t kNormBlock = 8192;
-// With many columns it takes more of them, as what is summed up of each has to be merged.
+// With many columns a block has more elements, so that each column sums up at least kNormRows of
+// them: each column's sum has to be folded into double afterwards.
 inline constexpr index_t kNormRows = 32;
 inline constexpr index_t kLongNormBlock = 1 << 16;
-inline constexpr index_t kNormTask = 1 << 16;
+inline constexpr index_t kNormTask = 1 << 16;  // elements that a task writes, about
 
-// Memory is taken as lines: pieces in which the channels repeat every `width` elements. Of
-// channels-last arrays a line is a sample (width: all channels), else a channel of one (width 1).
-// Values of the channels are laid out for columns, a multiple of the width that vectors divide.
+// The walk of one call. All `for_` functions run their tasks on threads; the memory of a task
+// belongs to its thread and is valid until the task ends.
 template <class Storage>
 class NormLines {
  public:
@@ -53,7 +64,7 @@ class NormLines {
     return shape_.channels_last ? shape_.row(group, 0) : group;
   }
 
-  // Calls f(group, part, work) for the tasks of sums.
+  // Calls f(group, part, work) for the tasks of sums, on threads.
   template <class F>
   void for_parts(const F& f) const {
     const index_t tasks = shape_.rows() / width_ * problem_.parts;
@@ -63,7 +74,8 @@ class NormLines {
     });
   }
 
-  // Calls f(block) for the blocks of a part, sample by sample if these share rows.
+  // Calls f(block) for the blocks of a part, in order; if samples share rows (batch norm), for
+  // those of one sample after the other.
   template <class F>
   void for_blocks(index_t group, index_t part, const Work& work, const F& f) const {
     const index_t begin = problem_.part_begin(part) * width_;
@@ -76,7 +88,7 @@ class NormLines {
     }
   }
 
-  // sums[c] += the columns of channel c.
+  // sums[c] += the sum of the columns that belong to channel c, in double and in a fixed order.
   void fold(const Block& block, const T* columns, double* sums) const {
     if (width_ == 1) {
       constexpr index_t kApart = 8;  // additions that need not wait for each other
@@ -93,7 +105,7 @@ class NormLines {
     }
   }
 
-  // Fills the columns behind the first `width` with these.
+  // Repeats the first `width` columns in all others.
   void repeat(T* columns) const {
     if (width_ == 1) {
       std::fill_n(columns, columns_, columns[0]);
@@ -104,7 +116,8 @@ class NormLines {
     }
   }
 
-  // The values of `width` rows from this one on, for all columns.
+  // Copies the values of `width` rows, from `row` on, into the task's memory, repeated for all
+  // columns.
   void spread_values(index_t row, const Work& work) const {
     const index_t rows = shape_.rows();
     const auto fill = [&](const void* given, index_t which, T* columns) {
@@ -119,7 +132,7 @@ class NormLines {
     if (problem_.learned) fill(problem_.values, 3, work.values[6]);
   }
 
-  // Calls a kernel for all elements.
+  // Calls an inner loop for all elements, on threads.
   void for_lines(Kernel kernel) const {
     const index_t length = width_ * shape_.positions;
     if (lines_ * length == 0) return;

@@ -1,3 +1,6 @@
+// Norms on CUDA devices: which body a problem takes, and its launches.
+//
+// norm_moments and norm_grad_sums are two launches each (parts, then their merge), all others one.
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"
 #include "ops/common/dispatch.hpp"
@@ -20,12 +23,14 @@ void dispatch(const NormProblem& problem, const F& f) {
   });
 }
 
+// The second launch of sums: all parts into part 0. The device is current already.
 template <bool kMoments>
 void merge(const NormProblem& problem, const Queue& queue, const char* what) {
   const ops::NormMergeBody<kMoments> body{{}, problem};
   check(launch::run_tiles_on_cuda(body, stream_of(queue)), what);
 }
 
+// apply and grad_input: each has an instance per storage type, activation and layout.
 template <bool kForward>
 void write(const NormProblem& problem, const Queue& queue, const char* what) {
   const DeviceGuard guard(queue.device);
@@ -43,6 +48,7 @@ void write(const NormProblem& problem, const Queue& queue, const char* what) {
            });
 }
 
+// One launch of a body with an entry per lane (EntryBody).
 template <class Body>
 void run_entries(const Body& body, const Queue& queue, const char* what) {
   if (body.entries() == 0) return;

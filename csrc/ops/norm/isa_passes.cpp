@@ -1,4 +1,9 @@
 // The inner loops of norms for one instruction set; see isa/tables.hpp.
+//
+// One template makes all five passes: the sums of a block's columns (total, moments, grad_sums) and
+// the elements that are written (apply, grad_input). For each tile of columns, the values of the
+// columns are loaded once and stay in registers while the rows of the block pass.
+// Traffic: each pass reads x (and grad) once; sums of a block stay in registers.
 #include <cstdint>
 
 #include "isa/vectors.hpp"
@@ -12,11 +17,11 @@ using ops::Activation;
 
 enum class Pass { kTotal, kMoments, kApply, kSums, kGradient };
 
-// Vectors side by side: enough that additions need not wait for the ones before, and that two sums
-// and the values of the columns fit into the registers.
+// Vectors side by side: enough independent additions to hide their latency, and few enough that two
+// sums and the values of the columns fit into the registers.
 constexpr int kTile = PYDIST_VECTOR_BYTES == 64 ? 4 : 2;
 
-// `rows` rows of the columns [column, column + kVectors * kLanes).
+// One pass over `rows` rows of the columns [column, column + kVectors * kLanes).
 template <Pass kPass, Activation kActivation, int kVectors, int kLanes, class Storage, class T>
 PYDIST_HD void tile(const NormBlock<Storage, T>& block, std::int64_t column, std::int64_t rows) {
   using Vector = typename VectorOf<T, kLanes>::type;
@@ -87,7 +92,8 @@ PYDIST_HD void tile(const NormBlock<Storage, T>& block, std::int64_t column, std
   }
 }
 
-// The columns [begin, end): tiles, then single vectors, then shorter ones.
+// The columns [begin, end): tiles of kTile vectors, then single vectors, then shorter vectors, down
+// to one lane.
 template <Pass kPass, Activation kActivation, int kLanes, class Storage, class T>
 PYDIST_HD void tiles(const NormBlock<Storage, T>& block, std::int64_t begin, std::int64_t end,
                      std::int64_t rows) {
@@ -106,6 +112,7 @@ template <Pass kPass, Activation kActivation, class Storage, class T>
 void run(const NormBlock<Storage, T>& given) {
   const NormBlock<Storage, T> block = given;  // by value: stores can't change it
   constexpr int kLanes = VectorOf<T>::kLanes;
+  // The first `rest` columns have a row more than the others.
   const std::int64_t rows = block.elements / block.columns, rest = block.elements % block.columns;
   if (rest > 0) tiles<kPass, kActivation, kLanes>(block, 0, rest, rows + 1);
   tiles<kPass, kActivation, kLanes>(block, rest, block.columns, rows);

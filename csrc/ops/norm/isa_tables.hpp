@@ -1,4 +1,4 @@
-// The inner loops of norms, of which there is one table per instruction set.
+// The inner loops of norms, with a table per instruction set.
 //
 // Compiled for every instruction set: it must not contain inline functions (isa/tables.hpp).
 #pragma once
@@ -14,7 +14,10 @@ struct BFloat16;
 
 namespace pydist::cpu {
 
-// Elements whose channels repeat every `columns`: element e belongs to column e % columns.
+// Consecutive elements in memory, seen as a matrix with rows of `columns`: element e belongs to
+// column e % columns. The values that belong to a column (mean, factor, ...) are arrays of that
+// length, so one loop serves all layouts: for channels-last arrays a column is a channel, repeated
+// until vectors divide it; else all columns belong to one channel.
 template <class Storage, class T>
 struct NormBlock {
   const Storage *x, *grad;
@@ -27,7 +30,8 @@ struct NormBlock {
   T *first, *second, *third;  // sums of the columns
 };
 
-// What each kernel takes of a block. Those with an activation are there for each of them.
+// The loops over a block, and which members of it each of them reads and writes. Index of the
+// arrays: Activation.
 template <class Storage, class T>
 struct NormIsa {
   using Kernel = void (*)(const NormBlock<Storage, T>&);

@@ -2,7 +2,8 @@
 // between the passes.
 //
 // Results do not depend on the number of threads: sums are formed by parts of the positions, and
-// merged in their order.
+// merged in their order. CPU and devices add up in different orders: their results differ by
+// rounding.
 #pragma once
 
 #include "launch/device.hpp"

@@ -1,7 +1,11 @@
-// What a norm computes of each row's statistics, between its passes over the elements.
+// What a norm computes from the statistics of its rows, between its passes over the elements.
 //
 // These are a few hundred numbers. As calls of torch, each step of their arithmetic would be a
 // launch on a device, and on the CPU more time than the passes of a small layer.
+//
+// All arithmetic is in double; only what the passes read is rounded to T. The mean m of a row is
+// rounded to T in `values`, so passes work with x - mean where mean = m - lost: the terms with
+// `lost` below put back what rounding took.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +18,10 @@
 
 namespace pydist::ops {
 
-// Numbers of the rows of a norm; which ones a kernel takes is said there. T is double where `wide`,
-// else float. A statistic is that of `members` consecutive rows; the channel of a row is its number
-// modulo `channels`. With the means m and the deviations s = sqrt(variance + eps) of `moments`,
-// g = dy times the activation's gradient, and the values of NormProblem:
+// Numbers of the rows of a norm; kernels.hpp says which ones a kernel takes. T is double where
+// `wide`, else float. A statistic is that of `members` consecutive rows; the channel of a row is
+// its number modulo `channels`. With the means m and the deviations s = sqrt(variance + eps) of
+// `moments`, g = dy times the activation's gradient, and the values of NormProblem:
 //   values:       mean = m rounded to T, factor = scale / s, offset = shift and what m has lost
 //   totals:       totals = sums over a statistic's rows of scale Σ g and scale Σ g (x - m);
 //                 affine = sums over the samples of Σ g, which is dL/dshift, and of Σ g (x - m) /
@@ -63,9 +67,11 @@ struct NormParts {
 
 // Entries that are independent of each other.
 //
-// Threads: CPU, one, but for thousands of entries; CUDA, a lane an entry, a warp a run of them.
+// Threads: CPU, one unless there are thousands of entries; CUDA, a lane per entry, a warp per run
+// of 32.
 // Traffic: some numbers an entry, which the passes have just written.
 // Proof: tests/native/test_norm_rows.cpp, against plain loops.
+// CPU code: these bodies.
 template <class Derived>
 struct EntryBody {
   static constexpr index_t kRun = 32;
@@ -82,7 +88,8 @@ struct EntryBody {
   PYDIST_HD const Derived& self() const { return static_cast<const Derived&>(*this); }
 };
 
-// Merges parts in their order.
+// out = the moments of the union of parts, merged in their order (RowMoments::merge). One entry is
+// a statistic; ranks are the parts, so every rank computes the same bits.
 struct NormMergePartsBody : EntryBody<NormMergePartsBody> {
   NormParts given;
 
@@ -103,6 +110,7 @@ struct NormMergePartsBody : EntryBody<NormMergePartsBody> {
   }
 };
 
+// Reads and writes of the entries below, which are rows unless they say otherwise.
 template <class Derived, class T>
 struct NormRowsBody : EntryBody<Derived> {
   NormRows norm;
@@ -117,6 +125,7 @@ struct NormRowsBody : EntryBody<Derived> {
   }
 };
 
+// values[:3] = mean, factor, offset: what norm_apply and the gradients' passes read.
 template <class T>
 struct NormValuesBody : NormRowsBody<NormValuesBody<T>, T> {
   PYDIST_HD index_t entries() const { return this->norm.rows(); }
@@ -131,6 +140,8 @@ struct NormValuesBody : NormRowsBody<NormValuesBody<T>, T> {
   }
 };
 
+// totals and affine of NormRows. The first entries are statistics, each a sum over its rows; then
+// come channels, each a sum over the samples. All sums go in the order of rows.
 template <class T>
 struct NormTotalsBody : NormRowsBody<NormTotalsBody<T>, T> {
   PYDIST_HD index_t entries() const {
@@ -164,13 +175,18 @@ struct NormTotalsBody : NormRowsBody<NormTotalsBody<T>, T> {
   }
 
  private:
+  // Σ g (x - m) of a row, from Σ g (x - mean) and Σ g.
   PYDIST_HD double products(index_t row, double mean) const {
     const double lost = mean - static_cast<double>(*this->value(0, row));
     return this->norm.sums[this->norm.rows() + row] - this->norm.sums[row] * lost;
   }
 };
 
-// scale g / s, less its mean over the values, less what is in proportion to x - m.
+// The gradient of a norm in the form a g + b (x - mean) + d, which grad_input evaluates per
+//   element:
+//   dL/dx = scale / s * g  -  totals[0] / (s n)  -  (x - m) totals[1] / (s^3 n)
+// so a = scale / s, b = -totals[1] / (s^3 n), and d takes the constant term and b's share of
+// `lost`. Not centred (RMS norm): without the second term.
 template <class T>
 struct NormCoefficientsBody : NormRowsBody<NormCoefficientsBody<T>, T> {
   PYDIST_HD index_t entries() const { return this->norm.rows(); }
@@ -189,6 +205,7 @@ struct NormCoefficientsBody : NormRowsBody<NormCoefficientsBody<T>, T> {
   }
 };
 
+// values[3] = the slopes of PReLU, spread from channels to rows.
 template <class T>
 struct NormSlopesBody : NormRowsBody<NormSlopesBody<T>, T> {
   PYDIST_HD index_t entries() const { return this->norm.rows(); }

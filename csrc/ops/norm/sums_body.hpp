@@ -1,4 +1,8 @@
-// Sums of norms on a device: the bodies that cuda.cuh and emulate.hpp run.
+// Sums of norms on a device: moments of x, or sums of the gradient. A reduction in two launches.
+//
+// First, blocks of threads sum up a part of the positions for some rows each (NormSumsBody); then a
+// block per row merges the parts (NormMergeBody). Between them the sums are stored in double. No
+// atomic is used: every sum has one order, which follows from the problem alone.
 #pragma once
 
 #include "launch/decomposition.hpp"
@@ -8,8 +12,8 @@
 
 namespace pydist::ops {
 
-// Threads of a block that merge what each of them has: in every step, half of those that still have
-// something take the other half's.
+// Threads of a block that merge what each of them has: a tree, in shared memory. In each step the
+// lower half of the threads that still have something takes over what the upper half has.
 template <bool kMoments>
 struct RowMerge {
   static constexpr int kThreads = 256;
@@ -41,13 +45,15 @@ struct RowMerge {
 
 // Moments of x, or sums of the gradient, of one part of the positions for some rows a block.
 //
-// Threads take every n-th position of the block's channels and sum up in T; what they have is
-// merged in double.
-//
-// Traffic: reads x (and grad) once, 16 bytes a part and row written. Channels-last, neighbouring
-//   lanes read neighbouring channels, else neighbouring positions.
+// Index formula: block = (sample, if rows have samples; block of `lanes` channels; part). Thread t
+//   has the channel t % lanes of them and the positions begin(part) + t / lanes, + 256 / lanes,
+//   ...; it sums up in T, and what the threads have is merged in double.
+// Threads: 256 a block. Channels-last, neighboring lanes read neighboring channels (`lanes` of up
+//   to 32), else neighboring positions (`lanes` = 1).
+// Traffic: reads x (and grad) once, 16 bytes per part and row written.
 // Proof: tests/native/test_norm.cpp emulates it against plain loops, in three thread
-//   orders; the CPU's loops (csrc/ops/norm/cpu.cpp) are others.
+//   orders.
+// CPU code: another form of the sums (cpu.cpp says why).
 template <bool kMoments, Activation kActivation, class Storage>
 struct NormSumsBody : RowMerge<kMoments> {
   using T = accumulator_t<Storage>;
@@ -74,7 +80,7 @@ struct NormSumsBody : RowMerge<kMoments> {
     return steps;
   }
 
-  // Which part of which channel, from which sample on.
+  // The part and the channel of a thread, and the sample with which it starts.
   struct Place {
     index_t part, channel, sample;
   };
@@ -105,8 +111,9 @@ struct NormSumsBody : RowMerge<kMoments> {
   }
 
  private:
-  // Shifted by the thread's first value: how far that is from the mean counts in the result, so
-  // what cancels is no larger than that times the thread's values.
+  // Sums of x - shift and of its square, where the shift is the thread's first value. Its squared
+  // distance from the mean is one of the terms of the result, so what cancels in shifted_moments is
+  // at most that term times the number of the thread's values.
   PYDIST_HD RowMoments moments(const Place& at, index_t samples, index_t begin, index_t end) const {
     if (begin >= end || at.sample >= samples) return {0, 0, 0};
     const auto* const x = static_cast<const Storage*>(problem.x);
@@ -160,15 +167,20 @@ struct NormSumsBody : RowMerge<kMoments> {
     return {static_cast<double>(slopes), static_cast<double>(sum), static_cast<double>(products)};
   }
 
-  // The positions of one thread, which reads several before it adds up the first.
+  // Visits the positions of one thread. Several loads are in flight before the first is added
+  // (launch::LaneLoop): sums are bound by memory latency otherwise.
   template <class At>
   PYDIST_HD void every_nth(index_t count, const At& at) const {
     launch::LaneLoop{0, kThreads / lanes}(count, at);
   }
 };
 
-// The sums of all parts, in the place of the first: a block of threads a row, as hundreds of parts,
-// one behind the other, would take longer than to read x.
+// The sums of all parts, stored as those of part 0.
+//
+// Threads: a block of 256 per row. One thread per row would add hundreds of parts one after the
+//   other, which takes longer than reading x.
+// Traffic: 16 or 24 bytes read per part and row.
+// Proof: as of NormSumsBody.
 template <bool kMoments>
 struct NormMergeBody : RowMerge<kMoments> {
   using RowMerge<kMoments>::kThreads;

@@ -1,4 +1,4 @@
-// What norms write, on a device: the body that cuda.cuh and emulate.hpp run.
+// What norms write, on a device: activations forward, dL/dx backward.
 #pragma once
 
 #include <algorithm>
@@ -13,10 +13,15 @@ namespace pydist::ops {
 
 // What is written: activations, or dL/dx.
 //
-// Threads: a warp a run, which is a piece of a channel, whose values stay in registers, or of the
-//   positions of a sample, with all channels; lanes over its elements.
+// Index formula: with v = (x - mean) factor + offset of the element's row,
+//   forward:  out = activation(v)
+//   backward: out = a g + (b (x - mean) + d), g = grad times the activation's gradient at v.
+// Threads: a warp per run, lanes over its elements. A run is a piece of a channel, whose values
+//   stay in registers; channels-last, a piece of the positions of a sample with all channels, and
+//   each element finds its channel by a Divisor.
 // Traffic: reads x (and grad) once, writes out once; the rows' values stay in the caches.
 // Proof: as of NormSumsBody.
+// CPU code: another loop (cpu.cpp says why).
 template <bool kForward, bool kChannelsLast, Activation kActivation, class Storage>
 struct NormWriteBody {
   using T = accumulator_t<Storage>;
@@ -75,8 +80,9 @@ struct NormWriteBody {
   }
 
  private:
-  static constexpr index_t kPiece = 2048;
+  static constexpr index_t kPiece = 2048;  // elements of a run, about: 64 for each lane of a warp
 
+  // What is needed of the element's row.
   struct Values {
     T mean, factor, offset, slope, a, b, d;
   };

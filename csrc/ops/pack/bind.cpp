@@ -44,7 +44,7 @@ void check_order(const Coords& order, int ndim) {
                                    std::to_string(ndim) + " dims");
 }
 
-// Of tensors that are not in host memory.
+// The transfer of tensors that are not in host memory.
 void transfer_on_cuda(Transfer transfer, const Borrowed& tensor,
                       [[maybe_unused]] const TensorView& view,
                       [[maybe_unused]] const ops::Regions& regions,
@@ -59,8 +59,9 @@ void transfer_on_cuda(Transfer transfer, const Borrowed& tensor,
   }
 }
 
-// Boxes of a tensor in the order in which their elements lie in a buffer, with what was worked out
-// for the tensors that came last: the next ones are mostly alike.
+// The class `Regions` of Python: boxes in the order in which a buffer holds them, and the plans of
+// the last transfers. An exchange is repeated with tensors of the same layout, so the plans mostly
+// fit.
 class Regions {
  public:
   Regions(const std::vector<Box>& boxes, const std::optional<Coords>& order)
@@ -80,7 +81,7 @@ class Regions {
       check_view(transfer, name, view);
       return transfer_on_cuda(transfer, tensor, view, regions_, buffer.view());
     }
-    // Shared, as another thread may put its own in the place while this one works unlocked.
+    // Shared, as another thread may replace it while this one works without the interpreter lock.
     std::shared_ptr<const PreparedTransfer>& last = last_[static_cast<std::size_t>(transfer)];
     std::shared_ptr<const PreparedTransfer> prepared = last;
     if (prepared == nullptr || !prepared->fits(view, buffer.view())) {

@@ -1,4 +1,7 @@
 // Bodies of pack, unpack and unpack_add.
+//
+// Both bodies walk the rows of a run table (runs.hpp). The element type matters to AddRuns alone:
+// CopyRuns moves words.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +16,8 @@ namespace pydist::ops {
 
 enum class Direction { kPack, kUnpack };
 
-// Where a body finds its boxes: behind a pointer on the host, by value in a kernel's parameters on
-// a device (nothing is allocated or copied there).
+// Where a body finds its boxes: through a pointer on the host; on a device by value, in the
+// kernel's parameters, so that nothing is allocated or copied there.
 struct HostTable {
   const RunBox* data;
   int count;
@@ -33,11 +36,13 @@ struct ValueTable {
 //
 // Index formula: buffer[offset(box) + C-order index i in the box] <-> view[sum_d (lo_d + i_d)
 //   stride_d], after dims have been coalesced and, for short pieces, elements fused into units.
-// Threads: CPU, rows over threads, each run a vectorised loop; CUDA, a warp (or less) a run, lanes
-//   over 16-byte words where both sides are aligned alike, else over the widest word that is.
+// Threads: CPU, rows over threads, each run a vectorized loop or one memcpy; CUDA, a warp (or less)
+//   per run, lanes over 16-byte words where both sides have the same alignment, else over the
+//   widest word for which they have.
 // Traffic: 2 bytes moved per byte packed (one read, one written); no arithmetic on elements.
 // Proof: tests/kernels/test_pack.py against NumPy; tests/native/test_pack.cpp emulates the CUDA
 //   decomposition.
+// CPU code: this body, but for short rows on one thread (cpu.cpp).
 template <Direction kDirection, class Table>
 struct CopyRuns {
   static constexpr int kRunBlocks = 3;  // what is read ahead takes registers
@@ -150,9 +155,9 @@ struct alignas(16) [[gnu::may_alias]] Vector {
 
 // view[box] += buffer: the adjoint of pack.
 //
-// Index formula, threads and proof as CopyRuns; units are single elements, in contiguous runs
-// 16 bytes of them where both sides are aligned alike. The boxes of one launch must be disjoint
-// (Regions::disjoint_groups).
+// Index formula, threads and proof as CopyRuns; units are single elements, or 16 bytes of them in
+// contiguous runs where both sides have the same alignment. The boxes of one launch must be
+// disjoint (Regions::disjoint_groups), so that no two threads add to one element.
 // Traffic: 3 bytes moved per byte added (two read, one written).
 template <class T, class Table>
 struct AddRuns {

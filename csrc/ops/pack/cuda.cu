@@ -1,3 +1,8 @@
+// pack, unpack and unpack_add on CUDA devices: run tables as kernel parameters, and the launches.
+//
+// The host cuts a table into pieces that fit into a kernel's parameters; each is one launch.
+// Nothing is allocated on the device and no host waits, so a captured graph can hold these
+// launches.
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"
 #include "ops/common/dispatch.hpp"
@@ -14,8 +19,8 @@ using ops::RunOptions;
 using ops::RunTable;
 using ops::ValueTable;
 
-// Boxes travel in the kernel's parameters: up to 4 KB of them cost nothing, up to 32 KB are
-// possible.
+// Boxes of a launch. Up to 4 KB of parameters cost nothing, up to 32 KB are possible: a RunBox has
+// 240 bytes.
 constexpr int kFewBoxes = 16;
 constexpr int kManyBoxes = 128;
 

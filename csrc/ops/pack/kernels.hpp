@@ -18,14 +18,14 @@ enum class Transfer {
   kUnpackAdd,  // the boxes of the view += buffer, box after box where they overlap
 };
 
-// A transfer between boxes of a view and a buffer, worked out once for all pairs that are alike in
-// all but their addresses: that takes as long as moving some 20 KB. Immutable.
+// A transfer between boxes of a view and a buffer, planned once for all pairs that differ in their
+// addresses only: planning takes as long as moving some 20 KB. Immutable, so threads may share one.
 class PreparedTransfer {
  public:
   PreparedTransfer(Transfer transfer, const TensorView& view, const ops::Regions& regions,
                    const TensorView& buffer);
 
-  // Whether it is that of this view and buffer.
+  // Whether it was planned for such a view and buffer: dtype, shape, strides and alignment.
   bool fits(const TensorView& view, const TensorView& buffer) const;
 
   // Memory that is read and written.
@@ -42,7 +42,7 @@ class PreparedTransfer {
   index_t traffic_ = 0;
 };
 
-// The same for one time.
+// The same, planned for a single use.
 inline void pack(const TensorView& src, const ops::Regions& regions, const TensorView& buffer) {
   PreparedTransfer(Transfer::kPack, src, regions, buffer).run(src, buffer);
 }
@@ -58,6 +58,8 @@ inline void unpack_add(const TensorView& buffer, const ops::Regions& regions,
 
 namespace pydist::cuda {
 
+// Launched per group of disjoint boxes, in the boxes' order; up to 128 boxes travel in the
+// parameters of one launch. Planned anew in each call, while the device works on what came before.
 void pack(const TensorView& src, const ops::Regions& regions, const TensorView& buffer,
           const Queue& queue);
 void unpack(const TensorView& buffer, const ops::Regions& regions, const TensorView& dst,

@@ -1,4 +1,4 @@
-// Regions: the boxes of one message, in the order in which their elements lie in its buffer.
+// Regions: the boxes of one message, in the order in which their elements are stored in its buffer.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +10,9 @@
 
 namespace pydist::ops {
 
-// Boxes in local indices of a view. In the buffer each box is contiguous in C order of its indices,
-// right behind the one before, whatever the strides of the view: sender and receiver may differ.
+// Boxes in local indices of a view. In the buffer the boxes follow each other without gaps, each in
+// C order of its indices, whatever the strides of the view: those of sender and receiver may
+// differ.
 class Regions {
  public:
   // One box and the place of its first element in the buffer, in elements.
@@ -56,6 +57,8 @@ class Regions {
   }
 
  private:
+  // Greedy: a group grows until a box overlaps one of its members. Quadratic in the boxes of a
+  // group, of which a message has some tens.
   void split_at_overlaps() {
     std::size_t begin = 0;
     for (std::size_t i = 0; i < parts_.size(); ++i) {

@@ -1,4 +1,17 @@
-// From boxes to runs: which elements of a view and of a buffer are walked together, and how far.
+// From boxes to runs: which elements of a view and of a buffer are copied together, and how far.
+//
+// A box of a strided view is a nest of loops. The table picks the loop that becomes the run (one
+// contiguous or strided copy), orders the others by the view's strides, and cuts long runs into
+// segments, so that a launcher can give any row to any thread:
+//
+//   row r  =  segment number * outer_rows + outer index        (outer dims in C order)
+//   byte of unit j of row r, in the view:
+//       view_offset + sum_d index_d * outer_view_stride[d] + (segment start + j) * view_stride
+//   and in the buffer alike, with buffer strides.
+//
+// A D face of a [C, D, H, W] array is C rows of H * W elements; an H face, C * D rows of W; a W
+// face in C order has single elements, so its run goes along H with a stride, unless a few
+// neighbors along W can be moved as one unit of up to 16 bytes.
 #pragma once
 
 #include <algorithm>
@@ -40,6 +53,7 @@ struct Run {
 };
 
 // The row's run: a binary search over the boxes, then one division per outer dim but the first.
+// This is all index arithmetic of a row, for some 100 bytes or more that are copied.
 PYDIST_HD Run find_run(const RunBox* boxes, int count, index_t r) {
   int lo = 0, hi = count;
   while (hi - lo > 1) {
@@ -116,7 +130,7 @@ class RunTable {
     }
     if (options.fuse) fuse(view.data, options.buffer, dims, box);
     take_run_dim(options.segment_bytes, dims, box);
-    // What lies close together in the view is walked close together.
+    // The dim with the smallest stride in the view varies fastest, so that rows share cache lines.
     std::ranges::stable_sort(dims, std::greater{}, &Dim::view_stride);
     box.outer_rows = 1;
     for (const Dim& dim : dims) {
@@ -131,8 +145,8 @@ class RunTable {
     boxes_.push_back(box);
   }
 
-  // The box's dims, outermost first, without extents of 1; neighbours that one stride walks alike
-  // in the view are one dim (in the buffer they always are).
+  // The box's dims, outermost first, without extents of 1. Two neighboring dims become one if a
+  // single stride walks both in the view; in the buffer it always does.
   std::vector<Dim> coalesce(const Coords& strides, const Box& box) const {
     std::vector<Dim> dims;
     index_t buffer_stride = box.volume() * size_;
@@ -151,12 +165,13 @@ class RunTable {
     return dims;
   }
 
-  // Short contiguous pieces (a W face two elements wide) move as units of up to 16 bytes, as far as
-  // every address they start at is aligned. Frees the run for a longer dim.
+  // Short contiguous pieces (a W face two elements wide) move as units of up to 16 bytes, if every
+  // address at which one starts is aligned to that. The run is then free for a longer dim.
   void fuse(const void* view, const void* buffer, std::vector<Dim>& dims, RunBox& box) const {
     Dim& inner = dims.back();
     if (inner.view_stride != size_ || inner.extent * size_ >= kLongRunBytes) return;
     index_t unit = size_;
+    // All addresses are sums of these numbers, so they are aligned if all of these are.
     const auto fits = [&](index_t bytes) {
       std::uintptr_t all =
           reinterpret_cast<std::uintptr_t>(view) | reinterpret_cast<std::uintptr_t>(buffer);
@@ -175,8 +190,8 @@ class RunTable {
   }
 
   // Runs go along the innermost dim if it is long enough to pay for the arithmetic of a row, else
-  // along the longest. Strided ones are kept short: an element's neighbours in its cache line
-  // belong to other runs, which come next.
+  // along the longest. Strided runs are kept short: the neighbors of an element in its cache line
+  // belong to other runs, which come next, while the line is still in the cache.
   void take_run_dim(index_t segment_bytes, std::vector<Dim>& dims, RunBox& box) const {
     auto run = dims.end() - 1;
     const bool contiguous = run->view_stride == box.unit;

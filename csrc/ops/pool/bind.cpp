@@ -1,4 +1,4 @@
-// Sums and maxima over pooling windows for Python.
+// Sums and maxima over pooling windows for Python: checks at the border, then the tensors' backend.
 #include <pybind11/stl.h>
 
 #include <limits>
@@ -104,6 +104,7 @@ void pool_forward(py::handle source, py::handle out, const Coords& source_lo, co
       y, [&] { cpu::pool_sum_forward(problem); }, PYDIST_ON_CUDA(pool_sum_forward(problem, queue)));
 }
 
+// A gate is read at the offsets of the target, so it needs the same strides.
 void check_gate(const TensorView& gate, const TensorView& target) {
   require_same_dtype("gate", gate, "source_grad", target);
   require_same_device("gate", gate, "source_grad", target);

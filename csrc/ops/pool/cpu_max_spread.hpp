@@ -1,4 +1,8 @@
-// The adjoint of maxima over pooling windows on the CPU: gradients go to the inputs taken.
+// The adjoint of maxima over pooling windows on the CPU: each output's gradient is added to the
+// input that its tap names.
+//
+// A scatter, where the shared body gathers: the body looks for each input at all windows that
+// contain it, here each output is looked at once (cpu_max.cpp has the measured ratio).
 #pragma once
 
 #include <algorithm>
@@ -13,8 +17,9 @@
 namespace pydist::cpu {
 
 // One call. Tasks are planes of inputs, for one channel or, where channels are adjacent, for a
-// block of them. Outputs whose windows reach a task's planes come in C order, so every input's sum
-// is formed in one order, whatever the tasks. Sums of narrow types are formed apart, in float.
+// block of them: no two tasks write one input. The outputs whose windows reach a task's planes come
+// in C order, so every input's sum has one order, whatever the tasks. Sums of half types are formed
+// in a float array of the task, then rounded once.
 template <class Storage, class Tap>
 class MaxSpreader {
   using T = ops::accumulator_t<Storage>;
@@ -74,7 +79,7 @@ class MaxSpreader {
   }
 
  private:
-  // Where a tap is, from its window's first input.
+  // A tap: its offset from the window's first input, and its indices.
   struct Place {
     index_t offset, z, y, x;
   };
@@ -91,11 +96,13 @@ class MaxSpreader {
     return {z * step_z_ + y * step_y_ + x * step_x_, z, y, x};
   }
 
+  // The inputs' gradient at the first channel of a task.
   Storage* target(const Task& task) const {
     return static_cast<Storage*>(in_.data) + task.sample * in_.strides[0] +
            task.channel * in_.strides[1];
   }
 
+  // Zeros the task's planes and adds to them, or sums up apart and writes the planes.
   void run_task(const Task& task) const {
     if (!apart_) {
       for_targets(task, [](Storage& element, index_t) { element = ops::store_as<Storage>(T{}); });
@@ -111,7 +118,7 @@ class MaxSpreader {
     });
   }
 
-  // Calls f(element, its place among sums apart) for the inputs of a task.
+  // Calls f(element, its place in the array of sums) for the inputs of a task.
   template <class F>
   void for_targets(const Task& task, const F& f) const {
     Storage* const to = target(task);
@@ -134,7 +141,7 @@ class MaxSpreader {
     }
   }
 
-  // A row of outputs, and the place of its windows along depth and height.
+  // A row of outputs, and where its windows start along depth and height.
   template <class Element>
   struct Row {
     const Storage* grads;
@@ -143,6 +150,8 @@ class MaxSpreader {
     index_t z, y;
   };
 
+  // All outputs that may have a tap in the task's planes. A row is cut in three: only the windows
+  // of the middle piece are inside of the array along the width, and skip the check of each tap.
   template <class Element>
   void spread(const Task& task, Element* to, index_t channel_stride) const {
     const auto reached = [](const ops::PoolDim& dim, index_t lo, index_t hi) {
@@ -151,7 +160,7 @@ class MaxSpreader {
     const ops::Span depth = reached(dims_[0], task.planes.begin, task.planes.end);
     const ops::Span height = reached(dims_[1], 0, dims_[1].in_extent);
     const ops::Span width = reached(dims_[2], 0, dims_[2].in_extent);
-    ops::Span inner = width;  // windows that lie inside along the width
+    ops::Span inner = width;  // windows that are inside along the width
     while (inner.size() > 0 && dims_[2].first_of(inner.begin) < 0) ++inner.begin;
     while (inner.size() > 0 && dims_[2].end_of(inner.end - 1) > dims_[2].in_extent) --inner.end;
     const SpatialArray &grad = problem_.out, &taps = problem_.taps;
@@ -179,7 +188,7 @@ class MaxSpreader {
     }
   }
 
-  // The outputs [xs.begin, xs.end) of a row. kHeld: all of their windows lie in the task's planes.
+  // The outputs [xs.begin, xs.end) of a row. kHeld: all of their windows are in the task's planes.
   template <bool kHeld, class Element>
   void add(const Task& task, const Row<Element> row, ops::Span xs, index_t channel_stride) const {
     const index_t grad_x = problem_.out.strides[4], grad_c = problem_.out.strides[1];

@@ -1,5 +1,11 @@
-// What the CPU's sums over pooling windows do with lines: from sources along a row and the width to
-// sums, and from these to targets.
+// The two steps of the CPU's sums over pooling windows (cpu_sum.cpp): gather, from rows of sources
+// to lines of sums along the width, and scatter, from lines of sums to targets.
+//
+// gather(sum, to):   buffer line = sum over rows of source lines         (loop of isa_sum.cpp)
+//                    to line     = sums of the buffer line along the width
+// scatter(sum, z):   target line = sum over lines of sums               (loop of isa_sum.cpp)
+//
+// Which rows, by which factors, is in `sum`: of the height or the depth, by direction.
 #pragma once
 
 #include <algorithm>
@@ -74,7 +80,8 @@ class PoolPasses {
 
   index_t line_pitch(const Task& task) const { return width_.line_pitch * task.channels; }
 
-  // to[line][x][c] = the sum of source rows, and along the width. `sum` says which rows.
+  // to[line][x][c] = the sum of source rows, summed along the width. `sum` says which rows. Goes
+  // through the lines in pieces of lines_, so that the buffer stays in the first cache.
   void gather(const Task& task, PoolLines<Storage, T, T> sum, T* to) const {
     const index_t pitch = width_.pitch * task.channels, count = width_.sources.size();
     sum.to = task.buffer + (width_.sources.begin - width_.origin) * task.channels;
@@ -99,7 +106,8 @@ class PoolPasses {
     }
   }
 
-  // Where channels are adjacent in the targets alone; along the shorter stride first.
+  // gather for sources whose channels are not adjacent while those of the targets are: a
+  // transposition by the way, along the shorter stride of the source first.
   void gather_strided(const PoolLines<Storage, T, T>& sum) const {
     const index_t count = sum.runs.count, channels = sum.runs.length;
     const index_t along = source_.strides[4], across = source_.strides[1];
@@ -126,7 +134,7 @@ class PoolPasses {
     }
   }
 
-  // A source, behind the ReLU of forward.
+  // A source after the ReLU of forward.
   T value_of(Storage source) const {
     const T value = ops::load_as(source), slope = static_cast<T>(problem_.slope);
     if (!kForward || rectifier_ == 0) return value;
@@ -134,7 +142,7 @@ class PoolPasses {
     return ops::activated<ops::Activation::kLeakyRelu>(value, slope);
   }
 
-  // The buffer's lines, summed along the width.
+  // Sums of the buffer's lines along the width, in the way that the plan has chosen (WidthPlan).
   void sum_width(const Task& task, index_t lines, T* to) const {
     const ops::PoolDim& dim = problem_.dims[2];
     const index_t channels = task.channels, count = width_.targets.size();
@@ -162,7 +170,7 @@ class PoolPasses {
     }
   }
 
-  // The task's targets of plane z, from rows of the sums. `sum` says which.
+  // The targets of plane z of a task, from rows of sums. `sum` says which rows.
   void scatter(const Task& task, PoolLines<T, Storage, T> sum, index_t z) const {
     sum.from += width_.first * task.channels;
     sum.to = task.target + z * target_.strides[2] + task.height.begin * target_.strides[3];
@@ -176,7 +184,7 @@ class PoolPasses {
     isa_.scatter[kForward ? 0 : rectifier_](sum);
   }
 
-  // What gates a target.
+  // The gate of a target: at the same offset, as gate and target have equal strides.
   const Storage* gate_of(const Storage* target) const {
     return static_cast<const Storage*>(problem_.gate) +
            (target - static_cast<const Storage*>(target_.data));

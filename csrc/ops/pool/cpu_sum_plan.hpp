@@ -24,9 +24,15 @@ std::vector<PoolSpan> spans_of(const ops::PoolDim& dim, ops::Span targets) {
 
 // How lines of targets are summed from a buffer that holds lines of sources. In one of two ways:
 // - `channels` > 1 are adjacent, and vectors go along them; each target sums its span of the line.
-// - A single channel is vectorised along the width, for strides 1 and 2. Sources outside the array
-//   are zeros in the buffer, and all windows are alike (backward, all even and all odd ones). The
-//   buffer's lines follow each other as if they were one.
+// - A single channel is vectorized along the width, for strides 1 and 2. Sources outside the array
+//   are zeros in the buffer (padding), so all windows have the same number of taps (backward with
+//   stride 2, all even and all odd ones have), and no lane asks where it is. The buffer's lines
+//   follow each other as if they were one.
+//
+// Forward, kernel 3, stride 2, padding 1 (origin = -1):
+//   buffer     0 s0 s1 s2 s3 s4 ...      target 0 = [0 s0 s1], target 1 = [s1 s2 s3]
+//   even       0 s1 s3 ...               odd = s0 s2 s4 ...
+//   target j = even[j] + even[j + 1] + odd[j]: windows of stride 1 over both halves.
 template <ops::PoolOp kOp>
 struct WidthPlan {
   ops::Span targets;
@@ -55,6 +61,7 @@ struct WidthPlan {
   }
 
  private:
+  // Line lengths that are multiples of the stride, so that a line's halves have one length.
   void pad(const ops::PoolDim& dim) {
     if constexpr (kOp == ops::PoolOp::kForward) {
       origin = targets.begin * dim.stride + dim.base;

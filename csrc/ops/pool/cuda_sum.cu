@@ -1,3 +1,4 @@
+// Sums over pooling windows on CUDA devices: the shared body, one launch per call.
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"
 #include "ops/common/dispatch.hpp"

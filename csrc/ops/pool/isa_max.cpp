@@ -1,4 +1,8 @@
 // The inner loop of maxima over pooling windows for one instruction set; see isa/tables.hpp.
+//
+// Lanes are targets; taps pass one after the other. Where all lanes have all taps and are adjacent,
+// tiles of maxima stay in registers while the taps pass (tile); else each tap goes along its lanes
+// (by_taps), and maxima stay in the cache.
 #include <cstdint>
 #include <type_traits>
 
@@ -23,8 +27,9 @@ struct Lanes {
   typedef T type __attribute__((vector_size(kLanes * sizeof(T)), aligned(sizeof(T)), may_alias));
 };
 
-// Maxima of kVectors vectors stay in registers while the taps pass. torch's rule takes a NaN too,
-// so that the last one stays.
+// Maxima of kVectors vectors stay in registers while the taps pass. A value is taken if it is
+// greater or NaN, so of equal values the first stays, and of NaNs the last: torch's rule, as taps
+// pass in order.
 template <int kVectors, int kLanes, class Storage, class T, class Number>
 PYDIST_HD void tile(const PoolMaxLine<Storage, T, Number>& line, std::int64_t lane) {
   using Values = typename Lanes<T, kLanes>::type;
@@ -66,7 +71,7 @@ PYDIST_HD void tiles(const PoolMaxLine<Storage, T, Number>& line, std::int64_t l
   if constexpr (kLanes > 1) tiles<kLanes / 2>(line, lane);
 }
 
-// Lanes that not all taps have: one tap after the other.
+// One tap after the other, along the lanes that have it. Steps between lanes are arbitrary.
 template <class Storage, class T, class Number, class Step>
 PYDIST_HD void by_taps(const PoolMaxLine<Storage, T, Number>& line, Step step) {
   for (std::int64_t t = 0; t < line.count; ++t) {

@@ -1,4 +1,10 @@
 // The inner loops of sums over pooling windows for one instruction set; see isa/tables.hpp.
+//
+// sum_lines serves two of the three dims: weighted sums of rows, element by element, so vectors go
+// along memory, whatever it holds. The third, the width, has loops of its own (split, windows,
+// spans).
+// Traffic: each row is read once per target that sums it, from the cache but for the first time;
+// targets that are larger than the caches are written past them.
 #include <cstdint>
 #include <type_traits>
 
@@ -23,11 +29,14 @@ struct PoolRows {
   const To* gate;  // of the first target
 };
 
-// Where a ReLU lies: before the rows are summed, or behind that and gated.
+// Where a ReLU acts: not at all, on the rows before they are summed, or on the sums, by a gate.
 enum class Rectified { kNo, kBefore, kBehind };
 
-// to[x] (=|+=) the rows' sum: tiles of kVectors vectors, then single vectors, then shorter ones.
-// `rows` by value, or its members would be read again after each store.
+// to[x] (=|+=) sum over rows r of factor[r] * row[r][x], 0 <= x < length.
+//
+// Tiles of kVectors vectors stay in registers while the rows pass; what is left of the length is
+// done by single vectors, then by shorter ones. `rows` is taken by value, or its members would be
+// read again after each store.
 template <int kVectors, int kLanes, Rectified kWhere, Activation kActivation, class From, class To,
           class T>
 void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
@@ -45,6 +54,7 @@ void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
     const T* factor = rows.factors;
     for (std::int64_t r = 0; r < rows.count; ++r, row += rows.row, factor += rows.row_factor) {
       const Vector scale = *factor - Vector{};
+      // The hardware fetches ahead along the first row alone, as far as its page reaches.
       if (kVectors > 1 && rows.ahead > 0 && r > 0) {
         for (int v = 0; v < kVectors; ++v) __builtin_prefetch(row + rows.ahead + v * kLanes);
       }
@@ -83,6 +93,7 @@ void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
   }
 }
 
+// All lines of a call. Lines and runs that follow each other without gaps become one long run.
 template <Rectified kWhere, Activation kActivation, class From, class To, class T>
 void sum_lines(const PoolLines<From, To, T>& given) {
   PoolLines<From, To, T> lines = given;
@@ -140,6 +151,8 @@ void merge(const T* even, const T* odd, std::int64_t count, T* to) {
   }
 }
 
+// Windows of stride 1 along a line: lane j adds up to `taps` neighbors from j on. With stride 2, a
+// line is split in even and odd elements, `from` and `more`, and windows have stride 1 on each.
 template <class T>
 void windows(const T* from, std::int64_t taps, const T* more, std::int64_t more_taps,
              std::int64_t count, T* sums) {
@@ -160,6 +173,7 @@ void windows(const T* from, std::int64_t taps, const T* more, std::int64_t more_
   }
 }
 
+// kLanes channels of one target: the sum over the positions of a span.
 template <int kLanes, class T>
 PYDIST_HD void sum_span(const T* from, PoolSpan span, std::int64_t channels, T* sums) {
   using Vector = typename VectorOf<T, kLanes>::type;
@@ -170,7 +184,8 @@ PYDIST_HD void sum_span(const T* from, PoolSpan span, std::int64_t channels, T* 
   *reinterpret_cast<Vector*>(sums) = sum;
 }
 
-// In vectors that are no longer than the channels; the last one ends where they end.
+// Channels of each target in vectors of kLanes; the last vector ends where the channels end, and so
+// may overlap the one before.
 template <int kLanes, class T>
 PYDIST_HD void sum_spans_by(const T* from, const PoolSpan* spans, std::int64_t count,
                             std::int64_t channels, T* sums) {
@@ -184,6 +199,7 @@ PYDIST_HD void sum_spans_by(const T* from, const PoolSpan* spans, std::int64_t c
   }
 }
 
+// The longest vectors that are no longer than the channels.
 template <class T>
 void sum_spans(const T* from, const PoolSpan* spans, std::int64_t count, std::int64_t channels,
                T* sums) {

@@ -1,4 +1,4 @@
-// The inner loops of pooling, of which there is one table per instruction set.
+// The inner loops of pooling, with tables per instruction set.
 //
 // Compiled for every instruction set: it must not contain inline functions (isa/tables.hpp).
 #pragma once
@@ -14,17 +14,19 @@ struct BFloat16;
 
 namespace pydist::cpu {
 
-// Positions [begin, end) that one sum takes.
+// The sources [begin, end) of one sum.
 struct PoolSpan {
   std::int64_t begin, end;
 };
 
-// `count` pieces of `length` elements; how far they are apart on either side.
+// `count` pieces of `length` elements, which start `from` elements apart in the sources and `to`
+// apart in the targets.
 struct PoolRuns {
   std::int64_t count, length, from, to;
 };
 
-// Sums of rows. For 0 <= y < targets, with the span s = spans[y * span_step]:
+// Sums of rows: each line of targets is a weighted sum of lines of sources, element by element. For
+// 0 <= y < targets, with the span s = spans[y * span_step]:
 //   to[y * target] (=|+=) sum over i in s of factors[y * target_factor + i * row_factor] *
 //   from[y * line + i * row], where each is a line that consists of `runs`.
 template <class From, class To, class T>
@@ -45,15 +47,16 @@ struct PoolLines {
   const To* gate;      // laid out as the targets
 };
 
-// Lines between the arrays and the type that sums are formed in.
+// Sums of lines out of an array (gather: Storage to T) and into an array (scatter: T to Storage).
 template <class Storage, class T>
 struct PoolLineIsa {
-  // With no ReLU, a ReLU, a leaky one: of the rows; and gated, of the sums' gradient.
+  // Without a ReLU, with ReLU, with a leaky one: gather applies it to the rows, scatter multiplies
+  // the sums by its derivative at the gate.
   void (*gather[3])(const PoolLines<Storage, T, T>&);
   void (*scatter[3])(const PoolLines<T, Storage, T>&);
 };
 
-// Along the width, in the type that sums are formed in.
+// Loops along the width, on lines of T.
 template <class T>
 struct PoolWidthIsa {
   // even[j] = from[2 * j], odd[j] = from[2 * j + 1], j < count; and back.
@@ -79,7 +82,8 @@ struct PoolSumTable {
   PoolLineIsa<double, double> lines_f64;
 };
 
-// A tap of pooling windows, for the lanes [begin, end) of a line: lane 0 is at `from`.
+// A tap of pooling windows: its number, and the lanes [begin, end) of a line that have it. Lane 0
+// reads the source at `from`.
 struct PoolTap {
   std::int64_t begin, end, number, from;
 };

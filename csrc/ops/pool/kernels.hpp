@@ -1,7 +1,8 @@
 // Sums and maxima over pooling windows, and their adjoints.
 //
-// Results do not depend on the number of threads: every element is found by one task, in a fixed
-// order.
+// Results do not depend on the number of threads: every element is computed by one task, in a fixed
+// order. Maxima and their taps are the same bits on CPU and devices; sums differ by rounding, as
+// the CPU sums one dim after the other.
 #pragma once
 
 #include "launch/device.hpp"

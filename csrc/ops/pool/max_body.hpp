@@ -18,10 +18,10 @@ enum class MaxOp { kForward, kBackward, kPick };
 // out[n, c, o] = max of in[n, c, i] over the inputs i of window o, and taps[n, c, o] the number
 // (k_d * kernel_h + k_h) * kernel_w + k_w of the one taken; kNoTap<Tap> where `in` holds none.
 //
-// As torch chooses: of NaNs the last, else of equal maxima the first. So what several arrays give
-// can be merged in any order, and -inf with kNoTap is neutral. With `accumulate`, forward merges
-// with what `out` and `taps` hold, and pick leaves alone what `in` does not hold; else all of the
-// target is written.
+// The choice is torch's: of NaNs the last, else of equal maxima the first. It depends on values and
+// tap numbers alone, so the results of several arrays (a shard and slabs) can be merged in any
+// order; -inf with kNoTap is neutral. With `accumulate`, forward merges with what `out` and `taps`
+// hold, and pick leaves alone what `in` does not hold; else all of the target is written.
 struct MaxProblem {
   DType dtype, tap_dtype;  // the taps': uint8 or int32
   index_t batch, channels;
@@ -72,12 +72,17 @@ struct Maximum {
   }
 };
 
-// One thread a target of MaxProblem, in a fixed order; rows and lanes are PoolLanes'.
+// One target of MaxProblem per thread, in a fixed order.
 //
-// Traffic: forward reads a source kernel volume / stride volume times (caches hold most), backward
-//   so often a gradient and its tap; one write a target.
-// Proof: tests/native/test_pool_max.cpp emulates it against a plain loop, in three thread
-//   orders; the CPU's loops (csrc/ops/pool/cpu_max.cpp) are others.
+// Index formula: forward, of MaxProblem. Backward, in[i] = sum of out[o] over the outputs o whose
+//   window contains i and whose tap is i: a gather, so nothing is added atomically. Pick, out[o] =
+//   in[tap of o].
+// Threads: rows and lanes as in PoolLanes.
+// Traffic: forward reads each source kernel volume / stride volume times (caches hold most),
+//   backward as often a gradient and its tap; each target is written once.
+// Proof: tests/native/test_pool_max.cpp emulates it against a plain loop, in three thread orders.
+// CPU code: this body for pick; forward goes tap by tap over whole lines (cpu_max.cpp), backward
+//   scatters (cpu_max_spread.hpp).
 template <MaxOp kOp, class Storage, class Tap>
 struct MaxBody {
   using T = accumulator_t<Storage>;

@@ -1,4 +1,8 @@
 // Sums over pooling windows: what they are, in local indices, and the body for devices.
+//
+// Average pooling over a sample that is cut: each rank sums its own shard, then adds what slabs of
+// other ranks contribute to the outputs at the cut (`accumulate`). The scales are those of whole
+// windows.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +18,8 @@ namespace pydist::ops {
 // out[n, c, o] = scale(o) * sum of in[n, c, i] over the inputs i of window o, or its adjoint;
 // scale(o) is the product of the three dims' scales. With `accumulate` the sums are added to the
 // target, and what they do not reach is left alone; else all of the target is written.
-// A ReLU before the pooling, leaky or not, is part of it: in goes through it as it is read, and
-// what the adjoint adds up, through its derivative at `gate`, of which the signs count.
+// A ReLU before the pooling, leaky or not, is part of it: forward applies it to `in` as it is read;
+// backward multiplies the sums by its derivative at `gate`, where only the sign of `gate` matters.
 struct PoolProblem {
   DType dtype;
   index_t batch, channels;
@@ -49,15 +53,15 @@ inline PoolProblem pool_problem(const TensorView& in, const TensorView& out,
   return problem;
 }
 
-// target[n, c, t] (=|+=) sum over the sources of t, of PoolProblem, each target in one thread and a
-// fixed order.
+// target[n, c, t] (=|+=) sum over the sources of t, each target in one thread and a fixed order.
 //
-// Threads: a warp (or less) a run; lanes along the channels where they are adjacent in the target,
-//   else along the width.
-// Traffic: kernel volume / stride volume reads a source (caches hold most), one write a target.
-// Proof: tests/native/test_pool_sum.cpp emulates it against a plain loop, in three thread
-//   orders; the CPU's loops (csrc/ops/pool/cpu_sum.cpp) are others, as they sum one dim after the
-//   other.
+// Index formula: forward, out[o] = scale(o) * sum_{i in inputs_of(o)} in[i]; backward, in[i] =
+//   sum_{o in outputs_of(i)} scale(o) * out[o]: a gather both ways, so nothing is added atomically.
+// Threads: a warp (or less) per run; lanes as in PoolLanes.
+// Traffic: each source is read kernel volume / stride volume times (caches hold most), each target
+//   written once.
+// Proof: tests/native/test_pool_sum.cpp emulates it against a plain loop, in three thread orders.
+// CPU code: another algorithm, one dim after the other (cpu_sum.cpp).
 template <PoolOp kOp, class Storage, Activation kActivation = Activation::kNone>
 struct PoolBody {
   using T = accumulator_t<Storage>;

@@ -1,4 +1,10 @@
 // Pooling windows in local indices, shared by sums and maxima: along one dim, and as threads.
+//
+// Output o of a dim reads the inputs first_of(o) + k * dilation, 0 <= k < kernel, where
+//   first_of(o) = o * stride + base,  base = out_lo * stride - padding - in_lo
+// and for adaptive windows floor((o + out_lo) * inputs / outputs) - in_lo up to the ceiling of the
+// next one. in_lo and out_lo are the global places of the arrays: a shard, or a slab of another
+// rank's. What a window reads outside of the given array belongs to another array, or is padding.
 #pragma once
 
 #include <algorithm>
@@ -33,8 +39,8 @@ struct TapSpan {
   Index first, begin, end;
 };
 
-// Quotients of indices by a stride. In 32 bits, as devices have them, by a product: each element
-// asks for some, and a division would take longer than what is read for it.
+// Quotients of indices by a stride. In 32 bits, as devices have them, by a product (Divisor): each
+// element needs some, and a division would take longer than its memory accesses.
 template <class Index>
 struct StrideDivisor {
   PYDIST_HD Index quotient(Index index, Index stride) const { return index / stride; }
@@ -71,7 +77,7 @@ struct BasicPoolDim {
   PYDIST_HD Span inputs_of(Index o) const {
     return {clip(first_of(o), in_extent), clip(end_of(o), in_extent)};
   }
-  // Those whose window spans the input, if perhaps between two taps.
+  // The outputs whose window spans the input; with dilation, perhaps between two taps.
   PYDIST_HD Span outputs_of(Index i) const {
     if (is_adaptive()) {
       const Index global = i - base;
@@ -91,13 +97,13 @@ struct BasicPoolDim {
   PYDIST_HD Index targets() const {
     return kOp == PoolOp::kForward ? out_extent : in_extent;
   }
-  // The sources that target `index` sums.
+  // The sources of target `index`: inputs of an output forward, outputs of an input backward.
   template <PoolOp kOp>
   PYDIST_HD Span sources_of(Index index) const {
     if constexpr (kOp == PoolOp::kForward) return inputs_of(index);
     if constexpr (kOp == PoolOp::kBackward) return outputs_of(index);
   }
-  // From the first to the last target that sums any source.
+  // From the first to the last target that has any source in the given array.
   template <PoolOp kOp>
   PYDIST_HD Span reached() const {
     if (in_extent == 0 || out_extent == 0) return {0, 0};
@@ -110,7 +116,7 @@ struct BasicPoolDim {
 
  private:
   PYDIST_HD Index span() const { return (kernel - 1) * dilation + 1; }
-  // How many taps begin within a distance above 0.
+  // How many taps start within a distance above 0.
   PYDIST_HD Index taps_over(Index distance) const {
     return dilation == 1 ? distance : (distance - 1) / dilation + 1;
   }
@@ -155,7 +161,8 @@ inline PoolDim pool_dim(const PoolAttributes& attributes, int dim, index_t in_ex
   return {base, stride, footprint.dilation(), kernel, in_extent, out_extent, 0, 0, 0, nullptr, {}};
 }
 
-// 32 bits, for devices: they divide without a call, which would take registers.
+// 32 bits, for devices, which divide 64 bits in a call that takes registers. Refuses what is
+// larger.
 inline std::int32_t shorten(index_t value) {
   PYDIST_EXPECT(std::abs(value) <= std::numeric_limits<std::int32_t>::max(),
                 "a pooling with " + std::to_string(value) +
@@ -174,8 +181,11 @@ inline BasicPoolDim<std::int32_t> shorten(const PoolDim& dim) {
           dim.scale,           {Divisor::by(dim.stride)}};
 }
 
-// A device's rows: a run of lanes goes along the channels where they are adjacent in the target,
-// else along the width; the other dims number the rows.
+// The rows of a device: the lanes of a run go along the channels where these are adjacent in the
+// target (channels-last), else along the width, so that neighboring lanes write neighboring
+// elements.
+//
+// Row number = C-order index over (sample, z, y, x or channel), the dims that lanes do not take.
 struct PoolLanes {
   std::int32_t first[2 + kSpatialDims], extent[2 + kSpatialDims];  // of the targets
   Divisor extents[2 + kSpatialDims];

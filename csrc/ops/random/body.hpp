@@ -1,4 +1,4 @@
-// Random numbers keyed by position: a box of a global array, whoever holds it.
+// Random numbers keyed by position: a box of a global array, whichever rank holds it.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace pydist::ops {
 
-// A key, or where it will be when the numbers are drawn: a captured step draws with a new one each
-// time. Plain data.
+// A key, or where it will be when the numbers are drawn: every replay of a captured step draws with
+// a new one. Plain data.
 struct UniformKey {
   std::uint64_t value = 0;
   const std::uint64_t* at = nullptr;
@@ -17,8 +17,7 @@ struct UniformKey {
   PYDIST_HD std::uint64_t read() const { return at == nullptr ? value : *at; }
 };
 
-// A box of a C-order array of `shape`: local index i stands for the global index lo + i. Plain
-// data.
+// A box of a C-order array of `shape`: local index i is the global index lo + i. Plain data.
 struct KeyedBox {
   int ndim;
   index_t extent[kMaxDims];        // of the box
@@ -65,10 +64,13 @@ PYDIST_HD KeyedRun find_keyed_run(const KeyedBox& box, index_t r) {
 // out[i] = U[0, 1) keyed by the global C-order index of lo + i.
 //
 // Index formula: counter = sum_d (lo_d + i_d) * prod_{e > d} shape_e, as a 64-bit Philox counter.
-// Threads: CPU, rows over threads, vectorised along the last dim (the loop of isa_uniform.cpp);
-//   CUDA, a warp a row, lanes along it.
+// Threads: CPU, rows over threads, vectorized along the last dim; CUDA, a warp per row, lanes along
+//   it.
 // Traffic: one element written, nothing read; about 60 integer operations an element.
-// Proof: tests/kernels/test_uniform.py (Random123's vectors, independence of the cut).
+// Proof: tests/kernels/test_uniform.py (Random123's vectors, independence of the cut),
+//   tests/native/test_random.cpp (emulated warps against the CPU).
+// CPU code: this body; contiguous rows take the same formula compiled per instruction set
+//   (isa_uniform.cpp), twice as fast with AVX-512 as without.
 template <class T>
 struct KeyedUniform {
   T* out;

@@ -1,3 +1,4 @@
+// Keyed random numbers on the CPU: the shared body, with an inner loop per instruction set.
 #include "launch/cpu.hpp"
 
 #include <type_traits>
@@ -10,10 +11,10 @@
 namespace pydist::cpu {
 namespace {
 
-// The generator costs arithmetic, not memory: some ten bytes of traffic each element is worth.
+// The generator costs arithmetic, not memory: a byte written takes as long as so many bytes moved.
 constexpr index_t kBytesWorth = 8;
 
-// KeyedUniform, with the loop along contiguous runs taken from the instruction set's table.
+// KeyedUniform, with the loop along contiguous runs from the table of the instruction set in use.
 template <class T>
 struct IsaUniform : ops::KeyedUniform<T> {
   template <class Loop>

@@ -1,3 +1,4 @@
+// Keyed random numbers on CUDA devices: the shared body, one launch.
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"
 #include "ops/random/body.hpp"

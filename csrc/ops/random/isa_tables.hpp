@@ -1,4 +1,4 @@
-// The inner loop of random numbers, of which there is one table per instruction set.
+// The inner loop of random numbers, with a table per instruction set.
 //
 // Compiled for every instruction set: it must not contain inline functions (isa/tables.hpp).
 #pragma once

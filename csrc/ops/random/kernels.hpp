@@ -16,6 +16,7 @@ void keyed_uniform(const TensorView& out, const ops::UniformKey& key, const Coor
 
 namespace pydist::cuda {
 
+// The same numbers, bit by bit. A key in device memory is read when the kernel runs.
 void keyed_uniform(const TensorView& out, const ops::UniformKey& key, const Coords& lo,
                    const Coords& shape, const Queue& queue);
 

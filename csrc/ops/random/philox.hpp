@@ -1,5 +1,9 @@
 // Philox4x32-10: random numbers as a function of (key, counter), no state.
 //
+// Ten rounds of two 32 x 32 -> 64 bit products; the key moves on by the golden ratio and sqrt(3) -
+// 1.
+// Proof: tests/native/test_random.cpp has the vectors of Random123.
+//
 // Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
 #pragma once
 
@@ -28,7 +32,8 @@ PYDIST_HD Philox4 philox4x32_10(Philox4 counter, std::uint32_t key0, std::uint32
 }
 
 // U[0, 1) for a counter: the upper 24 (fp32) or 53 (fp64) bits of the first words, so that every
-// value is exact and 1 never occurs.
+// value is exact and 1 never occurs. The counter's upper half is 0, and two or three of the four
+// words are dropped: an element's number does not depend on its neighbors.
 template <class T>
 PYDIST_HD T uniform(std::uint64_t key, std::uint64_t counter) {
   const Philox4 random = philox4x32_10(
