@@ -6,8 +6,7 @@
 // describes them (section "Matrix Fragments for mma"), element by element, and multiplied: a kernel
 // that loads its fragments in another way computes something else there as well.
 //
-// With group = lane / 4 and q = lane % 4, in words along k (a word is 2 elements of 16 bits or a
-//   tf32):
+// With group = lane / 4 and q = lane % 4, in words along k (two elements of 16 bits, or a tf32):
 //   A  words[0..3] = A[group][q], A[group + 8][q], A[group][q + 4], A[group + 8][q + 4]
 //   B  words[0..1] = B[q][group], B[q + 4][group]
 //   D  values[0..3] = D[group][2q], D[group][2q + 1], D[group + 8][2q], D[group + 8][2q + 1]

@@ -4,9 +4,9 @@
 // plus what the slabs of other ranks add near the cut (docs/adr/0003). The kernels here add one
 // slab:
 //
-//   forward: out[o] += sum_k weight[k] * in[i] `in` is the slab, `out` the rank's output
-//   dgrad:    in[i]      += sum_k weight[k] * out[o]       `out` is a slab of dL/dout, `in` dL/din
-//   wgrad:    weight[k]  += sum_o in[i] * out[o]           `in` is the slab, `out` dL/dout
+//   forward:  out[o]     += sum_k weight[k] * in[i]     `in` is the slab, `out` the rank's output
+//   dgrad:    in[i]      += sum_k weight[k] * out[o]    `out` is a slab of dL/dout, `in` dL/din
+//   wgrad:    weight[k]  += sum_o in[i] * out[o]        `in` is the slab, `out` dL/dout
 //
 // with i = o * stride + k * dilation + base in each dim, over all indices that are inside of the
 // two arrays. A slab is thin in one dim, so it reaches few planes of the other array, and only

@@ -6,8 +6,8 @@
 //
 // Forward is moments, then (all ranks' moments merged) values, then apply: x is read twice and the
 // result written once, activation included. Backward is grad_sums, totals summed over ranks,
-// coefficients, grad_input: x and the gradient are read twice each. The result of the norm is never
-// stored; backward computes it anew from x.
+// coefficients, grad_input: x and the gradient are read twice each. The value before
+// the activation is not kept: backward computes it anew from x.
 #pragma once
 
 #include <algorithm>

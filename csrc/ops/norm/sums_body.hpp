@@ -50,9 +50,8 @@ struct RowMerge {
 //   ...; it sums up in T, and what the threads have is merged in double.
 // Threads: 256 a block. Channels-last, neighboring lanes read neighboring channels (`lanes` of up
 //   to 32), else neighboring positions (`lanes` = 1).
-// Traffic: reads x (and grad) once, 16 bytes per part and row written.
-// Proof: tests/native/test_norm.cpp emulates it against plain loops, in three thread
-//   orders.
+// Traffic: reads x (and grad) once, writes 16 bytes per part and row (24 with learned slopes).
+// Proof: tests/native/test_norm.cpp emulates it against plain loops, in three thread orders.
 // CPU code: another form of the sums (cpu.cpp says why).
 template <bool kMoments, Activation kActivation, class Storage>
 struct NormSumsBody : RowMerge<kMoments> {

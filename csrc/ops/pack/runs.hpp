@@ -7,7 +7,7 @@
 //   row r  =  segment number * outer_rows + outer index        (outer dims in C order)
 //   byte of unit j of row r, in the view:
 //       view_offset + sum_d index_d * outer_view_stride[d] + (segment start + j) * view_stride
-//   and in the buffer alike, with buffer strides.
+//   in the buffer: the same with buffer_offset and the buffer's strides.
 //
 // A D face of a [C, D, H, W] array is C rows of H * W elements; an H face, C * D rows of W; a W
 // face in C order has single elements, so its run goes along H with a stride, unless a few
