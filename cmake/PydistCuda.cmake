@@ -58,3 +58,45 @@ endif()
 if(NOT PYDIST_HAS_CUDA)
   message(STATUS "pydist: built without CUDA")
 endif()
+
+# How pydist_native compiles and links its CUDA sources. Called once, before they are added.
+function(pydist_configure_cuda target)
+  if(NOT PYDIST_HAS_CUDA)
+    return()
+  endif()
+  if(PYDIST_CUDA STREQUAL "EMULATED")
+    # With the cuda_runtime.h and the launch/cuda.cuh that are there.
+    target_include_directories(${target} BEFORE PUBLIC
+                               "${PROJECT_SOURCE_DIR}/tests/native/emulated")
+    return()
+  endif()
+  # Bodies use constexpr functions of the standard library (std::bit_cast) on the device.
+  target_compile_options(${target} PRIVATE
+    "$<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>"
+    "$<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=$<IF:$<BOOL:${PYDIST_CHECK_SPILLS}>,-v,-warn-spills>>")
+  target_link_libraries(${target} PRIVATE CUDA::cudart_static)
+  # A kernel that spills registers is a mistake, not a slow kernel: tests/native/spills fails.
+  if(PYDIST_WERROR)
+    target_compile_options(${target} PRIVATE
+      "$<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=--warning-as-error>")
+  endif()
+endfunction()
+
+# Adds CUDA sources of the calling folder to pydist_native, if kernels for CUDA are built.
+function(pydist_add_cuda)
+  if(NOT PYDIST_HAS_CUDA)
+    return()
+  endif()
+  target_sources(pydist_native PRIVATE ${ARGN})
+  if(PYDIST_CUDA STREQUAL "EMULATED")
+    # By the host's compiler. Small tests run on it: compiling takes longer than they do.
+    set(options -O1)
+    if(NOT PYDIST_SANITIZE)
+      # A word that is not aligned is an error on a device alone; here it ends the process as well
+      # (SIGILL; PYDIST_SANITIZE=undefined says where).
+      list(APPEND options -fsanitize=alignment,bounds -fsanitize-undefined-trap-on-error)
+    endif()
+    set_source_files_properties(${ARGN} TARGET_DIRECTORY pydist_native
+                                PROPERTIES LANGUAGE CXX COMPILE_OPTIONS "${options}")
+  endif()
+endfunction()

@@ -1,10 +1,10 @@
 # Settings that all native targets share.
 
-# Headers in csrc/, included as "core/box.hpp". Each one outside bindings/ and cuda/ compiles on its
-# own with a plain C++ compiler: the target all_verify_interface_header_sets checks that.
+# Headers in csrc/, included as "core/box.hpp". Each one outside bindings/ compiles on its own with a
+# plain C++ compiler: the target all_verify_interface_header_sets checks that.
 function(pydist_configure_core target)
-  file(GLOB headers CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/*/*.hpp")
-  list(FILTER headers EXCLUDE REGEX "/csrc/(bindings|cuda)/")
+  file(GLOB_RECURSE headers CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/csrc/*.hpp")
+  list(FILTER headers EXCLUDE REGEX "/csrc/bindings/")
   target_sources(${target} INTERFACE FILE_SET HEADERS BASE_DIRS "${PROJECT_SOURCE_DIR}/csrc"
                                      FILES ${headers})
   target_compile_definitions(${target} INTERFACE

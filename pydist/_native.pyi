@@ -1,4 +1,4 @@
-"""Native core of pydist: geometry, exchange plans, kernels. Written in C++, see csrc/bindings."""
+"""Native core of pydist: geometry, exchange plans, kernels. See csrc/ops and csrc/bindings."""
 
 from collections.abc import Callable, Hashable, Sequence
 from types import CodeType

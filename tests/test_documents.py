@@ -29,3 +29,9 @@ def test_paths_in_the_text_exist(page: Path) -> None:
     named = re.findall(r"`([\w./-]+/[\w./-]+)`", page.read_text())
     paths = [path for path in named if path.split("/")[0] in TOP]
     assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_recipe_for_a_kernel_names_all_files_of_its_example() -> None:
+    recipe = (ROOT / "docs/extending.md").read_text().partition("## A kernel")[2]
+    named = set(re.findall(r"`(\w+\.\w+)`", recipe.partition("Outside of `csrc`")[0]))
+    assert named == {path.name for path in (ROOT / "csrc/ops/random").iterdir()}

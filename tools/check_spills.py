@@ -1,6 +1,6 @@
 """Fails if a CUDA kernel spills registers or uses local memory, on any architecture.
 
-    python tools/check_spills.py FOLDER --sources pack.cu pool.cu ... --arch 80 90 ...
+    python tools/check_spills.py FOLDER --sources ops/pack/cuda.cu launch/device.cu ... --arch 80 90
 
 Reads what ptxas said when the sources were compiled into objects under FOLDER (*.ptxas, which
 tools/ptxas_report writes), so nothing is compiled again. A spill costs memory traffic in the
@@ -82,7 +82,7 @@ def main() -> int:
     """Prints what is wrong, or how much is right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--sources", nargs="+", required=True, help="file names")
+    parser.add_argument("--sources", nargs="+", required=True, help="files, or ends of paths")
     parser.add_argument("--arch", nargs="+", required=True, help="compute capabilities, as 80 90")
     options = parser.parse_args()
     reports = {name: sorted(options.folder.rglob(f"{name}.o.ptxas")) for name in options.sources}

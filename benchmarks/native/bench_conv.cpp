@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/boundary_conv.hpp"
+#include "ops/conv/kernels.hpp"
 
 namespace pydist {
 namespace {
@@ -44,7 +44,7 @@ struct Array {
 // The slab lies right before an output plane of a "same" convolution: a halo received from below.
 struct Fixture {
   Array in, weight, out;
-  kernels::ConvProblem problem;
+  ops::ConvProblem problem;
   double flops;
   std::int64_t bytes;  // of the slab and of the plane that it reaches
 
@@ -54,8 +54,8 @@ struct Fixture {
         out({1, shape.out_channels, shape.slab[0], shape.slab[1], shape.slab[2]}) {
     Coords in_lo(3);
     for (int dim = 0; dim < 3; ++dim) in_lo[dim] = shape.slab[dim] == 1 ? -1 : 0;
-    problem = kernels::conv_problem(in.view, weight.view, out.view,
-                                    {in_lo, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, 1});
+    problem = ops::conv_problem(in.view, weight.view, out.view,
+                                {in_lo, {0, 0, 0}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, 1});
     const index_t positions = volume_of(shape.slab);
     flops = 2.0 * 9 * static_cast<double>(shape.in_channels * shape.out_channels * positions);
     bytes = (shape.in_channels + shape.out_channels) * positions *
@@ -63,7 +63,7 @@ struct Fixture {
   }
 };
 
-using Kernel = void (*)(const kernels::ConvProblem&);
+using Kernel = void (*)(const ops::ConvProblem&);
 
 // <y, A x> by way of one array of the triple, before and after the call: all three kernels are
 // derivatives of the same trilinear form, so for fixed operands the growths must agree.

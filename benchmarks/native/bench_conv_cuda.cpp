@@ -14,18 +14,17 @@
 #include <string>
 #include <vector>
 
-#include "cpu/boundary_conv.hpp"
-#include "cuda/device.hpp"
-#include "cuda/kernels.hpp"
-#include "kernels/conv_mma_choice.hpp"
+#include "launch/device.hpp"
+#include "ops/conv/kernels.hpp"
+#include "ops/conv/mma_choice.hpp"
 
 namespace pydist {
 namespace {
 
-using kernels::BFloat16;
-using kernels::ConvMath;
-using kernels::ConvOp;
-using kernels::ConvProblem;
+using ops::BFloat16;
+using ops::ConvMath;
+using ops::ConvOp;
+using ops::ConvProblem;
 
 struct Layer {
   const char* name;
@@ -88,10 +87,10 @@ struct Array {
   Array(const Coords& shape, DType dtype, unsigned seed) {
     std::minstd_rand engine(seed);
     std::uniform_real_distribution<float> uniform(-1, 1);
-    kernels::dispatch_floating(dtype, [&]<class Storage>(std::type_identity<Storage>) {
+    ops::dispatch_floating(dtype, [&]<class Storage>(std::type_identity<Storage>) {
       for (index_t i = 0; i < volume_of(shape); ++i) {
-        const Storage value = kernels::store_as<Storage>(uniform(engine));
-        values.push_back(kernels::load_as(value));
+        const Storage value = ops::store_as<Storage>(uniform(engine));
+        values.push_back(ops::load_as(value));
         const auto* const part = reinterpret_cast<const char*>(&value);
         bytes.insert(bytes.end(), part, part + sizeof(Storage));
       }
@@ -108,7 +107,7 @@ struct Array {
 
 struct Case {
   Array in, weight, out;
-  kernels::ConvAttributes attributes;
+  ops::ConvAttributes attributes;
   double flops;
 
   Case(const Layer& layer, DType dtype)
@@ -126,7 +125,7 @@ struct Case {
     return {batch, channels, spatial[0], spatial[1], spatial[2]};
   }
   ConvProblem on_host() const {
-    return kernels::conv_problem(in.view, weight.view, out.view, attributes);
+    return ops::conv_problem(in.view, weight.view, out.view, attributes);
   }
   // With the arrays' memory elsewhere, in their own type.
   ConvProblem problem(DType dtype, void* x, void* w, void* y) const {
@@ -148,7 +147,7 @@ struct Plan {
 template <ConvOp kOp>
 Plan plan_of(const ConvProblem& problem, ConvMath math) {
   Plan plan{};
-  kernels::with_mma_body<kOp>(problem, math, [&]<class Body>(std::type_identity<Body>) {
+  ops::with_mma_body<kOp>(problem, math, [&]<class Body>(std::type_identity<Body>) {
     const Body body = Body::make(problem, nullptr);
     plan = {body.blocks(), body.partial_elements(), body.useful()};
   });
@@ -182,10 +181,10 @@ double error(const std::vector<double>& wanted, const Memory& found, DType dtype
   std::vector<char> bytes(wanted.size() * static_cast<std::size_t>(size_of(dtype)));
   check(cudaMemcpy(bytes.data(), found.data(), bytes.size(), cudaMemcpyDeviceToHost));
   double worst = 0, scale = 0;
-  kernels::dispatch_floating(dtype, [&]<class Storage>(std::type_identity<Storage>) {
+  ops::dispatch_floating(dtype, [&]<class Storage>(std::type_identity<Storage>) {
     const auto* const values = reinterpret_cast<const Storage*>(bytes.data());
     for (std::size_t i = 0; i < wanted.size(); ++i) {
-      const double difference = std::abs(kernels::load_as(values[i]) - wanted[i]);
+      const double difference = std::abs(ops::load_as(values[i]) - wanted[i]);
       if (!(difference <= worst)) worst = difference;  // NaN too
       scale = std::max(scale, std::abs(wanted[i]));
     }

@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "cpu/isa.hpp"
+#include "isa/isa.hpp"
 #include "launch/thread_pool.hpp"
 
 int main(int argc, char** argv) {
@@ -15,7 +15,7 @@ int main(int argc, char** argv) {
   } else {
     pydist::launch::set_num_threads(1);
   }
-  benchmark::AddCustomContext("pydist_isa", pydist::cpu::isa().name);
+  benchmark::AddCustomContext("pydist_isa", pydist::isa::name());
   benchmark::AddCustomContext("pydist_threads", std::to_string(pydist::launch::num_threads()));
   benchmark::Initialize(&argc, argv);
   if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 2;

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/norm.hpp"
+#include "ops/norm/kernels.hpp"
 
 namespace pydist {
 namespace {
@@ -21,7 +21,7 @@ constexpr index_t kParts = 16;
 struct Fixture {
   std::vector<float> x, grad, out, values, coefficients;
   std::vector<double> sums;
-  kernels::NormProblem problem;
+  ops::NormProblem problem;
 
   Fixture(const Shape& shape, bool channels_last)
       : values(static_cast<std::size_t>(3 * shape.channels), 0.5f),
@@ -48,7 +48,7 @@ struct Fixture {
 
 // Whether each channel has what periodic values give it: 17 of them at a time.
 bool holds(Fixture& fixture) {
-  const kernels::NormShape& shape = fixture.problem.shape;
+  const ops::NormShape& shape = fixture.problem.shape;
   cpu::norm_moments(fixture.problem);
   const auto count = static_cast<double>(shape.values(shape.positions));
   for (std::size_t c = 0; c < static_cast<std::size_t>(shape.channels); ++c) {
@@ -59,7 +59,7 @@ bool holds(Fixture& fixture) {
   return fixture.out[0] == 0 && fixture.out[16] == (8 - 0.5f) * 0.5f + 0.5f;
 }
 
-using Pass = void (*)(const kernels::NormProblem&);
+using Pass = void (*)(const ops::NormProblem&);
 
 void bench(benchmark::State& state, const Shape& shape, bool channels_last, Pass pass, int arrays) {
   Fixture fixture(shape, channels_last);

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/pack.hpp"
+#include "ops/pack/kernels.hpp"
 
 namespace pydist {
 namespace {
@@ -59,7 +59,7 @@ class Fixture {
   std::size_t bytes() const { return buffer_.size() * sizeof(float); }
 
  private:
-  kernels::Regions regions_;
+  ops::Regions regions_;
   std::vector<float> memory_, buffer_;
   TensorView view_, buffer_view_;
 };

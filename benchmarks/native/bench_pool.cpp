@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cpu/pool.hpp"
+#include "ops/pool/kernels.hpp"
 
 namespace pydist {
 namespace {
@@ -49,7 +49,7 @@ struct Array {
   }
 };
 
-kernels::PoolAttributes windows() {
+ops::PoolAttributes windows() {
   const Footprint footprint(3, 2, 1, 1, 1);
   return {{0, 0, 0}, {0, 0, 0}, {footprint, footprint, footprint}};
 }
@@ -57,15 +57,15 @@ kernels::PoolAttributes windows() {
 struct Fixture {
   Array in, out;
   std::vector<double> mean, one;
-  kernels::PoolProblem problem;
+  ops::PoolProblem problem;
 
   Fixture(const Coords& shape, bool channels_last)
       : in(shape, channels_last),
         out({shape[0], shape[1], shape[2] / 2, shape[3] / 2, shape[4] / 2}, channels_last),
         mean(static_cast<std::size_t>(shape[2]), 1.0 / 27),
         one(static_cast<std::size_t>(shape[3] + shape[4]), 1.0) {
-    problem = kernels::pool_problem(in.view, out.view, windows(),
-                                    {mean.data(), one.data(), one.data()}, false);
+    problem = ops::pool_problem(in.view, out.view, windows(), {mean.data(), one.data(), one.data()},
+                                false);
   }
   Fixture(const Fixture&) = delete;
 };

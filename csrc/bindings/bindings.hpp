@@ -1,4 +1,5 @@
-// What each binding file adds to the module; called in this order by module.cpp.
+// What each binding file adds to the module; called in this order by module.cpp, and after them
+// bind_<family> of each folder in csrc/ops.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,13 +17,7 @@ inline py::object error_type(const char* name) {
 
 void bind_core(py::module_& module);        // geometry.cpp: boxes, partitions, footprints, plans
 void bind_io(py::module_& module);          // checksum.cpp
-void bind_conv(py::module_& module);        // conv.cpp: boundary convolution
-void bind_kernels(py::module_& module);     // kernels.cpp: random numbers, devices, threads
-void bind_norm(py::module_& module);        // norm.cpp: norms, with an activation after them
-void bind_norm_rows(py::module_& module);   // norm_rows.cpp: between the passes of norms
-void bind_pack(py::module_& module);        // pack.cpp: boxes of tensors to and from buffers
-void bind_pool(py::module_& module);        // pool.cpp: sums over pooling windows
-void bind_convert(py::module_& module);     // convert.cpp: stored numbers to inputs
+void bind_hardware(py::module_& module);    // hardware.cpp: devices, threads, instruction set
 void bind_call_board(py::module_& module);  // call_board.cpp: which calls a rank has started
 void bind_calls(py::module_& module);       // calls.cpp: what is known of a program's calls
 void bind_comm(py::module_& module);        // comm.cpp: what transports need natively

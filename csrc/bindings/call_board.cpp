@@ -1,6 +1,6 @@
 // What a group's ledger needs natively; see pydist/comm/interface/ledger.py. `enter` is a plain C
 // function: it is called about a hundred times a step.
-#include "comm/call_board.hpp"
+#include "comm/board/call_board.hpp"
 
 #include <pybind11/stl.h>
 

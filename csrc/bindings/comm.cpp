@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
-#include "comm/local_hub.hpp"
+#include "comm/local/hub.hpp"
 #include "core/errors.hpp"
 
 namespace pydist::bindings {

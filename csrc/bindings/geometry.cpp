@@ -116,7 +116,7 @@ void bind_footprint(py::module_& module) {
       .def("feeds", &Footprint::feeds, "lo"_a, "hi"_a,
            "Output interval whose needs meet the inputs [lo, hi); not clipped.")
       .def("output_partition", &Footprint::output_partition, "input"_a,
-           "Each output goes to the part that holds the input at its kernel's centre.")
+           "Each output goes to the part that holds the input at its kernel's center.")
       .def("__hash__", [](const Footprint& f) { return py::hash(footprint_state(f)); })
       .def("__repr__",
            [](const Footprint& f) {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
-#include "comm/ipc_channel.hpp"
+#include "comm/ipc/channel.hpp"
 #include "core/errors.hpp"
 
 namespace pydist::bindings {

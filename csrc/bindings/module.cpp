@@ -1,4 +1,7 @@
 // The Python module pydist._native. It links neither torch nor MPI nor a shared CUDA library.
+//
+// Errors: UsageError becomes pydist.errors.UsageError; the bindings of comm translate their own,
+// and other exceptions of the standard library become RuntimeError.
 #include <exception>
 #include <utility>
 
@@ -7,6 +10,15 @@
 #include "core/errors.hpp"
 
 namespace py = pybind11;
+
+// The kernel families: families.inc has PYDIST_FAMILY(pool) and so on, a line for each folder in
+// csrc/ops. CMake writes it (cmake/PydistFamily.cmake).
+#define PYDIST_FAMILY(name)              \
+  namespace pydist::bindings {           \
+  void bind_##name(py::module_& module); \
+  }
+#include "bindings/families.inc"
+#undef PYDIST_FAMILY
 
 namespace {
 
@@ -28,17 +40,14 @@ PYBIND11_MODULE(_native, module) {
   pydist::bindings::bind_core(module);
   pydist::bindings::bind_tensor_border(module);
   pydist::bindings::bind_io(module);
-  pydist::bindings::bind_pack(module);
-  pydist::bindings::bind_conv(module);
-  pydist::bindings::bind_kernels(module);
-  pydist::bindings::bind_norm(module);
-  pydist::bindings::bind_norm_rows(module);
-  pydist::bindings::bind_pool(module);
-  pydist::bindings::bind_convert(module);
+  pydist::bindings::bind_hardware(module);
   pydist::bindings::bind_call_board(module);
   pydist::bindings::bind_calls(module);
   pydist::bindings::bind_comm(module);
   pydist::bindings::bind_nccl(module);
   pydist::bindings::bind_ipc(module);
   pydist::bindings::bind_watchdog(module);
+#define PYDIST_FAMILY(name) pydist::bindings::bind_##name(module);
+#include "bindings/families.inc"
+#undef PYDIST_FAMILY
 }

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "bindings/bindings.hpp"
-#include "comm/nccl_communicator.hpp"
+#include "comm/nccl/communicator.hpp"
 #include "core/errors.hpp"
 
 namespace pydist::bindings {

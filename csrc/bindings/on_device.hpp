@@ -1,12 +1,13 @@
 // What the kernels' bindings share: the choice of the backend, and a check of their targets.
+//
+// A binding borrows tensors, checks them, makes a problem, and ends with
+//   on_device(out, [&] { cpu::kernel(problem); }, PYDIST_ON_CUDA(kernel(problem, queue)));
 #pragma once
 
 #include <string>
 
 #include "bindings/tensor_border.hpp"
-#ifdef PYDIST_HAS_CUDA
-#include "cuda/kernels.hpp"
-#endif
+#include "launch/device.hpp"
 
 namespace pydist::bindings {
 

@@ -1,3 +1,4 @@
+// How Python objects become native views: the three ways in, and the checks that kernels share.
 #include "bindings/tensor_border.hpp"
 
 #include <array>

@@ -4,10 +4,12 @@
 //   1. DLPack's exchange table of the object's type (torch >= 2.10): no Python call, current stream
 //      included;
 //   2. the attributes of a torch tensor (data_ptr, shape, stride, dtype, device): where the type
-//   has
-//      no table, or PYDIST_EXCHANGE_TABLE=0 or use_exchange_table(False) turns it off;
+//      has no table, or PYDIST_EXCHANGE_TABLE=0 or use_exchange_table(False) turns it off;
 //   3. the buffer protocol: NumPy arrays, memoryview, bytes.
-// All of them refuse what has no memory of its own to lend: fake and wrapper tensors, lazy negative
+// Kernels' bindings (csrc/ops/*/bind*.cpp) take tensors through here and nowhere else; then they
+// check shapes, strides and dtypes with names and values, and kernels check nothing.
+//
+// All ways refuse what has no memory of its own to lend: fake and wrapper tensors, lazy negative
 // and conjugate views, sparse and mkldnn layouts, unknown dtypes and devices.
 #pragma once
 

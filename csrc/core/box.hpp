@@ -1,4 +1,7 @@
 // Half-open boxes in global indices: the one notion from which every message is derived.
+//
+// A rank owns a box; an operator needs a box; the halo is needed minus owned, and a slab is the
+// halo's intersection with the box of another rank (docs/architecture.md has the drawing).
 #pragma once
 
 #include <string>
@@ -56,6 +59,7 @@ class Box {
     return true;
   }
 
+  // The box moved by `offset`, which may have any sign.
   Box shift(const Coords& offset) const {
     PYDIST_EXPECT(offset.ndim() == ndim(), "offset " + to_string(offset) + " for a box of " +
                                                std::to_string(ndim()) + " dims");
@@ -67,7 +71,7 @@ class Box {
     return Box(lo, hi);
   }
 
-  // Whether every index of `other` lies in this box; an empty `other` always does.
+  // Whether this box has every index of `other`; true for an empty `other`.
   bool contains(const Box& other) const {
     require_same_ndim(other);
     if (other.empty()) return true;
@@ -78,6 +82,7 @@ class Box {
   }
 
   friend bool operator==(const Box& a, const Box& b) { return a.lo_ == b.lo_ && a.hi_ == b.hi_; }
+  // By lo, then by hi: an order for maps, without a geometric meaning.
   friend bool operator<(const Box& a, const Box& b) {
     return a.lo_ == b.lo_ ? a.hi_ < b.hi_ : a.lo_ < b.lo_;
   }
@@ -103,7 +108,15 @@ inline std::size_t hash_of(const Box& box) {
 }
 
 // `outer` without `inner`, as at most 2 * ndim disjoint boxes. Dim 0 is cut first, so that the
-// largest slabs are contiguous in C order.
+// largest slabs are contiguous in C order:
+//
+//   +-----------+
+//   |     0     |      0, 1: over the whole extent of dim 1
+//   +---+---+---+
+//   | 2 |   | 3 |      2, 3: over what dim 0 has left
+//   +---+---+---+
+//   |     1     |
+//   +-----------+
 inline std::vector<Box> subtract(const Box& outer, const Box& inner) {
   const Box hole = outer.intersect(inner);
   if (outer.empty()) return {};

@@ -1,4 +1,5 @@
-// Element types that the kernels know.
+// Element types that the kernels know. Half types have no C++ type here: ops/common/half.hpp has
+// them, and ops/common/dispatch.hpp goes from a DType to a C++ type.
 #pragma once
 
 #include <cstdint>
@@ -69,6 +70,7 @@ constexpr std::string_view name_of(DType dtype) {
   return "unknown";
 }
 
+// The floating-point types are the last ones of the enum.
 constexpr bool is_floating(DType dtype) { return dtype >= DType::kFloat16; }
 
 }  // namespace pydist

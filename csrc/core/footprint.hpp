@@ -97,7 +97,7 @@ class Footprint {
     return {first, std::max(first, ceil_div(checked_add(hi, padding_lo_), stride_))};
   }
 
-  // Gives each output to the part that holds the input at its kernel's centre (clamped to the
+  // Gives each output to the part that holds the input at its kernel's center (clamped to the
   // domain), so that halos come from both sides alike and a strided layer stays in place.
   Partition output_partition(const Partition& input) const {
     const index_t outputs = output_extent(input.extent());
@@ -115,7 +115,7 @@ class Footprint {
   friend bool operator==(const Footprint&, const Footprint&) = default;
 
  private:
-  // The first output with its centre at `point` or after it.
+  // The first output with its center at `point` or after it.
   index_t first_centred_at(index_t point) const {
     if (!is_adaptive()) return ceil_div(point - (span_ - 1) / 2 + padding_lo_, stride_);
     index_t o = floor_div(checked_mul(point, outputs_), inputs_);  // its window holds the point

@@ -1,4 +1,7 @@
-// Partition: the split points of one dim, even or not.
+// Partition: the split points of one dim, even or not. A layout has one per dim that is cut.
+//
+//   points  0     4     8   11        extent 11 in 3 parts
+//   part    | 0   | 1   | 2 |
 #pragma once
 
 #include <algorithm>

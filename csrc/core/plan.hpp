@@ -1,4 +1,11 @@
 // The exchange planner: from what each rank owns and needs to every message, by intersection.
+//
+//   message(source -> receiver) = owned(source) ∩ needed(receiver, slot), for each of its slots
+//
+// Every rank evaluates this for its own row (what it receives) and column (what it sends) of that
+// matrix, from the same spec: nothing is negotiated, and both ends list the same boxes in the same
+// order.
+// Proof: tests/property/test_geometry.py, tests/native/test_core_plan.cpp.
 #pragma once
 
 #include <algorithm>
@@ -102,6 +109,7 @@ class Planner {
     return !spec_.periodic.empty() && spec_.periodic[static_cast<std::size_t>(dim)];
   }
 
+  // The column of this rank: all others that take its box from this replica.
   std::vector<Message> plan_sends(int rank) const {
     std::vector<Message> sends;
     const std::vector<int>& holders = holders_.at(owned(rank));
@@ -131,6 +139,7 @@ class Planner {
     return transfers;
   }
 
+  // The transfers of one slot: one, or with periodic dims one per image of `box` that meets it.
   void add_images(const Box& box, const Box& needed, int slot,
                   std::vector<Transfer>& transfers) const {
     // Image m shows the domain shifted by m * extent. Only images in which `box` itself meets the
@@ -165,6 +174,7 @@ class Planner {
     return false;
   }
 
+  // Shape and periodic dims fit together.
   void check_domain() const {
     PYDIST_EXPECT(
         !spec_.shape || spec_.shape->ndim() == ndim_,
@@ -182,6 +192,7 @@ class Planner {
     }
   }
 
+  // All boxes have the same number of dims, and owned ones are inside of the domain.
   void check_rank(int rank) const {
     const Box& box = owned(rank);
     PYDIST_EXPECT(box.ndim() == ndim_, "rank " + std::to_string(rank) + " owns " + to_string(box) +

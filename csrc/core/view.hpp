@@ -1,4 +1,8 @@
 // TensorView: memory that someone else owns, seen as a strided array.
+//
+// Element i is data[sum_d i_d * strides[d]]. Strides may be 0 (an expanded dim; bindings refuse to
+// write to it) or negative, and need not be in the order of the dims: channels-last is the order of
+// memory alone.
 #pragma once
 
 #include <string>
@@ -34,7 +38,7 @@ struct TensorView {
   index_t elements() const { return volume_of(shape); }
   index_t bytes() const { return checked_mul(elements(), size_of(dtype)); }
 
-  // Whether the elements lie in C order without gaps.
+  // Whether the elements are stored in C order without gaps.
   bool contiguous() const {
     if (elements() == 0) return true;
     index_t expected = 1;

@@ -1,3 +1,4 @@
+// CRC-32C by the CPU's instruction where there is one, else by tables, eight bytes at a time.
 #include "io/crc32c.hpp"
 
 #include <array>

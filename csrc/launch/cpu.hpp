@@ -1,4 +1,7 @@
-// The CPU launcher: rows over threads, a vectorised loop along each run.
+// The CPU launcher: rows over threads, a vectorized loop along each run.
+//
+// Bodies see the same loop as on a device, with one lane. Results do not depend on the threads:
+// rows are independent of each other (RunBody).
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,9 @@
-// The CUDA launcher: the only place with <<<>>>. Launches go to the stream given and return at
-// once. With PYDIST_CUDA=EMULATED, tests/native/emulated/launch/cuda.cuh is included instead.
+// The CUDA launcher: the only place with <<<>>>. Launches go to the stream given and return without
+// waiting. With PYDIST_CUDA=EMULATED, tests/native/emulated/launch/cuda.cuh is included instead.
+//
+// Three launches, one per concept of decomposition.hpp. Bodies travel by value, as the parameter of
+// the kernel (__grid_constant__: it is read where it is, and not copied by each thread), so a
+// launch allocates nothing and a captured graph can hold it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,13 +25,15 @@ constexpr int run_blocks() {
   }
 }
 
+// A grid of threads that walk over the rows; see run_thread.
 template <RunBody Body>
 __global__ void __launch_bounds__(kRunThreads, run_blocks<Body>())
     run_kernel(const __grid_constant__ Body body, const RunGrid grid) {
   run_thread(body, grid, static_cast<index_t>(blockIdx.x) * kRunThreads + threadIdx.x);
 }
 
-// Runs `body` in one launch. Nothing is launched for a body without rows.
+// Runs `body` in one launch; none for a body without rows. `words`: accesses of an average row, by
+// which the lanes per row are chosen (run_grid).
 template <RunBody Body>
 cudaError_t run_on_cuda(const Body& body, index_t words, cudaStream_t stream) {
   if (body.rows() == 0) return cudaSuccess;
@@ -36,6 +42,8 @@ cudaError_t run_on_cuda(const Body& body, index_t words, cudaStream_t stream) {
   return cudaGetLastError();  // of this launch; clears it
 }
 
+// A block per tile. The first barrier makes what was loaded visible, the second keeps the next load
+// from overwriting what others still read.
 template <TileBody Body>
 __global__ void __launch_bounds__(Body::kThreads) tile_kernel(const __grid_constant__ Body body) {
   __shared__ typename Body::Shared shared;
@@ -87,6 +95,9 @@ struct AsyncCopies {
 // Blocks of four warps that share a multiprocessor: 168 registers a thread (see kRunBlocks).
 inline constexpr int kWarpTileBlocks = 3;
 
+// A block per tile, with two stages: step s + 1 is fetched while step s is multiplied. One barrier
+// a step is enough: it makes the fetched stage visible, and nobody fetches into a stage before all
+// have left it.
 template <WarpTileBody Body>
 __global__ void __launch_bounds__(Body::kThreads, kWarpTileBlocks)
     warp_tile_kernel(const __grid_constant__ Body body) {

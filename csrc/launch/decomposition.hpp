@@ -1,5 +1,13 @@
 // How bodies are cut into threads on a device. cuda.cuh runs this on a GPU, emulate.hpp on the
 // host.
+//
+//   concept        work                            threads
+//   RunBody        independent runs of elements    a warp or less per run, lanes along it
+//   TileBody       tiles, in steps                 a block per tile: load | compute | load | ...
+//   WarpTileBody   tiles, with tensor cores        a block per tile: two stages, warps multiply
+//
+// A body has no barrier and no warp intrinsic: these belong to the launcher, so the same code runs
+// on the host, thread by thread.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +23,7 @@ inline constexpr int kWarp = 32;
 inline constexpr int kRunThreads = 256;     // of a block
 inline constexpr int kMaxRunBlocks = 4096;  // threads walk on from there: enough to fill any device
 
-// The threads of one launch: groups of `lanes` neighbours take one run at a time.
+// The threads of one launch: groups of `lanes` neighbors take one run at a time.
 struct RunGrid {
   int blocks;
   int lanes;  // 1, 2, 4, ... kWarp
@@ -37,7 +45,7 @@ inline RunGrid run_grid(index_t rows, index_t words) {
 template <class Value>
 inline constexpr int kReadAhead = std::clamp(static_cast<int>(64 / sizeof(Value)), 2, 8);
 
-// The loop that one lane hands to RunBody::each: neighbouring lanes make neighbouring accesses.
+// The loop that one lane hands to RunBody::each: neighboring lanes make neighboring accesses.
 struct LaneLoop {
   int lane, lanes;
 
@@ -46,8 +54,8 @@ struct LaneLoop {
     if constexpr (TakenApart<At>) {
       constexpr int kAhead = kReadAhead<decltype(at.read(index_t{}))>;
       index_t first = lane;
-      // Whole batches ask nothing: a compiler would put the uses of what is read behind the same
-      // question, one after the other.
+      // Whole batches have no bounds checks: with them, a compiler would put each use of what is
+      // read under the same condition as its load, and so the loads one after the other.
       for (; first + (kAhead - 1) * lanes < count; first += kAhead * lanes) {
         batch<kAhead, true>(first, count, at);
       }
@@ -83,7 +91,7 @@ PYDIST_HD void run_thread(const Body& body, const RunGrid& grid, index_t thread)
 }
 
 // Work in blocks of threads that share memory. Every block makes steps(block) steps of two phases,
-// load and compute, with a barrier behind each; the barrier belongs to the launcher, so the body
+// load and compute, with a barrier after each; the barrier belongs to the launcher, so the body
 // has none to forget. `Thread` is what a thread keeps in registers from begin to end.
 template <class Body>
 concept TileBody = requires(const Body body, index_t block, index_t step, int thread,

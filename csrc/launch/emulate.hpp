@@ -41,6 +41,7 @@ void in_order(ThreadOrder order, index_t count, const F& f) {
   }
 }
 
+// As run_kernel of cuda.cuh.
 template <RunBody Body>
 void emulate_runs(const Body& body, const RunGrid& grid, ThreadOrder order) {
   in_order(order, grid.threads(), [&](index_t thread) { run_thread(body, grid, thread); });
@@ -55,6 +56,9 @@ std::vector<Thread> fresh_threads(int count) {
   return threads;
 }
 
+// As tile_kernel of cuda.cuh: all threads of a block do one phase before any does the next one.
+// Shared memory is poisoned before each step, so data that should have been loaded in this step
+// shows as NaN.
 template <TileBody Body>
 void emulate_tiles(const Body& body, ThreadOrder order) {
   using Shared = typename Body::Shared;
@@ -105,6 +109,8 @@ class DeferredCopies {
   std::vector<Pending> pending_;
 };
 
+// As warp_tile_kernel of cuda.cuh, warp after warp. A stage is poisoned after the step that used
+// it.
 template <WarpTileBody Body>
 void emulate_warp_tiles(const Body& body, ThreadOrder order) {
   struct Memory {

@@ -10,7 +10,7 @@
 #define PYDIST_HD __attribute__((always_inline)) inline
 #endif
 
-// Before a loop: its iterations touch different elements, the compiler may vectorise.
+// Before a loop: its iterations touch different elements, the compiler may vectorize.
 #if defined(__clang__)
 #define PYDIST_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #elif defined(__GNUC__) && !defined(__CUDA_ARCH__)

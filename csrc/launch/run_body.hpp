@@ -30,9 +30,9 @@ concept RunBody = requires(const Body body, index_t r) {
   body.each(body.row(r), AnyLoop{});
 };
 
-// What is done to an element, in two halves: `read(j)` loads it, `write(j, value)` stores what
-// becomes of it. A device does not issue a load before an earlier store, which may be to the same
-// address: of elements so taken apart, it reads several before it writes the first.
+// The work on an element in two halves: `read(j)` loads, `write(j, value)` computes and stores. A
+// device does not issue a load before an earlier store, which may be to the same address; from a
+// Move, LaneLoop reads several elements before it writes the first.
 template <class Read, class Write>
 struct Move {
   Read read;

@@ -1,3 +1,7 @@
+// The pool of threads that kernels share.
+//
+// One caller has the pool at a time and works on its own tasks too. Others that come meanwhile do
+// theirs alone: nobody waits for the pool. Tasks are handed out one by one, by an atomic counter.
 #include "launch/thread_pool.hpp"
 
 #include <pthread.h>
@@ -36,7 +40,7 @@ int default_threads() {
 
 std::atomic<int> configured_threads{0};  // 0: not yet looked up
 
-// One caller's work: indices are handed out one by one.
+// One caller's work: each thread takes the next index until there is none left.
 struct Job {
   Task task;
   void* context;
@@ -48,6 +52,8 @@ struct Job {
   }
 };
 
+// Workers sleep until a job invites some of them. The caller works too, and then waits for those
+// that have started; an invitation that nobody has taken by then is withdrawn.
 class Pool {
  public:
   // False if another caller has the pool; nothing was done then.

@@ -1,3 +1,4 @@
+// Decides whether a job hangs; judge.hpp says by which rule.
 #include "watchdog/judge.hpp"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// What /proc says of a process, and how processes are ended that can't end themselves.
 #include "watchdog/process.hpp"
 
 #include <fcntl.h>

@@ -1,3 +1,4 @@
+// The text of a report: which ranks hang, and what each of them was doing.
 #include "watchdog/report.hpp"
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// Python's stacks of all threads, by a signal that each thread answers itself.
 #include "watchdog/stacks.hpp"
 
 #include <dirent.h>

@@ -1,3 +1,4 @@
+// The watchdog's thread: reads the pages of all ranks, judges, reports and ends the job.
 #include "watchdog/watcher.hpp"
 
 #include <pthread.h>

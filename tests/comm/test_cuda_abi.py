@@ -15,8 +15,8 @@ PROBE = """
 #include <cuda.h>
 #include <string_view>
 #include <type_traits>
-#include "comm/cuda_driver.hpp"
-#include "comm/ipc_driver.hpp"
+#include "comm/driver/cuda_driver.hpp"
+#include "comm/ipc/driver.hpp"
 
 namespace p = pydist::comm;
 

@@ -27,8 +27,8 @@ PROBE = """
 #include <cstddef>
 #include <nccl.h>
 #include <type_traits>
-#include "comm/nccl_abi.hpp"
-#include "comm/nccl_library.hpp"
+#include "comm/nccl/abi.hpp"
+#include "comm/nccl/library.hpp"
 
 namespace p = pydist::comm;
 

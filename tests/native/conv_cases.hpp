@@ -3,13 +3,13 @@
 
 #include <vector>
 
-#include "kernels/conv_problem.hpp"
+#include "ops/conv/problem.hpp"
 #include "random_cases.hpp"
 
 namespace pydist::testing {
 
-using kernels::ConvAttributes;
-using kernels::ConvProblem;
+using ops::ConvAttributes;
+using ops::ConvProblem;
 
 // An array in memory of exactly its size, in some memory order.
 struct Array {
@@ -35,7 +35,7 @@ struct ConvCase {
   double negative_slope = 1;
 
   ConvProblem problem() const {
-    return kernels::conv_problem(in.view, weight.view, out.view, attributes, negative_slope);
+    return ops::conv_problem(in.view, weight.view, out.view, attributes, negative_slope);
   }
 
   static ConvCase make(unsigned seed) {

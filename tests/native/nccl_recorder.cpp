@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/nccl_abi.hpp"
+#include "comm/nccl/abi.hpp"
 #include "driver_recorder_memory.hpp"
 #include "nccl_recorder_member.hpp"
 #include "nccl_recorder_streams.hpp"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 
-#include "comm/nccl_abi.hpp"
+#include "comm/nccl/abi.hpp"
 
 namespace recorder {
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <thread>
 
-#include "comm/call_board.hpp"
+#include "comm/board/call_board.hpp"
 
 namespace pydist::comm {
 namespace {

@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-#include "comm/local_hub.hpp"
-#include "comm/reduce.hpp"
+#include "comm/local/hub.hpp"
+#include "comm/local/reduce.hpp"
 #include "core/errors.hpp"
 
 namespace pydist::comm {

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/ipc_channel.hpp"
+#include "comm/ipc/channel.hpp"
 #include "core/errors.hpp"
 
 namespace pydist::comm {

@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/nccl_communicator.hpp"
+#include "comm/nccl/communicator.hpp"
 
 namespace pydist::comm {
 namespace {

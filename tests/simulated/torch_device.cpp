@@ -75,9 +75,7 @@ struct CUDAHooks final : CUDAHooksInterface {
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   void deviceSynchronize(DeviceIndex) const override {}
   bool isPinnedPtr(const void* data) const override { return simulated::is_pinned(data); }
-  Allocator* getPinnedMemoryAllocator() const override {
-    return &simulated::pinned_allocator();
-  }
+  Allocator* getPinnedMemoryAllocator() const override { return &simulated::pinned_allocator(); }
   const Generator& getDefaultGenerator(DeviceIndex) const override {
     return at::detail::getDefaultCPUGenerator();
   }

@@ -1,6 +1,7 @@
-// The part of the CUDA runtime that csrc/cuda and its tests call, where PYDIST_CUDA=EMULATED: one
-// device whose memory is the host's and whose one stream is the calling thread. It is not CUDA and
-// proves nothing about it; it lets the host code around the kernels run where there is no device.
+// The part of the CUDA runtime that csrc/launch, the families' cuda*.cu and their tests call, where
+// PYDIST_CUDA=EMULATED: one device whose memory is the host's and whose one stream is the calling
+// thread. It is not CUDA and proves nothing about it; it lets the host code around the kernels run
+// where there is no device.
 #pragma once
 
 #include <cstddef>

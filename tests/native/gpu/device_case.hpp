@@ -12,8 +12,8 @@
 #include <type_traits>
 #include <vector>
 
-#include "cuda/kernels.hpp"
-#include "kernels/dispatch.hpp"
+#include "launch/device.hpp"
+#include "ops/common/dispatch.hpp"
 #include "random_cases.hpp"
 
 namespace pydist::testing {
@@ -36,7 +36,7 @@ class Array {
       : begin_(random.chance(0.5) ? 0 : random.between(1, 3) * size_of(dtype)),
         memory_(static_cast<std::size_t>(begin_ + volume_of(shape) * size_of(dtype))) {
     view_ = {memory_.data() + begin_, dtype, shape, strides, {}};
-    kernels::dispatch(dtype, [&]<class T>(std::type_identity<T>) {
+    ops::dispatch(dtype, [&]<class T>(std::type_identity<T>) {
       T* const values = static_cast<T*>(view_.data);
       for (index_t i = 0; i < view_.elements(); ++i) {
         if constexpr (requires { T::from(0.0f); }) {
@@ -74,12 +74,12 @@ class Array {
     check(cudaMemcpy(found.data(), device_, found.size(), cudaMemcpyDeviceToHost));
     if (!std::equal(memory_.begin(), memory_.begin() + begin_, found.begin())) return 1e300;
     double worst = 0, largest = 1e-30;
-    kernels::dispatch(view_.dtype, [&]<class T>(std::type_identity<T>) {
+    ops::dispatch(view_.dtype, [&]<class T>(std::type_identity<T>) {
       const T* const expected = static_cast<const T*>(view_.data);
       const T* const got = reinterpret_cast<const T*>(found.data() + begin_);
       for (index_t i = 0; i < view_.elements(); ++i) {
-        const auto a = static_cast<double>(kernels::load_as(expected[i]));
-        const auto b = static_cast<double>(kernels::load_as(got[i]));
+        const auto a = static_cast<double>(ops::load_as(expected[i]));
+        const auto b = static_cast<double>(ops::load_as(got[i]));
         largest = std::max(largest, std::abs(a));
         worst = a == b ? worst : std::max(worst, std::isnan(a - b) ? 1e300 : std::abs(a - b));
       }

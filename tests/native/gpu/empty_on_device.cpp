@@ -1,14 +1,14 @@
 // Arrays without elements, and slabs that reach nothing: a launch of no blocks is an error.
 #include <vector>
 
-#include "cpu/boundary_conv.hpp"
-#include "cpu/convert.hpp"
-#include "cpu/norm.hpp"
-#include "cpu/pack.hpp"
-#include "cpu/pool.hpp"
-#include "cpu/pool_max.hpp"
 #include "device_case.hpp"
 #include "on_device.hpp"
+#include "ops/conv/kernels.hpp"
+#include "ops/input/kernels.hpp"
+#include "ops/norm/kernels.hpp"
+#include "ops/pack/kernels.hpp"
+#include "ops/pool/kernels.hpp"
+#include "ops/random/kernels.hpp"
 
 namespace pydist {
 
@@ -17,15 +17,14 @@ using namespace testing;
 namespace {
 
 void convolutions(Random& random, index_t batch, index_t depth, index_t in_lo) {
-  const kernels::ConvAttributes attributes{{in_lo, 0, 0}, {0, 0, 0}, {1, 1, 1},
-                                           {1, 1, 1},     {1, 1, 1}, 1};
+  const ops::ConvAttributes attributes{{in_lo, 0, 0}, {0, 0, 0}, {1, 1, 1},
+                                       {1, 1, 1},     {1, 1, 1}, 1};
   const Array in(random, DType::kFloat32, {batch, 4, depth, 5, 6}),
       weight(random, DType::kFloat32, {6, 4, 3, 3, 3}),
       out(random, DType::kFloat32, {batch, 6, 3, 5, 6});
-  const auto problem =
-      kernels::conv_problem(in.device(), weight.device(), out.device(), attributes, 1);
+  const auto problem = ops::conv_problem(in.device(), weight.device(), out.device(), attributes, 1);
   for (const cuda::MmaCall& mma :
-       {cuda::MmaCall{}, cuda::MmaCall{{kernels::ConvMath::kTf32, nullptr}}}) {
+       {cuda::MmaCall{}, cuda::MmaCall{{ops::ConvMath::kTf32, nullptr}}}) {
     cuda::boundary_conv_forward(problem, mma, queue);
     cuda::boundary_conv_dgrad(problem, mma, queue);
     cuda::boundary_conv_wgrad(problem, mma, queue);
@@ -36,7 +35,7 @@ void convolutions(Random& random, index_t batch, index_t depth, index_t in_lo) {
 }
 
 void poolings(Random& random, const Coords& in_shape, const Coords& out_shape) {
-  const kernels::PoolAttributes attributes{
+  const ops::PoolAttributes attributes{
       {0, 0, 0}, {0, 0, 0}, std::vector<Footprint>(3, Footprint(3, 2, 1, 1, 1))};
   const Array in(random, DType::kFloat32, in_shape), out(random, DType::kFloat32, out_shape);
   const Array taps(random, DType::kInt32, out_shape), scale(random, DType::kFloat64, {9});
@@ -44,12 +43,12 @@ void poolings(Random& random, const Coords& in_shape, const Coords& out_shape) {
     const auto sums = [&](bool host) {
       const auto view = [host](const Array& array) { return host ? array.host() : array.device(); };
       const auto* const scales = static_cast<const double*>(view(scale).data);
-      return kernels::pool_problem(view(in), view(out), attributes, {scales, scales, scales},
-                                   accumulate);
+      return ops::pool_problem(view(in), view(out), attributes, {scales, scales, scales},
+                               accumulate);
     };
     const auto maxima = [&](bool host) {
       const auto view = [host](const Array& array) { return host ? array.host() : array.device(); };
-      return kernels::max_problem(view(in), view(out), view(taps), attributes, accumulate);
+      return ops::max_problem(view(in), view(out), view(taps), attributes, accumulate);
     };
     cpu::pool_sum_forward(sums(true));
     cuda::pool_sum_forward(sums(false), queue);
@@ -70,7 +69,7 @@ void poolings(Random& random, const Coords& in_shape, const Coords& out_shape) {
   }
 }
 
-void norms_of(Random& random, const kernels::NormShape& shape) {
+void norms_of(Random& random, const ops::NormShape& shape) {
   const Coords one{1};
   const Array x(random, DType::kFloat32, {shape.elements()}, one),
       values(random, DType::kFloat32, {3 * shape.rows()}, one),
@@ -79,17 +78,17 @@ void norms_of(Random& random, const kernels::NormShape& shape) {
     const auto at = [host](const Array& array) {
       return (host ? array.host() : array.device()).data;
     };
-    return kernels::NormProblem{.dtype = DType::kFloat32,
-                                .shape = shape,
-                                .slope = 0,
-                                .learned = false,
-                                .x = at(x),
-                                .grad = at(x),
-                                .out = at(x),
-                                .values = at(values),
-                                .coefficients = at(values),
-                                .sums = static_cast<double*>(at(sums)),
-                                .parts = 2};
+    return ops::NormProblem{.dtype = DType::kFloat32,
+                            .shape = shape,
+                            .slope = 0,
+                            .learned = false,
+                            .x = at(x),
+                            .grad = at(x),
+                            .out = at(x),
+                            .values = at(values),
+                            .coefficients = at(values),
+                            .sums = static_cast<double*>(at(sums)),
+                            .parts = 2};
   };
   cpu::norm_moments(problem(true));
   cuda::norm_moments(problem(false), queue);
@@ -107,7 +106,7 @@ void norms_of(Random& random, const kernels::NormShape& shape) {
 void empties(Random& random) {
   for (const std::vector<Box>& boxes :
        {std::vector<Box>{}, std::vector<Box>{Box(Coords(3), Coords(3))}}) {
-    const kernels::Regions regions(boxes);
+    const ops::Regions regions(boxes);
     const Array view(random, DType::kFloat32, {2, 3, 4}), buffer(random, DType::kFloat32, {0});
     cuda::pack(view.device(), regions, buffer.device(), queue);
     cuda::unpack(buffer.device(), regions, view.device(), queue);

@@ -6,11 +6,11 @@
 #include <cstdio>
 #include <vector>
 
-#include "cpu/convert.hpp"
-#include "cpu/pack.hpp"
-#include "cpu/uniform.hpp"
 #include "device_case.hpp"
 #include "on_device.hpp"
+#include "ops/input/kernels.hpp"
+#include "ops/pack/kernels.hpp"
+#include "ops/random/kernels.hpp"
 
 namespace pydist {
 namespace {
@@ -53,7 +53,7 @@ void packing(Random& random) {
     const double tolerance = dtype == DType::kBFloat16 ? 0x1p-7 : 0;
     for (const std::vector<Box>& boxes : box_lists(random, shape)) {
       Array view(random, dtype, shape);
-      const kernels::Regions regions(boxes);
+      const ops::Regions regions(boxes);
       const Coords row{regions.elements() + 1};  // an allocation of none is none
       Array buffer(random, dtype, row, Coords{1});
       cpu::unpack(buffer.host(), regions, view.host());  // the last of several boxes stays
@@ -78,7 +78,7 @@ void numbers(Random& random) {
     cuda::keyed_uniform(out.device(), {.value = 7}, lo, shape, queue);
     expect("keyed_uniform", out, 0);
     const auto at = [](const TensorView& view) {
-      return kernels::UniformKey{.at = static_cast<const std::uint64_t*>(view.data)};
+      return ops::UniformKey{.at = static_cast<const std::uint64_t*>(view.data)};
     };
     cpu::keyed_uniform(out.host(), at(key.host()), lo, shape);
     cuda::keyed_uniform(out.device(), at(key.device()), lo, shape, queue);

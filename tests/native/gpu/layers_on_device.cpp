@@ -3,30 +3,30 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/boundary_conv.hpp"
-#include "cpu/norm.hpp"
-#include "cpu/pool.hpp"
-#include "cpu/pool_max.hpp"
 #include "device_case.hpp"
 #include "on_device.hpp"
+#include "ops/conv/kernels.hpp"
+#include "ops/conv/mma_choice.hpp"
+#include "ops/norm/kernels.hpp"
+#include "ops/pool/kernels.hpp"
 
 namespace pydist {
 
 using namespace testing;
-using kernels::ConvOp;
+using ops::ConvOp;
 
 void convolution(Random& random) {
   for (const DType dtype : kFloating) {
     for (const index_t groups : {1, 2}) {
       Array in(random, dtype, {2, 4 * groups, 2, 9, 11}), out(random, dtype, {2, 6, 3, 9, 11});
       Array weight(random, dtype, {6, 4, 3, 3, 3});
-      const kernels::ConvAttributes attributes{{-1, 0, 0}, {0, 0, 0}, {1, 1, 1},
-                                               {1, 1, 1},  {1, 1, 1}, groups};
+      const ops::ConvAttributes attributes{{-1, 0, 0}, {0, 0, 0}, {1, 1, 1},
+                                           {1, 1, 1},  {1, 1, 1}, groups};
       const auto on_host = [&](double slope) {
-        return kernels::conv_problem(in.host(), weight.host(), out.host(), attributes, slope);
+        return ops::conv_problem(in.host(), weight.host(), out.host(), attributes, slope);
       };
       const auto on_device = [&](double slope) {
-        return kernels::conv_problem(in.device(), weight.device(), out.device(), attributes, slope);
+        return ops::conv_problem(in.device(), weight.device(), out.device(), attributes, slope);
       };
       const double tolerance = 4 * tolerance_of(dtype);
       cpu::boundary_conv_forward(on_host(0.01));
@@ -52,27 +52,26 @@ struct Layer {
 // One operation, from values that the format of the products holds exactly; in three products, from
 // such as one of tf32 does not. Returns whether several blocks shared a sum.
 template <ConvOp kOp>
-bool on_tensor_cores(Random& random, DType dtype, kernels::ConvMath math, const Layer& layer) {
-  const double scale = math == kernels::ConvMath::kTf32x3 ? 1.0 / 3 : 1;
+bool on_tensor_cores(Random& random, DType dtype, ops::ConvMath math, const Layer& layer) {
+  const double scale = math == ops::ConvMath::kTf32x3 ? 1.0 / 3 : 1;
   const auto array = [&](const Coords& shape) {
     return Array(random, dtype, shape, strides_of(shape, layer.channels_last), scale);
   };
   const Array in = array({2, layer.groups * layer.in_channels, 1, 20, 18});
   const Array weight = array({layer.groups * layer.out_channels, layer.in_channels, 3, 3, 3});
   const Array out = array({2, layer.groups * layer.out_channels, 2, 20, 18});
-  const kernels::ConvAttributes attributes{{-1, 0, 0}, {0, 0, 0}, {1, 1, 1},
-                                           {1, 1, 1},  {1, 1, 1}, layer.groups};
+  const ops::ConvAttributes attributes{{-1, 0, 0}, {0, 0, 0}, {1, 1, 1},
+                                       {1, 1, 1},  {1, 1, 1}, layer.groups};
   const double slope = kOp == ConvOp::kForward ? 0.25 : 1;
-  const auto on_host =
-      kernels::conv_problem(in.host(), weight.host(), out.host(), attributes, slope);
+  const auto on_host = ops::conv_problem(in.host(), weight.host(), out.host(), attributes, slope);
   const auto on_device =
-      kernels::conv_problem(in.device(), weight.device(), out.device(), attributes, slope);
+      ops::conv_problem(in.device(), weight.device(), out.device(), attributes, slope);
   index_t floats = 0;
-  kernels::with_mma_body<kOp>(on_device, math, [&]<class Body>(std::type_identity<Body>) {
+  ops::with_mma_body<kOp>(on_device, math, [&]<class Body>(std::type_identity<Body>) {
     floats = Body::make(on_device, nullptr).partial_elements();
   });
   const Array partial(random, DType::kFloat32, {floats + 1}, Coords{1});
-  const kernels::MmaCall call{math, static_cast<float*>(partial.device().data)};
+  const ops::MmaCall call{math, static_cast<float*>(partial.device().data)};
   const double tolerance = 4 * tolerance_of(dtype);  // tensor cores cut what they add
   if constexpr (kOp == ConvOp::kForward) {
     cpu::boundary_conv_forward(on_host);
@@ -93,7 +92,7 @@ bool on_tensor_cores(Random& random, DType dtype, kernels::ConvMath math, const 
 }  // namespace
 
 void tensor_cores(Random& random) {
-  using kernels::ConvMath;
+  using ops::ConvMath;
   int split = 0;
   for (const auto& [dtype, math] :
        {std::pair{DType::kFloat32, ConvMath::kTf32}, std::pair{DType::kFloat32, ConvMath::kTf32x3},
@@ -125,15 +124,15 @@ void sums(Random& random, DType dtype, const Pooling& pooling) {
   const Array gate(random, dtype, shape, in.host().strides);
   const Array depth(random, DType::kFloat64, {5}), height(random, DType::kFloat64, {4}),
       width(random, DType::kFloat64, {11});
-  const kernels::PoolAttributes attributes{{0, 0, 0}, {0, 0, 0}, pooling.windows};
+  const ops::PoolAttributes attributes{{0, 0, 0}, {0, 0, 0}, pooling.windows};
   const auto problem = [&](bool host, bool gated) {
     const auto view = [host](const Array& array) { return host ? array.host() : array.device(); };
     const auto scale = [&](const Array& array) {
       return static_cast<const double*>(view(array).data);
     };
-    kernels::PoolProblem made =
-        kernels::pool_problem(view(in), view(out), attributes,
-                              {scale(depth), scale(height), scale(width)}, pooling.accumulate);
+    ops::PoolProblem made =
+        ops::pool_problem(view(in), view(out), attributes,
+                          {scale(depth), scale(height), scale(width)}, pooling.accumulate);
     made.slope = pooling.slope;
     if (gated && pooling.slope != 1) made.gate = view(gate).data;
     return made;
@@ -150,10 +149,10 @@ void sums(Random& random, DType dtype, const Pooling& pooling) {
 void maxima(Random& random, DType dtype, DType tap_dtype, const Pooling& pooling) {
   const Array in(random, dtype, {2, 5, 9, 8, 21}), out(random, dtype, {2, 5, 5, 4, 11});
   const Array taps(random, tap_dtype, {2, 5, 5, 4, 11});
-  const kernels::PoolAttributes attributes{{0, 0, 0}, {0, 0, 0}, pooling.windows};
+  const ops::PoolAttributes attributes{{0, 0, 0}, {0, 0, 0}, pooling.windows};
   const auto problem = [&](bool host, bool accumulate) {
     const auto view = [host](const Array& array) { return host ? array.host() : array.device(); };
-    return kernels::max_problem(view(in), view(out), view(taps), attributes, accumulate);
+    return ops::max_problem(view(in), view(out), view(taps), attributes, accumulate);
   };
   for (const bool accumulate : {false, true}) {
     cpu::pool_max_forward(problem(true, accumulate));
@@ -192,7 +191,7 @@ namespace {
 
 struct Norm {
   DType dtype;
-  kernels::NormShape shape;
+  ops::NormShape shape;
   double slope;
   bool learned;
 };
@@ -211,7 +210,7 @@ void norm(Random& random, const Norm& given) {
     const auto at = [host](const Array& array) {
       return (host ? array.host() : array.device()).data;
     };
-    return kernels::NormProblem{
+    return ops::NormProblem{
         dtype,    shape,   slope,      has_slopes,       at(x),
         at(grad), at(out), at(values), at(coefficients), static_cast<double*>(at(sums)),
         kParts};
@@ -250,21 +249,21 @@ void norm_rows(Random& random, DType dtype, index_t members) {
     };
     const auto doubles = [&](const Array& array) { return static_cast<double*>(at(array)); };
     // Of random moments the variance may be negative: eps makes it positive.
-    return kernels::NormRows{dtype == DType::kFloat64,
-                             true,
-                             groups,
-                             members,
-                             kChannels,
-                             8.0,
-                             doubles(moments),
-                             at(scale),
-                             at(shift),
-                             at(slopes),
-                             at(values),
-                             doubles(sums),
-                             doubles(totals),
-                             doubles(affine),
-                             at(coefficients)};
+    return ops::NormRows{dtype == DType::kFloat64,
+                         true,
+                         groups,
+                         members,
+                         kChannels,
+                         8.0,
+                         doubles(moments),
+                         at(scale),
+                         at(shift),
+                         at(slopes),
+                         at(values),
+                         doubles(sums),
+                         doubles(totals),
+                         doubles(affine),
+                         at(coefficients)};
   };
   const double tolerance = 8 * tolerance_of(dtype), exact = 8 * tolerance_of(DType::kFloat64);
   cpu::norm_values(norm(true));
@@ -288,8 +287,8 @@ void norm_rows(Random& random, DType dtype, index_t members) {
     const auto doubles = [host](const Array& array) {
       return static_cast<double*>((host ? array.host() : array.device()).data);
     };
-    return kernels::NormParts{2,      groups,      doubles(counts), doubles(sums),  doubles(sums),
-                              {1, 0}, {groups, 1}, {groups, 1},     doubles(merged)};
+    return ops::NormParts{2,      groups,      doubles(counts), doubles(sums),  doubles(sums),
+                          {1, 0}, {groups, 1}, {groups, 1},     doubles(merged)};
   };
   cpu::norm_merge_parts(parts(true));
   cuda::norm_merge_parts(parts(false), queue);
@@ -305,7 +304,7 @@ void norms(Random& random) {
   for (const DType dtype : kFloating) {
     for (const bool channels_last : {false, true}) {
       for (const auto& [channels, per_sample] : {std::pair{5, true}, std::pair{40, false}}) {
-        const kernels::NormShape shape{2, channels, 297, channels_last, per_sample};
+        const ops::NormShape shape{2, channels, 297, channels_last, per_sample};
         for (const double slope : {1.0, 0.0, 0.25}) norm(random, {dtype, shape, slope, false});
         norm(random, {dtype, shape, 1, true});
       }

@@ -1,6 +1,6 @@
 """Exchanges by copies into the memory of other ranks' devices.
 
-The native channel (`csrc/comm/ipc_channel.hpp`) puts the copies and the flags on a stream. Here the
+The native channel (`csrc/comm/ipc/channel.hpp`) puts the copies and the flags on a stream. Here the
 ranks tell each other, once a channel, where what goes: over the host's transport.
 """
 

@@ -1,6 +1,6 @@
 // Takes the place of csrc/launch/cuda.cuh where PYDIST_CUDA=EMULATED (it comes first on the include
 // path): the same launchers, with the threads run by emulate.hpp on the calling thread. So all host
-// code of csrc/cuda runs as it stands: tables, dispatch, grids, groups.
+// code of the families' cuda*.cu runs as it stands: tables, dispatch, grids, groups.
 #pragma once
 
 #include <cuda_runtime.h>

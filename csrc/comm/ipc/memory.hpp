@@ -1,0 +1,96 @@
+// Memory of this rank's device that other processes write to, and theirs as it is seen here.
+//
+// It is allocated here, in blocks that are exported once, and not by torch: what torch's allocator
+// gives may come from virtual memory that has no such handle, and goes back when torch pleases.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "comm/ipc/driver.hpp"
+
+namespace pydist::comm {
+
+// A place in the memory of some rank, as other processes find it.
+struct IpcPlace {
+  IpcHandle block;
+  std::uint64_t offset = 0;
+};
+
+// A piece of a block.
+struct IpcPiece {
+  std::byte* address = nullptr;
+  std::size_t bytes = 0;
+  IpcPlace place;
+};
+
+// Blocks of one size that pieces are cut from. Pieces that come back serve again for their size;
+// one that is larger than a block gets its own.
+class IpcArena {
+ public:
+  // zeros: what new pieces hold; otherwise anything.
+  IpcArena(std::shared_ptr<const IpcDriver> driver, std::size_t block_bytes, bool zeros);
+
+  // `bytes` > 0. The context is current; `stream` clears new blocks, and waits for nothing but what
+  // was put on it.
+  IpcPiece take(std::size_t bytes, void* stream, bool capturing);
+  // The piece is free when the event `behind` is reached, or now if there is none.
+  void give_back(const IpcPiece& piece, std::shared_ptr<Event> behind);
+  void release();
+
+ private:
+  struct Returned {
+    IpcPiece piece;
+    std::shared_ptr<Event> behind;
+  };
+
+  IpcPiece new_block(std::size_t bytes, void* stream);
+  void collect();
+
+  std::shared_ptr<const IpcDriver> driver_;
+  std::size_t block_bytes_;
+  bool zeros_;
+  std::deque<IpcPiece> blocks_;  // those of one piece alone come first
+  std::size_t used_ = 0;         // of the last block
+  std::multimap<std::size_t, IpcPiece> free_;
+  std::vector<Returned> returned_;
+};
+
+// All of a rank. The calls may come from any thread.
+class IpcMemory {
+ public:
+  // block_bytes: of the blocks that receive memory is cut from.
+  IpcMemory(std::shared_ptr<const CudaDriver> driver, int device, std::size_t block_bytes);
+
+  const IpcDriver& driver() const { return *driver_; }
+  const std::shared_ptr<const DeviceContext>& context() const { return context_; }
+  bool flushes() const { return flushes_; }
+
+  // Flags are zero when they are taken, and shall be when they are given back.
+  IpcPiece take_flags(std::size_t count, const Stream& stream);
+  IpcPiece take_buffer(std::size_t bytes, const Stream& stream);
+  void give_back(const IpcPiece& flags, const IpcPiece& buffer, std::shared_ptr<Event> behind);
+
+  // The address of another rank's place in this process. Each block is mapped once.
+  std::byte* mapped(const IpcPlace& place);
+
+  // At the end: first all ranks unmap what is others', then each releases what is its own. The
+  // destructor does neither, as others may still write here.
+  void unmap();
+  void release();
+
+ private:
+  std::shared_ptr<const IpcDriver> driver_;
+  std::shared_ptr<const DeviceContext> context_;
+  bool flushes_;
+  IpcArena flags_, buffers_;
+  std::map<IpcHandle, std::byte*> mapped_;
+  std::mutex mutex_;
+};
+
+}  // namespace pydist::comm

@@ -1,0 +1,13 @@
+// The number of CUDA devices, 0 where there is no driver.
+#include "launch/runtime.cuh"
+
+namespace pydist::cuda {
+
+int device_count() {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  cudaGetLastError();
+  return 0;
+}
+
+}  // namespace pydist::cuda

@@ -1,0 +1,45 @@
+// What the families' .cu files share: streams, errors of the runtime, the current device.
+//
+// Kernels leave no trace: the device that was current is current again, and an error is cleared
+// before it is thrown.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "launch/device.hpp"
+
+namespace pydist::cuda {
+
+inline cudaStream_t stream_of(const Queue& queue) {
+  return static_cast<cudaStream_t>(queue.stream);
+}
+
+inline void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // an error that is not sticky must not surface in somebody else's call
+  throw CudaError(std::string(what) + ": " + cudaGetErrorName(status) + ", " +
+                  cudaGetErrorString(status));
+}
+
+// Makes a device current and restores the one before.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = before_ != device;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+}  // namespace pydist::cuda

@@ -1,0 +1,30 @@
+// Boundary convolution: what a halo slab adds to a convolution and to its gradients.
+//
+// The cost is that of the boundary planes that the slab reaches, not of the whole output. Results
+// do not depend on the number of threads: every element is summed by one task, in a fixed order.
+#pragma once
+
+#include <optional>
+
+#include "launch/device.hpp"
+#include "ops/conv/mma_call.hpp"
+#include "ops/conv/problem.hpp"
+
+namespace pydist::cpu {
+
+void boundary_conv_forward(const ops::ConvProblem& problem);  // writes out
+void boundary_conv_dgrad(const ops::ConvProblem& problem);    // writes in
+void boundary_conv_wgrad(const ops::ConvProblem& problem);    // writes weight
+
+}  // namespace pydist::cpu
+
+namespace pydist::cuda {
+
+// On tensor cores if `mma` says how; the problem must not be one that they refuse (mma_refusal in
+// mma_choice.hpp). Else by the tiled body for every dtype. Nothing waits for the device.
+using MmaCall = std::optional<ops::MmaCall>;
+void boundary_conv_forward(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);
+void boundary_conv_dgrad(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);
+void boundary_conv_wgrad(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);
+
+}  // namespace pydist::cuda

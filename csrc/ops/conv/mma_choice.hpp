@@ -1,0 +1,43 @@
+// Which instance of mma_body.hpp a problem takes: by dtype, by how floats are multiplied, and by
+// columns, as narrow tiles waste less where there are few channels.
+#pragma once
+
+#include <string>
+#include <type_traits>
+
+#include "ops/common/dispatch.hpp"
+#include "ops/conv/mma_body.hpp"
+#include "ops/conv/mma_call.hpp"
+
+namespace pydist::ops {
+
+// Why a problem has no tensor-core kernel; empty if it has one.
+template <ConvOp kOp>
+std::string mma_refusal(const ConvProblem& problem) {
+  if (problem.dtype == DType::kFloat64) return "float64";
+  return ConvGather<kOp>::refusal(problem);
+}
+
+// Calls f(std::type_identity<Body>{}) with the body for a problem that is not refused.
+template <ConvOp kOp, class F>
+void with_mma_body(const ConvProblem& problem, ConvMath math, const F& f) {
+  const index_t columns = kOp == ConvOp::kDgrad ? problem.in_channels : problem.out_channels;
+  dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
+    if constexpr (std::is_same_v<Storage, double>) {
+      throw InternalError("no tensor-core kernel for float64");
+    } else {
+      const auto narrow_or_wide = [&]<ConvMath kMath>() {
+        if (columns <= 32) return f(std::type_identity<ConvMmaBody<kOp, Storage, kMath, 32>>{});
+        return f(std::type_identity<ConvMmaBody<kOp, Storage, kMath, 64>>{});
+      };
+      if constexpr (std::is_same_v<Storage, float>) {
+        if (math == ConvMath::kTf32x3) {
+          return narrow_or_wide.template operator()<ConvMath::kTf32x3>();
+        }
+      }
+      return narrow_or_wide.template operator()<ConvMath::kTf32>();
+    }
+  });
+}
+
+}  // namespace pydist::ops

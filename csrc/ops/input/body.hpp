@@ -1,0 +1,158 @@
+// From stored numbers to a network's input, in one pass: int16 counts to float, log1p, normalized.
+//
+// Two bodies. Integers of 8 and 16 bits take any map by a table of all their values (LookUp); all
+// other types compute it (Rescale). Both set a flag where a result is not finite, in the same pass.
+#pragma once
+
+#include <cstdint>
+
+#include "core/view.hpp"
+#include "launch/host_device.hpp"
+#include "ops/input/rescaled.hpp"
+
+namespace pydist::ops {
+
+inline constexpr int kBlockDims = 4;  // [C, D, H, W]
+
+// A block and its input, both with any strides, in elements. Plain data.
+struct ConvertGrid {
+  index_t extent[kBlockDims];
+  index_t from_stride[kBlockDims];
+  index_t to_stride[kBlockDims];
+
+  PYDIST_HD index_t rows() const { return extent[0] * extent[1] * extent[2]; }
+  index_t elements() const { return rows() * extent[3]; }
+};
+
+inline ConvertGrid convert_grid(const TensorView& from, const TensorView& to) {
+  ConvertGrid grid{};
+  for (int dim = 0; dim < kBlockDims; ++dim) {
+    grid.extent[dim] = from.shape[dim];
+    grid.from_stride[dim] = from.strides[dim];
+    grid.to_stride[dim] = to.strides[dim];
+  }
+  return grid;
+}
+
+// One run: the last dim.
+struct ConvertRun {
+  index_t from, to, channel;
+};
+
+PYDIST_HD ConvertRun find_convert_run(const ConvertGrid& grid, index_t r) {
+  ConvertRun run{0, 0, 0};
+  for (int dim = kBlockDims - 2; dim > 0; --dim) {
+    const index_t above = r / grid.extent[dim];
+    const index_t index = r - above * grid.extent[dim];
+    run.from += index * grid.from_stride[dim];
+    run.to += index * grid.to_stride[dim];
+    r = above;
+  }
+  run.channel = r;
+  run.from += r * grid.from_stride[0];
+  run.to += r * grid.to_stride[0];
+  return run;
+}
+
+// Several threads may find something; all of them write the same value.
+PYDIST_HD void report(std::int32_t* found, std::uint32_t is_bad) {
+  if (!is_bad) return;
+#if defined(__CUDA_ARCH__)
+  *found = 1;
+#else
+  __atomic_store_n(found, 1, __ATOMIC_RELAXED);
+#endif
+}
+
+// to[c, i] = table[c, bits of from[c, i]] / divisor: any map of 8 and 16 bit integers.
+//
+// Bits: those of the table, on every device; the table is made once, on the host.
+// Threads: CPU, rows (the last dim) over threads; CUDA, a warp per row, lanes along it.
+// Traffic: 1 or 2 bytes read and 4 or 8 written an element; the table's entries that occur (256 KB
+//   of floats at most) stay in the caches.
+// Proof: tests/native/test_input.cpp, tests/kernels/test_convert.py (against NumPy).
+template <class From, class To>
+struct LookUp {
+  static constexpr int kRunBlocks = sizeof(To) == 4 ? 4 : 2;  // divisions in double take registers
+
+  const From* from;  // unsigned, as wide as the stored type
+  To* to;
+  const To* table;       // [channels, entries]
+  index_t table_stride;  // from channel to channel
+  To divisor;
+  std::int32_t* found;  // becomes 1 if a result is not finite
+  ConvertGrid grid;
+
+  PYDIST_HD index_t rows() const { return grid.rows(); }
+  PYDIST_HD ConvertRun row(index_t r) const { return find_convert_run(grid, r); }
+
+  template <class Loop>
+  PYDIST_HD void each(const ConvertRun& run, const Loop& loop) const {
+    const From* const source = from + run.from;
+    To* const target = to + run.to;
+    const To* const entries = table + run.channel * table_stride;
+    const index_t step = grid.from_stride[3], target_step = grid.to_stride[3];
+    const To by = divisor;
+    const bool divides = by != To{1};  // a loop of its own without: divisions take half the time
+    std::uint32_t bad = 0;
+    loop(grid.extent[3], [=, &bad](index_t j) {
+      const To entry = entries[source[j * step]];
+      const To value = divides ? entry / by : entry;
+      target[j * target_step] = value;
+      bad |= not_finite(value);
+    });
+    report(found, bad);
+  }
+};
+
+// to[c, i] = (L(clip(from[c, i])) - shift_c) / scale_c / divisor, L the identity or log1p; see
+// rescaled().
+//
+// Threads and proof: as LookUp.
+// Traffic: one element read, one written; some 25 operations in double for the logarithm, 4
+// without.
+// CPU code: this body; floats take the same formula compiled per instruction set (isa_rescale.cpp),
+//   5 times as fast with the logarithm and AVX-512 as without.
+template <class From, class To>
+struct Rescale {
+  static constexpr int kRunBlocks = 2;
+
+  const From* from;
+  To* to;
+  const ChannelMap* maps;  // [channels]
+  bool log;
+  To divisor;
+  std::int32_t* found;  // becomes 1 if a result is not finite
+  ConvertGrid grid;
+
+  PYDIST_HD index_t rows() const { return grid.rows(); }
+  PYDIST_HD ConvertRun row(index_t r) const { return find_convert_run(grid, r); }
+
+  template <class Loop>
+  PYDIST_HD void each(const ConvertRun& run, const Loop& loop) const {
+    const ChannelMap map = maps[run.channel];
+    if (log) {
+      map.moves() ? walk<true, true>(run, map, loop) : walk<true, false>(run, map, loop);
+    } else {
+      map.moves() ? walk<false, true>(run, map, loop) : walk<false, false>(run, map, loop);
+    }
+  }
+
+ private:
+  template <bool kLog, bool kMoves, class Loop>
+  PYDIST_HD void walk(const ConvertRun& run, const ChannelMap& map, const Loop& loop) const {
+    const From* const source = from + run.from;
+    To* const target = to + run.to;
+    const index_t step = grid.from_stride[3], target_step = grid.to_stride[3];
+    const To by = divisor;
+    std::uint32_t bad = 0;
+    loop(grid.extent[3], [=, &bad](index_t j) {
+      const To value = rescaled<To, kLog, kMoves>(source[j * step], map, by);
+      target[j * target_step] = value;
+      bad |= not_finite(value);
+    });
+    report(found, bad);
+  }
+};
+
+}  // namespace pydist::ops

@@ -1,0 +1,31 @@
+// Stored numbers to inputs on CUDA devices: the shared bodies, one launch each.
+#include "launch/cuda.cuh"
+#include "launch/runtime.cuh"
+#include "ops/input/body_of_views.hpp"
+#include "ops/input/kernels.hpp"
+
+namespace pydist::cuda {
+namespace {
+
+// What launches a body: dispatch by dtype is in body_of_views.hpp, for both backends.
+auto on_device(const TensorView& out, const Queue& queue, const char* what) {
+  return [&out, &queue, what](const auto& body) {
+    const DeviceGuard guard(queue.device);
+    check(launch::run_on_cuda(body, out.shape[ops::kBlockDims - 1], stream_of(queue)), what);
+  };
+}
+
+}  // namespace
+
+void look_up(const TensorView& stored, const TensorView& table, double divisor,
+             const TensorView& out, const TensorView& found, const Queue& queue) {
+  ops::look_up_body(stored, table, divisor, out, found, on_device(out, queue, "launch of look_up"));
+}
+
+void rescale(const TensorView& stored, const TensorView& maps, bool log, double divisor,
+             const TensorView& out, const TensorView& found, const Queue& queue) {
+  ops::rescale_body(stored, maps, log, divisor, out, found,
+                    on_device(out, queue, "launch of rescale"));
+}
+
+}  // namespace pydist::cuda

@@ -1,0 +1,242 @@
+// Bodies of pack, unpack and unpack_add.
+//
+// Both bodies walk the rows of a run table (runs.hpp). The element type matters to AddRuns alone:
+// CopyRuns moves words.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "launch/run_body.hpp"
+#include "ops/common/half.hpp"
+#include "ops/common/word.hpp"
+#include "ops/pack/runs.hpp"
+
+namespace pydist::ops {
+
+enum class Direction { kPack, kUnpack };
+
+// Where a body finds its boxes: through a pointer on the host; on a device by value, in the
+// kernel's parameters, so that nothing is allocated or copied there.
+struct HostTable {
+  const RunBox* data;
+  int count;
+  index_t rows;
+  PYDIST_HD const RunBox* boxes() const { return data; }
+};
+template <int N>
+struct ValueTable {
+  RunBox data[N];
+  int count;
+  index_t rows;
+  PYDIST_HD const RunBox* boxes() const { return data; }
+};
+
+// Copies boxes of a view to a buffer, or back.
+//
+// Index formula: buffer[offset(box) + C-order index i in the box] <-> view[sum_d (lo_d + i_d)
+//   stride_d], after dims have been coalesced and, for short pieces, elements fused into units.
+// Threads: CPU, rows over threads, each run a vectorized loop or one memcpy; CUDA, a warp (or less)
+//   per run, lanes over 16-byte words where both sides have the same alignment, else over the
+//   widest word for which they have.
+// Traffic: 2 bytes moved per byte packed (one read, one written); no arithmetic on elements.
+// Proof: tests/kernels/test_pack.py against NumPy; tests/native/test_pack.cpp emulates the CUDA
+//   decomposition.
+// CPU code: this body, but for short rows on one thread (cpu.cpp).
+template <Direction kDirection, class Table>
+struct CopyRuns {
+  static constexpr int kRunBlocks = 3;  // what is read ahead takes registers
+
+  char* view;
+  char* buffer;
+  Table table;
+
+  PYDIST_HD index_t rows() const { return table.rows; }
+  PYDIST_HD Run row(index_t r) const { return find_run(table.boxes(), table.count, r); }
+
+  template <class Loop>
+  PYDIST_HD void each(const Run& run, const Loop& loop) const {
+    char* to = (kDirection == Direction::kPack ? buffer + run.buffer : view + run.view);
+    const char* from = (kDirection == Direction::kPack ? view + run.view : buffer + run.buffer);
+    if (run.contiguous()) {
+      if constexpr (launch::BulkLoop<Loop>) {
+        loop.copy(to, from, run.length * run.unit);
+      } else {
+        contiguous(to, from, run.length * run.unit, loop);
+      }
+      return;
+    }
+    const index_t to_stride = kDirection == Direction::kPack ? run.buffer_stride : run.view_stride;
+    const index_t from_stride =
+        kDirection == Direction::kPack ? run.view_stride : run.buffer_stride;
+    switch (run.unit) {
+      case 1:
+        return strided<1>(to, to_stride, from, from_stride, run.length, loop);
+      case 2:
+        return strided<2>(to, to_stride, from, from_stride, run.length, loop);
+      case 4:
+        return strided<4>(to, to_stride, from, from_stride, run.length, loop);
+      case 8:
+        return strided<8>(to, to_stride, from, from_stride, run.length, loop);
+      default:
+        return strided<16>(to, to_stride, from, from_stride, run.length, loop);
+    }
+  }
+
+ private:
+  // Chooses the widest word for which source and target are aligned at the same places.
+  template <class Loop>
+  static PYDIST_HD void contiguous(char* to, const char* from, index_t bytes, const Loop& loop) {
+    const auto difference =
+        reinterpret_cast<std::uintptr_t>(to) ^ reinterpret_cast<std::uintptr_t>(from);
+    if (difference % 16 == 0) return words<16>(to, from, bytes, loop);
+    if (difference % 8 == 0) return words<8>(to, from, bytes, loop);
+    if (difference % 4 == 0) return words<4>(to, from, bytes, loop);
+    if (difference % 2 == 0) return words<2>(to, from, bytes, loop);
+    return words<1>(to, from, bytes, loop);
+  }
+
+  // Bytes up to the first aligned word, the words, the bytes left over.
+  template <int N, class Loop>
+  static PYDIST_HD void words(char* to, const char* from, index_t bytes, const Loop& loop) {
+    const index_t misaligned = static_cast<index_t>(reinterpret_cast<std::uintptr_t>(to) % N);
+    index_t head = misaligned == 0 ? 0 : N - misaligned;
+    if (head > bytes) head = bytes;
+    const index_t middle = (bytes - head) / N;
+    const index_t tail = bytes - head - middle * N;
+    if (head > 0) few(to, from, head, loop);
+    unit_stride<N>(to + head, from + head, middle, loop);
+    if (tail > 0) few(to + bytes - tail, from + bytes - tail, tail, loop);
+  }
+
+  template <class Loop>
+  static PYDIST_HD void few(char* to, const char* from, index_t bytes, const Loop& loop) {
+    loop(bytes, [=](index_t j) { to[j] = from[j]; });
+  }
+
+  template <int N, class Loop>
+  static PYDIST_HD void unit_stride(char* to, const char* from, index_t count, const Loop& loop) {
+    auto* const target = reinterpret_cast<Word<N>*>(to);
+    const auto* const source = reinterpret_cast<const Word<N>*>(from);
+    loop(count, launch::Move{[=](index_t j) { return source[j]; },
+                             [=](index_t j, const Word<N>& word) { target[j] = word; }});
+  }
+
+  template <int N, class Loop>
+  static PYDIST_HD void strided(char* to, index_t to_stride, const char* from, index_t from_stride,
+                                index_t count, const Loop& loop) {
+    loop(count, launch::Move{[=](index_t j) {
+                               return *reinterpret_cast<const Word<N>*>(from + j * from_stride);
+                             },
+                             [=](index_t j, const Word<N>& word) {
+                               *reinterpret_cast<Word<N>*>(to + j * to_stride) = word;
+                             }});
+  }
+};
+
+// a + b in the arithmetic of dtype T: fp16 and bf16 by way of fp32, integers wrap, bool is "or".
+template <class T>
+PYDIST_HD T add_values(T a, T b) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return a || b;
+  } else if constexpr (std::is_integral_v<T>) {
+    using U = std::make_unsigned_t<T>;
+    return static_cast<T>(static_cast<U>(static_cast<U>(a) + static_cast<U>(b)));
+  } else {
+    return store_as<T>(load_as(a) + load_as(b));
+  }
+}
+
+// 16 bytes of elements.
+template <class T>
+struct alignas(16) [[gnu::may_alias]] Vector {
+  T values[16 / sizeof(T)];
+};
+
+// view[box] += buffer: the adjoint of pack.
+//
+// Index formula, threads and proof as CopyRuns; units are single elements, or 16 bytes of them in
+// contiguous runs where both sides have the same alignment. The boxes of one launch must be
+// disjoint (Regions::disjoint_groups), so that no two threads add to one element.
+// Traffic: 3 bytes moved per byte added (two read, one written).
+template <class T, class Table>
+struct AddRuns {
+  static constexpr int kRunBlocks = 3;
+
+  char* view;
+  const char* buffer;
+  Table table;
+
+  PYDIST_HD index_t rows() const { return table.rows; }
+  PYDIST_HD Run row(index_t r) const { return find_run(table.boxes(), table.count, r); }
+
+  template <class Loop>
+  PYDIST_HD void each(const Run& run, const Loop& loop) const {
+    auto* const to = reinterpret_cast<T*>(view + run.view);
+    const auto* const from = reinterpret_cast<const T*>(buffer + run.buffer);
+    if (run.contiguous()) return contiguous(to, from, run.length, loop);
+    strided(to, run.view_stride / static_cast<index_t>(sizeof(T)), from,
+            run.buffer_stride / static_cast<index_t>(sizeof(T)), run.length, loop);
+  }
+
+ private:
+  static constexpr index_t kVector = 16 / sizeof(T);
+
+  // Elements up to the first aligned vector, the vectors, the elements left over.
+  template <class Loop>
+  static PYDIST_HD void contiguous(T* to, const T* from, index_t count, const Loop& loop) {
+    // A CPU's compiler makes vectors itself; single bytes would take more registers than there are.
+    if constexpr (!launch::BulkLoop<Loop> && sizeof(T) > 1) {
+      const auto address = reinterpret_cast<std::uintptr_t>(to);
+      const index_t beyond = static_cast<index_t>(address % 16 / sizeof(T));
+      const index_t head = beyond == 0 ? 0 : kVector - beyond;
+      const bool alike = (address ^ reinterpret_cast<std::uintptr_t>(from)) % 16 == 0;
+      if (alike && head < count) {
+        const index_t middle = (count - head) / kVector, done = head + middle * kVector;
+        if (head > 0) few(to, from, head, loop);
+        vectors(reinterpret_cast<Vector<T>*>(to + head),
+                reinterpret_cast<const Vector<T>*>(from + head), middle, loop);
+        if (done < count) few(to + done, from + done, count - done, loop);
+        return;
+      }
+    }
+    strided(to, 1, from, 1, count, loop);
+  }
+
+  template <class Loop>
+  static PYDIST_HD void few(T* to, const T* from, index_t count, const Loop& loop) {
+    loop(count, [=](index_t j) { to[j] = add_values(to[j], from[j]); });
+  }
+
+  template <class Loop>
+  static PYDIST_HD void vectors(Vector<T>* to, const Vector<T>* from, index_t count,
+                                const Loop& loop) {
+    struct Pair {
+      Vector<T> to, from;
+    };
+    loop(count, launch::Move{[=](index_t j) { return Pair{to[j], from[j]}; },
+                             [=](index_t j, Pair pair) {
+                               PYDIST_UNROLLED
+                               for (index_t i = 0; i < kVector; ++i) {
+                                 pair.to.values[i] =
+                                     add_values(pair.to.values[i], pair.from.values[i]);
+                               }
+                               to[j] = pair.to;
+                             }});
+  }
+
+  template <class Loop>
+  static PYDIST_HD void strided(T* to, index_t to_stride, const T* from, index_t from_stride,
+                                index_t count, const Loop& loop) {
+    struct Pair {
+      T to, from;
+    };
+    loop(count,
+         launch::Move{[=](index_t j) { return Pair{to[j * to_stride], from[j * from_stride]}; },
+                      [=](index_t j, const Pair& pair) {
+                        to[j * to_stride] = add_values(pair.to, pair.from);
+                      }});
+  }
+};
+
+}  // namespace pydist::ops

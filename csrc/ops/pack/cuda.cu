@@ -1,0 +1,101 @@
+// pack, unpack and unpack_add on CUDA devices: run tables as kernel parameters, and the launches.
+//
+// The host cuts a table into pieces that fit into a kernel's parameters; each is one launch.
+// Nothing is allocated on the device and no host waits, so a captured graph can hold these
+// launches.
+#include "launch/cuda.cuh"
+#include "launch/runtime.cuh"
+#include "ops/common/dispatch.hpp"
+#include "ops/pack/body.hpp"
+#include "ops/pack/kernels.hpp"
+
+namespace pydist::cuda {
+namespace {
+
+using ops::Direction;
+using ops::Regions;
+using ops::RunBox;
+using ops::RunOptions;
+using ops::RunTable;
+using ops::ValueTable;
+
+// Boxes of a launch. Up to 4 KB of parameters cost nothing, up to 32 KB are possible: a RunBox has
+// 240 bytes.
+constexpr int kFewBoxes = 16;
+constexpr int kManyBoxes = 128;
+
+template <int N>
+ValueTable<N> value_table(const std::vector<RunBox>& boxes, index_t rows) {
+  ValueTable<N> table{};
+  table.count = static_cast<int>(boxes.size());
+  table.rows = rows;
+  for (std::size_t i = 0; i < boxes.size(); ++i) table.data[i] = boxes[i];
+  return table;
+}
+
+// Calls launch(table, words of an average run) once for each kManyBoxes boxes.
+template <class Launch>
+void launch_tables(const RunTable& runs, const Launch& launch) {
+  const std::vector<RunBox>& boxes = runs.boxes();
+  for (std::size_t first = 0; first < boxes.size(); first += kManyBoxes) {
+    const std::size_t end = std::min(first + kManyBoxes, boxes.size());
+    std::vector<RunBox> part(boxes.begin() + static_cast<std::ptrdiff_t>(first),
+                             boxes.begin() + static_cast<std::ptrdiff_t>(end));
+    const index_t first_row = part.front().first_row;
+    const index_t rows = (end < boxes.size() ? boxes[end].first_row : runs.rows()) - first_row;
+    for (RunBox& box : part) box.first_row -= first_row;
+    const index_t words = runs.bytes() / std::max<index_t>(runs.rows(), 1) / 16 + 1;
+    if (part.size() <= kFewBoxes) {
+      launch(value_table<kFewBoxes>(part, rows), words);
+    } else {
+      launch(value_table<kManyBoxes>(part, rows), words);
+    }
+  }
+}
+
+template <Direction kDirection>
+void copy(const TensorView& view, const Regions& regions, Regions::Group group,
+          const TensorView& buffer, const Queue& queue) {
+  const RunTable runs(
+      view, regions, group,
+      RunOptions{.segment_bytes = ops::kCudaSegmentBytes, .fuse = true, .buffer = buffer.data});
+  launch_tables(runs, [&]<class Table>(const Table& table, index_t words) {
+    const ops::CopyRuns<kDirection, Table> body{static_cast<char*>(view.data),
+                                                static_cast<char*>(buffer.data), table};
+    check(launch::run_on_cuda(body, words, stream_of(queue)), "launch of pack");
+  });
+}
+
+}  // namespace
+
+void pack(const TensorView& src, const Regions& regions, const TensorView& buffer,
+          const Queue& queue) {
+  const DeviceGuard guard(queue.device);
+  copy<Direction::kPack>(src, regions, {0, regions.parts().size()}, buffer, queue);
+}
+
+void unpack(const TensorView& buffer, const Regions& regions, const TensorView& dst,
+            const Queue& queue) {
+  const DeviceGuard guard(queue.device);
+  for (const Regions::Group group : regions.disjoint_groups()) {
+    copy<Direction::kUnpack>(dst, regions, group, buffer, queue);
+  }
+}
+
+void unpack_add(const TensorView& buffer, const Regions& regions, const TensorView& dst,
+                const Queue& queue) {
+  const DeviceGuard guard(queue.device);
+  const RunOptions options{.segment_bytes = ops::kCudaSegmentBytes, .fuse = false};
+  for (const Regions::Group group : regions.disjoint_groups()) {
+    const RunTable runs(dst, regions, group, options);
+    ops::dispatch(dst.dtype, [&]<class T>(std::type_identity<T>) {
+      launch_tables(runs, [&]<class Table>(const Table& table, index_t words) {
+        const ops::AddRuns<T, Table> body{static_cast<char*>(dst.data),
+                                          static_cast<const char*>(buffer.data), table};
+        check(launch::run_on_cuda(body, words, stream_of(queue)), "launch of unpack_add");
+      });
+    });
+  }
+}
+
+}  // namespace pydist::cuda

@@ -1,0 +1,70 @@
+// pack, unpack and unpack_add: boxes of a view to and from a buffer. Views and buffers must have
+// passed the border's checks.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/view.hpp"
+#include "launch/device.hpp"
+#include "ops/pack/regions.hpp"
+#include "ops/pack/runs.hpp"
+
+namespace pydist::cpu {
+
+enum class Transfer {
+  kPack,       // buffer <- the boxes of the view
+  kUnpack,     // the boxes of the view <- buffer; where boxes overlap, the last one stays
+  kUnpackAdd,  // the boxes of the view += buffer, box after box where they overlap
+};
+
+// A transfer between boxes of a view and a buffer, planned once for all pairs that differ in their
+// addresses only: planning takes as long as moving some 20 KB. Immutable, so threads may share one.
+class PreparedTransfer {
+ public:
+  PreparedTransfer(Transfer transfer, const TensorView& view, const ops::Regions& regions,
+                   const TensorView& buffer);
+
+  // Whether it was planned for such a view and buffer: dtype, shape, strides and alignment.
+  bool fits(const TensorView& view, const TensorView& buffer) const;
+
+  // Memory that is read and written.
+  index_t traffic() const { return traffic_; }
+
+  void run(const TensorView& view, const TensorView& buffer) const;
+
+ private:
+  Transfer transfer_;
+  DType dtype_;
+  Coords shape_, strides_;
+  std::uintptr_t alignment_;
+  std::vector<ops::RunTable> groups_;
+  index_t traffic_ = 0;
+};
+
+// The same, planned for a single use.
+inline void pack(const TensorView& src, const ops::Regions& regions, const TensorView& buffer) {
+  PreparedTransfer(Transfer::kPack, src, regions, buffer).run(src, buffer);
+}
+inline void unpack(const TensorView& buffer, const ops::Regions& regions, const TensorView& dst) {
+  PreparedTransfer(Transfer::kUnpack, dst, regions, buffer).run(dst, buffer);
+}
+inline void unpack_add(const TensorView& buffer, const ops::Regions& regions,
+                       const TensorView& dst) {
+  PreparedTransfer(Transfer::kUnpackAdd, dst, regions, buffer).run(dst, buffer);
+}
+
+}  // namespace pydist::cpu
+
+namespace pydist::cuda {
+
+// Launched per group of disjoint boxes, in the boxes' order; up to 128 boxes travel in the
+// parameters of one launch. Planned anew in each call, while the device works on what came before.
+void pack(const TensorView& src, const ops::Regions& regions, const TensorView& buffer,
+          const Queue& queue);
+void unpack(const TensorView& buffer, const ops::Regions& regions, const TensorView& dst,
+            const Queue& queue);
+void unpack_add(const TensorView& buffer, const ops::Regions& regions, const TensorView& dst,
+                const Queue& queue);
+
+}  // namespace pydist::cuda

@@ -1,0 +1,44 @@
+// Maxima over pooling windows on CUDA devices: the shared body, one launch per call.
+#include "launch/cuda.cuh"
+#include "launch/runtime.cuh"
+#include "ops/common/dispatch.hpp"
+#include "ops/pool/kernels.hpp"
+#include "ops/pool/max_body.hpp"
+
+namespace pydist::cuda {
+namespace {
+
+using ops::MaxOp;
+using ops::MaxProblem;
+
+template <MaxOp kOp>
+void pool(const MaxProblem& problem, const Queue& queue, const char* what) {
+  const DeviceGuard guard(queue.device);
+  ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
+    const auto run = [&]<class Tap>(std::type_identity<Tap>) {
+      const auto body = ops::MaxBody<kOp, Storage, Tap>::make(problem);
+      check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
+    };
+    if (problem.tap_dtype == DType::kUInt8) {
+      run(std::type_identity<std::uint8_t>{});
+    } else {
+      run(std::type_identity<std::int32_t>{});
+    }
+  });
+}
+
+}  // namespace
+
+void pool_max_forward(const MaxProblem& problem, const Queue& queue) {
+  pool<MaxOp::kForward>(problem, queue, "launch of pool_max_forward");
+}
+
+void pool_max_backward(const MaxProblem& problem, const Queue& queue) {
+  pool<MaxOp::kBackward>(problem, queue, "launch of pool_max_backward");
+}
+
+void pool_max_pick(const MaxProblem& problem, const Queue& queue) {
+  pool<MaxOp::kPick>(problem, queue, "launch of pool_max_pick");
+}
+
+}  // namespace pydist::cuda

@@ -1,0 +1,35 @@
+// Sums over pooling windows on CUDA devices: the shared body, one launch per call.
+#include "launch/cuda.cuh"
+#include "launch/runtime.cuh"
+#include "ops/common/dispatch.hpp"
+#include "ops/pool/kernels.hpp"
+#include "ops/pool/sum_body.hpp"
+
+namespace pydist::cuda {
+namespace {
+
+using ops::PoolOp;
+using ops::PoolProblem;
+
+template <PoolOp kOp>
+void pool(const PoolProblem& problem, const Queue& queue, const char* what) {
+  const DeviceGuard guard(queue.device);
+  ops::dispatch_floating(problem.dtype, [&]<class Storage>(std::type_identity<Storage>) {
+    ops::dispatch_rectifier(problem.slope, [&](auto activation) {
+      const auto body = ops::PoolBody<kOp, Storage, activation()>::make(problem);
+      check(launch::run_on_cuda(body, body.run_length(), stream_of(queue)), what);
+    });
+  });
+}
+
+}  // namespace
+
+void pool_sum_forward(const PoolProblem& problem, const Queue& queue) {
+  pool<PoolOp::kForward>(problem, queue, "launch of pool_sum_forward");
+}
+
+void pool_sum_backward(const PoolProblem& problem, const Queue& queue) {
+  pool<PoolOp::kBackward>(problem, queue, "launch of pool_sum_backward");
+}
+
+}  // namespace pydist::cuda

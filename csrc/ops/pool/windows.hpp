@@ -1,0 +1,237 @@
+// Pooling windows in local indices, shared by sums and maxima: along one dim, and as threads.
+//
+// Output o of a dim reads the inputs first_of(o) + k * dilation, 0 <= k < kernel, where
+//   first_of(o) = o * stride + base,  base = out_lo * stride - padding - in_lo
+// and for adaptive windows floor((o + out_lo) * inputs / outputs) - in_lo up to the ceiling of the
+// next one. in_lo and out_lo are the global places of the arrays: a shard, or a slab of another
+// rank's. What a window reads outside of the given array belongs to another array, or is padding.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/footprint.hpp"
+#include "launch/host_device.hpp"
+#include "ops/common/array.hpp"
+#include "ops/common/divisor.hpp"
+
+namespace pydist::ops {
+
+// Which array is written: the outputs, or (the adjoint) the inputs' gradient.
+enum class PoolOp { kForward, kBackward };
+
+// Indices [begin, end) along one dim.
+template <class Index>
+struct BasicSpan {
+  Index begin, end;
+
+  PYDIST_HD Index size() const { return end - begin; }
+};
+using Span = BasicSpan<index_t>;
+
+// The inputs first + k * dilation, begin <= k < end, of one output: those inside the array.
+template <class Index>
+struct TapSpan {
+  Index first, begin, end;
+};
+
+// Quotients of indices by a stride. In 32 bits, as devices have them, by a product (Divisor): each
+// element needs some, and a division would take longer than its memory accesses.
+template <class Index>
+struct StrideDivisor {
+  PYDIST_HD Index quotient(Index index, Index stride) const { return index / stride; }
+};
+template <>
+struct StrideDivisor<std::int32_t> {
+  Divisor divisor;
+
+  PYDIST_HD std::int32_t quotient(std::int32_t index, std::int32_t) const {
+    return divisor.quotient(index);
+  }
+};
+
+// One spatial dim of a Footprint: output o takes the inputs first_of(o) + k * dilation. Inputs and
+// outputs outside the given arrays take no part.
+template <class Index>
+struct BasicPoolDim {
+  using Span = BasicSpan<Index>;
+  Index base;                      // out_lo * stride - padding - in_lo; adaptive: -in_lo
+  Index stride, dilation, kernel;  // adaptive: the longest window's kernel
+  Index in_extent, out_extent;
+  Index inputs, outputs, out_lo;  // of adaptive windows: the domain's extents; else 0
+  const double* scale;            // [out_extent], of sums
+  StrideDivisor<Index> by_stride;
+
+  PYDIST_HD bool is_adaptive() const { return outputs > 0; }
+  PYDIST_HD Index first_of(Index o) const {
+    return is_adaptive() ? (o + out_lo) * inputs / outputs + base : o * stride + base;
+  }
+  PYDIST_HD Index end_of(Index o) const {
+    if (is_adaptive()) return ((o + out_lo + 1) * inputs + outputs - 1) / outputs + base;
+    return first_of(o) + span();
+  }
+  PYDIST_HD Span inputs_of(Index o) const {
+    return {clip(first_of(o), in_extent), clip(end_of(o), in_extent)};
+  }
+  // The outputs whose window spans the input; with dilation, perhaps between two taps.
+  PYDIST_HD Span outputs_of(Index i) const {
+    if (is_adaptive()) {
+      const Index global = i - base;
+      return {clip(global * outputs / inputs - out_lo, out_extent),
+              clip(((global + 1) * outputs + inputs - 1) / inputs - out_lo, out_extent)};
+    }
+    return {outputs_up_to(i - base - span()), outputs_up_to(i - base)};
+  }
+  PYDIST_HD TapSpan<Index> taps_of(Index o) const {
+    const Index first = first_of(o), count = is_adaptive() ? end_of(o) - first : kernel;
+    const Index begin = first < 0 ? taps_over(-first) : 0;
+    const Index end = first < in_extent ? taps_over(in_extent - first) : 0;
+    return {first, begin, end < count ? end : count};
+  }
+
+  template <PoolOp kOp>
+  PYDIST_HD Index targets() const {
+    return kOp == PoolOp::kForward ? out_extent : in_extent;
+  }
+  // The sources of target `index`: inputs of an output forward, outputs of an input backward.
+  template <PoolOp kOp>
+  PYDIST_HD Span sources_of(Index index) const {
+    if constexpr (kOp == PoolOp::kForward) return inputs_of(index);
+    if constexpr (kOp == PoolOp::kBackward) return outputs_of(index);
+  }
+  // From the first to the last target that has any source in the given array.
+  template <PoolOp kOp>
+  PYDIST_HD Span reached() const {
+    if (in_extent == 0 || out_extent == 0) return {0, 0};
+    if constexpr (kOp == PoolOp::kForward) {
+      return {outputs_of(0).begin, outputs_of(in_extent - 1).end};
+    } else {
+      return {inputs_of(0).begin, inputs_of(out_extent - 1).end};
+    }
+  }
+
+ private:
+  PYDIST_HD Index span() const { return (kernel - 1) * dilation + 1; }
+  // How many taps start within a distance above 0.
+  PYDIST_HD Index taps_over(Index distance) const {
+    return dilation == 1 ? distance : (distance - 1) / dilation + 1;
+  }
+  // How many outputs of the array have a window that begins at or before a position.
+  PYDIST_HD Index outputs_up_to(Index position) const {
+    return position < 0 ? 0 : clip(by_stride.quotient(position, stride) + 1, out_extent);
+  }
+  static PYDIST_HD Index clip(Index index, Index extent) {
+    return index < 0 ? 0 : index > extent ? extent : index;
+  }
+};
+using PoolDim = BasicPoolDim<index_t>;
+
+// The windows of a pooling and the global position of its two arrays.
+struct PoolAttributes {
+  Coords in_lo, out_lo;
+  std::vector<Footprint> footprints;  // one a dim
+};
+
+// One spatial dim of a pooling, without scales. Refuses positions whose indices overflow, and
+// arrays that leave the domain of adaptive windows.
+inline PoolDim pool_dim(const PoolAttributes& attributes, int dim, index_t in_extent,
+                        index_t out_extent) {
+  const Footprint& footprint = attributes.footprints[static_cast<std::size_t>(dim)];
+  const index_t in_lo = attributes.in_lo[dim], out_lo = attributes.out_lo[dim];
+  const index_t stride = footprint.stride(), kernel = footprint.kernel();
+  if (footprint.is_adaptive()) {
+    PYDIST_EXPECT(in_lo >= 0 && checked_add(in_lo, in_extent) <= footprint.inputs() &&
+                      out_lo >= 0 && checked_add(out_lo, out_extent) <= footprint.outputs(),
+                  "inputs at " + to_string(attributes.in_lo) + " or outputs at " +
+                      to_string(attributes.out_lo) + " leave the domain of adaptive windows");
+    return {
+        -in_lo, stride,  1, kernel, in_extent, out_extent, footprint.inputs(), footprint.outputs(),
+        out_lo, nullptr, {}};
+  }
+  const index_t base =
+      checked_sub(checked_sub(checked_mul(out_lo, stride), footprint.padding_lo()), in_lo);
+  const index_t span = checked_add(checked_mul(kernel - 1, footprint.dilation()), 1);
+  checked_sub(checked_sub(0, base), span);
+  checked_sub(in_extent, base);
+  checked_add(checked_add(checked_mul(out_extent, stride), base), span);
+  return {base, stride, footprint.dilation(), kernel, in_extent, out_extent, 0, 0, 0, nullptr, {}};
+}
+
+// 32 bits, for devices, which divide 64 bits in a call that takes registers. Refuses what is
+// larger.
+inline std::int32_t shorten(index_t value) {
+  PYDIST_EXPECT(std::abs(value) <= std::numeric_limits<std::int32_t>::max(),
+                "a pooling with " + std::to_string(value) +
+                    " rows or positions along a dim is too large for a device");
+  return static_cast<std::int32_t>(value);
+}
+
+inline BasicPoolDim<std::int32_t> shorten(const PoolDim& dim) {
+  const index_t span = (dim.kernel - 1) * dim.dilation + 1 + std::abs(dim.base);
+  shorten(dim.out_extent * dim.stride + span);
+  shorten(dim.in_extent + span);
+  shorten((dim.inputs + 1) * (dim.outputs + 1));
+  return {shorten(dim.base),   shorten(dim.stride),      shorten(dim.dilation),
+          shorten(dim.kernel), shorten(dim.in_extent),   shorten(dim.out_extent),
+          shorten(dim.inputs), shorten(dim.outputs),     shorten(dim.out_lo),
+          dim.scale,           {Divisor::by(dim.stride)}};
+}
+
+// The rows of a device: the lanes of a run go along the channels where these are adjacent in the
+// target (channels-last), else along the width, so that neighboring lanes write neighboring
+// elements.
+//
+// Row number = C-order index over (sample, z, y, x or channel), the dims that lanes do not take.
+struct PoolLanes {
+  std::int32_t first[2 + kSpatialDims], extent[2 + kSpatialDims];  // of the targets
+  Divisor extents[2 + kSpatialDims];
+  std::int32_t row_count;
+  bool along_channels;
+
+  struct Position {
+    std::int32_t sample, channel, z, y, x;  // of a run's first lane
+  };
+
+  static PoolLanes make(index_t batch, index_t channels, const Span (&targets)[kSpatialDims],
+                        const SpatialArray& target) {
+    PoolLanes lanes{};
+    lanes.along_channels = target.strides[1] == 1 && channels > 1;
+    lanes.extent[0] = shorten(batch);
+    lanes.extent[1] = shorten(channels);
+    for (int dim = 0; dim < kSpatialDims; ++dim) {
+      lanes.first[2 + dim] = shorten(targets[dim].begin);
+      lanes.extent[2 + dim] = shorten(targets[dim].size());
+    }
+    for (int dim = 0; dim < 2 + kSpatialDims; ++dim) {
+      lanes.extents[dim] = Divisor::by(std::max(lanes.extent[dim], 1));
+    }
+    index_t rows = lanes.extent[lanes.lane_dim()] == 0 ? 0 : 1;
+    for (int dim = 0; dim < 2 + kSpatialDims; ++dim) {
+      if (dim != lanes.lane_dim()) rows = checked_mul(rows, lanes.extent[dim]);
+    }
+    lanes.row_count = shorten(rows);
+    return lanes;
+  }
+
+  PYDIST_HD int lane_dim() const { return along_channels ? 1 : 4; }
+  PYDIST_HD index_t run_length() const { return extent[lane_dim()]; }
+
+  PYDIST_HD Position position(index_t row) const {
+    auto rest = static_cast<std::int32_t>(row);
+    const auto take = [this, &rest](int dim) {  // the index along a dim, which is taken off `rest`
+      const std::int32_t above = extents[dim].quotient(rest);
+      const std::int32_t index = first[dim] + (rest - above * extent[dim]);
+      rest = above;
+      return index;
+    };
+    const std::int32_t last = along_channels ? take(4) : take(1);
+    const std::int32_t y = take(3), z = take(2);
+    return {rest, along_channels ? 0 : last, z, y, along_channels ? last : first[4]};
+  }
+};
+
+}  // namespace pydist::ops
