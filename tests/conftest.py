@@ -29,9 +29,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
-from children import child_environment
 
 from pydist.launch import available
+from support.jobs.children import child_environment
 
 if TYPE_CHECKING:
     from pydist.comm import Transport

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import layout_at, on_ranks, randn, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pydist import _native as native
 from pydist.backend import slab_choice, slabs
 from pydist.backend.slab_problem import ROLES, SlabProblem
+from support.equivalence import layout_at, on_ranks, randn, shard
 
 triples = st.tuples(*[st.integers(1, 3)] * 3)
 

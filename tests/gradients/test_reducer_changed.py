@@ -7,11 +7,11 @@ import operator
 
 import pytest
 import torch
-from networks import check_use, gradients_of, loss_of, small
-from scripts import GRIDS, check_script
-from steps import batch, gradients, network, step_of
 from torch import nn
 from torch.utils import swap_tensors  # before any model is parallelized
+
+from support.equivalence.scripts import GRIDS, batch, check_script, gradients, network, step_of
+from support.networks.small import check_use, gradients_of, loss_of, small
 
 grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
 

@@ -12,7 +12,6 @@ from contextlib import nullcontext
 import h5py
 import pytest
 import torch
-from training import change, job
 
 from pydist.comm import LocalTransport, run_local
 from pydist.data import UniverseOptions, generate_universes
@@ -28,6 +27,7 @@ from pydist.train import about, checkpoint, log, report
 from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfig, TrainConfig
 from pydist.train.run import Result
 from pydist.train.signals import ending_at_once
+from support.training.runs import change, job
 
 
 def alone(config, listeners=()):
