@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pydist.data import ShardDataset
 
@@ -16,7 +17,7 @@ class CountingFile(io.BytesIO):
         super().__init__(path.read_bytes())
         self.count = 0
 
-    def readinto(self, buffer: memoryview) -> int:
+    def readinto(self, buffer: Any) -> int:
         self.count += len(buffer)
         return super().readinto(buffer)
 

@@ -252,7 +252,7 @@ def _differentiate(
     )
     results |= dict(zip(names, grads, strict=True))
     if second_order:
-        penalty = sum((g * g).sum() for g in _true(grads, leaves))
+        penalty: Any = sum((g * g).sum() for g in _true(grads, leaves))
         if penalty.requires_grad:  # not where the function is linear in everything
             second = torch.autograd.grad(penalty, leaves, allow_unused=True, materialize_grads=True)
             results |= {f"d{name}": g for name, g in zip(names, second, strict=True)}
@@ -359,7 +359,7 @@ def train_split(
     y = model(x)
     value = task.loss(y, task.target[mine])
     value.backward()
-    assert x.grad is not None
+    assert isinstance(x.grad, ShardedTensor)
     grad_x = _all_samples(x.grad.full_tensor(), mesh) / mesh.data_size
     full = y.full_tensor() if isinstance(y, ShardedTensor) else y
     mean = (value.full_tensor() if isinstance(value, ShardedTensor) else value).detach().clone()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def _whole(each: Tensor) -> Tensor:
     return (each.full_tensor() if isinstance(each, ShardedTensor) else each).detach()
 
 
-def _results(function: Callable[..., object], x: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
+def _results(function: Callable[..., Any], x: Tensor, others: Sequence[Tensor]) -> list[Tensor]:
     returned = function(x, *others)
     outputs = list(returned) if isinstance(returned, tuple) else [returned]
     y = outputs[0]

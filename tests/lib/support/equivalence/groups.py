@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from pydist.comm import LocalTransport
 from support.equivalence import assert_equal, bounds_of, jittered, on_ranks, randn
 
 
-def parts(mesh: Mesh | None, sizes) -> slice:
+def parts(mesh: Mesh | None, sizes: Sequence[int]) -> slice:
     """This rank's samples; all of them without a mesh."""
     ends = [0, *itertools.accumulate(sizes)]
     if mesh is None or mesh.data_size == 1:
@@ -22,7 +24,7 @@ def parts(mesh: Mesh | None, sizes) -> slice:
     return slice(ends[mesh.data_index], ends[mesh.data_index + 1])
 
 
-def cut(x: torch.Tensor, mesh: Mesh | None, *dims) -> torch.Tensor:
+def cut(x: torch.Tensor, mesh: Mesh | None, *dims: Any) -> torch.Tensor:
     """This rank's shard; the tensor itself without a mesh."""
     return x if mesh is None else distribute_tensor(x, mesh, *dims)
 
@@ -38,7 +40,13 @@ def results(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t.detach().clone() for name, t in found.items()}
 
 
-def on_groups(make, step, sizes, spatial=(1, 1, 1), **options):
+def on_groups(
+    make: Callable[[], nn.Module],
+    step: Callable[[nn.Module, slice, Mesh | None], dict[str, torch.Tensor]],
+    sizes: Sequence[int],
+    spatial: Sequence[int] = (1, 1, 1),
+    **options: Any,
+) -> None:
     """Runs `step(model, rows, mesh)` on groups of these sizes and on one device; compares.
 
     One device is plain torch, and `mesh` is None there. With dropout it is one rank of pydist:
@@ -47,11 +55,11 @@ def on_groups(make, step, sizes, spatial=(1, 1, 1), **options):
     made = make()  # here, as ranks share torch's random numbers
     drops = any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in made.modules())
 
-    def body(mesh):
+    def body(mesh: Mesh) -> dict[str, torch.Tensor]:
         model = parallelize(copy.deepcopy(made), mesh, **options)
         return step(model, parts(mesh, sizes), mesh)
 
-    def whole(change):
+    def whole(change: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, torch.Tensor]:
         model = copy.deepcopy(made)
         with torch.no_grad():
             for p in model.parameters():
@@ -70,5 +78,5 @@ def inputs(total: int) -> torch.Tensor:
     return randn(total, 2, 6, 5, 4, seed=total)
 
 
-def plain(y):
+def plain(y: torch.Tensor) -> torch.Tensor:
     return y.full_tensor() if isinstance(y, ShardedTensor) else y

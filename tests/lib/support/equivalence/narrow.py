@@ -62,7 +62,7 @@ def step(
     grads = torch.autograd.grad(loss, list(needed.values()), create_graph=penalty)
     found |= {f"d{name}": g for name, g in zip(needed, grads, strict=True)}
     if penalty:
-        total = sum((g.double() ** 2).sum() for g in (_true(g, x) for g in grads))
+        total: Any = sum((g.double() ** 2).sum() for g in (_true(g, x) for g in grads))
         second = torch.autograd.grad(total, list(needed.values()))
         found |= {f"dd{name}": g for name, g in zip(needed, second, strict=True)}
     return found
@@ -105,8 +105,9 @@ def check(
         channels = weight_shape[1] * options.get("groups", 1)
     own_bias = randn(channels, seed=2).to(dtype) if bias else None
 
-    def leaves(to: torch.dtype) -> list[Tensor | None]:
-        return [None if t is None else t.to(to, copy=True) for t in (x, weight, own_bias)]
+    def leaves(to: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        other = None if own_bias is None else own_bias.to(to, copy=True)
+        return x.to(to, copy=True), weight.to(to, copy=True), other
 
     exact = step(*leaves(torch.float64), functions, **options | {"autocast": False})
     whole = step(*leaves(dtype), functions, **options)
@@ -118,13 +119,14 @@ def check(
 
     def split(mesh: Mesh) -> tuple[dict[str, Tensor], str]:
         layout = layout_at(mesh, shape, points)
-        _, own_weight, own_bias = leaves(dtype)
+        _, own_weight, bias = leaves(dtype)
         local = change(shard(x, layout).to_local().detach())
         own = ShardedTensor.from_local(local, layout)
-        found = step(own, change(own_weight).detach(), own_bias, functions, **options)
-        result = found["y"].to_local()
+        found = step(own, change(own_weight).detach(), bias, functions, **options)
+        result = found["y"]
+        assert isinstance(result, ShardedTensor)
         whole_of = {name: _whole(t, mesh) for name, t in found.items()}
-        return whole_of, format_of(result)
+        return whole_of, format_of(result.to_local())
 
     ranks = on_ranks(spatial_of(points), split, keep_thin_blocks=keep_thin_blocks)
     for found, _ in ranks:
@@ -181,6 +183,8 @@ def step_in_channels_last(
         x = ShardedTensor.from_local(local, layout)
         y = functions[len(shape)](x, randn(*weight).float().requires_grad_(), **options)
         (dx,) = torch.autograd.grad((y * y).sum(), [x])
+        assert isinstance(y, ShardedTensor)
+        assert isinstance(dx, ShardedTensor)
         return format_of(y.to_local()), format_of(dx.to_local())
 
     ranks = on_ranks(spatial_of(points), body, keep_thin_blocks=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from pydist import Mesh, distribute_tensor, parallelize
+from pydist import Mesh, ShardedTensor, distribute_tensor, parallelize
 from support.equivalence import assert_same, group_slice, on_ranks, randn
 
 Ready: TypeAlias = "Callable[[nn.Module], nn.Module]"
@@ -57,7 +57,7 @@ def copy_of(module: Any, seed: int = 0) -> Any:
 # -- a small network for scripts of one step or a few ---------------------------------------
 
 
-def network(width=4):
+def network(width: int = 4) -> Any:
     return copy_of(
         nn.Sequential(
             nn.Conv3d(2, width, 3, padding=1), nn.Tanh(), nn.Conv3d(width, 3, 3, padding=1)
@@ -65,19 +65,19 @@ def network(width=4):
     )
 
 
-def batch(seed=0, channels=2):
+def batch(seed: int = 0, channels: int = 2) -> Tensor:
     return randn(2, channels, 5, 4, 3, seed=seed)
 
 
-def full(x):
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+def full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, ShardedTensor) else x
 
 
-def gradients(*modules):
+def gradients(*modules: nn.Module) -> list[Tensor | None]:
     return [p.grad for m in modules for p in m.parameters()]
 
 
-def step_of(model, cut, seed=0):
+def step_of(model: nn.Module, cut: Cut, seed: int = 0) -> list[Tensor | None]:
     model.zero_grad()
     model(cut(batch(seed))).square().mean().backward()
     return [None if g is None else g.clone() for g in gradients(model)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
-GRIDS = {
+GRIDS: dict[int, list[tuple[int, ...]]] = {
     1: [(2,), (3,), (4,), (8,)],
     2: [(2, 1), (1, 2), (3, 1), (2, 2), (1, 4), (2, 3)],
     3: [(2, 1, 1), (1, 2, 1), (1, 1, 3), (4, 1, 1), (2, 2, 1), (2, 1, 3), (2, 2, 2), (8, 1, 1)],

@@ -7,11 +7,11 @@ import itertools
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from support.hunter.generator import INGREDIENTS, KNOWN
-from support.hunter.hunt import LEAST_SHARE, LIMIT, hunt, minimise
+from support.hunter.hunt import LEAST_SHARE, LIMIT, Task, hunt, minimise
 from support.hunter.mutations import MUTATIONS, Mutation
 from support.hunter.under_mpi import hunt_mpi
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     ingredients = INGREDIENTS if given.only is None else tuple(given.only)
     most = 10**9 if given.programs is None else given.programs
-    tasks = ((seed, ingredients) for seed in itertools.count(given.seed))
+    tasks: Iterator[Task] = ((seed, ingredients) for seed in itertools.count(given.seed))
     if given.mutations is not None:
         return hunt_mutations(given)
     if given.mpi is None:

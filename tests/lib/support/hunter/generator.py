@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from support.hunter import statements as words
 from support.hunter.judge import legal
@@ -101,7 +102,7 @@ class _Writer(Steps):
                 self.step()
         return self.finished(reference="one rank" if self.dropout else "torch")
 
-    def finished(self, **changes: object) -> Program:
+    def finished(self, **changes: Any) -> Program:
         made = Program(
             statements=tuple(self.lines), networks=self.networks, sample=self.sample,
             groups=self.groups, spatial=self.spatial, points=self.points,

@@ -165,8 +165,9 @@ def minimise(task: Task, outcome: str, seconds: float) -> str | None:
     ((_, answer),) = each_isolated(examine, [task], LIMIT)
     program = answer.program if isinstance(answer, Answer) else None
     if program is None:  # its process died
-        ((_, program),) = each_isolated(_made, [task], LIMIT)
-    if not isinstance(program, Program):
+        ((_, made),) = each_isolated(_made, [task], LIMIT)
+        program = made if isinstance(made, Program) else None
+    if program is None:
         return None
     last: list[Verdict] = []
 

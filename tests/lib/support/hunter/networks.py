@@ -164,8 +164,10 @@ FAR: Motif = [far_conv, relu_in_place, average]
 
 MOTIFS: list[Motif] = [
     [plain_conv, in_place, overlapping],
-    *[[reaching_conv, in_place, overlapping]] * 2,
-    *[FAR] * 2,
+    [reaching_conv, in_place, overlapping],
+    [reaching_conv, in_place, overlapping],
+    FAR,
+    FAR,
     [conv, in_place, overlapping],
     [plain_conv, norm, in_place],
     [plain_conv, in_place, plain_conv],

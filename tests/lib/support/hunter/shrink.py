@@ -82,7 +82,7 @@ def _simpler_split(program: Program) -> Iterator[Program]:
     for i, n in enumerate(program.spatial):
         if n > 1:
             spatial = (*program.spatial[:i], n - 1, *program.spatial[i + 1 :])
-            yield replace(program, spatial=spatial, points=())  # type: ignore[arg-type]
+            yield replace(program, spatial=spatial, points=())
 
 
 def _smaller_sample(program: Program) -> Iterator[Program]:

@@ -68,8 +68,8 @@ class World:
         """The namespace of the statements."""
         tools = {name: getattr(self, name) for name in TOOLS}
         looker = self.program.looker
-        alone = self.mesh is None or self.mesh.size == 1
-        here = looker >= 0 if alone else self.mesh.rank == looker
+        mesh = self.mesh
+        here = looker >= 0 if mesh is None or mesh.size == 1 else mesh.rank == looker
         return {
             **tools, "torch": torch, "nn": nn, "F": F, "copy": copy, "checkpointed": checkpointed,
             "averaged": AveragedModel, "here": here, "Boom": Boom, "params": params,
@@ -265,7 +265,7 @@ def into(layer: nn.Module) -> str:
 
 def tie(a: nn.Module, b: nn.Module) -> None:
     """Two networks of the same layers share their largest weight."""
-    pairs = zip(a.modules(), b.modules(), strict=True)
+    pairs: Iterator[tuple[Any, Any]] = zip(a.modules(), b.modules(), strict=True)
     found = [p for p in pairs if isinstance(getattr(p[0], "weight", None), nn.Parameter)]
     x, y = max(found, key=lambda pair: pair[0].weight.numel())
     y.weight = x.weight

@@ -140,7 +140,9 @@ def make_data(folder: Path) -> None:
     generate_universes(folder / "universes", options)
 
 
-def hang(folder: Path, launcher: str, phase: str, fault: str, limit: float, plain=False) -> Outcome:
+def hang(
+    folder: Path, launcher: str, phase: str, fault: str, limit: float, plain: bool = False
+) -> Outcome:
     """Run the program under a launcher until all its processes have ended."""
     line, variables = command(launcher, [str(SCRIPT), str(folder), phase, fault], folder, plain)
     variables |= {"PYDIST_HANG_LIMIT": str(limit), "PYDIST_CACHE": str(folder / "cache")}

@@ -17,7 +17,7 @@ MAPS = np.array([[-np.inf, np.inf, 0.3, 1.7], [2.5, 9.5, 0.0, 1.0], [0.0, 50.0, 
 """Of three channels: lower, upper, shift and scale."""
 
 
-def block(dtype: str, shape=(3, 5, 6, 70), seed=0) -> np.ndarray:
+def block(dtype: str, shape: tuple[int, ...] = (3, 5, 6, 70), seed: int = 0) -> np.ndarray:
     """Numbers of [0, 120); eighths, if they may be."""
     numbers = np.random.default_rng(seed).integers(0, 120, shape)
     return (numbers / (8 if dtype.startswith("float") else 1)).astype(dtype)

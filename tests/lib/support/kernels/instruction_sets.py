@@ -16,7 +16,7 @@ def assert_all_agree(script: str, rtol: float) -> None:
         script: Python.
         rtol: how far numbers may be from those of the base set.
     """
-    results = {}
+    results: dict[str, list[float]] = {}
     for isa in ["base", "x86-64-v3", "x86-64-v4"]:
         done = subprocess.run(
             [sys.executable, "-c", script],
@@ -26,8 +26,8 @@ def assert_all_agree(script: str, rtol: float) -> None:
             capture_output=True,
             text=True,
         )
-        name, *sums = done.stdout.split()
-        results[isa] = [float(value) for value in sums]
+        name, *values = done.stdout.split()
+        results[isa] = [float(value) for value in values]
         if isa == "base":
             assert name == "base"
     for isa, sums in results.items():

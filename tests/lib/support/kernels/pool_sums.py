@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,8 +20,14 @@ TOLERANCE = {
 }
 ORIGIN = (0, 0, 0)
 
+T = TypeVar("T")
+Scales = Sequence[np.ndarray]
+"""Of the outputs along each dim."""
 
-def footprints(kernel, stride, padding):
+
+def footprints(
+    kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]
+) -> list[native.Footprint]:
     return [
         native.Footprint(k, s, 1, p, p) for k, s, p in zip(kernel, stride, padding, strict=True)
     ]
@@ -36,20 +44,22 @@ class Pooling:
     padding: tuple[int, int, int]
 
     @property
-    def footprints(self):
+    def footprints(self) -> list[native.Footprint]:
         return footprints(self.kernel, self.stride, self.padding)
 
-    def forward(self, source, out, scales, accumulate):
+    def forward(self, source: Any, out: Any, scales: Any, accumulate: bool) -> None:
         native.pool_sum_forward(
             source, out, self.source_lo, self.out_lo, self.footprints, scales, accumulate
         )
 
-    def backward(self, grad, source_grad, scales, accumulate):
+    def backward(self, grad: Any, source_grad: Any, scales: Any, accumulate: bool) -> None:
         native.pool_sum_backward(
             grad, source_grad, self.out_lo, self.source_lo, self.footprints, scales, accumulate
         )
 
-    def matrices(self, sources, outs, scales):
+    def matrices(
+        self, sources: Sequence[int], outs: Sequence[int], scales: Scales
+    ) -> list[np.ndarray]:
         """Along each dim, the matrix [outs, sources] of scaled memberships: the definition."""
         result = []
         for dim in range(3):
@@ -62,14 +72,14 @@ class Pooling:
         return result
 
 
-def triples(elements):
+def triples(elements: st.SearchStrategy[T]) -> st.SearchStrategy[tuple[T, T, T]]:
     return st.tuples(elements, elements, elements)
 
 
-def in_float64(tensor):
+def in_float64(tensor: torch.Tensor) -> np.ndarray:
     return np.ascontiguousarray(tensor.double().numpy())
 
 
-def assert_near(actual, expected, dtype):
+def assert_near(actual: torch.Tensor, expected: np.ndarray, dtype: torch.dtype) -> None:
     scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
     np.testing.assert_allclose(in_float64(actual), expected, rtol=0, atol=TOLERANCE[dtype] * scale)

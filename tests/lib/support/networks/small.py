@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,7 @@ def check_use(
         for i, (a, b) in enumerate(zip(found, expected, strict=True)):
             assert (a is None) == (b is None), i
             if b is not None:
+                assert a is not None
                 torch.testing.assert_close(
-                    a.detach(), b.detach(), rtol=rtol, atol=1e-12, msg=lambda m, i=i: f"{i}: {m}"
+                    a.detach(), b.detach(), rtol=rtol, atol=1e-12, msg=partial("{}: {}".format, i)
                 )

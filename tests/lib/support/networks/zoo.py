@@ -42,7 +42,9 @@ class Summed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.network(x)
-        return sum(y[1:], y[0]) if isinstance(y, (list, tuple)) else y
+        if isinstance(y, (list, tuple)):
+            y = sum(y[1:], y[0])
+        return y
 
 
 def monai(name: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:

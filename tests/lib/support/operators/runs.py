@@ -15,9 +15,13 @@ from pydist import Mesh, ShardedTensor
 from pydist.errors import NotSupported
 from pydist.exchange.adjoints import mean_ranks
 from pydist.grid import SAMPLE_AXES
-from support.equivalence import error, layout_at, randint, randn, shard
+from support.equivalence import Points, error, layout_at, randint, randn, shard
 
-POINTS = {5: [[0, 2, 6], None, None], 4: [[0, 3, 8], None], 3: [[0, 5, 12]]}
+POINTS: dict[int, list[Points]] = {
+    5: [[0, 2, 6], None, None],
+    4: [[0, 3, 8], None],
+    3: [[0, 5, 12]],
+}
 """Where tensors with so many dims are cut, batch and channels included."""
 
 TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
@@ -83,8 +87,9 @@ class Names(dict[str, Any]):
     def _parameter(self, *shape: int) -> nn.Parameter:
         seed = 10 + len(self.leaves)
         values = (randn(*shape, seed=seed) / 2).to(self._device, self._dtype)
-        self.leaves.append(nn.Parameter(values))
-        return self.leaves[-1]
+        made = nn.Parameter(values)
+        self.leaves.append(made)
+        return made
 
 
 def run(

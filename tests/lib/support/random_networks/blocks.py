@@ -59,8 +59,9 @@ def fitted(x: Tensor, like: Tensor, how: str) -> Tensor:
         return F.interpolate(x, size=size, mode=mode, align_corners=True)
     missing = [b - a for a, b in zip(x.shape[2:], size, strict=True)]
     if how == "crop":
-        x = x[(..., *(slice(max(0, -m) // 2, None) for m in missing))]
-        x = x[(..., *(slice(n) for n in size))]
+        first: list[Any] = [slice(max(0, -m) // 2, None) for m in missing]
+        last: list[Any] = [slice(n) for n in size]
+        x = x[tuple([..., *first])][tuple([..., *last])]
         missing = [b - a for a, b in zip(x.shape[2:], size, strict=True)]
     return F.pad(x, [p for m in reversed(missing) for p in (m // 2, m - m // 2)])
 

@@ -117,7 +117,7 @@ def cases(draw: st.DrawFn) -> Case:
     losses = [*LIKE, *(CLASSES if draw(st.booleans()) else ())]
     model = initialised(make(call("nn.Sequential", *body, *head)))
     grid = draw(st.sampled_from([g for g in GRIDS[dims] if max(g) < 8] * 3 + GRIDS[dims]))
-    cut = [draw(points(n, parts)) for n, parts in zip(extents, grid, strict=True)]
+    cut: list[Points] = [draw(points(n, parts)) for n, parts in zip(extents, grid, strict=True)]
     return Case(model, shape, cut, draw(st.sampled_from(losses)), draw(st.booleans()))
 
 

@@ -71,8 +71,8 @@ def nested(s: Spot) -> Source:
     gate = None
     if s.flag() and s.flag():
         gate = call("Gate", Source(f"nn.Conv{s.dims}d"), s.channels, 2, s.flag())
-    body = call("nn.Sequential", *body)
-    return call("UShape", down, body, up, gate, s.pick("pad", "crop", "resize", "linear"))
+    middle = call("nn.Sequential", *body)
+    return call("UShape", down, middle, up, gate, s.pick("pad", "crop", "resize", "linear"))
 
 
 def chain(s: Spot, count: int) -> Source:

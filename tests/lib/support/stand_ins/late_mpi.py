@@ -6,6 +6,7 @@ It needs mpi4py, as the transport does: import it where that is at hand.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class OnHostMemory(CudaMpiTransport):
         late: what was put on the stream and is not done; it is when the host waits for the stream.
     """
 
-    def __init__(self, device=None, comm=None, engine=None) -> None:
+    def __init__(self, device: Any = None, comm: Any = None, engine: Any = None) -> None:
         super().__init__(device or torch.device("cpu"), comm, engine)
         self.late: list[Callable[[], object]] = []
 

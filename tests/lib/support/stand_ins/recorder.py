@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import pytest
 import torch
@@ -58,7 +60,8 @@ class Recorder:
 
     def notes(self) -> list[str]:
         """The calls since the last time."""
-        return self._calls.recorder_notes().decode().splitlines()
+        notes: bytes = self._calls.recorder_notes()
+        return notes.decode().splitlines()
 
     def delay(self, microseconds: int) -> None:
         """Makes everything on a stream begin later."""
@@ -92,7 +95,9 @@ class Recorder:
     def fail_next_send(self, result: int, why: str) -> None:
         self._calls.recorder_fail_next_send(result, why.encode())
 
-    def group(self, unique: bytes, rank: int, size: int, seconds: float = 20.0):
+    def group(
+        self, unique: bytes, rank: int, size: int, seconds: float = 20.0
+    ) -> native.NcclCommunicator:
         return native.NcclCommunicator(
             self.nccl(), self.driver, unique, rank, size, 0, seconds, seconds
         )
@@ -131,10 +136,10 @@ class RecordedTransport(NcclTransport):
         self._place.groups.append(made)
         return made
 
-    def _of(self, tensors) -> Transport:
+    def _of(self, tensors: Sequence[Tensor]) -> Transport:
         return self._on_device
 
-    def _subgroup(self, members) -> RecordedTransport:
+    def _subgroup(self, members: Sequence[int]) -> RecordedTransport:
         return RecordedTransport(self.host._subgroup(members), self._place, owns_host=True)
 
 
@@ -194,19 +199,24 @@ class RecordedIpc(IpcTransport):
         place = agree(base, recorder.driver, 0, BLOCK_BYTES)
         return cls(base, place, sorted(place.near), world=True)
 
-    def _on_device(self, tensors) -> bool:
+    def _on_device(self, tensors: Sequence[Tensor]) -> bool:
         return True
 
     def _link(self, offers: Transport) -> IpcLinks:
         group = native.IpcGroup(self._place.memory, self.rank, self.size)
-        carrier = ThreadOffers(offers) if isinstance(offers, LocalTransport) else offers
+        carrier: Any = ThreadOffers(offers) if isinstance(offers, LocalTransport) else offers
         return LinksOnHostMemory(group, carrier, CPU, self.seconds)
 
 
-def run_ipc(recorder: Recorder, function, size: int, far: frozenset[int] = frozenset()):
+def run_ipc(
+    recorder: Recorder,
+    function: Callable[[RecordedIpc], Any],
+    size: int,
+    far: frozenset[int] = frozenset(),
+) -> list[Any]:
     """Calls it on ranks that are threads; some may be out of reach."""
 
-    def body(host):
+    def body(host: Transport) -> Any:
         transport = RecordedIpc.among_threads(recorder, host, far)
         result = function(transport)
         transport.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,13 +47,14 @@ def run(program: str, mesh: Mesh | None, groups: int, *, shared: bool) -> list[T
         groups: sample groups, whose sizes are `SIZES`.
         shared: whether the ranks share the optimizer's step.
     """
-    model, sizes = network(), SIZES[groups]
+    model: Any = network()
+    sizes = SIZES[groups]
     rows = slice(0, sum(sizes))
     if mesh is not None:
         model = parallelize(model, mesh)
         first = sum(sizes[: mesh.data_index])
         rows = slice(first, first + sizes[mesh.data_index])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     if shared and mesh is not None:
         optimizer = sharded(optimizer, model, "always")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from typing import Any
 
+from pydist.comm import Transport
 from pydist.mesh import Mesh
 from pydist.train import config_io
 from pydist.train.config import Config
+from pydist.train.log import Listener
 from pydist.train.run import Result, train
 
 
-def change(config: Config, **tables) -> Config:
+def change(config: Config, **tables: Any) -> Config:
     """`change(config, train={"steps": 3})`: a copy with other values."""
     changed = {}
     for table, values in tables.items():
@@ -21,6 +25,12 @@ def change(config: Config, **tables) -> Config:
     return replace(config, **changed)
 
 
-def job(world, config: Config, data: int = 1, spatial=(1, 1, 1), listeners=()) -> Result:
+def job(
+    world: Transport,
+    config: Config,
+    data: int = 1,
+    spatial: Sequence[int] = (1, 1, 1),
+    listeners: Sequence[Listener] = (),
+) -> Result:
     """One rank of a run, for `run_local`."""
     return train(config, Mesh(world, data, spatial, seed=config.train.seed), listeners)

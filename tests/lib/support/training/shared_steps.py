@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-import torch
-from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
+from collections.abc import Callable, Iterable
+from typing import Any
 
-from pydist import parallelize
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
+
+from pydist import Mesh, parallelize
 from pydist.optim import ShardedOptimizer, sharded
+from pydist.optim.partitioned import Use
 from support.equivalence import on_ranks
 from support.networks.small import loss_of, small
 
-OPTIMIZERS = {
+Make = Callable[[Iterable[nn.Parameter]], Optimizer]
+Loop = Callable[[Any, Optimizer, Mesh, int], None]
+"""Called as loop(model, optimizer, mesh, step)."""
+
+OPTIMIZERS: dict[str, Make] = {
     "sgd": lambda p: SGD(p, 0.05),
     "momentum": lambda p: SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda p: Adam(p, 1e-2),
@@ -26,11 +35,18 @@ OPTIMIZERS = {
 }
 
 
-def adam(parameters):
+def adam(parameters: Iterable[nn.Parameter]) -> Adam:
     return Adam(parameters, 1e-2)
 
 
-def train(mesh, use, make=adam, loop=None, model=None, steps=4):
+def train(
+    mesh: Mesh,
+    use: Use,
+    make: Make = adam,
+    loop: Loop | None = None,
+    model: nn.Module | None = None,
+    steps: int = 4,
+) -> tuple[nn.Module, Optimizer]:
     """Some steps on a mesh; model and optimizer."""
     model = parallelize(model or small(), mesh)
     optimizer = sharded(make(model.parameters()), model, use)
@@ -44,10 +60,17 @@ def train(mesh, use, make=adam, loop=None, model=None, steps=4):
     return model, optimizer
 
 
-def check(make=adam, loop=None, network=small, data=2, spatial=(2, 1, 1), bits=False):
+def check(
+    make: Make = adam,
+    loop: Loop | None = None,
+    network: Callable[[], nn.Module] = small,
+    data: int = 2,
+    spatial: tuple[int, int, int] = (2, 1, 1),
+    bits: bool = False,
+) -> list[list[Tensor]]:
     """Parameters after a shared and an unshared training on one mesh, on all ranks."""
 
-    def body(mesh):
+    def body(mesh: Mesh) -> list[Tensor]:
         found, optimizer = train(mesh, "always", make, loop, network())
         assert isinstance(optimizer, ShardedOptimizer)
         expected, _ = train(mesh, "never", make, loop, network())

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pydist.comm import Transport
+from pydist.comm.interface.reduction import ReduceOp
 from pydist.errors import UsageError
 
 Check = Callable[[Transport], None]
@@ -344,11 +345,12 @@ def slices_that_are_put_together_have_the_bits_of_the_sum_that_all_get(t: Transp
 def all_reduce_every_dtype_and_op(t: Transport) -> None:
     for dtype in (*FLOATS, *INTS):
         rows = torch.stack([numbers(rank, dtype, 2, 5) for rank in range(t.size)])
-        for op, expected in (
-            ("sum", rows.to(torch.float64).sum(0).to(dtype)),
-            ("max", rows.amax(0)),
-            ("min", rows.amin(0)),
-        ):
+        results: dict[ReduceOp, Tensor] = {
+            "sum": rows.to(torch.float64).sum(0).to(dtype),
+            "max": rows.amax(0),
+            "min": rows.amin(0),
+        }
+        for op, expected in results.items():
             tensor = numbers(t.rank, dtype, 2, 5)
             t.all_reduce(tensor, op)
             equal(tensor, expected)
@@ -358,11 +360,12 @@ def all_reduce_every_dtype_and_op(t: Transport) -> None:
 @check
 def all_reduce_of_bool_is_any_and_all(t: Transport) -> None:
     mine = torch.tensor([True, False, t.rank == 0])
-    for op, expected in (
-        ("sum", [True, False, True]),
-        ("max", [True, False, True]),
-        ("min", [True, False, t.size == 1]),
-    ):
+    results: dict[ReduceOp, list[bool]] = {
+        "sum": [True, False, True],
+        "max": [True, False, True],
+        "min": [True, False, t.size == 1],
+    }
+    for op, expected in results.items():
         tensor = mine.clone()
         t.all_reduce(tensor, op)
         assert tensor.tolist() == expected

@@ -67,6 +67,7 @@ class DeviceContract:
 
     @EVERY_CHECK
     def test_contract_on_the_device(self, check: Check, devices: Transport) -> None:
+        assert devices.device is not None
         with devices.device:  # tensors are made there
             check(devices)
 

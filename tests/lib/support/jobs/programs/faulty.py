@@ -49,13 +49,15 @@ def train(failing: bool) -> None:
         nn.Conv3d(1, 64, 3, padding=1), nn.Conv3d(64, 128, 3, padding=1), nn.Conv3d(128, 1, 1)
     )
     model = pydist.parallelize(net, mesh)
+    weight = net[1].weight
+    assert isinstance(weight, nn.Parameter)
     if failing and FAULT in ("forward", "exit", "kill"):
         net[1].register_forward_hook(lambda *_: fail())
     if failing and FAULT == "backward":
         net[1].register_full_backward_hook(lambda *_: fail())
     if failing and FAULT == "buckets":
         # Gradients become ready from the last layer to the first.
-        net[1].weight.register_post_accumulate_grad_hook(fail)
+        weight.register_post_accumulate_grad_hook(fail)
     for _ in range(3):
         loss = model(torch.ones(1, 1, 4, 4, 4)).mean()
         loss.backward()

@@ -118,7 +118,7 @@ def run_own_loop(mesh: Any) -> None:
         nn.Conv3d(4, 1, 1),
     )
     model = pydist.parallelize(net, mesh)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters())
     if PHASE == "optimizer":
         optimizer = pydist.optim.sharded(optimizer, model, "always")
         strike(partitioned, "gather_state")
@@ -134,7 +134,9 @@ def run_own_loop(mesh: Any) -> None:
     elif PHASE == "backward":
         net[2].register_full_backward_hook(at_second)
     elif PHASE == "buckets" and RANK == 1:
-        net[2].weight.register_post_accumulate_grad_hook(at_second)
+        weight = net[2].weight
+        assert isinstance(weight, nn.Parameter)
+        weight.register_post_accumulate_grad_hook(at_second)
     for _ in range(4):
         with contextlib.suppress(ArithmeticError):
             model(torch.ones(1, 1, 8, 8, 8)).square().mean().backward()
@@ -145,7 +147,12 @@ def run_own_loop(mesh: Any) -> None:
     if PHASE == "tuning":
         from pydist.backend.store import Store, agree
 
-        agree(Store("hang", {}, bool), mesh.world, lambda: RANK == 1 and fault(), list, True)
+        def measure() -> bool:
+            if RANK == 1:
+                fault()
+            return False
+
+        agree(Store("hang", {}, bool), mesh.world, measure, list, True)
 
 
 def main() -> None:
@@ -163,7 +170,7 @@ def main() -> None:
         leave = fault if FAULT in ("stop", "spin") else lambda: os._exit(0)
         if RANK == 1:  # after pydist's own, before MPI's
             (FOLDER / "time").write_text(str(time.time()))
-            type(mesh.world).close = lambda _: leave()
+            setattr(type(mesh.world), "close", lambda _: leave())  # noqa: B010
     else:
         run_own_loop(mesh)
     mesh.world.barrier()
