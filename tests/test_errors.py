@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, randn
-from networks import BATCH, SHAPE, small
 
 from pydist import Mesh, distribute_tensor, errors, parallelize, run_local
 from pydist.errors import NotSupported, PydistError, RankFailed, UsageError, exit_code_of
 from pydist.launch import failures
+from support.equivalence import on_ranks, randn
+from support.networks.small import BATCH, SHAPE, small
 
 CODES = {
     errors.UsageError: (2, ValueError),

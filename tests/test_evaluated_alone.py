@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import assert_same, on_ranks, randn
-from scripts import copy_of
 from torch import nn
 
 from pydist import distribute_tensor, parallelize, sum_over_groups
+from support.equivalence import assert_same, on_ranks, randn
+from support.equivalence.scripts import copy_of
 
 SIZES = [1, 2]
 

@@ -8,14 +8,14 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_same, on_ranks, randint, randn
-from groups import cut, inputs, on_groups, parts, plain, results, summed
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import parallelize, sum_over_groups
 from pydist.errors import NotSupported, UsageError
 from pydist.group_sizes import GroupSizes
+from support.equivalence import assert_same, on_ranks, randint, randn
+from support.equivalence.groups import cut, inputs, on_groups, parts, plain, results, summed
 
 SIZES = [(2, 1), (3, 2, 0), (1, 4)]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from equivalence import on_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pydist import Layout, Partition, Split, layout_for_sample
 from pydist.errors import UsageError
 from pydist.layout import even_split
+from support.equivalence import on_ranks
 
 
 @given(shape=st.tuples(*[st.integers(1, 5)] * 5))

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist import _loader
+from support.jobs.children import child_environment
 
 ERROR = ImportError("undefined symbol: f")
 

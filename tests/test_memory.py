@@ -9,9 +9,9 @@ import subprocess
 import sys
 
 import pytest
-from children import child_environment
 
 from pydist.memory import VARIABLE
+from support.jobs.children import child_environment
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 

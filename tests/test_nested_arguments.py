@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from equivalence import assert_equal, on_ranks, randn
 from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, parallelize
 from pydist.arguments import leaves, mapped
+from support.equivalence import assert_equal, on_ranks, randn
 
 
 class Pair(NamedTuple):

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist import owner
+from support.jobs.children import child_environment
 
 DAY = 86_400
 

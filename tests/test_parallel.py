@@ -9,18 +9,18 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import (
+from torch import nn
+
+from pydist import ShardedTensor, distribute_tensor, parallelize
+from pydist.errors import NotSupported, UsageError
+from support.equivalence import (
     check_network,
     group_slice,
     on_ranks,
     randn,
     whole_answer,
 )
-from networks import BATCH, SHAPE, small, small_task
-from torch import nn
-
-from pydist import ShardedTensor, distribute_tensor, parallelize
-from pydist.errors import NotSupported, UsageError
+from support.networks.small import BATCH, SHAPE, small, small_task
 
 GRIDS = [
     (1, (2, 1, 1)),

@@ -7,7 +7,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import (
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pydist import ShardedTensor, parallelize
+from support.equivalence import (
     Task,
     assert_equal,
     check_function,
@@ -16,13 +21,8 @@ from equivalence import (
     on_ranks,
     randn,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from networks import BATCH, SHAPE, initialised, small
-from strategies import cuts
-from torch import nn
-
-from pydist import ShardedTensor, parallelize
+from support.equivalence.strategies import cuts
+from support.networks.small import BATCH, SHAPE, initialised, small
 
 
 def test_several_models_on_one_mesh():

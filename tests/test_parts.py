@@ -7,13 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from equivalence import assert_equal, on_ranks
-from groups import cut, inputs, on_groups, parts, results
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported
+from support.equivalence import assert_equal, on_ranks
+from support.equivalence.groups import cut, inputs, on_groups, parts, results
 
 
 class Coder(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import Task, check_network, layout_at, on_ranks, randn
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -13,6 +12,7 @@ from pydist.mesh import Mesh
 from pydist.ops import placement
 from pydist.ops.placement import Workload, choose_layout
 from pydist.ops.windows import Window
+from support.equivalence import Task, check_network, layout_at, on_ranks, randn
 
 CONV = Window((3, 3, 3), (1, 1, 1), (1, 1, 1), ((1, 1), (1, 1), (1, 1)))
 SHAPE = (1, 4, 8, 4, 4)

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, randn
 from torch import nn
 from torch.nn.utils import parametrize
 
 from pydist import distribute_tensor, parallelize
+from support.equivalence import on_ranks, randn
 
 GROUPS = {"equal": (slice(0, 2), slice(2, 4)), "unequal": (slice(0, 3), slice(3, 4))}
 groups = pytest.mark.parametrize("rows", GROUPS.values(), ids=GROUPS)

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist.errors import UsageError
 from pydist.registry import TRANSPORTS, Registry, transport_names
+from support.jobs.children import child_environment
 
 TRANSPORT = """
 from pydist.comm.transports.routed import RoutedTransport

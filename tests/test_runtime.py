@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 import pydist
 from pydist.comm.transports.nccl import place as nccl_place
 from pydist.errors import NotSupported, UsageError
 from pydist.launch import available
 from pydist.runtime import connect
+from support.jobs.children import child_environment
 
 
 def run(source: str, *launcher: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, on_shards, randn, shard
-from networks import SHAPE as NETWORK_SHAPE
-from networks import small
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import Mesh, ShardedTensor, distribute_tensor, layout_for_sample, parallelize
+from support.equivalence import on_ranks, on_shards, randn, shard
+from support.networks.small import SHAPE as NETWORK_SHAPE
+from support.networks.small import small
 
 SHAPE = (2, 3, 5, 4, 3)
 GRIDS = [(2, 1, 1), (3, 1, 1), (2, 2, 1), (8, 1, 1)]

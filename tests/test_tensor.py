@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from children import child_environment
-from equivalence import layout_at, on_ranks, on_shards, randn, shard
-from networks import initialised
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import Layout, ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.errors import UsageError
+from support.equivalence import layout_at, on_ranks, on_shards, randn, shard
+from support.jobs.children import child_environment
+from support.networks.small import initialised
 
 SHAPE = (2, 3, 5, 4, 3)
 GRID = (2, 1, 1)

@@ -7,13 +7,13 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, on_shards, randn, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import Mesh, ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.tensor import HANDLERS
+from support.equivalence import on_ranks, on_shards, randn, shard
 
 SHAPE = (2, 3, 5, 4, 3)
 GRID = (2, 1, 1)

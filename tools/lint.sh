@@ -27,6 +27,7 @@ run ruff format --check $sources
 run mypy
 run mypy tools/*.py
 run mypy benchmarks/python
+run mypy tests/lib
 run lint-imports
 printf '== clang-format\n'
 native | xargs clang-format --dry-run --Werror || failed=1

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import layout_at, on_ranks, randn, shard
 
 from pydist import Mesh, ShardedTensor
 from pydist.backend import autotuner, conv_kernels, conv_tuning, records
@@ -26,6 +25,7 @@ from pydist.errors import UsageError
 from pydist.exchange.formats import is_channels_last
 from pydist.ops.convolution import conv, conv_transpose
 from pydist.ops.convolution.local_conv import ConvChooser
+from support.equivalence import layout_at, on_ranks, randn, shard
 
 SHAPE = (1, 8, 12, 8, 8)
 WEIGHT = (16, 8, 3, 3, 3)

@@ -12,13 +12,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import layout_at, on_ranks, randn, shard
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pydist import Mesh, ShardedTensor, layout_for_sample, parallelize
 from pydist.models import CosmoFlow
+from support.equivalence import layout_at, on_ranks, randn, shard
 
 SLOW = re.compile(r"slow_conv|thnn|unfold|vol2col|im2col")
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import layout_at, on_ranks, randn, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +15,7 @@ from pydist import _native as native
 from pydist.backend import slab_tuning, slabs
 from pydist.backend.autotuner import _TURNS
 from pydist.backend.slab_problem import ROLES, SlabProblem
+from support.equivalence import layout_at, on_ranks, randn, shard
 
 triples = st.tuples(*[st.integers(1, 3)] * 3)
 

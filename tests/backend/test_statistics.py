@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import randn
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,6 +23,7 @@ from pydist.backend.statistics import (
     set_slopes,
     strided_like,
 )
+from support.equivalence import randn
 
 FORMATS = {
     "plain": lambda x: x,

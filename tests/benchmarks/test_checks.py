@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import child_environment
+
+from support.jobs.children import child_environment
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "python" / "checks.py"
 

@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist.launch import available
+from support.jobs.children import child_environment
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "python" / "progress.py"
 

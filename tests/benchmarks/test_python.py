@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import child_environment
 
 from pydist.launch import available
+from support.jobs.children import child_environment
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "python"
 

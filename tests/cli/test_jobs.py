@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import wait_until
 
 from pydist.data import UniverseOptions, generate_universes
 from pydist.launch import available
 from pydist.train import checkpoint, log
+from support.jobs.children import wait_until
 
 CONFIG = """
 [model]

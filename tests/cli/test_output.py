@@ -11,12 +11,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist.cli import streams
 from pydist.cli.events import followed
 from pydist.errors import exit_code_of
 from pydist.train.log import PIPE_VARIABLE
+from support.jobs.children import child_environment
 
 
 def ended(folder: Path, output: int, *arguments: str) -> subprocess.CompletedProcess[bytes]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from recorder import Recorder, build
+
+from support.stand_ins.recorder import Recorder, build
 
 
 @pytest.fixture(scope="session")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import child_environment
-from recorder import RecordedIpc, Recorder
 
 from pydist.comm import Transport, run_local
 from pydist.comm.transports.ipc.place import Tried, agree, reachable
 from pydist.errors import DataError, NotSupported, PydistError, RankFailed, RankLost, UsageError
+from support.jobs.children import child_environment
+from support.stand_ins.recorder import RecordedIpc, Recorder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CUDA IPC is for Linux")
 
@@ -22,7 +22,7 @@ START = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from recorder import RecordedIpc, Recorder
+from support.stand_ins.recorder import RecordedIpc, Recorder
 from pydist.errors import DataError
 from pydist.runtime import connect
 

@@ -8,9 +8,7 @@ import time
 
 import pytest
 import torch
-from recorder import RecordedIpc, Recorder, run_ipc
 from torch import nn
-from transport_contract import CHECKS, Check
 
 from pydist import _native as native
 from pydist import distribute_tensor, parallelize
@@ -19,6 +17,8 @@ from pydist.comm.transports.ipc.channel import IpcChannel
 from pydist.exchange.exchanger import Exchanger
 from pydist.mesh import Mesh
 from pydist.partition import Box
+from support.stand_ins.recorder import RecordedIpc, Recorder, run_ipc
+from support.transports.contract import CHECKS, Check
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="CUDA IPC is for Linux")
 

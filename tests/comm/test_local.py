@@ -8,10 +8,10 @@ import weakref
 
 import pytest
 import torch
-from transport_contract import CHECKS, Check
 
 from pydist.comm import LocalTransport, Transport, run_local
 from pydist.errors import RankFailed, RankLost, UsageError
+from support.transports.contract import CHECKS, Check
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])

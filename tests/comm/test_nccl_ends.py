@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from children import child_environment
-from recorder import RecordedTransport, Recorder, shared_memory
 
 from pydist.comm import Transport, run_local
 from pydist.errors import RankFailed
+from support.jobs.children import child_environment
+from support.stand_ins.recorder import RecordedTransport, Recorder, shared_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 

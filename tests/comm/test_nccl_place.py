@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import child_environment
 
 from pydist.comm.transports.nccl.place import SHARE, Found, check, missing
 from pydist.errors import NotSupported, UsageError
+from support.jobs.children import child_environment
 
 A = Found(machine="n07", gpus=2, gpu="GPU-a", version=22705)
 B = replace(A, gpu="GPU-b")

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorder import RecordedTransport, Recorder
-from transport_contract import CHECKS, Check
 
 from pydist import _native as native
 from pydist.comm import Channel, LocalTransport, Transport, run_local
@@ -19,6 +17,8 @@ from pydist.comm.transports.nccl.device import DeviceTransport
 from pydist.errors import NotSupported, PydistError, RankFailed, RankLost, UsageError
 from pydist.exchange.exchanger import Exchanger
 from pydist.partition import Box
+from support.stand_ins.recorder import RecordedTransport, Recorder
+from support.transports.contract import CHECKS, Check
 
 
 def run(recorder: Recorder, function, size: int):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from one_gpu import Staged
-from transport_contract import CHECKS, Check, buffers_outlive_work_that_nobody_waits_for
 
 from pydist.comm import run_local
+from support.stand_ins.one_gpu import Staged
+from support.transports.contract import CHECKS, Check, buffers_outlive_work_that_nobody_waits_for
 
 # Collectives of this one are over when they have started.
 _KEPT = [check for check in CHECKS if check is not buffers_outlive_work_that_nobody_waits_for]

@@ -16,14 +16,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from meter import Meter
-from reading import first_block
 from torch.utils.data import DataLoader
 
 from pydist.data import ShardDataset, UniverseOptions, generate_universes
 from pydist.errors import UsageError
 from pydist.partition import Box
 from pydist.train.config import DataConfig
+from support.data.reading import Meter, first_block
 
 
 @st.composite

@@ -6,7 +6,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from meter import Meter
 
 from pydist.comm import run_local
 from pydist.data import BadSample, Loader, ShardDataset
@@ -15,6 +14,7 @@ from pydist.errors import DataError, UsageError
 from pydist.mesh import Mesh
 from pydist.partition import Box
 from pydist.tensor import ShardedTensor
+from support.data.reading import Meter
 
 SHAPE = (16, 8, 24)
 

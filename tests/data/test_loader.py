@@ -14,7 +14,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from meter import Meter
 from torch import Tensor
 
 from pydist.comm import Transport, run_local
@@ -22,6 +21,7 @@ from pydist.data import BadSample, Batch, Loader, ShardDataset
 from pydist.errors import DataError, UsageError
 from pydist.mesh import Mesh
 from pydist.partition import Box
+from support.data.reading import Meter
 
 
 class Numbers:

@@ -13,11 +13,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist.data import UniverseOptions, generate_universes, lock
 from pydist.data.lock import FILE_NAME, FolderLock, Holder
 from pydist.errors import CheckpointError, DiskError, UsageError
+from support.jobs.children import child_environment
 
 HOLD = """
 import sys, os

@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler
-from trainers import (
+
+from pydist import Mesh, parallelize
+from support.networks.vision import declare_missing_operators
+from support.training.frameworks import (
     BATCH,
     CLIP,
     EPOCHS,
@@ -16,9 +19,6 @@ from trainers import (
     optimizer_of,
     train_plainly,
 )
-from vision import declare_missing_operators
-
-from pydist import Mesh, parallelize
 
 declare_missing_operators()  # Lightning imports torchmetrics
 lightning = pytest.importorskip("lightning")

@@ -7,8 +7,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, on_shards, randint, randn
-from networks import initialised
 from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
@@ -16,6 +14,8 @@ from torch.utils.data import DataLoader
 
 from pydist import ShardedTensor, distribute_tensor, parallelize
 from pydist.errors import NotSupported
+from support.equivalence import on_ranks, on_shards, randint, randn
+from support.networks.small import initialised
 
 SHAPE = (2, 2, 8, 6, 5)
 X, LABELS = randn(*SHAPE), randint(3, 2, 8, 6, 5)

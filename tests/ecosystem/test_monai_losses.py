@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import even_points, layout_at, on_ranks, randint, randn, shard
 
 from pydist import ShardedTensor
 from pydist.errors import NotSupported
+from support.equivalence import even_points, layout_at, on_ranks, randint, randn, shard
 
 losses = pytest.importorskip("monai.losses")
 

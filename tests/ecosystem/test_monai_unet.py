@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch.nn.functional as F
-from equivalence import Task, check_network, randn
-from networks import initialised
+
+from support.equivalence import Task, check_network, randn
+from support.networks.small import initialised
 
 nets = pytest.importorskip("monai.networks.nets")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch.nn.functional as F
-from equivalence import on_ranks
-from trainers import LABELS, X, network
-from vision import declare_missing_operators
 
 from pydist import parallelize
+from support.equivalence import on_ranks
+from support.networks.vision import declare_missing_operators
+from support.training.frameworks import LABELS, X, network
 
 declare_missing_operators()
 tio = pytest.importorskip("torchio")

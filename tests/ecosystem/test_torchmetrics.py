@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import layout_at, on_ranks, randint, randn, shard
-from vision import declare_missing_operators
 
 from pydist import ShardedTensor
 from pydist.errors import NotSupported
+from support.equivalence import layout_at, on_ranks, randint, randn, shard
+from support.networks.vision import declare_missing_operators
 
 declare_missing_operators()  # torchmetrics imports torchvision where there is one
 pytest.importorskip("torchmetrics")

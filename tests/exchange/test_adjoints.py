@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from equivalence import on_ranks, randn, shard
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from pydist.exchange.adjoints import (
 from pydist.exchange.exchanger import Exchanger
 from pydist.grid import SPATIAL_AXES
 from pydist.partition import Box
+from support.equivalence import on_ranks, randn, shard
 
 GRID = (2, 2, 2)
 

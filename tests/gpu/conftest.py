@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from device_contract import connected
 
 from pydist import _native as native
 from pydist.comm import Transport
+from support.transports.device_contract import connected
 
 
 def _reason() -> str | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from device_contract import DeviceContract, two_ranks
-
 from pydist.comm.transports.nccl.place import device_missing
+from support.transports.device_contract import DeviceContract, two_ranks
 
 pytestmark = two_ranks(device_missing(), mpi=("openmpi", "mpich"))
 

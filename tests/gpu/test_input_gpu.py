@@ -8,7 +8,6 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from convert_cases import INPUTS, MAPS, SMALL, WIDE, block, flag, table
 
 from pydist import _native as native
 from pydist.comm import LocalTransport
@@ -19,6 +18,7 @@ from pydist.data.sampler import MeshSampler
 from pydist.data.universes.simulate import simulate
 from pydist.interop import as_tensor
 from pydist.mesh import Mesh
+from support.kernels.conversions import INPUTS, MAPS, SMALL, WIDE, block, flag, table
 
 ORDERS = [(0, 1, 2, 3), (1, 2, 3, 0), (3, 1, 0, 2)]
 

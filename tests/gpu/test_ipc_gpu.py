@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from device_contract import StreamContract, two_ranks
 
 from pydist.comm import Transport
 from pydist.comm.transports.ipc.channel import IpcChannel
 from pydist.comm.transports.ipc.transport import IpcTransport
 from pydist.comm.transports.nccl.place import missing
+from support.transports.device_contract import StreamContract, two_ranks
 
 pytestmark = two_ranks(missing())
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from device_contract import StreamContract, no_two_ranks, two_ranks
 
 from pydist.comm import Transport
 from pydist.errors import PydistError, UsageError
+from support.transports.device_contract import StreamContract, no_two_ranks, two_ranks
 
 pytestmark = two_ranks(no_two_ranks())
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from operator_cases import FAMILIES
-from operator_runs import cell, on_one_device
 
 from pydist.comm import LocalTransport
 from pydist.mesh import Mesh
+from support.operators.cases import FAMILIES
+from support.operators.runs import cell, on_one_device
 
 pytestmark = pytest.mark.usefixtures("exact")
 

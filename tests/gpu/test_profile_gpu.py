@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from device_contract import no_two_ranks, two_ranks
 from torch import Tensor, nn
 
 from pydist import Mesh, distribute_tensor, parallelize
@@ -18,6 +17,7 @@ from pydist.profile.device import CudaDevice
 from pydist.profile.recorder import SpanRecorder
 from pydist.profile.spans import IN_FLIGHT
 from pydist.train.device import own_stream
+from support.transports.device_contract import no_two_ranks, two_ranks
 
 DEVICE = torch.device("cuda", 0)
 BUSY = 50_000_000

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from device_contract import no_two_ranks, two_ranks
 from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
@@ -17,6 +16,7 @@ from pydist.errors import NotSupported
 from pydist.gradients.flags import Flags
 from pydist.gradients.scattered import Family
 from pydist.mesh import Mesh
+from support.transports.device_contract import no_two_ranks, two_ranks
 
 pytestmark = two_ranks(missing())
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from device_contract import two_ranks
-from operator_cases import FAMILIES
-from operator_runs import cell, on_one_device
 
 from pydist.comm import Transport
 from pydist.comm.transports.nccl.place import missing
 from pydist.mesh import Mesh
+from support.operators.cases import FAMILIES
+from support.operators.runs import cell, on_one_device
+from support.transports.device_contract import two_ranks
 
 pytestmark = [two_ranks(missing(), seconds=140), pytest.mark.usefixtures("exact")]
 

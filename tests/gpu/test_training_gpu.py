@@ -9,8 +9,6 @@ import pytest
 pytest.importorskip("pydantic", reason="a run's configuration needs pydantic")
 
 import torch
-from device_contract import no_two_ranks, two_ranks
-from training import change
 
 from pydist.comm import Transport
 from pydist.comm.transports.nccl.place import missing
@@ -25,6 +23,8 @@ from pydist.train.config import (
     TrainConfig,
 )
 from pydist.train.run import train
+from support.training.runs import change
+from support.transports.device_contract import no_two_ranks, two_ranks
 
 pytestmark = two_ranks(missing(), seconds=140)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import even_points, group_slice, layout_at, on_ranks, randn, shard
-from networks import check_use
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import ShardedTensor, distribute_tensor
 from pydist.errors import NotSupported
+from support.equivalence import even_points, group_slice, layout_at, on_ranks, randn, shard
+from support.networks.small import check_use
 
 BATCH = 2
 SHAPE = (BATCH, 1, 6, 5, 4)

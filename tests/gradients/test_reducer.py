@@ -8,14 +8,22 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_same, error, on_ranks, randn
-from networks import BATCH, SHAPE, check_use, gradients_of, initialised, loss_of, small
 from torch import nn
 
 import pydist.gradients.buckets
 from pydist import parallelize
 from pydist.errors import NotSupported
 from pydist.gradients.reducer import Reducer
+from support.equivalence import assert_same, error, on_ranks, randn
+from support.networks.small import (
+    BATCH,
+    SHAPE,
+    check_use,
+    gradients_of,
+    initialised,
+    loss_of,
+    small,
+)
 
 GRIDS = [(1, (2, 1, 1)), (2, (2, 1, 1)), (2, (1, 2, 2)), (1, (8, 1, 1))]
 

@@ -7,16 +7,15 @@ import operator
 
 import pytest
 import torch
-from equivalence import on_ranks, randn
-from networks import SHAPE, check_use, gradients_of, loss_of, small
-from scripts import GRIDS, check_script
-from steps import batch, gradients, network, step_of
 from torch import nn
 from torch.utils import swap_tensors  # before any model is parallelized
 
 import pydist.gradients.buckets
 from pydist import parallelize
 from pydist.errors import NotSupported
+from support.equivalence import on_ranks, randn
+from support.equivalence.scripts import GRIDS, batch, check_script, gradients, network, step_of
+from support.networks.small import SHAPE, check_use, gradients_of, loss_of, small
 
 grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import assert_same, on_ranks, randn
-from scripts import GRIDS, check_script, copy_of, on_mesh
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.optim import sharded
+from support.equivalence import assert_same, on_ranks, randn
+from support.equivalence.scripts import GRIDS, check_script, copy_of, on_mesh
 
 grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
 before_or_after = pytest.mark.parametrize("early", [True, False], ids=["before", "after"])

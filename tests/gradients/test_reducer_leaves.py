@@ -7,14 +7,22 @@ import gc
 
 import pytest
 import torch
-from equivalence import on_ranks, randn
-from scripts import GRIDS, check_script, copy_of
-from steps import batch, full, gradients, network, step_of
 from torch import nn
 from torch.nn.utils import parametrizations
 
 import pydist.gradients.buckets
 from pydist import distribute_tensor, parallelize
+from support.equivalence import on_ranks, randn
+from support.equivalence.scripts import (
+    GRIDS,
+    batch,
+    check_script,
+    copy_of,
+    full,
+    gradients,
+    network,
+    step_of,
+)
 
 grids = pytest.mark.parametrize("grid", GRIDS, ids=str)
 

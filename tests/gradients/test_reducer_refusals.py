@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import assert_same, on_ranks
-from steps import batch, gradients, network
 from torch import nn
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
+from support.equivalence import assert_same, on_ranks
+from support.equivalence.scripts import batch, gradients, network
 
 
 def test_unequal_values_are_named_on_all_ranks():

@@ -7,12 +7,12 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import error, group_slice, layout_at, on_ranks, randn, shard
-from networks import BATCH, SHAPE, check_use, gradients_of, loss_of, small
 from torch import nn
 
 import pydist.gradients.buckets
 from pydist import ShardedTensor, distribute_tensor, parallelize
+from support.equivalence import error, group_slice, layout_at, on_ranks, randn, shard
+from support.networks.small import BATCH, SHAPE, check_use, gradients_of, loss_of, small
 
 
 @pytest.fixture(params=[1, 1 << 30], ids=["alone", "together"], autouse=True)

@@ -8,13 +8,13 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, randn
-from groups import inputs, on_groups, plain
 from torch import nn
 from torch.func import functional_call
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import UsageError
+from support.equivalence import on_ranks, randn
+from support.equivalence.groups import inputs, on_groups, plain
 
 RATE = 0.3
 

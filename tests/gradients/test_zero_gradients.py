@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import assert_same, on_ranks, randn
-from scripts import check_script, copy_of, on_mesh
 from torch import nn
 
 from pydist import ShardedTensor
+from support.equivalence import assert_same, on_ranks, randn
+from support.equivalence.scripts import check_script, copy_of, on_mesh
 
 LAYERS = {
     "halo": lambda: nn.Conv3d(4, 3, 3, padding=1),

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors import safe_open as open_weights
 from safetensors.torch import load_file
-from training import job
 
 from pydist.comm import run_local
 from pydist.data import ShardDataset
@@ -30,6 +29,7 @@ from pydist.train.config import (
     TrainConfig,
     UNet3dConfig,
 )
+from support.training.runs import job
 
 SHAPE = (20, 18, 26)
 

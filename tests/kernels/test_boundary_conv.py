@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instruction_sets import assert_all_agree
 from torch.nn.functional import conv3d
 
 from pydist import _native as native
+from support.kernels.instruction_sets import assert_all_agree
 
 TOLERANCE = {
     torch.float64: 1e-13,

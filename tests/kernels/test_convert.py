@@ -7,11 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from convert_cases import IDENTITY, INPUTS, MAPS, SMALL, WIDE, block, flag, table
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pydist import _native as native
+from support.kernels.conversions import IDENTITY, INPUTS, MAPS, SMALL, WIDE, block, flag, table
 
 
 @pytest.mark.parametrize("out_dtype", INPUTS)

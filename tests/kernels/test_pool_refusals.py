@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pool_sums import ORIGIN, footprints
 
 from pydist import _native as native
+from support.kernels.pool_sums import ORIGIN, footprints
 
 
 def refusal(*args):

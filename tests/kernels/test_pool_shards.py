@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_sums import ORIGIN, Pooling, triples
 from torch.nn.functional import adaptive_avg_pool3d, avg_pool3d
 
 from pydist import _native as native
+from support.kernels.pool_sums import ORIGIN, Pooling, triples
 
 
 def whole_scales(extents, outs, pooling, include_padding):

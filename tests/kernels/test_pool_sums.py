@@ -7,7 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_sums import ORIGIN, TOLERANCE, Pooling, assert_near, in_float64, triples
+
+from support.kernels.pool_sums import ORIGIN, TOLERANCE, Pooling, assert_near, in_float64, triples
 
 
 def grid_tensor(shape, dtype, generator):

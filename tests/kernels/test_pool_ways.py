@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from instruction_sets import assert_all_agree
-from pool_sums import ORIGIN, Pooling, assert_near, footprints
 from torch.nn.functional import avg_pool3d
 
 from pydist import _native as native
+from support.kernels.instruction_sets import assert_all_agree
+from support.kernels.pool_sums import ORIGIN, Pooling, assert_near, footprints
 
 
 def large_case(dtype, channels_last):

@@ -7,12 +7,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-from children import wait_until
 from torch.distributed import HashStore
 
 from pydist.comm import Transport, run_local
 from pydist.launch import elsewhere
 from pydist.launch.elsewhere import Elsewhere, Place, Waiting, describe, waiting_at
+from support.jobs.children import wait_until
 
 PLACES = [
     Place("n07", 11, "a"),

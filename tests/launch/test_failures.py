@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist.launch.noise import StderrFilter
+from support.jobs.children import child_environment
 
 PRELUDE = """
 import os, sys, threading

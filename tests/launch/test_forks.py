@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist.launch import available
+from support.jobs.children import child_environment
 
 SCRIPT = """
 import atexit, os, sys

@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist.errors import UsageError
 from pydist.launch import available, backends, choose, launch, processes
+from support.jobs.children import child_environment
 
 BACKENDS = ("openmpi", "mpich", "gloo")
 

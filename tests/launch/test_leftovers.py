@@ -10,10 +10,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from children import child_environment, wait_until
 
 from pydist import owner
 from pydist.launch import available, leftovers
+from support.jobs.children import child_environment, wait_until
 
 SCRIPT = """
 import os, pathlib, time, pydist

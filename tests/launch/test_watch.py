@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import child_environment, wait_until
 
 from pydist.errors import UsageError
 from pydist.launch import watch
 from pydist.launch.identity import Identity
+from support.jobs.children import child_environment, wait_until
 
 WHO = Identity("pydist", 1, 2, 1, 2)
 

@@ -11,9 +11,9 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import Answer, Task, check_network, randn, whole_answer
 
 from pydist.models import CosmoFlow
+from support.equivalence import Answer, Task, check_network, randn, whole_answer
 
 SPLITS = [(2, 1, 1), (1, 1, 2), (3, 1, 1), (2, 2, 2), (1, 3, 2)]
 

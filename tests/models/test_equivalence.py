@@ -13,12 +13,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from equivalence import even_points, on_shards
-from one_device import Reference
-from zoo import WIDE, ZOO, task_of
 
 from pydist import parallelize
 from pydist.errors import NotSupported
+from support.equivalence import even_points, on_shards
+from support.equivalence.one_device import Reference
+from support.networks.zoo import WIDE, ZOO, task_of
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 ONLY_NIGHTLY = {"VNet", "SENet"}  # tens of millions of parameters, whose number can't be chosen

@@ -6,10 +6,10 @@ import functools
 
 import pytest
 import torch
-from equivalence import Answer, Task, check_network, randint, randn, whole_answer
 
 from pydist.models import UNet3d
 from pydist.train.losses import SegmentationLoss
+from support.equivalence import Answer, Task, check_network, randint, randn, whole_answer
 
 
 @functools.cache

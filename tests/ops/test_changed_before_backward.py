@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from equivalence import assert_same, even_points, layout_at, on_ranks, randn, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import ShardedTensor, distribute_tensor, parallelize
 from pydist.errors import UsageError
 from pydist.ops.normalization import norm_common
+from support.equivalence import assert_same, even_points, layout_at, on_ranks, randn, shard
 
 
 def conv(channels=2):

@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_same, on_ranks, randn
 from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.ops.convolution import boundary
 from pydist.ops.normalization import norm_common
+from support.equivalence import assert_same, on_ranks, randn
 
 
 @pytest.fixture(autouse=True)

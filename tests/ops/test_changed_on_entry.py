@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_same, on_ranks, randn
-from steps import full
 from torch import nn
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported
+from support.equivalence import assert_same, on_ranks, randn
+from support.equivalence.scripts import full
 
 SHAPE = (2, 3, 5, 4, 3)
 GRIDS = [(1, 1, 1), (2, 1, 1), (3, 2, 1)]

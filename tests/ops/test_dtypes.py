@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from equivalence import on_ranks, randn
 from torch import nn
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import UsageError
+from support.equivalence import on_ranks, randn
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32]
 LAYERS = {

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import layout_at, on_ranks, randint, shard
 
 from pydist import ShardedTensor
 from pydist.errors import NotSupported
+from support.equivalence import layout_at, on_ranks, randint, shard
 
 SHAPE = (2, 4, 6, 4, 4)
 LAYOUTS = {

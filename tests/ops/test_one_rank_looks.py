@@ -12,13 +12,13 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_same, check_function, on_ranks, randn, shard
-from scripts import copy_of
 from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.errors import NotSupported
 from pydist.ops.convolution import boundary, local_conv
+from support.equivalence import assert_same, check_function, on_ranks, randn, shard
+from support.equivalence.scripts import copy_of
 
 LOOKS = {
     "repr": repr,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from operator_table import TORCH, all_texts, handled, names_in, page
+
+from support.operators.table import TORCH, all_texts, handled, names_in, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 
@@ -18,11 +19,11 @@ def test_the_page_is_what_is_found():
         pytest.skip(f"docs/operators.md was made with another version than {TORCH}")
     assert page() == written, (
         "docs/operators.md: write it anew with "
-        "PYTHONPATH=tests/support python -m operator_table > docs/operators.md"
+        "PYTHONPATH=tests/lib python -m support.operators.table > docs/operators.md"
     )
 
 
 def test_every_function_with_a_handler_is_in_it():
-    """A new one needs a call in tests/support/operator_cases.py."""
+    """A new one needs a call in tests/lib/support/operators/cases.py."""
     texts = [text for family in all_texts().values() for text in family]
     assert handled() - names_in(texts) == set()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, on_ranks, randn, shard
 from torch.utils.checkpoint import checkpoint
 
 from pydist import Layout, Partition, ShardedTensor, Split
 from pydist.errors import UsageError
+from support.equivalence import check_function, on_ranks, randn, shard
 
 
 def cut(mesh, points):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch.nn.functional as F
-from equivalence import check_function, randn
+
+from support.equivalence import check_function, randn
 
 
 def shared_by_layers(x, weight, bias):

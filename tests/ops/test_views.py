@@ -5,12 +5,12 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import error, layout_at, on_ranks, randn, shard
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from pydist import ShardedTensor, parallelize
 from pydist.errors import NotSupported
+from support.equivalence import error, layout_at, on_ranks, randn, shard
 
 SHAPE = (2, 4, 6, 4, 4)
 LAYOUTS = {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from equivalence import assert_same, on_ranks
-from interrupted import SIZES, run
 
 import pydist.gradients.buckets
 from pydist.errors import NotSupported
+from support.equivalence import assert_same, on_ranks
+from support.training.interrupted import SIZES, run
 
 PROGRAMS = [
     "b r0 b s", "b r2 Z b s", "b n r0 b s", "n r2 b s b", "r0 n b s", "b r2 z b s", "r0 Z s b",

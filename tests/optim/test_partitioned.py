@@ -9,9 +9,6 @@ import gc
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, randn
-from networks import initialised, loss_of, small
-from shared_steps import OPTIMIZERS, adam, check, train
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adam, AdamW
@@ -20,6 +17,9 @@ from pydist import parallelize
 from pydist.errors import NotSupported
 from pydist.gradients.scattered import ScatteredGradient
 from pydist.optim import gather_gradients, sharded
+from support.equivalence import on_ranks, randn
+from support.networks.small import initialised, loss_of, small
+from support.training.shared_steps import OPTIMIZERS, adam, check, train
 
 GRIDS = [(1, (2, 1, 1)), (2, (2, 1, 1)), (3, (1, 1, 1)), (1, (8, 1, 1))]
 

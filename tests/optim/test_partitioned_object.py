@@ -6,9 +6,6 @@ import copy
 
 import pytest
 import torch
-from equivalence import on_ranks, randn
-from networks import loss_of, small
-from shared_steps import OPTIMIZERS, adam, check, train
 from torch import nn
 from torch.optim import SGD, Adam, lr_scheduler
 
@@ -16,6 +13,9 @@ from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.optim import ShardedOptimizer, gather_gradients, sharded
 from pydist.optim.partitioned import WORTHWHILE
+from support.equivalence import on_ranks, randn
+from support.networks.small import loss_of, small
+from support.training.shared_steps import OPTIMIZERS, adam, check, train
 
 pytestmark = pytest.mark.usefixtures("sizes")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import on_ranks, randn
 from torch import nn
 
 from pydist import distribute_tensor, parallelize
+from support.equivalence import on_ranks, randn
 
 
 @pytest.mark.parametrize("data", [1, 2])

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist.launch import available
+from support.jobs.children import child_environment
 
 SCRIPT = """
 import hashlib, json, sys

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from equivalence import FP64_BOUND, error
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import pydist
 from pydist import Mesh, ShardedTensor, run_local
 from pydist.errors import NotSupported
+from support.equivalence import FP64_BOUND, error
 
 GROUPS = {
     "channel 2": (1, (1, 1, 1), 2),

@@ -7,7 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import (
+
+from pydist import Mesh, layout_for_sample, parallelize
+from pydist.models import CosmoFlow
+from support.equivalence import (
     Answer,
     Task,
     assert_equal,
@@ -17,10 +20,7 @@ from equivalence import (
     train_split,
     whole_answer,
 )
-from networks import BATCH, SHAPE, small_task
-
-from pydist import Mesh, layout_for_sample, parallelize
-from pydist.models import CosmoFlow
+from support.networks.small import BATCH, SHAPE, small_task
 
 # What libraries do differently, the contract of test_transports.py asks of each of them.
 pytestmark = pytest.mark.ranks(4, seconds=240)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist.launch import available
+from support.jobs.children import child_environment
+from support.jobs.programs import path_of
 
-SCRIPT = Path(__file__).parents[1] / "support" / "divided.py"
+SCRIPT = path_of("divided")
 
 CASES = {
     ("openmpi", "call"): ("the ranks call different things", " on rank 0", " on rank 1"),

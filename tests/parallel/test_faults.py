@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from children import child_environment
 
 from pydist.launch import available
+from support.jobs.children import child_environment
+from support.jobs.programs import path_of
 
-SCRIPT = Path(__file__).parents[1] / "support" / "faulty.py"
+SCRIPT = path_of("faulty")
 LIMIT = 10.0
 """Seconds from the fault to the end of the last process."""
 

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from equivalence import assert_same, randn
 from torch import nn
 
 from pydist import Mesh, parallelize, sum_over_groups
+from support.equivalence import assert_same, randn
 
 pytestmark = pytest.mark.ranks(2, mpi=("openmpi", "mpich"), seconds=120)
 

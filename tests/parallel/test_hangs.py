@@ -1,6 +1,6 @@
 """Ranks that make others wait for good are named, and the job ends soon after its limit.
 
-Three cells of the matrix in `tests/support/hangs.py`. With `PYDIST_TEST_HANGS=1` twelve, which have
+Three cells of the matrix in `support.jobs.hangs`. With `PYDIST_TEST_HANGS=1` twelve, which have
 every phase once, and every launcher and every fault several times.
 """
 
@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-from children import child_environment
-from hangs import hang, make_data, seconds_allowed
 
 from pydist.launch import available
+from support.jobs.children import child_environment
+from support.jobs.hangs import hang, make_data, seconds_allowed
+from support.jobs.programs import path_of
 
 LIMIT = 4.0
 CELLS = [
@@ -66,7 +67,7 @@ def test_a_hang_is_named_and_ended(phase: str, fault: str, launcher: str, data: 
     ][: None if os.environ.get("PYDIST_TEST_HANGS") else 1],
 )
 def test_reports_say_what_ranks_of_other_machines_do(fault: str, said: str, tmp_path: Path) -> None:
-    script = Path(__file__).parents[1] / "support" / "machines.py"
+    script = path_of("machines")
     result = subprocess.run(
         [sys.executable, "-m", "pydist.launch", "2", "gloo", str(script), fault],
         env=child_environment(

@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import randn, shard
 
 from pydist import Mesh, ShardedTensor, layout_for_sample, parallelize
 from pydist.models import CosmoFlow
+from support.equivalence import randn, shard
 
 pytestmark = pytest.mark.ranks(2, mpi=("openmpi", "mpich"), seconds=240)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import assert_same, randn
-from scripts import copy_of, on_mesh
 from torch import nn
 from torch.nn.utils import parametrizations
 
 from pydist import Mesh, distribute_tensor, parallelize
 from pydist.errors import UsageError
+from support.equivalence import assert_same, randn
+from support.equivalence.scripts import copy_of, on_mesh
 
 pytestmark = pytest.mark.ranks(4, mpi=("mpich", "gloo"))
 

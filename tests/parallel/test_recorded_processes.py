@@ -12,12 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorder import RecordedIpc, RecordedTransport, Recorder, build, shared_memory
-from transport_contract import CHECKS, Check
 
 from pydist.comm import Transport
 from pydist.exchange.exchanger import Exchanger
 from pydist.partition import Box
+from support.stand_ins.recorder import (
+    RecordedIpc,
+    RecordedTransport,
+    Recorder,
+    build,
+    shared_memory,
+)
+from support.transports.contract import CHECKS, Check
 
 CHANNEL_CHECKS = [check for check in CHECKS if "channel" in check.__name__]
 

@@ -6,14 +6,14 @@ import copy
 
 import pytest
 import torch
-from equivalence import assert_same
-from interrupted import run
-from networks import loss_of, small
 from torch import nn
 
 import pydist.gradients.buckets
 from pydist import Mesh, parallelize
 from pydist.optim import ShardedOptimizer, gather_gradients, sharded
+from support.equivalence import assert_same
+from support.networks.small import loss_of, small
+from support.training.interrupted import run
 
 # Open MPI carries the other networks.
 pytestmark = pytest.mark.ranks(4, mpi=("mpich", "gloo"))

@@ -11,12 +11,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from transport_contract import CHECKS, Check
 
 from pydist.comm import Transport
 from pydist.comm.transports.nccl import place as nccl_place
 from pydist.errors import NotSupported, UsageError
 from pydist.runtime import connect
+from support.transports.contract import CHECKS, Check
 
 pytestmark = pytest.mark.ranks(3, mpi=("openmpi", "mpich", "gloo"))
 
@@ -80,7 +80,7 @@ def cuda_mpi(world: Transport) -> Iterator[Transport]:
     """Takes host memory for that of a device."""
     if world.name != "mpi":
         pytest.skip("only of MPI there is one that takes device memory")
-    from late_mpi import OnHostMemory
+    from support.stand_ins.late_mpi import OnHostMemory
 
     transport = OnHostMemory()
     yield transport
@@ -94,7 +94,7 @@ def test_contract_of_cuda_mpi(check: Check, cuda_mpi: Transport) -> None:
 
 @pytest.mark.usefixtures("cuda_mpi")
 def test_every_call_of_cuda_mpi_waits_for_the_stream(cuda_mpi: Transport) -> None:
-    from late_mpi import every_call_waits_for_the_stream
+    from support.stand_ins.late_mpi import every_call_waits_for_the_stream
 
     every_call_waits_for_the_stream(cuda_mpi)  # type: ignore[arg-type]
 

@@ -6,12 +6,20 @@ import copy
 
 import pytest
 import torch
-from equivalence import Points, Task, assert_equal, even_points, layout_at, shard, train_split
-from one_device import Reference
-from zoo import ZOO, task_of
 
 from pydist import Mesh, parallelize
 from pydist.optim import sharded
+from support.equivalence import (
+    Points,
+    Task,
+    assert_equal,
+    even_points,
+    layout_at,
+    shard,
+    train_split,
+)
+from support.equivalence.one_device import Reference
+from support.networks.zoo import ZOO, task_of
 
 pytestmark = pytest.mark.ranks(2, seconds=240)
 

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from equivalence import shard
-from simulated import SimulatedDevice
 from torch import nn
 
 import pydist.profile
@@ -27,6 +25,8 @@ from pydist.profile.clock import MAIN_STREAM, DeviceClock
 from pydist.profile.recorder import SpanRecorder
 from pydist.profile.spans import HALO_WAIT, IN_FLIGHT
 from pydist.profile.summary import summarize
+from support.equivalence import shard
+from support.stand_ins.streams import SimulatedDevice
 
 TRAVEL = 14.0
 LENGTHS = {"run_forward": 10.0, "run_wgrad": 4.0, "run_dgrad": 3.0}

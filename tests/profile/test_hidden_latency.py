@@ -13,13 +13,13 @@ from collections import Counter
 
 import pytest
 import torch
-from equivalence import shard
 from torch import nn
 
 from pydist import Mesh, layout_for_sample, parallelize, run_local
 from pydist.backend.conv_kernels import ConvKernels
 from pydist.comm.transports.local import run
 from pydist.comm.transports.local.latency import Latency
+from support.equivalence import shard
 
 LATENCY = 0.02
 STEPS = 3

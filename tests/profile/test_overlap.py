@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from equivalence import shard
 from torch import nn
 
 from pydist import Mesh, layout_for_sample, parallelize, run_local
 from pydist.profile import Profiler
+from support.equivalence import shard
 
 LATENCY = 0.02
 STEPS = 5

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, randn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,6 +19,7 @@ from pydist.errors import DiskError, UsageError
 from pydist.models import CosmoFlow
 from pydist.profile import Profiler
 from pydist.profile.summary import COLUMNS, Summary
+from support.equivalence import on_ranks, randn
 
 FORWARD, BACKWARD = 0.002, 0.004
 

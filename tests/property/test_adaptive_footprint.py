@@ -7,9 +7,9 @@ import pickle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import points
 
 from pydist.partition import Footprint, Partition
+from support.equivalence.strategies import points
 
 EXTENTS = st.integers(1, 14)
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from children import child_environment
-from hunter.hunt import blamed
-from hunter.judge import Verdict, judge, settings
-from hunter.program import Program
-from hunter.shrink import shrunk
-from random_spot import Source
 
-SUPPORT = Path(__file__).parents[1] / "support"
+from support import LIBRARY
+from support.hunter.hunt import blamed
+from support.hunter.judge import Verdict, judge, settings
+from support.hunter.program import Program
+from support.hunter.shrink import shrunk
+from support.jobs.children import child_environment
+from support.random_networks.spot import Source
 
 SEEDS = 40
 """Programs in the suite; CI runs many more, and puts known faults back to see them found."""
@@ -29,8 +28,16 @@ SMALL = Program(
 
 def test_programs_are_the_same_when_they_are_split(tmp_path):
     path = child_environment()
-    path["PYTHONPATH"] = f"{SUPPORT}:{path.get('PYTHONPATH', '')}"
-    command = [sys.executable, "-m", "hunter.command", "--programs", str(SEEDS), "--seconds", "250"]
+    path["PYTHONPATH"] = f"{LIBRARY}:{path.get('PYTHONPATH', '')}"
+    command = [
+        sys.executable,
+        "-m",
+        "support.hunter.command",
+        "--programs",
+        str(SEEDS),
+        "--seconds",
+        "250",
+    ]
     ended = subprocess.run(
         [*command, "--minimise", "1", "--workers", "2"],
         env={**path, "OMP_NUM_THREADS": "1"},

@@ -6,9 +6,9 @@ import collections
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
-from random_networks import Case, cases, compare
 
 from pydist.errors import NotSupported
+from support.random_networks.cases import Case, cases, compare
 
 NETWORKS, MOST_REFUSED = 200, 0.1
 """How many are run at least, and the share that may be refused."""

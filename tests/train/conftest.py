@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pydist.data import UniverseOptions, generate_universes
 from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfig, TrainConfig
+from support.equivalence import on_one_core
+
+
+@pytest.fixture(autouse=True)
+def _on_one_core() -> Iterator[None]:
+    with on_one_core():
+        yield
 
 
 @pytest.fixture(scope="session")

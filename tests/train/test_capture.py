@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.optim import Adam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from training import change, job
 
 from pydist import distribute_tensor
 from pydist.comm import LocalTransport, Work, run_local
@@ -24,6 +23,7 @@ from pydist.mesh import Mesh
 from pydist.train import captured, checkpoint, graph, loop
 from pydist.train.config import TrainConfig
 from pydist.train.step import TrainStep
+from support.training.runs import change, job
 
 
 class Computed:

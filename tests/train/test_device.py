@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from training import job
 
 from pydist import runtime
 from pydist.comm import LocalTransport, run_local
@@ -14,6 +13,7 @@ from pydist.comm.transports.nccl import place
 from pydist.comm.transports.nccl.place import Found
 from pydist.mesh import Mesh
 from pydist.train import device, log
+from support.training.runs import job
 
 FIRST, SECOND = Found("", "n07", 2, "GPU-a", 22705), Found("", "n07", 2, "GPU-b", 22705)
 NONE = Found("torch 2.13 sees no GPU", "n08", 0)

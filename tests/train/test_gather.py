@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import on_ranks, randint
 
 from pydist import ShardedTensor, layout_for_sample
 from pydist.train.gather import from_first_rank, on_first_rank
+from support.equivalence import on_ranks, randint
 
 
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1), (1, 3, 2), (7, 1, 1)])

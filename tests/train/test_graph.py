@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.optim import SGD, Adam
-from training import change, job
 
 from pydist import _native as native
 from pydist import distribute_tensor
@@ -18,6 +17,7 @@ from pydist.ops.pointwise.keyed import ReplayedKeys, draws_of
 from pydist.train import captured, graph, log
 from pydist.train.config import TrainConfig
 from pydist.train.device import choose_device, cuda_obstacle, memory_format
+from support.training.runs import change, job
 
 
 class Shapes:

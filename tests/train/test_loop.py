@@ -13,7 +13,6 @@ from contextlib import nullcontext
 import h5py
 import pytest
 import torch
-from training import change, job
 
 from pydist.backend import conv_tuning
 from pydist.comm import LocalTransport, run_local
@@ -31,6 +30,7 @@ from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfi
 from pydist.train.folder import TUNING_FILE
 from pydist.train.run import Result
 from pydist.train.signals import ending_at_once
+from support.training.runs import change, job
 
 
 def alone(config, listeners=()):

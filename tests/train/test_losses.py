@@ -9,13 +9,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import Cut, assert_same, check_function, on_ranks, randint, randn, shard
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from pydist import distribute_tensor, layout_for_sample, parallelize
 from pydist.train.losses import SegmentationLoss, confusion, dice_loss, dice_scores
+from support.equivalence import Cut, assert_same, check_function, on_ranks, randint, randn, shard
 
 SHAPE = (2, 4, 5, 4, 6)
 LABELS = randint(4, 2, 5, 4, 6)

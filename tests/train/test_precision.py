@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, randn
-from networks import initialised
 from torch import nn
 
 from pydist import parallelize
 from pydist.comm import LocalTransport
+from support.equivalence import on_ranks, randn
+from support.networks.small import initialised
 
 X, TARGET = randn(2, 2, 12, 6, 5).float(), randn(2, 3, seed=1).float()
 

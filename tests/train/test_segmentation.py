@@ -9,7 +9,6 @@ from pathlib import Path
 import h5py
 import pytest
 import torch
-from training import change, job
 
 from pydist.comm import run_local
 from pydist.data.medical import CTOptions, generate_ct
@@ -24,6 +23,7 @@ from pydist.train.config import (
     TrainConfig,
     UNet3dConfig,
 )
+from support.training.runs import change, job
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from damage import flip_bit, interrupt_at_the_end
 
 from pydist.data import ShardDataset
 from pydist.data.index import verify_dataset
@@ -14,6 +13,7 @@ from pydist.data.medical import CTOptions, convert_nifti, generate_ct
 from pydist.data.medical.collection import VOLUME
 from pydist.data.medical.ct import CLASS_NAMES, LEVELS, make_volume
 from pydist.errors import UsageError
+from support.data.damage import flip_bit, interrupt_at_the_end
 
 
 def test_levels_and_noise_are_those_asked_for():

@@ -14,7 +14,6 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from damage import flip_bit, interrupt_at_the_end
 
 from pydist.data import Manifest, UniverseOptions, generate_universes
 from pydist.data import publish as publishing
@@ -22,6 +21,7 @@ from pydist.data.universes import generate
 from pydist.data.universes.options import PARAMETER_BOXES, TARGET_NAMES
 from pydist.data.universes.simulate import choose_array_module, draw_parameters, simulate
 from pydist.errors import DiskError, UsageError
+from support.data.damage import flip_bit, interrupt_at_the_end
 
 SMALL = UniverseOptions(count=2, width=8, seed=3)
 

@@ -7,10 +7,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_same, check_function, layout_at, on_ranks, randn, shard, spatial_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import cuts
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +16,16 @@ from pydist import layout_for_sample, parallelize
 from pydist.backend import slabs
 from pydist.ops.convolution import boundary
 from pydist.tensor import ShardedTensor
+from support.equivalence import (
+    assert_same,
+    check_function,
+    layout_at,
+    on_ranks,
+    randn,
+    shard,
+    spatial_of,
+)
+from support.equivalence.strategies import cuts
 
 # With slope 1 there is nothing to fuse.
 SLOPES = [0.0, 0.01, 0.3, 1.0]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, layout_at, on_ranks, randn, shard
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import WindowCase, cuts, windows
 
 from pydist.errors import NotSupported, UsageError
+from support.equivalence import check_function, layout_at, on_ranks, randn, shard
+from support.equivalence.strategies import WindowCase, cuts, windows
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 # Where an even kernel can't be centred, torch's "same" pads a copy and says so.

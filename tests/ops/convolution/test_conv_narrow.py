@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import error, layout_at, on_ranks, randn, shard
-from narrow import CL, CONV, check, conversions, format_of, step_in_channels_last
 from torch import Tensor
 
 from pydist import ShardedTensor
 from pydist.exchange.adjoints import mean_ranks
 from pydist.grid import SAMPLE_AXES
+from support.equivalence import error, layout_at, on_ranks, randn, shard
+from support.equivalence.narrow import (
+    CL,
+    CONV,
+    check,
+    conversions,
+    format_of,
+    step_in_channels_last,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 

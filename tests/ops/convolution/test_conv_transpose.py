@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import (
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pydist.errors import NotSupported, UsageError
+from pydist.exchange.adjoints import mean_ranks
+from pydist.exchange.exchanger import Exchanger
+from pydist.grid import SAMPLE_AXES
+from pydist.ops import gathering
+from pydist.ops.convolution.transposed_window import TransposedWindow
+from support.equivalence import (
     Task,
     check_function,
     check_network,
@@ -17,18 +27,8 @@ from equivalence import (
     randn,
     shard,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from networks import initialised
-from strategies import cuts
-from torch import nn
-
-from pydist.errors import NotSupported, UsageError
-from pydist.exchange.adjoints import mean_ranks
-from pydist.exchange.exchanger import Exchanger
-from pydist.grid import SAMPLE_AXES
-from pydist.ops import gathering
-from pydist.ops.convolution.transposed_window import TransposedWindow
+from support.equivalence.strategies import cuts
+from support.networks.small import initialised
 
 CONV = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 

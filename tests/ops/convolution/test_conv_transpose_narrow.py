@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from narrow import CL, TRANSPOSED, check, conversions, step_in_channels_last
+
+from support.equivalence.narrow import CL, TRANSPOSED, check, conversions, step_in_channels_last
 
 NARROW = [torch.float32, torch.bfloat16]
 CUT, SHAPE = [[0, 4, 8], None, None], (1, 8, 8, 6, 6)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_same, check_function, on_ranks, randn, shard
 
 from pydist import layout_for_sample
 from pydist.ops.convolution import conv, correction, finish
+from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 
 POINTS = [[[0, 3, 7], [0, 4, 6], None], [None] * 3]
 WEIGHT, BIAS = randn(3, 2, 3, 3, 3, seed=1), randn(3, seed=2)

@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_same, check_function, on_ranks, randn, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
 from pydist.errors import UsageError
 from pydist.ops.normalization import norm, norm_common
+from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 
 SPLIT = [[0, 2, 5], [0, 1, 4], None]
 EMPTY = [[0, 2, 5], None, [0, 0, 3]]

@@ -8,14 +8,14 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, error, layout_at, on_ranks, randn, shard, spatial_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from strategies import cuts
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist.errors import NotSupported, UsageError
+from support.equivalence import check_function, error, layout_at, on_ranks, randn, shard, spatial_of
+from support.equivalence.strategies import cuts
 
 EMPTY = [[0, 2, 5], [0, 1, 4], [0, 0, 3]]
 SHAPE = (2, 4, 5, 4, 3)

@@ -8,15 +8,6 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import (
-    Task,
-    check_function,
-    check_network,
-    group_slice,
-    on_ranks,
-    randn,
-    shard,
-)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -25,6 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.comm import LocalTransport
 from pydist.errors import UsageError
+from support.equivalence import (
+    Task,
+    check_function,
+    check_network,
+    group_slice,
+    on_ranks,
+    randn,
+    shard,
+)
 
 POINTS = {
     "2x1x1": [[0, 2, 5], None, None],

@@ -7,10 +7,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_same, check_function, on_ranks, randn, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import cuts
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
@@ -18,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from pydist import layout_for_sample, parallelize
 from pydist.errors import UsageError
 from pydist.ops.normalization import norm, prelu
+from support.equivalence import assert_same, check_function, on_ranks, randn, shard
+from support.equivalence.strategies import cuts
 
 # Of a product: a norm waits where its input is in memory that no other tensor shares.
 NORMS = {

@@ -8,7 +8,15 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pydist import ShardedTensor, distribute_tensor, parallelize
+from pydist.comm import LocalTransport
+from pydist.errors import NotSupported, UsageError
+from support.equivalence import (
     Task,
     assert_same,
     check_function,
@@ -20,15 +28,7 @@ from equivalence import (
     shard,
     spatial_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from strategies import cuts
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-
-from pydist import ShardedTensor, distribute_tensor, parallelize
-from pydist.comm import LocalTransport
-from pydist.errors import NotSupported, UsageError
+from support.equivalence.strategies import cuts
 
 EMPTY = [[0, 2, 5], [0, 1, 4], [0, 0, 3]]
 SHAPE = (2, 4, 5, 4, 3)

@@ -7,12 +7,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import on_ranks, randn
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported
+from support.equivalence import on_ranks, randn
 
 
 def block(x):

@@ -7,13 +7,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import group_slice, layout_at, on_ranks, randn, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import distribute_tensor, parallelize
 from pydist.errors import NotSupported, UsageError
 from pydist.ops.pointwise.keyed import draws_of
+from support.equivalence import group_slice, layout_at, on_ranks, randn, shard
 
 SHAPE = (4, 3, 6, 4, 4)
 GRIDS = [

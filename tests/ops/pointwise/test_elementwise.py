@@ -7,7 +7,11 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import (
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pydist.errors import NotSupported, UsageError
+from support.equivalence import (
     Cut,
     check_function,
     even_points,
@@ -17,11 +21,7 @@ from equivalence import (
     randn,
     shard,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from strategies import cuts
-
-from pydist.errors import NotSupported, UsageError
+from support.equivalence.strategies import cuts
 
 SHAPE = (2, 3, 5, 4, 3)
 POINTS = [[0, 2, 5], [0, 1, 4], [0, 0, 3]]  # 2x2x2, uneven, half of the ranks empty

@@ -8,7 +8,11 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from equivalence import (
+from torch import nn
+
+from pydist import ShardedTensor
+from pydist.errors import NotSupported
+from support.equivalence import (
     FP64_BOUND,
     check_function,
     error,
@@ -18,10 +22,6 @@ from equivalence import (
     randn,
     shard,
 )
-from torch import nn
-
-from pydist import ShardedTensor
-from pydist.errors import NotSupported
 
 SHAPE = (2, 3, 5, 4, 3)
 POINTS = [[0, 2, 5], [0, 1, 4], [0, 0, 3]]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, randn
+
+from support.equivalence import check_function, randn
 
 
 def unpooled(x):

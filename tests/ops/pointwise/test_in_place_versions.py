@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch.nn.functional as F
-from equivalence import on_ranks, randn, shard
 from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample
+from support.equivalence import on_ranks, randn, shard
 
 CHANGES = {
     "leaky_relu": lambda x: F.leaky_relu_(x, 0.1),

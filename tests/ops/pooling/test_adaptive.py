@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, layout_at, on_ranks, randn, shard
-from exact import check_exact, whole_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import cuts
+
+from support.equivalence import check_function, layout_at, on_ranks, randn, shard
+from support.equivalence.exact import check_exact, whole_numbers
+from support.equivalence.strategies import cuts
 
 AVG = {1: F.adaptive_avg_pool1d, 2: F.adaptive_avg_pool2d, 3: F.adaptive_avg_pool3d}
 MAX = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_pool3d}

@@ -7,15 +7,15 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import randn
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import WindowCase, windows
 from torch import Tensor
 
 from pydist.ops.pooling.average import Averaging
 from pydist.ops.windows import Window, symmetric
 from pydist.partition import Box
+from support.equivalence import randn
+from support.equivalence.strategies import WindowCase, windows
 
 POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 

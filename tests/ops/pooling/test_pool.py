@@ -7,15 +7,15 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, even_points, layout_at, on_ranks, randn, shard
-from exact import check_exact, whole_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import WindowCase, windows
 from torch import Tensor
 
 from pydist.errors import NotSupported
 from pydist.profile.recorder import SpanRecorder
+from support.equivalence import check_function, even_points, layout_at, on_ranks, randn, shard
+from support.equivalence.exact import check_exact, whole_numbers
+from support.equivalence.strategies import WindowCase, windows
 
 LP = {1: F.lp_pool1d, 2: F.lp_pool2d, 3: F.lp_pool3d}
 AVG = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}

@@ -7,16 +7,24 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import assert_same, check_function, layout_at, on_ranks, randn, shard, spatial_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import cuts
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
 from pydist.ops.convolution import deferred_relu as deferred
 from pydist.ops.pooling import relu_pool as fused
+from support.equivalence import (
+    assert_same,
+    check_function,
+    layout_at,
+    on_ranks,
+    randn,
+    shard,
+    spatial_of,
+)
+from support.equivalence.strategies import cuts
 
 FORMATS = [torch.contiguous_format, torch.channels_last_3d]
 WEIGHT = randn(3, 2, 3, 3, 3, seed=5)

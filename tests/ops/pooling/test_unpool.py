@@ -7,14 +7,14 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import Cut, layout_at, on_ranks, randint, shard
-from exact import check_exact, whole_numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import WindowCase, cuts, windows
 
 from pydist.errors import UsageError
 from pydist.ops.pooling import unpool
+from support.equivalence import Cut, layout_at, on_ranks, randint, shard
+from support.equivalence.exact import check_exact, whole_numbers
+from support.equivalence.strategies import WindowCase, cuts, windows
 
 MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 UNPOOL = {1: F.max_unpool1d, 2: F.max_unpool2d, 3: F.max_unpool3d}

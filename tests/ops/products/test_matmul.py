@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import Cut, check_function, layout_at, on_ranks, randn, shard
 
 from pydist.errors import NotSupported
+from support.equivalence import Cut, check_function, layout_at, on_ranks, randn, shard
 
 SHAPE = (2, 3, 5, 4, 3)
 POINTS = {

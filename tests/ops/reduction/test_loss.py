@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
 
 from pydist import ShardedTensor, distribute_tensor
 from pydist.errors import NotSupported, UsageError
+from support.equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
 
 SHAPE = (2, 3, 5, 4, 3)
 BY_VOXEL = (2, 5, 4, 3)

@@ -7,13 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import cuts
 
 from pydist import distribute_tensor
 from pydist.errors import NotSupported
+from support.equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
+from support.equivalence.strategies import cuts
 
 SHAPE = (2, 3, 4, 5, 3)
 POINTS = {

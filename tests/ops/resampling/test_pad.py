@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pydist.errors import NotSupported, UsageError
+from pydist.exchange.exchanger import Exchanger
+from support.equivalence import (
     check_function,
     error,
     layout_at,
@@ -15,13 +21,7 @@ from equivalence import (
     randn,
     shard,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from strategies import cuts
-from torch import nn
-
-from pydist.errors import NotSupported, UsageError
-from pydist.exchange.exchanger import Exchanger
+from support.equivalence.strategies import cuts
 
 MODES = ["constant", "reflect", "replicate", "circular"]
 

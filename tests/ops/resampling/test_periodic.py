@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import check_function, layout_at, on_ranks, on_shards, randint, randn, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import cuts
 
 from pydist.errors import NotSupported
+from support.equivalence import (
+    check_function,
+    layout_at,
+    on_ranks,
+    on_shards,
+    randint,
+    randn,
+    shard,
+)
+from support.equivalence.strategies import cuts
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, layout_at, on_ranks, randn, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import cuts
 from torch import nn
 
 from pydist.errors import NotSupported
+from support.equivalence import check_function, layout_at, on_ranks, randn, shard
+from support.equivalence.strategies import cuts
 
 
 @settings(max_examples=25)

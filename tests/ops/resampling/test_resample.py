@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import (
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from pydist.errors import NotSupported
+from pydist.exchange.exchanger import Exchanger
+from pydist.ops.resampling.resample_plan import ResamplePlan
+from pydist.ops.resampling.taps import Resize, taps_of, upsample
+from support.equivalence import (
     check_function,
     error,
     layout_at,
@@ -15,15 +23,7 @@ from equivalence import (
     randn,
     shard,
 )
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
-from strategies import cuts
-from torch import nn
-
-from pydist.errors import NotSupported
-from pydist.exchange.exchanger import Exchanger
-from pydist.ops.resampling.resample_plan import ResamplePlan
-from pydist.ops.resampling.taps import Resize, taps_of, upsample
+from support.equivalence.strategies import cuts
 
 LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 MODES = {

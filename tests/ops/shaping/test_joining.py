@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import Cut, check_function, layout_at, on_ranks, randn, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import GRIDS, points
+
+from support.equivalence import Cut, check_function, layout_at, on_ranks, randn, shard
+from support.equivalence.strategies import GRIDS, points
 
 SHAPE = (2, 3, 5, 4, 3)
 POINTS = {

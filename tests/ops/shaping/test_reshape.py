@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import check_function, layout_at, on_ranks, randint, randn, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import cuts
 
 from pydist.errors import NotSupported
+from support.equivalence import check_function, layout_at, on_ranks, randint, randn, shard
+from support.equivalence.strategies import cuts
 
 SHAPE = (2, 3, 5, 4, 3)
 POINTS = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from equivalence import Cut, check_function, layout_at, on_ranks, randn, shard
 
 from pydist.errors import UsageError
+from support.equivalence import Cut, check_function, layout_at, on_ranks, randn, shard
 
 SHAPE = (2, 3, 5, 4, 3)
 POINTS = {

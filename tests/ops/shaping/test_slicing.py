@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import cuts
 
 from pydist.errors import NotSupported, UsageError
+from support.equivalence import Cut, check_function, layout_at, on_ranks, randint, randn, shard
+from support.equivalence.strategies import cuts
 
 SHAPE = (2, 3, 5, 4, 3)
 POINTS = {

@@ -1,0 +1,411 @@
+"""Split against whole: runs a function or a network on rank-threads and on plain tensors.
+
+The bound is that of docs/architecture.md, Numerics: relative to the largest value of the tensor
+itself, and never tighter than torch's own answer to noise in the last bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pydist import (
+    Layout,
+    Mesh,
+    Partition,
+    ShardedTensor,
+    Split,
+    layout_for_sample,
+    parallelize,
+    run_local,
+)
+from pydist.exchange.adjoints import mean_ranks
+from pydist.grid import SAMPLE_AXES, SPATIAL_AXES
+
+FP64_BOUND = 1e-12
+
+Points = Sequence[int] | None
+"""Split points of one dim, [0, ..., extent]; `None` leaves it whole."""
+
+
+class Cut(NamedTuple):
+    """A tensor and the split points of its last dims, in the order of the mesh's spatial axes."""
+
+    tensor: Tensor
+    points: Sequence[Points]
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal fp64 numbers, the same at every call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def randint(high: int, *shape: int, seed: int = 0) -> Tensor:
+    """Integers of [0, high), the same at every call."""
+    return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """max|Δ| / max|expected|; absolute where everything expected is zero."""
+    assert found.shape == expected.shape, f"{found.shape} instead of {expected.shape}"
+    assert found.dtype == expected.dtype, f"{found.dtype} instead of {expected.dtype}"
+    if not expected.numel():
+        return 0.0
+    if not expected.is_floating_point():
+        return float((found != expected).sum())
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = torch.where(same, 0, (found - expected).abs())
+    scale = float(expected.abs().nan_to_num(0, 0, 0).max())
+    return float(difference.max()) / (scale if scale > 0 else 1.0)
+
+
+def jittered(tensor: Tensor, seed: int = 7) -> Tensor:
+    """The tensor with noise of one unit in the last place."""
+    if not tensor.is_floating_point():
+        return tensor
+    return (tensor.detach() * noise_like(tensor, seed)).requires_grad_(tensor.requires_grad)
+
+
+def noise_like(tensor: Tensor, seed: int) -> Tensor:
+    """Factors one unit in the last place above or below 1."""
+    generator = torch.Generator().manual_seed(seed)
+    sign = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int64) * 2 - 1
+    return 1 + torch.finfo(tensor.dtype).eps * sign.to(tensor.dtype)
+
+
+def bounds_of(expected: Mapping[str, Tensor], noisy: Mapping[str, Tensor]) -> dict[str, float]:
+    """How far each tensor may be off: 8 times as far as noise in the last bit moves it.
+
+    Where terms cancel it comes in steps: one CPU had an error of 4.0001 times, others of less.
+    """
+    return {
+        name: max(FP64_BOUND, 8 * error(noisy[name], reference))
+        for name, reference in expected.items()
+    }
+
+
+def assert_equal(
+    found: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    bounds: Mapping[str, float] | None = None,
+) -> None:
+    """Every tensor within its bound; reports all that are not."""
+    assert found.keys() == expected.keys()
+    errors = {name: error(found[name], reference) for name, reference in expected.items()}
+    allowed = bounds or dict.fromkeys(expected, FP64_BOUND)
+    wrong = {name: (e, allowed[name]) for name, e in errors.items() if not e <= allowed[name]}
+    assert not wrong, f"error, bound: {wrong}"
+
+
+def assert_same(
+    found: Tensor | Sequence[Tensor | None],
+    expected: Tensor | Sequence[Tensor | None],
+    *,
+    where: str = "",
+    zero: float = 0.0,
+) -> None:
+    """A tensor, or as many tensors, each within the bound or both `None`.
+
+    Tensors with no element larger than `zero` count as equal: they are zero but for rounding.
+    """
+    if isinstance(expected, Tensor):
+        assert isinstance(found, Tensor)
+        found, expected = [found], [expected]
+    for i, (mine, whole) in enumerate(zip(found, expected, strict=True)):
+        assert (mine is None) == (whole is None), f"{where}, tensor {i}: {mine}, not {whole}"
+        if mine is not None and whole is not None:
+            off = error(mine.detach(), whole.detach())
+            is_zero = zero > 0 and all(float(t.detach().abs().max()) <= zero for t in (mine, whole))
+            assert off <= FP64_BOUND or is_zero, f"{where}, tensor {i}: off by {off:.2e}"
+
+
+# -- layouts --------------------------------------------------------------------------------
+
+
+def layout_at(mesh: Mesh, shape: Sequence[int], points: Sequence[Points]) -> Layout:
+    """A layout cut at given points of the last three (or fewer) dims."""
+    splits: list[Split | None] = [None] * len(shape)
+    first = len(shape) - len(points)
+    for i, cut in enumerate(points):
+        if cut is not None and len(cut) > 2:
+            splits[first + i] = Split((SPATIAL_AXES[i],), Partition(cut))
+    return Layout(mesh, shape, splits)
+
+
+def even_points(extent: int, parts: int) -> list[int]:
+    """The even partition's points."""
+    return list(Partition.even(extent, parts).points)
+
+
+def spatial_of(points: Sequence[Points]) -> tuple[int, int, int]:
+    """The mesh's spatial shape for the given split points."""
+    parts = [1 if cut is None else len(cut) - 1 for cut in points]
+    return tuple(parts + [1] * (3 - len(parts)))  # type: ignore[return-value]
+
+
+def shard(tensor: Tensor, layout: Layout) -> ShardedTensor:
+    """This rank's shard of a whole tensor, as a leaf."""
+    box = layout.box
+    index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
+    local = tensor.detach()[index].clone().requires_grad_(tensor.is_floating_point())
+    return ShardedTensor.from_local(local, layout)
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Threads that are started meanwhile share one core, another one in each worker of xdist.
+
+    Rank-threads take turns with the interpreter's lock: more cores do not speed them up, and to
+    wake a thread on another core costs a quarter of their time.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    number = os.getpid() if worker is None else int(worker.removeprefix("gw"))
+    os.sched_setaffinity(0, {sorted(before)[number % len(before)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def on_ranks(
+    spatial: Sequence[int], body: Callable[[Mesh], Any], data: int = 1, **options: Any
+) -> list[Any]:
+    """Runs `body(mesh)` on every rank-thread of a mesh; the results in rank order."""
+    with on_one_core():
+        return run_local(
+            lambda transport: body(Mesh(transport, data, spatial, **options)),
+            data * math.prod(spatial),
+            timeout=120,
+        )
+
+
+def on_shards(
+    body: Callable[[ShardedTensor, Mesh], Any],
+    spatial: Sequence[int] = (2, 1, 1),
+    shape: Sequence[int] = (2, 3, 5, 4, 3),
+    **options: Any,
+) -> list[Any]:
+    """Runs `body(x, mesh)` with x = randn(*shape), evenly cut, a leaf, on every rank."""
+    return on_ranks(
+        spatial,
+        lambda mesh: body(shard(randn(*shape), layout_for_sample(mesh, shape)), mesh),
+        **options,
+    )
+
+
+# -- functions ------------------------------------------------------------------------------
+
+
+def check_function(
+    function: Callable[..., Any],
+    x: Tensor,
+    parameters: Sequence[Tensor] = (),
+    points: Sequence[Points] = (),
+    *,
+    beside: Sequence[Cut] = (),
+    second_order: bool = False,
+    keep_thin_blocks: bool = True,
+) -> None:
+    """Output and all gradients of a function, split against whole, in fp64.
+
+    Args:
+        function: called as function(x, *beside, *parameters).
+        x: becomes a sharded tensor, cut at `points`.
+        parameters: stay plain, equal on all ranks; their gradients count by the mean.
+        points: split points of the last dims of `x`, over depth, height, width.
+        beside: more tensors that become sharded, cut at points of their own.
+        second_order: also the gradient of the squared norm of all first gradients.
+        keep_thin_blocks: as of the mesh.
+    """
+    tensors = [x, *(each.tensor for each in beside)]
+    layouts = [points, *(each.points for each in beside)]
+
+    def whole(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        leaves = [
+            change(t).detach().clone().requires_grad_(t.is_floating_point())
+            for t in (*tensors, *parameters)
+        ]
+        results = _differentiate(function, leaves, second_order)
+        return {name: t.detach() for name, t in results.items()}
+
+    def split(mesh: Mesh) -> dict[str, Tensor]:
+        leaves = [
+            *(shard(t, layout_at(mesh, t.shape, p)) for t, p in zip(tensors, layouts, strict=True)),
+            *(nn.Parameter(p.detach().clone(), p.is_floating_point()) for p in parameters),
+        ]
+        results = _differentiate(function, leaves, second_order)
+        means = {str(i) for i, leaf in enumerate(leaves) if isinstance(leaf, nn.Parameter)}
+        return {name: _as_whole(t, mesh, name.lstrip("d") in means) for name, t in results.items()}
+
+    expected = whole(lambda t: t)
+    bounds = bounds_of(expected, whole(jittered))
+    for found in on_ranks(spatial_of(points), split, keep_thin_blocks=keep_thin_blocks):
+        assert_equal(found, expected, bounds)
+
+
+def _as_whole(t: Tensor, mesh: Mesh, mean: bool) -> Tensor:
+    """A result as this rank sees it: its own copy where several ranks hold one."""
+    whole = t.full_tensor() if isinstance(t, ShardedTensor) else t
+    return (mean_ranks(whole, mesh, SAMPLE_AXES) if mean else whole).detach()
+
+
+def _differentiate(
+    function: Callable[..., Any], leaves: list[Tensor], second_order: bool
+) -> dict[str, Tensor]:
+    y = function(*leaves)
+    results = {"y": y}
+    if not y.requires_grad:
+        return results
+    names = [f"d{i}" for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
+    loss = (y * randn(*y.shape, seed=3)).sum()
+    grads = torch.autograd.grad(
+        loss, leaves, create_graph=second_order, allow_unused=True, materialize_grads=True
+    )
+    results |= dict(zip(names, grads, strict=True))
+    if second_order:
+        penalty: Any = sum((g * g).sum() for g in _true(grads, leaves))
+        if penalty.requires_grad:  # not where the function is linear in everything
+            second = torch.autograd.grad(penalty, leaves, allow_unused=True, materialize_grads=True)
+            results |= {f"d{name}": g for name, g in zip(names, second, strict=True)}
+    return results
+
+
+def _true(grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients as users of a parallelized model see them: a parameter's is the mean."""
+    x = leaves[0]
+    if not isinstance(x, ShardedTensor):
+        return list(grads)
+    return [
+        mean_ranks(g, x.mesh, SAMPLE_AXES) if isinstance(leaf, nn.Parameter) else g
+        for g, leaf in zip(grads, leaves, strict=True)
+    ]
+
+
+# -- networks -------------------------------------------------------------------------------
+
+
+class Task(NamedTuple):
+    """A network with the batch and the loss that it is trained on."""
+
+    model: nn.Module
+    x: Tensor
+    target: Tensor
+    loss: Callable[[Tensor, Tensor], Tensor]
+
+
+class Answer(NamedTuple):
+    """What one device finds, and how far it may be missed."""
+
+    expected: dict[str, Tensor]
+    bounds: dict[str, float]
+
+
+def whole_answer(task: Task) -> Answer:
+    """Output, loss, gradients and buffers of one step on one device."""
+    expected = whole_step(task)
+    return Answer(expected, bounds_of(expected, whole_step(task, jittered)))
+
+
+def check_network(
+    task: Task,
+    spatial: tuple[int, int, int],
+    data: int = 1,
+    *,
+    answer: Answer | None = None,
+    keep_thin_blocks: bool = False,
+    **options: Any,
+) -> None:
+    """Output, loss, input and parameter gradients and buffers of a network, split against whole.
+
+    Args:
+        task: with the whole batch; sample groups take equal contiguous parts of it.
+        spatial: the mesh's spatial shape.
+        data: number of sample groups.
+        answer: of `whole_answer(task)`, if several splits are compared with it.
+        keep_thin_blocks: as of the mesh.
+        **options: of `parallelize`.
+    """
+    expected, bounds = answer or whole_answer(task)
+
+    def rank(mesh: Mesh) -> None:
+        own = task._replace(model=copy.deepcopy(task.model))
+        # Compared on each rank: the gradients of all ranks together would fill the memory.
+        assert_equal(train_split(own, mesh, **options), expected, bounds)
+
+    on_ranks(spatial, rank, data, keep_thin_blocks=keep_thin_blocks)
+
+
+def whole_step(task: Task, change: Callable[[Tensor], Tensor] = lambda t: t) -> dict[str, Tensor]:
+    """One forward and backward on one device, after a change of parameters and input."""
+    model = copy.deepcopy(task.model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(change(p))
+    leaf = change(task.x).detach().clone().requires_grad_()
+    y = model(leaf)
+    value = task.loss(y, task.target)
+    value.backward()
+    assert leaf.grad is not None
+    return _results(model, y.detach(), value.detach(), leaf.grad)
+
+
+def train_split(
+    task: Task, mesh: Mesh, points: Sequence[Points] | None = None, **options: Any
+) -> dict[str, Tensor]:
+    """One forward and backward on a mesh, with the results put together as one device has them.
+
+    Args:
+        task: with the whole batch.
+        mesh: the mesh.
+        points: split points of the input's last dims; by default it is cut evenly.
+        **options: of `parallelize`.
+    """
+    model = parallelize(task.model, mesh, **options)
+    mine = group_slice(mesh, task.x.shape[0])
+    own = task.x[mine]
+    layout = (
+        layout_for_sample(mesh, own.shape) if points is None else layout_at(mesh, own.shape, points)
+    )
+    x = shard(own, layout)
+    y = model(x)
+    value = task.loss(y, task.target[mine])
+    value.backward()
+    assert isinstance(x.grad, ShardedTensor)
+    grad_x = _all_samples(x.grad.full_tensor(), mesh) / mesh.data_size
+    full = y.full_tensor() if isinstance(y, ShardedTensor) else y
+    mean = (value.full_tensor() if isinstance(value, ShardedTensor) else value).detach().clone()
+    mesh.world.all_reduce(mean)
+    return _results(model, _all_samples(full.detach(), mesh), mean / mesh.size, grad_x)
+
+
+def group_slice(mesh: Mesh, batch: int) -> slice:
+    """The samples of this rank's group, of a batch that is divided equally."""
+    share = batch // mesh.data_size
+    return slice(mesh.data_index * share, (mesh.data_index + 1) * share)
+
+
+def _all_samples(x: Tensor, mesh: Mesh) -> Tensor:
+    return mesh.data.all_gather(x.contiguous()).flatten(0, 1)
+
+
+def _results(model: nn.Module, y: Tensor, value: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    found = {"y": y, "loss": value, "dx": grad}
+    for name, p in model.named_parameters():
+        if p.grad is not None:  # on one device and split alike
+            found[f"d {name}"] = p.grad
+    for name, b in model.named_buffers():
+        if b.is_floating_point():
+            found[f"buffer {name}"] = b
+    return found

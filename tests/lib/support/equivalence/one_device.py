@@ -1,0 +1,104 @@
+"""What one device finds of a task, and how far a split run may be from it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from support.equivalence import (
+    FP64_BOUND,
+    Points,
+    Task,
+    assert_equal,
+    error,
+    jittered,
+    noise_like,
+    on_ranks,
+    spatial_of,
+    train_split,
+    whole_step,
+)
+
+FLOORS = {torch.float64: FP64_BOUND, torch.float32: 1e-6}
+NOISES = range(8)
+ROUNDING = 0.1
+"""What noise moves that far is nothing but rounding, like the gradient of a bias before a norm. How
+much of it there is says little about how much there will be: such a tensor only has to be small."""
+
+
+class Reference:
+    """One step of a task on one device, in float64 and in the task's own type.
+
+    Bounds are those of docs/architecture.md, Numerics: in float64 4 × what noise in the last bit
+    does, in narrower types 4 × as far from float64 as one device. What noise does is asked for
+    where the floor is not held: it takes time.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.dtype = task.x.dtype
+        self.exact = whole_step(_in_type(task, torch.float64))
+
+    @cached_property
+    def bounds(self) -> dict[str, float]:
+        """Of every tensor: the worst of several runs with noise in every layer, both ways."""
+        worst = dict.fromkeys(self.exact, FLOORS[self.dtype])
+        for seed in NOISES:
+            noisy_model = with_noise(copy.deepcopy(self.task.model), seed)
+            task = self.task._replace(model=noisy_model)
+            noisy = whole_step(task, partial(jittered, seed=seed))
+            for name, found in noisy.items():
+                worst[name] = max(worst[name], 4 * error(found.double(), self.exact[name]))
+        return {name: bound * (100 if bound > ROUNDING else 1) for name, bound in worst.items()}
+
+    def check(self, found: Mapping[str, Tensor]) -> None:
+        """Every tensor within its bound.
+
+        Raises:
+            AssertionError: one is not, or is missing.
+        """
+        wide = {name: t.double() for name, t in found.items()}
+        floors = dict.fromkeys(self.exact, FLOORS[self.dtype])
+        try:
+            assert_equal(wide, self.exact, floors)
+        except AssertionError:
+            assert_equal(wide, self.exact, self.bounds)
+
+    def check_split(self, points: list[Points], *, keep_thin_blocks: bool = False) -> None:
+        """A step on rank-threads, cut at points of the input's last dims."""
+        task = self.task
+
+        def rank(mesh: Any) -> dict[str, Tensor]:
+            own = task._replace(model=copy.deepcopy(task.model))
+            return train_split(own, mesh, points=points)
+
+        for found in on_ranks(spatial_of(points), rank, keep_thin_blocks=keep_thin_blocks):
+            self.check(found)
+
+
+def _in_type(task: Task, dtype: torch.dtype) -> Task:
+    """The task in another type; integers stay what they are."""
+    target = task.target.to(dtype) if task.target.is_floating_point() else task.target
+    return task._replace(
+        model=copy.deepcopy(task.model).to(dtype), x=task.x.to(dtype), target=target
+    )
+
+
+def with_noise(model: nn.Module, seed: int) -> nn.Module:
+    """The model, every layer's result and gradient off by one unit in the last place."""
+    for i, module in enumerate(model.modules()):
+        module.register_forward_hook(partial(_add_noise, 100 * seed + i))
+    return model
+
+
+def _add_noise(seed: int, module: nn.Module, args: Any, y: Any) -> Any:
+    """Of each value, and of each channel as a whole, as a sum over it is off for all its values."""
+    if not isinstance(y, Tensor) or not y.is_floating_point() or y.dim() < 2:
+        return y
+    largest = y.detach().abs().amax(tuple(range(2, y.dim())) or (0,), keepdim=True)
+    return y * noise_like(y, seed) + largest * (noise_like(largest, seed + 50) - 1)

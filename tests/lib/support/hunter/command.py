@@ -1,0 +1,128 @@
+"""The command `tools/hunt`."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from support.hunter.generator import INGREDIENTS, KNOWN
+from support.hunter.hunt import LEAST_SHARE, LIMIT, Task, hunt, minimise
+from support.hunter.mutations import MUTATIONS, Mutation
+from support.hunter.under_mpi import hunt_mpi
+
+SOME = 20
+"""So many programs have to be equal for the most part."""
+
+STALE_PATCH = re.compile("(Type|Attribute|Name)Error: ")
+"""In what is raised by a patch of a function that has other arguments now."""
+
+MUTANT_PROGRAMS = 150
+"""At most so many look for a mutation, by default."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="tools/hunt", description="Runs random training programs split against whole."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--programs", type=int, help="at most so many")
+    parser.add_argument("--seconds", type=float, default=120.0, help="start none after so long")
+    parser.add_argument(
+        "--only", nargs="*", choices=(*INGREDIENTS, *KNOWN), metavar="INGREDIENT",
+        help=f"what programs may have beside networks and steps: {', '.join(INGREDIENTS)}; "
+        f"known to differ: {', '.join(KNOWN)}",
+    )  # fmt: skip
+    parser.add_argument("--failures", type=int, default=10**9, help="end after so many")
+    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
+    parser.add_argument("--minimise", type=int, default=3, help="of so many failures")
+    parser.add_argument("--mpi", help="run programs under this MPI as well: openmpi, mpich, gloo")
+    parser.add_argument("--ranks", type=int, default=2, help="of the MPI job")
+    parser.add_argument(
+        "--mutations", nargs="*", choices=tuple(MUTATIONS), metavar="NAME",
+        help="put these known faults into pydist, or all, one at a time, and look for each in at "
+        f"most --programs programs (default {MUTANT_PROGRAMS}): {', '.join(MUTATIONS)}",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, help="folder for scripts of failures, else printed")
+    given = parser.parse_args(arguments)
+    start = time.monotonic()
+    ingredients = INGREDIENTS if given.only is None else tuple(given.only)
+    most = 10**9 if given.programs is None else given.programs
+    tasks: Iterator[Task] = ((seed, ingredients) for seed in itertools.count(given.seed))
+    if given.mutations is not None:
+        return hunt_mutations(given)
+    if given.mpi is None:
+        tasks = itertools.islice(tasks, most)
+        tally = hunt(tasks, given.seconds, given.workers, given.failures)
+    else:
+        tally = hunt_mpi(tasks, given.seconds, given.workers, given.ranks, given.mpi, most)
+    print(*tally.lines(), sep="\n")
+    print(f"seeds from {given.seed}, {time.monotonic() - start:.0f} s", flush=True)
+    for seed, verdict in tally.found[: given.minimise]:
+        script = minimise((seed, ingredients), verdict.outcome, 120)
+        if script is None:
+            print(f"seed {seed}: fails not each time, or not with the same outcome")
+        elif given.out is None:
+            print(f"\n{script}")
+        else:
+            given.out.mkdir(parents=True, exist_ok=True)
+            path = given.out / f"found-{seed}.py"
+            path.write_text(script)
+            print(f"{path}: {verdict.outcome}")
+    empty = tally.programs >= SOME and tally.share < LEAST_SHARE
+    if empty:
+        print(f"only {tally.share:.0%} of the programs were equal as they were made, or raised")
+    return 1 if tally.found or empty else 0
+
+
+def hunt_mutations(given: argparse.Namespace) -> int:
+    """Looks for each known fault; returns 1 if one was not found."""
+    missed = 0
+    most = MUTANT_PROGRAMS if given.programs is None else given.programs
+    for name in given.mutations or MUTATIONS:
+        mutation = MUTATIONS[name]
+        only = mutation.only if given.only is None else tuple(given.only)
+        programs, text = found_in(mutation, only, given.seed, most, given.seconds)
+        missed += not programs
+        how = f"found by program {programs}" if programs else "NOT FOUND"
+        print(
+            f"point {mutation.point}, {name} (--only {' '.join(only)}): {how}: {text}", flush=True
+        )
+    return 1 if missed else 0
+
+
+def found_in(
+    mutation: Mutation, only: Sequence[str], seed: int, most: int, seconds: float
+) -> tuple[int, str]:
+    """How many programs it takes to find a known fault, 0 if it is not; and what was found.
+
+    Args:
+        mutation: the fault.
+        only: ingredients of the programs.
+        seed: of the first one.
+        most: programs at most.
+        seconds: start none after so long.
+    """
+    deadline, first = time.monotonic() + seconds, seed
+    while seed < first + most:
+        tasks = [(s, tuple(only)) for s in range(seed, first + most)]
+        with mutation.applied():
+            tally = hunt(tasks, deadline - time.monotonic(), most=1, quiet=True)
+        if not tally.found:
+            return 0, f"{seed + tally.programs - first} programs"
+        found, verdict = tally.found[0]
+        if STALE_PATCH.search(verdict.detail):
+            return 0, f"the patch does not fit pydist any more: {verdict.detail}"
+        if not hunt([(found, tuple(only))], LIMIT, quiet=True).found:
+            return found - first + 1, f"seed {found}, {verdict.outcome}: {verdict.detail}"
+        seed = found + 1  # it fails without the fault as well
+    return 0, f"{most} programs"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Processes that tests start: their environment (`children`), their hangs, and `programs`."""

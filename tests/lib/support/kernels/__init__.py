@@ -1,0 +1,1 @@
+"""Cases for the native kernels, and their runs with every instruction set."""

@@ -1,0 +1,1 @@
+"""Networks that tests train: small ones, and those that others wrote (`zoo`)."""

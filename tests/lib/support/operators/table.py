@@ -1,0 +1,152 @@
+"""Writes docs/operators.md: what every call does, unsplit and split, by type and derivative.
+
+    PYTHONPATH=tests/lib python -m support.operators.table > docs/operators.md
+
+Every call of `operators.cases` runs on one device and on sharded tensors, and is compared. A call
+that differs ends the script: only what is equal, or refused, has a place in the table.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from pydist import Mesh
+from pydist.errors import NotSupported
+from pydist.tensor import HANDLERS
+from pydist.tensor.refusals import name_of
+from support.equivalence import on_ranks
+from support.operators.cases import FAMILIES
+from support.operators.runs import TYPES, cell, on_one_device, run
+
+
+def elementwise_texts(known: set[str]) -> list[str]:
+    """Calls of the element-wise functions that no text has yet, by their names."""
+    forms = [
+        "torch.{}(x)", "torch.{}(u)", "torch.{}(x, y)", "F.{}(x)", "torch.special.{}(u)",
+        "torch.special.{}(u, v)", "x.{}()", "x.{}(y)",
+    ]  # fmt: skip
+    texts = []
+    for name in sorted(handled() - known):
+        for form in forms:
+            text = form.format(name)
+            first = on_one_device(text, "fp64")[:1]
+            if first and all(t.isfinite().all() for t in first[0]):
+                texts.append(text)
+                break
+    return texts
+
+
+def short(name: str) -> str:
+    """sigmoid for torch.sigmoid, torch.Tensor.sigmoid_ and the like; "" for what is asked only."""
+    last = name.rsplit(".", 1)[-1]
+    return "" if last.startswith("__") or name.endswith(" ") else last.rstrip("_").lstrip("_")
+
+
+ASKED = frozenset(
+    "backward grad register_hook retain_grad item tolist dim size numel nelement ndimension "
+    "element_size get_device is_complex is_conj is_contiguous is_floating_point is_inference "
+    "is_neg is_signed is_tensor data requires_grad cpu cuda type imag".split()
+)
+"""What gives no tensor, and what tests of its own have."""
+
+
+def handled() -> set[str]:
+    """The short names of all functions that have a handler and give tensors."""
+    return {short(name_of(function)) for function in HANDLERS} - ASKED - {""}
+
+
+class _Seen(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.add(short(name_of(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def names_in(texts: Sequence[str]) -> set[str]:
+    """The short names of the functions that the texts call on sharded tensors."""
+
+    def body(mesh: Mesh) -> set[str]:
+        with _Seen() as seen:
+            for text in texts:
+                with suppress(NotSupported):
+                    next(run(text, "fp64", mesh))
+        return seen.names
+
+    return on_ranks((1, 1, 1), body)[0]
+
+
+def all_texts() -> dict[str, list[str]]:
+    """The calls of the table, by family."""
+    families = {name: text.strip().splitlines() for name, text in FAMILIES.items()}
+    known = names_in([text for texts in families.values() for text in texts])
+    families["Element by element"] += elementwise_texts(known)
+    return families
+
+
+def rows() -> dict[str, dict[str, list[str]]]:
+    """The cells of every call, by family: unsplit and split, each in all types."""
+    families = all_texts()
+    calls = [text for texts in families.values() for text in texts]
+    expected = {(text, kind): on_one_device(text, kind) for text in calls for kind in TYPES}
+
+    def body(mesh: Mesh) -> dict[str, list[str]]:
+        return {
+            text: [cell(text, kind, expected[text, kind], mesh) for kind in TYPES] for text in calls
+        }
+
+    columns = []
+    for spatial in ((1, 1, 1), (2, 1, 1)):
+        ranks = on_ranks(spatial, body)
+        assert all(rank == ranks[0] for rank in ranks)
+        columns.append(ranks[0])
+    return {
+        name: {text: [*columns[0][text], *columns[1][text]] for text in texts}
+        for name, texts in families.items()
+    }
+
+
+TORCH = f"torch {torch.__version__.split('+')[0]}"
+
+HEAD = f"""# Operators
+
+What each call gives on sharded tensors: with one rank, where nothing is split, and with the first
+spatial dim of every tensor cut unevenly over two. `tests/lib/support/operators/table.py` runs them
+all against {TORCH} on one device and writes this page; a test keeps it true.
+
+`FBD`: forward, backward and double backward are those of one device. `·`: torch has none itself
+(no derivative, or not in this type). `refused`: stops with the call's name, the module and the way
+on; `F, then refused`: the result is there, its derivative is not. bf16 is autocast of fp32.
+
+x and y are `[N, C, D, H, W]`, x1 `[N, C, W]`, x2 `[N, C, H, W]`, u and v like x with values between
+0 and 1; mask is boolean, labels are integers; `p(...)` is a parameter. `assigned(x, y)` does
+`x[:, :2] = y[:, 2:]`. Functions, methods, operators and forms in place of the same name go the same
+way.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD]
+    for name, calls in rows().items():
+        parts.append(f"\n## {name}\n")
+        parts.append("| call | fp64 | fp32 | bf16 | split: fp64 | fp32 | bf16 |")
+        parts.append("|---|---|---|---|---|---|---|")
+        parts += [f"| `{text}` | {' | '.join(cells)} |" for text, cells in calls.items()]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    print(page(), end="")

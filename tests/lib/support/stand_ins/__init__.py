@@ -1,0 +1,1 @@
+"""Stand-ins: what takes the place of a device, and what it shows (docs/stand-ins.md)."""

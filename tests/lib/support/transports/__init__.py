@@ -1,0 +1,1 @@
+"""Contracts: what every transport must do, on the host and between CUDA devices."""
