@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +150,10 @@ def run_own_loop(mesh: Any) -> None:
         class Hanging:
             key, candidates = "hang", ("fast", "slow")
 
-            def rivals(self, candidate):
+            def rivals(self, candidate: str) -> Sequence[str]:
                 return self.candidates
 
-        def visit(key, name):
+        def visit(key: str, name: str) -> float:
             if RANK == 1:
                 fault()
             return 1.0
