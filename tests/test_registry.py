@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
+from pydist.data import Manifest
 from pydist.errors import UsageError
 from pydist.registry import TRANSPORTS, Registry, transport_names
+from pydist.train import log
 from support.jobs.children import child_environment
 
 TRANSPORT = """
@@ -107,6 +112,36 @@ class FlatSegmentation(Segmentation):
         return {"channels": channels, "classes": classes, "width": self.config.width}
 """
 
+FORMATS = """
+import numpy
+from pydist.data.formats import StoredFile
+
+class NumpyFolder(StoredFile):
+    "A folder with a .npy file for each array."
+
+    def dataset(self, name):
+        return numpy.load(self.path / f"{name}.npy", mmap_mode="r")
+"""
+
+DATA = """
+import sys
+import numpy
+from pathlib import Path
+from pydist.data.manifest import DataFile, Manifest
+
+generator, files = numpy.random.default_rng(0), []
+for i, split in enumerate(["train", "train", "val"]):
+    folder = Path("numbers", f"{i}")
+    folder.mkdir(parents=True)
+    numpy.save(folder / "ct.npy", generator.normal(size=(1, 8, 8, 8)).astype("float32"))
+    numpy.save(folder / "classes.npy", generator.integers(0, 3, (8, 8, 8)).astype("uint8"))
+    files.append(DataFile(f"{i}", split, 0, "", ((0, 0, 0),)))
+Manifest(
+    (1, 8, 8, 8), "CDHW", "float32", tuple(files), dataset="ct", label="classes",
+    class_names=("nothing", "one", "two"), file_format=sys.argv[1],
+).save("numbers")
+"""
+
 ENTRY_POINTS = """
 [pydist.transports]
 counting = my_transports:Counting
@@ -120,6 +155,9 @@ lost = my_missing:Config
 
 [pydist.optimizers]
 rmsprop = my_tables:RmspropConfig
+
+[pydist.formats]
+npy = my_formats:NumpyFolder
 """
 
 CONFIG = """
@@ -147,6 +185,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "my_transports.py").write_text(TRANSPORT)
     (root / "my_tables.py").write_text(TABLES)
     (root / "my_networks.py").write_text(NETWORKS)
+    (root / "my_formats.py").write_text(FORMATS)
     about = root / "my_package-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
@@ -198,6 +237,65 @@ def test_a_network_and_an_optimizer_of_another_package_train_and_predict(package
     assert ended.returncode == 0, ended.stderr
     ended = run(package, tmp_path, "export", "run", "weights.safetensors")
     assert "my_networks.Flat(channels=1, classes=3, width=3)" in ended.stdout, ended.stderr
+
+
+def test_a_file_format_of_another_package_is_trained_from_and_predicts_as_hdf5_does(
+    package, tmp_path
+):
+    (tmp_path / "make.py").write_text(DATA)
+    made = subprocess.run(
+        [sys.executable, "make.py", "npy"],
+        cwd=tmp_path,
+        env=child_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert made.returncode == 0, made.stderr
+    as_hdf5 = tmp_path / "same"
+    as_hdf5.mkdir()
+    manifest = Manifest.load(tmp_path / "numbers")
+    files = []
+    for file in manifest.files:
+        with h5py.File(as_hdf5 / f"{file.path}.hdf5", "w") as copy:
+            for name in ("ct", "classes"):
+                copy[name] = np.load(tmp_path / "numbers" / file.path / f"{name}.npy")
+        files.append(dataclasses.replace(file, path=f"{file.path}.hdf5"))
+    dataclasses.replace(manifest, files=tuple(files), file_format="hdf5").save(as_hdf5)
+
+    def losses(data: str) -> list[float]:
+        options = ["--data.path", data, "--output.folder", f"run of {data}", "-n", "2"]
+        (tmp_path / "flat.toml").write_text(CONFIG)
+        ended = run(package, tmp_path, "train", "flat.toml", *options)
+        assert ended.returncode == 0, ended.stderr
+        return list(log.losses(tmp_path / f"run of {data}" / "log.jsonl").values())
+
+    of_numpy = losses("numbers")
+    assert len(of_numpy) == 4
+    assert of_numpy == losses("same")
+
+
+def test_damage_in_a_file_format_of_another_package_is_one_line(package, tmp_path):
+    (tmp_path / "make.py").write_text(DATA)
+    for kind in ("npy", "zip"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        environment = child_environment()
+        command = [sys.executable, "../make.py", kind]
+        subprocess.run(command, cwd=folder, env=environment, timeout=60, check=True)
+        (folder / "flat.toml").write_text(CONFIG)
+    (tmp_path / "npy" / "numbers" / "1" / "ct.npy").unlink()
+    path = ["--data.path", "numbers", "--mesh.spatial", "1", "1", "1"]
+    ended = run(package, tmp_path / "npy", "train", "flat.toml", *path)
+    assert ended.returncode == 65
+    assert "numbers/1: FileNotFoundError: " in ended.stderr
+    assert "ct.npy" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    ended = run(package, tmp_path / "zip", "train", "flat.toml", *path)
+    assert ended.returncode == 2
+    assert "format 'zip' is none of hdf5, npy" in ended.stderr
+    assert ended.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,6 @@ def work(network: str, width: int, plain: bool) -> None:
 def _measure(world: Any, network: str, width: int, plain: bool) -> float:
     """Megabytes."""
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
     import pydist
 
@@ -91,20 +90,7 @@ def _measure(world: Any, network: str, width: int, plain: bool) -> float:
         torch.nn.functional.cross_entropy(model(x), target).backward()
 
     step()  # chooses kernels, makes gradients and buffers
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        step()
-    return _peak(recorded) / 1e6
-
-
-def _peak(recorded: Any) -> int:
-    """Bytes at the peak, above those at the start."""
-    events = recorded.profiler.kineto_results.events()
-    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-    held = peak = 0
-    for _, nbytes in sorted(changes, key=lambda change: change[0]):
-        held += nbytes
-        peak = max(peak, held)
-    return peak
+    return common.peak(step) / 1e6
 
 
 if __name__ == "__main__":

@@ -13,13 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import common
 
@@ -44,7 +38,7 @@ def main() -> None:
         measure(options)
         return
     machine = common.machine(threads_per_rank=1)
-    times: dict[str, list[float]] = common.on_two_ranks(__file__, options)
+    times: dict[str, list[float]] = common.on_ranks(__file__, options)
     rows, shown = [], []
     for variant, seconds in times.items():
         step, cost = common.summary(seconds), common.paired(times["all on"], seconds)
@@ -78,29 +72,25 @@ def measure(options: argparse.Namespace) -> None:
 
     for _ in range(10):
         step()
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    order = random.Random(0)  # the same on both ranks
-    for _ in range(options.rounds):
-        for variant in order.sample(list(VARIANTS), len(VARIANTS)):
-            with switched_off(VARIANTS[variant]):
-                mesh.world.barrier()
-                began = time.perf_counter()
-                step()
-                times[variant].append(time.perf_counter() - began)
+    empty = empty_functions()
+    variants = {
+        variant: [patch for check in checks for patch in empty[check]]
+        for variant, checks in VARIANTS.items()
+    }
+    times = common.in_turns(variants, step, options.rounds, mesh.world.barrier)
     if mesh.rank == 0:
         options.rank.write_text(json.dumps(times))
 
 
-@contextmanager
-def switched_off(checks: tuple[str, ...]) -> Iterator[None]:
-    """Replaces the functions of these checks; the same on all ranks, and between steps."""
+def empty_functions() -> dict[str, list[common.Patch]]:
+    """What replaces the functions of each check."""
     from pydist._loader import native
     from pydist.comm.interface.ledger import Ledger
     from pydist.exchange.consistency import Consistency
     from pydist.exchange.history import NO_HISTORY
     from pydist.tensor import sharded
 
-    empty: dict[str, list[tuple[Any, str, Any]]] = {
+    return {
         "ledger": [(Ledger, "note", lambda *_, **__: None)],
         "checksums": [
             (Consistency, "prove_equal", lambda *_: None),
@@ -116,11 +106,6 @@ def switched_off(checks: tuple[str, ...]) -> Iterator[None]:
             (native, "leave_phase", lambda: None),
         ],
     }
-    with ExitStack() as stack:
-        for check in checks:
-            for owner, name, function in empty[check]:
-                stack.enter_context(mock.patch.object(owner, name, function))
-        yield
 
 
 if __name__ == "__main__":

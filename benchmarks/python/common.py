@@ -7,18 +7,25 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from pydist._loader import native
 
 ROOT = Path(__file__).resolve().parents[2]
+
+Patch = tuple[Any, str, Any]
+"""Owner of an attribute, its name, and what replaces it."""
 
 
 def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
@@ -39,20 +46,21 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     return made
 
 
-def on_two_ranks(script: str, options: argparse.Namespace, mpi: str = "auto") -> Any:
-    """Runs a benchmark's script as two ranks of one thread each.
+def on_ranks(script: str, options: argparse.Namespace, mpi: str = "auto", ranks: int = 2) -> Any:
+    """Runs a benchmark's script as ranks of one thread each.
 
     Args:
         script: the benchmark's file. Its option `--rank` names the JSON file that rank 0 writes.
         options: as parsed from `parser`; `--rounds` and `--quick` are handed on.
         mpi: as of `pydist run`.
+        ranks: how many.
 
     Returns:
         What rank 0 wrote.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        command = [sys.executable, "-m", "pydist", "run", "-n", "2", "--mpi", mpi]
+        command = [sys.executable, "-m", "pydist", "run", "-n", str(ranks), "--mpi", mpi]
         command += [str(Path(script).resolve()), "--rank", str(result)]
         command += ["--rounds", str(options.rounds), *["--quick"] * options.quick]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -98,6 +106,60 @@ def summary(seconds: Sequence[float]) -> dict[str, Any]:
         "quartiles": [first, third],
         "rounds": len(seconds),
     }
+
+
+def in_turns(
+    variants: Mapping[str, Sequence[Patch]],
+    step: Callable[[], object],
+    rounds: int,
+    barrier: Callable[[], object],
+) -> dict[str, list[float]]:
+    """Times a step of every variant in each round, in an order that all ranks draw.
+
+    Args:
+        variants: what is replaced in the program for a step: owner, name, value. The same on all
+            ranks.
+        step: that is timed.
+        rounds: steps of each variant.
+        barrier: after which a step begins on all ranks.
+
+    Returns:
+        Seconds of each variant, in the order of the rounds.
+    """
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for variant in order.sample(list(variants), len(variants)):
+            with replaced(variants[variant]):
+                barrier()
+                began = time.perf_counter()
+                step()
+                seconds[variant].append(time.perf_counter() - began)
+    return seconds
+
+
+@contextmanager
+def replaced(patches: Sequence[Patch]) -> Iterator[None]:
+    """Replaces attributes for as long as it is open."""
+    with ExitStack() as stack:
+        for owner, name, value in patches:
+            stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def peak(step: Callable[[], object]) -> int:
+    """Bytes that torch's CPU allocator holds at the peak of a step, above those at its start."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    events: Any = recorded.profiler.kineto_results.events()
+    changes = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+    held = most = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        held += nbytes
+        most = max(most, held)
+    return most
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> float:

@@ -44,7 +44,7 @@ def main() -> None:
     rows = [
         {"mpi": mpi, **row}
         for mpi in options.mpi
-        for row in common.on_two_ranks(__file__, options, mpi)
+        for row in common.on_ranks(__file__, options, mpi)
     ]
     shown = [
         (f"{r['mpi']}, {r['way']}", r["calls"], r["wait"]["median"] * 1e3, r["slowdown"] * 100)

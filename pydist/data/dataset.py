@@ -1,4 +1,4 @@
-"""Samples in HDF5 files, of which each rank reads only its block."""
+"""Samples in files, of which each rank reads only its block."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from pydist.data.formats import Readable, StoredArray
 from pydist.data.manifest import DataFile, Manifest
 from pydist.data.normalize import Normalizer, staged_dtype
-from pydist.data.open_files import OpenedFile, OpenFiles
-from pydist.data.safe_open import HDF5_ERRORS, Readable
+from pydist.data.open_files import OpenedFile, OpenFiles, in_one_line
 from pydist.errors import DataError, DoesNotFit, UsageError, out_of_memory
 
 if TYPE_CHECKING:
@@ -51,7 +50,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         allow_roots: folders that links and virtual datasets may lead to; see `safe_open`.
         open_files: how many files are held open.
         manifest: instead of the one in `root`, for folders that can't be written.
-        driver: makes the file object to read a path through; by default HDF5 reads the file.
+        driver: makes the file object to read a path through; by default the format's library reads
+            the file.
         ignore_label: a label that voxels may have besides the classes.
 
     Raises:
@@ -214,7 +214,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
         def part(opened: OpenedFile) -> npt.NDArray[Any]:
             assert opened.label is not None
-            return self._read(opened.label, _window(sample.offset, lo, hi), index)
+            name, window = self.manifest.label, _window(sample.offset, lo, hi)
+            return self._read(opened, opened.label, window, self._where(index, name))
 
         stored = self._files.read(sample.file, part)
         values = out.numpy()
@@ -252,13 +253,15 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
         def part(opened: OpenedFile) -> npt.NDArray[np.float64]:
             if opened.target is None:
-                dataset = opened.file.dataset(name)
+                with in_one_line(type(opened.file), opened.file.path):
+                    dataset = opened.file.dataset(name)
                 if dataset.shape != (self.num_targets,):
                     raise DataError(
                         f"{opened.file.path}: {name!r} has the shape {dataset.shape}; "
                         f"({self.num_targets},) was expected: {self.manifest.target_names}"
                     )
-                opened.target = self._read(dataset, (), index).astype(np.float64)
+                values = self._read(opened, dataset, (), self._where(index, name))
+                opened.target = values.astype(np.float64)
             return opened.target
 
         values = self._files.read(sample.file, part)
@@ -288,9 +291,9 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         last = self.manifest.axes == "DHWC"
         if last:
             window = (*window[1:], window[0])
+        where, into = self._where(index), None if last else out
         stored = self._files.read(
-            sample.file,
-            lambda opened: self._read(opened.samples, window, index, None if last else out),
+            sample.file, lambda opened: self._read(opened, opened.samples, window, where, into)
         )
         if last:
             stored = np.moveaxis(stored, -1, 0)
@@ -300,22 +303,20 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
     def _read(
         self,
-        dataset: h5py.Dataset,
+        opened: OpenedFile,
+        dataset: StoredArray,
         window: tuple[slice, ...],
-        index: int,
+        where: str,
         out: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[Any]:
-        """A part of an HDF5 dataset, in this machine's byte order; in `out`, if that is given."""
+        """A part of an array, in this machine's byte order; in `out`, if that is given."""
         try:
-            if out is not None:
-                dataset.read_direct(out, window)
-                return out
-            stored = dataset[window]
-        except HDF5_ERRORS as error:
-            where = self._where(index, dataset.name.lstrip("/"))
+            stored = opened.file.read(dataset, window, out)
+        except opened.file.errors as error:
+            what = " ".join(str(error).split())
             if out_of_memory(error):
-                raise DoesNotFit(f"{where}: {' '.join(str(error).split())}") from error
-            raise BadSample(f"{where}: damaged: {' '.join(str(error).split())}") from error
+                raise DoesNotFit(f"{where}: {what}") from error
+            raise BadSample(f"{where}: damaged: {what}") from error
         return stored.astype(stored.dtype.newbyteorder("="), copy=False)
 
     def _where(self, index: int, name: str = "") -> str:

@@ -24,12 +24,14 @@ FILE_NAME = "dataset.json"
 FORMAT = "pydist-dataset"
 VERSION = 1
 
+HDF5 = "hdf5"
+
 Axes = Literal["CDHW", "DHWC"]
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """One HDF5 file and the samples in it.
+    """One file and the samples in it.
 
     Attributes:
         path: relative to the manifest, with forward slashes.
@@ -77,16 +79,17 @@ class Manifest:
         axes: order of the axes in the files: "CDHW" channel first, "DHWC" channel last.
         dtype: NumPy's name of the stored type.
         files: the files, in the order that counts the samples.
-        dataset: name of the HDF5 data set with the samples.
-        target: name of the HDF5 data set with the values to predict, if there are any.
+        dataset: name of the array in a file with the samples.
+        target: name of the array in a file with the values to predict, if there are any.
         target_names: what they are.
-        label: name of the HDF5 data set with the class of each voxel, [D, H, W], if there is one.
+        label: name of the array in a file with the class of each voxel, [D, H, W], if there is one.
         class_names: what the classes are, in the order of the labels; background comes first.
         channel_names: what the channels are.
         log1p_mean: mean of log(1 + x) over the training samples, by channel; empty if not known.
         log1p_std: its standard deviation.
         intensity: statistics of the labelled voxels, by channel; empty if not known.
         origin: how the data set was made.
+        file_format: of the files, a name of `pydist.registry.FORMATS`.
     """
 
     sample_shape: tuple[int, int, int, int]
@@ -103,6 +106,7 @@ class Manifest:
     log1p_std: tuple[float, ...] = ()
     intensity: tuple[Intensity, ...] = ()
     origin: Mapping[str, Any] = field(default_factory=dict)
+    file_format: str = HDF5
 
     @property
     def splits(self) -> dict[str, int]:
@@ -132,6 +136,8 @@ class Manifest:
         record = {
             "format": FORMAT,
             "version": VERSION,
+            # Left out where it is HDF5, for the digests of data sets that have no such key.
+            **({} if self.file_format == HDF5 else {"file_format": self.file_format}),
             "sample_shape": self.sample_shape,
             "axes": self.axes,
             "dtype": self.dtype,
@@ -212,6 +218,7 @@ class Manifest:
             log1p_std=_numbers(record["log1p_std"]),
             intensity=tuple(_intensity(**entry) for entry in record.get("intensity", ())),
             origin=dict(record["origin"]),
+            file_format=_name(record.get("file_format", HDF5)),
         )
 
 

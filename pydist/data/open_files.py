@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
-import h5py
 import numpy as np
 import numpy.typing as npt
 
+from pydist.data.formats import Readable, StoredArray, StoredFile
 from pydist.data.made import checksum_of_file
 from pydist.data.manifest import DataFile, Manifest
-from pydist.data.safe_open import Readable, SafeFile, safe_open
-from pydist.errors import DataError
+from pydist.errors import DataError, PydistError
+from pydist.registry import FORMATS
 
 _T = TypeVar("_T")
 
@@ -28,7 +28,7 @@ _ATTEMPTS = 3
 class OpenedFile:
     """An open file with its checked arrays."""
 
-    def __init__(self, file: SafeFile, samples: h5py.Dataset, label: h5py.Dataset | None) -> None:
+    def __init__(self, file: StoredFile, samples: StoredArray, label: StoredArray | None) -> None:
         self.file = file
         self.samples = samples
         self.label = label
@@ -46,7 +46,11 @@ class OpenFiles:
         manifest: what the files hold.
         allow_roots: see `safe_open`.
         limit: how many files are held open.
-        driver: makes the file object to read a path through; by default HDF5 reads the file.
+        driver: makes the file object to read a path through; by default the format's library reads
+            the file.
+
+    Raises:
+        UsageError: no format has the name that the manifest says.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class OpenFiles:
         self._allow_roots = tuple(allow_roots)
         self._limit = limit
         self._driver = driver
+        self._format: type[StoredFile] = FORMATS.get(manifest.file_format)
         self._handles = _Handles()
 
     def __getstate__(self) -> dict[str, object]:
@@ -135,13 +140,14 @@ class OpenFiles:
             return handles.files[entry.path]
         path = self.root / entry.path
         driver = None if self._driver is None else self._driver(path)
-        file = safe_open(path, allow_roots=self._allow_roots, driver=driver)
+        with in_one_line(self._format, path):
+            file = self._format.open(path, self._allow_roots, driver)
         try:
-            samples = file.dataset(self.manifest.dataset)
+            with in_one_line(self._format, path):
+                samples = file.dataset(self.manifest.dataset)
+                label = file.dataset(self.manifest.label) if self.manifest.label else None
             self._check_samples(file, samples, entry)
-            label = None
-            if self.manifest.label:
-                label = file.dataset(self.manifest.label)
+            if label is not None:
                 self._check_label(file, label, samples)
         except BaseException:
             file.close()
@@ -151,7 +157,7 @@ class OpenFiles:
             handles.files.popitem(last=False)[1].file.close()
         return handles.files[entry.path]
 
-    def _check_samples(self, file: SafeFile, dataset: h5py.Dataset, entry: DataFile) -> None:
+    def _check_samples(self, file: StoredFile, dataset: StoredArray, entry: DataFile) -> None:
         """Compares the array of samples with what the manifest says of it."""
         where = f"{file.path}: {self.manifest.dataset!r}"
         expected = np.dtype(self.manifest.dtype)
@@ -165,7 +171,7 @@ class OpenFiles:
         if not fits or dataset.shape[3 if last else 0] != channels:
             raise DataError(f"{where} has the shape {dataset.shape}; {needed} was expected")
 
-    def _check_label(self, file: SafeFile, dataset: h5py.Dataset, samples: h5py.Dataset) -> None:
+    def _check_label(self, file: StoredFile, dataset: StoredArray, samples: StoredArray) -> None:
         """Labels lie voxel by voxel beside the samples."""
         where = f"{file.path}: {self.manifest.label!r}"
         if dataset.dtype.kind not in "iu":
@@ -188,3 +194,15 @@ class _Handles:
         self.pid = os.getpid()
         self.lock = threading.Lock()
         self.files: OrderedDict[str, OpenedFile] = OrderedDict()
+
+
+@contextmanager
+def in_one_line(format: type[StoredFile], path: Path) -> Iterator[None]:
+    """Turns what a format raises for a file into a `DataError` that names it."""
+    try:
+        yield
+    except PydistError:
+        raise
+    except format.errors as error:
+        what = " ".join(str(error).split())
+        raise DataError(f"{path}: {type(error).__name__}: {what}") from error

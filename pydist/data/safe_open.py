@@ -16,34 +16,20 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import h5py
+import numpy as np
+import numpy.typing as npt
 from h5py import h5d, h5f, h5fd, h5l, h5p, h5t
 
+from pydist.data.formats import Readable, StoredFile
 from pydist.data.hdf5_rules import Limits, check_filters, check_size, check_type
 from pydist.data.regular import require_regular
 from pydist.errors import DataError
 
 HDF5_ERRORS = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
 """What h5py raises for damaged files, by where the damage is met."""
-
-
-class Readable(Protocol):
-    """A Python file object for HDF5 to read from."""
-
-    def readinto(self, buffer: Any, /) -> int | None:
-        """Fills the buffer from the current position."""
-        ...
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Moves the position."""
-        ...
-
-    def tell(self) -> int:
-        """The position."""
-        ...
 
 
 def safe_open(
@@ -86,8 +72,10 @@ class Stamp(NamedTuple):
         return cls(status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
-class SafeFile:
+class SafeFile(StoredFile):
     """An open HDF5 file that gives out checked datasets only. Made by `safe_open`."""
+
+    errors = HDF5_ERRORS
 
     def __init__(
         self,
@@ -97,7 +85,7 @@ class SafeFile:
         limits: Limits,
         stamp: Stamp | None,
     ) -> None:
-        self.path = path
+        super().__init__(path)
         self._file = file
         self._roots = roots
         self._limits = limits
@@ -107,13 +95,24 @@ class SafeFile:
     def __enter__(self) -> SafeFile:
         return self
 
-    def __exit__(
+    @classmethod
+    def open(
+        cls, path: Path, allow_roots: Sequence[str | Path] = (), driver: Readable | None = None
+    ) -> SafeFile:
+        """See `safe_open`."""
+        return safe_open(path, allow_roots=allow_roots, driver=driver)
+
+    def read(
         self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        dataset: h5py.Dataset,
+        window: tuple[slice, ...],
+        out: npt.NDArray[Any] | None = None,
+    ) -> npt.NDArray[Any]:
+        """Reads a part of a dataset, straight into `out` if that is given."""
+        if out is None:
+            return np.asarray(dataset[window])
+        dataset.read_direct(out, window)
+        return out
 
     def close(self) -> None:
         """Closes the file, and those that its links led to."""

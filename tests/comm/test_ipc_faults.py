@@ -55,7 +55,7 @@ t.close()  # waits for the device
 def run_job(recorder: Recorder, folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     """Two processes."""
     (folder / "job.py").write_text(START + script)
-    support = Path(__file__).parents[1] / "support"
+    support = Path(__file__).parents[1] / "lib"
     return subprocess.run(
         [
             *(sys.executable, "-m", "pydist.launch", "2", "gloo"),

@@ -1,0 +1,170 @@
+"""What each fusion saves of a training step: time, and memory of torch's allocator at the peak.
+
+CosmoFlow (convolution, leaky ReLU in place, average pool), CosmoFlow with batch norm (convolution,
+norm, leaky ReLU in place, average pool) and MONAI's UNet (convolution, instance norm, PReLU) are
+trained on one rank and split over two. In each round every variant takes a step: all fusions on,
+each of them off, all off. A fusion is switched off by replacing the function that looks for it.
+Shown is how much longer a step takes without it than with all, as the median over the rounds.
+
+    python benchmarks/python/fusions.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+
+POOL, CONV, NORM, PRELU = "ReLU + pool", "conv + ReLU", "norm + ReLU", "norm + PReLU"
+LATE = "boundary after the call"
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "all on": (),
+    f"without {POOL}": (POOL,),
+    f"without {CONV}": (CONV,),
+    f"without {POOL}, {CONV}": (POOL, CONV),
+    f"without {NORM}": (NORM,),
+    f"without {PRELU}": (PRELU,),
+    f"without {LATE}": (LATE,),
+    "all off": (POOL, CONV, NORM, PRELU, LATE),
+}
+OF = {
+    "CosmoFlow 128³": (POOL, CONV, LATE),
+    "CosmoFlow 128³, batch norm": (NORM, LATE),
+    "MONAI UNet 96³": (PRELU, LATE),
+    "conv stack 64³": (CONV, LATE),
+    "conv stack 128³": (CONV, LATE),
+}
+"""Which fusions a network can have."""
+HEAD = ("network", "ranks", "step", "median, s", "cost, s", "cost, %", "peak, MB", "peak, %")
+
+
+def main() -> None:
+    """Starts the ranks and shows what they measured, or is one of them."""
+    parser = common.parser(__doc__, rounds=15)
+    parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds = 2
+    if options.rank is not None:
+        measure(options)
+        return
+    machine = common.machine(threads_per_rank=1)
+    rows: list[dict[str, Any]] = []
+    shown = []
+    for ranks in (1, 2):
+        for name, found in common.on_ranks(__file__, options, ranks=ranks).items():
+            on, peak_on = found["seconds"]["all on"], found["peaks"]["all on"]
+            for variant, seconds in found["seconds"].items():
+                step, cost = common.summary(seconds), common.paired(seconds, on)
+                peak = found["peaks"][variant]
+                names = {"network": name, "ranks": ranks, "variant": variant}
+                rows.append({**names, "step": step, "cost": cost, "peak_mb": peak / 1e6})
+                percent = cost / common.summary(on)["median"] * 100
+                more = (peak / peak_on - 1) * 100
+                shown.append((*names.values(), step["median"], cost, percent, peak / 1e6, more))
+    common.show(HEAD, shown)
+    common.write({"machine": machine, "rows": rows}, "fusions", options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """One rank."""
+    import pydist
+
+    world = pydist.init().world
+    mesh = pydist.Mesh(world, 1, (world.size, 1, 1))
+    off = switches()
+    results = {}
+    import os
+    for name, fusions in OF.items():
+        if os.environ.get("ONLY","") not in name: continue
+        step = make_step(name, mesh, options.quick)
+        variants = {
+            variant: [patch for fusion in switched for patch in off[fusion]]
+            for variant, switched in VARIANTS.items()
+            if variant == "all off" or set(switched) <= set(fusions)
+            if variant != f"without {CONV}" or POOL not in fusions  # the pool needs it
+        }
+        peaks = {}
+        for variant, patches in variants.items():
+            with common.replaced(patches):
+                step()  # chooses kernels, makes buffers
+                peaks[variant] = common.peak(step)
+        seconds = common.in_turns(variants, step, options.rounds, world.barrier)
+        results[name] = {"seconds": seconds, "peaks": peaks}
+    if world.rank == 0:
+        options.rank.write_text(json.dumps(results))
+
+
+def make_step(name: str, mesh: Any, quick: bool) -> Callable[[], None]:
+    """A training step of a network: forward, backward, SGD."""
+    import torch
+    from monai.networks.nets.unet import UNet
+    from torch import nn
+
+    import pydist
+    from pydist.models import CosmoFlow
+
+    torch.manual_seed(0)
+    net: nn.Module
+    target: torch.Tensor
+    if name.startswith("MONAI"):
+        width, channels = 32 if quick else 96, 1
+        net = UNet(3, 1, 2, channels=(16, 32, 64, 128), strides=(2, 2, 2), num_res_units=2)
+        target = pydist.distribute_tensor(torch.rand(1, 2, *(width,) * 3), mesh)
+    elif name.startswith("conv"):
+        width, channels = 32 if quick else int(name.split()[2].strip("³")), 4
+        layers: list[nn.Module] = []
+        for inputs in (4, 16, 16, 16):
+            layers += [nn.Conv3d(inputs, 16, 3, padding=1), nn.ReLU(inplace=True)]
+        net = nn.Sequential(*layers)
+        target = pydist.distribute_tensor(torch.rand(1, 16, *(width,) * 3), mesh)
+    else:
+        width, channels = 64 if quick else 128, 4
+        net = CosmoFlow(width, dropout=0.0, batch_norm=name.endswith("batch norm"))
+        target = torch.rand(1, 4)
+    model = pydist.parallelize(net, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    x = pydist.distribute_tensor(torch.rand(1, channels, *(width,) * 3), mesh)
+
+    def step() -> None:
+        nn.functional.mse_loss(model(x), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def switches() -> dict[str, list[common.Patch]]:
+    """What replaces the functions that look for each fusion."""
+    from pydist.ops import activations
+    from pydist.ops.convolution.boundary import DeferredBoundary
+    from pydist.ops.convolution.deferred_relu import DeferredOutputs
+    from pydist.ops.normalization.deferred_norm import DeferredNorm
+    from pydist.ops.pooling import pool
+
+    def none(*_: Any, **__: Any) -> None:
+        return None
+
+    start = DeferredBoundary.start
+
+    def at_once(self: DeferredBoundary, *given: Any) -> None:
+        start(self, *given)
+        self.is_deferrable = False
+
+    return {
+        POOL: [(pool, "average_pool_of_relu", none)],
+        CONV: [(DeferredBoundary, "with_relu", none), (DeferredOutputs, "with_relu", none)],
+        NORM: [(DeferredNorm, "with_relu", none)],
+        PRELU: [(activations, "parametric", none)],
+        LATE: [(DeferredBoundary, "start", at_once)],
+    }
+
+
+if __name__ == "__main__":
+    main()
