@@ -145,7 +145,6 @@ def boundary_conv_forward(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-    negative_slope: float = ...,
     kernel: str = ...,
     workspace: Lendable | None = ...,
 ) -> None: ...

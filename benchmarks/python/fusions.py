@@ -19,24 +19,18 @@ from typing import Any
 
 import common
 
-POOL, CONV, NORM, PRELU = "ReLU + pool", "conv + ReLU", "norm + ReLU", "norm + PReLU"
-LATE = "boundary after the call"
+POOL, NORM, PRELU = "ReLU + pool", "norm + ReLU", "norm + PReLU"
 VARIANTS: dict[str, tuple[str, ...]] = {
     "all on": (),
     f"without {POOL}": (POOL,),
-    f"without {CONV}": (CONV,),
-    f"without {POOL}, {CONV}": (POOL, CONV),
     f"without {NORM}": (NORM,),
     f"without {PRELU}": (PRELU,),
-    f"without {LATE}": (LATE,),
-    "all off": (POOL, CONV, NORM, PRELU, LATE),
+    "all off": (POOL, NORM, PRELU),
 }
 OF = {
-    "CosmoFlow 128³": (POOL, CONV, LATE),
-    "CosmoFlow 128³, batch norm": (NORM, LATE),
-    "MONAI UNet 96³": (PRELU, LATE),
-    "conv stack 64³": (CONV, LATE),
-    "conv stack 128³": (CONV, LATE),
+    "CosmoFlow 128³": (POOL,),
+    "CosmoFlow 128³, batch norm": (NORM,),
+    "MONAI UNet 96³": (PRELU,),
 }
 """Which fusions a network can have."""
 HEAD = ("network", "ranks", "step", "median, s", "cost, s", "cost, %", "peak, MB", "peak, %")
@@ -78,15 +72,12 @@ def measure(options: argparse.Namespace) -> None:
     mesh = pydist.Mesh(world, 1, (world.size, 1, 1))
     off = switches()
     results = {}
-    import os
     for name, fusions in OF.items():
-        if os.environ.get("ONLY","") not in name: continue
         step = make_step(name, mesh, options.quick)
         variants = {
             variant: [patch for fusion in switched for patch in off[fusion]]
             for variant, switched in VARIANTS.items()
             if variant == "all off" or set(switched) <= set(fusions)
-            if variant != f"without {CONV}" or POOL not in fusions  # the pool needs it
         }
         peaks = {}
         for variant, patches in variants.items():
@@ -115,13 +106,6 @@ def make_step(name: str, mesh: Any, quick: bool) -> Callable[[], None]:
         width, channels = 32 if quick else 96, 1
         net = UNet(3, 1, 2, channels=(16, 32, 64, 128), strides=(2, 2, 2), num_res_units=2)
         target = pydist.distribute_tensor(torch.rand(1, 2, *(width,) * 3), mesh)
-    elif name.startswith("conv"):
-        width, channels = 32 if quick else int(name.split()[2].strip("³")), 4
-        layers: list[nn.Module] = []
-        for inputs in (4, 16, 16, 16):
-            layers += [nn.Conv3d(inputs, 16, 3, padding=1), nn.ReLU(inplace=True)]
-        net = nn.Sequential(*layers)
-        target = pydist.distribute_tensor(torch.rand(1, 16, *(width,) * 3), mesh)
     else:
         width, channels = 64 if quick else 128, 4
         net = CosmoFlow(width, dropout=0.0, batch_norm=name.endswith("batch norm"))
@@ -143,26 +127,16 @@ def make_step(name: str, mesh: Any, quick: bool) -> Callable[[], None]:
 def switches() -> dict[str, list[common.Patch]]:
     """What replaces the functions that look for each fusion."""
     from pydist.ops import activations
-    from pydist.ops.convolution.boundary import DeferredBoundary
-    from pydist.ops.convolution.deferred_relu import DeferredOutputs
-    from pydist.ops.normalization.deferred_norm import DeferredNorm
+    from pydist.ops.fusion.norm import DeferredNorm
     from pydist.ops.pooling import pool
 
     def none(*_: Any, **__: Any) -> None:
         return None
 
-    start = DeferredBoundary.start
-
-    def at_once(self: DeferredBoundary, *given: Any) -> None:
-        start(self, *given)
-        self.is_deferrable = False
-
     return {
         POOL: [(pool, "average_pool_of_relu", none)],
-        CONV: [(DeferredBoundary, "with_relu", none), (DeferredOutputs, "with_relu", none)],
         NORM: [(DeferredNorm, "with_relu", none)],
         PRELU: [(activations, "parametric", none)],
-        LATE: [(DeferredBoundary, "start", at_once)],
     }
 
 

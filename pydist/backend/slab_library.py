@@ -102,17 +102,9 @@ def _padded(x: Tensor, reaches: Sequence[Reach]) -> tuple[Tensor, list[int]]:
     return F.pad(x, [n for end in reversed(ends) for n in end]), [0] * len(ends)
 
 
-def leaky_relu_(x: Tensor, negative_slope: float) -> None:
-    """A leaky ReLU in place; none for a slope of 1."""
-    if negative_slope == 0.0:
-        torch.relu_(x)
-    elif negative_slope != 1.0:
-        torch._C._nn.leaky_relu_(x, negative_slope)
-
-
 def _forward_by_library(
     problem: SlabProblem, slab: Tensor, weight: Tensor, out: Tensor, slab_lo: Sequence[int],
-    out_lo: Sequence[int], negative_slope: float,
+    out_lo: Sequence[int],
 ) -> None:  # fmt: skip
     reaches = _reaches(slab, out, weight.shape[2:], slab_lo, out_lo, problem)
     if reaches is None:
@@ -123,7 +115,6 @@ def _forward_by_library(
         x, _taps(weight, reaches), None, problem.stride, padding, problem.dilation, False,
         (0, 0, 0), problem.groups,
     )  # fmt: skip
-    leaky_relu_(part, negative_slope)
 
 
 def _dgrad_by_library(
@@ -170,4 +161,4 @@ BY_LIBRARY: dict[str, Callable[..., None]] = {
     "dgrad": _dgrad_by_library,
     "wgrad": _wgrad_by_library,
 }
-"""By role: (problem, first, second, target, first_lo, target_lo), forward with a slope after it."""
+"""By role: (problem, first, second, target, first_lo, target_lo)."""

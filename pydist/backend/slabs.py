@@ -19,7 +19,7 @@ from pydist.backend.slab_problem import SlabProblem
 
 def run(
     name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor,
-    first_lo: Sequence[int], target_lo: Sequence[int], negative_slope: float = 1.0,
+    first_lo: Sequence[int], target_lo: Sequence[int],
 ) -> None:  # fmt: skip
     """Adds one slab's part to `target`.
 
@@ -32,21 +32,19 @@ def run(
         target: what is added to.
         first_lo: global spatial position of `first`.
         target_lo: of the target; for wgrad of the output's gradient.
-        negative_slope: forward only: of a leaky ReLU of what the slab reaches; 1 for none.
     """
     where = first_lo, target_lo
-    slope = (negative_slope,) if problem.role == "forward" else ()
     if name == "library":
-        BY_LIBRARY[problem.role](problem, first, second, target, *where, *slope)
+        BY_LIBRARY[problem.role](problem, first, second, target, *where)
         return
     kernel: Callable[..., None] = getattr(native, f"boundary_conv_{problem.role}")
     arguments = (first, second, target, *where, *problem.geometry)
     plan = _plan(name, problem, first, second, target, *where)
     if plan is None or plan[0]:
-        kernel(*arguments, *slope)
+        kernel(*arguments)
         return
     workspace = first.new_empty(plan[1], dtype=torch.float32) if plan[1] else None
-    kernel(*arguments, *slope, kernel=name, workspace=workspace)
+    kernel(*arguments, kernel=name, workspace=workspace)
 
 
 def refusal(name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor) -> str:

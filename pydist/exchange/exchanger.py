@@ -298,8 +298,6 @@ class Exchanger:
             homeward: whether values go home.
         """
         transport = self.transport
-        if transport.unfinished is not None:  # in order: messages match in that of starting
-            transport.unfinished()
         if transport.watcher is not None:
             transport.watcher(self)
         if transport.size > 1:

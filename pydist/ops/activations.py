@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pydist.ops.convolution.boundary import relu_in_place
-from pydist.ops.normalization.deferred_norm import parametric
+from pydist.ops.fusion.norm import parametric
+from pydist.ops.fusion.relu import relu_in_place
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 from pydist.tensor.operands import operand_for, parameter_for

@@ -224,12 +224,10 @@ class Exchanges:
                 add(y, number, slab, box)
         return y
 
-    def receive(
-        self, exchanger: Exchanger, pending: PendingExchange, like: Tensor, layer: str = ""
-    ) -> list[Tensor]:
-        """Waits for the slabs of one of the two; `layer` is for the timers, as in `measure`."""
+    def receive(self, exchanger: Exchanger, pending: PendingExchange, like: Tensor) -> list[Tensor]:
+        """Waits for the slabs of one of the two."""
         slabs = exchanger.empty_slots(like)
-        with self._timers.measure("halo", layer):
+        with self._timers.measure("halo"):
             exchanger.finish(pending, slabs)
         return slabs
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from pydist.tensor.aliasing import (
     staleness,
     view_at,
 )
+from pydist.tensor.deferred import NOTHING, Deferred
 from pydist.tensor.refusals import misfit, refusal
 from pydist.tensor.wrapper import (
     GET_DEVICE,
@@ -80,41 +81,6 @@ class Origin(NamedTuple):
     """Where in the global batch the sample at index 0 of dim 0 is, and what the groups weigh."""
     statistics: str
     """Over which ranks batch norm forms its statistics: "global", "group" or "rank"."""
-
-
-class Deferred(Protocol):
-    """What is still to be done for a shard, or by it, before anything else may use it.
-
-    A shard with one has not been handed out since it was made: no other tensor that can be changed
-    shares its memory. What waits reads only such shards, and copies of everything else, so that no
-    change between a call and its completion can be noticed. When a rank completes it is its own
-    affair: no message depends on it.
-    """
-
-    def complete(self) -> None:
-        """Does it; nothing when it has been done."""
-
-    def with_relu(
-        self, shard: Tensor, negative_slope: float
-    ) -> tuple[Tensor, Deferred | None] | None:
-        """Does it along with a ReLU in place: the new shard, and what is still to be done for it.
-
-        `None` if that can't be.
-        """
-
-
-class _Nothing:
-    """Nothing is to be done: the shard is new, and has not been handed out."""
-
-    def complete(self) -> None:
-        return None
-
-    def with_relu(self, shard: Tensor, negative_slope: float) -> None:
-        return None
-
-
-NOTHING = _Nothing()
-"""What a shard in new memory waits for."""
 
 
 class ShardedTensor(torch.Tensor):

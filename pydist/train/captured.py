@@ -54,10 +54,6 @@ class CapturedStep:
             _captured(self._graph, step.device),
         ):
             self._loss = step(static, self._scale)
-            # A stream that is not joined by the end is an error.
-            for transport in step.mesh.transports:
-                if transport.unfinished is not None:
-                    transport.unfinished()
         self._found = _surroundings(step)
 
     def is_outdated(self) -> bool:

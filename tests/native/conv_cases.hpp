@@ -32,10 +32,9 @@ struct Array {
 struct ConvCase {
   Array in, weight, out;
   ConvAttributes attributes;
-  double negative_slope = 1;
 
   ConvProblem problem() const {
-    return ops::conv_problem(in.view, weight.view, out.view, attributes, negative_slope);
+    return ops::conv_problem(in.view, weight.view, out.view, attributes);
   }
 
   static ConvCase make(unsigned seed) {

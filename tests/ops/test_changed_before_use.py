@@ -10,19 +10,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
-from pydist.ops.convolution import boundary
 from pydist.ops.normalization import norm_common
 from support.equivalence import assert_same, on_ranks, randn
 
 
 @pytest.fixture(autouse=True)
 def small_tensors_as_large_ones(monkeypatch):
-    monkeypatch.setattr(boundary, "_OUTPUTS", 0)
     monkeypatch.setattr(norm_common, "_WORTH_A_PASS", 0)
-
-
-# Outputs per element of a weight from which on it is copied: all are, or none is.
-COPIED, TOO_LARGE = 0, 1 << 40
 
 
 def exchanged(t):
@@ -94,12 +88,8 @@ def changed_after(model, x, change, last):
 
 
 @pytest.mark.parametrize("change", ROADS.values(), ids=ROADS)
-@pytest.mark.parametrize(
-    ("name", "threshold"),
-    [*((name, COPIED) for name in MODELS), ("conv, ReLU, pool", TOO_LARGE)],
-)
-def test_weights_and_buffers(name, threshold, change, monkeypatch):
-    monkeypatch.setattr(boundary, "_OUTPUTS", threshold)
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_and_buffers(name, change):
     for last in range(min(2, len(MODELS[name]))):
         expected = changed_after(model_of(name), randn(*SHAPE), change, last)
 
@@ -137,10 +127,7 @@ def test_in_a_forward():
         assert_same(found, expected)
 
 
-@pytest.mark.parametrize("threshold", [COPIED, TOO_LARGE])
-def test_gradients_after_a_change_that_torch_does_not_see(threshold, monkeypatch):
-    monkeypatch.setattr(boundary, "_OUTPUTS", threshold)
-
+def test_gradients_after_a_change_that_torch_does_not_see():
     def gradient(x, w, change):
         x.requires_grad_()
         y = F.conv3d(F.relu_(F.conv3d(x, w, padding=1)), w, padding=1)

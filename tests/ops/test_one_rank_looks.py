@@ -16,7 +16,7 @@ from torch import nn
 
 from pydist import ShardedTensor, distribute_tensor, layout_for_sample, parallelize
 from pydist.errors import NotSupported
-from pydist.ops.convolution import boundary, local_conv
+from pydist.ops.convolution import local_conv
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 from support.equivalence.scripts import copy_of
 
@@ -95,11 +95,6 @@ STAGES = {
     leaky_and_average: 3, relu_and_two_pools: 3, dilated: 2, norm_and_relu: 2, norm_and_prelu: 3,
     norms_in_another_order: 3,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def small_outputs_wait(monkeypatch):
-    monkeypatch.setattr(boundary, "_OUTPUTS", 0)
 
 
 @pytest.mark.parametrize("points", LAYOUTS.values(), ids=LAYOUTS)

@@ -195,19 +195,6 @@ def small_step(world=None):
     return step, batch
 
 
-def test_what_a_step_leaves_under_way_is_completed_within_the_capture(computed_capture):
-    step, batch = small_step()
-    completed = []
-
-    def complete():
-        completed.append(threading.get_ident() in CAPTURING)
-        step.mesh.world.unfinished = None
-
-    step.mesh.world.unfinished = complete
-    captured.CapturedStep(step, batch)
-    assert completed == [True]
-
-
 def test_the_ranks_that_a_graph_exchanges_with_know_of_it(computed_capture):
     """NCCL closes no group while there is a graph with operations of it."""
     step, batch = small_step()
@@ -215,14 +202,6 @@ def test_the_ranks_that_a_graph_exchanges_with_know_of_it(computed_capture):
     step.mesh.world.captured_in = known.append
     made = captured.CapturedStep(step, batch)
     assert known == [made._graph]
-
-
-def test_after_a_capture_that_failed_nothing_is_waited_for(refused_capture):
-    step, batch = small_step()
-    step.mesh.world.unfinished = lambda: pytest.fail("its events lie in a dead capture")
-    with pytest.raises(RuntimeError, match=REFUSAL):
-        captured.CapturedStep(step, batch)
-    assert step.mesh.world.unfinished is None
 
 
 def test_what_a_dead_capture_has_begun_is_forgotten_and_not_waited_for(computed_capture):

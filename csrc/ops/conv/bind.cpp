@@ -42,8 +42,7 @@ void check_attributes(const ops::ConvAttributes& attributes) {
 }
 
 ops::ConvProblem check_conv(const ConvArgument& in, const ConvArgument& weight,
-                            const ConvArgument& out, const ops::ConvAttributes& attributes,
-                            double negative_slope = 1) {
+                            const ConvArgument& out, const ops::ConvAttributes& attributes) {
   for (const ConvArgument* array : {&in, &weight, &out}) {
     require_ndim(array->name, array->view(), 5);
     require_same_dtype(array->name, array->view(), in.name, in.view());
@@ -59,7 +58,7 @@ ops::ConvProblem check_conv(const ConvArgument& in, const ConvArgument& weight,
                     ": their channels do not fit for groups=" + std::to_string(groups));
   PYDIST_EXPECT(x[0] == y[0], in.describe() + " and " + out.describe() +
                                   ": both need the same number of samples");
-  return ops::conv_problem(in.view(), weight.view(), out.view(), attributes, negative_slope);
+  return ops::conv_problem(in.view(), weight.view(), out.view(), attributes);
 }
 
 using ops::ConvMath;
@@ -113,13 +112,13 @@ std::optional<ops::MmaCall> check_kernel(const ops::ConvProblem& problem, const 
 
 void conv_forward(py::handle slab, py::handle weight, py::handle out, const Coords& slab_lo,
                   const Coords& out_lo, const Coords& stride, const Coords& padding,
-                  const Coords& dilation, index_t groups, double negative_slope,
-                  const std::string& kernel, const py::object& workspace) {
+                  const Coords& dilation, index_t groups, const std::string& kernel,
+                  const py::object& workspace) {
   const Borrowed in = borrow(slab, "slab"), w = borrow(weight, "weight");
   const Borrowed y = borrow(out, "out", Access::kWrite);
   const auto problem =
       check_conv({"slab", in}, {"weight", w}, {"out", y},
-                 {slab_lo, out_lo, stride, padding, dilation, groups}, negative_slope);
+                 {slab_lo, out_lo, stride, padding, dilation, groups});
   check_writable("out", y.view());
   [[maybe_unused]] const auto mma =
       check_kernel<ConvOp::kForward>(problem, kernel, workspace, {"out", y});
@@ -189,8 +188,8 @@ MmaPlan mma_plan(const std::string& op, py::handle first, py::handle second, py:
 void bind_conv(py::module_& module) {
   module.def(
       "boundary_conv_forward", &conv_forward, "slab"_a, "weight"_a, "out"_a, "slab_lo"_a,
-      "out_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a, "negative_slope"_a = 1.0,
-      "kernel"_a = "plain", "workspace"_a = py::none(),
+      "out_lo"_a, "stride"_a, "padding"_a, "dilation"_a, "groups"_a, "kernel"_a = "plain",
+      "workspace"_a = py::none(),
       "out += what the inputs in `slab` contribute to a 3-D convolution.\n\n"
       "out[o] += sum_k weight[k] * in[o * stride - padding + k * dilation], over the inputs\n"
       "and outputs that lie in the given arrays.\n\n"
@@ -198,8 +197,6 @@ void bind_conv(py::module_& module) {
       "    slab: inputs [N, Ci, *s]; element 0 has the global coordinates `slab_lo`.\n"
       "    weight: [Co, Ci / groups, *kernel].\n"
       "    out: [N, Co, *o]; element 0 has the global output coordinates `out_lo`.\n"
-      "    negative_slope: of a leaky ReLU (0: ReLU) that the outputs which the slab reaches go\n"
-      "        through in the same pass; 1: none.\n"
       "    kernel: plain; on CUDA also mma (tensor cores; floats in three products of tf32, with\n"
       "        errors below 2^-19 of a product) or tf32 (tensor cores; floats rounded to tf32).\n"
       "    workspace: float32, as many as boundary_conv_plan says for `kernel`.");

@@ -47,8 +47,7 @@ class Convolver {
         lowering_(lower(problem_, role)),
         isa_(conv_isa<T>()),
         source_(role == ConvRole::kForward ? problem.in : problem.out),
-        destination_(role == ConvRole::kForward ? problem.out : problem.in),
-        slope_(static_cast<T>(role == ConvRole::kForward ? problem.negative_slope : 1)) {
+        destination_(role == ConvRole::kForward ? problem.out : problem.in) {
     const bool forward = role == ConvRole::kForward;
     sources_ = forward ? problem.in_channels : problem.out_channels;
     destinations_ = forward ? problem.out_channels : problem.in_channels;
@@ -155,13 +154,7 @@ class Convolver {
       const index_t length = std::min(count - done, lowering_.pitch - x);
       const index_t valid = std::min(length, job.columns - x);
       Storage* const to = destination + y * job.row_stride + x * job.stride;
-      if (slope_ != T{1}) {
-        for (index_t j = 0; j < valid; ++j) {
-          Storage& element = to[j * job.stride];
-          const T sum = ops::load_as(element) + sums[done + j];
-          element = ops::store_as<Storage>(ops::rectify(sum, slope_));
-        }
-      } else if (job.stride == 1) {
+      if (job.stride == 1) {
         for (index_t j = 0; j < valid; ++j) accumulate(to[j], sums[done + j]);
       } else {
         for (index_t j = 0; j < valid; ++j) accumulate(to[j * job.stride], sums[done + j]);
@@ -181,7 +174,6 @@ class Convolver {
   const ConvIsa<T>& isa_;
   const SpatialArray& source_;
   const SpatialArray& destination_;
-  const T slope_;                   // of negative results
   index_t sources_, destinations_;  // channels of a group
   index_t weight_row_, weight_channel_;
   const T* weight_ = nullptr;

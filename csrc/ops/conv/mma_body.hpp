@@ -261,11 +261,7 @@ struct ConvMmaBody {
     return kOp == ConvOp::kWgrad ? gather.problem.weight.strides[0] : gather.placed().strides[1];
   }
   PYDIST_HD Storage finished(const Storage& before, float sum) const {
-    sum += load_as(before);
-    if constexpr (kOp == ConvOp::kForward) {
-      sum = rectify(sum, static_cast<float>(gather.problem.negative_slope));
-    }
-    return store_as<Storage>(sum);
+    return store_as<Storage>(load_as(before) + sum);
   }
   PYDIST_HD index_t partial_row(index_t split, index_t g, index_t m) const {
     return ((split * gather.problem.groups + g) * m_extent + m) * n_extent;

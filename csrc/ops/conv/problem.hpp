@@ -35,16 +35,7 @@ struct ConvProblem {
   index_t in_channels, out_channels;  // of one group
   ConvDim dims[kSpatialDims];
   SpatialArray in, weight, out;
-  // Forward only: the slope of a ReLU that the outputs which the slab reaches go through in the
-  // same pass. 1 for none, 0 for ReLU, leaky in between.
-  double negative_slope = 1;
 };
-
-template <class T>
-PYDIST_HD T rectify(T value, T negative_slope) {
-  if (value > T{0} || value != value) return value;
-  return negative_slope == T{0} ? T{0} : value * negative_slope;  // 0 of -inf too
-}
 
 // Attributes of a convolution and the global position of its two arrays.
 struct ConvAttributes {
@@ -55,10 +46,8 @@ struct ConvAttributes {
 
 // The views must have passed the border's checks.
 inline ConvProblem conv_problem(const TensorView& in, const TensorView& weight,
-                                const TensorView& out, const ConvAttributes& attributes,
-                                double negative_slope = 1) {
+                                const TensorView& out, const ConvAttributes& attributes) {
   ConvProblem problem{};
-  problem.negative_slope = negative_slope;
   problem.dtype = in.dtype;
   problem.batch = in.shape[0];
   problem.groups = attributes.groups;

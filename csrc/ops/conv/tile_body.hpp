@@ -126,7 +126,7 @@ struct ConvTileBody {
     }
   }
 
-  // Adds the sums to the target, and applies the ReLU of forward.
+  // Adds the sums to the target.
   PYDIST_HD void end(index_t block, int thread, const Thread& state) const {
     for (int j = 0; j < kThreadColumns; ++j) {
       const Point column = column_point(first_column(block) + thread % kLanesN + j * kLanesN);
@@ -134,11 +134,7 @@ struct ConvTileBody {
         const std::int32_t m = first_row(block) + thread / kLanesN + i * kLanesM;
         if (m >= m_extent || column.lead < 0) continue;
         Storage& element = target(group(block), m, column);
-        T sum = load_as(element) + state.sums[i][j];
-        if constexpr (kOp == ConvOp::kForward) {
-          sum = rectify(sum, static_cast<T>(problem.negative_slope));
-        }
-        element = store_as<Storage>(sum);
+        element = store_as<Storage>(load_as(element) + state.sums[i][j]);
       }
     }
   }

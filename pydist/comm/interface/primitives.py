@@ -29,8 +29,6 @@ class Primitives(ABC):
         name: what the transport is called in `pydist.init(transport=...)`.
         rank: this rank's index in the group, 0 <= rank < size.
         size: number of ranks in the group.
-        unfinished: completes the exchange whose result was not used yet, if there is one;
-            the next exchange calls it before it starts.
         watcher: is told of every exchanger that starts here, and of every tensor that is reduced
             or collected.
         concurrent: whether threads of a rank may call it concurrently; else they take turns.
@@ -45,7 +43,6 @@ class Primitives(ABC):
     name: ClassVar[str]
     rank: int
     size: int
-    unfinished: Callable[[], None] | None = None
     watcher: Callable[[Any], None] | None = None
     concurrent: bool = False
     device: torch.device | None = None
@@ -161,9 +158,8 @@ class Primitives(ABC):
             graph: is reset before the group closes, if it is still referenced then.
         """
 
-    def forget_capture(self) -> None:
+    def forget_capture(self) -> None:  # noqa: B027  only NCCL cares
         """After a capture that failed: nothing of what was started within it will ever happen."""
-        self.unfinished = None
 
     def close(self) -> None:  # noqa: B027  a transport may hold nothing
         """Release what the transport holds. Collective, idempotent."""

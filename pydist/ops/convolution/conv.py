@@ -11,11 +11,8 @@ from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
 from pydist.layout import Layout
-from pydist.ops.convolution.boundary import DeferredBoundary
 from pydist.ops.convolution.correction import corrected
 from pydist.ops.convolution.correction_plan import CorrectionPlan, lines_up
-from pydist.ops.convolution.deferred_relu import DeferredOutputs
-from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import (
     ConvChooser,
     in_autocast_type,
@@ -25,6 +22,8 @@ from pydist.ops.convolution.local_conv import (
     without_autocast,
 )
 from pydist.ops.dtypes import require_same
+from pydist.ops.fusion.bias import bias_behind
+from pydist.ops.fusion.relu import ConvOutputs
 from pydist.ops.placement import choose_layout, conv_workload
 from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
@@ -68,9 +67,9 @@ def conv(
     require_same(function, local, weight, bias)
     plan = _plan(input._layout, window, tuple(weight.shape), groups, local)
     with without_autocast(local.device):
-        shard, pending = plan.run(wrap(local, input._layout, input), weight, bias)
+        shard, deferred = plan.run(wrap(local, input._layout, input), weight, bias)
     result = wrap(shard, plan.out, input)
-    result._deferred = pending
+    result._deferred = deferred
     return result
 
 
@@ -122,7 +121,7 @@ class _ConvPlan:
 
     def run(
         self, input: ShardedTensor, weight: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, DeferredBoundary | DeferredOutputs]:
+    ) -> tuple[Tensor, ConvOutputs]:
         """This rank's part of the result, and what that waits for."""
         if self._correction is not None:
             return corrected(local_of(input), weight, bias, self._correction)
@@ -133,10 +132,10 @@ class _ConvPlan:
             local = local_of(input)
             behind = bias_behind(local, bias)
             shard = compute(local, adds_bias=behind is None)
-            return shard, DeferredOutputs(shard, behind)
+            return shard, ConvOutputs(shard, behind)
         channels_last = self._chooser.kernels_ahead(local_of(input), weight).channels_last
         shard = self._plan.apply(compute, input, channels_last=channels_last)
-        return shard, DeferredOutputs(shard)
+        return shard, ConvOutputs(shard)
 
 
 def _plan(

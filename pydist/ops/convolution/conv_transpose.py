@@ -33,8 +33,8 @@ from pydist.ops.gathering import BoxGatherer
 from pydist.ops.windows import as_tuple
 from pydist.partition import Box
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
+from pydist.tensor.deferred import NOTHING, Deferred
 from pydist.tensor.operands import parameter_for
-from pydist.tensor.sharded import NOTHING, Deferred
 
 _FUNCTIONS = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
 

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from pydist.backend.conv_kernels import ConvKernels
 from pydist.exchange.function import ExchangeFunction
-from pydist.ops.convolution.boundary import DeferredBoundary
 from pydist.ops.convolution.correction_plan import CorrectionPlan
-from pydist.ops.convolution.deferred_relu import DeferredOutputs
-from pydist.ops.convolution.finish import bias_behind
 from pydist.ops.convolution.local_conv import apart, bias_gradient, with_bias
-from pydist.ops.convolution.slab_kernels import as_read
-from pydist.ops.handover import hook_on_saved
+from pydist.ops.convolution.slab_kernels import SlabKernels, as_read
+from pydist.ops.fusion.bias import bias_behind
+from pydist.ops.fusion.handover import hook_on_saved
+from pydist.ops.fusion.relu import ConvOutputs
 from pydist.partition import Box
 
 
@@ -36,39 +35,43 @@ class _Corrected(ExchangeFunction):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        boundary: DeferredBoundary,
+        plan: CorrectionPlan,
         kernels: ConvKernels,
+        slab_kernels: SlabKernels,
+        adds_bias: bool,
     ) -> Tensor:
-        plan = boundary.plan
-        boundary.start(x, weight)
-        with plan.mesh.session.timers.measure("convolution"):
-            added = bias if boundary.bias is None else None
-            y = (kernels.run_transposed if plan.is_adjoint else kernels.run_forward)(
-                x, weight, added
-            )
-        boundary.outputs = y.data
-        ctx.plan, ctx.mesh, ctx.kernels = plan, plan.mesh, kernels
-        ctx.slab_kernels = boundary.kernels
-        if hook_on_saved() is None:
-            ctx.boundary = boundary if ctx.needs_input_grad[1] else None
-            ctx.save_for_backward(x, weight)  # the bias may change, as with torch
-            return y
-        # A checkpoint computes the halo again as well, perhaps from other values than now, and
-        # saves as many tensors, though the weight may be frozen then.
-        boundary.complete_now()
-        ctx.boundary = None
-        ctx.save_for_backward(x, weight, *boundary.slabs)
+        slabs: list[Tensor] = []
+        kernel = as_read(weight)
+
+        def outputs() -> Tensor:
+            with plan.mesh.session.timers.measure("convolution"):
+                run = kernels.run_transposed if plan.is_adjoint else kernels.run_forward
+                return run(x, weight, bias if adds_bias else None)
+
+        def add(y: Tensor, number: int, slab: Tensor, box: Box) -> None:
+            slabs.append(slab)
+            where = box.lo[2:], plan.outputs.lo[2:]
+            slab_kernels.add(plan.roles[0], number, slab, kernel, y, *where)
+
+        exchanges = plan.plan.exchanges(kernels.channels_last)
+        halo = exchanges.grad_halo if plan.is_adjoint else exchanges.halo
+        y = exchanges.corrected(halo, x, outputs, add)
+        ctx.plan, ctx.mesh, ctx.kernels, ctx.slab_kernels = plan, plan.mesh, kernels, slab_kernels
+        # The bias may change, as with torch. A checkpoint saves as many tensors when it computes
+        # this again, though the weight may be frozen then.
+        keeps_slabs = ctx.needs_input_grad[1] or hook_on_saved() is not None
+        ctx.save_for_backward(x, weight, *(slabs if keeps_slabs else ()))
         return y
 
     @staticmethod
     def backward(ctx: Any, saved: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, *slabs = saved
-        needed = ctx.needs_input_grad
+        needed, rest = ctx.needs_input_grad, (None,) * 4
         if torch.is_grad_enabled():
             # With a graph of its own: computes anew by the general path, and differentiates that.
             x, weight = apart(x, weight, needed)
             y = ctx.plan.recompute(x, weight)
-            return (*with_bias(y, (x, weight), needed, grad), None, None)
+            return (*with_bias(y, (x, weight), needed, grad), *rest)
         plan: CorrectionPlan = ctx.plan
         for_x, for_weight, for_bias = needed[:3]
         grad = ctx.kernels.in_format(grad)
@@ -77,8 +80,7 @@ class _Corrected(ExchangeFunction):
         def gradients() -> Tensor:
             nonlocal grad_weight
             if for_weight:  # first: the halo has the longer to travel
-                received = slabs if ctx.boundary is None else ctx.boundary.slabs
-                grad_weight = _weight_gradient(ctx, x, grad, weight, received)
+                grad_weight = _weight_gradient(ctx, x, grad, weight, slabs)
             with plan.mesh.session.timers.measure("dgrad"):
                 if plan.is_adjoint:
                     return ctx.kernels.run_forward(grad, weight, None)
@@ -93,9 +95,8 @@ class _Corrected(ExchangeFunction):
             halo = exchanges.halo if plan.is_adjoint else exchanges.grad_halo
             grad_x = exchanges.corrected(halo, grad, gradients, add)
         elif for_weight:
-            received = slabs if ctx.boundary is None else ctx.boundary.slabs
-            grad_weight = _weight_gradient(ctx, x, grad, weight, received)
-        return grad_x, grad_weight, bias_gradient(grad) if for_bias else None, None, None
+            grad_weight = _weight_gradient(ctx, x, grad, weight, slabs)
+        return grad_x, grad_weight, bias_gradient(grad) if for_bias else None, *rest
 
 
 def _weight_gradient(
@@ -122,8 +123,8 @@ def _weight_gradient(
 
 def corrected(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan
-) -> tuple[Tensor, DeferredBoundary | DeferredOutputs]:
-    """This rank's part of a convolution, from its shard and the slabs of its neighbours.
+) -> tuple[Tensor, ConvOutputs]:
+    """This rank's part of a convolution, from its shard and the slabs of its neighbors.
 
     Args:
         x: the shard [N, Ci, D, H, W].
@@ -132,8 +133,7 @@ def corrected(
         plan: of this convolution; blocks and windows line up.
 
     Returns:
-        The shard [N, Co, D', H', W'] of the result, and what is to be completed before its
-        boundary is right.
+        The shard [N, Co, D', H', W'] of the result, and what it still waits for.
     """
     chooser = plan.chooser
     kernels = (chooser.kernels_ahead if plan.is_adjoint else chooser.kernels)(x, weight)
@@ -141,9 +141,5 @@ def corrected(
     x = kernels.in_format(x)
     slab_kernels = plan.slab_chooser.kernels(x, weight, kernels.channels_last)
     behind = bias_behind(x, bias)
-    boundary = DeferredBoundary(plan, kernels.channels_last, slab_kernels, behind)
-    y = _Corrected.apply(x, weight, bias, boundary, kernels)
-    if boundary.is_deferrable:
-        return y, boundary
-    boundary.complete_now()
-    return y, DeferredOutputs(y, behind)
+    y = _Corrected.apply(x, weight, bias, plan, kernels, slab_kernels, behind is None)
+    return y, ConvOutputs(y, behind)

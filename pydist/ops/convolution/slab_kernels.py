@@ -39,11 +39,11 @@ class SlabKernels:
 
     def add(
         self, role: str, slab: int, first: Tensor, second: Tensor, target: Tensor,
-        first_lo: Sequence[int], target_lo: Sequence[int], negative_slope: float = 1.0,
+        first_lo: Sequence[int], target_lo: Sequence[int],
     ) -> None:  # fmt: skip
         """Adds the part of slab number `slab` to `target`; see `pydist.backend.slabs.run`."""
         problem, name = self._problems[role][slab], self._names[role][slab]
-        run(name, problem, first, second, target, first_lo, target_lo, negative_slope)
+        run(name, problem, first, second, target, first_lo, target_lo)
 
 
 class SlabChooser:

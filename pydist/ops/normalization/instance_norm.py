@@ -12,7 +12,7 @@ from pydist.backend.statistics import Moments, dense, unbiased
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.dtypes import require_fitting
-from pydist.ops.normalization.deferred_norm import normalized, taken
+from pydist.ops.fusion.norm import normalized, taken
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_common import (
     by_torch,

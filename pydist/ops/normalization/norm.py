@@ -33,11 +33,11 @@ from pydist.exchange.adjoints import (
 )
 from pydist.exchange.function import ExchangeFunction
 from pydist.group_sizes import GroupSizes
-from pydist.ops.convolution.deferred_relu import with_relu
 from pydist.ops.convolution.local_conv import apart, differentiable
-from pydist.ops.handover import Handover
+from pydist.ops.fusion.handover import Handover
+from pydist.ops.fusion.prelu import Handed, parametric, regain, release
+from pydist.ops.fusion.relu import with_relu
 from pydist.ops.normalization.norm_plan import NormPlan
-from pydist.ops.normalization.prelu import Handed, parametric, regain, release
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pydist.backend.statistics import dense
 from pydist.errors import UsageError
 from pydist.layout import Layout
 from pydist.ops.empty import with_elements, without_added
-from pydist.ops.normalization.deferred_norm import Input, normalized
+from pydist.ops.fusion.norm import Input, normalized
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_plan import plan_norm
 from pydist.tensor import ShardedTensor, wrap

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from pydist.ops.fusion.pool import average_pool_of_relu
 from pydist.ops.placement import choose_layout, pool_workload
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.pooling.average import AveragePlan, Averaging, average
@@ -22,7 +23,6 @@ from pydist.ops.pooling.pool_plan import (
     widened,
     with_indices,
 )
-from pydist.ops.pooling.relu_pool import average_pool_of_relu
 from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap, wrap_new
 from pydist.tensor.operands import redistribute

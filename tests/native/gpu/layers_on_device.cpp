@@ -22,21 +22,18 @@ void convolution(Random& random) {
       Array weight(random, dtype, {6, 4, 3, 3, 3});
       const ops::ConvAttributes attributes{{-1, 0, 0}, {0, 0, 0}, {1, 1, 1},
                                            {1, 1, 1},  {1, 1, 1}, groups};
-      const auto on_host = [&](double slope) {
-        return ops::conv_problem(in.host(), weight.host(), out.host(), attributes, slope);
-      };
-      const auto on_device = [&](double slope) {
-        return ops::conv_problem(in.device(), weight.device(), out.device(), attributes, slope);
-      };
+      const auto on_host = ops::conv_problem(in.host(), weight.host(), out.host(), attributes);
+      const auto on_device =
+          ops::conv_problem(in.device(), weight.device(), out.device(), attributes);
       const double tolerance = 4 * tolerance_of(dtype);
-      cpu::boundary_conv_forward(on_host(0.01));
-      cuda::boundary_conv_forward(on_device(0.01), std::nullopt, queue);
+      cpu::boundary_conv_forward(on_host);
+      cuda::boundary_conv_forward(on_device, std::nullopt, queue);
       expect("boundary_conv_forward", out, tolerance);
-      cpu::boundary_conv_dgrad(on_host(1));
-      cuda::boundary_conv_dgrad(on_device(1), std::nullopt, queue);
+      cpu::boundary_conv_dgrad(on_host);
+      cuda::boundary_conv_dgrad(on_device, std::nullopt, queue);
       expect("boundary_conv_dgrad", in, tolerance);
-      cpu::boundary_conv_wgrad(on_host(1));
-      cuda::boundary_conv_wgrad(on_device(1), std::nullopt, queue);
+      cpu::boundary_conv_wgrad(on_host);
+      cuda::boundary_conv_wgrad(on_device, std::nullopt, queue);
       expect("boundary_conv_wgrad", weight, tolerance);
     }
   }
@@ -62,10 +59,8 @@ bool on_tensor_cores(Random& random, DType dtype, ops::ConvMath math, const Laye
   const Array out = array({2, layer.groups * layer.out_channels, 2, 20, 18});
   const ops::ConvAttributes attributes{{-1, 0, 0}, {0, 0, 0}, {1, 1, 1},
                                        {1, 1, 1},  {1, 1, 1}, layer.groups};
-  const double slope = kOp == ConvOp::kForward ? 0.25 : 1;
-  const auto on_host = ops::conv_problem(in.host(), weight.host(), out.host(), attributes, slope);
-  const auto on_device =
-      ops::conv_problem(in.device(), weight.device(), out.device(), attributes, slope);
+  const auto on_host = ops::conv_problem(in.host(), weight.host(), out.host(), attributes);
+  const auto on_device = ops::conv_problem(in.device(), weight.device(), out.device(), attributes);
   index_t floats = 0;
   ops::with_mma_body<kOp>(on_device, math, [&]<class Body>(std::type_identity<Body>) {
     floats = Body::make(on_device, nullptr).partial_elements();

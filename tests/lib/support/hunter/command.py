@@ -21,7 +21,7 @@ SOME = 20
 STALE_PATCH = re.compile("(Type|Attribute|Name)Error: ")
 """In what is raised by a patch of a function that has other arguments now."""
 
-MUTANT_PROGRAMS = 150
+MUTANT_PROGRAMS = 400
 """At most so many look for a mutation, by default."""
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pydist import global_loss
+from pydist.backend.statistics import Rows
 from pydist.exchange.contents import Contents, Parameters
 from pydist.exchange.history import NO_HISTORY
 from pydist.gradients import replaced
@@ -26,9 +27,8 @@ from pydist.gradients.bucket import Bucket
 from pydist.gradients.leaf import Leaf, leaf_of
 from pydist.gradients.reducer import Reducer
 from pydist.group_sizes import GroupSizes
-from pydist.ops.convolution.boundary import DeferredBoundary
-from pydist.ops.convolution.slab_kernels import as_read
-from pydist.ops.normalization import deferred_norm, prelu
+from pydist.ops.fusion import norm, prelu
+from pydist.ops.normalization.norm import Normalization
 from pydist.ops.pooling.average import AveragePlan
 from pydist.ops.shaping import nonzero
 from pydist.tensor import local_of, sharded
@@ -182,16 +182,21 @@ def _forgets_interrupted_passes() -> Patches:
 # -- 3: deferred work ---------------------------------------------------------------------------
 
 
-@_mutation("weight-read-late", 3, "data")
-def _boundary_reads_the_weight_late() -> Patches:
-    """The boundary of a convolution is computed from the weight as it is when that is used."""
+@_mutation("norm-reads-late", 3, "data")
+def _norms_read_their_weights_late() -> Patches:
+    """The result of a norm is written from the weight and bias as they are when it is used."""
 
-    def begin(self: DeferredBoundary, x: Tensor, weight: Tensor) -> None:
-        halo = self._halo
-        self._under_way = halo.start(x), as_read(weight.detach())
-        halo.transport.unfinished = self.complete
+    def late(method: Any) -> Any:
+        def read(self: Normalization, *given: Any) -> Any:
+            x, scale, shift, statistics, values = self._operands
+            rows = Rows(statistics, scale, self._call.eps, self._call.centred)
+            values.copy_(rows.values(shift, values.shape[1], x.dtype)[:3])
+            return method(self, *given)
 
-    return [patch.object(DeferredBoundary, "start", begin)]
+        return read
+
+    names = ("write", "with_relu", "parametric")
+    return [patch.object(Normalization, name, late(getattr(Normalization, name))) for name in names]
 
 
 # -- 4, 5: views and indices --------------------------------------------------------------------
@@ -283,5 +288,5 @@ def _prelu_reads_saved_tensors_twice() -> Patches:
 
     return [
         patch.object(prelu, "_by_composition", twice),
-        patch.object(deferred_norm, "hook_on_saved", lambda: None),
+        patch.object(norm, "hook_on_saved", lambda: None),
     ]

@@ -1,103 +1,30 @@
-"""ReLUs in place on a convolution's outputs, made when their result is used.
+"""ReLUs in place, leaky or not: along with what their input still waits for, or deferred.
 
-By then an average pool may have read the outputs, and applied the ReLU itself on the way
-(`pydist.ops.pooling.relu_pool`): nothing else needs the ReLU's result. Its sign, which is
-all that backward looks at, is that of the outputs. So they are neither read nor written for it.
+On a convolution's outputs they are made when their result is used. By then an average pool may have
+read the outputs, and applied the ReLU itself on the way (`pydist.ops.fusion.pool`): nothing else
+needs the ReLU's result. Its sign, which is all that backward looks at, is that of the outputs. So
+they are neither read nor written for it.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pydist.exchange.function import Function
-from pydist.ops.convolution.finish import finish_
-from pydist.ops.handover import Handover, hook_on_saved, runs
+from pydist.ops.fusion.bias import finish_
+from pydist.ops.fusion.handover import Handover, hook_on_saved, runs
+from pydist.tensor import ShardedTensor, adopt_local
+from pydist.tensor.deferred import Deferred
 
 Given = tuple[Handover[Any], Any]
 """To a backward, and what is given to it."""
 
 
-class Awaited(Protocol):
-    """What outputs wait for before a ReLU: a convolution's halo."""
-
-    @property
-    def is_fusible(self) -> bool:
-        """Whether a ReLU may still be applied along with it."""
-
-    def complete(self, negative_slope: float = 1.0) -> None:
-        """Waits for it and adds its part; a ReLU comes after it where the slope is not 1."""
-
-
-class DeferredRelu:
-    """A ReLU, leaky or not, that is still to be made on outputs that no other tensor shares.
-
-    Args:
-        outputs: to be changed. What saved them for backward need not know of it, as the signs
-            stay.
-        negative_slope: 0 for a ReLU; in [0, 1).
-        boundary: what they wait for themselves, if anything.
-        bias: [C], to be added before; `None` where there is none left.
-
-    Attributes:
-        negative_slope: as given.
-        is_made: whether it was applied, as its result was used.
-        handover: from the backward of who has read the outputs instead to the ReLU's.
-    """
-
-    def __init__(
-        self,
-        outputs: Tensor,
-        negative_slope: float,
-        boundary: Awaited | None = None,
-        bias: Tensor | None = None,
-    ) -> None:
-        self.negative_slope = negative_slope
-        self.is_made = False
-        self.handover: Handover[bool] = Handover()
-        self._outputs, self._boundary, self._bias = outputs.data, boundary, bias
-        self._is_read = False
-
-    def complete(self) -> None:
-        """Applies it; does nothing when that has been done."""
-        if self.is_made:
-            return
-        self.is_made = self.handover.is_shared = True
-        boundary, self._boundary = self._boundary, None
-        if boundary is not None and boundary.is_fusible:
-            boundary.complete(self.negative_slope)
-            return
-        if boundary is not None:
-            boundary.complete()
-        finish_(self._outputs, self._take_bias(), self.negative_slope)
-
-    def with_relu(self, shard: Tensor, negative_slope: float) -> None:
-        """A second ReLU comes too late."""
-        return
-
-    def read(self) -> bool:
-        """Whether the outputs may be read as they are before the ReLU, by one who applies it.
-
-        Once only: the gradients of two would be added before the ReLU's backward sees them.
-        """
-        if self.is_made or self._is_read or hook_on_saved() is not None:
-            return False
-        self._is_read = True
-        if self._boundary is not None:
-            self._boundary.complete()
-        if self._bias is not None:
-            finish_(self._outputs, self._take_bias(), 1.0)
-        return True
-
-    def _take_bias(self) -> Tensor | None:
-        bias, self._bias = self._bias, None
-        return bias
-
-
-class DeferredOutputs:
-    """A convolution's outputs that wait for no halo: a ReLU in place may be put off.
+class ConvOutputs(Deferred):
+    """Outputs of a convolution: a bias may still have to be added, and a ReLU may be deferred.
 
     Args:
         outputs: new memory that no other tensor shares, in the graph.
@@ -113,13 +40,77 @@ class DeferredOutputs:
         if bias is not None:
             finish_(self._outputs, bias, 1.0)
 
-    def with_relu(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, DeferredRelu] | None:
+    def with_relu(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, Deferred] | None:
         """The outputs after a ReLU in place that is still to be made."""
         if not may_wait(shard):
             return None
-        pending = DeferredRelu(self._outputs, negative_slope, None, self._bias)
-        self._bias = None
-        return with_relu(shard, negative_slope, pending.handover), pending
+        bias, self._bias = self._bias, None
+        deferred = DeferredRelu(self._outputs, negative_slope, bias)
+        return with_relu(shard, negative_slope, deferred.handover), deferred
+
+
+class DeferredRelu(Deferred):
+    """A ReLU, leaky or not, that is still to be made on outputs that no other tensor shares.
+
+    Args:
+        outputs: to be changed. What saved them for backward need not know of it, as the signs
+            stay.
+        negative_slope: 0 for a ReLU; in [0, 1).
+        bias: [C], to be added before; `None` where there is none left.
+
+    Attributes:
+        negative_slope: as given.
+        is_made: whether it was applied, as its result was used.
+        handover: from the backward of who has read the outputs instead to the ReLU's.
+    """
+
+    def __init__(self, outputs: Tensor, negative_slope: float, bias: Tensor | None = None) -> None:
+        self.negative_slope = negative_slope
+        self.is_made = False
+        self.handover: Handover[bool] = Handover()
+        self._outputs, self._bias = outputs, bias
+        self._is_read = False
+
+    def complete(self) -> None:
+        """Applies it; does nothing when that has been done."""
+        if not self.is_made:
+            self.is_made = self.handover.is_shared = True
+            self._finish(self.negative_slope)
+
+    def read(self) -> bool:
+        """Whether the outputs may be read as they are before the ReLU, by one who applies it.
+
+        Once only: the gradients of two would be added before the ReLU's backward sees them.
+        """
+        if self.is_made or self._is_read or hook_on_saved() is not None:
+            return False
+        self._is_read = True
+        if self._bias is not None:
+            self._finish(1.0)
+        return True
+
+    def _finish(self, negative_slope: float) -> None:
+        bias, self._bias = self._bias, None
+        finish_(self._outputs, bias, negative_slope)
+
+
+def relu_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | None:
+    """Applies a ReLU along with what is still to be done for `x`, or defers it.
+
+    Args:
+        x: the tensor.
+        negative_slope: 0 for a ReLU; in [0, 1).
+
+    Returns:
+        x; `None` if there is nothing to fuse with, and nothing was done.
+    """
+    if x._deferred is None or not 0.0 <= negative_slope < 1.0:
+        return None
+    done = x._deferred.with_relu(x._shard, negative_slope)
+    if done is None:
+        return None
+    shard, x._deferred = done
+    return adopt_local(x, shard)
 
 
 def may_wait(shard: Tensor) -> bool:

@@ -17,20 +17,17 @@ backward goes its separate ways. So it does for gradients of gradients.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pydist.exchange.function import ExchangeFunction, way_back
-from pydist.ops.convolution.deferred_relu import DeferredRelu
-from pydist.ops.handover import runs
+from pydist.ops.fusion.handover import runs
+from pydist.ops.fusion.relu import DeferredRelu
 from pydist.ops.pooling.average import AveragePlan, spread
 from pydist.tensor import ShardedTensor
 from pydist.tensor.wrapper import refuse_foreign_graph
-
-VARIABLE = "PYDIST_FUSED_POOL"
 
 
 def average_pool_of_relu(x: ShardedTensor, plan: AveragePlan) -> Tensor | None:
@@ -41,11 +38,10 @@ def average_pool_of_relu(x: ShardedTensor, plan: AveragePlan) -> Tensor | None:
         plan: of the pool.
 
     Returns:
-        `None` if there is nothing to fuse with, or `PYDIST_FUSED_POOL=0` forbids it; nothing was
-        done.
+        `None` if there is nothing to fuse with; nothing was done.
     """
     pending = x._deferred
-    if not isinstance(pending, DeferredRelu) or os.environ.get(VARIABLE) == "0":
+    if not isinstance(pending, DeferredRelu):
         return None
     refuse_foreign_graph(x)
     if not pending.read():

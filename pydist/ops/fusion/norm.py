@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from pydist.layout import Layout
-from pydist.ops.handover import hook_on_saved
+from pydist.ops.fusion.handover import hook_on_saved
 from pydist.ops.normalization.norm import Normalization
 from pydist.tensor import ShardedTensor, local_of, wrap, wrap_new
+from pydist.tensor.deferred import Deferred
 
 
-class DeferredNorm:
+class DeferredNorm(Deferred):
     """The result of a norm that is still to be written.
 
     Args:
@@ -89,7 +90,7 @@ class DeferredNorm:
         return None if self._read or hook_on_saved() is not None else self._norm
 
 
-class _Before:
+class _Before(Deferred):
     """Completes a pending norm before anything else may change its input."""
 
     def __init__(self, norm: DeferredNorm) -> None:
@@ -99,9 +100,6 @@ class _Before:
         norm = self._norm()
         if norm is not None:
             norm.complete()
-
-    def with_relu(self, shard: Tensor, negative_slope: float) -> None:
-        return None
 
 
 class Input(NamedTuple):

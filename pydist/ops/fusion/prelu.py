@@ -25,7 +25,7 @@ from pydist.backend.statistics import (
 )
 from pydist.errors import UsageError
 from pydist.exchange.function import Function
-from pydist.ops.handover import Handover, runs
+from pydist.ops.fusion.handover import Handover, runs
 
 Handed = tuple[Transform, Tensor | None]
 """The transform with the activation's slopes, and the sums [2, R] of `gradient_sums`, if known."""

@@ -1,4 +1,4 @@
-"""ReLUs in place, fused with the boundary of the convolution before them."""
+"""ReLUs in place after a convolution: deferred until their result is used."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
-from pydist.backend import slabs
-from pydist.ops.convolution import boundary
 from pydist.tensor import ShardedTensor
 from support.equivalence import (
     assert_same,
@@ -27,33 +25,8 @@ from support.equivalence import (
 )
 from support.equivalence.strategies import cuts
 
-# With slope 1 there is nothing to fuse.
+# With slope 1 there is nothing to defer.
 SLOPES = [0.0, 0.01, 0.3, 1.0]
-
-
-class _Native:
-    """The native core, with the slopes that its boundary kernel is called with."""
-
-    def __init__(self) -> None:
-        self.slopes: list[float] = []
-
-    def boundary_conv_forward(self, *args) -> None:
-        self.slopes.append(args[-1])
-        _KERNELS.boundary_conv_forward(*args)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(_KERNELS, name)
-
-
-_KERNELS = slabs.native
-
-
-@pytest.fixture
-def kernels(monkeypatch) -> _Native:
-    recording = _Native()
-    monkeypatch.setattr(slabs, "native", recording)
-    monkeypatch.setattr(boundary, "_OUTPUTS", 0)  # small outputs wait too
-    return recording
 
 
 def with_relu(y, slope):
@@ -68,9 +41,8 @@ def with_relu(y, slope):
     stride=st.tuples(*[st.sampled_from([1, 1, 2])] * 3),
     dilation=st.tuples(*[st.sampled_from([1, 1, 2])] * 3),
     second_order=st.booleans(),
-    waits=st.booleans(),
 )
-def test_split_equals_whole(data, slope, kernel, stride, dilation, second_order, waits):
+def test_split_equals_whole(data, slope, kernel, stride, dilation, second_order):
     extents = [max(4, d * (k - 1) + 1) for k, d in zip(kernel, dilation, strict=True)]
     extents = [n + data.draw(st.integers(0, 4)) for n in extents]
     padding = [d * (k // 2) for k, d in zip(kernel, dilation, strict=True)]
@@ -80,12 +52,8 @@ def test_split_equals_whole(data, slope, kernel, stride, dilation, second_order,
         return with_relu(F.conv3d(y, second, None, 1, 1), slope)
 
     weights = [randn(3, 2, *kernel, seed=1), randn(3, seed=2), randn(2, 3, 3, 3, 3, seed=3)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boundary, "_OUTPUTS", 0 if waits else 1 << 40)
-        check_function(
-            two_layers, randn(1, 2, *extents), weights, data.draw(cuts(extents)),
-            second_order=second_order,
-        )  # fmt: skip
+    points = data.draw(cuts(extents))
+    check_function(two_layers, randn(1, 2, *extents), weights, points, second_order=second_order)
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.25])
@@ -95,18 +63,17 @@ def test_split_equals_whole(data, slope, kernel, stride, dilation, second_order,
      [[0, 1, 2, 8], None, [0, 4, 8]]],
     ids=["depth", "uneven", "three dims", "thin"],
 )  # fmt: skip
-def test_same_bits_as_one_after_the_other(points, slope, kernels):
+def test_same_bits_as_one_after_the_other(points, slope):
     x, weight, bias = randn(2, 3, 8, 8, 8), randn(4, 3, 3, 3, 3, seed=1), randn(4, seed=2)
 
     def rank(mesh):
         part = shard(x, layout_at(mesh, x.shape, points))
         plain = F.conv3d(part, weight, bias, padding=1)
         expected = F.leaky_relu(plain.to_local().detach(), slope)
-        fused = with_relu(F.conv3d(part, weight, bias, padding=1), slope)
-        torch.testing.assert_close(fused.to_local().detach(), expected, rtol=0, atol=0)
+        found = with_relu(F.conv3d(part, weight, bias, padding=1), slope)
+        torch.testing.assert_close(found.to_local().detach(), expected, rtol=0, atol=0)
 
     on_ranks(spatial_of(points), rank, keep_thin_blocks=True)
-    assert slope in kernels.slopes  # the boundary went through the kernel's own ReLU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -158,25 +125,6 @@ def test_who_looks_in_between_sees_the_linear_result():
         assert_same(y, linear.relu())
 
 
-def test_result_that_nobody_asks_for():
-    """Its halo is taken in before the next one travels, or never: nothing waits for it."""
-    x, weight = randn(1, 2, 6, 6, 6), randn(2, 2, 3, 3, 3, seed=1)
-
-    def rank(mesh):
-        part = shard(x, layout_for_sample(mesh, x.shape))
-        for _ in range(3):
-            F.conv3d(part, weight, padding=1)
-        kept = F.conv3d(part, weight, padding=1)
-        other = F.conv3d(part, 2 * weight, padding=1)
-        F.conv3d(part, 3 * weight, padding=1)
-        return kept.full_tensor().detach(), other.full_tensor().detach()
-
-    linear = F.conv3d(x, weight, padding=1)
-    for kept, other in on_ranks((2, 1, 1), rank):
-        assert_same(kept, linear)
-        assert_same(other, 2 * linear)
-
-
 def test_under_checkpointing():
     x = randn(1, 2, 8, 6, 6)
     model = nn.Sequential(
@@ -200,18 +148,6 @@ def test_under_checkpointing():
 
     for found in on_ranks((2, 1, 1), rank):
         assert_same(found, expected)
-
-
-def test_holes_are_left_to_two_passes(kernels):
-    """A dilated kernel's halo of one plane reaches every other output plane only."""
-    x, weight = randn(1, 1, 9, 4, 4), randn(1, 1, 5, 1, 1, seed=1)
-
-    def two(x, weight):
-        return F.relu(F.conv3d(x, weight, padding=(4, 0, 0), dilation=(2, 1, 1)), inplace=True)
-
-    check_function(two, x, [weight], [[0, 1, 5, 9], None, None])
-    assert 0.0 in kernels.slopes
-    assert 1.0 in kernels.slopes
 
 
 def test_second_order_in_place_where_a_rank_has_nothing():

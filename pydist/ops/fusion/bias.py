@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pydist.backend.slab_library import leaky_relu_
 from pydist.backend.statistics import Transform, apply, dense, per_channel
 from pydist.backend.statistics import statistics_dtype as wide
 
@@ -42,3 +41,11 @@ def finish_(y: Tensor, bias: Tensor | None, negative_slope: float) -> None:
             values[1] = 1.0
             values[2] = bias
             apply(y, y, Transform(values, negative_slope))
+
+
+def leaky_relu_(x: Tensor, negative_slope: float) -> None:
+    """A leaky ReLU in place; none for a slope of 1."""
+    if negative_slope == 0.0:
+        torch.relu_(x)
+    elif negative_slope != 1.0:
+        torch._C._nn.leaky_relu_(x, negative_slope)

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from pydist import layout_for_sample
-from pydist.ops.convolution import conv, correction, finish
+from pydist.ops.convolution import conv, correction
+from pydist.ops.fusion import bias, relu
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 
 POINTS = [[[0, 3, 7], [0, 4, 6], None], [None] * 3]
@@ -19,16 +20,15 @@ def behind(monkeypatch):
     """The slopes with which biases were added behind."""
     found = []
 
-    def recording(y, bias, slope):
-        if bias is not None:
+    def recording(y, added, slope):
+        if added is not None:
             found.append(slope)
-        finish_(y, bias, slope)
+        finish_(y, added, slope)
 
-    finish_ = finish.finish_
+    finish_ = bias.finish_
     for module in (conv, correction):
         monkeypatch.setattr(module, "bias_behind", lambda x, b: None if b is None else b.detach())
-    for name in ("boundary", "deferred_relu"):
-        monkeypatch.setattr(f"pydist.ops.convolution.{name}.finish_", recording)
+    monkeypatch.setattr(relu, "finish_", recording)
     return found
 
 
@@ -82,5 +82,5 @@ def test_narrow_outputs_are_rounded_once(dtype):
     apart = y[..., ::2].clone()[..., ::2]  # not dense
     also = F.leaky_relu(apart + BIAS.to(dtype).view(3, 1, 1, 1), 0.25)
     for given, wanted in ((y, expected), (apart, also.double())):
-        finish.finish_(given, BIAS.to(dtype), 0.25)
+        bias.finish_(given, BIAS.to(dtype), 0.25)
         assert (given.double() - wanted).abs().max() <= torch.finfo(dtype).eps * wanted.abs().max()

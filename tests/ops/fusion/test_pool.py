@@ -13,8 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
-from pydist.ops.convolution import deferred_relu as deferred
-from pydist.ops.pooling import relu_pool as fused
+from pydist.ops.fusion import relu
 from support.equivalence import (
     assert_same,
     check_function,
@@ -44,8 +43,8 @@ def made(monkeypatch):
             found.append(pending.negative_slope)
         complete(pending)
 
-    complete = deferred.DeferredRelu.complete
-    monkeypatch.setattr(deferred.DeferredRelu, "complete", recording)
+    complete = relu.DeferredRelu.complete
+    monkeypatch.setattr(relu.DeferredRelu, "complete", recording)
     return found
 
 
@@ -100,12 +99,6 @@ def check_on_ranks(x, function, grid=(2, 1, 1)):
 def test_the_relu_is_not_made(grid, made):
     check_on_ranks(randn(2, 2, 8, 8, 6), net, grid)
     assert made == []
-
-
-def test_a_switch_turns_it_off(made, monkeypatch):
-    monkeypatch.setenv(fused.VARIABLE, "0")
-    check_on_ranks(randn(2, 2, 8, 8, 6), net)
-    assert set(made) == {0.3}
 
 
 # What else reads the ReLU's result z, beside the pool.
@@ -268,7 +261,7 @@ def test_narrow_types(dtype, memory_format):
         return y, *torch.autograd.grad((y * grad).sum(), x)
 
     def waiting(y):
-        y._deferred = deferred.DeferredOutputs(y._shard)  # as a convolution leaves them
+        y._deferred = relu.ConvOutputs(y._shard)  # as a convolution leaves them
         return y
 
     def rank(mesh):
