@@ -46,7 +46,14 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     return made
 
 
-def on_ranks(script: str, options: argparse.Namespace, mpi: str = "auto", ranks: int = 2) -> Any:
+def on_ranks(
+    script: str,
+    options: argparse.Namespace,
+    mpi: str = "auto",
+    ranks: int = 2,
+    more: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
+) -> Any:
     """Runs a benchmark's script as ranks of one thread each.
 
     Args:
@@ -54,6 +61,8 @@ def on_ranks(script: str, options: argparse.Namespace, mpi: str = "auto", ranks:
         options: as parsed from `parser`; `--rounds` and `--quick` are handed on.
         mpi: as of `pydist run`.
         ranks: how many.
+        more: further options of the script.
+        variables: further environment variables.
 
     Returns:
         What rank 0 wrote.
@@ -61,9 +70,9 @@ def on_ranks(script: str, options: argparse.Namespace, mpi: str = "auto", ranks:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
         command = [sys.executable, "-m", "pydist", "run", "-n", str(ranks), "--mpi", mpi]
-        command += [str(Path(script).resolve()), "--rank", str(result)]
+        command += [str(Path(script).resolve()), "--rank", str(result), *more]
         command += ["--rounds", str(options.rounds), *["--quick"] * options.quick]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
         subprocess.run(command, env=environment, cwd=folder, check=True)
         return json.loads(result.read_text())
 

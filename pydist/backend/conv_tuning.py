@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,7 +32,9 @@ from pydist.backend.conv_kernels import (
 )
 from pydist.backend.problem import ConvProblem
 from pydist.backend.records import key_of
-from pydist.comm import Transport
+
+if TYPE_CHECKING:
+    from pydist.comm import Transport
 
 # Below this a convolution takes less than a few milliseconds, and the rule is as good.
 _MEASURED_FLOPS = 200_000_000

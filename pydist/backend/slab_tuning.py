@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from pydist.backend.conv import in_format
 from pydist.backend.records import key_of
 from pydist.backend.slab_problem import SlabProblem
 from pydist.backend.slabs import refusal, run
-from pydist.comm import Transport
+
+if TYPE_CHECKING:
+    from pydist.comm import Transport
 
 _WARM_UP, _REPEATS = 3, 11
 NEVER = 1e9
