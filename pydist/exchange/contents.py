@@ -230,7 +230,7 @@ class Parameters:
     def operand(self, tensor: Tensor) -> Operand | None:
         """What is compared of a tensor, if it is one of them."""
         known = self._operands.get(id(tensor))
-        if known is None or known[0]() is not tensor or not tensor.requires_grad:
+        if known is None or not known[0].leads_to(tensor) or not tensor.requires_grad:
             return None
         return known[1]
 
@@ -279,7 +279,7 @@ class Parameters:
 
     def _operand_of(self, tensor: Tensor) -> Operand:
         known = self._operands.get(id(tensor))
-        if known is None or known[0]() is not tensor:
+        if known is None or not known[0].leads_to(tensor):
             known = Link(tensor), Operand(f"parameter of shape {tuple(tensor.shape)}")
             self._operands[id(tensor)] = known
         return known[1]

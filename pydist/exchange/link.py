@@ -24,6 +24,10 @@ class Link:
             tensor._fix_weakref()  # type: ignore[attr-defined]
         return tensor
 
+    def leads_to(self, tensor: Tensor) -> bool:
+        """Whether it is a reference to this tensor."""
+        return self._reference is not None and self._reference() is tensor
+
     def undo(self) -> None:
         """Refers to nothing, until `restore`."""
         self._reference = None

@@ -30,6 +30,15 @@ TEST(Crc32c, PortableAndHardwareAgreeAtEveryLengthAndOffset) {
   }
 }
 
+TEST(Crc32c, ThreeLanesAtATimeAreThoseOfOne) {
+  std::vector<unsigned char> bytes(10'000);
+  for (std::size_t i = 0; i < bytes.size(); ++i)
+    bytes[i] = static_cast<unsigned char>(i * i + i / 7);
+  for (const std::size_t size : {3071u, 3072u, 3073u, 6143u, 6144u, 9216u, 9999u}) {
+    ASSERT_EQ(crc32c(bytes.data() + 1, size), crc32c_portable(bytes.data() + 1, size)) << size;
+  }
+}
+
 TEST(Crc32c, ContinuesOverPieces) {
   constexpr std::string_view digits = "123456789";
   for (std::size_t cut = 0; cut <= digits.size(); ++cut) {
