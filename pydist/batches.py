@@ -161,7 +161,7 @@ class Batches:
 
 
 def _in_places_of_parameters(module: nn.Module) -> Iterator[Tensor]:
-    """What a module and its parts have as parameters, but for ordinary ones.
+    """Yields a module's parameters, and its parts', that are not plain `nn.Parameter`s.
 
     Every forward pass asks, so it takes a third of the time of `module.modules()`.
     """
@@ -178,7 +178,7 @@ def _in_places_of_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 
 def batch_of(inputs: Iterable[Any]) -> Tensor | None:
-    """Which of a model's inputs tells the number of samples.
+    """Returns the input of a model whose dim 0 counts the samples.
 
     The first sharded tensor, or else the first tensor with dims; but rather one whose extent in
     dim 0 is not 1: what has 1, such as an atlas, is given to all samples.

@@ -55,7 +55,7 @@ def test_where_computing_costs_much_the_blocks_stay():
     on_ranks((4, 1, 1), rank)
 
 
-def test_between_the_two_neighbours_share(monkeypatch: pytest.MonkeyPatch):
+def test_between_the_two_neighbors_share(monkeypatch: pytest.MonkeyPatch):
     # Only messages and computing count: 4 of them with blocks of 1, 2 with 2, 1 with 4, but then
     # the computing takes 4 times as long.
     monkeypatch.setattr(placement, "EXCHANGE_S", 0.0)

@@ -1,7 +1,7 @@
-"""A rank without its neighbours: their part in an exchange is left out, or played by streams.
+"""A rank without its neighbors: their part in an exchange is left out, or played by streams.
 
 One device shows so what one rank of many does. Shapes, kernels and bookkeeping are those of the
-split run, values are not: what neighbours would send is zeros, or what they were sent.
+split run, values are not: what neighbors would send is zeros, or what they were sent.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ class Alone(Transport):
         """There is no other rank to end."""
 
 
-class Neighbours(Alone):
-    """Streams that play the neighbours: what they were sent comes back over a link.
+class Neighbors(Alone):
+    """Streams that play the neighbors: what they were sent comes back over a link.
 
     Args:
         rank: this rank.
@@ -168,11 +168,11 @@ class _Nothing(Channel):
 
 
 class _Echo(Channel):
-    def __init__(self, owner: Neighbours, sent: list[Tensor], received: list[Tensor]) -> None:
+    def __init__(self, owner: Neighbors, sent: list[Tensor], received: list[Tensor]) -> None:
         self._owner, self._sent, self._received = owner, sent, received
         if owner.stream is not None:
             self.stream = owner.stream.cuda_stream
-        # Both directions at the same time, and each neighbour has a link of its own.
+        # Both directions at the same time, and each neighbor has a link of its own.
         most = max([each.nbytes for each in (*sent, *received)], default=0)
         self._seconds = owner.latency + most / owner.bytes_per_s
         for each in received:

@@ -29,7 +29,7 @@ CHANNELS = (4, 16, 16, 16, 16)
 LAYERS = len(CHANNELS) - 1
 
 Exchange = Callable[[dict[int, Tensor], dict[int, Tensor]], None]
-"""Sends tensors to neighbours and fills those that come from them, by rank."""
+"""Sends tensors to neighbors and fills those that come from them, by rank."""
 
 
 def network(inplace: bool = False) -> nn.Sequential:
@@ -175,7 +175,7 @@ class Pydist(Contestant):
 
 
 def by_hand(rank: int, size: int, exchange: Exchange, convolve: Any) -> Any:
-    """A convolution that receives the neighbours' planes and concatenates."""
+    """A convolution that receives the neighbors' planes and concatenates."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return convolve(_Halo.apply(x, rank, size, exchange), weight, bias, (0, 1, 1))
@@ -184,7 +184,7 @@ def by_hand(rank: int, size: int, exchange: Exchange, convolve: Any) -> Any:
 
 
 class _Halo(Function):
-    """Receives a plane of depth from each neighbour, zeros at the ends, and concatenates."""
+    """Receives a plane of depth from each neighbor, zeros at the ends, and concatenates."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int, size: int, exchange: Exchange) -> Tensor:
@@ -192,8 +192,8 @@ class _Halo(Function):
         first, last = x[:, :, :1], x[:, :, -1:]
         before, after = torch.zeros_like(first), torch.zeros_like(last)
         exchange(
-            _neighbours(rank, size, first.contiguous(), last.contiguous()),
-            _neighbours(rank, size, before, after),
+            _neighbors(rank, size, first.contiguous(), last.contiguous()),
+            _neighbors(rank, size, before, after),
         )
         return torch.cat([before, x, after], 2)
 
@@ -203,15 +203,15 @@ class _Halo(Function):
         before, own, after = grad[:, :, :1], grad[:, :, 1:-1], grad[:, :, -1:]
         first, last = torch.zeros_like(before), torch.zeros_like(after)
         exchange(
-            _neighbours(rank, size, before.contiguous(), after.contiguous()),
-            _neighbours(rank, size, first, last),
+            _neighbors(rank, size, before.contiguous(), after.contiguous()),
+            _neighbors(rank, size, first, last),
         )
         own[:, :, :1] += first
         own[:, :, -1:] += last
         return own, None, None, None
 
 
-def _neighbours(rank: int, size: int, lower: Tensor, upper: Tensor) -> dict[int, Tensor]:
+def _neighbors(rank: int, size: int, lower: Tensor, upper: Tensor) -> dict[int, Tensor]:
     found = {rank - 1: lower, rank + 1: upper}
     return {peer: each for peer, each in found.items() if 0 <= peer < size}
 

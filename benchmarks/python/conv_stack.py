@@ -158,7 +158,7 @@ def compare(
 
     planes = torch.cat([answer["planes"] for answer in answers])
     wanted = reference["planes"]
-    if not exchanges:  # what the neighbour's planes reach is wrong
+    if not exchanges:  # what the neighbor's planes reach is wrong
         cut, reach = width // 2, min(4, width // 2 - 1)
         apart = torch.ones(width, dtype=torch.bool)
         apart[cut - reach : cut + reach] = False

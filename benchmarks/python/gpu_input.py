@@ -1,4 +1,4 @@
-"""Stored counts to normalised inputs on a CUDA device, against a copy within it.
+"""Stored counts to normalized inputs on a CUDA device, against a copy within it.
 
 int16 to float32: GB/s, bytes read and written, and as a part of what a copy of as many elements
 reaches; all of it several times the L2 cache. Every result is compared with the CPU's before it is

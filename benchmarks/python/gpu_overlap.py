@@ -4,7 +4,7 @@ A step of the paper's CosmoFlow, in three ways in turn: halos behind the main co
 ("overlapped"), each halo awaited as soon as it is posted ("awaited"), and nothing sent ("silent").
 What the first takes longer than the last is exposed; goal: 10 % of what the second takes longer.
 
-Neighbours are played by streams (`alone.py`), that bring back what they were sent over a link of a
+Neighbors are played by streams (`alone.py`), that bring back what they were sent over a link of a
 given bandwidth; and, where NCCL lets several ranks share a GPU (2.30, with
 NCCL_MULTI_RANK_GPU_ENABLE=1) and it works, two processes exchange over it. At the end the table of
 `pydist.profile` tells what each layer waited for. A step works on more than the L2 cache holds.
@@ -28,7 +28,7 @@ from typing import Any
 import common
 import gpu
 import torch
-from alone import Neighbours, choosing_alone
+from alone import Neighbors, choosing_alone
 from device_steps import Split, adam
 from quiet import Quiet, as_transport
 
@@ -78,7 +78,7 @@ def measure(
         activations.awaited, activations.quiet = way == "awaited", way == "silent"
         return watch.steps(split.step, steps)
 
-    alone = choosing_alone() if isinstance(world, Neighbours) else nullcontext()
+    alone = choosing_alone() if isinstance(world, Neighbors) else nullcontext()
     with gpu.precision(precision), alone:
         split = Split(model, mesh, shape, shard, targets, amp, adam)
         seconds = gpu.timed({way: partial(step, way) for way in WAYS}, options.rounds, most)
@@ -103,14 +103,14 @@ def measure(
 def by_streams(
     options: argparse.Namespace, device: torch.device, budget: gpu.Budget
 ) -> list[dict[str, Any]]:
-    """Rows with neighbours that streams play."""
+    """Rows with neighbors that streams play."""
     rows = []
     for precision in ("fp32",) if options.quick else ("bf16", "fp32"):
         for link, bytes_per_s in LINKS.items():
             if budget.allows(f"streams, {link}, {precision}"):
-                world = Neighbours(RANKS // 2, RANKS, device, bytes_per_s)
+                world = Neighbors(RANKS // 2, RANKS, device, bytes_per_s)
                 row = measure(world, precision, options, device, most=2.0)
-                rows.append({"neighbours": f"streams, {link}", **row})
+                rows.append({"neighbors": f"streams, {link}", **row})
     return rows
 
 
@@ -158,7 +158,7 @@ def rank_of_nccl(options: argparse.Namespace) -> None:
     with own_stream(device):
         row = measure(world, "bf16", options, device, most=None)
     if world.rank == 0:
-        options.json.write_text(json.dumps([{"neighbours": "two processes, NCCL", **row}]))
+        options.json.write_text(json.dumps([{"neighbors": "two processes, NCCL", **row}]))
 
 
 def main() -> None:
@@ -176,11 +176,11 @@ def main() -> None:
         torch.cuda.empty_cache()
         rows += by_nccl(options, budget, obstacle, kept + max(0.0, budget.left))
     for row in rows:
-        print(f"{row['neighbours']}, {row['precision']}\n{row.pop('table')}\n")
+        print(f"{row['neighbors']}, {row['precision']}\n{row.pop('table')}\n")
     common.show(
         ["", "", *(f"{way} ms" for way in WAYS), "exposed ms", "halo ms", "ratio"],
         [
-            [row["neighbours"], row["precision"], *(row[way]["median"] * 1e3 for way in WAYS),
+            [row["neighbors"], row["precision"], *(row[way]["median"] * 1e3 for way in WAYS),
              row["exposed"] * 1e3, row["halo"] * 1e3, row["ratio"]]
             for row in rows
         ],

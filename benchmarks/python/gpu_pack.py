@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 
 def planes(x: Tensor, dim: int, count: int) -> list[native.Regions]:
-    """Planes across a dim, as far apart as they can be: neighbours share sectors."""
+    """Planes across a dim, as far apart as they can be: neighbors share sectors."""
     order = (0, 2, 3, 4, 1) if x.is_contiguous(memory_format=torch.channels_last_3d) else None
     found = []
     for at in range(0, x.shape[dim], max(1, x.shape[dim] // count)):

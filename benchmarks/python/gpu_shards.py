@@ -1,7 +1,7 @@
 """Shards of a 512³ sample on one device: step time and memory of a rank of 8, 16 and 32.
 
 The paper's CosmoFlow, split over depth. One rank of the group runs on the device by itself, with
-what its neighbours would send left out (`alone.py`): packing, boundary kernels and all bookkeeping
+what its neighbors would send left out (`alone.py`): packing, boundary kernels and all bookkeeping
 are in its times, the link is not. The first rank and one in the middle are measured, and the
 slower one counts. Beside them: the whole sample on one device, 1/P of which is the ideal (8 times
 that of 256³ where cuDNN takes no tensor of 2^31 elements, or the memory ends), and 52.7/P GiB, the

@@ -152,7 +152,7 @@ class _Contestants:
         slot = torch.empty_like(self._expected)
         self._exchanger.finish(self._exchanger.start(self._local), [slot])
         if not torch.equal(slot, self._expected):
-            raise SystemExit("the exchange gave other values than the neighbour's face")
+            raise SystemExit("the exchange gave other values than the neighbor's face")
         for name, way in (("persistent", self.persistent), ("isend", self.isend)):
             self._recvs[name].zero_()
             way()

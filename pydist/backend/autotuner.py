@@ -44,7 +44,7 @@ Choice = Any
 
 
 class Subject(Protocol):
-    """What is tuned on one rank."""
+    """A problem of one rank, and the candidate kernels among which the autotuner chooses."""
 
     @property
     def key(self) -> str:
@@ -59,7 +59,7 @@ class Subject(Protocol):
 
 
 class Autotuner:
-    """What one rank of a mesh has chosen.
+    """Measures candidate kernels, and keeps the choices that one rank of a mesh has made.
 
     Attributes:
         seconds: spent on measuring.
@@ -159,7 +159,7 @@ class Autotuner:
         is_possible: Callable[[Sequence[Choice]], bool],
         learns: bool,
     ) -> dict[str, Any]:
-        """What is to be done, as the first rank says it."""
+        """Decides on the first rank what all do: take a kept choice, the rule, or measure."""
         kept = self._kept.get(name)
         if kept is not None and is_possible(kept):
             return {"choice": kept}
@@ -187,7 +187,7 @@ class Autotuner:
         visit: Callable[[str, str], float],
         plan: Mapping[str, Any],
     ) -> dict[str, Record]:
-        """The records of all problems, after what is to be measured; `mine` are this rank's."""
+        """Measures what the plan lists, and returns all records; `mine` are this rank's keys."""
         found = {
             key: Record.load(plan["records"][key], each.candidates)
             for key, each in subjects.items()

@@ -45,7 +45,7 @@ def padded(p: ConvProblem, x: Tensor) -> Tensor:
 
 
 def _forward_padded(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Of a copy with its padding around it."""
+    """Convolves a copy of the input that holds its padding."""
     return _forward_by_onednn(p.unpadded, padded(p, x), weight, bias)
 
 
@@ -89,7 +89,7 @@ def _transposed_by_onednn(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tenso
 
 
 def _transposed_padded(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """That of a padded copy, cut to what is wanted."""
+    """Runs oneDNN's transposed convolution without padding, and cuts the result to size."""
     whole = _transposed_by_onednn(p.unpadded, x, weight, bias)
     for dim, (start, length) in enumerate(zip(p.padding, p.input[2:], strict=True), start=2):
         whole = whole.narrow(dim, start, length)
@@ -110,17 +110,17 @@ def _wgrad_by_torch(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> 
 
 
 def _wgrad_blocked(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """In oneDNN's own layout, which costs a copy of both."""
+    """Computes dL/dweight in oneDNN's blocked layout, into which it copies both operands."""
     return _backward_by_torch(p, x.to_mkldnn(), grad.to_mkldnn(), weight, (False, True))[1]
 
 
 def _wgrad_padded(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """Of a copy with its padding around it."""
+    """Computes dL/dweight from a copy of the input that holds its padding."""
     return _wgrad_blocked(p.unpadded, padded(p, x), grad, weight)
 
 
 def _forward_widened(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """In float32, rounded once."""
+    """Convolves in float32, and rounds the result once."""
     wide = replace(p, dtype=torch.float32)
     kernel = FORWARD[candidates(wide, False)[0][0]]
     bias = None if bias is None else bias.float()
@@ -128,23 +128,23 @@ def _forward_widened(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | N
 
 
 def _dgrad_widened(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """In float32, rounded once."""
+    """Computes dL/dx in float32, and rounds it once."""
     wide = replace(p, dtype=torch.float32)
     kernel = DGRAD[candidates(wide, False)[1][0]]
     return kernel(wide, x.float(), grad.float(), weight.float()).to(p.dtype)
 
 
 def _wgrad_widened(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """In float32, rounded once."""
+    """Computes dL/dweight in float32, and rounds it once."""
     wide = replace(p, dtype=torch.float32)
     kernel = WGRAD[candidates(wide, False)[2][0]]
     return kernel(wide, x.float(), grad.float(), weight.float()).to(p.dtype)
 
 
 def _wgrad_folded(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """As two samples of half the depth, which torch leaves to oneDNN; then the seam between them.
+    """Computes dL/dweight of one sample as of two with half the depth, and adds the seam's part.
 
-    The halves are views. What crosses the seam is added as the slabs of a neighbour are.
+    The halves are views. What crosses the seam is added as the slabs of a neighbor are.
     """
     half, reach = p.input[2] // 2, p.padding[0]
     total = _wgrad_by_torch(p, _two_halves(x), _two_halves(grad), weight).contiguous()
@@ -158,7 +158,7 @@ def _wgrad_folded(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Te
 
 
 def _wgrad_native(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """By pydist's own kernel, which adds up few positions at a time: the closest to fp64."""
+    """Computes dL/dweight by pydist's kernel, whose short partial sums are closest to fp64."""
     if x.dim() == 4:
         deep = replace(
             p, input=_with_depth(p.input), weight=_with_depth(p.weight),

@@ -34,7 +34,7 @@ _MARGIN = 1.1
 
 @dataclass(frozen=True)
 class ConvKernels:
-    """What computes one convolution on this rank.
+    """The kernels that were chosen for one convolution on this rank.
 
     Attributes:
         problem: the convolution.
@@ -92,7 +92,7 @@ class ConvKernels:
 
 
 def by_rule(problems: Sequence[ConvProblem], rank: int) -> ConvKernels:
-    """The choice without measuring: the best guess of every list.
+    """Chooses kernels by a fixed rule, without measuring: the first of each list of candidates.
 
     Args:
         problems: of every rank of the group.
@@ -106,7 +106,7 @@ def by_rule(problems: Sequence[ConvProblem], rank: int) -> ConvKernels:
 
 
 class Candidate(NamedTuple):
-    """What can be measured of a convolution.
+    """A kernel of a convolution that can be timed, in a memory format, on so many threads.
 
     Attributes:
         channels_last: the memory format.
@@ -126,7 +126,7 @@ class Candidate(NamedTuple):
 
 
 def candidates_of(problem: ConvProblem, threads: Sequence[int]) -> Iterator[Candidate]:
-    """All of them, the best guesses first."""
+    """Yields all candidates of a convolution, the best guesses first."""
     for channels_last in formats(problem):
         for count in threads:
             yield Candidate(channels_last, count, CONVERT, "copy")
@@ -178,7 +178,7 @@ def _settings(
 
 
 def _clearly_least(seconds: Mapping[Any, float]) -> Any:
-    """Which took the least time; the first, the best guess, if none is better by the margin."""
+    """Returns the key with the least seconds, or the first key if none beats it by the margin."""
     first, least = next(iter(seconds)), min(seconds, key=seconds.__getitem__)
     return least if seconds[least] * _MARGIN < seconds[first] else first
 

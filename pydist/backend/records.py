@@ -1,4 +1,4 @@
-"""What kernels took at least, remembered in files between runs.
+"""Stores the least seconds measured of each kernel, in files that later runs read.
 
 What else runs on a machine only makes a kernel slower. So of each candidate the least seconds of
 all runs are kept: the more often it is measured, the closer they are to what it takes alone.
@@ -33,14 +33,14 @@ def is_wanted() -> bool:
 
 
 def key_of(kind: str, facts: Mapping[str, Any]) -> str:
-    """A name for all that a measurement depends on; its file is called so."""
+    """Returns a file name that identifies all facts that a measurement depends on."""
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     return f"{kind}-{digest[:32]}"
 
 
 @dataclass
 class Record:
-    """The candidates of one problem that were measured.
+    """The measurements of one problem, by candidate.
 
     Attributes:
         seconds: the least, by candidate.
@@ -66,7 +66,7 @@ class Record:
 
     @classmethod
     def load(cls, content: Any, candidates: Iterable[str]) -> Record:
-        """What JSON says of some candidates; whatever else it says is left out."""
+        """Reads the measurements of some candidates from JSON, and ignores everything else."""
         found = cls()
         for name in candidates:
             entry = content.get(name) if isinstance(content, dict) else None

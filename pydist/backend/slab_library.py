@@ -36,7 +36,7 @@ class Reach:
 def reach(
     inputs: int, outputs: int, kernel: int, base: int, stride: int, dilation: int
 ) -> Reach | None:
-    """What takes part of one dim; `None` if nothing does.
+    """Finds the outputs and taps of one dim that a slab reaches; `None` if there are none.
 
     Args:
         inputs: extent of the inputs.

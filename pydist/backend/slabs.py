@@ -57,7 +57,7 @@ def _plan(
     name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor,
     first_lo: Sequence[int], target_lo: Sequence[int],
 ) -> tuple[str, int, float] | None:  # fmt: skip
-    """What a kernel says of tensors before it is called; `None` for those that take all."""
+    """Asks a tensor-core kernel about its operands; `None` for kernels that take all."""
     if name not in ("mma", "tf32"):
         return None
     return native.boundary_conv_plan(

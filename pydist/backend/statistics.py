@@ -53,7 +53,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class Rows:
-    """What a norm computes of its statistics, and of the sums that backward forms.
+    """Computes a norm's coefficients from its statistics, and from the sums of backward.
 
     Attributes:
         moments: float64 [3, G], as `merged` gives them. With R rows, R / G consecutive ones share
@@ -207,7 +207,7 @@ def _sums(x: Tensor, per_sample: bool, count: int = 2) -> Tensor:
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype the statistics of values of a dtype are used."""
+    """Returns the dtype in which the statistics of values of a dtype are used."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -64,7 +64,7 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # its neighbours, as when it is run
+    sys.path.insert(0, str(path.parent))  # its neighbors, as when it is run
     try:
         spec.loader.exec_module(module)
     finally:

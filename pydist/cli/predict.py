@@ -39,7 +39,7 @@ class _Arguments:
     sliding: int | None = None
     """Predict window by window, of so many voxels along a side, what does not fit as a whole."""
     overlap: float | None = None
-    """Part that neighbouring windows share; by default a quarter."""
+    """Part that neighboring windows share; by default a quarter."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the network computes; "auto" is CUDA where each rank has a device of its own."""
 

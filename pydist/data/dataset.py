@@ -56,7 +56,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
     Raises:
         DataError: the manifest is missing or damaged, or lacks what `normalize` needs.
-        UsageError: no such split, normalisation or dtype.
+        UsageError: no such split, normalization or dtype.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def identity(self) -> str:
-        """What the content depends on: the manifest, the split, and how values are normalised."""
+        """What the content depends on: the manifest, the split, and how values are normalized."""
         normalizer = self._normalizer
         chosen = (self.manifest.digest, self.split, normalizer.kind, str(self.dtype))
         return " ".join(chosen) + (f" {normalizer.window}" if normalizer.window else "")
@@ -131,7 +131,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             out: where to put it, contiguous, of the block's shape and this data set's dtype.
 
         Returns:
-            The normalised block, [C, D, H, W] of the box; `out` if it was given.
+            The normalized block, [C, D, H, W] of the box; `out` if it was given.
 
         Raises:
             BadSample: a value is NaN or infinite (or has no logarithm), or the bytes are damaged.
@@ -338,7 +338,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         channel, *voxel = (int(p) + a for p, a in zip(first, lo, strict=True))
         raise BadSample(
             f"{self._where(index)}: value {stored[first]} at channel {channel}, voxel "
-            f"{tuple(voxel)}, normalised to {values[first]}"
+            f"{tuple(voxel)}, normalized to {values[first]}"
         )
 
 

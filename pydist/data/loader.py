@@ -97,7 +97,7 @@ class Loader:
             on all ranks of the group, with weight 0 (one small message a batch), and stops when
             more than 1 % of the samples are bad.
         device: where batches are wanted. To a CUDA device stored values travel as they are, through
-            pinned buffers and on a stream of their own, and are normalised there.
+            pinned buffers and on a stream of their own, and are normalized there.
         memory_format: of inputs on a CUDA device; `torch.channels_last_3d` costs nothing there.
         pad: when training, give a group without samples one as padding, which the statistics of
             batch norm see. Without it the group gets an empty batch [0, C, D, H, W], which is exact

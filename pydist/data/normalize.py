@@ -45,7 +45,7 @@ class Normalizer:
         window: (lower, upper) for "window", in the units of the data (Hounsfield units).
 
     Raises:
-        UsageError: no such normalisation; no window, or one that is empty or not asked for.
+        UsageError: no such normalization; no window, or one that is empty or not asked for.
         DataError: the manifest lacks the statistics, or a standard deviation is 0.
     """
 

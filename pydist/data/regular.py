@@ -1,4 +1,4 @@
-"""What is opened is a file: a pipe would be waited for without end."""
+"""Checks that a path is a regular file: opening a pipe would block forever."""
 
 from __future__ import annotations
 

@@ -104,18 +104,17 @@ class _SumRanks(ExchangeFunction):
         group: Transport,
         weight: float,
         mesh: Mesh,
-        part: str,
         sizes: GroupSizes | None,
     ) -> Tensor:
-        ctx.mesh, ctx.args = mesh, (group, weight, mesh, part, sizes)
-        with mesh.session.timers.measure(part):
+        ctx.mesh, ctx.args = mesh, (group, weight, mesh, sizes)
+        with mesh.session.timers.measure("statistics"):
             total = _copy(x)
             group.all_reduce(total)
         return total
 
     @staticmethod
     def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Any, ...]:
-        return _AverageBack.apply(grad, *ctx.args), None, None, None, None, None
+        return _AverageBack.apply(grad, *ctx.args), None, None, None, None
 
 
 class _AverageBack(ExchangeFunction):
@@ -126,11 +125,10 @@ class _AverageBack(ExchangeFunction):
         group: Transport,
         weight: float,
         mesh: Mesh,
-        part: str,
         sizes: GroupSizes | None,
     ) -> Tensor:
-        ctx.mesh, ctx.args = mesh, (group, weight, mesh, part, sizes)
-        with mesh.session.timers.measure(part):
+        ctx.mesh, ctx.args = mesh, (group, weight, mesh, sizes)
+        with mesh.session.timers.measure("statistics"):
             total = _copy(grad)
             enter_weighted_sum(total, sizes)
             group.all_reduce(total)
@@ -139,7 +137,7 @@ class _AverageBack(ExchangeFunction):
 
     @staticmethod
     def backward(ctx: Any, _: Any, x: Tensor) -> tuple[Any, ...]:
-        return _SumRanks.apply(x, *ctx.args), None, None, None, None, None
+        return _SumRanks.apply(x, *ctx.args), None, None, None, None
 
 
 def enter_weighted_sum(grad: Tensor, sizes: GroupSizes | None) -> None:
@@ -163,7 +161,6 @@ def sum_ranks(
     x: Tensor,
     mesh: Mesh,
     axes: tuple[str, ...],
-    part: str = "statistics",
     sizes: GroupSizes | None = None,
 ) -> Tensor:
     """The sum of `x` over the ranks along `axes`, the same on all of them.
@@ -173,22 +170,14 @@ def sum_ranks(
     """
     if mesh.grid.size(axes) == 1:
         return x
-    return _SumRanks.apply(x, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, part, sizes)
+    return _SumRanks.apply(x, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, sizes)
 
 
-def average_back(
-    grad: Tensor,
-    mesh: Mesh,
-    axes: tuple[str, ...],
-    part: str = "statistics",
-    sizes: GroupSizes | None = None,
-) -> Tensor:
+def average_back(grad: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
     """The adjoint of `sum_ranks` by itself, for a sum whose value is known; differentiable."""
     if mesh.grid.size(axes) == 1:
         return grad
-    return _AverageBack.apply(
-        grad, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, part, sizes
-    )
+    return _AverageBack.apply(grad, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, None)
 
 
 def _in_sample(mesh: Mesh, axes: tuple[str, ...]) -> int:

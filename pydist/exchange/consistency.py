@@ -46,7 +46,7 @@ _MOST = 512
 
 
 class _Claim(NamedTuple):
-    """What the ranks of a group must have in common.
+    """Something that must be equal on all ranks of a group, with its hash.
 
     Attributes:
         what: a name of `_ERRORS`.

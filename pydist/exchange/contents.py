@@ -43,7 +43,7 @@ _MOST_KNOWN = 4096
 
 
 class Operand:
-    """What is compared again and again.
+    """A tensor whose checksums the ranks compare repeatedly.
 
     Attributes:
         text: what it is, for errors.

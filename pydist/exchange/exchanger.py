@@ -49,7 +49,7 @@ class PendingExchange:
     """
 
     def __init__(self, exchanger: Exchanger, kind: _Kind) -> None:
-        """Buffers for another exchange of this plan under way; homeward for its adjoint."""
+        """Makes the buffers of one exchange of a plan, or of its adjoint ("homeward")."""
         dtype, device, homeward = kind
         sends, recvs = exchanger.plan.sends, exchanger.plan.recvs
         if homeward:
@@ -291,7 +291,7 @@ class Exchanger:
         return idle.pop() if idle else PendingExchange(self, kind)
 
     def announce(self, local: Tensor, homeward: bool = False) -> None:
-        """What comes before every exchange; all that a rank does which neither sends nor receives.
+        """Notes an exchange in the ledger; all that a rank without messages does for it.
 
         Args:
             local: what is exchanged.

@@ -93,10 +93,10 @@ class Bucket:
         self._row = self._work = None
 
     def set_aside(self, parameter: Tensor) -> None:
-        """Before a backward accumulates: an ordinary gradient is accumulated further."""
+        """Prepares a gradient for accumulation; an ordinary one needs nothing."""
 
     def put_back(self, parameter: Tensor) -> None:
-        """After it has, where gradients are not reduced."""
+        """Undoes `set_aside` after a backward that reduces nothing; does nothing here."""
 
     def release(self) -> bool:
         """Lets go of gradients that other ranks have by now; whether it needs no further call."""

@@ -31,7 +31,7 @@ _COUNTED = 0, 1, 1 << 31
 
 
 class Flags:
-    """The highest of each flag that any rank has; and whether the ranks agree.
+    """Exchanges the flags of a backward pass: the highest of each, and whether the ranks agree.
 
     One all-reduce of a few integers in host memory: a sum, as the consistency checks need one, in
     which a flag of 2 counts for more than all flags of 1 together. A captured step sends it as

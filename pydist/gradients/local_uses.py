@@ -40,7 +40,7 @@ def mark_shard(tensor: Tensor, layout: Layout) -> None:
 
 
 def entered(local: Tensor, layout: Layout, inputs: Iterable[Tensor | None] = ()) -> Tensor:
-    """A shard, where gradients become true that leave its graph for tensors that all ranks have.
+    """Scales the gradients that leave a shard's graph for tensors that all ranks have.
 
     Args:
         local: what a program makes a sharded tensor of.

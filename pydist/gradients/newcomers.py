@@ -138,7 +138,7 @@ def _compare(
 
 
 def _compare_places(found: Sequence[Leaf], places: list[list[list[int] | None]]) -> None:
-    """Equal values do not tell which of two parameters a rank has used; its optimizer does."""
+    """Raises if ranks mean different parameters of equal values, as their optimizers show."""
     for leaf, *of_ranks in zip(found, *places, strict=True):
         leaf.is_placed = leaf.place is not None
         known = [(rank, place) for rank, place in enumerate(of_ranks) if place is not None]

@@ -1,4 +1,4 @@
-"""What stands in the place of a gradient of which each rank has its own part only."""
+"""Placeholders for partitioned gradients (ZeRO-1), of which each rank has its own part."""
 
 from __future__ import annotations
 

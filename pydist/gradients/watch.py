@@ -1,4 +1,4 @@
-"""What an optimizer would step with a gradient that is not the mean is named before the step."""
+"""Refuses an optimizer step with gradients that were not reduced, and names the parameter."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Sliding:
 
     Attributes:
         window: voxels along each side, a multiple of what the network halves (8).
-        overlap: part that neighbouring windows share; there they are averaged, with weights that
+        overlap: part that neighboring windows share; there they are averaged, with weights that
             fall towards a window's border.
     """
 
@@ -156,7 +156,7 @@ class Predictor:
 
         Args:
             image: on the first rank of the group [C, D, H, W], in the units of the training data
-                (Hounsfield units, not normalised), extents multiples of what the network halves
+                (Hounsfield units, not normalized), extents multiples of what the network halves
                 (8): an array of NumPy, torch, CuPy or the like; None on the others.
 
         Returns:

@@ -85,7 +85,7 @@ def _number(environment: Mapping[str, str], name: str) -> int:
 
 
 def _leading_int(text: str) -> int:
-    """SLURM writes "4(x2),3" for 4 tasks on each of two nodes and 3 on another."""
+    """Reads the first number of a text such as SLURM's "4(x2),3" (4 tasks on two nodes, then 3)."""
     digits = ""
     for character in text:
         if not character.isdigit():

@@ -55,7 +55,7 @@ class CosmoFlow(nn.Module):
         width: edge of the input cube in voxels: 32, 64, 128, 256 or 512.
         in_channels: channels of the input (redshifts).
         outputs: parameters to predict.
-        batch_norm: put batch normalisation between each convolution and its activation (only
+        batch_norm: put batch normalization between each convolution and its activation (only
             variant "paper", where the authors made it an option).
         dropout: probability of zeroing; None takes the variant's own, 0.2 ("paper", before each
             fully connected layer) or 0.5 ("mlperf", after the first two).

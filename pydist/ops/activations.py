@@ -1,4 +1,4 @@
-"""ReLUs in place and PReLU: fused with the convolution or norm before, where that is pending."""
+"""ReLUs in place and PReLU, fused with the calls around them where `pydist.ops.fusion` can."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def with_elements(local: Tensor) -> Tensor:
 
 
 def without_added(result: Tensor, shape: Sequence[int]) -> Tensor:
-    """What `with_elements` added is cut off: the result has `shape`, and is no view."""
+    """Cuts off what `with_elements` added; the result has `shape`, and is no view."""
     if tuple(result.shape) == tuple(shape):
         return result
     return result[tuple(slice(n) for n in shape)].clone()

@@ -79,7 +79,7 @@ def _has_thin_block(layout: Layout, window: Window) -> bool:
 
 
 def _coarser(layout: Layout) -> Iterator[Layout]:
-    """The layouts with the blocks of 2, 4, ... neighbours of every split dim on one rank."""
+    """The layouts with the blocks of 2, 4, ... neighbors of every split dim on one rank."""
     spatial = [d for d in layout.split_dims if d >= 2]
     most = max((layout.splits[d].partition.parts for d in spatial), default=1)  # type: ignore[union-attr]
     together = 2
@@ -116,7 +116,7 @@ def _seconds(current: Layout, option: Layout, work: Workload) -> float:
 
 
 def _exchange_seconds(owned: Sequence[Box], needed: Sequence[Box]) -> float:
-    """What the busiest receiver waits for."""
+    """Estimates the seconds of an exchange, for the rank that receives most."""
     slowest = 0.0
     for rank, need in enumerate(needed):
         own = owned[rank].intersect(need).volume

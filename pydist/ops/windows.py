@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.errors import UsageError
-from pydist.exchange.exchanger import Exchanger, PendingExchange
+from pydist.exchange.exchanger import Exchanger
 from pydist.layout import Layout, Split
 from pydist.ops.gathering import BoxGatherer
 from pydist.partition import Box, Footprint, subtract
@@ -179,7 +179,7 @@ class WindowPlan:
 
 
 class Exchanges:
-    """What a linear window operation exchanges forward and backward, beside its own shard.
+    """The halo exchanges of a window operation: of its input, and of dL/dy.
 
     Attributes:
         halo: slabs of the input.
@@ -201,7 +201,7 @@ class Exchanges:
         add: Callable[[Tensor, int, Tensor, Box], Any],
         change: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """A linear map over windows of a sharded tensor: its shard, then the slabs of the others.
+        """Maps this rank's shard while the halo travels, then adds what each slab contributes.
 
         Where this rank takes no part in the exchange nothing is sent or received.
 
@@ -218,18 +218,13 @@ class Exchanges:
             return main()
         pending = exchanger.start(x, change)
         y = main()
-        slabs = self.receive(exchanger, pending, x)
+        slabs = exchanger.empty_slots(x)
+        with self._timers.measure("halo"):
+            exchanger.finish(pending, slabs)
         with self._timers.measure("boundary"):
             for number, (slab, box) in enumerate(zip(slabs, exchanger.slots, strict=True)):
                 add(y, number, slab, box)
         return y
-
-    def receive(self, exchanger: Exchanger, pending: PendingExchange, like: Tensor) -> list[Tensor]:
-        """Waits for the slabs of one of the two."""
-        slabs = exchanger.empty_slots(like)
-        with self._timers.measure("halo"):
-            exchanger.finish(pending, slabs)
-        return slabs
 
 
 def plan_window(layout: Layout, window: Window, out_channels: int) -> WindowPlan:

@@ -1,4 +1,4 @@
-"""What stands beside the optimizers of torch, which are used as they are."""
+"""Additions to torch's optimizers: the partitioned optimizer (ZeRO-1), and schedules."""
 
 from __future__ import annotations
 

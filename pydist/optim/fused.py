@@ -1,4 +1,4 @@
-"""What torch's fused optimizers take for granted, and do not look at."""
+"""Prepares optimizer state as torch's fused steps need it, which they do not check."""
 
 from __future__ import annotations
 

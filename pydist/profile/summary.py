@@ -1,4 +1,4 @@
-"""What spans come to: mean seconds by layer and part."""
+"""Sums spans up to mean seconds by layer and part."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ module          what it holds
 `operands`      how plain tensors, parameters and tensors in other layouts enter a call
 `distribute`    `distribute_tensor`, which cuts a plain tensor
 `aliasing`      which tensors share memory in torch, and which are stale here
+`deferred`      work on a shard that is put off until the shard is used
 `refusals`      what a refused call says
 ==============  ==================================================================================
 """

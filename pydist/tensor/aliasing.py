@@ -103,7 +103,7 @@ class _Change(NamedTuple):
 
 
 class Storage:
-    """What is one storage in torch and several memories here.
+    """One storage of torch that is several memories on this rank.
 
     Attributes:
         clock: how many changes in place were seen.
@@ -120,7 +120,7 @@ class Storage:
             self._probes[key] = _Probe(shard)
 
     def leave(self, key: object) -> None:
-        """The memory is freed: what was done to it stays known."""
+        """Stops watching a memory that is freed, and keeps the changes seen in it."""
         if key in self._probes:
             self._look(key)
             del self._probes[key]

@@ -1,4 +1,4 @@
-"""What is still to be done for a shard before it may be used; `pydist.ops.fusion` has the kinds."""
+"""Work on a shard that is deferred until the shard is used; `pydist.ops.fusion` has the kinds."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from torch import Tensor
 
 
 class Deferred:
-    """Nothing is to be done: the shard is new, and has not been handed out. Subclasses do more.
+    """The state of a new shard that was not handed out; subclasses hold deferred work on it.
 
-    No other tensor that can be changed shares the memory of such a shard. What waits reads only
+    No other tensor that can be changed shares the memory of such a shard. Deferred work reads only
     such shards, and copies of everything else, so that no change between a call and its completion
     can be noticed. When a rank completes it is its own affair: no message depends on it.
     """
 
     def complete(self) -> None:
-        """Does it; nothing when it has been done."""
+        """Does the deferred work; nothing if it has been done."""
 
     def with_relu(
         self, shard: Tensor, negative_slope: float
     ) -> tuple[Tensor, Deferred | None] | None:
-        """Does it along with a ReLU in place.
+        """Fuses the deferred work with a ReLU in place.
 
         Args:
             shard: the shard, in the graph.
@@ -32,4 +32,4 @@ class Deferred:
 
 
 NOTHING = Deferred()
-"""What a shard in new memory waits for."""
+"""The state of a shard in new memory for which no work is deferred."""

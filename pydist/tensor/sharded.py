@@ -95,7 +95,7 @@ class ShardedTensor(torch.Tensor):
     _layout: Layout
     _origin: Origin
     _deferred: Deferred | None
-    """What is to be completed before the shard may be used."""
+    """Deferred work on the shard, done before it is used; `None` if the shard is not new."""
     _view: View | None = None
     """What it shares memory with, here and in torch; `None` where that is nothing."""
     _shown: tuple[Any] | None = None

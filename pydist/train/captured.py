@@ -143,7 +143,7 @@ def capturable(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _not_counted(step: TrainStep, keys: ReplayedKeys) -> Iterator[None]:
-    """A captured step has not happened: counters stand afterwards as they stood before.
+    """Restores the counters after a capture, as a captured step has not run.
 
     After a capture that failed, nothing of the step that was begun is left either.
     """

@@ -113,7 +113,7 @@ class CosmoFlowConfig(ModelConfig):
     width: Literal[32, 64, 128, 256, 512] = 128
     """Edge of the input cube in voxels."""
     batch_norm: Flag = False
-    """Batch normalisation between convolution and activation (variant "paper")."""
+    """Batch normalization between convolution and activation (variant "paper")."""
     dropout: Fraction | None = None
     """Probability of zeroing; by default the variant's own."""
 

@@ -150,7 +150,7 @@ def obstacle(step: TrainStep) -> str | None:
 
 
 def risk(wanted: str, ranks: int) -> str | None:
-    """Why nothing is tried that may fail; a user can still demand it."""
+    """Returns why "auto" does not risk a capture that may fail, or `None`."""
     if wanted == "auto" and ranks > 1:
         return (
             "with several ranks a capture that fails ends the job; "

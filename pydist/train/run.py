@@ -195,7 +195,7 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
     """The training set, and the validation set if there is one."""
     wanted = config.data
     manifest = Manifest.load(wanted.path)
-    # First, and as stored: a normalisation that does not fit is mostly the network's that does not.
+    # First, and as stored: a normalization that does not fit is mostly the network's that does not.
     task.check(ShardDataset(wanted.path, "train", normalize="none", manifest=manifest))
 
     def normalized(split: str) -> ShardDataset:

@@ -109,7 +109,7 @@ class State:
                 ) from error
 
     def _require_same_settings(self, path: Path, parts: Mapping[str, Any]) -> None:
-        """Other settings may load as well, and the run would go on as neither of the two.
+        """Raises `CheckpointError` if a checkpoint was written with other settings than this run's.
 
         Those of the optimizer are part of the saved state, and would go over this run's unseen.
         """

@@ -273,7 +273,7 @@ def test_threads_may_read_at_once(universes: Path) -> None:
 def test_reading_leaves_the_interpreter_to_other_threads(
     write_samples: Callable[..., Path],
 ) -> None:
-    """HDF5, its filters and the normalisation run without the interpreter's lock."""
+    """HDF5, its filters and the normalization run without the interpreter's lock."""
     counts = np.random.default_rng(0).poisson(1, (1, 160, 160, 160)).astype(np.int16)
     root = write_samples([counts], chunks=counts.shape, compression="gzip")
     dataset = ShardDataset(root)

@@ -96,7 +96,7 @@ TEST(Reduce, ExtremaPropagateNan) {
   }
 }
 
-// Every bit pattern passes unchanged through fp32 and back; halves between neighbours go to even.
+// Every bit pattern passes unchanged through fp32 and back; halves between neighbors go to even.
 TEST(Reduce, HalfTypesRoundToNearestEven) {
   struct Format {
     DType dtype;

@@ -77,8 +77,7 @@ template <ConvOp kOp, class Storage, ConvMath kMath, int kColumns>
 std::vector<double> emulated(const ConvCase& given, launch::ThreadOrder order) {
   using Body = ops::ConvMmaBody<kOp, Storage, kMath, kColumns>;
   const Narrow<Storage> in(given.in), weight(given.weight), out(given.out);
-  const ConvProblem problem =
-      ops::conv_problem(in.view, weight.view, out.view, given.attributes);
+  const ConvProblem problem = ops::conv_problem(in.view, weight.view, out.view, given.attributes);
   EXPECT_EQ(Body::refusal(problem), "");
   std::vector<float> partial(
       static_cast<std::size_t>(Body::make(problem, nullptr).partial_elements()), NAN);

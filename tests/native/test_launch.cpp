@@ -16,10 +16,10 @@
 namespace pydist::launch {
 namespace {
 
-// Each thread of a block adds up its neighbour's element. `kRacy` reads it in the phase that writes
+// Each thread of a block adds up its neighbor's element. `kRacy` reads it in the phase that writes
 // it: a forgotten barrier.
 template <bool kRacy>
-struct NeighbourSum {
+struct NeighborSum {
   static constexpr int kThreads = 8;
   struct Shared {
     double value[kThreads];
@@ -49,23 +49,23 @@ struct NeighbourSum {
 };
 
 template <bool kRacy>
-std::vector<double> neighbour_sums(ThreadOrder order) {
+std::vector<double> neighbor_sums(ThreadOrder order) {
   std::vector<double> in(32), out(8);
   for (std::size_t i = 0; i < in.size(); ++i) in[i] = static_cast<double>(i);
-  emulate_tiles(NeighbourSum<kRacy>{in.data(), out.data(), 32}, order);
+  emulate_tiles(NeighborSum<kRacy>{in.data(), out.data(), 32}, order);
   return out;
 }
 
 TEST(Emulator, RunsPhasesOfAllThreadsInTurn) {
   const std::vector<double> expected{52, 56, 60, 64, 68, 72, 76, 48};
   for (const ThreadOrder order : kThreadOrders) {
-    EXPECT_EQ(neighbour_sums<false>(order), expected);
+    EXPECT_EQ(neighbor_sums<false>(order), expected);
   }
 }
 
 TEST(Emulator, ShowsAMissingBarrierInEveryOrder) {
   for (const ThreadOrder order : kThreadOrders) {
-    const std::vector<double> sums = neighbour_sums<true>(order);
+    const std::vector<double> sums = neighbor_sums<true>(order);
     EXPECT_TRUE(std::any_of(sums.begin(), sums.end(), [](double x) { return std::isnan(x); }));
   }
 }

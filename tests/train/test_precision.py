@@ -18,7 +18,7 @@ X, TARGET = randn(2, 2, 12, 6, 5).float(), randn(2, 3, seed=1).float()
 
 
 def network() -> nn.Module:
-    """Halos of activations (twice, so that a normalised one travels too) and statistics."""
+    """Halos of activations (twice, so that a normalized one travels too) and statistics."""
     return initialised(
         nn.Sequential(
             nn.Conv3d(2, 8, 3, padding=1),

@@ -177,7 +177,7 @@ def test_network_data_and_loss_must_fit_together(segmentation, universes):
         (change(segmentation, train={"loss": "mse"}), "possible with model.name = 'unet3d' are"),
         (change(cosmoflow, train={"loss": "dice"}), "model.name = 'cosmoflow' are auto, mse"),
         (change(cosmoflow, data={"path": segmentation.data.path}), 'choose "unet3d"'),
-        # With the normalisation of CTs as well, of which a universe lacks the statistics.
+        # With the normalization of CTs as well, of which a universe lacks the statistics.
         (change(segmentation, data={"path": universes}), 'choose "cosmoflow"'),
         (change(segmentation, model={"levels": 4}), "needs multiples of 16: convert"),
         (change(segmentation, model={"features": 3}), "features is even"),

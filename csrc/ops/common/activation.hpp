@@ -13,8 +13,6 @@ namespace pydist::ops {
 // PReLU is a leaky ReLU whose slope is learned: each row has its own.
 enum class Activation { kNone, kRelu, kLeakyRelu, kPrelu };
 
-inline constexpr int kActivations = 4;
-
 // The activation that takes negative values times `slope`.
 PYDIST_HD Activation activation_of(double slope) {
   if (slope == 1) return Activation::kNone;

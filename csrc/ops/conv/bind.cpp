@@ -116,9 +116,8 @@ void conv_forward(py::handle slab, py::handle weight, py::handle out, const Coor
                   const py::object& workspace) {
   const Borrowed in = borrow(slab, "slab"), w = borrow(weight, "weight");
   const Borrowed y = borrow(out, "out", Access::kWrite);
-  const auto problem =
-      check_conv({"slab", in}, {"weight", w}, {"out", y},
-                 {slab_lo, out_lo, stride, padding, dilation, groups});
+  const auto problem = check_conv({"slab", in}, {"weight", w}, {"out", y},
+                                  {slab_lo, out_lo, stride, padding, dilation, groups});
   check_writable("out", y.view());
   [[maybe_unused]] const auto mma =
       check_kernel<ConvOp::kForward>(problem, kernel, workspace, {"out", y});

@@ -23,7 +23,7 @@ from pydist.errors import NotSupported
 
 
 class Primitives(ABC):
-    """What an implementation of `Transport` brings.
+    """The operations that an implementation of `Transport` provides.
 
     Attributes:
         name: what the transport is called in `pydist.init(transport=...)`.

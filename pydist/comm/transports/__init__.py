@@ -1,4 +1,4 @@
-"""The transports that there are, each in a room of its own; a new one comes beside them.
+"""The transports, one module or folder each.
 
 ======================  ======================================================================
 `local`                 ranks are threads of one process

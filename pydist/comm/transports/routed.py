@@ -13,14 +13,14 @@ from pydist.comm.interface.transport import Transport
 
 
 class RoutedTransport(Transport):
-    """What transports of devices have in common: they stand over others.
+    """Base class of device transports: sends each call to the transport that carries its tensors.
 
     A subclass says what carries which tensors, makes its groups, and ends what it holds.
     """
 
     @abstractmethod
     def _of(self, tensors: Sequence[Tensor]) -> Transport:
-        """What carries these; all of them lie in one kind of memory, and are checked."""
+        """Returns the transport for these tensors, which are checked and in one kind of memory."""
 
     def _channel(
         self,

@@ -140,7 +140,7 @@ def convert_nifti(
 
 
 def _outlines(case: Case) -> list[Outline]:
-    """Of a case's images; none if one can't be read: reading it whole says what is wrong."""
+    """Reads the headers of a case's images; none if one can't be read (reported later)."""
     try:
         return [outline_of(path) for path in case.images]
     except DataError:
@@ -148,7 +148,7 @@ def _outlines(case: Case) -> list[Outline]:
 
 
 def _require_one_number_of_channels(outlines: Mapping[str, Sequence[Outline]]) -> None:
-    """Before hours of converting."""
+    """Raises `DataError` if cases differ in their number of channels, before any is converted."""
     counts = {name: sum(each.channels for each in told) for name, told in outlines.items() if told}
     first = next(iter(counts), "")
     for name, count in counts.items():

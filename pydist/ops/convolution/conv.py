@@ -122,7 +122,7 @@ class _ConvPlan:
     def run(
         self, input: ShardedTensor, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor, ConvOutputs]:
-        """This rank's part of the result, and what that waits for."""
+        """Returns this rank's part of the result, and its state, which may hold a deferred bias."""
         if self._correction is not None:
             return corrected(local_of(input), weight, bias, self._correction)
         compute = partial(

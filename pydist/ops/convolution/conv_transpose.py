@@ -1,7 +1,7 @@
 """Transposed convolution of sharded tensors, of any stride and kernel, overlapping ones included.
 
 Where a shard holds all inputs that its outputs need (kernel = stride) nothing is exchanged; where
-blocks line up the slabs of neighbours are added to what the shard gives; else the inputs are
+blocks line up the slabs of neighbors are added to what the shard gives; else the inputs are
 gathered first.
 """
 
@@ -139,7 +139,7 @@ class _TransposedPlan:
             )
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Deferred]:
-        """This rank's part of the result, from its shard, and what that waits for."""
+        """Returns this rank's part of the result, and its state, which may hold a deferred bias."""
         layout = self._layout
         if self._correction is not None:
             return corrected(x, weight, bias, self._correction)
@@ -181,7 +181,7 @@ def _problem(
     pieces: Sequence[Piece],
     has_onednn: bool,
 ) -> ConvProblem:
-    """The convolution that leads back from a rank's library call; see `_one_input`."""
+    """Describes the convolution whose adjoint a rank's library call is; see `_one_input`."""
     extents = [piece.extent for piece in pieces]
     padding = [piece.padding for piece in pieces]
     if out.empty:
@@ -199,7 +199,7 @@ def _problem(
 
 
 def _one_input(x: Tensor) -> Tensor:
-    """One input of any value: a rank without outputs runs the same nodes as the others.
+    """Returns one input voxel, so that a rank without outputs runs the nodes that others run.
 
     Else its hooks would not fire in backward, and the job would hang.
     """

@@ -133,7 +133,7 @@ def corrected(
         plan: of this convolution; blocks and windows line up.
 
     Returns:
-        The shard [N, Co, D', H', W'] of the result, and what it still waits for.
+        The shard [N, Co, D', H', W'] of the result, and its state: a bias is added later on CUDA.
     """
     chooser = plan.chooser
     kernels = (chooser.kernels_ahead if plan.is_adjoint else chooser.kernels)(x, weight)

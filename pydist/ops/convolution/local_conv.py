@@ -51,7 +51,7 @@ class ConvChooser:
         return self._chosen or self._ruled
 
     def kernels_ahead(self, shard: Tensor, weight: Tensor) -> ConvKernels:
-        """The kernels, before there is an input: what is measured is measured on ones.
+        """Returns the kernels before the input exists; measures, if at all, on an input of ones.
 
         Args:
             shard: that the input is made from.
@@ -140,7 +140,7 @@ def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """A context manager for what computes in the types that it is given."""
+    """Returns a context manager that turns autocast off."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return nullcontext()  # opened in a tenth of the time
@@ -172,7 +172,7 @@ def bias_gradient(grad: Tensor) -> Tensor:
 
 
 def apart(x: Tensor, weight: Tensor, needed: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Saved operands from which a backward with a graph of its own computes anew.
+    """Makes views of saved operands, from which double backward recomputes the result.
 
     They are views: of x and weight either may be computed from the other. An operand that was
     frozen after the forward pass is one that trains: torch forms its gradient as well, for hooks.
@@ -187,7 +187,7 @@ def apart(x: Tensor, weight: Tensor, needed: Sequence[bool]) -> tuple[Tensor, Te
 def differentiable(
     y: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Gradients with a graph of their own, of `y` computed anew from `inputs`."""
+    """Computes differentiable gradients of `y`, which was recomputed from `inputs`."""
     wanted = [t for t, need in zip(inputs, needed, strict=False) if need and t is not None]
     found = iter(own_grad(y, wanted, grad) if wanted else ())
     return [next(found) if need else None for need in needed[: len(inputs)]]
@@ -196,7 +196,7 @@ def differentiable(
 def with_bias(
     y: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Gradients of a convolution and its bias, with a graph of their own.
+    """Computes differentiable gradients of a convolution: for x, the weight and the bias.
 
     Args:
         y: the convolution without its bias, computed anew from `inputs`.

@@ -58,7 +58,7 @@ class TransposedWindow:
         """Where the outputs lie.
 
         A part's outputs begin at its first input × stride, as far as that needs the fewest inputs
-        of both neighbours: none if the kernel is no larger than the stride. A convolution with the
+        of both neighbors: none if the kernel is no larger than the stride. A convolution with the
         same window leads back to the inputs' partition, so that a decoder meets its encoder's skip.
 
         Raises:

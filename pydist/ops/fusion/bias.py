@@ -1,4 +1,4 @@
-"""What a convolution's outputs go through in place: a bias, a ReLU, or both in one pass.
+"""Adds a bias and applies a ReLU to a convolution's outputs, in place, in one pass.
 
 On CUDA torch adds the bias of a convolution in a pass of its own over the outputs, as cuDNN's call
 has none. There the convolution is run without, and the bias added with the ReLU behind it: one

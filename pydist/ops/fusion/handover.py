@@ -1,4 +1,4 @@
-"""What two nodes of the graph that are one pass have to know of each other."""
+"""Passes results between the backward nodes of two calls that were fused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Handover(Generic[T]):
-    """From the backward of a node to that of the node before.
+    """Hands a value from a node's backward to the backward of the node before it.
 
     The gradient on the way is then not what it is to others, so it must be handed on only where
     nobody else sees it, to a node that runs, and be the very tensor that arrives.
@@ -28,7 +28,7 @@ class Handover(Generic[T]):
         self._given: tuple[Tensor, T] | None = None
 
     def give(self, grad: Tensor, what: T) -> None:
-        """Leaves `what`; `grad` is what the node returns. Only if `runs` says that it is taken."""
+        """Leaves `what` with `grad`, which the node returns; only where `runs` is true."""
         self._given = grad, what
 
     def take(self, grad: Tensor) -> T | None:
@@ -61,7 +61,7 @@ def runs(ctx: Any, argument: int) -> bool:
 
 
 def hook_on_saved() -> object | None:
-    """What packs tensors that are saved for backward now (checkpointing, offloading), if anything.
+    """Returns the hook that packs saved tensors now (checkpointing, offloading), or `None`.
 
     Calls under different hooks are not to be fused: the second may be run again, without the first.
     """

@@ -1,4 +1,4 @@
-"""Results of norms that are written when they are used: by then a ReLU may follow.
+"""Writes a norm's result when it is used, so that a ReLU after it shares the pass.
 
 Where that is an in-place ReLU, leaky or not, one pass over memory makes both: backward finds the
 ReLU's sign from the norm's input, which it reads anyway. Only in place: otherwise the norm's own
@@ -16,16 +16,37 @@ was made, or is a copy made for the norm. Statistics, scale and shift are copied
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from pydist.layout import Layout
 from pydist.ops.fusion.handover import hook_on_saved
-from pydist.ops.normalization.norm import Normalization
 from pydist.tensor import ShardedTensor, local_of, wrap, wrap_new
 from pydist.tensor.deferred import Deferred
+
+
+class Normalization(Protocol):
+    """A norm whose statistics are known, such as `pydist.ops.normalization.norm.Normalization`."""
+
+    x: Tensor
+    """Its input, which has the result's memory format."""
+
+    def node(self, out: Tensor) -> Tensor:
+        """Returns `out` as the result in autograd's graph; the others fill it."""
+
+    def result(self) -> Tensor:
+        """Returns the result."""
+
+    def write(self, out: Tensor) -> None:
+        """Writes the result into `out`."""
+
+    def with_relu(self, y: Tensor, negative_slope: float) -> Tensor:
+        """Writes the result after a ReLU in place."""
+
+    def parametric(self, y: Tensor, slope: Tensor) -> Tensor:
+        """Returns the result after a PReLU."""
 
 
 class DeferredNorm(Deferred):
@@ -103,7 +124,7 @@ class _Before(Deferred):
 
 
 class Input(NamedTuple):
-    """What a norm is asked to normalise.
+    """The input of a norm, with its shard.
 
     Attributes:
         tensor: as given.
@@ -128,7 +149,7 @@ def normalized(norm: Normalization, layout: Layout, input: Input) -> ShardedTens
     Args:
         norm: of the shard of `input`, or of a copy of that.
         layout: of the result.
-        input: what was asked to be normalised.
+        input: what was asked to be normalized.
     """
     is_copy = norm.x is not input.shard
     is_safe = is_copy or input.is_new

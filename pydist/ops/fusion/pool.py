@@ -17,28 +17,43 @@ backward goes its separate ways. So it does for gradients of gradients.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pydist.exchange.function import ExchangeFunction, way_back
+from pydist.mesh import Mesh
 from pydist.ops.fusion.handover import runs
 from pydist.ops.fusion.relu import DeferredRelu
-from pydist.ops.pooling.average import AveragePlan, spread
 from pydist.tensor import ShardedTensor
 from pydist.tensor.wrapper import refuse_foreign_graph
 
 
-def average_pool_of_relu(x: ShardedTensor, plan: AveragePlan) -> Tensor | None:
-    """The shard of the pooled x, if x waits for a ReLU that the pool may apply itself.
+class Pooling(Protocol):
+    """A linear pool, such as `pydist.ops.pooling.average.AveragePlan`."""
+
+    mesh: Mesh
+
+    def pool(self, x: Tensor, negative_slope: float = 1.0) -> Tensor:
+        """Pools a shard after a ReLU; 1 for none."""
+
+    def spread(self, grad: Tensor, x: Tensor | None = None, negative_slope: float = 1.0) -> Tensor:
+        """Returns dL/dx, through the ReLU of x."""
+
+    def adjoint(self, grad: Tensor, way: Tensor) -> Tensor:
+        """Returns dL/dx without the ReLU, differentiable to any order."""
+
+
+def average_pool_of_relu(x: ShardedTensor, plan: Pooling) -> Tensor | None:
+    """Pools x and applies its deferred ReLU in one pass, if it has one.
 
     Args:
-        x: what is pooled; if it waits for a ReLU, it still does afterwards.
+        x: what is pooled; its ReLU stays deferred.
         plan: of the pool.
 
     Returns:
-        `None` if there is nothing to fuse with; nothing was done.
+        The shard of the result; `None` if there is nothing to fuse with, and nothing was done.
     """
     pending = x._deferred
     if not isinstance(pending, DeferredRelu):
@@ -53,7 +68,7 @@ def average_pool_of_relu(x: ShardedTensor, plan: AveragePlan) -> Tensor | None:
 class _AverageOfRelu(ExchangeFunction):
     @staticmethod
     def forward(
-        ctx: Any, relu: Tensor, linear: Tensor, pending: DeferredRelu, plan: AveragePlan
+        ctx: Any, relu: Tensor, linear: Tensor, pending: DeferredRelu, plan: Pooling
     ) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.mesh, ctx.handover = plan, plan.mesh, pending.handover
         ctx.negative_slope = pending.negative_slope
@@ -70,7 +85,7 @@ class _AverageOfRelu(ExchangeFunction):
         # Gradients of gradients reach the ReLU on other ways as well.
         ctx.handover.is_shared |= torch.is_grad_enabled()
         if ctx.handover.is_shared or not runs(ctx, 0):
-            return spread(grad, way, plan), *rest
+            return plan.adjoint(grad, way), *rest
         grad_linear = plan.spread(grad, linear, ctx.negative_slope)
         ctx.handover.give(grad_linear, True)
         return grad_linear, *rest

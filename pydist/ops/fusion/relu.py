@@ -1,4 +1,4 @@
-"""ReLUs in place, leaky or not: along with what their input still waits for, or deferred.
+"""ReLUs in place, leaky or not: fused with the call before, or deferred for the one after.
 
 On a convolution's outputs they are made when their result is used. By then an average pool may have
 read the outputs, and applied the ReLU itself on the way (`pydist.ops.fusion.pool`): nothing else
@@ -24,11 +24,11 @@ Given = tuple[Handover[Any], Any]
 
 
 class ConvOutputs(Deferred):
-    """Outputs of a convolution: a bias may still have to be added, and a ReLU may be deferred.
+    """Outputs of a convolution, complete but for a bias on CUDA; a ReLU may be deferred.
 
     Args:
         outputs: new memory that no other tensor shares, in the graph.
-        bias: [C], to be added; `None` if they wait for nothing.
+        bias: [C], to be added; `None` if there is none left.
     """
 
     def __init__(self, outputs: Tensor, bias: Tensor | None = None) -> None:
@@ -78,7 +78,7 @@ class DeferredRelu(Deferred):
             self._finish(self.negative_slope)
 
     def read(self) -> bool:
-        """Whether the outputs may be read as they are before the ReLU, by one who applies it.
+        """Whether a caller that applies the ReLU itself may read the outputs without it.
 
         Once only: the gradients of two would be added before the ReLU's backward sees them.
         """
@@ -95,7 +95,7 @@ class DeferredRelu(Deferred):
 
 
 def relu_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | None:
-    """Applies a ReLU along with what is still to be done for `x`, or defers it.
+    """Fuses a ReLU in place with the deferred work of `x`, or defers it.
 
     Args:
         x: the tensor.

@@ -1,4 +1,4 @@
-"""Norms of each voxel by itself: local response norm, over neighbouring channels."""
+"""Norms of each voxel by itself: local response norm, over neighboring channels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 def local_response_norm(
     input: ShardedTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> ShardedTensor:
-    """Local response norm: by the squares of `size` neighbouring channels."""
+    """Local response norm: by the squares of `size` neighboring channels."""
     layout = input._layout
     if len(layout.shape) > 1 and layout.splits[1] is not None:
         raise refusal(F.local_response_norm, (input,), {}, "the channels are split")

@@ -1,4 +1,4 @@
-"""Normalisation by statistics of values that lie on several ranks: what all norms share.
+"""Normalization by statistics of values that lie on several ranks: what all norms share.
 
 One exchange in forward: every rank's mean and squared deviations; their counts follow from the
 layout. One in backward: Σ dy and Σ dy (x - mean), under way while the parameters' gradients are
@@ -81,12 +81,6 @@ class Normalization:
         self.x = x
         self._operands = x, scale, shift, statistics, self._values
         self._call = _Call(plan, eps, centred, sizes)
-
-    @property
-    def learns(self) -> bool:
-        """Whether the result is to be differentiable."""
-        operands = self._operands[:3]
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands)
 
     def result(self) -> Tensor:
         """(x - mean) / sqrt(var + eps) · scale + shift, differentiable twice."""

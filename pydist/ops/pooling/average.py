@@ -164,6 +164,16 @@ class AveragePlan(PoolPlan):
             lambda grad_x, _, slab, box: spread(slab, box, self.own, grad_x, x, negative_slope),
         )
 
+    def adjoint(self, grad: Tensor, way: Tensor) -> Tensor:
+        """The shard of dL/dx from that of dL/dy, differentiable to any order.
+
+        Args:
+            grad: dL/dy.
+            way: the `way_back` to x.
+        """
+        result: Tensor = _Spread.apply(grad, way, self)
+        return result
+
 
 def average(x: Tensor, plan: AveragePlan) -> Tensor:
     """This rank's means over windows, differentiable to any order.
@@ -172,18 +182,6 @@ def average(x: Tensor, plan: AveragePlan) -> Tensor:
     shard takes part.
     """
     result: Tensor = _Average.apply(x, plan)[0]
-    return result
-
-
-def spread(grad: Tensor, way: Tensor, plan: AveragePlan) -> Tensor:
-    """The adjoint of `average`, differentiable to any order.
-
-    Args:
-        grad: dL/dy.
-        way: the `way_back` to x.
-        plan: of the pool.
-    """
-    result: Tensor = _Spread.apply(grad, way, plan)
     return result
 
 
@@ -198,7 +196,7 @@ class _Average(ExchangeFunction):
     @staticmethod
     def backward(ctx: Any, saved: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor, None]:
         (way,) = saved
-        return spread(grad, way, ctx.plan), None
+        return ctx.plan.adjoint(grad, way), None
 
 
 class _Spread(ExchangeFunction):

@@ -82,7 +82,7 @@ class MaxPlan(PoolPlan):
         return self._corrected(x, pick)
 
     def _corrected(self, x: Tensor, part: Callable[..., Tensor]) -> Tensor:
-        """What `part` makes of the shard, and then of the slabs."""
+        """Applies `part` to the shard while the halo travels, then to each slab."""
         main = self.timed(lambda: part(x, self.own, accumulate=False))
         if not self.has_halo:
             return main()

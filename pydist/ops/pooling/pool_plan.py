@@ -45,7 +45,7 @@ class PoolPlan:
         return self._exchanges
 
     def timed(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """What computes on the shard, measured."""
+        """Wraps a function of the shard so that its time counts as computation."""
 
         def measured() -> Tensor:
             with self.mesh.session.timers.measure("compute"):

@@ -37,7 +37,7 @@ def max_unpool(
 
     Of several values for one place the last one stays, in the order of the input, on every device
     (torch on a GPU keeps any of them); all of them get the gradient of that place, as under torch.
-    Values come from the neighbours whose windows reach a block, or from all ranks if any index lies
+    Values come from the neighbors whose windows reach a block, or from all ranks if any index lies
     outside its value's window.
 
     Raises:

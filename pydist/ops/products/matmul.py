@@ -24,7 +24,7 @@ def _product(func: Callable[..., Tensor], a: Tensor, b: Tensor) -> Any:
 
 
 def _labels(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels]:
-    """Of two factors as torch.matmul takes them, and of their product."""
+    """Labels the dims of two factors, as torch.matmul takes them, and of their product."""
     batch = [f"b{i}" for i in range(max(a.dim(), b.dim()) - 2, 0, -1)]
     rows, columns = ["m"] * (a.dim() > 1), ["n"] * (b.dim() > 1)
     first = [*batch[len(batch) - max(0, a.dim() - 2) :], *rows, "k"]
@@ -42,7 +42,7 @@ def matmul(input: Tensor, other: Tensor) -> Any:
 
 @implements(torch.Tensor.__rmatmul__)
 def rmatmul(input: Tensor, other: Tensor) -> Any:
-    """The product the other way round."""
+    """The matrix product with its operands exchanged: `other @ input`."""
     return matmul(other, input)
 
 

@@ -110,7 +110,7 @@ def diff(
     prepend: Tensor | None = None,
     append: Tensor | None = None,
 ) -> Tensor:
-    """Differences of neighbours, `n` times; along a split dim the ranks exchange the first ones."""
+    """Differences of neighbors, `n` times; along a split dim the ranks exchange the first ones."""
     if n < 0 or input.dim() == 0:
         raise RuntimeError(f"diff of order {n} and {input.dim()} dims: 0 and more, and 1 and more")
     d = canonical(dim, input.dim())

@@ -38,7 +38,7 @@ class _GradientOfSum(ExchangeFunction):
 
 
 def _worst(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
-    """What every value of a dtype is at least (at most) as good as."""
+    """Returns the neutral value of a maximum or minimum in a dtype, such as -inf."""
     if dtype == torch.bool:
         return op == "min"
     if dtype.is_floating_point:

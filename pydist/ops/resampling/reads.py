@@ -73,7 +73,7 @@ class Reads:
         return self._channels_last
 
     def local(self, dim: int, indices: Tensor) -> Tensor:
-        """Of what all outputs of a dim read: what this rank's do, as indices into `box`.
+        """Selects the indices that this rank's outputs of a dim read, relative to `box`.
 
         Args:
             dim: the dim.
@@ -88,7 +88,7 @@ class Reads:
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Where plans are made: what a call in inference mode has planned serves training too."""
+    """A context manager for making plans: outside inference mode, so that training can use them."""
     with torch.inference_mode(False):
         yield
 

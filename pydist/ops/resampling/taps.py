@@ -1,7 +1,7 @@
 """Which inputs an interpolation reads along one dim, with which weights: torch's own arithmetic.
 
 Source: torch's `aten/src/ATen/native/UpSample.h` (scale, source index, cubic coefficients); the
-sources of nearest neighbours are asked of torch itself, as its kernels differ in how they round.
+sources of nearest neighbors are asked of torch itself, as its kernels differ in how they round.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def without_adjoint(
 ) -> Resize | None:
     """A size at which torch's backward is not the adjoint of its forward, if there is one.
 
-    Nearest neighbours are found in the input's type forward and in float32 backward, and backward
+    Nearest neighbors are found in the input's type forward and in float32 backward, and backward
     copies where the extents are equal, whatever the scale factor; so does that of bicubic.
     """
     if mode == "bicubic" and not align_corners:
@@ -117,7 +117,7 @@ def _scales(size: Resize, dims: int) -> list[float | None]:
 
 
 def _nearest(mode: str, size: Resize, dims: int, like: Tensor) -> Tensor:
-    """Sources of nearest neighbours: torch's answer where the input is its own index.
+    """Sources of nearest neighbors: torch's answer where the input is its own index.
 
     The digits of the index are channels, so that they are exact in every type.
     """

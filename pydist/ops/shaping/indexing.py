@@ -103,7 +103,7 @@ def _at(x: ShardedTensor, indices: dict[int, Tensor]) -> ShardedTensor:
         prove_equal(index, x._layout)
     shape = torch.broadcast_shapes(*(index.shape for index in indices.values()))
     dims = sorted(indices)
-    # As torch orders the result: in place where the indexed dims are neighbours, else in front.
+    # As torch orders the result: in place where the indexed dims are neighbors, else in front.
     first = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     rest = [d for d in range(x.dim()) if d not in indices]
     old = x._layout

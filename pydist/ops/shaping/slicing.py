@@ -188,7 +188,7 @@ def narrow(input: ShardedTensor, dim: int, start: int, length: int) -> ShardedTe
 
 
 def pieces(x: ShardedTensor, dim: int, points: Sequence[int]) -> tuple[ShardedTensor, ...]:
-    """The parts of a dim between each two neighbouring points."""
+    """The parts of a dim between each two neighboring points."""
     return tuple(along(x, dim, slice(a, max(a, b))) for a, b in itertools.pairwise(points))
 
 

@@ -88,7 +88,7 @@ def test_free_text_does_not_travel(pairs, tmp_path):
 
 @pytest.mark.parametrize("grid", [{"cube": 16}, {"spacing": (1.0, 1.0, 1.0)}])
 def test_predictions_of_a_resampled_volume_lie_on_the_scanner_s_grid(tmp_path, write, grid):
-    """A ball, which nearest neighbours there and back leave nearly as it was."""
+    """A ball, which nearest neighbors there and back leave nearly as it was."""
     axes = np.meshgrid(
         *(np.arange(n) * s for n, s in ((24, 1.0), (20, 1.0), (10, 2.0))), indexing="ij"
     )

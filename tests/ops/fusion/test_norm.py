@@ -203,7 +203,7 @@ def test_the_norms_node_is_where_it_is_without_fusing():
 
 
 def test_where_values_differ_by_rounding_only_both_passes_agree_on_the_sign():
-    """A constant channel is normalised to what rounding leaves of 0."""
+    """A constant channel is normalized to what rounding leaves of 0."""
     x = torch.full((1, 2, 6, 8, 8), 0.1) + torch.tensor([0.0, 1e-7]).view(1, 2, 1, 1, 1)
     x[0, 1, 0, 0, 0] = 0.2
 

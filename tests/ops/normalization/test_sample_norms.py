@@ -101,7 +101,7 @@ def test_every_name(call, points):
 @pytest.mark.parametrize("norm", ["instance", "group"])
 @pytest.mark.parametrize("points", [[0, 0, 1, 3], [0, 1, 2, 3]])
 def test_samples_on_several_ranks_to_second_order(norm, points):
-    """Then each normalises its own, with nothing to exchange; one has none."""
+    """Then each normalizes its own, with nothing to exchange; one has none."""
     function = {
         "instance": lambda x, w: F.instance_norm(x, weight=w),
         "group": lambda x, w: F.group_norm(x, 2, w),

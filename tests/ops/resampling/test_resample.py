@@ -293,7 +293,7 @@ REFUSED = {
     "another number of dims": (
         lambda x: F.interpolate(x, 3, mode="bilinear"), NotImplementedError, "4D input",
     ),
-    "aligned neighbours": (
+    "aligned neighbors": (
         lambda x: F.interpolate(x, 3, align_corners=True), ValueError, "align_corners",
     ),
     "nothing left": (lambda x: F.interpolate(x, scale_factor=0.1), RuntimeError, "greater than 0"),

@@ -46,7 +46,7 @@ CALLS = {
     "array": lambda x: x[:, np.array([[0, 1], [2, 0]])],
     "index of a split dim": lambda x: x[:, :, torch.tensor([3, 0]), 1:],
     "indices, apart": lambda x: x[torch.tensor([0, 1]), :, :, torch.tensor([3, 1])],
-    "indices, neighbours": lambda x: x[:, torch.tensor([[0], [1]]), torch.tensor([4, 2])],
+    "indices, neighbors": lambda x: x[:, torch.tensor([[0], [1]]), torch.tensor([4, 2])],
     "mask of channels": lambda x: x[:, MASK],
     "mask of two dims": lambda x: x[torch.stack([MASK, ~MASK])],
     "index_select": lambda x: x.index_select(1, torch.tensor([2, 0])),

@@ -85,14 +85,13 @@ def _pool_sends_before_the_relu() -> Patches:
     """A pool that fuses a ReLU sends its halo before the ReLU; one that does not, after."""
 
     def pool(self: AveragePlan, x: Tensor, negative_slope: float = 1.0) -> Tensor:
-        exchanges = self.exchanges(x)
-        halo = None if exchanges.halo.is_local else exchanges.halo.start(x)
-        y = self.averaging.means(x, self.own, self.out, None, negative_slope)
-        if halo is not None:
-            slabs = exchanges.receive(exchanges.halo, halo, x)
-            for slab, box in zip(slabs, exchanges.halo.slots, strict=True):
-                self.averaging.means(slab, box, self.out, y, negative_slope)
-        return y
+        exchanges, means = self.exchanges(x), self.averaging.means
+        return exchanges.corrected(
+            exchanges.halo,
+            x,
+            lambda: means(x, self.own, self.out, None, negative_slope),
+            lambda y, _, slab, box: means(slab, box, self.out, y, negative_slope),
+        )
 
     return [patch.object(AveragePlan, "pool", pool)]
 
