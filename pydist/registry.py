@@ -61,8 +61,8 @@ def imported(path: str, what: str) -> Any:
     """
     try:
         return EntryPoint(what, path, "").load()
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"{what} ({path}): {error}") from error
+    except Exception as error:  # whatever its module does when it is imported
+        raise UsageError(f"{what} ({path}): {' '.join(str(error).split())}") from error
 
 
 JOINS = ("auto", "mpi", "c10d", "local", "cuda", "host")

@@ -158,6 +158,7 @@ rmsprop = my_tables:RmspropConfig
 
 [pydist.formats]
 npy = my_formats:NumpyFolder
+torn = my_torn:Format
 """
 
 CONFIG = """
@@ -186,6 +187,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "my_tables.py").write_text(TABLES)
     (root / "my_networks.py").write_text(NETWORKS)
     (root / "my_formats.py").write_text(FORMATS)
+    (root / "my_torn.py").write_text("class Format(:\n")
     about = root / "my_package-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
@@ -278,7 +280,7 @@ def test_a_file_format_of_another_package_is_trained_from_and_predicts_as_hdf5_d
 
 def test_damage_in_a_file_format_of_another_package_is_one_line(package, tmp_path):
     (tmp_path / "make.py").write_text(DATA)
-    for kind in ("npy", "zip"):
+    for kind in ("npy", "zip", "torn"):
         folder = tmp_path / kind
         folder.mkdir()
         environment = child_environment()
@@ -294,7 +296,11 @@ def test_damage_in_a_file_format_of_another_package_is_one_line(package, tmp_pat
     assert "Traceback" not in ended.stderr
     ended = run(package, tmp_path / "zip", "train", "flat.toml", *path)
     assert ended.returncode == 2
-    assert "format 'zip' is none of hdf5, npy" in ended.stderr
+    assert "format 'zip' is none of hdf5, npy, torn" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+    ended = run(package, tmp_path / "torn", "train", "flat.toml", *path)
+    assert ended.returncode == 2
+    assert "format 'torn' (my_torn:Format): invalid syntax" in ended.stderr
     assert ended.stderr.count("\n") == 1
 
 

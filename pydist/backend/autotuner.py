@@ -104,10 +104,10 @@ class Autotuner:
         Raises:
             ValueError: it is something else.
         """
-        if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+        is_list = isinstance(groups, list) and groups
+        if not is_list or not all(isinstance(each, dict) for each in groups):
             raise ValueError("it holds no choices of sample groups")
-        if groups:
-            self._kept = dict(groups[self._of_mesh().data_index % len(groups)])
+        self._kept = dict(groups[self._of_mesh().data_index % len(groups)])
 
     def everyones(self) -> list[dict[str, list[Choice]]]:
         """The choices of all sample groups, for checkpoints and files. Collective over them."""

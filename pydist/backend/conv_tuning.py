@@ -131,10 +131,10 @@ def choose(
     def possible(choices: Sequence[Any]) -> bool:
         try:
             made = [_loaded(p, c) for p, c in zip(problems, choices, strict=True)]
-        except (TypeError, ValueError):
+            one_format = len({kernels.channels_last for kernels in made}) == 1
+            return one_format and all(is_possible(kernels, threads) for kernels in made)
+        except (TypeError, ValueError):  # of a file that somebody has changed
             return False
-        one_format = len({kernels.channels_last for kernels in made}) == 1
-        return one_format and all(is_possible(kernels, threads) for kernels in made)
 
     choice, is_final = tuner.choose(
         group,

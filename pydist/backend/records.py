@@ -71,7 +71,7 @@ class Record:
         for name in candidates:
             entry = content.get(name) if isinstance(content, dict) else None
             match entry:
-                case [int() | float() as seconds, int() as visits] if 0 < seconds < math.inf:
+                case [int() | float() as seconds, int() as visits] if 0 < seconds < 1e9:
                     found.add(name, float(seconds), max(1, visits))
         return found
 
@@ -96,8 +96,11 @@ class Records:
 
     def read(self, key: str, candidates: Iterable[str]) -> Record:
         """The record with a key; an empty one where there is none, or it is damaged."""
+        path = self._path(key)
         try:
-            return Record.load(parse_json(self._path(key).read_bytes()), candidates)
+            if path.exists() and not path.is_file():  # a pipe would be waited for
+                return Record()
+            return Record.load(parse_json(path.read_bytes()), candidates)
         except (OSError, ValueError):
             return Record()
 

@@ -218,6 +218,9 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             return self._read(opened, opened.label, window, self._where(index, name))
 
         stored = self._files.read(sample.file, part)
+        if stored.dtype.kind == "f" or stored.max() > np.iinfo(np.int64).max:
+            name = self.manifest.label
+            raise DataError(f"{self._where(index, name)}: labels are integers of up to 63 bits")
         values = out.numpy()
         values[...] = stored
         classes = len(self.manifest.class_names)
@@ -317,6 +320,12 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             if out_of_memory(error):
                 raise DoesNotFit(f"{where}: {what}") from error
             raise BadSample(f"{where}: damaged: {what}") from error
+        extents = [each.stop - each.start for each in window] if window else dataset.shape
+        if not isinstance(stored, np.ndarray) or stored.shape != tuple(extents):
+            shape = getattr(stored, "shape", type(stored).__name__)
+            raise DataError(f"{where}: {shape} was read where {tuple(extents)} was asked for")
+        if stored.dtype.kind not in "biuf":
+            raise DataError(f"{where} holds {stored.dtype}; numbers are needed")
         return stored.astype(stored.dtype.newbyteorder("="), copy=False)
 
     def _where(self, index: int, name: str = "") -> str:

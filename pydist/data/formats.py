@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
+from tokenize import TokenError
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
@@ -63,7 +64,9 @@ class StoredFile(ABC):
         path: the file, or the folder that the format takes for one.
     """
 
-    errors: ClassVar[tuple[type[Exception], ...]] = (OSError, LookupError, ValueError)
+    errors: ClassVar[tuple[type[Exception], ...]] = (
+        OSError, LookupError, ValueError, EOFError, SyntaxError, TokenError,
+    )  # fmt: skip
     """What opening and reading raise for missing or damaged content; becomes one clear line."""
 
     def __init__(self, path: Path) -> None:
@@ -114,6 +117,8 @@ class StoredFile(ABC):
         found = np.asarray(dataset[window])
         if out is None:
             return found
+        if found.shape != out.shape:
+            raise ValueError(f"{found.shape} was read where {out.shape} was asked for")
         out[...] = found
         return out
 

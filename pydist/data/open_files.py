@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pydist.data.formats import Readable, StoredArray, StoredFile
 from pydist.data.made import checksum_of_file
 from pydist.data.manifest import DataFile, Manifest
-from pydist.errors import DataError, PydistError
+from pydist.errors import DataError, PydistError, UsageError
 from pydist.registry import FORMATS
 
 _T = TypeVar("_T")
@@ -67,6 +67,11 @@ class OpenFiles:
         self._limit = limit
         self._driver = driver
         self._format: type[StoredFile] = FORMATS.get(manifest.file_format)
+        if not (isinstance(self._format, type) and issubclass(self._format, StoredFile)):
+            raise UsageError(
+                f"format '{manifest.file_format}' is {self._format!r}, which is no subclass of "
+                "pydist.data.formats.StoredFile"
+            )
         self._handles = _Handles()
 
     def __getstate__(self) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -217,8 +218,14 @@ class Exchanges:
             exchanger.announce(x)
             return main()
         pending = exchanger.start(x, change)
-        y = main()
         slabs = exchanger.empty_slots(x)
+        try:
+            y = main()
+        except Exception:
+            # All ranks may raise this, and go on: what is under way must not meet what comes next.
+            with suppress(Exception):
+                exchanger.finish(pending, slabs)
+            raise
         with self._timers.measure("halo"):
             exchanger.finish(pending, slabs)
         with self._timers.measure("boundary"):

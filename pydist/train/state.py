@@ -98,7 +98,8 @@ class State:
                 self.step = parts["step"]
                 self.mesh.session.forwards = parts["mesh"]["forwards"]
                 _set_random_state(parts["random"])
-                autotuner_of(self.mesh).load(parts.get("tuning", []))
+                if "tuning" in parts:
+                    autotuner_of(self.mesh).load(parts["tuning"])
             except PydistError:
                 raise
             except _DOES_NOT_MATCH as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -296,6 +297,7 @@ DAMAGED = {
     "null": "null",
     "no seconds": None,
     "seconds that are none": None,
+    "seconds without end": None,
     "an unknown kernel": None,
 }
 
@@ -311,6 +313,8 @@ def test_what_a_damaged_file_lacks_is_measured_anew(clock, folder, damage):
         kept[name] = []
     elif damage == "seconds that are none":
         kept[name] = [-1.0, 2]
+    elif damage == "seconds without end":
+        kept[name] = [10**400, 3]
     elif damage == "an unknown kernel":
         kept = {f"{name} of old": value for name, value in kept.items()}
     file.write_text(json.dumps(kept) if DAMAGED[damage] is None else DAMAGED[damage])
@@ -340,7 +344,7 @@ def test_pinned_choices_are_taken_whatever_the_records_say(clock, forbidden, tmp
     assert [names(k) for k in others] == [names(ruled([0, 4, 12], rank)) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("content", ["", "7", "[3]", '{"a": 1}'])
+@pytest.mark.parametrize("content", ["", "7", "[]", "[3]", '{"a": 1}'])
 def test_what_is_no_tuning_file_is_named(content, tmp_path, monkeypatch):
     file = tmp_path / "tuning.json"
     file.write_text(content)
@@ -349,13 +353,22 @@ def test_what_is_no_tuning_file_is_named(content, tmp_path, monkeypatch):
         autotuner_of(Mesh(LocalTransport()))
 
 
-def test_pinned_choices_that_are_not_possible_are_left_out(clock, tmp_path, monkeypatch):
+def test_a_pipe_in_the_place_of_a_record_is_not_waited_for(clock, folder):
+    first = on_ranks((1, 1, 1), lambda mesh: step(mesh, [0, 12]))
+    (file,) = folder.iterdir()
+    file.unlink()
+    os.mkfifo(file)
+    assert on_ranks((1, 1, 1), lambda mesh: step(mesh, [0, 12])) == first
+
+
+@pytest.mark.parametrize("change", [{"wgrad": "no such kernel"}, {"channels_last": [1]}, {"a": {}}])
+def test_pinned_choices_that_are_not_possible_are_left_out(clock, tmp_path, monkeypatch, change):
     def trained(mesh):
         return step(mesh, UNEVEN), autotuner_of(mesh).everyones()
 
     (_, choices), *_ = on_ranks((2, 1, 1), trained)
     for each in choices[0].values():
-        each[1]["wgrad"] = "no such kernel"
+        each[1].update(change)
     file = tmp_path / "tuning.json"
     file.write_text(json.dumps(choices))
     monkeypatch.setenv("PYDIST_TUNING", str(file))

@@ -42,10 +42,8 @@ def problems(draw) -> SlabProblem:
 
 
 @settings(max_examples=200)
-@given(problem=problems(), slope=st.sampled_from([1.0, 0.0, 0.25]))
-def test_the_library_adds_what_the_native_kernel_adds(problem, slope):
-    if not problem.stride == problem.dilation == (1, 1, 1):
-        slope = 1.0  # what is reached may have holes, and then no ReLU is fused
+@given(problem=problems())
+def test_the_library_adds_what_the_native_kernel_adds(problem):
     first, second, target = (
         randn(*shape, seed=i)
         for i, shape in enumerate((problem.first, problem.second, problem.target))
@@ -54,7 +52,7 @@ def test_the_library_adds_what_the_native_kernel_adds(problem, slope):
     for name in ("plain", "library"):
         result = target.clone()
         where = problem.first_lo, problem.target_lo
-        slabs.run(name, problem, first, second, result, *where, slope)
+        slabs.run(name, problem, first, second, result, *where)
         found.append(result)
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-12)
 

@@ -25,6 +25,7 @@ from pydist.layout import Layout
 from pydist.ops.fusion.handover import hook_on_saved
 from pydist.tensor import ShardedTensor, local_of, wrap, wrap_new
 from pydist.tensor.deferred import Deferred
+from pydist.tensor.wrapper import refuse_foreign_graph
 
 
 class Normalization(Protocol):
@@ -176,6 +177,7 @@ def parametric(x: ShardedTensor, slope: Tensor) -> Tensor | None:
     pending, shard = x._deferred, x._shard
     if not isinstance(pending, DeferredNorm) or slope.numel() not in (1, x.shape[1]):
         return None
+    refuse_foreign_graph(x)
     dtype = slope.dtype
     if torch.is_autocast_enabled(shard.device.type):
         dtype = torch.prelu(shard.new_zeros(1), slope.detach()[:1]).dtype

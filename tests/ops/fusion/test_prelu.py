@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pydist import layout_for_sample, parallelize
-from pydist.errors import UsageError
+from pydist.errors import NotSupported, UsageError
 from pydist.ops.fusion import prelu
 from pydist.ops.normalization import norm
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
@@ -338,3 +338,18 @@ def test_second_order_where_a_rank_has_nothing():
     parameters = [randn(3, 3, 3, 3, 3, seed=2), randn(3, seed=4)]
     points = ([0, 3, 3, 7], None, None)
     check_function(function, randn(2, 3, 7, 6, 5), parameters, points, second_order=True)
+
+
+@pytest.mark.parametrize("norm_of", [nn.BatchNorm3d, lambda c: nn.GroupNorm(1, c)])
+def test_a_norm_in_a_graph_of_its_own_is_refused(norm_of):
+    """What reentrant checkpointing returns has no graph of shards: gradients would be lost."""
+
+    def rank(mesh):
+        inner = nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), norm_of(2)).double()
+        net = parallelize(nn.Sequential(inner, nn.PReLU().double()), mesh)
+        x = shard(randn(1, 2, 6, 4, 4), layout_for_sample(mesh, (1, 2, 6, 4, 4)))
+        x.requires_grad_()
+        with pytest.raises(NotSupported, match="reentrant checkpointing hides the graph"):
+            net[1](checkpoint(net[0], x, use_reentrant=True))
+
+    on_ranks((2, 1, 1), rank)
