@@ -69,8 +69,8 @@ def on_device(problem: SlabProblem, operands):
     return [in_format(t.to("cuda", problem.dtype), problem.channels_last) for t in operands]
 
 
-def add(name: str, problem: SlabProblem, operands, slope: float = 1.0):
-    run(name, problem, *operands, problem.first_lo, problem.target_lo, slope)
+def add(name: str, problem: SlabProblem, operands):
+    run(name, problem, *operands, problem.first_lo, problem.target_lo)
     return operands[2]
 
 
@@ -93,17 +93,6 @@ def test_every_kernel_adds_what_the_cpu_adds(kernel, dtype, role, name, channels
         assert float(error.max()) <= bound
         if kernel != "library":
             assert torch.equal(add(kernel, problem, again), found), "not deterministic"
-
-
-@pytest.mark.parametrize("slope", [0.0, 0.25])
-@pytest.mark.parametrize("kernel", ["library", "plain", "mma"])
-def test_the_last_part_is_rectified(kernel, slope):
-    problem, operands = case("8 to 16", "forward", torch.float32, True, False)
-    device = on_device(problem, operands)
-    wanted = add("plain", problem, operands, slope)
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        found = add(kernel, problem, device, slope)
-    torch.testing.assert_close(found.cpu().double(), wanted, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("role", ROLES)
