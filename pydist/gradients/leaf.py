@@ -81,6 +81,7 @@ class Leaf:
         idle: backward passes in a row that found it frozen.
         has_hooks: whether users' hooks were registered.
         waits: whether users' hooks wait for the mean in the running backward.
+        in_graph: whether that makes a graph of the gradient (create_graph).
         base: the gradient before the running backward, where hooks need to know what was added.
         place: where the optimizer has it that has stepped it first: group, and index in that.
         is_placed: whether the ranks have compared it.
@@ -92,7 +93,7 @@ class Leaf:
         self.key, self.name = id(parameter), name
         self._measure(parameter)
         self.scattered = False
-        self.fired = self.paused = self.partial = self.keeps_graph = False
+        self.fired = self.paused = self.partial = self.keeps_graph = self.in_graph = False
         self.waits = self.has_hooks = self._gone = False
         self.idle = 0
         self.place: tuple[int, int] | None = None
@@ -209,8 +210,11 @@ class Leaf:
             Exception: what a hook raised.
         """
         base, self.base = self.base, None
+        in_graph, self.in_graph = self.in_graph, False
         grad = parameter.grad
-        if unused is not None:
+        if in_graph:
+            pass  # the mean was formed, and seen by hooks, as it arrived
+        elif unused is not None:
             self.seen_by_hooks(unused)
         elif self._before.users() and grad is not None:
             given = grad if base is None else grad - base
@@ -223,7 +227,9 @@ class Leaf:
             elif added is not grad:
                 parameter.grad = added.to(grad.dtype, copy=True)
         for hook in self._after.users():
-            if hook(parameter) is not None:
+            with torch.set_grad_enabled(in_graph):
+                result = hook(parameter)
+            if result is not None:
                 raise UsageError(
                     f"a post-accumulate-grad hook of the parameter {self.name} returned something; "
                     "torch demands None: change p.grad in place"

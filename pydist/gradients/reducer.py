@@ -269,7 +269,7 @@ class Reducer:
             leaf = self._current(leaf, parameter)
         given, grad = grad, None if grad is None else in_memory(grad)
         accumulates = not self._runs or self._runs[-1].accumulates
-        differentiable = torch.is_grad_enabled()
+        leaf.in_graph = differentiable = torch.is_grad_enabled()
         if accumulates and parameter is not None and isinstance(parameter.grad, ScatteredGradient):
             if differentiable:
                 self.gather_gradients()  # what is added to it is the mean as well
@@ -357,6 +357,8 @@ class Reducer:
             current.remember_pause(parameter)
             return
         self._queue()
+        if current.in_graph:  # the message may be made of the gradient's own memory
+            current.waits = current.has_hooks
         if own is not None:
             own.arrive(leaf)
 

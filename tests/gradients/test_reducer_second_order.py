@@ -171,6 +171,31 @@ def test_passes_with_and_without_a_graph_accumulate(passes, data, spatial):
     check_use(small, use, data, spatial)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.parametrize(("data", "spatial"), GRIDS)
+def test_hooks_after_accumulation_see_the_mean_of_a_gradient_with_a_graph(data, spatial):
+    """And what they change is in the graph, as torch has it, and in no message."""
+    seen = []
+
+    def halve(parameter):
+        seen.append(torch.is_grad_enabled())
+        parameter.grad.mul_(0.5)
+
+    def use(model, mesh):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+        loss = loss_of(model, mesh)
+        loss.backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in model.parameters())
+        (loss + penalty).backward()
+        found = [p.grad.detach() for p in model.parameters()]
+        model.zero_grad()
+        return found
+
+    check_use(small, use, data, spatial)
+    assert set(seen) == {True, False}
+
+
 @pytest.mark.parametrize(("data", "spatial"), GRIDS)
 def test_autograd_grad_on_parameters_gives_the_mean(data, spatial):
     def use(model, mesh):

@@ -22,7 +22,7 @@ void convolutions(Random& random, index_t batch, index_t depth, index_t in_lo) {
   const Array in(random, DType::kFloat32, {batch, 4, depth, 5, 6}),
       weight(random, DType::kFloat32, {6, 4, 3, 3, 3}),
       out(random, DType::kFloat32, {batch, 6, 3, 5, 6});
-  const auto problem = ops::conv_problem(in.device(), weight.device(), out.device(), attributes, 1);
+  const auto problem = ops::conv_problem(in.device(), weight.device(), out.device(), attributes);
   for (const cuda::MmaCall& mma :
        {cuda::MmaCall{}, cuda::MmaCall{{ops::ConvMath::kTf32, nullptr}}}) {
     cuda::boundary_conv_forward(problem, mma, queue);

@@ -80,7 +80,6 @@ def _mutation(name: str, point: int, *only: str) -> Callable[[Callable[[], Patch
 
 
 @_mutation("pool-looked-at", 1, "look")
-@_mutation("pool-uneven", 1, "thin")
 def _pool_sends_before_the_relu() -> Patches:
     """A pool that fuses a ReLU sends its halo before the ReLU; one that does not, after."""
 
