@@ -46,19 +46,9 @@ void drop(Block* block) {
   delete block;
 }
 
-void release(void* context) {
-  auto* block = static_cast<Block*>(context);
-  {
-    const std::lock_guard lock(memory);
-    blocks().erase(block->data.get());
-    usage().now -= block->bytes;
-    if (const std::shared_ptr<Graph> graph = block->graph.lock()) {
-      graph->pool.push_back(block);
-      return;
-    }
-  }
+// Drops a block when all streams that use it have come so far: through one after the other.
+void drop_behind(Block* block) {
   if (block->streams.empty()) return drop(block);
-  // Through all of them, one after the other.
   struct Rest {
     Block* block;
     std::vector<void*> streams;
@@ -75,6 +65,28 @@ void release(void* context) {
     }
   };
   Rest::next(new Rest{block, {block->streams.begin(), block->streams.end()}});
+}
+
+// Blocks of before a capture that were freed in it: on its streams that would be done again by each
+// replay. Torch's allocator waits for the end as well.
+std::vector<Block*> freed_in_capture;
+
+void release(void* context) {
+  auto* block = static_cast<Block*>(context);
+  {
+    const std::lock_guard lock(memory);
+    blocks().erase(block->data.get());
+    usage().now -= block->bytes;
+    if (const std::shared_ptr<Graph> graph = block->graph.lock()) {
+      graph->pool.push_back(block);
+      return;
+    }
+    if (captured != nullptr && !block->streams.empty()) {
+      freed_in_capture.push_back(block);
+      return;
+    }
+  }
+  drop_behind(block);
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -141,6 +153,7 @@ std::shared_ptr<Graph> end_capture() {
   }
   graph->before.clear();
   const bool joined = capture_ends();
+  for (Block* block : std::exchange(freed_in_capture, {})) drop_behind(block);
   TORCH_CHECK(!graph->failed,
               "CUDA error: operation failed due to a previous error during capture");
   TORCH_CHECK(joined, "CUDA error: capturing stream has unjoined work");
