@@ -218,7 +218,8 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             return self._read(opened, opened.label, window, self._where(index, name))
 
         stored = self._files.read(sample.file, part)
-        if stored.dtype.kind == "f" or stored.max() > np.iinfo(np.int64).max:
+        too_large = stored.dtype == np.uint64 and stored.max() > np.iinfo(np.int64).max
+        if stored.dtype.kind == "f" or too_large:
             name = self.manifest.label
             raise DataError(f"{self._where(index, name)}: labels are integers of up to 63 bits")
         values = out.numpy()

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from tokenize import TokenError
-from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -131,14 +130,3 @@ class StoredFile(ABC):
 
     def close(self) -> None:  # noqa: B027 - most formats hold nothing
         """Closes it; nothing is read from it afterwards."""
-
-    def __enter__(self) -> StoredFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -16,6 +16,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import h5py
@@ -94,6 +95,14 @@ class SafeFile(StoredFile):
 
     def __enter__(self) -> SafeFile:
         return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
 
     @classmethod
     def open(

@@ -81,7 +81,8 @@ class Leaf:
         idle: backward passes in a row that found it frozen.
         has_hooks: whether users' hooks were registered.
         waits: whether users' hooks wait for the mean in the running backward.
-        in_graph: whether that makes a graph of the gradient (create_graph).
+        in_graph: whether users' hooks have seen the mean as it arrived (create_graph),
+            so that only those after accumulation wait.
         base: the gradient before the running backward, where hooks need to know what was added.
         place: where the optimizer has it that has stepped it first: group, and index in that.
         is_placed: whether the ranks have compared it.
@@ -198,23 +199,42 @@ class Leaf:
         """Whether users' hooks look at what arrives."""
         return self.has_hooks and bool(self._before.users())
 
-    def call_hooks(self, parameter: Tensor, unused: Tensor | None = None) -> None:
+    def call_hooks(
+        self, parameter: Tensor, unused: Tensor | None = None, in_graph: bool = False
+    ) -> None:
         """Calls users' hooks with the mean, as torch would have with the gradient.
 
         Args:
             parameter: the parameter.
             unused: the mean of what arrived at a frozen parameter, whose gradient stays.
+            in_graph: whether a graph was made of the gradient: hooks saw the mean as it arrived,
+                and only those after accumulation have waited.
 
         Raises:
             UsageError: a hook returned something else than a gradient.
             Exception: what a hook raised.
         """
         base, self.base = self.base, None
-        in_graph, self.in_graph = self.in_graph, False
+        if not in_graph:
+            self._show_mean(parameter, unused, base)
+        for hook in self._after.users():
+            with torch.set_grad_enabled(in_graph):
+                result = hook(parameter)
+            if result is not None:
+                raise UsageError(
+                    f"a post-accumulate-grad hook of the parameter {self.name} returned something; "
+                    "torch demands None: change p.grad in place"
+                )
+
+    def take_in_graph(self) -> bool:
+        """Whether the backward that ends made a graph of the gradient; asked once."""
+        found, self.in_graph = self.in_graph, False
+        return found
+
+    def _show_mean(self, parameter: Tensor, unused: Tensor | None, base: Tensor | None) -> None:
+        """Calls the hooks that may change what is added to the gradient `base`."""
         grad = parameter.grad
-        if in_graph:
-            pass  # the mean was formed, and seen by hooks, as it arrived
-        elif unused is not None:
+        if unused is not None:
             self.seen_by_hooks(unused)
         elif self._before.users() and grad is not None:
             given = grad if base is None else grad - base
@@ -226,14 +246,6 @@ class Leaf:
                     parameter.grad = base.add_(added)
             elif added is not grad:
                 parameter.grad = added.to(grad.dtype, copy=True)
-        for hook in self._after.users():
-            with torch.set_grad_enabled(in_graph):
-                result = hook(parameter)
-            if result is not None:
-                raise UsageError(
-                    f"a post-accumulate-grad hook of the parameter {self.name} returned something; "
-                    "torch demands None: change p.grad in place"
-                )
 
     def seen_by_hooks(self, grad: Tensor) -> Tensor:
         """What users' hooks make of a gradient."""
@@ -252,7 +264,7 @@ class Leaf:
 
 def _before_accumulation(leaf: Leaf, grad: Tensor | None) -> Tensor | None:
     reducer = leaf.reducer()
-    leaf.waits = False
+    leaf.waits = leaf.in_graph = False
     return None if reducer is None else reducer.before(leaf, grad)
 
 

@@ -269,7 +269,7 @@ class Reducer:
             leaf = self._current(leaf, parameter)
         given, grad = grad, None if grad is None else in_memory(grad)
         accumulates = not self._runs or self._runs[-1].accumulates
-        leaf.in_graph = differentiable = torch.is_grad_enabled()
+        differentiable = torch.is_grad_enabled()
         if accumulates and parameter is not None and isinstance(parameter.grad, ScatteredGradient):
             if differentiable:
                 self.gather_gradients()  # what is added to it is the mean as well
@@ -357,8 +357,8 @@ class Reducer:
             current.remember_pause(parameter)
             return
         self._queue()
-        if current.in_graph:  # the message may be made of the gradient's own memory
-            current.waits = current.has_hooks
+        if torch.is_grad_enabled():  # the message may be made of the gradient's own memory
+            current.in_graph = current.waits = current.has_hooks
         if own is not None:
             own.arrive(leaf)
 
@@ -408,7 +408,8 @@ class Reducer:
             anywhere, total = self._flags.exchange(mesh.world, own, proof, captured=captured)
             any_news, used, flags = read_flags(self.lanes, anywhere)
             members = (leaf for lane in self.lanes for leaf in lane.leaves)
-            hooked = [e for e in (*members, *news) if e.has_hooks and (e.waits or not e.fired)]
+            with_hooks = (e for e in (*members, *news) if e.has_hooks)
+            hooked = {e: e.take_in_graph() for e in with_hooks if e.waits or not e.fired}
             taking_part = [lane for lane, u in zip(self.lanes, used, strict=True) if u]
             # Not those with older gradients: one rank alone may keep a parameter that was replaced.
             held = [
@@ -431,10 +432,11 @@ class Reducer:
             checks.conclude(mesh, total)
             if any_news:
                 self._take_up(news, proposals, unused)
-        for leaf in hooked:
+        for leaf, in_graph in hooked.items():
             parameter = leaf.parameter()
-            if parameter is not None and (leaf in unused or flags.get(leaf, NEW) == NEW):
-                leaf.call_hooks(parameter, unused.get(leaf))
+            has_come = in_graph or leaf in unused or flags.get(leaf, NEW) == NEW
+            if parameter is not None and has_come:
+                leaf.call_hooks(parameter, unused.get(leaf), in_graph)
 
     def _in_order(self) -> list[Leaf]:
         """The newcomers, in the same order on all ranks.

@@ -164,6 +164,30 @@ def test_a_parameter_used_by_one_group_alone():
                 assert_same(a, b)
 
 
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_hooks_where_one_group_alone_uses_a_parameter_after_a_pass_with_a_graph(early):
+    """Hooks of the group that does not use it see the mean as well."""
+
+    def body(mesh):
+        model = parallelize(Branches(), mesh)
+        rows, found = [slice(0, 2), slice(2, 4)][mesh.data_index], []
+        for hooked in (False, True):
+            if hooked and early:
+                model.sometimes.register_hook(lambda g: 2 * g)
+            _group_loss(model, rows, use=True).backward(create_graph=True)
+            model.zero_grad()
+            if hooked and not early:
+                model.sometimes.register_hook(lambda g: 2 * g)
+            _group_loss(model, rows, use=mesh.data_index == 0).backward()
+            found.append(model.sometimes.grad)
+            model.zero_grad()
+        return found
+
+    for plain, doubled in on_ranks((2, 1, 1), body, data=2):
+        assert_same(doubled, 2 * plain)
+
+
 def test_a_parameter_that_one_group_alone_begins_to_use():
     """The other group has what it had before, and learns of it all the same."""
 

@@ -120,7 +120,7 @@ def _hooks_see_the_local_part() -> Patches:
 
     return [
         patch.object(Reducer, "before", without_waiting),
-        patch.object(Leaf, "call_hooks", lambda self, parameter: None),
+        patch.object(Leaf, "call_hooks", lambda *_: None),
     ]
 
 
