@@ -1,12 +1,12 @@
-"""Whether a choice of kernels made on a busy machine is mended, and what measuring costs.
+"""Whether a choice of kernels made on a busy machine is corrected, and what measuring costs.
 
-Mended: two ranks train a stack of four convolutions with ReLU on 64³. A run on a quiet machine
+Corrected: two ranks train a stack of four convolutions with ReLU on 64³. A run on a quiet machine
 makes one cache; a run beside two foreign processes that compute all the time makes another one. Ten
 runs on the quiet machine follow with the second cache, each as a job of its own; then runs with
 either cache take turns. Shown is how long their steps take, the second cache's over the first's.
 
-Cost: the first twelve steps of a run with an empty cache, one rank, 256³, and how many steps' time
-measuring took.
+Cost: the first twelve steps of CosmoFlow at 256³ on one rank, with an empty cache, and how many
+steps' time measuring took.
 
     python benchmarks/python/tuning.py
 """
@@ -29,6 +29,8 @@ import common
 
 LATER, TURNS = 10, 7
 FIRST_STEPS = 12
+COSMOFLOW = 128
+"""From this width on CosmoFlow is trained, below it the stack."""
 BUSY = "while True: sum(range(100_000))"
 
 
@@ -37,18 +39,18 @@ def main() -> None:
     parser = common.parser(__doc__, rounds=20)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--width", type=int, default=64, help=argparse.SUPPRESS)
-    parser.add_argument("--part", choices=["mended", "cost"], help="only this part")
+    parser.add_argument("--part", choices=["corrected", "cost"], help="only this part")
     options = parser.parse_args()
-    if options.quick:
-        options.rounds = 3
     if options.rank is not None:
         measure(options)
         return
+    if options.quick:
+        options.rounds = 3
     result: dict[str, Any] = {"machine": common.machine(threads_per_rank=1)}
     with tempfile.TemporaryDirectory() as folder:
         if options.part != "cost":
-            result["mended"] = mended(options, Path(folder))
-        if options.part != "mended":
+            result["corrected"] = corrected(options, Path(folder))
+        if options.part != "corrected":
             result["cost"] = cost(options, Path(folder))
     common.write(result, "tuning", options)
 
@@ -56,7 +58,7 @@ def main() -> None:
 # -- a choice that was made on a busy machine -----------------------------------------------
 
 
-def mended(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def corrected(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The steps of runs that begin with either cache."""
     quiet, busy = folder / "quiet", folder / "busy"
     later, turns = (2, 1) if options.quick else (LATER, TURNS)
@@ -97,7 +99,9 @@ def foreign_processes(count: int) -> Iterator[None]:
 
 def cost(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The first steps of a run with an empty cache, in steps of later ones."""
-    found = job(options, folder / "empty", 64 if options.quick else 256, 1, steps=FIRST_STEPS)
+    found = job(
+        options, folder / "empty", COSMOFLOW if options.quick else 256, 1, steps=FIRST_STEPS
+    )
     later = statistics.median(found["steps"][-4:])
     more = sum(found["steps"]) / later - len(found["steps"])
     seconds = ", ".join(f"{each:.1f}" for each in found["steps"])
@@ -125,14 +129,19 @@ def measure(options: argparse.Namespace) -> None:
 
     import pydist
     from pydist.backend.autotuner import autotuner_of
+    from pydist.models import CosmoFlow
 
     world = pydist.init().world
     mesh = pydist.Mesh(world, 1, (world.size, 1, 1))
     torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for inputs in (4, 16, 16, 16):
-        layers += [nn.Conv3d(inputs, 16, 3, padding=1), nn.ReLU(inplace=True)]
-    model = pydist.parallelize(nn.Sequential(*layers), mesh)
+    if options.width >= COSMOFLOW:
+        net: nn.Module = CosmoFlow(options.width, dropout=0.0)
+    else:
+        layers: list[nn.Module] = []
+        for inputs in (4, 16, 16, 16):
+            layers += [nn.Conv3d(inputs, 16, 3, padding=1), nn.ReLU(inplace=True)]
+        net = nn.Sequential(*layers)
+    model = pydist.parallelize(net, mesh)
     x = pydist.distribute_tensor(torch.rand(1, 4, *(options.width,) * 3), mesh)
     steps = []
     for _ in range(options.rounds):

@@ -89,10 +89,15 @@ class Autotuner:
         Raises:
             UsageError: it can't be read, or is no such file.
         """
+        what = f"the tuning file {path} can't be used"
+        if path.exists() and not path.is_file():
+            raise UsageError(f"{what}: it is no regular file")  # a pipe would be waited for
         try:
             self.load(parse_json(path.read_bytes()))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"the tuning file {path} can't be used: {error}") from error
+        except OSError as error:
+            raise UsageError(f"{what}: {error.strerror}") from error
+        except ValueError as error:
+            raise UsageError(f"{what}: {error}") from error
         self._is_pinned = True
 
     def load(self, groups: Any) -> None:

@@ -121,8 +121,8 @@ class Candidate(NamedTuple):
     kernel: str
 
     def __str__(self) -> str:
-        lies = "channels-last" if self.channels_last else "plain"
-        return f"{lies} {self.threads} {self.role} {self.kernel}"
+        memory_format = "channels-last" if self.channels_last else "plain"
+        return f"{memory_format} {self.threads} {self.role} {self.kernel}"
 
 
 def candidates_of(problem: ConvProblem, threads: Sequence[int]) -> Iterator[Candidate]:

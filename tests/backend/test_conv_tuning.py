@@ -344,6 +344,13 @@ def test_pinned_choices_are_taken_whatever_the_records_say(clock, forbidden, tmp
     assert [names(k) for k in others] == [names(ruled([0, 4, 12], rank)) for rank in (0, 1)]
 
 
+def test_a_pipe_in_the_place_of_a_tuning_file_is_named(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "tuning.json")
+    monkeypatch.setenv("PYDIST_TUNING", str(tmp_path / "tuning.json"))
+    with pytest.raises(UsageError, match="can't be used: it is no regular file"):
+        autotuner_of(Mesh(LocalTransport()))
+
+
 @pytest.mark.parametrize("content", ["", "7", "[]", "[3]", '{"a": 1}'])
 def test_what_is_no_tuning_file_is_named(content, tmp_path, monkeypatch):
     file = tmp_path / "tuning.json"

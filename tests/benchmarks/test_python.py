@@ -171,3 +171,14 @@ def test_fusions(tmp_path):
     peaks = {(row["network"], row["ranks"], row["variant"]): row["peak_mb"] for row in rows}
     on, off = (peaks["MONAI UNet 96³", 2, v] for v in ("all on", "without norm + PReLU"))
     assert on < off
+
+
+def test_tuning(tmp_path):
+    result = run("tuning", tmp_path)
+    first, busy, *later = result["corrected"]
+    assert first["measured"] > 0
+    assert busy["measured"] > 0
+    assert len(later) == 4  # two later runs, then one with either cache
+    assert all(row["step"] > 0 for row in later)
+    assert len(result["cost"]["steps"]) == 12
+    assert result["cost"]["measuring"] > 0

@@ -15,6 +15,7 @@ import torch
 
 from pydist.data import BadSample, ShardDataset
 from pydist.data.formats import StoredArray, StoredFile
+from pydist.data.index import verify_dataset
 from pydist.data.manifest import DataFile, Manifest
 from pydist.errors import DataError, UsageError
 from pydist.partition import Box
@@ -136,6 +137,19 @@ def test_an_array_that_gives_another_shape(folder: Path) -> None:
 def test_what_is_no_format(folder: Path, name: str, said: str) -> None:
     with pytest.raises(UsageError, match=f"format '{name}' is {said}.*no subclass of"):
         opened(folder, name)
+
+
+def test_verifying(folder: Path) -> None:
+    opened(folder)
+    assert verify_dataset(folder) == []
+    with pytest.raises(UsageError, match="format 'none' is none of hdf5"):
+        opened(folder, "none")
+    with pytest.raises(UsageError, match="format 'none' is none of hdf5"):
+        verify_dataset(folder)
+    (folder / "0").rename(folder / "1")
+    opened(folder)
+    (fault,) = verify_dataset(folder)
+    assert fault == f"{folder / '0'}: No such file or directory"
 
 
 def test_no_driver(folder: Path) -> None:
