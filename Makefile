@@ -7,10 +7,10 @@ help:
 	@echo "make demo-unet  learn to segment synthetic CT on 2 ranks, draw runs/demo-unet/result.png"
 	@echo "make test       the test suite, but for long tests that CI runs"
 	@echo "make lint       the linters"
-	@echo "make format     mend what the linters can mend"
+	@echo "make format     fix what the linters can fix"
 	@echo "make docs       the documentation and API reference: build/docs/index.html"
 	@echo "make bench      the compiled microbenchmarks; tools/bench NAME runs one of benchmarks/python"
-	@echo "make clean      remove what was built (.venv stays)"
+	@echo "make clean      remove what was built (the environment stays)"
 
 demo:
 	@tools/bootstrap pydist demo

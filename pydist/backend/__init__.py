@@ -1,1 +1,1 @@
-"""What computes on one shard: the library kernels to choose from, and the choice."""
+"""Kernels that compute on one shard, and the autotuner that chooses among them."""

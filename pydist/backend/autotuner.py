@@ -1,13 +1,12 @@
-"""The autotuner: which of several kernels computes something, chosen by measurement.
+"""The autotuner, which chooses among kernels by measurement.
 
-All ranks of a sample group choose together. The first time that a problem is met in training, all
-its candidates are measured, while the other ranks of the group compute as well. In later runs a few
-candidates that might be the fastest are measured again, those first that were measured least: a
-choice that was made while something else kept the machine busy is revised. Within a run a choice
-stays; `Autotuner.everyones` is for checkpoints, and for files that pin the choices of another run,
-which then gives the same bits.
+All ranks of a sample group choose together. When a problem first occurs in training, all its
+candidates are measured, while the other ranks of the group compute as well. Later runs measure a
+few candidates again that may be the fastest, the least measured ones first. This revises choices
+that were made on a busy machine. Within a run, a choice stays; `Autotuner.everyones` is for
+checkpoints, and for files that pin the choices of another run, which makes results bit-identical.
 
-With `PYDIST_TUNE=0`, and where no file can be kept, nothing is measured, and a fixed rule chooses.
+With `PYDIST_TUNE=0`, or where no file can be stored, a fixed rule chooses without measuring.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ if TYPE_CHECKING:
 
 PIN_VARIABLE = "PYDIST_TUNING"
 _TURNS = 2
-"""How often all candidates take turns at first, as what else runs on the machine comes and goes."""
+"""Rounds of first measurements over all candidates, as the load of the machine varies."""
 _HOPELESS = 2.0
-"""A candidate that is this much slower than the best of its rivals takes no second turn."""
+"""A candidate slower than its best rival by this factor is not measured in the second round."""
 _REVISED = 3
-"""How many candidates of a problem a later run measures again."""
+"""Number of candidates of a problem that a later run measures again."""
 _ENOUGH = 12
 """Visits after which a candidate is not measured again."""
 
 Choice = Any
-"""What was chosen for one rank, as JSON has it."""
+"""The choice of one rank, as a JSON value."""
 
 
 class Subject(Protocol):
@@ -48,14 +47,14 @@ class Subject(Protocol):
 
     @property
     def key(self) -> str:
-        """Names the problem and all else that times depend on; see `key_of`."""
+        """Key of the problem and everything else that times depend on; see `key_of`."""
 
     @property
     def candidates(self) -> Sequence[str]:
-        """Names of all that is measured."""
+        """Names of the candidates."""
 
     def rivals(self, candidate: str) -> Sequence[str]:
-        """The candidates that do the same as this one, itself among them."""
+        """Returns the candidates that compute the same as this one, including itself."""
 
 
 class Autotuner:
@@ -63,12 +62,12 @@ class Autotuner:
 
     Attributes:
         seconds: spent on measuring.
-        problems: how many were measured.
-        listener: called when measuring begins, once a problem.
+        problems: number of problems measured.
+        listener: called once per problem when measuring begins.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """Begins with the choices of the file that `PYDIST_TUNING` names, if it does."""
+        """Begins with the choices of the file that `PYDIST_TUNING` names, if it is set."""
         self._mesh = weakref.ref(mesh)
         self._chosen: dict[str, list[Choice]] = {}
         self._kept: dict[str, list[Choice]] = {}
@@ -84,14 +83,14 @@ class Autotuner:
         return mesh
 
     def pin(self, path: Path) -> None:
-        """Takes the choices of a file as `everyones` gives them, and measures nothing.
+        """Loads the choices of a file with the result of `everyones`, and disables measuring.
 
         Raises:
-            UsageError: it can't be read, or is no such file.
+            UsageError: the file can't be read, or is no such file.
         """
         what = f"the tuning file {path} can't be used"
         if path.exists() and not path.is_file():
-            raise UsageError(f"{what}: it is no regular file")  # a pipe would be waited for
+            raise UsageError(f"{what}: it is no regular file")  # reading a pipe would block
         try:
             self.load(parse_json(path.read_bytes()))
         except OSError as error:
@@ -101,13 +100,13 @@ class Autotuner:
         self._is_pinned = True
 
     def load(self, groups: Any) -> None:
-        """Keeps earlier choices, wherever they fit.
+        """Stores earlier choices, which are used wherever they fit.
 
         Args:
-            groups: what `everyones` returned.
+            groups: the result of `everyones`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: `groups` is something else.
         """
         is_list = isinstance(groups, list) and groups
         if not is_list or not all(isinstance(each, dict) for each in groups):
@@ -115,7 +114,7 @@ class Autotuner:
         self._kept = dict(groups[self._of_mesh().data_index % len(groups)])
 
     def everyones(self) -> list[dict[str, list[Choice]]]:
-        """The choices of all sample groups, for checkpoints and files. Collective over them."""
+        """Returns the choices of all sample groups, for checkpoints and files. Collective."""
         mine = json.dumps({**self._kept, **self._chosen}).encode()
         return [json.loads(each) for each in self._of_mesh().data.all_gather_bytes(mine)]
 
@@ -133,14 +132,14 @@ class Autotuner:
         Args:
             group: the ranks that choose together.
             subjects: of every rank; equal keys are one problem.
-            visit: measures, in seconds: called with the key of one of this rank's subjects, and a
-                candidate.
-            pick: the choices of all ranks, from the least seconds of all candidates by key.
-            is_possible: whether choices that were kept can still be made.
-            learns: whether to measure what is not known; the first rank's counts.
+            visit: returns the seconds of a candidate of one of this rank's subjects; called with
+                the subject's key and the candidate.
+            pick: returns the choices of all ranks, from the least seconds of candidates by key.
+            is_possible: returns whether stored choices can still be made.
+            learns: whether to measure unknown candidates; the first rank's value counts.
 
         Returns:
-            This rank's choice, `None` for that of the rule; and whether it is final.
+            This rank's choice, `None` for that of the rule; and whether the choice is final.
         """
         name = key_of("choice", {"subjects": [[s.key for s in each] for each in subjects]})
         distinct = {subject.key: subject for each in subjects for subject in each}
@@ -164,7 +163,7 @@ class Autotuner:
         is_possible: Callable[[Sequence[Choice]], bool],
         learns: bool,
     ) -> dict[str, Any]:
-        """Decides on the first rank what all do: take a kept choice, the rule, or measure."""
+        """Decides on the first rank for all: use a stored choice or the rule, or measure."""
         kept = self._kept.get(name)
         if kept is not None and is_possible(kept):
             return {"choice": kept}
@@ -208,7 +207,7 @@ class Autotuner:
         with phase("autotuning"):
             counts = group.all_gather_bytes(str(len(queue)).encode())
             for number in range(max(map(int, counts))):
-                group.barrier()  # others compute as well, as they do in a step
+                group.barrier()  # so that other ranks compute as well, as in a step
                 if number < len(queue):
                     key, name = queue[number]
                     if not _is_hopeless(subjects[key], name, own[key]):
@@ -228,7 +227,7 @@ class Autotuner:
 
 
 def _worth_another_look(subject: Subject, known: Record) -> list[str]:
-    """Candidates that may be the fastest, those first that were measured least."""
+    """Returns candidates that may be the fastest, the least measured ones first."""
     seconds, visits = known.seconds, known.visits
     possible = [
         name
@@ -248,5 +247,5 @@ def _is_hopeless(subject: Subject, name: str, own: Record) -> bool:
 
 
 def autotuner_of(mesh: Mesh) -> Autotuner:
-    """The autotuner of a mesh, made when it is first asked for."""
+    """Returns the autotuner of a mesh, and creates it on first use."""
     return mesh.session.service(Autotuner, lambda: Autotuner(mesh))

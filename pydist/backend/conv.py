@@ -1,9 +1,9 @@
-"""The convolution of one shard on the CPU: torch's kernels behind one interface.
+"""Kernels for the convolution of one shard on the CPU, with a common interface.
 
-torch's own `conv3d` leaves oneDNN for a path that is up to twenty times slower when one sample is
-small, and splitting a sample makes it small. So oneDNN is called by name here, forward and
-backward, on plain and on channels-last tensors; `conv_kernels` picks among what a problem
-allows. Types that oneDNN does not take (float64 above all) go to torch's own kernels.
+For one small sample, torch's `conv3d` does not use oneDNN but a path that is up to twenty times
+slower, and splitting a sample makes it small. So this module calls oneDNN explicitly, forward and
+backward, on plain and channels-last tensors; `conv_kernels` picks among the kernels that a problem
+allows. Types that oneDNN does not support (above all float64) go to torch's own kernels.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from pydist._loader import native
 from pydist.backend.problem import ConvProblem
 
-# Output planes that the native wgrad takes at once. Where it copies them, the copies stay in the
-# cache; where it reads them in place nothing needs that, but the order of the sums is made by it.
+# Output planes per call of the native wgrad. Where it copies them, the copies stay in the cache.
+# Where it reads them in place, the number only determines the order of summation.
 _PLANES_AT_ONCE = 8
 
 Forward = Callable[[ConvProblem, Tensor, Tensor, Tensor | None], Tensor]
@@ -40,7 +40,7 @@ def _forward_by_onednn(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor |
 
 
 def padded(p: ConvProblem, x: Tensor) -> Tensor:
-    """A copy of the input with its padding around it, as `p.unpadded` takes it."""
+    """Returns a copy of the input with its padding around it, the input of `p.unpadded`."""
     return F.pad(x, [n for padding in reversed(p.padding) for n in (padding, padding)])
 
 
@@ -64,10 +64,10 @@ def _dgrad_by_torch(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> 
 
 
 def transposed(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The transposed convolution of which `p` is the adjoint: `x` has the shape of p's output.
+    """Computes the transposed convolution whose adjoint is `p`; `x` has the shape of p's output.
 
     Args:
-        p: the convolution that leads back.
+        p: the adjoint convolution.
         x: [N, Ci, ...] of shape `p.output`.
         weight: [Ci, Co / groups, ...], as of `p`.
         bias: [Co] or `None`.
@@ -97,7 +97,7 @@ def _transposed_padded(p: ConvProblem, x: Tensor, weight: Tensor, bias: Tensor |
 
 
 def _dgrad_by_onednn(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """The transposed convolution of dL/dy, which is what dgrad is."""
+    """Computes dL/dx as the transposed convolution of dL/dy."""
     return _transposed_by_onednn(p, grad, weight, None)
 
 
@@ -144,7 +144,7 @@ def _wgrad_widened(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> T
 def _wgrad_folded(p: ConvProblem, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     """Computes dL/dweight of one sample as of two with half the depth, and adds the seam's part.
 
-    The halves are views. What crosses the seam is added as the slabs of a neighbor are.
+    The halves are views. The contributions across the seam are added like a neighbor's slabs.
     """
     half, reach = p.input[2] // 2, p.padding[0]
     total = _wgrad_by_torch(p, _two_halves(x), _two_halves(grad), weight).contiguous()
@@ -211,14 +211,14 @@ WGRAD: dict[str, Gradient] = {
     "widened": _wgrad_widened,
     "native": _wgrad_native,
 }
-"""The kernels of each role by name, the likely best first where several are possible."""
+"""The kernels of each role by name, the best guess first where several are possible."""
 
 
 def formats(problem: ConvProblem) -> list[bool]:
-    """Whether activations may lie channels-last; the best guess first.
+    """Returns whether activations may be stored channels-last, as options, the best guess first.
 
-    oneDNN's channels-last convolutions of a single channel (whose strides fit either format), and
-    bf16 ones of groups, were seen to give wrong numbers (torch 2.13): only plain tensors are safe.
+    oneDNN's channels-last convolutions of a single channel (whose strides fit either format) and
+    its grouped bf16 ones gave wrong numbers in torch 2.13: only plain tensors are safe for them.
     """
     safe = problem.input[1] > 1 and (problem.groups == 1 or problem.dtype == torch.float32)
     if not problem.onednn or not safe:
@@ -227,17 +227,17 @@ def formats(problem: ConvProblem) -> list[bool]:
 
 
 def candidates(problem: ConvProblem, channels_last: bool) -> tuple[list[str], list[str], list[str]]:
-    """Names of the kernels that a problem allows: forward, dgrad, wgrad; the best guess first."""
+    """Returns names of possible forward, dgrad and wgrad kernels, the best guess first."""
     if not problem.onednn:
         return ["torch"], ["torch"], ["torch"]
-    # What torch 2.13 was seen to do: with whole windows in the padding oneDNN crashes.
+    # Observed in torch 2.13: with complete windows in the padding, oneDNN crashes.
     forward, dgrad = (["padded"], ["padded"]) if problem.is_overpadded else (["onednn"], ["onednn"])
     if problem.dtype == torch.bfloat16 and not problem.is_ordinary:
-        # Its bf16 wgrad reads and writes beyond its tensors, and on CPUs with AMX forward was seen
-        # to give wrong numbers and to crash, also where torch itself calls it.
+        # oneDNN's bf16 wgrad accesses memory out of bounds. On CPUs with AMX, its bf16 forward gave
+        # wrong numbers and crashed, also where torch itself calls it.
         return ["widened"], ["widened"], ["widened"]
     if not problem.padding_is_modest:
-        # So does its fp32 wgrad, where strides are wide as well.
+        # Its fp32 wgrad does the same, where strides are wide as well.
         return forward, dgrad, ["padded"]
     if not problem.torch_is_slow:
         dgrad, wgrad = [*dgrad, "torch"], ["torch", "blocked"]
@@ -250,10 +250,10 @@ def candidates(problem: ConvProblem, channels_last: bool) -> tuple[list[str], li
 
 
 def in_format(x: Tensor, channels_last: bool) -> Tensor:
-    """The same tensor in plain or channels-last memory; a copy only if it lies otherwise.
+    """Returns the tensor in plain or channels-last memory; a copy only if its layout differs.
 
-    Dims of extent 1 get the strides of the format too. torch ignores them where it asks whether a
-    tensor is contiguous, but not where it guesses its format, and then runs kernels of another.
+    Dims of extent 1 get the strides of the format too. torch ignores them when it checks whether a
+    tensor is contiguous, but not when it infers its format, and then runs kernels of the other.
     """
     order = (0, *range(2, x.dim()), 1) if channels_last else tuple(range(x.dim()))
     lying = x.permute(order)

@@ -1,7 +1,7 @@
 """The kernels that compute one convolution on a rank, and the choice among them.
 
-The memory format is one for all ranks of a sample group, as halos travel in it; the kernels are the
-same wherever ranks hold equal blocks, whose copies must not differ in a bit.
+All ranks of a sample group use the same memory format, as halos are sent in it. Ranks with equal
+blocks use the same kernels, as their copies must be bit-identical.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from pydist.backend.problem import ConvProblem
 
 ROLES = ("forward", "dgrad", "wgrad")
 CONVERT = "convert"
-"""The role of bringing the input into a memory format; it has one candidate."""
-# What is to replace the best guess has to be faster by this: in a network, caches are cold.
+"""The role of converting the input to a memory format; it has one candidate."""
+# A kernel replaces the best guess only if it is faster by this: in a network, caches are cold.
 _MARGIN = 1.1
 
 
@@ -39,10 +39,10 @@ class ConvKernels:
     Attributes:
         problem: the convolution.
         channels_last: the memory format of its input, its result and their gradients.
-        forward: name of the kernel, as `dgrad` and `wgrad`; see `pydist.backend.conv`.
-        dgrad: for dL/dx.
-        wgrad: for dL/dweight.
-        threads: how many threads compute; `None` for as many as torch is set to.
+        forward: name of the forward kernel; see `pydist.backend.conv`.
+        dgrad: name of the kernel for dL/dx.
+        wgrad: name of the kernel for dL/dweight.
+        threads: number of threads; `None` for torch's current setting.
     """
 
     problem: ConvProblem
@@ -53,31 +53,31 @@ class ConvKernels:
     threads: int | None = None
 
     def in_format(self, x: Tensor) -> Tensor:
-        """The same tensor in the memory format chosen; a copy only if it has another one."""
+        """Returns the tensor in the chosen memory format; a copy only if it has another one."""
         return in_format(x, self.channels_last)
 
     def run_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The convolution of `x` with zero padding."""
+        """Computes the convolution of `x` with zero padding."""
         weight = self._lying(weight)
         return self._run(lambda: FORWARD[self.forward](self.problem, x, weight, bias))
 
     def run_dgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-        """dL/dx from `grad` = dL/dy."""
+        """Computes dL/dx from `grad` = dL/dy."""
         weight = self._lying(weight)
         return self._run(lambda: DGRAD[self.dgrad](self.problem, x, grad, weight))
 
     def run_transposed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The transposed convolution of `x`, the adjoint of the problem's convolution."""
+        """Computes the transposed convolution of `x`, the adjoint of the problem's convolution."""
         weight = self._lying(weight)
         return self._run(lambda: transposed(self.problem, x, weight, bias))
 
     def run_wgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-        """dL/dweight from `grad` = dL/dy."""
+        """Computes dL/dweight from `grad` = dL/dy."""
         weight = self._lying(weight)
         return self._run(lambda: WGRAD[self.wgrad](self.problem, x, grad, weight))
 
     def _lying(self, weight: Tensor) -> Tensor:
-        """The weight as the kernels take it: oneDNN's in plain memory, cuDNN's as activations."""
+        """Returns the weight in the kernels' format: plain for oneDNN, as activations for cuDNN."""
         return in_format(weight, self.channels_last and self.problem.device != "cpu")
 
     def _run(self, kernel: Callable[[], Tensor]) -> Tensor:
@@ -106,13 +106,13 @@ def by_rule(problems: Sequence[ConvProblem], rank: int) -> ConvKernels:
 
 
 class Candidate(NamedTuple):
-    """A kernel of a convolution that can be timed, in a memory format, on so many threads.
+    """A kernel of a convolution that can be timed, with a memory format and a number of threads.
 
     Attributes:
         channels_last: the memory format.
-        threads: how many threads compute.
+        threads: number of threads.
         role: one of `ROLES`, or `CONVERT`.
-        kernel: its name.
+        kernel: name of the kernel.
     """
 
     channels_last: bool
@@ -138,11 +138,11 @@ def candidates_of(problem: ConvProblem, threads: Sequence[int]) -> Iterator[Cand
 def pick(
     problems: Sequence[ConvProblem], times: Sequence[Mapping[Candidate, float]]
 ) -> list[ConvKernels]:
-    """The fastest kernels of every rank, in the memory format that is the best for all together.
+    """Returns the fastest kernels of every rank, in the memory format that is fastest overall.
 
     Args:
         problems: of every rank.
-        times: seconds of the candidates; equal where problems are.
+        times: seconds of the candidates; equal for equal problems.
     """
     best = [list(_settings(problem, each)) for problem, each in zip(problems, times, strict=True)]
     in_order = dict.fromkeys(kernels.channels_last for _, kernels in best[0])
@@ -162,7 +162,7 @@ def pick(
 def _settings(
     problem: ConvProblem, times: Mapping[Candidate, float]
 ) -> Iterator[tuple[float, ConvKernels]]:
-    """The fastest kernels of each memory format and number of threads, with their seconds."""
+    """Yields the fastest kernels of each memory format and number of threads, and their seconds."""
     for channels_last, threads in dict.fromkeys((c.channels_last, c.threads) for c in times):
         total, names = 0.0, {}
         for role in (CONVERT, *ROLES):
@@ -184,7 +184,7 @@ def _clearly_least(seconds: Mapping[Any, float]) -> Any:
 
 
 def is_possible(kernels: ConvKernels, threads: Sequence[int]) -> bool:
-    """Whether kernels are among the candidates."""
+    """Returns whether kernels are among the candidates."""
     names = candidates(kernels.problem, kernels.channels_last)
     chosen = kernels.forward, kernels.dgrad, kernels.wgrad
     return (
@@ -195,7 +195,7 @@ def is_possible(kernels: ConvKernels, threads: Sequence[int]) -> bool:
 
 
 def worth_choosing(problems: Sequence[ConvProblem], rank: int, least_flops: int) -> bool:
-    """Whether measuring may pay: not for small convolutions, nor where there is one candidate."""
+    """Returns whether measuring may pay: not for small convolutions or a single candidate."""
     ruled = by_rule(problems, rank)
     names = candidates(ruled.problem, ruled.channels_last)
     options = len(formats(ruled.problem)) * math.prod(map(len, names))

@@ -1,7 +1,7 @@
-"""Convolutions for the autotuner: what is measured of them, and how.
+"""Convolutions as subjects of the autotuner, and their measurement.
 
-Large ones are measured on a part of their planes, and the seconds taken times as many: a call of
-some 50 ms tells as much as one of seconds. So all measuring takes less time than ten steps.
+Large ones are measured on a part of their planes, and the seconds are scaled up: a call of some
+50 ms is as informative as one of seconds. So all measuring takes less time than ten steps.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from pydist.backend.records import key_of
 if TYPE_CHECKING:
     from pydist.comm import Transport
 
-# Below this a convolution takes less than a few milliseconds, and the rule is as good.
+# Below this, a convolution takes less than a few milliseconds, and the rule is as good.
 _MEASURED_FLOPS = 200_000_000
 # Flops of the part of a convolution that is measured: 10 to 50 ms of one core.
 _PART_FLOPS = 1_000_000_000
-# From here on several threads are faster than one.
+# From here on, several threads are faster than one.
 _FLOPS_OF_THREADS = 2_000_000_000
-# Calls of one visit: as many as begin within this time. The first of all may set things up, but
-# candidates take several turns.
+# One visit makes calls for this time. The very first call may include setup, but candidates are
+# visited several times.
 _SECONDS = 0.005
 
 
 @dataclass(frozen=True)
 class ConvSubject:
-    """One rank's convolution, as the autotuner sees it.
+    """One rank's convolution as a subject of the autotuner.
 
     Attributes:
         problem: the convolution.
-        threads: how many threads may compute.
-        ranks: of the group, which compute at the same time.
+        threads: the possible numbers of threads.
+        ranks: number of ranks of the group, which compute at the same time.
     """
 
     problem: ConvProblem
@@ -71,7 +71,7 @@ class ConvSubject:
             "cores": os.cpu_count(),
             "threads": self.threads,
             "ranks": self.ranks,
-            # Fresh pages cost some kernels more than others.
+            # Fresh memory pages cost some kernels more than others.
             "keeps_freed_memory": memory.is_kept(),
         }
         return key_of("conv", facts)
@@ -108,10 +108,10 @@ def choose(
         group: the ranks that hold one sample.
         x: this rank's input; its values do not matter.
         weight: the weights.
-        learns: whether to measure what is not known; the group's first rank says so for all.
+        learns: whether to measure unknown candidates; the value of the group's first rank counts.
 
     Returns:
-        What this rank uses; its memory format is that of all. `None` if it is yet to be measured.
+        This rank's kernels, in the memory format of all ranks. `None` if not measured yet.
     """
     ruled = by_rule(problems, group.rank)
     if not worth_choosing(problems, group.rank, _MEASURED_FLOPS):
@@ -133,7 +133,7 @@ def choose(
             made = [_loaded(p, c) for p, c in zip(problems, choices, strict=True)]
             one_format = len({kernels.channels_last for kernels in made}) == 1
             return one_format and all(is_possible(kernels, threads) for kernels in made)
-        except (TypeError, ValueError):  # of a file that somebody has changed
+        except (TypeError, ValueError):  # the file was edited
             return False
 
     choice, is_final = tuner.choose(
@@ -178,7 +178,7 @@ class _Visits:
 
     @torch.no_grad()
     def __call__(self, name: str) -> float:
-        """The seconds of a candidate, of the whole convolution."""
+        """Returns the seconds of a candidate, scaled to the full convolution."""
         candidate = self._subject.by_name[name]
         before = torch.get_num_threads()
         torch.set_num_threads(candidate.threads)
@@ -222,9 +222,9 @@ class _Visits:
 
 
 def part_of(problem: ConvProblem) -> ConvProblem:
-    """A convolution of as many planes of the input as are enough to measure; maybe of all.
+    """Returns the convolution of enough input planes to measure, at most all of them.
 
-    It is one for which the same kernels are the candidates.
+    Its candidates are the kernels of the full convolution.
     """
     planes = problem.input[2]
     wanted = -(-planes * _PART_FLOPS // max(1, problem.flops))
@@ -237,7 +237,7 @@ def part_of(problem: ConvProblem) -> ConvProblem:
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """The least seconds of a call, of one or more."""
+    """Returns the least seconds of one or more calls."""
     best, start, ended = float("inf"), time.perf_counter(), 0.0
     while ended - start < _SECONDS:
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""One convolution, as far as speed depends on it, and what torch and oneDNN make of it."""
+"""`ConvProblem`: the facts on which a convolution's speed and kernels depend."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from functools import cached_property
 import torch
 
 _OF_ONEDNN = (torch.float32, torch.bfloat16)
-# Below this N·C·D·H torch's fp32 convolution of one sample leaves oneDNN (aten's ConvParams).
+# Below this N·C·D·H torch's fp32 convolution of one sample avoids oneDNN (aten's ConvParams).
 _TORCH_IS_SLOW_BELOW = 20_480
-# Input channels of a group below which oneDNN's channels-last wgrad adds all positions in one row,
-# and is ten times as far from fp64 as its plain one.
+# Input channels per group below which oneDNN's channels-last wgrad sums all positions in sequence,
+# and its error against fp64 is ten times that of its plain one.
 _FEW_CHANNELS = 16
 
 
 def onednn_has(dtype: torch.dtype) -> bool:
-    """Whether oneDNN takes a dtype on this machine; for bf16 the processor decides."""
+    """Returns whether oneDNN supports a dtype on this machine; bf16 depends on the processor."""
     return (
         dtype in _OF_ONEDNN
         and torch.backends.mkldnn.is_available()
@@ -26,18 +26,18 @@ def onednn_has(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class ConvProblem:
-    """One convolution, as far as speed depends on it.
+    """The facts of one convolution on which its speed depends.
 
     Attributes:
-        input: [N, Ci, ...] with two or three spatial dims.
-        weight: [Co, Ci / groups, ...].
-        stride: one number a spatial dim, as padding (the same before and after) and dilation.
+        input: shape [N, Ci, ...] with two or three spatial dims.
+        weight: shape [Co, Ci / groups, ...].
+        stride: one number per spatial dim, like padding (the same before and after) and dilation.
         padding: zeros around the input.
-        dilation: between the taps.
+        dilation: of the taps.
         groups: of channels.
         dtype: of input and weight.
         device: type of the device that computes.
-        has_onednn: whether oneDNN takes the dtype on the machines of all ranks (`onednn_has`).
+        has_onednn: whether oneDNN supports the dtype on the machines of all ranks (`onednn_has`).
     """
 
     input: tuple[int, ...]
@@ -64,13 +64,13 @@ class ConvProblem:
 
     @cached_property
     def flops(self) -> int:
-        """Of the forward convolution; dgrad and wgrad take as many each."""
+        """Flops of the forward convolution; dgrad and wgrad take as many each."""
         outputs = torch.Size(self.output).numel()
         return 2 * outputs * torch.Size(self.weight[1:]).numel()
 
     @cached_property
     def onednn(self) -> bool:
-        """Whether oneDNN takes it."""
+        """Whether oneDNN supports the problem."""
         return (
             self.device == "cpu"
             and self.has_onednn
@@ -80,7 +80,7 @@ class ConvProblem:
 
     @cached_property
     def torch_is_slow(self) -> bool:
-        """Whether torch's own convolution would not take oneDNN."""
+        """Whether torch's own convolution would avoid oneDNN."""
         if not self.onednn or self.dtype != torch.float32:
             return False
         if self.is_pointwise:
@@ -101,9 +101,9 @@ class ConvProblem:
 
     @cached_property
     def folds(self) -> bool:
-        """Whether the one sample, channels-last, is two samples of half the depth but for a seam.
+        """Whether the one sample, channels-last, equals two of half the depth except at the seam.
 
-        So it is for odd kernels of stride 1 with "same" padding and an even depth.
+        True for odd kernels of stride 1 with "same" padding and an even depth.
         """
         if len(self.input) != 5 or self.input[0] != 1 or self.is_pointwise:
             return False
@@ -117,17 +117,17 @@ class ConvProblem:
 
     @cached_property
     def has_few_channels(self) -> bool:
-        """Whether an output sees so few input channels that oneDNN's wgrad loses accuracy."""
+        """Whether an output has so few input channels that oneDNN's wgrad loses accuracy."""
         return self.weight[1] < _FEW_CHANNELS
 
     @cached_property
     def reach(self) -> tuple[int, ...]:
-        """How far the last tap of a window is from its first, in every spatial dim."""
+        """Distance of the last tap of a window from its first, in every spatial dim."""
         return tuple(d * (k - 1) for d, k in zip(self.dilation, self.weight[2:], strict=True))
 
     @cached_property
     def rest(self) -> list[int]:
-        """Inputs at the end that no window reaches: output padding, if transposed."""
+        """Inputs at the end that no window reaches; the output padding of the transposed one."""
         return [
             n - ((o - 1) * s - 2 * q + reach + 1)
             for n, o, s, q, reach in zip(
@@ -155,7 +155,7 @@ class ConvProblem:
 
     @cached_property
     def is_ordinary(self) -> bool:
-        """Stride 1, no dilation, no groups, odd kernels with "same" padding that fit the input."""
+        """Whether stride, dilation and groups are 1, and odd "same" kernels fit the input."""
         return (
             self.groups == 1
             and set(self.stride) == set(self.dilation) == {1}
@@ -165,10 +165,9 @@ class ConvProblem:
 
     @cached_property
     def is_wide(self) -> bool:
-        """Whether activations outweigh the weights, as they do but in a network's last layers.
+        """Whether activations outweigh the weights, as in all but a network's last layers.
 
-        There, plain weights are brought into the order that channels-last kernels want at a price
-        above that of the convolution.
+        There, reordering plain weights for channels-last kernels costs more than the convolution.
         """
         activations = torch.Size(self.input).numel() + torch.Size(self.output).numel()
         return activations > 2 * torch.Size(self.weight).numel()

@@ -1,7 +1,7 @@
-"""Stores the least seconds measured of each kernel, in files that later runs read.
+"""Files with the least seconds measured of each kernel, which later runs read.
 
-What else runs on a machine only makes a kernel slower. So of each candidate the least seconds of
-all runs are kept: the more often it is measured, the closer they are to what it takes alone.
+Other load on a machine only makes a kernel slower. So the least seconds of each candidate over all
+runs are stored: with more measurements they approach its time on an idle machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydist.parsing import parse_json
 
 
 def is_wanted() -> bool:
-    """Whether kernels are measured, as `PYDIST_TUNE` says: 1, the default, or 0.
+    """Returns whether kernels are measured: `PYDIST_TUNE` is 1 (the default), not 0.
 
     Raises:
         UsageError: the variable holds something else.
@@ -43,25 +43,25 @@ class Record:
     """The measurements of one problem, by candidate.
 
     Attributes:
-        seconds: the least, by candidate.
-        visits: how often each was measured.
+        seconds: the least seconds, by candidate.
+        visits: number of measurements, by candidate.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
     visits: dict[str, int] = field(default_factory=dict)
 
     def add(self, candidate: str, seconds: float, visits: int = 1) -> None:
-        """Takes up measurements of a candidate."""
+        """Adds measurements of a candidate."""
         self.seconds[candidate] = min(seconds, self.seconds.get(candidate, math.inf))
         self.visits[candidate] = self.visits.get(candidate, 0) + visits
 
     def merge(self, other: Record) -> None:
-        """Takes up those of another record."""
+        """Adds the measurements of another record."""
         for candidate, seconds in other.seconds.items():
             self.add(candidate, seconds, other.visits[candidate])
 
     def dump(self) -> dict[str, list[float]]:
-        """The record as JSON has it."""
+        """Returns the record as a JSON value."""
         return {name: [seconds, self.visits[name]] for name, seconds in self.seconds.items()}
 
     @classmethod
@@ -77,9 +77,9 @@ class Record:
 
 
 class Records:
-    """The folder of the records, one file a problem.
+    """The folder of the records, with one file per problem.
 
-    `PYDIST_CACHE` names it, by default `pydist` in the user's cache folder.
+    `PYDIST_CACHE` names the folder, by default `pydist` in the user's cache folder.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Records:
         self._folder = Path(os.environ.get("PYDIST_CACHE") or base / "pydist")
 
     def is_writable(self) -> bool:
-        """Whether files can be kept; makes the folder."""
+        """Returns whether files can be stored; creates the folder."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError:
@@ -95,17 +95,17 @@ class Records:
         return os.access(self._folder, os.W_OK)
 
     def read(self, key: str, candidates: Iterable[str]) -> Record:
-        """The record with a key; an empty one where there is none, or it is damaged."""
+        """Returns the record with a key; an empty one if it is missing or damaged."""
         path = self._path(key)
         try:
-            if path.exists() and not path.is_file():  # a pipe would be waited for
+            if path.exists() and not path.is_file():  # reading a pipe would block
                 return Record()
             return Record.load(parse_json(path.read_bytes()), candidates)
         except (OSError, ValueError):
             return Record()
 
     def write(self, key: str, record: Record) -> None:
-        """Keeps a record, merged by the caller with what is there; of concurrent jobs the last."""
+        """Replaces a record, which the caller has merged; the last of concurrent jobs wins."""
         path = self._path(key)
         owner.remove_temporaries(self._folder)
         fresh = owner.temporary(path)
@@ -113,7 +113,7 @@ class Records:
             fresh.write_text(json.dumps(record.dump()), encoding="utf-8")
             fresh.replace(path)
         except OSError:
-            fresh.unlink(missing_ok=True)  # it holds for this run
+            fresh.unlink(missing_ok=True)  # the record still holds for this run
 
     def _path(self, key: str) -> Path:
         return self._folder / f"{key}.json"

@@ -1,7 +1,7 @@
-"""A slab's part of a convolution by torch's own convolution of the slab, added afterwards.
+"""Slab kernels that add the result of torch's own convolution of the slab.
 
-Only the outputs and the taps that the slab reaches take part: of a plane beside the outputs that is
-a convolution with a flat kernel.
+Only the outputs and the taps that the slab reaches take part: for a plane next to the outputs, a
+convolution with a flat kernel.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Reach:
     """The outputs [out, out + outs) and taps [tap, tap + taps) of one dim that a slab reaches.
 
     Attributes:
-        start: the first input that they read, in the slab's indices; below 0 it is a zero.
-        stop: behind the last one; above the slab's extent these are zeros.
+        start: the first input read, in the slab's indices; inputs below 0 are zeros.
+        stop: one after the last input read; inputs beyond the slab's extent are zeros.
     """
 
     out: int
@@ -95,7 +95,7 @@ def _taps(x: Tensor, reaches: Sequence[Reach]) -> Tensor:
 
 
 def _padded(x: Tensor, reaches: Sequence[Reach]) -> tuple[Tensor, list[int]]:
-    """The inputs that are read, and the padding that torch is to think of around them."""
+    """Returns the inputs that are read, and the padding for torch to assume around them."""
     ends = [(-r.start, r.stop - n) for r, n in zip(reaches, x.shape[2:], strict=True)]
     if all(before == after >= 0 for before, after in ends):
         return x, [before for before, _ in ends]
@@ -125,7 +125,7 @@ def _dgrad_by_library(
     if reaches is None:
         return
     extents = grad_in.shape[2:]
-    # Inputs outside of the target at both ends are left out by torch.
+    # As padding, torch leaves out inputs outside the target at both ends.
     padding = [max(0, min(-r.start, r.stop - n)) for r, n in zip(reaches, extents, strict=True)]
     found = torch.convolution(
         _outs(slab, reaches), _taps(weight, reaches), None, problem.stride, padding,

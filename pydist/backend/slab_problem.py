@@ -1,4 +1,4 @@
-"""What a halo slab adds to a convolution: the parameters that choose a kernel for it."""
+"""`SlabProblem`: the parameters of a halo slab's part of a convolution, and its kernels."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ ROLES = ("forward", "dgrad", "wgrad")
 
 @dataclass(frozen=True)
 class SlabProblem:
-    """One slab's part of a convolution, as the native kernels take it.
+    """One slab's part of a convolution, with the parameters of the native kernels.
 
     Attributes:
         role: forward, dgrad or wgrad.
         first: shape of the first operand: inputs, or for dgrad the output's gradient.
-        second: of the weight; for wgrad of the output's gradient.
-        target: of what is added to.
+        second: shape of the weight; for wgrad of the output's gradient.
+        target: shape of the tensor that is added to.
         first_lo: global spatial position of the first operand.
         target_lo: of the target; for wgrad of the output's gradient.
-        stride: of the convolution, one number a spatial dim, as the next two.
+        stride: of the convolution, one number per spatial dim, like the next two.
         padding: zeros around the input.
-        dilation: between the taps.
+        dilation: of the taps.
         groups: of channels.
         dtype: of all three arrays.
-        channels_last: whether activations lie so.
+        channels_last: whether activations are stored channels-last.
         device: type of the device.
         tf32: whether torch may round the factors of float32 products to tf32.
     """
@@ -48,12 +48,12 @@ class SlabProblem:
 
     @property
     def geometry(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-        """Stride, padding, dilation and groups, as the native kernels take them."""
+        """Stride, padding, dilation and groups, in the order of the native kernels' arguments."""
         return self.stride, self.padding, self.dilation, self.groups
 
     @cached_property
     def candidates(self) -> list[str]:
-        """Names of the kernels that it allows, that of the rule first."""
+        """Names of the possible kernels, that of the rule first."""
         if self.device == "cpu":
             return ["plain"]
         names = ["library", "plain"]

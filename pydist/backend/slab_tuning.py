@@ -1,7 +1,7 @@
-"""Which kernels add the slabs' parts of a convolution: chosen by measurement on CUDA.
+"""The choice of kernels for the slabs' parts of a convolution, by measurement on CUDA.
 
-All ranks of a sample group choose together, so that ranks with equal slabs take equal kernels. On
-the CPU there is one kernel, and nothing to choose or to exchange.
+All ranks of a sample group choose together, so ranks with equal slabs use equal kernels. On the
+CPU there is one kernel, and nothing to choose or to exchange.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 _WARM_UP, _REPEATS = 3, 11
 NEVER = 1e9
-"""Seconds of a kernel that refuses a problem, so that it is not chosen."""
+"""Time of a kernel that refuses a problem, in seconds, so that it is not chosen."""
 
 
 @dataclass(frozen=True)
 class SlabSubject:
-    """One slab's part, as the autotuner sees it."""
+    """One slab's part as a subject of the autotuner."""
 
     problem: SlabProblem
     device: str
@@ -77,10 +77,10 @@ def choose(
         problems: of every rank of the group; all on one type of device.
         group: the ranks that hold one sample.
         like: a tensor on the device that computes.
-        learns: whether to measure what is not known; the group's first rank says so for all.
+        learns: whether to measure unknown candidates; the value of the group's first rank counts.
 
     Returns:
-        The names for this rank's problems; `None` if they are yet to be measured.
+        The names for this rank's problems; `None` if not measured yet.
     """
     mine = list(problems[group.rank])
     if all(len(p.candidates) == 1 for each in problems for p in each):
@@ -118,7 +118,7 @@ def choose(
 
 @torch.no_grad()
 def seconds_on(problem: SlabProblem, name: str, like: Tensor) -> float:
-    """The seconds of a kernel on a device; `NEVER` if it refuses the problem."""
+    """Returns the seconds of a kernel on a device; `NEVER` if it refuses the problem."""
     first, second, target = operands(problem, like)
     if refusal(name, problem, first, second, target):
         return NEVER
@@ -127,9 +127,9 @@ def seconds_on(problem: SlabProblem, name: str, like: Tensor) -> float:
 
 
 def operands(problem: SlabProblem, like: Tensor) -> list[Tensor]:
-    """The first and the second operand, and the target, all of the problem's memory format.
+    """Returns random operands and the target, all in the problem's memory format.
 
-    Small numbers: adding them up again and again must not overflow, and zeros run faster.
+    The numbers are small, so that repeated sums do not overflow, but not zeros, which run faster.
     """
     shapes = (problem.first, problem.second, problem.target)
     numbers = [torch.randn(shape, device=like.device).mul_(0.1) for shape in shapes]
@@ -137,7 +137,7 @@ def operands(problem: SlabProblem, like: Tensor) -> list[Tensor]:
 
 
 def seconds_of(kernel: Callable[[], None]) -> float:
-    """The median time of a call on the device."""
+    """Returns the median seconds of a call on the device."""
     for _ in range(_WARM_UP):
         kernel()
     times = []

@@ -1,8 +1,8 @@
-"""What a halo slab adds to a convolution's outputs and gradients: kernels by name.
+"""Kernels, by name, that add a halo slab's part to a convolution's outputs and gradients.
 
-`plain` is pydist's kernel for any device and type. On CUDA there are also `mma` and `tf32`, the
-same on tensor cores, which read the slab where it was received and add into the boundary planes;
-and `library`: torch's convolution (cuDNN's) of the slab, whose result is added afterwards.
+`plain` is pydist's kernel for any device and type. On CUDA, `mma` and `tf32` do the same on tensor
+cores: they read the slab from the receive buffer and add into the boundary planes. `library` is
+torch's (cuDNN's) convolution of the slab, whose result is added afterwards.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ def run(
 
     Args:
         name: of the kernel, one of `problem.candidates`.
-        problem: what is computed; shapes and positions are those of the tensors, which may be
-            parts of the problem's.
+        problem: the problem; the tensors and positions may be parts of it.
         first: inputs, or for dgrad the output's gradient.
         second: the weight; for wgrad the output's gradient.
-        target: what is added to.
+        target: the tensor that is added to.
         first_lo: global spatial position of `first`.
         target_lo: of the target; for wgrad of the output's gradient.
     """
@@ -48,7 +47,7 @@ def run(
 
 
 def refusal(name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor) -> str:
-    """Why a kernel would leave tensors of the problem's shapes to `plain`; empty if it does not."""
+    """Returns why a kernel would leave tensors to `plain`; empty if it supports them."""
     plan = _plan(name, problem, first, second, target, problem.first_lo, problem.target_lo)
     return "" if plan is None else plan[0]
 
@@ -57,7 +56,7 @@ def _plan(
     name: str, problem: SlabProblem, first: Tensor, second: Tensor, target: Tensor,
     first_lo: Sequence[int], target_lo: Sequence[int],
 ) -> tuple[str, int, float] | None:  # fmt: skip
-    """Asks a tensor-core kernel about its operands; `None` for kernels that take all."""
+    """Asks a tensor-core kernel about its operands; `None` for kernels that support all."""
     if name not in ("mma", "tf32"):
         return None
     return native.boundary_conv_plan(

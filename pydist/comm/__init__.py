@@ -1,7 +1,7 @@
-"""What carries bytes between ranks: collectives and messages; it knows no mesh and no layout.
+"""Communication between ranks: collectives and messages, with no knowledge of mesh or layout.
 
-`interface` says what every transport is; `transports` has those that there are (local, mpi, c10d,
-nccl, ipc, cuda_mpi). What is built on them is in `pydist.exchange` and `pydist.gradients`.
+`interface` defines the transport interface; `transports` contains the implementations (local, mpi,
+c10d, nccl, ipc, cuda_mpi). `pydist.exchange` and `pydist.gradients` build on them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks must have equal, and decisions that all of them must take identically."""
+"""Checks that values are equal on all ranks, and decisions that all ranks make identically."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 @contextmanager
 def together(world: Transport, what: str = "work that one rank may do alone") -> Iterator[None]:
-    """Makes an error of one rank an error of all, at the end of the `with` block.
+    """Raises an error of one rank on all ranks, at the end of the `with` block.
 
-    Collective. For work that ranks do apart (reading files, writing on rank 0): without it the
-    others would wait for the one that failed. All raise the error of the lowest failing rank, of
-    its own class, so that all end with its exit code. Errors that pydist doesn't know pass through
-    on the rank that raised them.
+    Collective. For rank-local work (reading files, writing on rank 0): without it the other ranks
+    would wait for the failed one. All ranks raise the error of the lowest failing rank, with its
+    class, so that all end with its exit code. Errors that are no `PydistError` propagate on the
+    rank that raised them.
 
     Args:
         world: the ranks.
-        what: what the block does, for the report of a hang.
+        what: a description of the block, for the report of a hang.
 
     Raises:
         PydistError: some rank's block raised it.
@@ -53,16 +53,16 @@ def together(world: Transport, what: str = "work that one rank may do alone") ->
 
 
 def require_same(world: Transport, facts: Mapping[str, object]) -> None:
-    """Refuses to go on where ranks differ in what has to be equal. Collective.
+    """Raises an error if the ranks differ in values that must be equal. Collective.
 
-    One exchange of 32 bytes; the facts themselves travel only where they differ.
+    One exchange of 32 bytes; the values themselves are sent only if they differ.
 
     Args:
         world: the ranks to compare.
-        facts: by name; shown and compared as strings.
+        facts: the values by name; shown and compared as strings.
 
     Raises:
-        UsageError: on all ranks, naming the first difference, the ranks and both values.
+        UsageError: on all ranks; names the first difference, the ranks and both values.
     """
     if world.size == 1:
         return
@@ -84,7 +84,7 @@ def require_same(world: Transport, facts: Mapping[str, object]) -> None:
 
 
 def any_rank(world: Transport, flag: bool) -> bool:
-    """Whether the flag is set on any rank. Collective."""
+    """Returns whether the flag is set on any rank. Collective."""
     value = torch.tensor([int(flag)], dtype=torch.int32)
     world.all_reduce(value, "max")
     return bool(value.item())

@@ -1,8 +1,8 @@
-"""Data: universes and other volumes in HDF5 files, read by blocks.
+"""Data sets of universes and other volumes in HDF5 files, read by blocks.
 
-`generate_universes` and `generate_ct` make synthetic data, `convert_nifti` brings in medical
-volumes with labels, `ShardDataset` reads blocks of samples, `MeshSampler` says which samples each
-group of ranks gets, and `Loader` brings them together as sharded tensors while the previous step
+`generate_universes` and `generate_ct` make synthetic data, `convert_nifti` converts medical
+volumes with labels, `ShardDataset` reads blocks of samples, `MeshSampler` assigns samples to the
+groups of ranks, and `Loader` returns batches as sharded tensors, read while the previous step
 computes.
 """
 

@@ -1,4 +1,4 @@
-"""This rank's blocks of a batch, from a data set to host memory or to a device."""
+"""Reads this rank's blocks of a batch from a data set into host memory or onto a device."""
 
 from __future__ import annotations
 
@@ -18,92 +18,92 @@ from pydist.partition import Box
 
 
 class BlockSource(Protocol):
-    """What a `Loader` reads from; `ShardDataset` is one."""
+    """The samples that a `Loader` reads by blocks, such as a `ShardDataset`."""
 
     @property
     def sample_shape(self) -> tuple[int, int, int, int]:
-        """(C, D, H, W) of one sample; the largest extents, where samples differ."""
+        """Shape (C, D, H, W) of one sample; the largest extents, where samples differ."""
         ...
 
     @property
     def num_targets(self) -> int:
-        """Values to predict for each sample."""
+        """Number of values to predict for each sample."""
         ...
 
     @property
     def labelled(self) -> bool:
-        """Whether the class of each voxel is to be predicted, instead of values of the sample."""
+        """Whether targets are the class of each voxel, instead of values of the sample."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of samples and targets."""
+        """Type of samples and targets."""
         ...
 
     @property
     def identity(self) -> str:
-        """What the content depends on; equal on two ranks if they read the same."""
+        """Text that identifies the content; equal on two ranks if they read the same."""
         ...
 
     def __len__(self) -> int: ...
 
     def shape_of(self, index: int) -> tuple[int, int, int, int]:
-        """(C, D, H, W) of one sample."""
+        """Returns the shape (C, D, H, W) of one sample."""
         ...
 
     def read_block(
         self, index: int, box: Box | None = None, out: Tensor | None = None
     ) -> ArrayLike:
-        """See `ShardDataset.read_block`. May return any array instead of filling `out`."""
+        """Reads a block as `ShardDataset.read_block`; may return any array instead of `out`."""
         ...
 
     def read_labels(
         self, index: int, box: Box | None = None, out: Tensor | None = None
     ) -> ArrayLike:
-        """See `ShardDataset.read_labels`; only called if `labelled`. May return any array."""
+        """Reads labels as `ShardDataset.read_labels`, if `labelled`; may return any array."""
         ...
 
     def target(self, index: int) -> ArrayLike:
-        """See `ShardDataset.target`; only called if not `labelled`."""
+        """Returns the target as `ShardDataset.target`; not called if `labelled`."""
         ...
 
 
 @runtime_checkable
 class StoredSource(Protocol):
-    """A `BlockSource` whose stored values travel to a device and become the input there."""
+    """A `BlockSource` whose stored values are copied to a device and normalized there."""
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """See `ShardDataset.stored_dtype`."""
+        """Type of the stored values, as `ShardDataset.stored_dtype`."""
         ...
 
     def read_stored(self, index: int, box: Box | None, out: Tensor) -> None:
-        """See `ShardDataset.read_stored`."""
+        """Reads a block without normalization, as `ShardDataset.read_stored`."""
         ...
 
     def normalize(
         self, index: int, first_channel: int, stored: Tensor, out: Tensor, found: Tensor
     ) -> None:
-        """See `ShardDataset.normalize`."""
+        """Computes the input from stored values, as `ShardDataset.normalize`."""
         ...
 
 
 class Read(NamedTuple):
-    """What the background thread hands over."""
+    """A batch of this rank's blocks, as the background thread returns it."""
 
     plan: GroupBatch
     inputs: Tensor
     targets: Tensor
     bad: dict[int, BadSample]
-    """By position in the group's batch."""
+    """Bad samples by position in the group's batch."""
     arrival: Arrival | None
-    """When it will be on the device, if that is where it goes."""
+    """The arrival on the device; None for batches in host memory."""
     lent: list[Tensor]
-    """Memory of the source that is read until then; its owner may fill it again when it goes."""
+    """Memory of the source, referenced until the arrival: its owner may reuse it afterwards."""
 
 
 def layout_of(dataset: BlockSource, mesh: Mesh, plan: GroupBatch) -> Layout:
-    """Where the inputs of a batch lie.
+    """Returns the layout of the inputs of a batch.
 
     Raises:
         UsageError: its samples have different shapes.
@@ -118,7 +118,7 @@ def layout_of(dataset: BlockSource, mesh: Mesh, plan: GroupBatch) -> Layout:
 
 
 def by_voxel(layout: Layout) -> Layout:
-    """The layout of [N, D, H, W] beside [N, C, D, H, W]."""
+    """Returns the layout of [N, D, H, W] that matches one of [N, C, D, H, W]."""
     without_channels = [0, 2, 3, 4]
     return Layout(
         layout.mesh,
@@ -130,13 +130,13 @@ def by_voxel(layout: Layout) -> Layout:
 def read_group(
     dataset: BlockSource, mesh: Mesh, plan: GroupBatch, device_input: DeviceInput | None
 ) -> Read:
-    """Reads this rank's blocks of a batch; runs in the background.
+    """Reads this rank's blocks of a batch; runs in the background thread.
 
     Args:
-        dataset: what to read from.
-        mesh: says which blocks.
-        plan: which samples.
-        device_input: brings them to a device; None leaves them in host memory.
+        dataset: the source of samples.
+        mesh: determines this rank's blocks.
+        plan: the samples.
+        device_input: copies blocks to a device; None leaves them in host memory.
     """
     layout = layout_of(dataset, mesh, plan)
     if device_input is not None:
@@ -156,17 +156,17 @@ def read_group(
 def read_sample(
     dataset: BlockSource, index: int, layout: Layout, inputs: Tensor, targets: Tensor
 ) -> None:
-    """Reads this rank's block of one sample, and what to predict of it, to where they lie."""
+    """Reads this rank's block of one sample and its target into `inputs` and `targets`."""
     on_host = inputs.device.type == "cpu"
     block = dataset.read_block(index, block_of(layout), inputs if on_host else None)
     _keep(block, inputs)
     _keep(_read_target(dataset, index, layout, targets if on_host else None), targets)
-    if not on_host:  # what the source gave is read until then
+    if not on_host:  # queued copies read the source's memory
         torch.cuda.current_stream(inputs.device).synchronize()
 
 
 def block_of(layout: Layout) -> Box:
-    """This rank's block of a sample, in its indices (C, D, H, W)."""
+    """Returns this rank's block of a sample, in the sample's indices (C, D, H, W)."""
     lo, hi = layout.box.lo, layout.box.hi
     return Box(lo[1:], hi[1:])
 
@@ -179,10 +179,10 @@ def _read_target(dataset: BlockSource, index: int, layout: Layout, out: Tensor |
 
 
 def _keep(array: ArrayLike, out: Tensor) -> list[Tensor]:
-    """Puts what a source gave into `out`, unless it is there.
+    """Copies a source's array into `out`, unless the array is `out`.
 
     Returns:
-        The source's memory, where the copy is only queued; from pageable memory it is not.
+        The source's memory, if the copy is only queued; a copy from pageable memory is complete.
     """
     if array is out:
         return []
@@ -204,7 +204,7 @@ def _target_dtype(dataset: BlockSource) -> torch.dtype:
 def _read_to_device(
     dataset: BlockSource, layout: Layout, plan: GroupBatch, through: DeviceInput
 ) -> Read:
-    """Reads the blocks into pinned memory in turn, and queues what makes inputs of them."""
+    """Reads blocks one by one into pinned memory, and queues their copy and normalization."""
     on_device: dict[str, Any] = {"device": through.device}
     inputs = torch.empty(
         layout.local_shape, dtype=dataset.dtype, memory_format=through.memory_format, **on_device
@@ -229,7 +229,7 @@ def _read_to_device(
 def _send_block(
     dataset: BlockSource, index: int, box: Box, through: DeviceInput, inputs: Tensor, found: Tensor
 ) -> list[Tensor]:
-    """Queues the way of a block to the device; returns the source's memory that is read on it."""
+    """Queues the copy of a block to the device; returns the source's memory that it reads."""
     if isinstance(dataset, StoredSource):
         stored = through.staging(inputs.shape, dataset.stored_dtype)
         dataset.read_stored(index, box, stored)
@@ -240,4 +240,4 @@ def _send_block(
     if block is staged:
         through.send(staged, inputs)
         return []
-    return _keep(block, inputs)  # an array of the source's own, perhaps on the device already
+    return _keep(block, inputs)  # the source's own array, which may be on the device already

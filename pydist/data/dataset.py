@@ -1,4 +1,4 @@
-"""Samples in files, of which each rank reads only its block."""
+"""Data sets of samples in files; each rank reads only its block of a sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class BadSample(DataError):
-    """A sample can't be used: a value is NaN or infinite, or its bytes are damaged."""
+    """Error for a sample with NaN, an infinite value or damaged bytes."""
 
 
 class _Sample(NamedTuple):
@@ -35,22 +35,22 @@ class _Sample(NamedTuple):
 class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
     """The samples of one split of a data set, readable by blocks.
 
-    It is a torch `Dataset` as well: `dataset[i]` is the whole sample and what to predict of it:
-    values of the sample, or the class of each voxel. Files are opened when first read, in the
-    process that reads; none is carried over a fork or a pickle. Several threads may read.
+    It is also a torch `Dataset`: `dataset[i]` is the full sample and its target (values of the
+    sample, or the class of each voxel). Files are opened when first read, in the process that
+    reads; none is carried over a fork or a pickle. Several threads may read.
 
     Args:
         root: folder with `dataset.json`, as `generate_universes`, `convert_nifti` and
             `index_folder` write it.
-        split: which split, "train" or "val".
+        split: the split, "train" or "val".
         normalize: "none", "log1p", "mean", "standardize", "window" or "ct"; see `Normalizer`. By
-            default values are as they are stored, as in a run's configuration.
-        window: for normalize="window".
+            default stored values are unchanged, as in a run's configuration.
+        window: bounds for normalize="window".
         dtype: of samples and targets, `torch.float32` or `torch.float64`; labels are int64.
         allow_roots: folders that links and virtual datasets may lead to; see `safe_open`.
-        open_files: how many files are held open.
-        manifest: instead of the one in `root`, for folders that can't be written.
-        driver: makes the file object to read a path through; by default the format's library reads
+        open_files: the largest number of files that stay open.
+        manifest: replaces the one in `root`, for folders that can't be written.
+        driver: makes the file object for reading a path; by default the format's library reads
             the file.
         ignore_label: a label that voxels may have besides the classes.
 
@@ -80,7 +80,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         self.dtype = dtype
         self.manifest = Manifest.load(self.root) if manifest is None else manifest
         self.sample_shape = self.manifest.sample_shape
-        """(C, D, H, W) of one sample; the largest extents, where samples differ."""
+        """Shape (C, D, H, W) of one sample; the largest extents, where samples differ."""
         self.ignore_label = ignore_label
         """A label that voxels may have besides the classes."""
         numbers = str(dtype).removeprefix("torch.")
@@ -100,35 +100,35 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def num_targets(self) -> int:
-        """Values to predict for each sample."""
+        """Number of values to predict for each sample."""
         return len(self.manifest.target_names)
 
     @property
     def labelled(self) -> bool:
-        """Whether `read_labels` gives the class of each voxel."""
+        """Whether `read_labels` returns the class of each voxel."""
         return bool(self.manifest.label)
 
     @property
     def identity(self) -> str:
-        """What the content depends on: the manifest, the split, and how values are normalized."""
+        """Text that identifies the content: manifest, split, normalization and dtype."""
         normalizer = self._normalizer
         chosen = (self.manifest.digest, self.split, normalizer.kind, str(self.dtype))
         return " ".join(chosen) + (f" {normalizer.window}" if normalizer.window else "")
 
     def shape_of(self, index: int) -> tuple[int, int, int, int]:
-        """(C, D, H, W) of one sample."""
+        """Returns the shape (C, D, H, W) of one sample."""
         extents = self._sample(index).file.extents
         return self.sample_shape if extents is None else (self.sample_shape[0], *extents)
 
     def read_block(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        """Reads one block of one sample; nothing else is read from the disk.
+        """Reads one block of one sample, and nothing else, from the disk.
 
-        From a contiguous file the block's bytes are read, from a chunked one the chunks it meets.
+        Reads the block's bytes from a contiguous file, the chunks it meets from a chunked one.
 
         Args:
             index: the sample, 0 <= index < len(self).
-            box: the block in the sample's indices (C, D, H, W); the whole sample by default.
-            out: where to put it, contiguous, of the block's shape and this data set's dtype.
+            box: the block in the sample's indices (C, D, H, W); the full sample by default.
+            out: the destination, contiguous, of the block's shape and this data set's dtype.
 
         Returns:
             The normalized block, [C, D, H, W] of the box; `out` if it was given.
@@ -150,17 +150,17 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of what `read_stored` gives."""
+        """Type of the values that `read_stored` reads."""
         found: torch.dtype = getattr(torch, staged_dtype(self.manifest.dtype).name)
         return found
 
     def read_stored(self, index: int, box: Box | None, out: Tensor) -> None:
-        """Reads one block of one sample as it is stored, for `normalize`; see `read_block`.
+        """Reads one block of one sample without normalization; see `read_block` and `normalize`.
 
         Args:
             index: the sample.
             box: the block.
-            out: where to put it, contiguous, in host memory, of the block's shape and
+            out: the destination, contiguous, in host memory, of the block's shape and
                 `stored_dtype`.
 
         Raises:
@@ -175,14 +175,14 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
     def normalize(
         self, index: int, first_channel: int, stored: Tensor, out: Tensor, found: Tensor
     ) -> None:
-        """Makes the network's input of what `read_stored` gave, on whichever device it lies.
+        """Computes the network's input from stored values, on the device that holds them.
 
         Args:
             index: the sample.
             first_channel: the channel at index 0.
             stored: [C, D, H, W], of `stored_dtype`.
             out: the input, of this data set's dtype, on the same device.
-            found: one int32, there as well; becomes 1 if a value is NaN or infinite.
+            found: one int32 on that device; becomes 1 if a value is NaN or infinite.
         """
         if out.numel():
             dtype = staged_dtype(self.manifest.dtype)
@@ -190,12 +190,12 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
             self._normalizer.launch(stored, dtype, first_channel, mean, out, found)
 
     def read_labels(self, index: int, box: Box | None = None, out: Tensor | None = None) -> Tensor:
-        """Reads the labels of one block of one sample, as `read_block` does its values.
+        """Reads the labels of one block of one sample, as `read_block` reads values.
 
         Args:
             index: the sample.
             box: the block in the sample's indices (D, H, W).
-            out: where to put it, contiguous, int64.
+            out: the destination, contiguous, int64.
 
         Returns:
             The class of each voxel, [D, H, W] of the box.
@@ -246,7 +246,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         )
 
     def target(self, index: int) -> Tensor:
-        """The values to predict for a sample, [num_targets].
+        """Returns the values to predict for a sample, [num_targets].
 
         Raises:
             BadSample: a value is NaN or infinite.
@@ -274,7 +274,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(values).to(self.dtype)
 
     def close(self) -> None:
-        """Closes all files; they are opened again when needed."""
+        """Closes all files; later reads open them again."""
         self._files.close()
 
     def _sample(self, index: int) -> _Sample:
@@ -290,7 +290,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         hi: Sequence[int],
         out: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[Any]:
-        """The stored values of a block, as [C, D, H, W]; in `out`, if that is given."""
+        """Reads the stored values of a block as [C, D, H, W]; into `out`, if given."""
         window = _window((0, *sample.offset), lo, hi)
         last = self.manifest.axes == "DHWC"
         if last:
@@ -313,7 +313,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
         where: str,
         out: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[Any]:
-        """A part of an array, in this machine's byte order; in `out`, if that is given."""
+        """Reads a part of an array, in this machine's byte order; into `out`, if given."""
         try:
             stored = opened.file.read(dataset, window, out)
         except opened.file.errors as error:
@@ -353,7 +353,7 @@ class ShardDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 def _bounds(box: Box | None, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The corners of a box in a sample, checked."""
+    """Returns the checked corners of a box in a sample."""
     lo, hi = ((0,) * len(shape), shape) if box is None else (tuple(box.lo), tuple(box.hi))
     inside = len(lo) == len(shape) and all(
         0 <= a <= b <= n for a, b, n in zip(lo, hi, shape, strict=True)
@@ -366,7 +366,7 @@ def _bounds(box: Box | None, shape: tuple[int, ...]) -> tuple[tuple[int, ...], t
 def _room(
     out: Tensor | None, lo: tuple[int, ...], hi: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    """Where a block goes: `out`, checked, or a new tensor."""
+    """Returns the destination of a block: `out`, checked, or a new tensor."""
     shape = tuple(b - a for a, b in zip(lo, hi, strict=True))
     if out is None:
         return torch.empty(shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Blocks on their way to a device: pinned buffers in turn, and a stream of their own."""
+"""Copies blocks to a device through two pinned buffers, on a stream of their own."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import torch
 from torch import Tensor
 
 _BUFFERS = 2
-"""One is filled from the file while the other one travels."""
+"""One is filled from the file while the other one is copied."""
 
 
 @dataclass
 class _Slot:
-    """A buffer in host memory, and when its last content had left."""
+    """A buffer in host memory, and the event at the end of the last copy from it."""
 
     memory: Tensor
     sent: torch.cuda.Event | None = None
 
 
 class DeviceInput:
-    """Takes blocks from files to a device, without a wait of the stream that computes.
+    """Copies blocks from files to a device without stalling the stream that computes.
 
-    One thread reads a block into the next of two pinned buffers, then queues its copy, and what is
-    to be done with it, on a stream of its own, and reads on. A buffer is filled again when the
-    copy out of it has ended (an event says so). What has arrived is memory of torch's allocator,
-    which the consumer's stream takes over (`Arrival.hand_over`).
+    One thread reads a block into the next of two pinned buffers, queues its copy and normalization
+    on a stream of its own, and continues reading. A buffer is filled again when the copy from it
+    has ended (an event). Batches are memory of torch's allocator, which the consumer's stream
+    takes over (`Arrival.hand_over`).
 
-    With a CPU as the device, nothing is copied or pinned: for tests of what goes through it.
+    With a CPU as the device, nothing is copied or pinned: for tests of the callers.
 
     Args:
-        device: where blocks go.
+        device: the destination of blocks.
         memory_format: of the inputs there.
     """
 
@@ -48,7 +48,7 @@ class DeviceInput:
 
     @contextmanager
     def queueing(self) -> Iterator[None]:
-        """What the block queues on the device goes to this input's stream."""
+        """Makes this input's stream current for the `with` block."""
         if self._stream is None:
             yield
         else:
@@ -56,9 +56,9 @@ class DeviceInput:
                 yield
 
     def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Memory of the host for the next block; waits until its last content has left.
+        """Returns host memory for the next block, after the last copy from it has ended.
 
-        It is good until `staging` is called twice more.
+        It is valid until `staging` is called twice more.
         """
         self._filled += 1
         slot = self._slots[self._filled % _BUFFERS]
@@ -74,8 +74,8 @@ class DeviceInput:
         """Queues the copy of the block last staged to the device. Call within `queueing`.
 
         Args:
-            staged: what `staging` gave, filled.
-            out: where to put it; by default new memory, or on a CPU the staged one itself.
+            staged: the memory that `staging` returned, filled.
+            out: the destination; by default new memory, or on a CPU `staged` itself.
 
         Returns:
             The block on the device.
@@ -93,7 +93,7 @@ class DeviceInput:
         """Marks the end of a batch. Call within `queueing`.
 
         Args:
-            found: int32, one a sample, on the device: not 0 where it is not finite.
+            found: int32, one per sample, on the device: not 0 where the sample is not finite.
         """
         if not self._on_cuda:
             return Arrival(found, None)
@@ -107,13 +107,13 @@ class DeviceInput:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A batch that is on its way, or there."""
+    """The arrival of a batch on the device, complete or in flight."""
 
     _found: Tensor
     _event: torch.cuda.Event | None
 
     def hand_over(self, *tensors: Tensor) -> None:
-        """The current stream waits for the batch and owns its tensors from now on."""
+        """Makes the current stream wait for the batch and own its tensors from now on."""
         if self._event is None:
             return
         stream = torch.cuda.current_stream(tensors[0].device)
@@ -122,7 +122,7 @@ class Arrival:
             tensor.record_stream(stream)
 
     def not_finite(self) -> list[int]:
-        """Which samples hold NaN or infinity; waits until the batch is there."""
+        """Returns the samples with NaN or infinity; waits for the arrival of the batch."""
         if self._event is not None:
             self._event.synchronize()
         return torch.nonzero(self._found).flatten().tolist()

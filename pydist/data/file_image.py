@@ -1,7 +1,7 @@
-"""HDF5 files made in memory, as they go to disk.
+"""Makes HDF5 files in memory, to be written to disk in one piece.
 
-HDF5 that meets a full disk in the middle of a chunked write ends the process with a segmentation
-fault at exit (h5py issue 914); a file made in memory is published whole or not at all.
+If the disk is full in the middle of a chunked write, HDF5 ends the process with a segmentation
+fault at exit (h5py issue 914); a file made in memory is published completely or not at all.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 import h5py
 
 RECIPE = "pydist_recipe"
-"""File attribute: hash of what a file was made from, so that a second run can keep it."""
+"""File attribute: hash of a file's sources and options, so that a second run can keep the file."""
 
 CHUNK = 32
 """Side of a chunk in voxels: 64 kB of int16."""
 
 
 def file_image(fill: Callable[[h5py.File], None]) -> memoryview:
-    """The bytes of the HDF5 file that `fill` writes."""
+    """Returns the bytes of the HDF5 file that `fill` writes."""
     image = io.BytesIO()
     with h5py.File(image, "w") as file:
         fill(file)
@@ -30,22 +30,22 @@ def file_image(fill: Callable[[h5py.File], None]) -> memoryview:
 
 
 def recipe_hash(content: Any) -> str:
-    """A hash of nested lists, dicts and plain values."""
+    """Returns a hash of nested lists, dicts and plain values."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def storage_options(
     storage: str, compression: str, shape: Sequence[int], channel_axis: int | None
 ) -> dict[str, Any]:
-    """How h5py stores an array.
+    """Returns the arguments with which h5py stores an array.
 
     Args:
-        storage: "contiguous": a block's bytes are read and no others, a depth block as one run;
-            flipped bits show only against the manifest's checksum. "chunked": a read unpacks
-            every chunk that it meets, and checks each one's own checksum.
+        storage: "contiguous": only a block's bytes are read, a depth block as one run; only the
+            manifest's checksum detects flipped bits. "chunked": a read unpacks every chunk that
+            it meets, and checks the chunk's checksum.
         compression: "gzip" or "none", for chunks.
         shape: of the array.
-        channel_axis: which axis holds channels, if one does; chunks hold one channel where it
+        channel_axis: the axis of channels, if there is one; chunks hold one channel where it
             comes first, all where it comes last.
     """
     if storage == "contiguous":

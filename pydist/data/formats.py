@@ -1,4 +1,4 @@
-"""What a file format of data sets has to bring: named arrays, of which any box can be read."""
+"""The interface of a file format: named arrays that can be read by boxes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Readable(Protocol):
         ...
 
     def tell(self) -> int:
-        """The position."""
+        """Returns the position."""
         ...
 
 
@@ -35,7 +35,7 @@ class StoredArray(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its extents."""
+        """The extents."""
         ...
 
     @property
@@ -45,28 +45,28 @@ class StoredArray(Protocol):
 
     @property
     def ndim(self) -> int:
-        """How many dims it has."""
+        """The number of dims."""
         ...
 
     def __getitem__(self, window: tuple[slice, ...], /) -> Any:
-        """Reads a part; nothing else is read from the disk."""
+        """Reads a part of the array, and nothing else, from the disk."""
         ...
 
 
 class StoredFile(ABC):
-    """A file of a data set, open for reading. A format is a subclass.
+    """A file of a data set, open for reading; each format is a subclass.
 
-    Its name in `pydist.registry.FORMATS` is what a manifest's `file_format` says. Reads of one file
-    are never concurrent.
+    A manifest's `file_format` is the subclass's name in `pydist.registry.FORMATS`. Reads of one
+    file are never concurrent.
 
     Args:
-        path: the file, or the folder that the format takes for one.
+        path: the file, or the folder that serves as one in this format.
     """
 
     errors: ClassVar[tuple[type[Exception], ...]] = (
         OSError, LookupError, ValueError, EOFError, SyntaxError, TokenError,
     )  # fmt: skip
-    """What opening and reading raise for missing or damaged content; becomes one clear line."""
+    """Exceptions of opening and reading missing or damaged content; reported in one line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +83,8 @@ class StoredFile(ABC):
             driver: read from this object instead of from `path`.
 
         Raises:
-            DataError: the file is missing or damaged, or the format knows no such option.
+            DataError: the file is missing or damaged.
+            UsageError: the format has no such option.
         """
         if driver is not None:
             raise UsageError(f"{path}: files of this format can't be read through a driver")
@@ -91,7 +92,7 @@ class StoredFile(ABC):
 
     @abstractmethod
     def dataset(self, name: str) -> StoredArray:
-        """The array with a name.
+        """Returns the array with a name.
 
         Raises:
             DataError: there is none, or one of `errors`.
@@ -107,11 +108,11 @@ class StoredFile(ABC):
 
         Args:
             dataset: the array.
-            window: which part; empty for all.
-            out: where to put it: contiguous, of the part's shape and the array's dtype.
+            window: the part; empty for the full array.
+            out: the destination: contiguous, of the part's shape and the array's dtype.
 
         Returns:
-            The part; `out` if that is given.
+            The part; `out` if given.
         """
         found = np.asarray(dataset[window])
         if out is None:
@@ -122,11 +123,11 @@ class StoredFile(ABC):
         return out
 
     def change(self) -> str | None:
-        """What happened to the file since it was opened, in one line; `None` for nothing.
+        """Describes a change of the file since it was opened, in one line; `None` for none.
 
-        Asked after each read, whose values count only if there was no change.
+        Called after each read, whose values count only if there was no change.
         """
         return None
 
     def close(self) -> None:  # noqa: B027 - most formats hold nothing
-        """Closes it; nothing is read from it afterwards."""
+        """Closes the file; nothing is read from it afterwards."""

@@ -1,4 +1,4 @@
-"""What an array in an HDF5 file of a stranger may be: its type, its filters, its size."""
+"""Checks the type, filters and size of arrays in untrusted HDF5 files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILTERS = {
     h5z.FILTER_SCALEOFFSET: "scaleoffset",
     h5z.FILTER_LZF: "lzf",
 }
-"""The filters that are compiled into HDF5 and h5py. Any other is a plugin: code from a path."""
+"""The filters that are compiled into HDF5 and h5py; any other is a plugin: code from a path."""
 
 _KINDS = {
     h5t.STRING: "strings",
@@ -36,14 +36,14 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """How much a file may declare.
+    """The limits on what a file may declare.
 
     Attributes:
-        declared_bytes: a dataset above this must hold at least `ratio` of what it declares.
-        ratio: how many times what it holds.
-        chunk_bytes: the largest chunk, which is what one read may have to unpack.
+        declared_bytes: a dataset above this may declare at most `ratio` times its stored bytes.
+        ratio: declared over stored bytes.
+        chunk_bytes: bytes of the largest chunk, all of which one read may have to unpack.
         depth: components of a dataset's name, and links followed.
-        names: how many names an error message shows.
+        names: number of names in an error message.
     """
 
     declared_bytes: int = 4 * GIB
@@ -54,7 +54,7 @@ class Limits:
 
 
 def check_type(where: str, kind: h5t.TypeID) -> None:
-    """Refuses what is no number, or one in a form that HDF5 converts without a check."""
+    """Refuses types that are not numbers, or numbers that HDF5 converts without a check."""
     possible = "integers and floating-point numbers are possible"
     if kind.get_class() not in (h5t.INTEGER, h5t.FLOAT):
         raise DataError(
@@ -84,10 +84,10 @@ def check_size(
     """Refuses shape bombs, and data that was declared and never written.
 
     Args:
-        where: names it in errors.
+        where: names the array in errors.
         dataset: the array.
-        creation: how it was made.
-        limits: how much it may declare.
+        creation: its creation properties.
+        limits: the limits on what it may declare.
         end: bytes of the file.
     """
     shape = dataset.shape
@@ -112,7 +112,7 @@ def check_size(
 
 
 def _check_chunks(where: str, dataset: h5py.Dataset, size: int, end: int) -> None:
-    """Refuses chunks that can't be: HDF5 2.0 ends the process when it reads one of 0 bytes."""
+    """Refuses impossible chunks: HDF5 2.0 ends the process when it reads one of 0 bytes."""
 
     def check(chunk: h5d.StoreInfo) -> None:
         inside = 0 <= chunk.byte_offset <= end - chunk.size

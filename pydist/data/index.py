@@ -1,4 +1,4 @@
-"""Manifests for HDF5 files made elsewhere, such as the public CosmoFlow set, and their checks."""
+"""Makes manifests for existing HDF5 files, such as the public CosmoFlow set, and checks files."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ SUFFIXES = (".hdf5", ".h5")
 COSMOFLOW_TARGETS = ("Omega_m", "sigma_8", "N_spec", "H_0")
 
 Progress = Callable[[int, int, str], None]
-"""Called with (files done, files in all, what was just done)."""
+"""Called with (files done, files in total, the latest file)."""
 
 
 @dataclass(frozen=True)
 class IndexOptions:
-    """How existing files become a data set.
+    """Options for making a data set of existing files.
 
     Attributes:
         width: voxels along a side of a sample; each file is cut into as many as fit. By default a
-            sample is a whole file.
+            sample is a full file.
         dataset: name of the 4-D dataset, channel first or last.
         target: name of the 1-D dataset to predict.
         validation: fraction of the files for the split "val", the last by name. Files in folders
-            called train, val or test belong to that split, whatever this says.
+            called train, val or test always belong to that split.
         statistics: read all data once, for normalize="mean" and "standardize".
         checksums: read all files once, for `verify_dataset`.
     """
@@ -52,12 +52,12 @@ class IndexOptions:
 def index_folder(
     root: str | Path, options: IndexOptions | None = None, progress: Progress | None = None
 ) -> Manifest:
-    """Describes the HDF5 files below `root`. Nothing is written; `Manifest.save` does that.
+    """Describes the HDF5 files below `root` in a manifest, which `Manifest.save` can write.
 
-    All files must have the same type and number of channels; their samples, one shape.
+    All files must have the same type and number of channels, and all samples the same shape.
 
     Raises:
-        DataError: there are none, or one of them does not fit or is damaged.
+        DataError: there are no files, or one of them does not fit or is damaged.
         UsageError: an option is out of range.
     """
     options = options or IndexOptions()
@@ -104,11 +104,11 @@ def index_folder(
 def verify_dataset(root: str | Path, progress: Progress | None = None) -> list[str]:
     """Reads every file of a data set and compares size and checksum with the manifest.
 
-    Contiguous HDF5 has no checksums of its own: without this, a flipped bit goes unnoticed. Of the
-    folders of other formats it sees only that they are there.
+    Contiguous HDF5 has no checksums of its own: without this, a flipped bit goes unnoticed. For
+    formats whose files are folders, only the existence of the folders is checked.
 
     Returns:
-        One line for each file that is missing or differs; empty if all are well.
+        One line for each file that is missing or differs; empty if there is none.
 
     Raises:
         DataError: the manifest itself is missing or damaged.
@@ -141,7 +141,7 @@ def verify_dataset(root: str | Path, progress: Progress | None = None) -> list[s
 
 @dataclass(frozen=True)
 class _Kind:
-    """What all files of a data set have in kind."""
+    """The properties that all files of a data set share."""
 
     axes: Axes
     dtype: str
@@ -158,7 +158,7 @@ class _Volume:
     kind: _Kind
 
     def read(self, offset: tuple[int, int, int]) -> npt.NDArray[Any]:
-        """One sample, channel first."""
+        """Reads one sample, channel first."""
         window: tuple[slice, ...] = tuple(
             slice(o, o + n) for o, n in zip(offset, self.kind.sample_shape[1:], strict=True)
         )
@@ -169,7 +169,7 @@ class _Volume:
 
 
 class _Totals:
-    """Sums of log(1 + x) over the training samples, by channel."""
+    """Sums of log(1 + x) over the training samples, per channel."""
 
     def __init__(self) -> None:
         self.voxels = 0
@@ -183,7 +183,7 @@ class _Totals:
         self.squares = self.squares + (logs * logs).sum(1)
 
     def log1p(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and standard deviation."""
+        """Returns mean and standard deviation per channel; empty without samples."""
         if not self.voxels:
             return (), ()
         mean = self.sums / self.voxels
@@ -192,7 +192,7 @@ class _Totals:
 
 
 def _splits(root: Path, paths: list[Path], validation: float) -> list[str]:
-    """The split of each file: by the folder it is in, else the last ones are for validation."""
+    """Returns the split of each file: that of its folder, else the last files are "val"."""
     splits = []
     first = len(paths) - round(len(paths) * validation)
     for i, path in enumerate(paths):

@@ -33,10 +33,10 @@ from pydist.tensor import ShardedTensor
 from pydist.watchdog import BLOCKED, phase
 
 SKIP_LIMIT = 0.01
-"""Largest part of the samples that `on_bad_sample="skip"` leaves out."""
+"""Largest fraction of the samples that `on_bad_sample="skip"` may leave out."""
 
 MOST_AHEAD = 1024
-"""Most batches that may be read ahead: more is a mistake, and would take the memory of all."""
+"""Largest number of batches read ahead: more is a mistake that would exhaust the memory."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,17 @@ class Batch:
     """The samples of one step for one sample group.
 
     Attributes:
-        inputs: [N, C, D, H, W], N the group's samples; this rank holds its blocks of them.
-        targets: [N, T], plain, equal on all ranks of the group; or, where the class of each voxel
-            is to be predicted, [N, D, H, W] int64, a `ShardedTensor` that is cut as `inputs` is.
-        weight: [N]; 0 for a sample that stands in for another, 1 else. In an evaluation,
+        inputs: [N, C, D, H, W] with the group's N samples; this rank holds its blocks of them.
+        targets: [N, T], plain, equal on all ranks of the group; or, for classes of voxels,
+            [N, D, H, W] int64, a `ShardedTensor` that is cut as `inputs` is.
+        weight: [N]; 0 for a sample that replaces another one, else 1. In an evaluation,
             sum(weight * error) over groups, divided by sum(weight), counts every sample once.
-        indices: which samples of the data set they are.
-        count: how many take part in a training step: N, or 0 where they are padding.
+        indices: the samples' indices in the data set.
+        count: the number of samples that count in a training step: N, or 0 for padding.
         first_sample: position in the global batch of the first one.
         global_size: samples in the global batch.
-        loss_scale: what the group's mean loss is to be multiplied with, so that padding counts
-            nothing: 1, unless the global batch has fewer samples than there are groups, and those
-            without get padding.
+        loss_scale: factor for the group's mean loss that excludes padding: 1, unless the global
+            batch has fewer samples than there are groups, so that some groups get padding.
         epoch: of the batch.
         step: position in the epoch.
     """
@@ -73,35 +72,35 @@ class Batch:
 
 
 class Loader:
-    """Iterates over the batches of this rank's sample group.
+    """Iterator over the batches of this rank's sample group.
 
-    Each rank reads its own blocks only. A background thread reads `prefetch` batches ahead, into
-    the next epoch as well when training; it is a thread and not a forked worker (a fork after
-    MPI_Init is undefined), and it calls neither MPI nor torch's thread pool. Reads leave the
-    interpreter free, so training goes on meanwhile.
+    Each rank reads only its own blocks. A background thread reads `prefetch` batches ahead, when
+    training also from the next epoch. It is a thread and not a forked worker (a fork after
+    MPI_Init is undefined), and it calls neither MPI nor torch's thread pool. Reads release the
+    interpreter lock, so training continues meanwhile.
 
     An error in the background is raised from the iterator at the batch that it belongs to.
 
-    Making a loader is collective over the mesh: the ranks compare what they were given.
+    Making a loader is collective over the mesh: the ranks compare its arguments.
 
     Args:
-        dataset: what to read from.
-        mesh: says which blocks and which samples are this rank's.
+        dataset: the source of samples.
+        mesh: determines the blocks and samples of this rank.
         batch_size: samples in a global batch, over all groups.
-        training: in a new order each epoch, groups padded to step together. Without it, for
-            evaluation, in the data set's order, each sample once; a group may get fewer batches.
+        training: use a new order each epoch, and pad groups so that they step together. Otherwise,
+            for evaluation, use the data set's order, each sample once; a group may get fewer batches.
         seed: of the order; by default the mesh's.
         drop_last: leave out a last batch that is short.
         prefetch: batches read ahead, 1 to `MOST_AHEAD`; each takes the memory of one local input.
-        on_bad_sample: "stop" raises `BadSample`; "skip" puts the next good sample in its place,
-            on all ranks of the group, with weight 0 (one small message a batch), and stops when
+        on_bad_sample: "stop" raises `BadSample`; "skip" replaces it by the next good sample, on
+            all ranks of the group, with weight 0 (one small message per batch), and stops when
             more than 1 % of the samples are bad.
-        device: where batches are wanted. To a CUDA device stored values travel as they are, through
-            pinned buffers and on a stream of their own, and are normalized there.
+        device: the device of batches. Stored values are copied to a CUDA device through pinned
+            buffers, on a stream of their own, and are normalized there.
         memory_format: of inputs on a CUDA device; `torch.channels_last_3d` costs nothing there.
         pad: when training, give a group without samples one as padding, which the statistics of
             batch norm see. Without it the group gets an empty batch [0, C, D, H, W], which is exact
-            but which not every network takes; the mean loss of it is NaN.
+            but which not every network accepts; its mean loss is NaN.
 
     Raises:
         UsageError: a batch smaller than the number of groups, another value out of range, or other
@@ -165,7 +164,7 @@ class Loader:
         weakref.finalize(self, self._pool.shutdown, wait=False, cancel_futures=True)
 
     def __len__(self) -> int:
-        """Global batches in an epoch."""
+        """Returns the number of global batches in an epoch."""
         return len(self.sampler)
 
     def __enter__(self) -> Loader:
@@ -175,25 +174,25 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Stops reading ahead and waits for the read under way."""
+        """Stops reading ahead, and waits for the read in flight."""
         self._forget()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which batch comes next; batches read ahead are not counted as given out."""
+        """Returns the position of the next batch; batches read ahead do not count as used."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where another loader stood; see `MeshSampler.load_state_dict`."""
+        """Continues at another loader's position; see `MeshSampler.load_state_dict`."""
         self.sampler.load_state_dict(state)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch, from `start` on."""
+        """Returns the batches of an epoch, from `start` on."""
         self.sampler.seek(epoch, start)
         return iter(self) if start < len(self) else iter(())
 
     def __iter__(self) -> Iterator[Batch]:
-        """From where the sampler stands to the end of the epoch."""
+        """Yields batches from the sampler's position to the end of the epoch."""
         for plan in self.sampler:
             if plan.indices or self._training:
                 yield self._batch(self._mend(self._take(plan)))
@@ -201,12 +200,12 @@ class Loader:
     # -- reading ahead ----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Starts reading the next batches now, before they are asked for."""
+        """Starts reading the next batches now, before they are requested."""
         epoch, step = self.sampler.epoch, self.sampler.step
         self._fill((epoch + 1, 0) if step >= len(self) else (epoch, step))
 
     def _take(self, plan: GroupBatch) -> Read:
-        """The batch read for `plan`, after waiting for it; starts the reads that come next."""
+        """Waits for and returns the batch of `plan`; starts the reads of the following ones."""
         position = plan.epoch, plan.step
         if self._ahead and self._ahead[0][0] != position:
             self._forget()
@@ -223,7 +222,7 @@ class Loader:
                 self._fill(following)
 
     def _fill(self, position: tuple[int, int]) -> None:
-        """Queues reads from `position` on until `prefetch` batches are under way."""
+        """Queues reads from `position` on until `prefetch` batches are in flight."""
         following = self._following(self._ahead[-1][0]) if self._ahead else position
         while following is not None and len(self._ahead) < self.prefetch:
             plan = self.sampler.batch(*following)
@@ -232,21 +231,21 @@ class Loader:
             following = self._following(following)
 
     def _following(self, position: tuple[int, int]) -> tuple[int, int] | None:
-        """The next batch; an evaluation ends with its epoch, for it may be the last."""
+        """Returns the position of the next batch; `None` after the epoch of an evaluation."""
         epoch, step = position
         if step + 1 < len(self):
             return epoch, step + 1
         return (epoch + 1, 0) if self._training else None
 
     def _forget(self) -> None:
-        """Drops what was read ahead."""
+        """Drops the batches that were read ahead."""
         while self._ahead:
             self._ahead.popleft()[1].cancel()
 
     # -- bad samples ------------------------------------------------------------------------
 
     def _mend(self, read: Read) -> Read:
-        """Raises for a bad sample, or puts a good one in its place, on all ranks of the group."""
+        """Raises for a bad sample, or replaces it by a good one on all ranks of the group."""
         if read.arrival is not None:
             read.arrival.hand_over(read.inputs, read.targets)
             for n in read.arrival.not_finite():
@@ -263,7 +262,7 @@ class Loader:
         return read
 
     def _diagnosed(self, plan: GroupBatch, n: int) -> BadSample:
-        """What is wrong with a sample that the device has found not to be finite."""
+        """Returns the error of a sample in which the device found NaN or infinity."""
         layout = layout_of(self.dataset, self.mesh, plan)
         try:
             self.dataset.read_block(plan.indices[n], block_of(layout))
@@ -299,7 +298,7 @@ class Loader:
             )
 
     def _agree(self, bad: list[bool]) -> list[bool]:
-        """Which samples are bad on any rank of the group."""
+        """Returns which samples are bad on any rank of the group."""
         flags = torch.tensor(bad, dtype=torch.uint8)
         self.mesh.sample.all_reduce(flags, "max")
         return [bool(flag) for flag in flags.tolist()]
@@ -307,7 +306,7 @@ class Loader:
     def _batch(self, read: Read) -> Batch:
         plan = read.plan
         size = len(plan.indices)
-        # Made where it is wanted: a copy from the host would hold that until the device is done.
+        # Made on the device: a copy from the host would block the host until the device is done.
         weight = torch.full(
             (size,), float(plan.count > 0), dtype=self.dataset.dtype, device=self.device
         )
@@ -325,7 +324,7 @@ class Loader:
             count=plan.count,
             first_sample=plan.first_sample,
             global_size=plan.global_size,
-            # A group weighs by the samples that it is given: one too where that is padding.
+            # A group is weighted by its samples, and a padding sample counts as one there.
             loss_scale=(plan.count / max(1, size))
             * max(1.0, self.mesh.data_size / plan.global_size)
             if self.sampler.pad

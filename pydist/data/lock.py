@@ -1,10 +1,10 @@
-"""One writer at a time in a folder: the lock of training runs and of what makes data sets.
+"""The lock that admits one writer to a folder: a training run, or a process that makes data.
 
-A file in the folder names the writer. Whether that writer still runs is known for sure where it is
-a process of this machine (`pydist.owner`): the lock of a killed run never blocks the next one. The
-writer also holds the file with `flock`, which tells of a process in another container of this
-machine. A writer on another machine is judged by its lease: it renews the file's time every
-`BEAT_SECONDS`, and has ended if it did not do so for `LEASE_SECONDS`.
+A file in the folder names the writer. On its own machine `pydist.owner` knows for sure whether the
+writer still runs, so the lock of a killed run never blocks the next one. The writer also holds the
+file with `flock`, which detects a process in another container of the machine. A writer on another
+machine is judged by its lease: it renews the file's time every `BEAT_SECONDS`, and counts as ended
+if it did not do so for `LEASE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ BEAT_SECONDS = 5.0
 LEASE_SECONDS = 60.0
 
 _SETTLE_SECONDS = 0.2
-"""Within which another process that takes the same abandoned lock has written its name into it."""
+"""Time in which another process that takes the same abandoned lock writes its name into it."""
 _CREATION_SECONDS = 2.0
-"""Within which a process that has made the file has written its name into it."""
+"""Time in which a process that has made the file writes its name into it."""
 _LIMIT = 4096
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that writes into a folder, as the lock file names it."""
+    """A process that writes into a folder, as named by the lock file."""
 
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
@@ -51,11 +51,11 @@ class Holder:
     began: float = field(default_factory=time.time)
     """Seconds since 1970, by its host's clock."""
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Tells two locks of one process apart."""
+    """Distinguishes two locks of one process."""
 
 
 class FolderLock:
-    """Holds a folder for this process, for the duration of a `with` block.
+    """Context manager that locks a folder for this process.
 
     Args:
         folder: an existing folder.
@@ -99,9 +99,9 @@ class FolderLock:
         os.close(self._file)
 
     def check(self) -> None:
-        """Raises `CheckpointError` if the folder belongs to another process by now.
+        """Raises `CheckpointError` if this process has lost the folder.
 
-        That can be when this one was stopped for longer than its lease, or the lock was deleted.
+        This happens if it was stopped for longer than its lease, or if the lock was deleted.
         """
         if self._holds():
             return
@@ -110,13 +110,13 @@ class FolderLock:
         raise CheckpointError(f"{self.folder} no longer belongs to this run: {who}")
 
     def _taken(self) -> int:
-        """The open lock file, which names this process."""
+        """Acquires the lock, and returns the open lock file that names this process."""
         while True:
             file, new = _open(self._path)
             taken = False
             try:
                 free = _flock(file)
-                # A file that was deleted meanwhile is no lock any more.
+                # A file that was deleted meanwhile is no longer a lock.
                 if new or (_is_at(file, self._path) and self._may_take(free)):
                     os.ftruncate(file, 0)
                     os.pwrite(file, json.dumps(asdict(self._holder)).encode(), 0)
@@ -130,10 +130,10 @@ class FolderLock:
                     os.close(file)
 
     def _may_take(self, free: bool | None) -> bool:
-        """Whether the holder that the file names has ended; raises `UsageError` if it runs.
+        """Returns True if the holder that the file names has ended; else raises `UsageError`.
 
         Args:
-            free: whether no other process has the file locked; None if that can't be known.
+            free: whether no other process has the file locked; None if unknown.
         """
         other = self._named()
         if other is None:
@@ -153,7 +153,7 @@ class FolderLock:
         return True
 
     def _named(self) -> Holder | None:
-        """Who holds the lock; None if the process that made the file has never said so."""
+        """Returns the holder of the lock; None if the file's maker never wrote its name."""
         for _ in range(20):
             other = _read(self._path)
             if other is not None or not self._path.exists():
@@ -162,7 +162,7 @@ class FolderLock:
         return None
 
     def _renewed(self, other: Holder) -> bool:
-        """Whether a holder that can't be asked renews its lease; waits until the lease is over."""
+        """Returns whether a holder on another machine renews its lease; waits until it is over."""
         began = _renewal(self._path)
         # By the file system's clock: the other machine's may be fast or slow.
         probe = owner.temporary(self._path)
@@ -196,7 +196,7 @@ class FolderLock:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Opens the lock file, and says whether this made it."""
+    """Opens the lock file; returns its descriptor and whether this call made it."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
         try:
@@ -207,7 +207,7 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _flock(file: int) -> bool | None:
-    """Locks an open file; False if another process has it, None if the file system has no locks."""
+    """Locks an open file; False if another process holds it, None without support for locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -220,7 +220,7 @@ def _flock(file: int) -> bool | None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether an open file is the one that has a name now."""
+    """Returns whether an open file is the one at a path now."""
     try:
         return os.path.samestat(os.fstat(file), path.lstat())
     except FileNotFoundError:
@@ -228,7 +228,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """Who the lock file names; None if there is no file, or none that names a process."""
+    """Returns the holder that the lock file names; None without a file or a valid name."""
     try:
         with path.open("rb") as file:
             record = parse_json(file.read(_LIMIT))
@@ -247,7 +247,7 @@ def _read(path: Path) -> Holder | None:
 
 
 def _renewal(path: Path) -> float:
-    """When the lease was renewed; opened anew, as clients of a network file system remember."""
+    """Returns the time of the last renewal; reopens the file, as network file systems cache it."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime
@@ -256,7 +256,7 @@ def _renewal(path: Path) -> float:
 
 
 def _shown(holder: Holder) -> str:
-    """A holder's process, host and age."""
+    """Formats a holder's process, host and age."""
     seconds = max(0, round(time.time() - holder.began))
     steps = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
     size, unit = next(step for step in steps if seconds >= step[0] or step[0] == 1)

@@ -1,9 +1,9 @@
-"""Which files of a data set are still as they were made.
+"""Records checksums of a data set's files when they are made, so that damage is detected.
 
-A run that makes a data set may be interrupted and repeated; what is there already is kept. But a
-file may have been damaged meanwhile, and its checksum, taken anew, would bless the damage. So each
-file's checksum is noted when it is made: in a journal beside the files until there is a manifest,
-and in the manifest then. A file without one, or with another, is made again.
+A run that makes a data set may be interrupted and repeated, and keeps existing files. But a file
+may have been damaged meanwhile, and a new checksum would include the damage. So each file's
+checksum is recorded when it is made: first in a journal beside the files, then in the manifest. A
+file without a recorded checksum, or with a different one, is made again.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ JOURNAL = ".made.jsonl"
 
 
 class MadeFiles:
-    """The files of a folder whose checksums were noted when they were made. Threads may share it.
+    """The files of a folder with the checksums recorded when they were made; thread-safe.
 
     Args:
         root: the folder.
-        manifest: that of the data set that is there already, if there is one.
+        manifest: of the data set that the folder already holds, if any.
     """
 
     def __init__(self, root: Path, manifest: Manifest | None) -> None:
@@ -41,7 +41,7 @@ class MadeFiles:
                     self._checksums[name] = checksum
 
     def publish(self, name: str, content: bytes | memoryview) -> None:
-        """Writes a file atomically, and notes its checksum.
+        """Writes a file atomically, and records its checksum.
 
         Raises:
             DiskError: the disk is full, or the folder can't be written.
@@ -55,7 +55,7 @@ class MadeFiles:
             raise DiskError(f"{self._root / JOURNAL}: {error.strerror}") from error
 
     def read(self, name: str) -> bytes | None:
-        """The content of a file that is there, if it is what was written when it was made."""
+        """Returns the content of a file that is unchanged since it was made, else `None`."""
         noted = self._checksums.get(name)
         if noted is None:
             return None
@@ -72,12 +72,12 @@ class MadeFiles:
 
 
 def checksum_of(content: bytes | memoryview) -> str:
-    """CRC-32, as manifests have it."""
+    """Returns the CRC-32 of a content, in the form of manifests."""
     return f"{zlib.crc32(content):08x}"
 
 
 def checksum_of_file(path: Path) -> tuple[int, str]:
-    """A file's size in bytes and CRC-32."""
+    """Returns a file's size in bytes and its CRC-32."""
     size = crc = 0
     with path.open("rb") as file:
         while piece := file.read(1 << 24):

@@ -1,4 +1,4 @@
-"""The manifest of a data set: `dataset.json`, which says what its files hold."""
+"""The manifest of a data set: `dataset.json`, which describes the content of its files."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class DataFile:
         path: relative to the manifest, with forward slashes.
         split: "train", "val", or another name.
         bytes: its size.
-        crc32: checksum of all its bytes, 8 hexadecimal digits; empty if none was made.
-        offsets: where each sample begins in the file's array, (depth, height, width) in voxels.
+        crc32: checksum of all its bytes, 8 hexadecimal digits; empty if none was computed.
+        offsets: start of each sample in the file's array, (depth, height, width) in voxels.
         means: mean of each sample over all its voxels and channels; empty if not known.
-        extents: voxels of its samples along depth, height and width, where they are not those of
+        extents: voxels of its samples along depth, height and width, if they differ from those of
             the data set.
     """
 
@@ -55,7 +55,7 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Intensity:
-    """What is known of a channel's values where the label is not background, in training.
+    """Statistics of a channel's foreground voxels (label not background) in training samples.
 
     Attributes:
         lower: 0.5th percentile.
@@ -72,7 +72,7 @@ class Intensity:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a data set holds.
+    """Description of a data set.
 
     Attributes:
         sample_shape: (C, D, H, W) of one sample; the largest extents, where samples differ.
@@ -81,15 +81,15 @@ class Manifest:
         files: the files, in the order that counts the samples.
         dataset: name of the array in a file with the samples.
         target: name of the array in a file with the values to predict, if there are any.
-        target_names: what they are.
+        target_names: names of these values.
         label: name of the array in a file with the class of each voxel, [D, H, W], if there is one.
-        class_names: what the classes are, in the order of the labels; background comes first.
-        channel_names: what the channels are.
-        log1p_mean: mean of log(1 + x) over the training samples, by channel; empty if not known.
+        class_names: names of the classes, in the order of the labels; background comes first.
+        channel_names: names of the channels.
+        log1p_mean: mean of log(1 + x) over the training samples, per channel; empty if not known.
         log1p_std: its standard deviation.
-        intensity: statistics of the labelled voxels, by channel; empty if not known.
+        intensity: statistics of the labeled voxels, per channel; empty if not known.
         origin: how the data set was made.
-        file_format: of the files, a name of `pydist.registry.FORMATS`.
+        file_format: of the files, a name in `pydist.registry.FORMATS`.
     """
 
     sample_shape: tuple[int, int, int, int]
@@ -110,7 +110,7 @@ class Manifest:
 
     @property
     def splits(self) -> dict[str, int]:
-        """Number of samples by split."""
+        """Number of samples per split."""
         counts: dict[str, int] = {}
         for file in self.files:
             counts[file.split] = counts.get(file.split, 0) + len(file.offsets)
@@ -123,7 +123,7 @@ class Manifest:
 
     @property
     def digest_of_files(self) -> str:
-        """SHA-256 of which samples the files hold, and of the files' checksums."""
+        """SHA-256 of the files' samples and checksums."""
         said = [(f.path, f.split, f.bytes, f.crc32, f.offsets, f.extents) for f in self.files]
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
@@ -132,11 +132,11 @@ class Manifest:
         publish(Path(root) / FILE_NAME, self.dumps().encode())
 
     def dumps(self) -> str:
-        """The content of `dataset.json`; `loads` reads it."""
+        """Returns the content of `dataset.json`, for `loads`."""
         record = {
             "format": FORMAT,
             "version": VERSION,
-            # Left out where it is HDF5, for the digests of data sets that have no such key.
+            # HDF5 is left out, to keep the digests of data sets that have no such key.
             **({} if self.file_format == HDF5 else {"file_format": self.file_format}),
             "sample_shape": self.sample_shape,
             "axes": self.axes,
@@ -161,7 +161,7 @@ class Manifest:
         """Reads and checks the manifest in the folder `root`.
 
         Raises:
-            DataError: it is missing, not a manifest, of a later version, or contradicts itself.
+            DataError: it is missing, no manifest, of a later version, or inconsistent.
         """
         path = root / FILE_NAME
         try:
@@ -178,7 +178,7 @@ class Manifest:
 
     @classmethod
     def loads(cls, text: str, source: str) -> Manifest:
-        """Reads and checks what `dumps` has written; `source` names it in errors (see `load`)."""
+        """Reads and checks the text of `dumps`; `source` names it in errors (see `load`)."""
         try:
             record = parse_json(text)
         except ValueError as error:
@@ -278,7 +278,7 @@ def _integer(what: str, value: Any, least: int, end: int) -> int:
 
 
 def _name(value: Any) -> str:
-    """A name of a file, or in one."""
+    """Returns a checked name of a file, or of an array in one."""
     if not isinstance(value, str) or "\0" in value:
         raise ValueError(f"name {value!r}")
     os.fsencode(value)  # a ValueError where no file can have that name

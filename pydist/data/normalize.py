@@ -1,4 +1,4 @@
-"""From stored numbers to the network's input."""
+"""Normalization of stored values to the network's input."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _Kind = np.dtype[Any]
 
 
 class Normalizer:
-    """Maps stored values x to the input, voxel by voxel.
+    """The map from stored values x to the network's input, voxel by voxel.
 
-    A voxel's input depends on its value and its sample alone, not on the block it was read with:
-    a split changes no bit. For 8 and 16 bit integers (the counts of CosmoFlow) the map is a table,
-    made on the host, so that a device gives the same bits; of other types, the logarithm there may
-    differ in the last bit. One native pass does it all, on the device where the block lies.
+    A voxel's input depends only on its value and its sample, not on the block it was read with: a
+    split changes no bit. For 8 and 16 bit integers (the counts of CosmoFlow) the map is a table,
+    made on the host, so that a device computes the same bits; for other types, the logarithm on a
+    device may differ in the last bit. One native pass does it all, on the device of the block.
 
     Args:
         kind: "none" x; "log1p" log(1 + x), which MLPerf's CosmoFlow uses; "mean" x over the mean of
             the sample, its alternative; "standardize" (log(1 + x) - m_c) / s_c, with mean and
             standard deviation of the training samples' channel c; "window" clips to a window of
             intensities and maps it to [0, 1]; "ct" clips to the 0.5th and 99.5th percentile of the
-            labelled voxels in training, less their mean over their standard deviation, by channel
-            (nnU-Net's scheme for CT).
-        manifest: gives the statistics.
+            labeled voxels in training, subtracts their mean and divides by their standard
+            deviation, per channel (nnU-Net's scheme for CT).
+        manifest: has the statistics.
         dtype: of the input, float32 or float64.
         window: (lower, upper) for "window", in the units of the data (Hounsfield units).
 
     Raises:
-        UsageError: no such normalization; no window, or one that is empty or not asked for.
+        UsageError: no such normalization; or a window that is missing, empty or not used.
         DataError: the manifest lacks the statistics, or a standard deviation is 0.
     """
 
@@ -83,7 +83,7 @@ class Normalizer:
         Args:
             block: stored values, [C, D, H, W], any strides.
             first_channel: the channel of the sample at index 0.
-            sample_mean: mean of the whole sample, for "mean".
+            sample_mean: mean of the full sample, for "mean".
             out: the input, of the block's shape.
 
         Returns:
@@ -103,7 +103,7 @@ class Normalizer:
         out: Block,
         found: Block,
     ) -> None:
-        """As the call, on the device of the tensors and, if that is CUDA, on its current stream.
+        """Does the same as a call, on the tensors' device (on CUDA, on its current stream).
 
         Args:
             block: as in the call; its values are of a `staged_dtype`.
@@ -111,14 +111,14 @@ class Normalizer:
             first_channel: as in the call.
             sample_mean: as in the call.
             out: as in the call, on the same device.
-            found: one int32, there as well; becomes 1 if something is not finite.
+            found: one int32 on that device; becomes 1 if a value is not finite.
         """
         channels = slice(first_channel, first_channel + block.shape[0])
         device = out.device if isinstance(out, Tensor) else None
         constants = self._on(device, dtype)[channels]
         divisor = sample_mean if self.kind == "mean" else 1.0
         if _is_small(dtype):
-            bits = f"int{8 * dtype.itemsize}"  # the border knows no uint16
+            bits = f"int{8 * dtype.itemsize}"  # the native border has no uint16
             if isinstance(block, Tensor):
                 block = block.view(getattr(torch, bits))
             else:
@@ -129,7 +129,7 @@ class Normalizer:
             native.rescale(block, constants, log, divisor, out, found)
 
     def _map(self, values: Volume, channel: int) -> None:
-        """Log1p or clipping, then shift and scale, in place."""
+        """Applies log1p or clipping, then shift and scale, in place."""
         if self.kind in ("none", "mean"):
             return
         if self.kind in ("window", "ct"):
@@ -142,7 +142,7 @@ class Normalizer:
             values /= self._scale[channel]
 
     def _on(self, device: torch.device | None, dtype: _Kind) -> Block:
-        """What the native pass takes for stored values of a type, where it runs."""
+        """Returns the table or the maps per channel for a stored type, on the device."""
         key = (dtype, device)
         if key not in self._constants:
             host = self._table(dtype) if _is_small(dtype) else self._channel_maps()
@@ -150,7 +150,7 @@ class Normalizer:
         return self._constants[key]
 
     def _table(self, dtype: _Kind) -> Volume:
-        """The map of every value of a small integer type, [C, 256 or 65536], by its bits."""
+        """Returns the input for each value of a small integer type, [C, 256 or 65536], by bits."""
         bits = np.arange(1 << 8 * dtype.itemsize, dtype=f"uint{8 * dtype.itemsize}")
         table = np.tile(bits.view(dtype).astype(np.float64), (self._channels, 1))
         for channel in range(self._channels):
@@ -158,7 +158,7 @@ class Normalizer:
         return table.astype(self.dtype)
 
     def _channel_maps(self) -> Volume:
-        """Lower and upper bound, shift and scale by channel, [C, 4]."""
+        """Returns lower and upper bound, shift and scale per channel, [C, 4]."""
         clips = self.kind in ("window", "ct")
         lower = self._lower if clips else np.full(self._channels, -np.inf)
         upper = self._upper if clips else np.full(self._channels, np.inf)
@@ -197,14 +197,14 @@ def _checked_window(kind: str, window: tuple[float, float] | None) -> tuple[floa
 
 
 def staged_dtype(dtype: npt.DTypeLike) -> _Kind:
-    """The type in which stored values go to the native pass: their own, where it knows it."""
+    """Returns the type for the native pass: the stored type, or a wider one that it supports."""
     wider = {"uint32": "int64", "uint64": "float64"}
     name = np.dtype(dtype).newbyteorder("=").name
     return np.dtype(wider.get(name, name))
 
 
 def _is_small(dtype: _Kind) -> bool:
-    """Whether there is a table of all values."""
+    """Returns whether the type is small enough for a table of all values."""
     return dtype.kind in "iu" and dtype.itemsize <= 2
 
 

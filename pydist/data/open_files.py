@@ -1,4 +1,4 @@
-"""The open files of a data set: checked against the manifest, never carried over a fork."""
+"""The open files of a data set, checked against the manifest and never used after a fork."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pydist.registry import FORMATS
 _T = TypeVar("_T")
 
 _ATTEMPTS = 3
-"""How often a file is read that changes at every reading and still has its content."""
+"""Number of reads of a file that changes during every read and still has its content."""
 
 
 class OpenedFile:
@@ -33,24 +33,24 @@ class OpenedFile:
         self.samples = samples
         self.label = label
         self.target: npt.NDArray[np.float64] | None = None
-        """The values to predict, once they were read."""
+        """The values to predict, after their first read."""
 
 
 class OpenFiles:
-    """Opens files when they are first read, and keeps some of them open.
+    """Cache of open files, which are opened at their first read.
 
     Several threads may read, one at a time.
 
     Args:
-        root: folder that the manifest's paths begin at.
-        manifest: what the files hold.
+        root: folder to which the manifest's paths are relative.
+        manifest: describes the files.
         allow_roots: see `safe_open`.
-        limit: how many files are held open.
-        driver: makes the file object to read a path through; by default the format's library reads
+        limit: the largest number of files that stay open.
+        driver: makes the file object for reading a path; by default the format's library reads
             the file.
 
     Raises:
-        UsageError: no format has the name that the manifest says.
+        UsageError: no format has the manifest's `file_format` as its name.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class OpenFiles:
         self._handles = _Handles()
 
     def read(self, entry: DataFile, part: Callable[[OpenedFile], _T]) -> _T:
-        """Reads a part of a file, which no other thread reads meanwhile.
+        """Reads a part of a file, while other threads wait.
 
-        A file that changes while it is open (it shrinks, is overwritten or replaced) is read anew
+        A file that changes while it is open (it shrinks, is overwritten or replaced) is read again
         if its content is still the manifest's: some sites touch files so that they are not deleted.
 
         Args:
@@ -104,7 +104,7 @@ class OpenFiles:
                 error = None
                 try:
                     found = part(opened)
-                except DataError as damage:  # perhaps for the change
+                except DataError as damage:  # which a change of the file may have caused
                     error = damage
                 change = opened.file.change()
                 if change is None and error is not None:
@@ -116,7 +116,7 @@ class OpenFiles:
             raise DataError(change)
 
     def _require_same(self, entry: DataFile, change: str) -> None:
-        """Raises `DataError` unless a file that has changed is, as a whole, what it was."""
+        """Raises `DataError` unless a changed file has the checksum of the manifest."""
         with suppress(OSError):
             if entry.crc32 and checksum_of_file(self.root / entry.path) == (
                 entry.bytes,
@@ -126,20 +126,20 @@ class OpenFiles:
         raise DataError(change)
 
     def close(self) -> None:
-        """Closes all files; they are opened again when needed."""
+        """Closes all files; later reads open them again."""
         handles = self._current()
         with handles.lock:
             while handles.files:
                 handles.files.popitem()[1].file.close()
 
     def _current(self) -> _Handles:
-        """The open files of this process; those of a parent are left alone."""
+        """Returns the open files of this process; those of a parent process are left alone."""
         if self._handles.pid != os.getpid():
             self._handles = _Handles()
         return self._handles
 
     def _open(self, handles: _Handles, entry: DataFile) -> OpenedFile:
-        """The open file, from the least recently used ones or new; the lock is held."""
+        """Returns the open file from the cache, or opens it; the caller holds the lock."""
         if entry.path in handles.files:
             handles.files.move_to_end(entry.path)
             return handles.files[entry.path]
@@ -163,7 +163,7 @@ class OpenFiles:
         return handles.files[entry.path]
 
     def _check_samples(self, file: StoredFile, dataset: StoredArray, entry: DataFile) -> None:
-        """Compares the array of samples with what the manifest says of it."""
+        """Compares the array of samples with the manifest."""
         where = f"{file.path}: {self.manifest.dataset!r}"
         expected = np.dtype(self.manifest.dtype)
         if (dataset.dtype.kind, dataset.dtype.itemsize) != (expected.kind, expected.itemsize):
@@ -177,7 +177,7 @@ class OpenFiles:
             raise DataError(f"{where} has the shape {dataset.shape}; {needed} was expected")
 
     def _check_label(self, file: StoredFile, dataset: StoredArray, samples: StoredArray) -> None:
-        """Labels lie voxel by voxel beside the samples."""
+        """Raises `DataError` unless labels are integers with the extents of the samples."""
         where = f"{file.path}: {self.manifest.label!r}"
         if dataset.dtype.kind not in "iu":
             raise DataError(f"{where} holds {dataset.dtype}; labels are integers")
@@ -186,14 +186,14 @@ class OpenFiles:
             raise DataError(f"{where} has the shape {dataset.shape}; {needed} was expected")
 
     def _needed(self, entry: DataFile) -> tuple[int, ...]:
-        """(D, H, W) that the file's arrays must reach."""
+        """Returns the least extents (D, H, W) of the file's arrays."""
         extents = entry.extents or self.manifest.sample_shape[1:]
         reach = [max(offset[axis] for offset in entry.offsets) for axis in range(3)]
         return tuple(r + n for r, n in zip(reach, extents, strict=True))
 
 
 class _Handles:
-    """The open files of one process, by path; the least recently used come first."""
+    """The open files of one process, by path; the least recently used comes first."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -203,7 +203,7 @@ class _Handles:
 
 @contextmanager
 def in_one_line(format: type[StoredFile], path: Path) -> Iterator[None]:
-    """Turns what a format raises for a file into a `DataError` that names it."""
+    """Converts a format's exceptions for a file into a `DataError` that names the file."""
     try:
         yield
     except PydistError:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Writes files atomically, and checks the space for them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pydist import owner
 from pydist.errors import DiskError, UsageError
 
 GZIP_RATIO = 1040
-"""More than gzip can pack."""
+"""Upper bound of gzip's compression ratio."""
 _SMALLEST_FILE = 512
-"""Bytes on disk of a file that holds anything."""
+"""Least bytes on disk of a file that is not empty."""
 
 
 def publish(path: Path, content: bytes | memoryview) -> None:
     """Writes a file atomically: under a temporary name, flushed to disk, then renamed.
 
-    A reader, or a process that is killed, sees the old file or the new one, never a part.
+    A reader sees the old file or the new one, never a part, also if this process is killed.
 
     Args:
         path: the final name; an existing file is replaced.
-        content: all of it.
+        content: the file's bytes.
 
     Raises:
         DiskError: the disk is full, or the folder can't be written.
@@ -49,7 +49,7 @@ def publish(path: Path, content: bytes | memoryview) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it, unless it is there; raises `DiskError`."""
+    """Makes a folder and its parents unless they exist; raises `DiskError`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -59,7 +59,7 @@ def make_folder(folder: Path) -> None:
 
 
 def real_path(path: str | Path) -> str:
-    """A path without links, whether there is a file or not; raises `DiskError` if they circle."""
+    """Resolves the links of a path, which need not exist; raises `DiskError` for a circle."""
     try:
         Path(path).stat()
     except OSError as error:
@@ -69,43 +69,43 @@ def real_path(path: str | Path) -> str:
 
 
 def refuse_overwriting(inputs: Iterable[str | Path], output: str | Path) -> None:
-    """Raises `UsageError` if an output is one of the files that it is made from."""
+    """Raises `UsageError` if an output is one of its own inputs."""
     if real_path(output) in map(real_path, inputs):
         raise UsageError(f"{output}: it would overwrite what it is made from; choose another place")
 
 
 def need_space(folder: Path, size: int) -> None:
-    """Raises `DiskError` if `folder` has not `size` bytes free, or takes no files."""
+    """Raises `DiskError` if `folder` has less than `size` bytes free, or accepts no files."""
     try:
         total, _, free = shutil.disk_usage(folder)
     except OSError as error:
         raise DiskError(f"{folder}: {error.strerror}") from error
-    if total == 0:  # /proc, and file systems that do not tell: whether it fits shows in writing
+    if total == 0:  # /proc, and file systems that do not report it: only writing can show
         _require_writable(folder)
     elif size > free:
         raise DiskError(f"{folder}: {size} bytes are needed and {free} are free")
 
 
 def require_room(folder: Path, files: int, voxels: int, *, packed: bool) -> None:
-    """Raises `DiskError` if a data set can't fit into a folder, before the work of hours.
+    """Raises `DiskError` if a data set can't fit into a folder, before hours of work.
 
     Args:
-        folder: where the files go; what an earlier run has left there counts as written.
-        files: how many.
-        voxels: bytes of the voxels of each.
-        packed: gzip is applied to them, so that only a lower bound is known.
+        folder: the destination; files of an earlier run count as written.
+        files: the number of files.
+        voxels: bytes of the voxels per file.
+        packed: the voxels are compressed by gzip, so that only a lower bound is known.
     """
     size = files * (max(voxels // GZIP_RATIO, _SMALLEST_FILE) if packed else voxels)
     try:
         need_space(folder, size)
     except DiskError:
-        with contextlib.suppress(FileNotFoundError):  # one that another process has removed
+        with contextlib.suppress(FileNotFoundError):  # another process may remove files
             size -= sum(path.lstat().st_size for path in folder.rglob("*"))
         need_space(folder, size)
 
 
 def _require_writable(folder: Path) -> None:
-    """Raises `DiskError` if no file can be made in a folder."""
+    """Raises `DiskError` unless files can be made in a folder."""
     probe = owner.temporary(folder / ".pydist")
     try:
         probe.touch()

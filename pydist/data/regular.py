@@ -9,10 +9,10 @@ from pydist.errors import DataError
 
 
 def require_regular(path: Path) -> os.stat_result:
-    """What `stat` says of a file.
+    """Returns the `stat` of a regular file.
 
     Raises:
-        DataError: it is missing, or a folder, a pipe or a device.
+        DataError: the path is missing, or is a folder, a pipe or a device.
     """
     try:
         status = path.stat()

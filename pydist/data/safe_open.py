@@ -1,13 +1,13 @@
-"""The one place where pydist opens HDF5 files: they come from strangers.
+"""Opens untrusted HDF5 files; no other module of pydist opens HDF5 files on disk.
 
 HDF5 lets a file name other files (external storage, external links, virtual datasets), run code
 (dynamic filter plugins), and declare far more than it holds. `safe_open` refuses all of that before
-a byte of data is read, and turns what HDF5 says about damaged files into one clear line. What is
-left to trust is the HDF5 library itself.
+a byte of data is read, and reports HDF5's errors on damaged files in one line. Only the HDF5
+library itself remains trusted.
 
-Reading is exact: the sieve buffer is off, so that a block read from a contiguous dataset takes the
-block's bytes from the disk and no more (with HDF5's default of 64 kB, a cut of height or width read
-2 to 4 times as much).
+Reading is exact: the sieve buffer is off, so that a block read from a contiguous dataset reads only
+the block's bytes from the disk (with HDF5's default of 64 kB, a cut of height or width read 2 to 4
+times as much).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pydist.data.regular import require_regular
 from pydist.errors import DataError
 
 HDF5_ERRORS = (OSError, RuntimeError, LookupError, ValueError, TypeError, ArithmeticError)
-"""What h5py raises for damaged files, by where the damage is met."""
+"""The exceptions that h5py raises for damaged files, depending on the damaged part."""
 
 
 def safe_open(
@@ -44,13 +44,13 @@ def safe_open(
 
     Args:
         path: the file.
-        allow_roots: folders whose files this one may lead to, by soft and external links and as
-            sources of virtual datasets. None by default: then each of these is refused.
-        limits: how much a file may declare.
-        driver: read from this object instead of from `path` (which then is only its name).
+        allow_roots: folders to which soft links, external links and sources of virtual datasets
+            may lead. None by default: then links and virtual datasets are refused.
+        limits: the limits on what a file may declare.
+        driver: read from this object instead of from `path`, which is then only a name.
 
     Raises:
-        DataError: it is missing, not HDF5, cut short or damaged.
+        DataError: the file is missing, not HDF5, cut short or damaged.
     """
     name = Path(path)
     stamp = None if driver is not None else _check_file(name)
@@ -59,7 +59,7 @@ def safe_open(
 
 
 class Stamp(NamedTuple):
-    """What tells a file from another one of its name, and from itself after a change."""
+    """Identity and state of a file, which differ after it was replaced or changed."""
 
     bytes: int
     device: int
@@ -69,12 +69,12 @@ class Stamp(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Stamp:
-        """The stamp of a file, from what `stat` says."""
+        """Returns the stamp of a file from its `stat`."""
         return cls(status.st_size, status.st_dev, status.st_ino, status.st_mtime_ns)
 
 
 class SafeFile(StoredFile):
-    """An open HDF5 file that gives out checked datasets only. Made by `safe_open`."""
+    """An open HDF5 file that returns only checked datasets; made by `safe_open`."""
 
     errors = HDF5_ERRORS
 
@@ -108,7 +108,7 @@ class SafeFile(StoredFile):
     def open(
         cls, path: Path, allow_roots: Sequence[str | Path] = (), driver: Readable | None = None
     ) -> SafeFile:
-        """See `safe_open`."""
+        """Opens a file; see `safe_open`."""
         return safe_open(path, allow_roots=allow_roots, driver=driver)
 
     def read(
@@ -117,37 +117,37 @@ class SafeFile(StoredFile):
         window: tuple[slice, ...],
         out: npt.NDArray[Any] | None = None,
     ) -> npt.NDArray[Any]:
-        """Reads a part of a dataset, straight into `out` if that is given."""
+        """Reads a part of a dataset, directly into `out` if given."""
         if out is None:
             return np.asarray(dataset[window])
         dataset.read_direct(out, window)
         return out
 
     def close(self) -> None:
-        """Closes the file, and those that its links led to."""
+        """Closes the file, and the files that its links led to."""
         for file in self._linked:
             file.close()
         self._file.close()
 
     def change(self) -> str | None:
-        """What happened to the file, or to one that its links led to, since it was opened.
+        """Describes a change of the file, or of a linked file, since it was opened.
 
-        HDF5 reads zeros where a file has become shorter: what was read counts only if there was
-        no change afterwards. A file object of the caller's (`driver`) is not looked at.
+        HDF5 reads zeros where a file has become shorter: values count only if this reports no
+        change after the read. A caller's file object (`driver`) is not checked.
 
         Returns:
-            One line that names the file; None if nothing happened.
+            One line that names the file; None without a change.
         """
         found = None if self._stamp is None else _change(self.path, self._stamp)
         changes = (found, *(file.change() for file in self._linked))
         return next((each for each in changes if each is not None), None)
 
     def names(self) -> list[str]:
-        """Names at the top of the file, for messages; at most `Limits.names`."""
+        """Returns up to `Limits.names` names at the top of the file, for messages."""
         return _names(self._file, self._limits.names)
 
     def dataset(self, name: str) -> h5py.Dataset:
-        """A dataset of numbers, found and checked.
+        """Finds and checks a dataset of numbers.
 
         Raises:
             DataError: there is none of that name, or it breaks a rule of this module.
@@ -162,7 +162,7 @@ class SafeFile(StoredFile):
         return dataset
 
     def text(self, name: str) -> str | None:
-        """An attribute of the file, if it has one of that name that is a string of fixed length."""
+        """Returns an attribute of the file if it is a string of fixed length, else `None`."""
         try:
             kind = self._file.attrs.get_id(name).get_type() if name in self._file.attrs else None
             if not isinstance(kind, h5t.TypeStringID) or kind.is_variable_str():
@@ -196,7 +196,7 @@ class SafeFile(StoredFile):
         return here
 
     def _follow(self, group: h5py.Group, key: bytes, kind: int, rest: list[str]) -> h5py.Dataset:
-        """Follows a soft or external link, if it is allowed to lead where it leads."""
+        """Follows a soft or external link, if its target is allowed."""
         link = f"{group.name.rstrip('/')}/{key.decode(errors='replace')}"
         if kind not in (h5l.TYPE_SOFT, h5l.TYPE_EXTERNAL):
             raise DataError(f"{self.path}: {link!r} is a user-defined link, which is never opened")
@@ -219,7 +219,7 @@ class SafeFile(StoredFile):
         return found_file.dataset("/".join([target, *rest]))
 
     def _linked_file(self, name: str, what: str) -> SafeFile:
-        """Opens another file that this one links to, if it is in an allowed folder."""
+        """Opens a file that this one links to, if it is in an allowed folder."""
         target = (self.path.parent / name).resolve()
         if not any(target.is_relative_to(root) for root in self._roots):
             allowed = ", ".join(map(str, self._roots)) or "none"
@@ -250,7 +250,7 @@ class SafeFile(StoredFile):
         check_size(where, dataset, creation, self._limits, self._file.id.get_filesize())
 
     def _check_sources(self, where: str, creation: h5p.PropDCID) -> None:
-        """A virtual dataset: every source must be allowed, and pass the checks itself."""
+        """Checks that every source of a virtual dataset is allowed and passes the checks."""
         for i in range(creation.get_virtual_count()):
             file, name = creation.get_virtual_filename(i), creation.get_virtual_dsetname(i)
             what = f"{where} is a virtual dataset with the source {_shown(file)}"
@@ -283,7 +283,7 @@ def _check_file(path: Path) -> Stamp:
 
 
 def _change(path: Path, before: Stamp) -> str | None:
-    """See `SafeFile.change`."""
+    """Describes how a file differs from its stamp; see `SafeFile.change`."""
     try:
         now = Stamp.of(path.stat())
     except OSError as error:
@@ -298,7 +298,7 @@ def _change(path: Path, before: Stamp) -> str | None:
 
 
 def _names(group: h5py.Group, most: int) -> list[str]:
-    """Up to `most` names in a group, without opening what they name."""
+    """Returns up to `most` names in a group, without opening the named objects."""
     names: list[str] = []
 
     def collect(name: bytes) -> bool | None:
@@ -314,5 +314,5 @@ def _shown(name: bytes | str) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """HDF5's message, on one line."""
+    """Returns HDF5's message on one line."""
     return " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Which samples each sample group works on, and in which order."""
+"""Assigns samples to sample groups, and orders them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GroupBatch:
     indices: tuple[int, ...]
     """The samples. Empty only without padding; one sample of `count` 0 is padding."""
     count: int
-    """How many of them count: all, or 0 for padding."""
+    """Number of samples that count: all, or 0 for padding."""
     first_sample: int
     """Position in the global batch of the group's first sample."""
     global_size: int
@@ -33,24 +33,24 @@ class GroupBatch:
 
 
 class MeshSampler:
-    """Splits each global batch over the sample groups of a mesh.
+    """Sampler that splits each global batch over the sample groups of a mesh.
 
-    The order of an epoch, and so the content of each global batch, depends on seed and epoch
-    alone, not on the number of groups: a run goes on with another number of ranks. A group gets
-    a contiguous block of the batch, and all its ranks the same one. Where the batch does not divide
-    by the groups (the last one of an epoch may be short), the first groups get one more.
+    The order of an epoch, and so the content of each global batch, depends only on seed and epoch,
+    not on the number of groups: a run may resume with another number of ranks. A group gets a
+    contiguous block of the batch, the same on all its ranks. Where the number of groups does not
+    divide the batch (the last one of an epoch may be short), the first groups get one sample more.
 
-    A batch with fewer samples than groups leaves some without. Where a network can't take an empty
-    batch, they get the batch's first sample as *padding*, with `count` 0: multiplied by that, it
-    adds nothing to loss and gradients (global statistics of batch norm do see it). With
-    ``pad=False`` such groups get no samples and every sample is seen exactly once.
+    A batch with fewer samples than groups leaves some groups without. They get the batch's first
+    sample as *padding*, with `count` 0, for networks that do not accept an empty batch: multiplied
+    by `count`, it adds nothing to loss and gradients (global statistics of batch norm do see it).
+    With ``pad=False`` such groups get no samples and every sample is seen exactly once.
 
-    Iterating goes from where the sampler stands to the end of the epoch.
+    Iteration runs from the sampler's position to the end of the epoch.
 
     Args:
         num_samples: in the data set.
         data_size: number of sample groups.
-        data_index: which one this is.
+        data_index: index of this group.
         batch_size: of the global batch, in samples.
         shuffle: a new order each epoch; else 0, 1, 2, ...
         seed: of the order.
@@ -101,7 +101,7 @@ class MeshSampler:
         """Position in it of the next batch."""
 
     def require_one_each(self) -> None:
-        """Raises `UsageError` if a whole batch has fewer samples than there are groups."""
+        """Raises `UsageError` if a full batch has fewer samples than there are groups."""
         if self.batch_size < self.data_size:
             raise UsageError(
                 f"batch_size={self.batch_size} (of all ranks together) is less than one sample for "
@@ -109,7 +109,7 @@ class MeshSampler:
             )
 
     def __len__(self) -> int:
-        """Global batches in an epoch."""
+        """Returns the number of global batches in an epoch."""
         whole = self.num_samples // self.batch_size
         return whole if self.drop_last else -(-self.num_samples // self.batch_size)
 
@@ -123,7 +123,7 @@ class MeshSampler:
         self.seek(self.epoch + 1)
 
     def seek(self, epoch: int, step: int = 0) -> None:
-        """Goes to a batch.
+        """Moves the position to a batch.
 
         Raises:
             UsageError: the epoch has no such batch.
@@ -133,7 +133,7 @@ class MeshSampler:
         self.epoch, self.step = epoch, step
 
     def batch(self, epoch: int, step: int) -> GroupBatch:
-        """This group's part of the global batch `step` of `epoch`."""
+        """Returns this group's part of the global batch `step` of `epoch`."""
         if not 0 <= step < len(self):
             raise UsageError(f"step {step}: an epoch has {len(self)} batches")
         start = step * self.batch_size
@@ -150,13 +150,13 @@ class MeshSampler:
         return GroupBatch(epoch, step, indices, count, first, size)
 
     def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        """The order of all samples in an epoch."""
+        """Returns the order of all samples in an epoch."""
         if not self.shuffle:
             return np.arange(self.num_samples)
         return _permutation(self.num_samples, self.seed, epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the sampler stands, and what its order depends on. Plain numbers."""
+        """Returns the position and the settings that determine the order, as plain numbers."""
         done = self.step >= len(self)
         return {
             "version": VERSION,
@@ -166,10 +166,10 @@ class MeshSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to where another sampler stood, perhaps one with another number of groups.
+        """Moves to the position of another sampler, whose number of groups may differ.
 
         Raises:
-            UsageError: the other one had another order or other batches.
+            UsageError: the other sampler had another order or other batches.
         """
         if state.get("version") != VERSION:
             raise UsageError(
@@ -195,7 +195,7 @@ class MeshSampler:
 
 @lru_cache(maxsize=4)
 def _permutation(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """A random order. NumPy keeps the bits of Philox for good, but not its `permutation`."""
+    """Returns a random order; NumPy guarantees the bits of Philox, but not its `permutation`."""
     bits = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(size)
     order = np.argsort(bits, kind="stable")
     order.setflags(write=False)

@@ -1,1 +1,1 @@
-"""Boxes that move between ranks as a plan says, and the way back of their gradients."""
+"""Planned exchanges of boxes between ranks, their adjoints, and consistency checks."""

@@ -1,11 +1,11 @@
 """Exchanges as autograd functions, in closed pairs of a map and its adjoint.
 
-The convention, for everything that users see: a gradient is the true one on every rank, whether the
-tensor is cut, replicated on several ranks, or plain. Only a parameter's gradient is anything whose
-*mean over all ranks* is the true one, as under DDP; the reducer forms that mean.
+The convention for everything that users see: a gradient is the true one on every rank, whether the
+tensor is cut, replicated on several ranks, or plain. For a parameter, only the *mean over all
+ranks* of its gradients is the true one, as under DDP; the reducer forms that mean.
 
-In between, on the way from a result back to a replicated operand, each of its ranks
-has a part: there too the mean over these ranks is the true one. The adjoints are
+Between a result and a replicated operand, each of the operand's ranks has a part of the gradient:
+there too, the mean over these ranks is the true one. The adjoints are
 
 ======================  =====================================================
 forward                 backward
@@ -17,15 +17,15 @@ sum over ranks          mean over the sample group, weighted sum over data group
 gather boxes            add back along the messages, × rep(A) / rep(B)
 ======================  =====================================================
 
-and the backward of each right-hand side is the left-hand side *without* factors, but for the mean,
-which is its own. So what users see is true to second order.
+and the backward of each right-hand side is the left-hand side *without* factors, except that the
+mean is its own backward. So gradients that users see are true to second order.
 
-Sample groups weigh by their samples (`pydist.group_sizes`). A gradient within a group is that of
-the group's own loss; it is weighted where it reaches a parameter, and where it meets other groups'.
+Sample groups are weighted by their samples (`pydist.group_sizes`). Within a group, gradients are of
+the group's own loss; they are weighted at parameters, and where gradients of several groups meet.
 
-The mean is taken where a replicated tensor enters a call that uses its axes, on all of
-them at the same place of backward. So nothing that shows a gradient (a hook, `retain_grad`,
-`autograd.grad`) communicates, and it may be there on one rank alone.
+The mean is formed where a replicated tensor enters a call that uses its axes, on all their ranks
+at the same point of backward. So tools that read gradients (hooks, `retain_grad`, `autograd.grad`)
+never communicate, and may be used on one rank alone.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class _Scale(Function):
 
 
 def enter(x: Tensor, factor: float, *, as_view: bool = False) -> Tensor:
-    """A value held `factor` times as often as the result it goes into; its gradient × factor.
+    """Returns `x` unchanged, and multiplies its gradient by `factor` in backward.
 
     Args:
-        x: the value.
-        factor: of its gradient.
-        as_view: whether the result is a view, which torch allows no change in place. If not, it can
-            be given another graph (`pydist.gradients.aliases`).
+        x: a value with `factor` times as many replicas as the result that it enters.
+        factor: replicas of `x` / replicas of the result.
+        as_view: whether the result is a view, which torch does not allow to change in place. If
+            not, its graph can be replaced (`pydist.gradients.aliases`).
     """
     if factor == 1 or not x.requires_grad or not torch.is_grad_enabled():
         return x
@@ -86,13 +86,13 @@ def enter(x: Tensor, factor: float, *, as_view: bool = False) -> Tensor:
 
 
 def is_entered(node: Any) -> bool:
-    """Whether a node of a graph is that of `enter`."""
+    """Returns whether a node of a graph is that of `enter`."""
     return getattr(node, "_forward_cls", None) is _Enter
 
 
 def scaled_back(grad: Tensor, factor: float) -> Tensor:
-    """The adjoint of `enter` by itself; differentiable."""
-    # Every parameter comes by: no node is made for a graph that is not.
+    """Computes the adjoint of `enter` by itself; differentiable."""
+    # Called for every parameter: without a graph, no node is made.
     return _Scale.apply(grad, factor) if torch.is_grad_enabled() else grad * factor
 
 
@@ -143,9 +143,9 @@ class _AverageBack(ExchangeFunction):
 def enter_weighted_sum(grad: Tensor, sizes: GroupSizes | None) -> None:
     """Weights a gradient, in place, before it is summed over sample groups.
 
-    A gradient within a group is that of the group's own loss; the weight of that in the mean over
-    all samples comes with the parameters. So where gradients of several groups' losses meet, each
-    is weighted, and `leave_weighted_sum` takes this group's weight off the sum again.
+    Within a group, gradients are of the group's own loss; the loss's weight in the mean over all
+    samples is applied at the parameters. So where gradients of several groups' losses meet, each is
+    weighted, and `leave_weighted_sum` divides the sum by this group's weight.
     """
     if sizes is not None and sizes.weight != 1:
         grad.mul_(sizes.weight)
@@ -163,10 +163,10 @@ def sum_ranks(
     axes: tuple[str, ...],
     sizes: GroupSizes | None = None,
 ) -> Tensor:
-    """The sum of `x` over the ranks along `axes`, the same on all of them.
+    """Returns the sum of `x` over the ranks along `axes`, the same on all of them.
 
-    With the data axis among `axes` the adjoint sums over the sample groups, as the loss of each of
-    them depends on the result. It weighs them by `sizes`, or equally.
+    With the data axis among `axes`, the adjoint sums over the sample groups, as the loss of each
+    group depends on the result. It weights the groups by `sizes`, or equally.
     """
     if mesh.grid.size(axes) == 1:
         return x
@@ -174,14 +174,14 @@ def sum_ranks(
 
 
 def average_back(grad: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """The adjoint of `sum_ranks` by itself, for a sum whose value is known; differentiable."""
+    """Computes the adjoint of `sum_ranks` by itself, for a known sum; differentiable."""
     if mesh.grid.size(axes) == 1:
         return grad
     return _AverageBack.apply(grad, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, None)
 
 
 def _in_sample(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """Of the ranks along `axes`, how many hold one sample."""
+    """Returns how many of the ranks along `axes` hold one sample."""
     size = mesh.grid.size(axes)
     return size // mesh.data_size if "data" in axes else size
 
@@ -212,9 +212,9 @@ def mean_ranks(
     part: str = "redistribute",
     weight: float = 1.0,
 ) -> Tensor:
-    """The mean over the ranks along `axes`, each with its weight; its own adjoint.
+    """Returns the weighted mean over the ranks along `axes`; it is its own adjoint.
 
-    It turns a gradient whose mean is the true one into the true one.
+    Turns a gradient whose mean over these ranks is the true one into the true one.
     """
     return _MeanRanks.apply(x, mesh, axes, part, weight) if mesh.grid.size(axes) > 1 else x
 
@@ -231,9 +231,9 @@ class _TrueGradient(ExchangeFunction):
 
 
 def with_true_gradient(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """A value that is replicated along `axes`, where it enters what differs between them.
+    """Returns `x`, replicated along `axes`, as the operand of a call that differs between them.
 
-    Its gradient becomes the mean over these ranks: one all-reduce of its size in backward.
+    Its gradient becomes the mean over these ranks, with one all-reduce of its size in backward.
     """
     if not x.requires_grad or mesh.grid.size(axes) == 1:
         return x
@@ -285,13 +285,13 @@ def gather_box(
     weight: float = 1.0,
     part: str = "halo",
 ) -> Tensor:
-    """The one box that this rank asked for, from its owners; 0 outside the global domain.
+    """Gathers the one box that this rank needs from its owners; 0 outside the global domain.
 
     Args:
         local: this rank's shard.
-        exchanger: with one slot a rank; its memory format is that of the result.
+        exchanger: with one slot per rank; its memory format is that of the result.
         mesh: for the timers and the end of backward.
         weight: rep(A) / rep(B) of a redistribution from layout A to layout B; 1 for halos.
-        part: under which name the time is counted.
+        part: name under which the time is counted.
     """
     return _Gather.apply(local, exchanger, weight, mesh, part)

@@ -1,16 +1,16 @@
-"""Consistency: what the ranks of a mesh compare with each other while a program runs.
+"""Consistency checks between the ranks of a mesh while a program runs.
 
-That they started the same calls in the same order (`Ledger`), that the plain operands of a sample
-group are equal on all of its ranks, and the parameters on all ranks (`Contents`). All of this is
-one number, the proof, in the message that the ranks exchange at the end of each backward anyway
-(`pydist.gradients.flags`). No optimizer uses what belongs to other calls. The message goes
-between hosts, also where the gradients are on devices, and no host waits for a device.
+Ranks check that they started the same calls in the same order (`Ledger`), that plain operands are
+equal on all ranks of a sample group, and parameters on all ranks (`Contents`). One number, the
+proof, covers all checks. It is part of the message that the ranks exchange at the end of each
+backward anyway (`pydist.gradients.flags`), before an optimizer can use mismatched gradients. The
+message goes between hosts, also for gradients on devices, and no host waits for a device.
 
-The proof is a sum over all ranks that is 0 where they agree. Each rank multiplies the hash of what
-it compares within a group by a weight. The weights are random, and those of a group add up to 0
-modulo 2**64: equal hashes cancel out, and others cancel by chance only. So one all-reduce of one
-integer compares all groups, however many ranks there are. Where the sum is not 0, all ranks of the
-mesh see that, and tell each other the details: all raise the same error.
+The sum of the proofs over all ranks is 0 if they agree. Each rank multiplies a hash that is
+compared within a group by a weight. The weights are random, and the weights of a group sum to 0
+modulo 2**64: equal hashes cancel, and others cancel only by chance. So one all-reduce of one
+integer compares all groups, for any number of ranks. If the sum is not 0, all ranks of the mesh
+exchange the details, and raise the same error.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 _MOST = 512
-"""Checksums that wait for a comparison, where no backward comes."""
+"""Checksums that are collected before a comparison without a backward."""
 
 
 class _Claim(NamedTuple):
     """Something that must be equal on all ranks of a group, with its hash.
 
     Attributes:
-        what: a name of `_ERRORS`.
+        what: a key of `_ERRORS`.
         axes: of the group.
-        value: a hash of it.
-        details: what a rank adds where the ranks differ.
+        value: the hash.
+        details: returns the details that a rank adds if the ranks differ.
     """
 
     what: str
@@ -67,19 +67,19 @@ _ERRORS: dict[str, Callable[[Mapping[int, list[Any]]], UsageError]] = {
     "operands": different_contents,
     "parameters": different_contents,
 }
-"""Errors for what differs, made of the details of a group."""
+"""Functions that make the error for differing claims from the details of a group's ranks."""
 
 
 class Consistency:
-    """What one rank compares with the others of its mesh.
+    """The checks of one rank against the other ranks of its mesh.
 
     Attributes:
-        operands: of the sample group.
-        parameters: of the models that are parallelized on the mesh.
+        operands: plain operands of the sample group.
+        parameters: parameters of the models that are parallelized on the mesh.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """Begin with nothing compared. Made by `consistency_of`."""
+        """Begins with nothing to compare. Created by `consistency_of`."""
         self.operands, self.parameters = Contents(), Parameters()
         self._shared = Contents()
         self._claims: list[_Claim] = []
@@ -88,15 +88,15 @@ class Consistency:
         self._split_axes = mesh.grid.split()
 
     def prove_equal(self, tensor: Tensor, mesh: Mesh, use: str) -> None:
-        """Sums a plain operand, and compares it over the sample group if it is new.
+        """Forms a checksum of a plain operand, and compares a new one over the sample group.
 
         Args:
             tensor: the operand.
             mesh: its mesh.
-            use: what it is used for.
+            use: its purpose.
 
         Raises:
-            UsageError: it, or one before it, differs between the ranks; on all of them.
+            UsageError: this operand, or an earlier one, differs between the ranks; on all of them.
         """
         operands, first = self.operands, None
         parameter = self.parameters.operand(tensor)
@@ -119,12 +119,12 @@ class Consistency:
             operands.turn += REPEATED_SHARES
 
     def called(self, model: torch.nn.Module, mesh: Mesh, trains: bool) -> None:
-        """Notes a forward on a sharded sample; without backward, compares over its group.
+        """Records a forward on a sharded sample; compares over its group if no backward follows.
 
         Args:
             model: the model.
             mesh: its mesh.
-            trains: whether a backward is to be expected, which compares.
+            trains: whether to expect a backward, which compares.
         """
         if mesh.sample_size == 1:
             return
@@ -144,7 +144,7 @@ class Consistency:
             contents.add_checksum(operand, checksum, share, mesh.session.forwards)
 
     def _compare_operands(self, mesh: Mesh) -> None:
-        """Compares what is new in `operands`. Collective over the sample group."""
+        """Compares the new checksums of `operands`. Collective over the sample group."""
         group = mesh.sample
         claims = [self._claim(self.operands, self._sample_axes), *_histories(mesh)]
         total = torch.tensor([self._share_of(claims, mesh)], device="cpu")
@@ -154,7 +154,7 @@ class Consistency:
         self.operands.confirm()
 
     def proof(self, mesh: Mesh) -> int:
-        """The share of this rank, at the end of a backward, of a sum that is 0 if all agree."""
+        """Returns this rank's term of a sum that is 0 if all agree, at the end of a backward."""
         ledgers = {axes: group.ledger for axes, group in mesh.groups.items()}
         self._claims = [
             _Claim("calls", axes, hash((ledger.count, ledger.state)), ledger.details)
@@ -172,7 +172,7 @@ class Consistency:
 
         Args:
             mesh: the mesh.
-            total: the sum over all ranks of what `proof` returned.
+            total: the sum of the results of `proof` over all ranks.
 
         Raises:
             UsageError: ranks differ; the same error on all of them.
@@ -183,7 +183,7 @@ class Consistency:
         self._shared.confirm()
 
     def compare_histories(self, mesh: Mesh) -> None:
-        """Compares what has made the tensors so far, where no backward does. Collective.
+        """Compares the histories of the calls so far, where no backward does. Collective.
 
         Raises:
             UsageError: ranks differ; the same error on all of them.
@@ -196,11 +196,11 @@ class Consistency:
                 raise self._difference(mesh, claims, self._split_axes)
 
     def sum_parameters(self, mesh: Mesh, parameters: Sequence[Tensor]) -> None:
-        """Sums the share of a turn, to be compared at the end of the next backward.
+        """Forms checksums of this turn's share, which the end of the next backward compares.
 
         Args:
             mesh: the mesh.
-            parameters: that all ranks hold equally, in one order.
+            parameters: parameters that are equal on all ranks, in the same order.
         """
         if mesh.size > 1 and not is_capturing():
             self._add(self._shared, parameters, mesh)
@@ -222,7 +222,7 @@ class Consistency:
     def _difference(
         self, mesh: Mesh, claims: Sequence[_Claim], axes: tuple[str, ...]
     ) -> UsageError:
-        """The error for ranks that differ. Collective over the group along `axes`."""
+        """Returns the error for ranks that differ. Collective over the group along `axes`."""
         ranks = next(each for each in mesh.grid.groups(axes) if mesh.rank in each)
         mine = [[each.what, each.axes, each.value, each.details()] for each in claims]
         texts = gather_texts(mesh.group(axes), json.dumps(mine).encode()).values()
@@ -245,12 +245,12 @@ def _histories(mesh: Mesh) -> list[_Claim]:
     return [
         _Claim("histories", axes, group.ledger.history, recent_calls)
         for axes, group in mesh.groups.items()
-        if "data" not in axes  # sample groups may have augmentations of their own
+        if "data" not in axes  # sample groups may have their own augmentations
     ]
 
 
 def _weight(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    """What this rank's hashes are multiplied by, within its group along `axes`."""
+    """Returns the weight of this rank's hashes within its group along `axes`."""
     group = next(ranks for ranks in mesh.grid.groups(axes) if mesh.rank in ranks)
     successor = group[(group.index(mesh.rank) + 1) % len(group)]
     mine, other = (
@@ -261,15 +261,15 @@ def _weight(mesh: Mesh, axes: tuple[str, ...]) -> int:
 
 
 def _signed(number: int) -> int:
-    """A number modulo 2**64, as an integer of 64 bits with a sign."""
+    """Returns a number modulo 2**64 as a signed 64-bit integer."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def consistency_of(mesh: Mesh) -> Consistency:
-    """The consistency checks of a mesh, made when it is first asked for."""
+    """Returns the consistency checks of a mesh, and creates them on first use."""
     return mesh.session.service(Consistency, lambda: Consistency(mesh))
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is captured: there are no numbers then."""
+    """Returns whether a CUDA graph is being captured, when tensors have no values."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

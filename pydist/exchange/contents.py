@@ -1,13 +1,13 @@
-"""Checksums of what all ranks of a group must hold equally: plain operands, and parameters.
+"""Checksums of tensors that must be equal on all ranks of a group: plain operands, and parameters.
 
-A plain tensor beside sharded ones is equal on all ranks of the sample group, and a parameter on all
-ranks. The first time that one is met all of it is compared. From then on a checksum goes into a
-list, which the ranks compare where they meet anyway (`pydist.exchange.consistency`): of small
-tensors whole, of larger ones of one share, another one each time, so that all of it is seen within
-`SHARES` comparisons. What is used again and again without a comparison, as in a loop without a
-model, is compared every `REPEATS` uses, and two shares are summed each time: all of it is seen
-within 50 uses, on a device as well. (Tensors of one kind, used in one module, are told apart by
-nothing. Some numbers of them in a step, from 5 on, let it take longer for large ones.)
+A plain operand of a sharded call is equal on all ranks of the sample group, a parameter on all
+ranks. On first use the complete tensor is compared. Later uses add a checksum to a list, which the
+ranks compare where they communicate anyway (`pydist.exchange.consistency`): of small tensors in
+full, of larger ones another share each time, so that `SHARES` comparisons cover a tensor. A tensor
+that is used repeatedly without a comparison, as in a loop without a model, is compared every
+`REPEATS` uses with two shares each time: 50 uses cover it, also on a device. (Tensors of the same
+kind in the same module are not distinguished. For some counts of large ones per step, from 5 on,
+covering them takes longer.)
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from pydist.errors import UsageError
 from pydist.exchange.link import Link
 
 SHARES = 47
-"""A prime, so that a tensor that is met in every second or third comparison is seen whole too."""
+"""A prime, so that a tensor used only in every second or third comparison is fully covered too."""
 REPEATS = 11
 """Uses of one operand after which it is compared, where nothing else compares it."""
 REPEATED_SHARES = 2 * REPEATS - 1
-"""How many shares are summed in so many uses."""
+"""Number of shares in `REPEATS` uses."""
 WHOLE_BYTES = 4096
-"""Up to this, tensors are summed whole each time."""
+"""Size up to which each checksum is of the full tensor, in bytes."""
 WHOLE = -1
-"""In the place of a share's number: the whole tensor."""
+"""Share number that means the full tensor."""
 _LEAST_BYTES = 1 << 16
-"""Of parameters, in each comparison, if there are so many."""
+"""Least size of a share of the parameters, in bytes."""
 _MOST_KNOWN = 4096
 
 
@@ -46,10 +46,10 @@ class Operand:
     """A tensor whose checksums the ranks compare repeatedly.
 
     Attributes:
-        text: what it is, for errors.
-        digest: of that, for comparing.
+        text: description of the tensor, for errors.
+        digest: hash of `text`, for comparing.
         equal_in: the last training forward in which it was equal on all ranks, by the number of
-            the share that was compared; `WHOLE` for all of it.
+            the compared share; `WHOLE` for the full tensor.
     """
 
     __slots__ = ("_turn", "_uses", "digest", "equal_in", "text")
@@ -62,23 +62,23 @@ class Operand:
         self._turn, self._uses = -1, 0
 
     def use_in(self, turn: int) -> int:
-        """Counts a use; how many came before it in the same turn."""
+        """Counts a use, and returns the number of earlier uses in the same turn."""
         self._uses = self._uses + 1 if turn == self._turn else 0
         self._turn = turn
         return self._uses
 
     def recurs_in(self, turn: int) -> bool:
-        """Whether it was used more than once in a turn."""
+        """Returns whether the tensor was used more than once in a turn."""
         return turn == self._turn and self._uses > 0
 
 
 class Checksum:
-    """A checksum of bytes, which on a device are still on their way to the host."""
+    """A checksum of bytes, which from a device are first copied to the host asynchronously."""
 
     __slots__ = ("_copy", "_crc", "_event")
 
     def __init__(self, tensor: Tensor) -> None:
-        """Of a contiguous tensor."""
+        """Starts the checksum of a contiguous tensor."""
         self._crc, self._event = 0, None
         if not tensor.is_cuda:
             self._crc = native.crc32c(tensor)
@@ -90,11 +90,11 @@ class Checksum:
 
     @property
     def is_late(self) -> bool:
-        """Whether it comes from a device, so that nothing waits for it until later."""
+        """Whether the copy from a device may be in flight, so that the value is read later."""
         return self._event is not None
 
     def value(self) -> int:
-        """The checksum; waits for the device."""
+        """Returns the checksum; waits for the device."""
         if self._event is not None:
             self._event.synchronize()
             self._crc, self._event = native.crc32c(self._copy), None
@@ -103,7 +103,7 @@ class Checksum:
 
 
 class _Sum(NamedTuple):
-    """A checksum with what it is of: an operand, which share of it, when."""
+    """A checksum with its operand, share, training forward and turn."""
 
     operand: Operand
     checksum: Checksum
@@ -116,8 +116,8 @@ class Contents:
     """The checksums that one rank has formed since the last comparison.
 
     Attributes:
-        turn: grows with each comparison, and decides on the share that is summed.
-        repeats: how often what was used last was used before in the same turn.
+        turn: counter of comparisons, which determines the share of the next checksums.
+        repeats: number of earlier uses, in the same turn, of the operand used last.
     """
 
     def __init__(self) -> None:
@@ -130,15 +130,15 @@ class Contents:
         return len(self._fresh)
 
     def add(self, tensor: Tensor, forward: int, use: str) -> Operand | None:
-        """Sums a plain operand.
+        """Adds checksums of a plain operand.
 
         Args:
             tensor: the operand, with its values in memory.
             forward: number of the training forward.
-            use: what it is used for.
+            use: its purpose.
 
         Returns:
-            What it is, if it is the first of its kind: then it is compared before it is used.
+            The operand if it is the first of its kind, to be compared before it is used; or `None`.
         """
         is_parameter = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         kind = "a frozen parameter" if is_parameter else "a plain tensor"
@@ -165,13 +165,13 @@ class Contents:
         return None
 
     def add_checksum(self, operand: Operand, checksum: Checksum, share: int, forward: int) -> None:
-        """Takes up a checksum that the caller has formed."""
+        """Adds a checksum that the caller has formed."""
         self._fresh.append(_Sum(operand, checksum, share, forward, self.turn))
 
     def take(self) -> int:
-        """A hash of what is compared now: all that devices have delivered by design.
+        """Takes the checksums to compare now, and returns their hash.
 
-        What a device sums is left for the next turn, so that the host waits for none.
+        Checksums of this turn from a device are left for the next turn, so the host does not wait.
         """
         is_late = [each.checksum.is_late and each.turn == self.turn for each in self._fresh]
         both = list(zip(self._fresh, is_late, strict=True))
@@ -180,13 +180,13 @@ class Contents:
         return hash(tuple((each.operand.digest, each.checksum.value()) for each in self._compared))
 
     def confirm(self) -> None:
-        """What was taken is equal on all ranks."""
+        """Records that the taken checksums are equal on all ranks."""
         for each in self._compared:
             each.operand.equal_in[each.share] = each.forward
         self._compared = []
 
     def details(self) -> list[list[Any]]:
-        """What was taken, for the other ranks."""
+        """Returns the taken checksums with their descriptions, for the other ranks."""
         return [
             [
                 each.operand.text,
@@ -200,9 +200,9 @@ class Contents:
 
 
 class Parameters:
-    """The trained parameters of parallelized models, of which each turn sums another share.
+    """The trained parameters of parallelized models; each turn forms checksums of another share.
 
-    They are no plain operands: it would take too long to sum some of each wherever it is used.
+    They are not treated as plain operands: a checksum at every use would take too long.
     """
 
     def __init__(self) -> None:
@@ -210,10 +210,10 @@ class Parameters:
         self._of: weakref.WeakKeyDictionary[nn.Module, list[Link]] = weakref.WeakKeyDictionary()
 
     def hold(self, model: nn.Module, forward: int) -> None:
-        """Takes up a model's parameters, in place of those it had before.
+        """Registers a model's parameters, which replace its earlier ones.
 
         Args:
-            model: the model; what it did not have before is equal on all ranks.
+            model: the model; parameters that it did not have before are equal on all ranks.
             forward: number of the training forward.
         """
         self._of[model] = []
@@ -228,38 +228,38 @@ class Parameters:
                 self._operands[id(parameter)] = reference, operand
 
     def operand(self, tensor: Tensor) -> Operand | None:
-        """What is compared of a tensor, if it is one of them."""
+        """Returns the operand of a tensor, if it is a registered parameter that is trained."""
         known = self._operands.get(id(tensor))
         if known is None or not known[0].leads_to(tensor) or not tensor.requires_grad:
             return None
         return known[1]
 
     def recurring_in(self, turn: int) -> list[Tensor]:
-        """Those that were used more than once in a turn."""
+        """Returns the parameters that were used more than once in a turn."""
         links = [link for link, operand in self._operands.values() if operand.recurs_in(turn)]
         return [tensor for link in links if (tensor := link()) is not None]
 
     def of(self, model: nn.Module) -> list[Tensor]:
-        """Those of a model that is being called."""
-        # What was replaced may live on, on one rank only.
+        """Returns the parameters of a model that is being called."""
+        # A replaced parameter may stay alive on one rank only.
         present = {id(parameter) for parameter in model.parameters()}
         found = [reference() for reference in self._of.get(model, ())]
         return [tensor for tensor in found if tensor is not None and id(tensor) in present]
 
     def places(self) -> dict[int, int]:
-        """By the id of each parameter that a model has now: its place among those of all models."""
+        """Returns the positions of all models' current parameters, by the ids of the parameters."""
         parameters = (p for model in list(self._of) for p in model.parameters())
         return {id(parameter): place for place, parameter in enumerate(parameters)}
 
     def share(
         self, turn: int, tensors: Sequence[Tensor], count: int = 1
     ) -> Iterable[tuple[Operand, Checksum, int]]:
-        """The checksums of the share of a turn, by bytes over all these tensors; its number.
+        """Yields checksums of a turn's share, in bytes of all these tensors, with its number.
 
         Args:
             turn: number of the first share.
-            tensors: what is summed.
-            count: how many shares, this one and those that follow.
+            tensors: the tensors.
+            count: number of consecutive shares.
         """
         ends = list(accumulate(tensor.nbytes for tensor in tensors))
         total = ends[-1] if ends else 0
@@ -286,13 +286,13 @@ class Parameters:
 
 
 def _share_of(tensor: Tensor, number: int) -> Tensor:
-    """One of `SHARES` shares of a tensor, contiguous."""
+    """Returns one of `SHARES` shares of a tensor, contiguous."""
     size = tensor.nbytes
     return _bytes_of(tensor, size * number // SHARES, size * (number + 1) // SHARES)
 
 
 def _bytes_of(tensor: Tensor, lo: int, hi: int) -> Tensor:
-    """The elements that these bytes touch; whole rows of the longest dim where it has strides."""
+    """Returns the elements in these bytes; full slices of the longest dim if it is strided."""
     if tensor.is_contiguous():
         size = tensor.element_size()
         return tensor.view(-1)[lo // size : -(-hi // size)]
@@ -303,7 +303,7 @@ def _bytes_of(tensor: Tensor, lo: int, hi: int) -> Tensor:
 
 
 def different_contents(rows: Mapping[int, list[list[Any]]]) -> UsageError:
-    """The error for ranks that hold different tensors; the same on all of them.
+    """Returns the error for ranks that hold different tensors; the same on all of them.
 
     Args:
         rows: the `details` of each rank of the group.
@@ -331,7 +331,7 @@ def _differs(first: int, other: int, row: list[object]) -> UsageError:
     if isinstance(equal_in, int) and equal_in >= 0:
         part = "" if share == WHOLE else "this part of it "
         since = f"{part}equal in training forward {equal_in}, different in {forward} at the latest"
-        if equal_in == forward:  # without training there are no numbers
+        if equal_in == forward:  # without training, forwards are not counted
             since = f"{part}equal when it was last compared"
     advice = "give each rank its part with ShardedTensor.from_local, or the same samples and seeds"
     if str(text).startswith(("parameter", "a frozen parameter")):

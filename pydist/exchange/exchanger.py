@@ -1,4 +1,4 @@
-"""The exchanger: a plan with a transport, the native copies, and the buffers it works in."""
+"""The exchanger, which executes a plan with a transport, native copies and reused buffers."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
     from pydist.comm.interface.handles import Channel
     from pydist.comm.interface.transport import Transport
 
-# Tags below this, and below STAMPED_TAG, are left to point-to-point calls that name theirs.
+# Tags below this, and below STAMPED_TAG, are reserved for point-to-point calls with explicit tags.
 _FIRST_TAG = 1024
 _TAGS = 30_000
 
 _DESCRIBED = 160
-"""Characters for the blocks of an exchange in an error."""
+"""Most characters of an error that describe the blocks of an exchange."""
 
 _Kind: TypeAlias = tuple[torch.dtype, torch.device, bool]
 
 
 class PendingExchange:
-    """An exchange that is on its way, in buffers of one dtype; `wait` completes it, once.
+    """An exchange in flight, in buffers of one dtype; `wait` completes it, once.
 
-    The buffers are bound to the transport, for one direction, and serve the next exchange when the
-    exchanger has them back: what does not depend on a tensor is done once, when they are made.
+    The buffers are bound to the transport, for one direction, and are reused after the exchanger
+    has taken them back: work that does not depend on a tensor is done once, when they are made.
     Messages between hosts begin with the stamp of the ranks' ledger, which is compared on arrival.
 
     Attributes:
-        kind: dtype, device, and whether it goes homeward.
-        packed: the buffer of all that is sent, if it has no stamps; filled before `post`.
-        of_slots: what fills this rank's slots, or on the way home comes from them: the number of a
-            slot, its part of the buffer, and where in the slot that lies.
-        of_shard: the same for the whole shard, message by message.
+        kind: dtype, device, and whether it is the adjoint ("homeward").
+        packed: the buffer of all sent elements, if it has no stamps; filled before `post`.
+        of_slots: the contents of this rank's slots, received or (homeward) sent: the number of a
+            slot, its part of the buffer, and its regions in the slot.
+        of_shard: the same for the shard, message by message.
     """
 
     def __init__(self, exchanger: Exchanger, kind: _Kind) -> None:
@@ -87,10 +87,10 @@ class PendingExchange:
         self.kind = kind
         self._timers, self._is_local = exchanger.timers, exchanger.is_local
         self._flight: Any = None
-        """What a recorder knows of the exchange under way."""
+        """The recorder's handle of the exchange in flight."""
 
     def post(self) -> None:
-        """Sends the messages off; does not wait."""
+        """Starts sending the messages; does not wait."""
         if self._stamps or self._heard:
             self._stamp = self._ledger.stamp()
             for place in self._stamps:
@@ -101,7 +101,7 @@ class PendingExchange:
         self._channel.start()
 
     def wait(self) -> None:
-        """Waits for all messages; what came is valid until the exchanger has the buffers back.
+        """Waits for all messages; they are valid until the exchanger takes the buffers back.
 
         Raises:
             UsageError: another rank has started another exchange.
@@ -118,7 +118,7 @@ class PendingExchange:
         except Exception as error:
             if not self._heard:
                 raise
-            # A message of another length, as far as the library notices.
+            # The library has detected a message of another length.
             raise self._ledger.misfit(self._rank, error) from error
         for peer, place in self._heard:
             if place != self._stamp:
@@ -128,7 +128,7 @@ class PendingExchange:
 def _messages(
     elements: Sequence[int], head: int, dtype: torch.dtype, device: torch.device
 ) -> list[Tensor]:
-    """Memory for messages, each with room for a head, in one buffer."""
+    """Allocates messages, each with space for a head, in one buffer."""
     counts = [head + n for n in elements]
     return _split(torch.empty(sum(counts), dtype=dtype, device=device), counts)
 
@@ -138,7 +138,7 @@ def _stamp_of(message: Tensor) -> memoryview:
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The buffer that consists of these pieces."""
+    """Returns the buffer that consists of these adjacent pieces."""
     first = pieces[0]
     return first.as_strided((sum(len(each) for each in pieces),), (1,))
 
@@ -152,21 +152,21 @@ def _split(buffer: Tensor, counts: Sequence[int]) -> list[Tensor]:
 
 
 class Exchanger:
-    """Moves boxes between the ranks of a group, and adds them back on the way home.
+    """Exchange of boxes between the ranks of a group, and its adjoint.
 
-    Every rank owns one box and asks for a list of boxes ("slots"). `gather` fills this rank's
-    slots from their owners; `add_back`, its adjoint, sends the slots' values home, where they are
-    summed. What no rank owns (padding) is left alone. Both take the buffers of the last exchange
-    when they are free, so that nothing is allocated once a step has run.
+    Every rank owns one box and needs a list of boxes ("slots"). `gather` fills this rank's slots
+    from their owners; `add_back`, its adjoint, sends the slots' values to the owners ("homeward"),
+    which sum them. Elements that no rank owns (padding) are not changed. Both reuse free buffers of
+    earlier exchanges, so nothing is allocated after the first step.
 
     Args:
         transport: the group's transport; rank r of it owns `owned[r]`.
         owned: the box of each rank; equal boxes are replicas, others are disjoint.
-        needed: the boxes that each rank asks for, in global indices.
-        timers: the mesh's, if what is exchanged is a halo: posting is measured as "pack", and the
-            time until all of it has arrived recorded as "halo in flight".
-        channels_last: elements travel with the channels varying fastest, as they lie in tensors of
-            that format, instead of in C order; the same on all ranks.
+        needed: the boxes that each rank needs, in global indices.
+        timers: the mesh's timers, for a halo exchange: posting is measured as "pack", and the time
+            until all messages have arrived is recorded as "halo in flight".
+        channels_last: whether elements are sent channels-last instead of in C order; the same on
+            all ranks.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Exchanger:
         self.transport = transport
         dims = range(len(owned[0].lo))
         self._order = (0, *dims[2:], 1) if channels_last else tuple(dims)
-        self.timers = timers or Timers()  # those of nobody
+        self.timers = timers or Timers()  # not recorded anywhere
         self.plan = plan = plan_exchange(owned, needed, transport.rank)
         self.slots = list(needed[transport.rank])
         self.owned = owned[transport.rank]
@@ -195,7 +195,7 @@ class Exchanger:
         ]
         self._fingerprint = _fingerprint_of(owned, needed, self._order)
         shape = tuple(max(box.hi[dim] for box in owned) for dim in dims)
-        # For the ledger: the fingerprint tells plans apart, and only the rest is shown.
+        # For the ledger: the fingerprint distinguishes plans, and only the rest is shown.
         said = _described(owned, needed, shape)
         self._said = str(shape), said, self._fingerprint.to_bytes(4, "big")
         self._ways = ("exchange", "sum of an exchange's gradients")
@@ -209,7 +209,7 @@ class Exchanger:
     def start(
         self, local: Tensor, change: Callable[[Tensor], None] | None = None
     ) -> PendingExchange:
-        """Packs what others need of `local` and sends it off; does not wait.
+        """Packs the parts of `local` that other ranks need and sends them; does not wait.
 
         Args:
             local: this rank's box.
@@ -232,18 +232,18 @@ class Exchanger:
         return pending
 
     def finish(self, pending: PendingExchange, slots: Sequence[Tensor]) -> None:
-        """Waits for an exchange and writes what came into this rank's slots."""
+        """Waits for an exchange and writes the received elements into this rank's slots."""
         pending.wait()
         for slot, piece, regions in pending.of_slots:
             native.unpack(piece, regions, slots[slot])
         self.release(pending)
 
     def release(self, pending: PendingExchange) -> None:
-        """Takes back the buffers of an exchange that is complete; `finish` does it."""
+        """Takes back the buffers of a completed exchange; `finish` calls this."""
         self._idle[pending.kind].append(pending)
 
     def gather(self, local: Tensor, slots: Sequence[Tensor]) -> None:
-        """Fills the slots with the boxes asked for, from wherever they lie."""
+        """Fills the slots with the needed boxes, from this rank and from others."""
         pending = self.start(local)
         for slot, target, source in self._copies:
             slots[slot][_index(target)] = local[_index(source)]
@@ -257,9 +257,9 @@ class Exchanger:
         self.finish_back(pending, local)
 
     def start_back(self, slots: Sequence[Tensor], like: Tensor) -> PendingExchange:
-        """Sends the slots' values home, but for what this rank has from itself; does not wait.
+        """Sends the slots' values to their other owners; does not wait.
 
-        A rank may have no slots: `like` has their dtype and device.
+        A rank may have no slots, so `like` gives their dtype and device.
         """
         self.announce(like, homeward=True)
         timers = self.timers
@@ -273,29 +273,29 @@ class Exchanger:
         return pending
 
     def finish_back(self, pending: PendingExchange, local: Tensor) -> None:
-        """Waits for what comes home and adds it."""
+        """Waits for the values of this rank's shard and adds them."""
         pending.wait()
-        # Message by message: two of them may add to one element, and the order is part of the
-        # promise of bit-identical runs.
+        # Message by message: two of them may add to one element, and bit-identical runs need a
+        # fixed order.
         for piece, regions in pending.of_shard:
             native.unpack_add(piece, regions, local)
         self.release(pending)
 
     def _pending(self, kind: _Kind) -> PendingExchange:
-        """Buffers of an exchange that is complete, or new ones.
+        """Returns the buffers of a completed exchange, or new ones.
 
-        On a device they are free as well: `PendingExchange.wait` ordered what came then behind the
-        messages, and what comes now is behind that.
+        They are free on a device as well: `PendingExchange.wait` has ordered later work of the
+        stream after the messages, and the new exchange comes after that work.
         """
         idle = self._idle[kind]
         return idle.pop() if idle else PendingExchange(self, kind)
 
     def announce(self, local: Tensor, homeward: bool = False) -> None:
-        """Notes an exchange in the ledger; all that a rank without messages does for it.
+        """Records an exchange in the ledger; a rank without messages does nothing else for it.
 
         Args:
-            local: what is exchanged.
-            homeward: whether values go home.
+            local: the tensor that is exchanged.
+            homeward: whether it is the adjoint.
         """
         transport = self.transport
         if transport.watcher is not None:
@@ -305,14 +305,14 @@ class Exchanger:
             transport.ledger.note(transport, what, waits=True)
 
     def empty_slots(self, like: Tensor) -> list[Tensor]:
-        """Tensors for this rank's slots, of the dtype and on the device of `like`.
+        """Allocates this rank's slots, of the dtype and on the device of `like`.
 
-        Their elements lie in the order in which they travel.
+        Their memory layout is the order in which elements are sent.
         """
         return [like.new_empty_strided(*described) for described in self._slot_memory]
 
     def empty_shard(self, like: Tensor) -> Tensor:
-        """The same for what this rank owns."""
+        """Allocates a tensor for this rank's own box, like `empty_slots`."""
         return like.new_empty_strided(*self._memory_of(self.owned))
 
     @cached_property
@@ -334,7 +334,7 @@ class Exchanger:
         return tuple(-c for c in self.slots[slot].lo)
 
     def _incoming_parts(self) -> list[list[tuple[int, native.Regions]]]:
-        """What each message fills, in order: a slot, and boxes of it."""
+        """Returns the parts that each message fills, in order: slots and their boxes."""
         messages = []
         for message in self.plan.recvs:
             parts: list[tuple[int, native.Regions]] = []
@@ -345,7 +345,7 @@ class Exchanger:
         return messages
 
     def _next_tag(self, dtype: torch.dtype, homeward: bool) -> int:
-        """A tag that no other exchange of this plan has that may be under way."""
+        """Returns a tag that no other exchange of this plan in flight has."""
         number = self._made[dtype, homeward] = self._made.get((dtype, homeward), 0) + 1
         return _FIRST_TAG + (self._fingerprint + 7919 * number + 4001 * homeward) % _TAGS
 
@@ -353,14 +353,14 @@ class Exchanger:
 def _pack(tensor: Tensor, regions: native.Regions, buffer: Tensor) -> None:
     try:
         native.pack(tensor, regions, buffer)
-    except UsageError:  # rarely, a tensor has no values in memory; looking for that takes longer
+    except UsageError:  # a tensor without values in memory: rare, and checking first takes longer
         native.pack(in_memory(tensor), regions, buffer)
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor with all its values in memory, where native code and transports find them.
+    """Returns the tensor with all its values in memory, as native code and transports need it.
 
-    torch puts off negation and conjugation, and keeps no memory for zeros that autograd knows of.
+    torch defers negation and conjugation, and keeps no memory for zeros that autograd knows.
     """
     if tensor._is_zerotensor():
         return tensor.clone(memory_format=torch.contiguous_format)
@@ -374,12 +374,12 @@ def _index(box: Box) -> tuple[slice, ...]:
 def _fingerprint_of(
     owned: Sequence[Box], needed: Sequence[Sequence[Box]], order: Sequence[int]
 ) -> int:
-    """A number from the content of the exchange, the same on all ranks."""
+    """Returns a checksum of an exchange's boxes and order, the same on all ranks."""
     return zlib.crc32(repr((list(owned), [list(n) for n in needed], order)).encode())
 
 
 def _described(owned: Sequence[Box], needed: Sequence[Sequence[Box]], shape: Sequence[int]) -> str:
-    """The blocks that ranks have and take, as slices; of the first ranks, if there are many."""
+    """Describes the blocks that ranks own and need, as slices; of the first ranks if many."""
     said = ""
     for rank, (own, boxes) in enumerate(zip(owned, needed, strict=True)):
         takes = " and ".join(_slices(box, shape) for box in boxes if all(box.shape)) or "nothing"
@@ -391,7 +391,7 @@ def _described(owned: Sequence[Box], needed: Sequence[Sequence[Box]], shape: Seq
 
 
 def _slices(box: Box, shape: Sequence[int]) -> str:
-    """A box as indices in Python, without whole dims at the end."""
+    """Returns a box as Python indices, without full dims at the end."""
     parts = [
         ":" if (lo, hi) == (0, size) else f"{lo}:{hi}"
         for lo, hi, size in zip(box.lo, box.hi, shape, strict=True)

@@ -1,4 +1,4 @@
-"""The memory format of shards, which the ranks of a group have to choose alike to exchange."""
+"""The memory format of shards, which all ranks of a group must share to exchange them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pydist.mesh import Mesh
 
 
 def is_channels_last(x: Tensor) -> bool:
-    """Whether the channels vary fastest, and the tensor is not plain as well."""
+    """Returns whether a tensor is channels-last, and not plain as well."""
     return not x.is_contiguous() and x.permute(0, *range(2, x.dim()), 1).is_contiguous()
 
 
 def all_channels_last(local: Tensor, mesh: Mesh, weight: Tensor | None = None) -> bool:
-    """Whether the shards of all ranks of the sample group lie so, those without elements aside.
+    """Returns whether all non-empty shards of the sample group are channels-last.
 
-    An exchange of the group: plans ask when they are made, and stay with the answer.
+    Collective over the group; plans call this once, when they are made.
 
     Args:
         local: this rank's shard.
         mesh: the mesh.
-        weight: of a convolution of the shards; if it lies so, that is enough.
+        weight: of a convolution of the shards; a channels-last weight suffices.
     """
     if local.dim() < 3:
         return False

@@ -1,4 +1,4 @@
-"""The bases of pydist's autograd functions."""
+"""Base classes of pydist's autograd functions."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pydist.exchange.exchanger import in_memory
 class Function(torch.autograd.Function):
     """An autograd function whose `backward` gets gradients with all values in memory.
 
-    Where a formula of torch knows that a gradient is zero, or only its negative, the engine hands
-    on a tensor without these values. That depends on the graph of one rank alone: a rank that
+    Where a formula of torch knows that a gradient is zero, or has only its negative, the engine
+    passes a tensor without these values. This depends on the graph of one rank alone: a rank that
     passed such a tensor to native code would raise while the others communicate.
 
-    Where there is no gradient at all, as for what a gradient of a gradient does not depend on,
-    torch's nodes hand on `None`, and optimizers leave a parameter without a gradient alone. So do
-    these functions. They exchange zeros nonetheless: another rank may have a gradient of zeros
-    there, for a hook that only it has.
+    Where no gradient exists, as for values that a gradient of a gradient does not depend on,
+    torch's nodes pass `None`, and optimizers skip a parameter without a gradient. These functions
+    pass `None` too, but exchange zeros: another rank may have a gradient of zeros, for a hook that
+    only this rank has.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -34,7 +34,7 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def _made_forward(cls, forward: Any) -> Any:
-        """What torch calls for a subclass's `forward`."""
+        """Returns the function that torch calls for a subclass's `forward`."""
 
         @wraps(forward)
         def without_zeros(ctx: Any, *args: Any) -> Any:
@@ -45,7 +45,7 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def _made_backward(cls, backward: Any) -> Any:
-        """What torch calls for a subclass's `backward`."""
+        """Returns the function that torch calls for a subclass's `backward`."""
 
         @wraps(backward)
         def with_memory(ctx: Any, grad: Tensor | None, *rest: Tensor | None) -> Any:
@@ -71,9 +71,9 @@ def _called(
 
 
 def _made_apply(cls: Any) -> Any:
-    """`torch.autograd.Function.apply` for a class with neither defaults nor a `setup_context`.
+    """Returns a faster `Function.apply` for a class without defaults and `setup_context`.
 
-    It does the same in less time, which counts with about a hundred calls a step.
+    The time matters, as a step makes about a hundred calls.
     """
     general = super(Function, cls).apply
     plain = super(torch.autograd.Function, cls).apply
@@ -87,16 +87,16 @@ def _made_apply(cls: Any) -> Any:
 
 
 class ExchangeFunction(Function):
-    """An autograd function whose `backward` exchanges; it is given what `forward` has saved.
+    """An autograd function whose `backward` exchanges, and gets the tensors saved in `forward`.
 
-    `forward` sets `ctx.mesh`. `backward` is called as ``backward(ctx, saved, *grads)``, after all
-    that ranks need to come to the exchange together:
+    `forward` sets `ctx.mesh`. `backward` is called as ``backward(ctx, saved, *grads)``, after two
+    steps that make all ranks reach the exchange:
 
-    - Something was saved, and is read first. Non-reentrant checkpointing recomputes a region when
-      the first saved tensor of it is read. A rank with an empty shard may save nothing of its own,
-      would not recompute, and so would miss the exchanges that the others repeat.
-    - The mesh's gradient reducer knows that a backward pass is running, since a rank without work
-      may reach no parameter.
+    - Saved tensors are read first, and there is always one. Non-reentrant checkpointing recomputes
+      a region when its first saved tensor is read. A rank with an empty shard may save nothing of
+      its own, would not recompute, and so would miss the exchanges that the others repeat.
+    - The mesh's gradient reducer is notified that a backward pass is running, since a rank without
+      work may reach no parameter.
     """
 
     @classmethod
@@ -124,9 +124,9 @@ class ExchangeFunction(Function):
 
 
 def way_back(x: Tensor) -> Tensor:
-    """An empty second result of a function of x, to which its backward's backward gives zeros.
+    """Returns an empty second result of a function of x, to which double backward gives zeros.
 
-    Where torch's own backward names its input, as those of pools do, gradients of gradients reach
-    the input as zeros instead of `None`.
+    Where torch's own backward takes its input as an argument, as those of pools do, gradients of
+    gradients reach the input as zeros instead of `None`.
     """
     return x.new_empty(0)

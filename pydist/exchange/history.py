@@ -1,14 +1,14 @@
-"""Which calls and numbers have made a sharded tensor, as a hash that the ranks compare.
+"""Hashes of the calls and numbers that made a sharded tensor, which the ranks compare.
 
-Most calls exchange nothing. Where one rank calls another function or gives another number, as one
-that Python's random module has drawn there, each block of the result is that of another network,
-and no message shows it. So each sharded tensor carries a hash of the call that made it: of the
-function, its numbers, and the hashes of the tensors that it was given. What an exchange sends and
-what a backward pass starts from goes into a running hash of the group (`Ledger.history`), which the
-ranks compare at the end of each backward pass.
+Most calls exchange nothing. If one rank calls another function or passes another number, such as
+one drawn by Python's random module, each block of the result belongs to another network, and no
+message shows it. So each sharded tensor carries a hash of the call that made it: of the function,
+its numbers, and the hashes of its argument tensors. The hashes of tensors that are exchanged, or
+start a backward pass, enter a running hash of the group (`Ledger.history`), which the ranks compare
+at the end of each backward pass.
 
-A rank may make calls of its own, as one that looks at something does: their results reach neither.
-Sample groups may differ too, as those with their own augmentation do.
+A rank may make additional calls, for example to inspect a value: their results enter no hash of the
+group. Sample groups may differ too, as with different augmentations.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from pydist.errors import UsageError
 _SAME = frozenset(
     "clone contiguous cpu cuda register_hook requires_grad_ retain_grad view_as".split()
 )
-"""Methods whose result is the same tensor: one rank may call them alone, and read attributes."""
+"""Methods whose result is the same tensor: one rank may call them alone, as it may attributes."""
 _CHANGES = frozenset(f"{name}.__get__" for name in ("H", "T", "data", "imag", "mH", "mT", "real"))
-"""Attributes that are other tensors."""
+"""Attributes that return another tensor."""
 _WRITING_OPERATORS = frozenset(
     f"__{name}__"
     for name in "setitem iadd isub imul itruediv ifloordiv imod ipow iand ior ixor "
@@ -47,20 +47,20 @@ _WRITING_OPERATORS = frozenset(
 _REMEMBERED = 256
 
 _LEAST_HASH = 1 << 41
-"""Larger integers are hashes, and the others numbers of the program."""
+"""The least hash; smaller integers are numbers of the program."""
 NO_HISTORY = _LEAST_HASH
-"""Of a tensor that no call has made."""
+"""The history of a tensor that no call has made."""
 _UNSEEN = _LEAST_HASH + 1
-"""In the place of an argument that is not compared here."""
+"""The key of an argument that is not compared here."""
 _NAN = math.pi * 1e300
 _MOST_SHOWN = 16
-"""Elements of an array or a tensor of integers that is compared as numbers: where, or how often."""
+"""Most elements of an integer array or tensor that is compared as numbers, such as indices."""
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 call_key = native.call_key
 _codes: dict[object, int] = {}
 _writes: set[object] = set()
-"""Functions that write into their first argument, whose values need not be equal before."""
+"""Functions that write into their first argument, whose prior values need not be equal."""
 
 
 class _Call(NamedTuple):
@@ -72,7 +72,7 @@ class _Call(NamedTuple):
 
 
 class _Recent(threading.local):
-    """The calls that this rank has made last, as tuples of `_Call`; ranks can be threads."""
+    """The last calls of this rank, as tuples of `_Call`; thread-local, as ranks can be threads."""
 
     def __init__(self) -> None:
         self.calls: deque[tuple[Any, ...]] = deque(maxlen=_REMEMBERED)
@@ -82,7 +82,7 @@ _recent = _Recent()
 
 
 def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The hash of a call on sharded tensors that a program makes; not 0."""
+    """Returns the hash of a program's call on sharded tensors, which is never 0."""
     code = _codes.get(func)
     if code is None:
         code = _codes[func] = _code_of(func)
@@ -104,20 +104,20 @@ def history_of(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
 
 
 def entered(history: int, before: int, forward: int) -> int:
-    """The hash of a model's input: results of two training forwards on it are not the same.
+    """Returns the hash of a model's input, which differs between training forwards.
 
     Args:
-        history: of the tensor that the caller gives.
-        before: number of the training forward that this was part of.
-        forward: of the one that it enters.
+        history: of the caller's tensor.
+        before: number of the training forward that the tensor belongs to.
+        forward: number of the training forward that it enters.
     """
     return history if forward == before else hash((history, forward)) | _LEAST_HASH
 
 
 def remember(result: Any, history: int, args: Sequence[Any]) -> None:
-    """Notes on the new sharded tensors among a call's results what has made them."""
+    """Sets the history of the new sharded tensors among a call's results."""
     if isinstance(result, Tensor):
-        # What was changed in place is noted by `remember_change`; else it is as it was.
+        # `remember_change` handles a changed argument; an unchanged one keeps its history.
         if not args or result is not args[0]:
             _set(result, history)
     elif isinstance(result, (tuple, list)):
@@ -126,13 +126,13 @@ def remember(result: Any, history: int, args: Sequence[Any]) -> None:
 
 
 def remember_change(x: Tensor) -> None:
-    """Notes on a sharded tensor that the running call changes it in place."""
+    """Sets the history of a sharded tensor that the running call changes in place."""
     if CAUSE.history:
         _set(x, CAUSE.history)
 
 
 def also_made_by(history: int) -> None:
-    """Notes that something else has made what the running call, if there is one, returns."""
+    """Adds another history to that of the running call's result, if a call is running."""
     if CAUSE.history:
         CAUSE.history = hash((CAUSE.history, history)) | _LEAST_HASH
 
@@ -161,9 +161,9 @@ def _keys(values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _key(value: Any) -> Any:
-    """The key of an argument that `call_key` does not know: equal on all ranks, as is its hash."""
+    """Returns the key of an argument that `call_key` does not know; equal on all ranks."""
     if isinstance(value, (int, float)) and not isinstance(value, np.generic):
-        # -2 has the hash of -1, -0.0 that of 0.0, and NaN another one each time.
+        # Python hashes -2 like -1, -0.0 like 0.0, and NaN differently each time.
         return math.nextafter(value, -math.inf) if value in (-2, 0) else _NAN
     if isinstance(value, (str, torch.dtype)):
         return crc32(str(value).encode()) * _LEAST_HASH
@@ -173,7 +173,7 @@ def _key(value: Any) -> Any:
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
-    """What an argument consists of; other plain tensors are compared as operands."""
+    """Returns the numbers in an argument; other plain tensors are compared as operands."""
     if isinstance(value, Tensor):
         is_known = value.dim() == 0 or (
             value.dim() == 1 and value.dtype in _INTEGERS and len(value) <= _MOST_SHOWN
@@ -197,12 +197,12 @@ def _parts(value: Any) -> tuple[Any, ...]:
 
 
 _KINDS = (Tensor, np.generic, np.ndarray, complex, slice, tuple, list, str, torch.dtype)
-"""What `_key` knows, beside all that can be an index."""
+"""Types that `_key` supports, in addition to everything that can be an index."""
 
 
 @contextmanager
 def caused_by(history: int) -> Iterator[None]:
-    """What is exchanged within was made by calls with this hash."""
+    """Attributes exchanges within the context to calls with this hash."""
     before, CAUSE.history = CAUSE.history, CAUSE.history or history
     try:
         yield
@@ -211,17 +211,17 @@ def caused_by(history: int) -> Iterator[None]:
 
 
 def recent_calls() -> list[list[Any]]:
-    """The last calls of this rank, for the other ranks.
+    """Returns the last calls of this rank, for the other ranks.
 
     Returns:
-        Of each its hash, its text, and what it was given.
+        The hash, the text and the argument tensors' hashes of each call.
     """
     calls = [_Call(*each) for each in _recent.calls]
     return [[call.history, _text(call), repr(_without_numbers(call.key[1:]))] for call in calls]
 
 
 def different_histories(heard: Mapping[int, list[list[Any]]]) -> UsageError:
-    """The error for ranks that compute different things; the same on all of them.
+    """Returns the error for ranks that compute different things; the same on all of them.
 
     Args:
         heard: `recent_calls` of each rank of the group.
@@ -244,12 +244,12 @@ def different_histories(heard: Mapping[int, list[list[Any]]]) -> UsageError:
 def _first_difference(
     here: Sequence[Sequence[Any]], there: Sequence[Sequence[Any]]
 ) -> tuple[str, str] | None:
-    """Where two ranks' calls part, in words; `None` if they remember the same ones."""
+    """Describes where two ranks' calls diverge; `None` if they remember the same ones."""
     known_here, known_there = ({history for history, *_ in calls} for calls in (here, there))
     new_here = [call for call in here if call[0] not in known_there]
     new_there = [call for call in there if call[0] not in known_here]
-    # One rank may make calls of its own. That which differs was given what is equal, and is mostly
-    # one of the same function; an earlier step may have made it on the other rank too.
+    # One rank may make additional calls. The first differing call has equal argument tensors, and
+    # mostly the same function; the other rank may also have made it in an earlier step.
     for ours, theirs in ((new_here, new_there), (new_here, there), (here, new_there)):
         for mine in ours:
             for its in reversed(theirs):
@@ -266,7 +266,7 @@ def _first_difference(
 
 
 def _asked(call: Sequence[Any]) -> tuple[str, str]:
-    """The function of a call, and what it was given beside numbers."""
+    """Returns the function of a call, and its arguments other than numbers."""
     return call[1].partition("(")[0], call[2]
 
 
@@ -297,6 +297,6 @@ def _numbers(key: Any) -> Iterator[Any]:
 
 
 def _without_numbers(key: Any) -> Any:
-    """What a call was given beside numbers: the hashes of tensors."""
+    """Returns a call's arguments other than numbers: the hashes of tensors."""
     rest = (each for each in key if not _is_number(each))
     return tuple(_without_numbers(each) if isinstance(each, tuple) else each for each in rest)

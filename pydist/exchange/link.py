@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Link:
-    """A weak reference to a tensor; it can be undone, as torch swaps no tensor that has one."""
+    """A weak reference to a tensor that can be undone, as torch swaps no tensor that has one."""
 
     __slots__ = ("__weakref__", "_reference")
 
@@ -17,36 +17,36 @@ class Link:
         self.restore(tensor)
 
     def __call__(self) -> Tensor | None:
-        """The tensor, while it lives."""
+        """Returns the tensor, while it is alive."""
         tensor = None if self._reference is None else self._reference()
         if tensor is not None:
-            # What torch.utils.weak.TensorWeakRef does, which takes longer.
+            # As torch.utils.weak.TensorWeakRef, which is slower.
             tensor._fix_weakref()  # type: ignore[attr-defined]
         return tensor
 
     def leads_to(self, tensor: Tensor) -> bool:
-        """Whether it is a reference to this tensor."""
+        """Returns whether the link refers to this tensor."""
         return self._reference is not None and self._reference() is tensor
 
     def undo(self) -> None:
-        """Refers to nothing, until `restore`."""
+        """Clears the reference, until `restore`."""
         self._reference = None
 
     def restore(self, tensor: Tensor) -> None:
-        """Refers to the tensor."""
+        """Sets the reference to the tensor."""
         self._reference = _Reference(tensor)
         self._reference.link = weakref.ref(self)
 
 
 class _Reference(weakref.ref[Tensor]):
-    """Knows the link that it belongs to."""
+    """A weak reference that knows its link."""
 
     __slots__ = ("link",)
     link: weakref.ref[Link]
 
 
 def links_to(tensor: Tensor) -> list[Link]:
-    """All links to a tensor."""
+    """Returns all links to a tensor."""
     references = weakref.getweakrefs(tensor)
     links = [each.link() for each in references if isinstance(each, _Reference)]
     return [link for link in links if link is not None]

@@ -1,4 +1,4 @@
-"""Moves shards from one layout to another."""
+"""Redistribution of shards from one layout to another."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pydist.layout import Layout
 
 
 def redistributed(local: Tensor, source: Layout, target: Layout) -> Tensor:
-    """This rank's shard in another layout of the same shape and mesh. Differentiable.
+    """Returns this rank's shard in another layout of the same shape and mesh. Differentiable.
 
-    Its adjoint adds every gradient back along the messages, times rep(source) / rep(target).
-    Messages leave from one of several equal blocks, so its holders then form their mean.
+    Its adjoint adds every gradient back along the messages, times rep(source) / rep(target). Only
+    one of several replicas sends, so the ranks with replicas then form the mean.
 
     Args:
         local: the shard in `source`.
-        source: the layout that it has.
-        target: the layout that it gets.
+        source: the present layout.
+        target: the new layout.
 
     Raises:
         UsageError: the layouts differ in shape or mesh.

@@ -1,1 +1,1 @@
-"""The mean of parameters' gradients over all ranks, whole or of each rank's part."""
+"""The gradient reducer: means of gradients over all ranks, in full or partitioned (ZeRO-1)."""

@@ -1,9 +1,9 @@
-"""Parts of leaves in the graph, which follow a leaf that gets other memory, is frozen or unfrozen.
+"""Parts of leaves in the graph, which follow changes of a leaf's memory and `requires_grad`.
 
-Autograd saves a leaf itself for backward. So it sees what `p.data = ...` puts into the leaf's
-place, and with `create_graph` it asks by then whether the leaf requires a gradient. A sharded call
-uses a part of the leaf instead, with nodes that scale the gradient. Before a backward pass these
-parts become what the leaf is then.
+Autograd saves a leaf itself for backward. So it sees the memory that `p.data = ...` sets, and with
+`create_graph` it checks in backward whether the leaf requires a gradient. A sharded call uses a
+part of the leaf instead, with nodes that scale the gradient. Before a backward pass, these parts
+are updated to the leaf's state.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class _Alias(NamedTuple):
     """A part of a leaf.
 
     Attributes:
-        part: its memory is the leaf's; no view of the leaf for autograd.
+        part: shares the leaf's memory, but is no view of the leaf for autograd.
         leaf: the leaf.
-        index: which part; `None` for all of it.
-        made: makes the part anew, with the graph that leads to the leaf as it is then.
+        index: of the part in the leaf; `None` for the full leaf.
+        made: makes the part again, with a graph that leads to the leaf's current state.
         trains: whether the part leads to the leaf.
     """
 
@@ -41,7 +41,7 @@ class _Alias(NamedTuple):
 
 
 class Aliases:
-    """The parts that graphs hold; they are referred to weakly."""
+    """The parts that graphs hold, as weak references."""
 
     def __init__(self) -> None:
         self._parts: list[_Alias] = []
@@ -53,9 +53,9 @@ class Aliases:
         """Remembers a part.
 
         Args:
-            part: what a call uses; frozen or not, as the leaf is.
-            leaf: what it is a part of.
-            index: which part; `None` for all of it.
+            part: the tensor that a call uses; frozen if the leaf is.
+            leaf: the leaf.
+            index: of the part in the leaf; `None` for the full leaf.
             made: makes the part from the leaf.
         """
         self._parts.append(_Alias(Link(part), Link(leaf), index, made, part.requires_grad))
@@ -64,7 +64,7 @@ class Aliases:
             self._most = 2 * len(self._parts) + _FEW
 
     def renew(self, create_graph: bool) -> None:
-        """Makes the parts what their leaves are now.
+        """Updates the parts to the current state of their leaves.
 
         Args:
             create_graph: whether the backward pass that begins can lead to the leaves.
@@ -96,7 +96,7 @@ class Aliases:
 
 
 class _Follow(Function):
-    """Gives a part the graph of another tensor, or one that ends, for what uses it from now on."""
+    """Replaces the graph of a part, for later uses, by another tensor's or by an empty one."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, other: Tensor | None) -> Tensor:

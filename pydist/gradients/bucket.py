@@ -1,4 +1,4 @@
-"""A bucket: parameters whose gradients travel in one message."""
+"""A bucket: parameters whose gradients are sent in one message."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class Remnant(IntEnum):
-    """Where a rank has its part of a gradient after a backward that raised."""
+    """The location of a rank's part of a gradient after a backward that raised."""
 
     NONE = 0
-    """Nowhere: it has none, or the script has cleared it since."""
+    """Nowhere: the part does not exist, or the script has cleared it since."""
     HERE = 1
     """In its own memory."""
     SENT = 2
-    """In a message that was under way."""
+    """In a message that was in flight."""
     CHANGED = 3
     """In a message, and the script has changed the gradient since."""
 
 
 class Bucket:
-    """Some parameters whose gradients travel in one all-reduce.
+    """Parameters whose gradients are reduced in one all-reduce.
 
-    Its layout is that of `Leaf.kind`, whatever becomes of the parameters: one that is gone or has
-    changed counts as zero, so that the message is the same on all ranks.
+    The layout follows `Leaf.kind`, even if parameters change: a freed or changed parameter counts
+    as zero, so the message has the same layout on all ranks.
     """
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
@@ -56,22 +56,22 @@ class Bucket:
         self._work = transport.all_reduce_async(self._row)
 
     def start_blank(self, transport: Transport) -> None:
-        """Sends the same message with zeros, for what other ranks have begun."""
+        """Sends the same message with zeros, as other ranks have begun theirs."""
         kind = self.leaves[0].kind
         self._row = torch.zeros(self._elements(), dtype=kind.dtype, device=kind.device)
         self._work = transport.all_reduce_async(self._row)
 
     def wait(self) -> None:
-        """Waits until its message has arrived everywhere; before `finish`."""
+        """Waits until the message has arrived everywhere; before `finish`."""
         assert self._work is not None
         self._work.wait()
 
     def finish(self, family: Family, exists: Callable[[Leaf], bool]) -> None:
-        """Makes the mean the gradients.
+        """Stores the means in the gradients.
 
         Args:
-            family: takes up gradients that stay scattered.
-            exists: whether any rank has a gradient for the parameter.
+            family: collects gradients that stay partitioned.
+            exists: returns whether any rank has a gradient for the parameter.
         """
         assert self._row is not None
         divide(self._row, family.transport.size)
@@ -85,8 +85,8 @@ class Bucket:
                 if exists(leaf) and leaf.describes(parameter):
                     parameter.grad = piece.clone()
             elif fits(leaf, grad) and grad.data_ptr() != piece.data_ptr():
-                # One with a graph (create_graph) keeps it. If all of it was reduced on its way, it
-                # is its own mean; but a pass without a graph may have added a part.
+                # A gradient with a graph (create_graph) keeps it. If it was fully reduced before,
+                # it is its own mean; but a pass without a graph may have added a part.
                 grads.append(grad)
                 means.append(piece)
         copy_all(grads, means)
@@ -99,19 +99,19 @@ class Bucket:
         """Undoes `set_aside` after a backward that reduces nothing; does nothing here."""
 
     def release(self) -> bool:
-        """Lets go of gradients that other ranks have by now; whether it needs no further call."""
+        """Frees gradients that have reached other ranks; returns whether this is complete."""
         return True
 
     def has_gradient(self, leaf: Leaf) -> bool:
-        """Whether this rank has one."""
+        """Returns whether this rank has a gradient of the parameter."""
         parameter = leaf.parameter()
         return parameter is not None and parameter.grad is not None
 
     def interrupt(self) -> None:
-        """After a backward that raised: parts the gradients from the message, if it has left.
+        """Separates the gradients from a sent message, after a backward that raised.
 
-        The gradients are in the message now, and NaN here until `resume` brings them back. Other
-        ranks may not have come so far, so nothing waits for the message.
+        The gradients are in the message, and NaN here until `resume` restores them. Other ranks may
+        not have sent theirs, so nothing waits for the message.
         """
         if self._work is None:
             return
@@ -124,7 +124,7 @@ class Bucket:
             self._sent[leaf.key] = parameter.grad, parameter.grad._version
 
     def remnant(self, leaf: Leaf) -> Remnant:
-        """Where this rank has its part of a gradient after a backward that raised."""
+        """Returns the location of this rank's part of a gradient, after a backward that raised."""
         parameter = leaf.parameter()
         grad = None if parameter is None else parameter.grad
         if parameter is None or grad is None or leaf.is_cleared(parameter):
@@ -138,8 +138,8 @@ class Bucket:
         """Waits for the message of an interrupted backward, and adds its mean to the gradients.
 
         Args:
-            family: takes up gradients that stay scattered.
-            remnants: the last one of all ranks, in their order.
+            family: collects gradients that stay partitioned.
+            remnants: the highest of all ranks, in the order of `Remnant`.
         """
         sent, changed = self._sent, Remnant.CHANGED
         self._sent = {
@@ -157,38 +157,38 @@ class Bucket:
                 continue
             if sent.get(leaf.key, (None,))[0] is grad:
                 grad.copy_(piece)
-            else:  # this rank had not come so far: its own part is here
+            else:  # this rank had not sent its message: its own part is here
                 grad.add_(piece)
             leaf.remember_pause(parameter)
         self._row = self._work = None
 
     def abandon(self, *, wait: bool = True) -> None:
-        """Lets go of what a backward that raised left under way.
+        """Drops messages that a backward that raised left in flight.
 
         Args:
-            wait: for its messages, as until then memory is written; not for those of a CUDA graph
-                that there will never be.
+            wait: whether to wait for the messages, which write memory until then; not for those of
+                a CUDA graph whose capture failed.
         """
         if wait and self._work is not None:
             self._work.wait()
         self._row = self._work = None
 
     def _own_memory(self) -> Tensor | None:
-        """The memory of the one gradient, if it may be overwritten as it is; else None."""
+        """Returns the memory of the only gradient, if it can be overwritten in place; else None."""
         parameter = self.leaves[0].parameter()
         grad = None if parameter is None else parameter.grad
         if grad is None or parameter is None or not fits(self.leaves[0], grad):
             return None
         if not in_order_of(grad, parameter):
             return None
-        # What backward handed over may share memory with another gradient.
+        # Backward may have stored a gradient that shares memory with another one.
         storage = grad.untyped_storage()
         if torch._C._storage_Use_Count(storage._cdata) > 2:  # the gradient's, and `storage`'s
             return None
         return memory_of(grad)
 
     def _packed(self) -> Tensor:
-        """The gradients copied together."""
+        """Copies the gradients into one row, and returns it."""
         if self._flat is None:
             kind = self.leaves[0].kind
             self._flat = torch.empty(self._elements(), dtype=kind.dtype, device=kind.device)
@@ -209,7 +209,7 @@ class Bucket:
         return sum(leaf.numel for leaf in self.leaves)
 
     def _places_in(self, row: Tensor) -> list[Tensor]:
-        """The places of the parameters in a row that holds all of them."""
+        """Returns views of the parameters' places in a row that holds all of them."""
         if row is self._flat and self._places:
             return self._places
         places, start = [], 0
@@ -228,11 +228,11 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def pending_gradient(parameter: Tensor) -> Tensor | None:
-    """What this rank has accumulated and the ranks have not reduced yet."""
+    """Returns the gradient that this rank has accumulated and that is not reduced yet."""
     grad = parameter.grad
     return grad.pending if isinstance(grad, ScatteredGradient) else grad
 
 
 def fits(leaf: Leaf, grad: Tensor) -> bool:
-    """Whether the message has a place for a gradient: not where the parameter has changed since."""
+    """Returns whether a gradient fits into the message: not if the parameter changed since."""
     return grad.dtype == leaf.kind.dtype and grad.device == leaf.kind.device

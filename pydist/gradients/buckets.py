@@ -1,4 +1,4 @@
-"""Which parameters share a bucket, and the order in which buckets leave."""
+"""Assignment of parameters to buckets, and the order in which buckets are sent."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
     from pydist.gradients.leaf import Leaf
 
-# Large enough that latency is nothing beside the transfer, small enough that the first bucket
-# leaves while most of backward is still to run.
+# Large enough that latency is negligible, small enough that the first bucket is sent early in
+# backward.
 BUCKET_BYTES = 8 << 20
-# From here on a gradient travels alone, out of its own memory: copying costs more than a message.
+# From this size on, a gradient is sent alone from its own memory: a copy costs more than a message.
 ALONE_BYTES = 256 << 10
 
 
 def make_buckets(leaves: Sequence[Leaf], transport: Transport) -> list[Bucket]:
-    """Buckets, in the order in which backward completes them: last parameters first.
+    """Makes buckets, in the order in which backward completes them: last parameters first.
 
-    Small parameters share buckets, even across large ones, which travel alone.
+    Small parameters share buckets, even across large ones, which are sent alone.
     """
     made: list[tuple[int, bool, list[Leaf]]] = []  # when complete, kind, contents
     open_: dict[tuple[object, ...], tuple[list[Leaf], list[int]]] = {}

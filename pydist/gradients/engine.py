@@ -1,7 +1,7 @@
-"""torch's autograd engine, extended to tell gradient reducers when a backward pass starts and ends.
+"""torch's autograd engine, extended to notify reducers when a backward pass starts and ends.
 
-`run_backward` of torch's engine is the one entry of all backward passes that Python starts. It is
-private; torch has no public means to learn of their start, their roots and their failure.
+`run_backward` of torch's engine is the only entry of backward passes that Python starts. It is
+private; torch has no public API that reports their start, their roots and their failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _engine: Any = type(Variable._execution_engine)
 
 
 class _Detached(threading.local):
-    """Of a model whose last outputs have no graph: mesh and batch; ranks can be threads."""
+    """Mesh and batch of the last model outputs without a graph; thread-local, as ranks may be."""
 
     mesh: weakref.ref[Mesh] | None = None
     sizes: GroupSizes | None = None
@@ -39,20 +39,20 @@ _detached = _Detached()
 
 
 def led_out(mesh: Mesh, sizes: GroupSizes) -> None:
-    """Notes that the forward pass of a batch has given outputs without a graph, to several groups.
+    """Records a forward pass of a batch, of several groups, that gave outputs without a graph.
 
-    What the next backward pass trains without reaching a mesh is a head on frozen features: its
-    gradients are those of each group's own samples, and are reduced as others are.
+    If the next backward pass reaches no mesh, it trains a head on frozen features: its gradients
+    are of each group's own samples, and are reduced like others.
     """
     _detached.mesh, _detached.sizes = weakref.ref(mesh), sizes
 
 
 class _Next(threading.local):
-    """What is known of the next pass of a thread.
+    """Properties of the next pass of a thread.
 
     Attributes:
-        histories: of the sharded tensors that a program starts it from.
-        is_own: whether a backward function of pydist starts it, and no program.
+        histories: of the sharded tensors that are roots of the pass.
+        is_own: whether a backward function of pydist starts the pass, not the program.
     """
 
     histories: Collection[int] = ()
@@ -63,12 +63,12 @@ _next = _Next()
 
 
 def starts_from(histories: Iterable[int]) -> None:
-    """Notes what has made the sharded tensors that the next pass of this thread starts from."""
+    """Records the histories of the sharded tensors that are roots of this thread's next pass."""
     _next.histories = tuple(histories)
 
 
 def own_grad(y: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
-    """Gradients with a graph, for a backward function that has computed `y` anew from `inputs`."""
+    """Returns gradients with a graph, for a backward function that recomputed `y`."""
     _next.is_own = True
     try:
         return torch.autograd.grad(y, inputs, grad, create_graph=True)
@@ -77,7 +77,7 @@ def own_grad(y: Tensor, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor,
 
 
 class _Engine(_engine):  # type: ignore[misc]
-    """torch's engine, which tells the reducers of backward passes that concern them."""
+    """torch's engine, which notifies reducers of the backward passes that concern them."""
 
     def run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
         seeds = args[0] if args else ()
@@ -113,7 +113,7 @@ class _Engine(_engine):  # type: ignore[misc]
                 with torch.set_grad_enabled(create_graph):
                     for reducer in reducers:
                         results = reducer.returned(inputs, results)
-        if not is_nested:  # else another call is running, which returns something else
+        if not is_nested:  # else another call is running, with another result
             also_made_by(histories.total())
         for result in results or ():
             if isinstance(result, Tensor):
@@ -122,7 +122,7 @@ class _Engine(_engine):  # type: ignore[misc]
 
 
 def _refuse_batched(seeds: Iterable[Any]) -> None:
-    """Names a pass that computes several gradients at once, by torch's vmap."""
+    """Raises for a pass that computes a batch of gradients with torch's vmap."""
     if any(isinstance(x, Tensor) and torch._C._functorch.is_legacy_batchedtensor(x) for x in seeds):
         raise NotSupported(
             "is_grads_batched=True (vectorize=True in torch.autograd.functional) with a model or a "
@@ -132,17 +132,17 @@ def _refuse_batched(seeds: Iterable[Any]) -> None:
 
 
 def _counted(found: Histories, *, is_nested: bool) -> Histories:
-    """Which histories a pass that starts has: of those that its graph leads to, and those given."""
+    """Returns the histories of a pass that starts: of its graph, or of the given roots."""
     given, _next.histories = _next.histories, ()
     is_own, _next.is_own = _next.is_own, False
     if not is_nested:
         return found
-    # Within another pass only what the program says: its roots may be in a checkpointed part.
+    # Within another pass, only given ones: its roots may be in a checkpointed region.
     return NOTHING if is_own else Histories({*found.wholes, *given}, ())
 
 
 def _meshes_of_leaves(outputs: Iterable[Any]) -> Iterator[Mesh]:
-    """The meshes of members that a pass starts from."""
+    """Yields the meshes of members that are roots of a pass."""
     for tensor in outputs:
         if isinstance(tensor, Tensor) and tensor.grad_fn is None:
             leaf = leaf_of(tensor)
@@ -153,7 +153,7 @@ def _meshes_of_leaves(outputs: Iterable[Any]) -> Iterator[Mesh]:
 
 @contextmanager
 def _told(reducers: Sequence[Reducer]) -> Iterator[None]:
-    """Tells reducers of the end of a pass."""
+    """Notifies reducers of the end of a pass."""
     try:
         yield
     except BaseException:
@@ -166,15 +166,15 @@ def _told(reducers: Sequence[Reducer]) -> Iterator[None]:
 
 @contextmanager
 def _compared(meshes: Sequence[Mesh], histories: Histories, *, keeps: bool) -> Iterator[None]:
-    """Adds the histories of a pass to what the ranks compare.
+    """Adds the histories of a pass to the hashes that the ranks compare.
 
-    A pass that exchanges nothing may be this rank's own look at something, and then does not count:
-    what it returns carries its histories.
+    A pass that exchanges nothing may run on this rank alone, for inspection, so its histories are
+    removed again: its results carry them.
 
     Args:
-        meshes: those that the pass concerns.
+        meshes: the meshes that the pass concerns.
         histories: of the pass.
-        keeps: whether it counts in any case: what it accumulates carries no history.
+        keeps: whether the histories stay in any case, as accumulated gradients carry none.
     """
     ledgers = [mesh.sample.ledger for mesh in meshes] if histories is not NOTHING else []
     before, calls = [ledger.history for ledger in ledgers], _calls(meshes)
@@ -189,12 +189,12 @@ def _compared(meshes: Sequence[Mesh], histories: Histories, *, keeps: bool) -> I
 
 
 def _calls(meshes: Iterable[Mesh]) -> int:
-    """How many calls the groups of these meshes have started on this rank."""
+    """Returns the number of calls that the groups of these meshes have started on this rank."""
     return sum(group.ledger.count for mesh in meshes for group in mesh.transports)
 
 
 def install() -> None:
-    """Puts this engine in the place of torch's, once.
+    """Replaces torch's engine by this one, once.
 
     Raises:
         NotSupported: this version of torch starts backward passes in another way.

@@ -1,4 +1,4 @@
-"""What the ranks tell each other at the end of a backward pass: which gradients there are."""
+"""Flags that the ranks exchange at the end of a backward pass: the gradients that exist."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from pydist.gradients.leaf import Leaf
     from pydist.mesh import Mesh
 
-# A parameter that is frozen for so many backward passes in a row is sent no longer. Networks that
-# are frozen and unfrozen in turn (GANs) keep their places.
+# A parameter that is frozen for this many consecutive backward passes is no longer sent. Networks
+# that are frozen and unfrozen alternately (GANs) keep their places.
 _IDLE_PASSES = 3
 OLD, NEW = 1, 2
 """A gradient from before this backward, and one that this backward has added to."""
 FROZEN, SHOWN = 1, 2
-"""A parameter that takes no gradient, and one whose hooks see that which arrives all the same."""
+"""A parameter that stores no gradient, and one whose hooks still see arriving gradients."""
 _COUNTED = 0, 1, 1 << 31
-"""What each flag is in a sum over ranks."""
+"""The term of each flag in a sum over ranks."""
 
 
 class Flags:
     """Exchanges the flags of a backward pass: the highest of each, and whether the ranks agree.
 
-    One all-reduce of a few integers in host memory: a sum, as the consistency checks need one, in
-    which a flag of 2 counts for more than all flags of 1 together. A captured step sends it as
-    well, and its replays do not: what it captures must be a step like the one before.
+    This is one all-reduce of a few integers in host memory: a sum, as the consistency checks need,
+    in which a flag of 2 counts more than all flags of 1 together. A captured step sends it, but its
+    replays do not: the captured step must be like the one before.
     """
 
     def __init__(self) -> None:
@@ -46,19 +46,19 @@ class Flags:
     def exchange(
         self, world: Transport, own: list[int], proof: int, *, captured: bool
     ) -> tuple[list[int], int]:
-        """The largest of each flag over all ranks. Collective.
+        """Returns the largest of each flag over all ranks. Collective.
 
         Args:
             world: connects all ranks.
             own: the flags of this rank: 0, 1 or 2.
-            proof: the share of this rank in a sum that is 0 where the ranks agree.
-            captured: whether the step becomes a CUDA graph.
+            proof: this rank's term of a sum that is 0 if the ranks agree.
+            captured: whether the step is captured as a CUDA graph.
 
         Returns:
             The largest flags, and the sum of the proofs.
 
         Raises:
-            NotSupported: a step is captured that has other gradients than the one before.
+            NotSupported: a captured step has other gradients than the one before.
         """
         if own != self._own:
             self._own = own
@@ -78,15 +78,15 @@ class Flags:
 def own_flags(
     lanes: Sequence[Lane], news: bool, unused: Container[Leaf] = ()
 ) -> tuple[list[int], list[list[int]]]:
-    """What this rank has: a place for news, a flag for each lane, two for each member.
+    """Returns this rank's flags: one for news, one for each lane, two for each member.
 
     Args:
         lanes: all lanes.
         news: whether a parameter without a lane has a gradient.
-        unused: frozen members that a gradient has arrived at.
+        unused: frozen members at which a gradient has arrived.
 
     Returns:
-        The flags, and for each lane the leaves that need no place any more.
+        The flags, and for each lane the leaves that no longer need a place.
     """
     flags = [0, *(int(lane.wanted) for lane in lanes)]
     frozen: list[int] = []
@@ -129,7 +129,7 @@ def own_flags(
 def read_flags(
     lanes: Sequence[Lane], anywhere: Sequence[int]
 ) -> tuple[bool, list[int], dict[Leaf, int]]:
-    """From the flags of all ranks: whether there is news, which lanes are used, which members."""
+    """Splits the flags of all ranks into those for news, for lanes and for members."""
     count = len(lanes)
     members = chain.from_iterable(lane.leaves for lane in lanes)
     flags = dict(zip(members, anywhere[1 + count :], strict=False))
@@ -139,13 +139,13 @@ def read_flags(
 def show_unused(
     mesh: Mesh, lanes: Sequence[Lane], anywhere: Sequence[int], unused: dict[Leaf, Tensor]
 ) -> None:
-    """Forms the means that hooks of any rank are to see. Collective.
+    """Forms the means that hooks of any rank need. Collective.
 
     Args:
         mesh: the mesh.
         lanes: all lanes.
         anywhere: the flags of all ranks.
-        unused: what has arrived at frozen members; means take its place.
+        unused: gradients that arrived at frozen members; replaced by their means.
     """
     members = [(lane, leaf) for lane in lanes for leaf in lane.leaves]
     frozen = anywhere[1 + len(lanes) + len(members) :]
@@ -158,10 +158,10 @@ def show_unused(
 
 
 def refuse_frozen(lanes: Sequence[Lane], anywhere: Sequence[int]) -> None:
-    """Names a parameter that some ranks train and others have frozen; on all ranks.
+    """Raises, on all ranks, for a parameter that some ranks train and others have frozen.
 
     Raises:
-        NotSupported: there is one.
+        NotSupported: such a parameter exists.
     """
     members = [leaf for lane in lanes for leaf in lane.leaves]
     first = 1 + len(lanes)

@@ -1,9 +1,8 @@
-"""Which parameters a backward pass will reach, found by a walk of the autograd graph.
+"""Walks of the autograd graph, which find the parameters that a backward pass will reach.
 
-The leaves below a sharded tensor are known from the calls that made it. What remains are plain
-tensors before such calls and after them (a computed weight, a head after `full_tensor()`). Their
-part of the graph is walked; the nodes where a walk has started are marked with what it has found,
-and the next walk ends there.
+The leaves below a sharded tensor are known from the calls that made it. The others are below plain
+tensors before and after such calls (a computed weight, a head after `full_tensor()`). Their part of
+the graph is walked; the start node of a walk is marked with the results, and later walks end there.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ if TYPE_CHECKING:
 _MARK = "pydist mesh"
 _HISTORIES = "pydist histories"
 WHOLE, USED_IN = "pydist whole", "pydist used in"
-"""Marks of nodes: all ranks have what comes from it; and the mesh with whose shards it was used."""
+"""Marks of nodes: a value that all ranks have; and the mesh with whose shards it was used."""
 _functions: Any = torch._C._functions
 
 
 class Histories(NamedTuple):
-    """What has made the tensors that a graph leads to; sets, since the order is a rank's own."""
+    """Histories of the tensors that a graph leads to; sets, since their order is rank-local."""
 
     wholes: Collection[int]
-    """Of plain tensors that all ranks have."""
+    """Histories of plain tensors that all ranks have."""
     shards: Collection[int]
-    """Of shards. Other ranks may not have asked for theirs, as where one rank looks at its own."""
+    """Histories of shards; other ranks may not have read theirs, if one rank inspects its own."""
 
     def total(self) -> int:
-        """One number for all of them."""
+        """Returns one number for all histories."""
         return sum(self.wholes) + sum(self.shards)
 
 
@@ -45,27 +44,27 @@ NOTHING = Histories((), ())
 
 
 def mark(tensor: Tensor, mesh: Mesh, histories: Histories) -> None:
-    """Notes that all parameters that a plain tensor was computed from are known to the mesh.
+    """Marks a plain tensor whose parameters are all known to the mesh.
 
     Args:
         tensor: the plain tensor.
         mesh: the mesh.
-        histories: what has made it.
+        histories: of the tensor.
     """
     marks.mark(tensor, _MARK, mesh)
     marks.mark(tensor, _HISTORIES, histories)
 
 
 def mark_whole(tensor: Tensor) -> None:
-    """Notes that all ranks have a plain tensor that comes from sharded ones."""
+    """Marks a plain tensor, computed from sharded ones, that all ranks have."""
     marks.mark(tensor, WHOLE, True)
 
 
 def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Registers a hook on a tensor, also on a view whose base was changed past autograd.
 
-    torch makes a new graph node for such a view. Where `register_hook` is what makes it, the
-    process crashes (torch 2.13), so the node is asked for before.
+    torch makes a new graph node for such a view. If `register_hook` makes it, the process crashes
+    (torch 2.13), so the node is read before.
     """
     _ = tensor.grad_fn
     handle: RemovableHandle = tensor.register_hook(hook)
@@ -75,14 +74,14 @@ def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Re
 def walk(
     nodes: Iterable[Any], mesh: Mesh | None = None
 ) -> tuple[list[Mesh], list[Tensor], Histories]:
-    """Finds what the unmarked part of a graph leads to.
+    """Finds the meshes, leaves and histories that the unmarked part of a graph leads to.
 
     Args:
-        nodes: where to start.
-        mesh: marks what was walked; by default the first mesh that is found does.
+        nodes: the start nodes.
+        mesh: marks the start node; by default the first mesh that is found.
 
     Returns:
-        The meshes whose tensors or parameters are met; the leaves that none of them knows; and
+        The meshes whose tensors or parameters are reached; the leaves that none of them knows; and
         the histories of the tensors.
     """
     roots = [node for node in nodes if node is not None]
@@ -105,27 +104,27 @@ def walk(
     found, histories = list(meshes.values()), Histories(wholes, shards)
     owner = mesh or (found[0] if found else None)
     if owner is not None and len(roots) == 1:
-        # Not the nodes below: which of them a walk has met is not the same on all ranks.
+        # Not the nodes below, as different ranks walk different ones.
         roots[0].metadata.update({_MARK: owner, _HISTORIES: histories})
-    leaves.reverse()  # the order in which they were used, as far as the graph tells it
+    leaves.reverse()  # roughly the order in which they were used
     return found, leaves, histories
 
 
 def is_reached(parameter: Tensor) -> bool:
-    """Whether the running backward reaches a parameter.
+    """Returns whether the running backward reaches a parameter.
 
-    It also reaches a parameter that was frozen after the forward pass: torch adds nothing to its
-    gradient then, but calls its hooks.
+    Backward also reaches a parameter that was frozen after the forward pass: torch adds nothing to
+    its gradient, but calls its hooks.
     """
     trains = parameter.requires_grad
     try:
         if not trains:
-            parameter.requires_grad_(True)  # torch names the node only of those that require it
-        # Not remembered: `model.double()` gives a parameter another node.
+            parameter.requires_grad_(True)  # torch returns the node only if a gradient is required
+        # Not cached: `model.double()` gives a parameter another node.
         node = torch.autograd.graph.get_gradient_edge(parameter).node
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
-        return False  # the engine refuses the question for what it captures
+        return False  # the engine refuses the query for inputs of autograd.grad
     finally:
         if not trains:
             parameter.requires_grad_(False)

@@ -1,9 +1,9 @@
 """Gradients after a backward that raised, whose error a script may catch.
 
-What was added to a gradient stays, as in torch, and is reduced with what the next backward adds, as
-after `no_sync`. Some messages have left by then, and other ranks may have sent fewer. So at first
-no rank waits. The next backward on all ranks completes the messages (`settle`), and their means go
-into the gradients that the script has not cleared.
+Accumulated gradients stay, as in torch, and are reduced together with those of the next backward,
+as after `no_sync`. Some messages may already be in flight, and other ranks may have sent fewer. So
+at first no rank waits. The next backward on all ranks completes the messages (`settle`), and adds
+their means to the gradients that the script has not cleared.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def interrupt(lanes: Iterable[Lane], added: Iterable[Leaf]) -> None:
-    """Notes that a backward has raised on this rank.
+    """Records that a backward has raised on this rank.
 
     Args:
         lanes: all lanes.
-        added: the parameters whose gradients it has added to.
+        added: the parameters to whose gradients it has added.
     """
     added = set(added)
     for lane in lanes:
@@ -45,7 +45,7 @@ def settle(world: Transport, lanes: Sequence[Lane]) -> None:
 
     Raises:
         NotSupported: ranks have added to different gradients, or a script has changed one whose
-            message was under way; on all ranks. Gradients that were cleared are right.
+            message was in flight; on all ranks. Cleared gradients are correct.
     """
     leaves = [leaf for lane in lanes for leaf in lane.leaves]
     own = [remnant for lane in lanes for remnant in lane.remnants()]

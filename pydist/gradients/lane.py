@@ -1,4 +1,4 @@
-"""A lane: parameters whose buckets leave in one fixed order, on a transport of their own."""
+"""A lane: parameters whose buckets are sent in one fixed order, on a separate transport."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 
 class Lane:
-    """Parameters whose gradients travel together: those of a model, or the ones found later.
+    """Parameters whose gradients are sent together: those of a model, or those found later.
 
-    Lanes have transports of their own, so a backward that uses one of two models sends the
-    gradients of that one, as soon as they are complete. Which parameters a lane has, and in which
-    order, is the same on all ranks that hold them.
+    Each lane has a separate transport, so a backward that uses one of two models sends that model's
+    gradients as soon as they are complete. The parameters of a lane and their order are the same on
+    all ranks that hold them.
 
     Attributes:
         axes: axes of the mesh along which the ranks hold the parameters.
-        transport: connects these ranks, and is used by nothing else: a rank without work starts
-            its buckets later than the others, after exchanges that they start after theirs.
-        leaves: the parameters, in the order in which they were registered.
-        bucket_of: the message that each of them is part of.
-        pauses: how many `no_sync` blocks are open.
-        pending: whether gradients were accumulated in one, or in a backward that raised, and are to
-            be reduced.
+        transport: connects these ranks, for this lane only: a rank without work starts its buckets
+            late, after exchanges that other ranks start after their buckets.
+        leaves: the parameters, in the order of registration.
+        bucket_of: the bucket of each parameter.
+        pauses: number of open `no_sync` blocks.
+        pending: whether unreduced gradients were accumulated in a `no_sync` block, or in a backward
+            that raised.
         touched: whether the running backward has accumulated one of the gradients.
-        dropped: which leaves this rank has last proposed to drop.
+        dropped: indices of the leaves that this rank has last proposed to drop.
     """
 
     def __init__(self, axes: Sequence[str], transport: Transport, timers: Timers) -> None:
@@ -55,7 +55,7 @@ class Lane:
 
     @property
     def started(self) -> int:
-        """How many buckets have left."""
+        """Number of buckets that were sent."""
         return self._next
 
     @property
@@ -69,7 +69,7 @@ class Lane:
         return [b for b in self.buckets if isinstance(b, ScatteredBucket)]
 
     def plan(self, leaves: Sequence[Leaf]) -> None:
-        """Makes the buckets of these parameters. On all ranks, while none is on its way."""
+        """Makes the buckets of these parameters. On all ranks, while none is in flight."""
         self.leaves = list(leaves)
         self.buckets = make_buckets(self.leaves, self.transport)
         self.bucket_of = {leaf: bucket for bucket in self.buckets for leaf in bucket.leaves}
@@ -77,10 +77,10 @@ class Lane:
         self.reset()
 
     def arrive(self, leaf: Leaf) -> None:
-        """Takes note of a gradient, and starts the buckets that are complete.
+        """Records a gradient, and starts the buckets that are complete.
 
         Raises:
-            NotSupported: another part of this gradient has left already.
+            NotSupported: another part of this gradient was already sent.
         """
         bucket = self.bucket_of[leaf]
         if leaf in self._arrived:
@@ -96,13 +96,13 @@ class Lane:
         while self._released < self._next and self.buckets[self._released].release():
             self._released += 1
         memory.relieve()
-        # A frozen parameter may come without having been expected: `set_` hides its node.
+        # A frozen parameter may arrive unexpectedly: `set_` hides its node.
         bucket.expected.discard(leaf)
         while self._next < len(self.buckets) and not self.buckets[self._next].expected:
             self._start_next()
 
     def begin(self) -> None:
-        """Takes part in the running backward: buckets wait for gradients that may come."""
+        """Joins the running backward: buckets wait for gradients that may arrive."""
         if self.touched:
             return
         self.touched = True
@@ -110,13 +110,13 @@ class Lane:
             bucket.expected = {leaf for leaf in bucket.leaves if _may_come(leaf)}
 
     def start_rest(self) -> None:
-        """Starts what has not left yet; a missing gradient counts as zero."""
+        """Starts the remaining buckets; a missing gradient counts as zero."""
         self.touched = True
         while self._next < len(self.buckets):
             self._start_next()
 
     def finish(self, exists: Callable[[Leaf], bool]) -> None:
-        """Waits for the means and makes them the gradients."""
+        """Waits for the means and stores them in the gradients."""
         for bucket in self.buckets:
             bucket.wait()
         family = Family(self.transport)
@@ -128,23 +128,23 @@ class Lane:
         self.reset()
 
     def interrupt(self) -> None:
-        """After a backward that raised: parts the gradients from the messages under way."""
+        """Separates the gradients from messages in flight, after a backward that raised."""
         for bucket in self.buckets:
             bucket.interrupt()
 
     def remnants(self) -> list[Remnant]:
-        """For each of the leaves, where this rank has its part after a backward that raised."""
+        """Returns the location of this rank's part of each leaf, after a backward that raised."""
         return [self.bucket_of[leaf].remnant(leaf) for leaf in self.leaves]
 
     def resume(self, started: int, remnants: Mapping[Leaf, Remnant]) -> None:
-        """Completes what an interrupted backward has begun. On all ranks.
+        """Completes the messages of an interrupted backward. On all ranks.
 
         Args:
-            started: how many buckets have left on the rank that came furthest.
+            started: the largest number of buckets that any rank has sent.
             remnants: see `Bucket.resume`.
         """
         ledger = self.transport.ledger
-        ledger.place = IN_BACKWARD  # as on the ranks that came further
+        ledger.place = IN_BACKWARD  # as on the ranks that sent more
         try:
             for bucket in self.buckets[self._next : started]:
                 bucket.start_blank(self.transport)
@@ -162,7 +162,7 @@ class Lane:
         self.reset()
 
     def reset(self) -> None:
-        """Makes ready for another backward."""
+        """Prepares for another backward."""
         self.touched = False
         self._arrived.clear()
         self._next = self._released = 0
@@ -174,6 +174,6 @@ class Lane:
 
 
 def _may_come(leaf: Leaf) -> bool:
-    """Whether the running backward may call the leaf's hooks."""
+    """Returns whether the running backward may call the leaf's hooks."""
     parameter = leaf.parameter()
     return parameter is not None and (parameter.requires_grad or is_reached(parameter))

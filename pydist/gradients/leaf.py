@@ -1,4 +1,4 @@
-"""A parameter as the reducer knows it, and the hooks that it carries."""
+"""Parameters as members of the reducer, and their hooks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OWN = -1  # the key of the reducer's hook; torch counts users' hooks from 0
 
 
 class Kind(NamedTuple):
-    """What decides how a gradient travels."""
+    """The properties of a gradient that determine its message."""
 
     dtype: torch.dtype
     device: torch.device
@@ -33,11 +33,11 @@ class Kind(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> Kind:
-        """Describes a tensor."""
+        """Returns the kind of a tensor's gradient."""
         return Kind(gradient_dtype(tensor), tensor.device, tensor.shape, tensor.stride())
 
     def zeros(self) -> Tensor:
-        """A gradient of zeros."""
+        """Returns a gradient of zeros."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def __str__(self) -> str:
@@ -46,46 +46,45 @@ class Kind(NamedTuple):
 
 
 class Averaging(Protocol):
-    """What a leaf's hooks call: the reducer."""
+    """The interface of the reducer that a leaf's hooks call."""
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks."""
+        """The mesh of the reducer."""
 
     def before(self, leaf: Leaf, grad: Tensor | None) -> Tensor | None:
-        """A gradient arrives at a parameter."""
+        """Handles a gradient that arrives at a parameter."""
 
     def after(self, leaf: Leaf, parameter: Tensor) -> None:
-        """A gradient was accumulated."""
+        """Handles a gradient that was accumulated."""
 
 
 class Leaf:
     """A parameter whose gradient the ranks average.
 
-    It holds the parameter weakly, and the parameter holds it, by its hooks. These are hooks of the
-    tensor: unlike the nodes of a graph they survive `model.double()` and `p.data = ...`.
+    The leaf refers to the parameter weakly, and the parameter's hooks refer to the leaf. These are
+    hooks of the tensor: unlike graph nodes they survive `model.double()` and `p.data = ...`.
 
     Attributes:
         key: `id` of the parameter.
         name: for errors.
-        kind: of the gradient's memory, as the buckets expect it.
+        kind: the layout of the gradient in the buckets.
         dense: whether the elements of the parameter fill one interval of memory.
-        has_parts: whether the gradient can be partitioned, as the optimizer partitions values.
-        scattered: whether each rank gets the mean of its own part only, if it has parts.
+        has_parts: whether the gradient can be partitioned like the parameter.
+        scattered: whether each rank gets the mean of its own part only, if `has_parts`.
         fired: whether this rank has accumulated a gradient that is not reduced yet.
-        paused: whether that was under `no_sync`, or in a backward that raised.
-        keeps_graph: whether the running backward reduces the gradient on its way, with a graph
-            (create_graph), so that the ranks have nothing to add.
-        partial: whether a backward that raised has added to the gradient, until the ranks have
-            settled that (`Reducer.settle`).
-        idle: backward passes in a row that found it frozen.
+        paused: whether it was accumulated under `no_sync`, or in a backward that raised.
+        keeps_graph: whether the running backward reduces the arriving gradient, with a graph
+            (create_graph), so that nothing is left to reduce.
+        partial: whether a backward that raised has added to the gradient, until `Reducer.settle`.
+        idle: number of consecutive backward passes in which it was frozen.
         has_hooks: whether users' hooks were registered.
         waits: whether users' hooks wait for the mean in the running backward.
-        in_graph: whether users' hooks have seen the mean as it arrived (create_graph),
-            so that only those after accumulation wait.
-        base: the gradient before the running backward, where hooks need to know what was added.
-        place: where the optimizer has it that has stepped it first: group, and index in that.
-        is_placed: whether the ranks have compared it.
+        in_graph: whether users' hooks have seen the mean when it arrived (create_graph), so that
+            only post-accumulate hooks wait.
+        base: the gradient before the running backward, if hooks need the added part.
+        place: group and index in the optimizer that has stepped the parameter first.
+        is_placed: whether the ranks have compared `place`.
     """
 
     def __init__(self, parameter: Tensor, name: str, reducer: Averaging) -> None:
@@ -115,12 +114,12 @@ class Leaf:
         before: OrderedDict[int, _Hook] | None,
         after: OrderedDict[int, _Hook] | None,
     ) -> None:
-        """Gives the parameter the reducer's hooks.
+        """Sets the reducer's hooks on the parameter.
 
         Args:
             parameter: the parameter.
             before: users' hooks for its gradient, which are called after the reducer's.
-            after: those for the accumulated gradient.
+            after: users' hooks for the accumulated gradient.
         """
         self.has_hooks = False
         self._before, self._after = _Hooks(self, before), _Hooks(self, after)
@@ -129,9 +128,9 @@ class Leaf:
         _set_hooks(parameter, self._before, self._after)
 
     def renewed(self, parameter: Tensor) -> Leaf:
-        """The same parameter after its dtype, shape or strides changed; this one is void.
+        """Returns a leaf for the parameter with a new dtype, shape or strides; this one is void.
 
-        It takes over the hooks as they are: the engine may be calling one of them.
+        The new leaf keeps the hook objects, as the engine may be calling one of them.
         """
         fresh = copy.copy(self)
         fresh._measure(parameter)
@@ -140,11 +139,11 @@ class Leaf:
         return fresh
 
     def parameter(self) -> Tensor | None:
-        """The parameter, while it lives and this describes it."""
+        """Returns the parameter, while it is alive and this leaf is valid."""
         return None if self._gone else self._parameter()
 
     def describes(self, parameter: Tensor) -> bool:
-        """Whether the parameter still is what the buckets expect."""
+        """Returns whether the parameter still has the kind that the buckets expect."""
         kind = self.kind
         return (
             gradient_dtype(parameter) is kind.dtype
@@ -154,11 +153,11 @@ class Leaf:
         )
 
     def reducer(self) -> Averaging | None:
-        """What averages the gradient, while it lives."""
+        """Returns the reducer of the gradient, while it is alive."""
         return self._reducer()
 
     def refuse_hooks(self) -> None:
-        """Names hooks of users that a partitioned gradient could not serve."""
+        """Raises if users have registered hooks, which a partitioned gradient does not support."""
         if self._before.users() or self._after.users():
             raise NotSupported(
                 f"hooks on the parameter {self.name}, whose gradient is partitioned over the ranks "
@@ -167,28 +166,28 @@ class Leaf:
             )
 
     def remember_base(self, parameter: Tensor) -> None:
-        """Keeps the gradient as it was, unless what was added since is still to be reduced."""
+        """Stores the gradient as the base, unless it has a part that is not reduced yet."""
         if self.has_part(parameter):
             return
         grad = parameter.grad
         self.base = None if grad is None else grad.detach().clone()
 
     def has_part(self, parameter: Tensor) -> bool:
-        """Whether the gradient has a part that an earlier backward did not reduce."""
+        """Returns whether the gradient has a part that an earlier backward did not reduce."""
         return self.paused and self._stamp == _stamp_of(parameter.grad)
 
     def remember_pause(self, parameter: Tensor) -> None:
-        """Notes the gradient as a backward leaves it that does not reduce it."""
+        """Records the gradient after a backward that does not reduce it."""
         self.paused = True
         self._stamp = _stamp_of(parameter.grad)
 
     def forget(self) -> None:
-        """Forgets what was accumulated: the caller has cleared it."""
+        """Resets the state of an accumulated gradient, which the caller has cleared."""
         self.fired = self.paused = self.waits = False
         self.base = None
 
     def is_cleared(self, parameter: Tensor) -> bool:
-        """Whether the caller has cleared the gradient since it was noted."""
+        """Returns whether the caller has cleared the gradient since it was recorded."""
         grad = parameter.grad
         if grad is None or isinstance(grad, ScatteredGradient):
             return grad is None
@@ -196,23 +195,23 @@ class Leaf:
 
     @property
     def shows_gradients(self) -> bool:
-        """Whether users' hooks look at what arrives."""
+        """Whether users' hooks see arriving gradients."""
         return self.has_hooks and bool(self._before.users())
 
     def call_hooks(
         self, parameter: Tensor, unused: Tensor | None = None, in_graph: bool = False
     ) -> None:
-        """Calls users' hooks with the mean, as torch would have with the gradient.
+        """Calls users' hooks with the mean, as torch would with the gradient.
 
         Args:
             parameter: the parameter.
-            unused: the mean of what arrived at a frozen parameter, whose gradient stays.
-            in_graph: whether a graph was made of the gradient: hooks saw the mean as it arrived,
-                and only those after accumulation have waited.
+            unused: the mean of gradients that arrived at a frozen parameter, whose `.grad` stays.
+            in_graph: whether the gradient has a graph: hooks saw the mean when it arrived, and only
+                post-accumulate hooks have waited.
 
         Raises:
             UsageError: a hook returned something else than a gradient.
-            Exception: what a hook raised.
+            Exception: the exception of a hook.
         """
         base, self.base = self.base, None
         if not in_graph:
@@ -227,12 +226,12 @@ class Leaf:
                 )
 
     def take_in_graph(self) -> bool:
-        """Whether the backward that ends made a graph of the gradient; asked once."""
+        """Returns whether the ending backward made a graph of the gradient, and resets this."""
         found, self.in_graph = self.in_graph, False
         return found
 
     def _show_mean(self, parameter: Tensor, unused: Tensor | None, base: Tensor | None) -> None:
-        """Calls the hooks that may change what is added to the gradient `base`."""
+        """Calls the hooks that may change the part that is added to the gradient `base`."""
         grad = parameter.grad
         if unused is not None:
             self.seen_by_hooks(unused)
@@ -241,14 +240,14 @@ class Leaf:
             before = given._version
             added = self.seen_by_hooks(given)
             if base is not None:
-                # Not where nothing has changed: the sum has other last bits than on other ranks.
+                # Not if nothing has changed: the sum would differ in its last bits between ranks.
                 if added is not given or given._version != before:
                     parameter.grad = base.add_(added)
             elif added is not grad:
                 parameter.grad = added.to(grad.dtype, copy=True)
 
     def seen_by_hooks(self, grad: Tensor) -> Tensor:
-        """What users' hooks make of a gradient."""
+        """Returns a gradient after users' hooks may have changed it."""
         for hook in self._before.users():
             changed = hook(grad)
             if changed is None:
@@ -277,14 +276,14 @@ def _after_accumulation(leaf: Leaf, parameter: Tensor) -> None:
 class _Hooks(OrderedDict[int, _Hook]):
     """A parameter's hooks of one kind: the reducer's first, then those of users.
 
-    It takes the place of the dict that torch makes, so that users' hooks can wait for the mean.
-    Handles of hooks that were registered before refer to the dict from before, which stays.
+    It replaces torch's dict, so that users' hooks can wait for the mean. Handles of hooks that were
+    registered before still refer to the earlier dict, which is kept.
     """
 
     def __init__(self, leaf: Leaf, earlier: OrderedDict[int, _Hook] | None) -> None:
         super().__init__()
         self.leaf = leaf
-        super().__setitem__(_OWN, _nothing)  # the first one: the engine calls them in this order
+        super().__setitem__(_OWN, _nothing)  # first, as the engine calls them in this order
         for key, hook in (earlier or {}).items():
             if key != _OWN:
                 leaf.has_hooks = True
@@ -292,7 +291,7 @@ class _Hooks(OrderedDict[int, _Hook]):
                 super().__setitem__(key, _Waiting(self, registered, earlier, key))
 
     def set_own(self, hook: Callable[[Leaf, Any], Any]) -> None:
-        """Sets the reducer's hook; it must keep neither these hooks nor the parameter alive."""
+        """Sets the reducer's hook, which keeps neither these hooks nor the parameter alive."""
         me = weakref.ref(self)
 
         def call(value: Any) -> Any:
@@ -312,12 +311,12 @@ class _Hooks(OrderedDict[int, _Hook]):
                 raise
 
     def users(self) -> list[_Hook]:
-        """Users' hooks that were not removed, in the order in which they were registered."""
+        """Returns users' hooks that were not removed, in the order of registration."""
         return [h.hook for h in self.values() if isinstance(h, _Waiting) and h.registered]
 
 
 class _Waiting:
-    """A user's hook, which the engine calls: it runs now, or later with the mean."""
+    """Wrapper of a user's hook, which runs when the engine calls it, or later with the mean."""
 
     def __init__(
         self,
@@ -331,7 +330,7 @@ class _Waiting:
 
     @property
     def registered(self) -> bool:
-        """Whether it was not removed."""
+        """Whether the hook was not removed."""
         earlier = self._earlier
         if earlier is None:
             return True
@@ -345,20 +344,20 @@ class _Waiting:
 
 
 def _nothing(_: Any) -> None:
-    """Holds the place of a hook."""
+    """Reserves the first place for the reducer's hook."""
 
 
 def remove_own(
     tensor: Tensor, before: OrderedDict[int, _Hook] | None, after: OrderedDict[int, _Hook] | None
 ) -> None:
-    """Gives a tensor that the reducer does not know the users' hooks among these."""
+    """Sets only the users' hooks among these on a tensor that the reducer does not know."""
     _set_hooks(tensor, _users_of(before), _users_of(after))
 
 
 def _users_of(hooks: OrderedDict[int, _Hook] | None) -> OrderedDict[int, _Hook] | None:
     if not isinstance(hooks, _Hooks):
         return hooks
-    # Not None where there are no users' hooks: with that torch goes on calling the earlier ones.
+    # Not None without users' hooks: torch would continue to call the earlier ones.
     return OrderedDict(enumerate(hooks.users()))
 
 
@@ -370,7 +369,7 @@ def _set_hooks(
 
 
 def leaf_of(tensor: Tensor) -> Leaf | None:
-    """What the reducer of a mesh knows of a tensor, if anything."""
+    """Returns the leaf of a tensor that a reducer knows, or `None`."""
     hooks = tensor._backward_hooks
     if type(hooks) is not _Hooks:
         return None
@@ -386,10 +385,10 @@ def _stamp_of(grad: Tensor | None) -> tuple[int, int] | None:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradient, which a script may set (`Tensor.grad_dtype`)."""
+    """Returns the dtype of a parameter's gradient, which a script may set by `grad_dtype`."""
     chosen: torch.dtype | None = None
     if parameter.is_leaf:
-        chosen = getattr(parameter, "grad_dtype", None)  # not in every torch that we support
+        chosen = getattr(parameter, "grad_dtype", None)  # not in all supported versions of torch
     return parameter.dtype if chosen is None else chosen
 
 

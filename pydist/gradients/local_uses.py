@@ -1,10 +1,10 @@
-"""Plain tensors that a program uses with its shards, between `to_local` and `from_local`.
+"""Gradients of plain tensors that a program uses with shards between `to_local` and `from_local`.
 
-Each rank uses such a tensor whole, for its own part of the result, as the weight of a layer. So
-what arrives there is a part of the gradient. It is scaled so that the mean over the
-ranks is the true one, as `pydist.exchange.adjoints.enter` does it in calls on sharded tensors. Here
-torch's own calls have made the graph, so the scale is put on edges of it: on those from a node that
-depends on shards to one that does not.
+Each rank uses such a tensor in full, for its own part of the result, like the weight of a layer. So
+each rank's gradient is a part. It is scaled so that the mean over the ranks is the true one, as
+`pydist.exchange.adjoints.enter` does in calls on sharded tensors. Here torch's own calls have made
+the graph, so the scale is applied to its edges from nodes that depend on shards to nodes that do
+not.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _functions: Any = torch._C._functions
 
 class _Use(NamedTuple):
     is_shard: bool
-    """Whether shards are below; if not, only what all ranks have."""
+    """Whether the node depends on shards; if not, only on tensors that all ranks have."""
     factor: float | None
-    """Of the shards: ranks of the sample group for each copy."""
+    """Ranks of the sample group / replicas of the shards."""
 
 
 def mark_shard(tensor: Tensor, layout: Layout) -> None:
-    """Notes that a plain tensor is this rank's shard in a layout."""
+    """Marks a plain tensor that is this rank's shard in a layout."""
     marks.mark(tensor, _MARK, _Use(is_shard=True, factor=_factor(layout)))
 
 
@@ -43,12 +43,12 @@ def entered(local: Tensor, layout: Layout, inputs: Iterable[Tensor | None] = ())
     """Scales the gradients that leave a shard's graph for tensors that all ranks have.
 
     Args:
-        local: what a program makes a sharded tensor of.
-        layout: of that.
-        inputs: shards where its graph ends, beside those that `to_local` has made.
+        local: the shard from which a program makes a sharded tensor.
+        layout: of the sharded tensor.
+        inputs: shards where the graph ends, in addition to those from `to_local`.
 
     Raises:
-        NotSupported: a part of the graph belongs to a shard with other copies as well.
+        NotSupported: a part of the graph also belongs to a shard with another number of replicas.
     """
     root, factor = local.grad_fn, _factor(layout)
     if factor == 1 or root is None:
@@ -62,7 +62,7 @@ def _factor(layout: Layout) -> float:
 
 
 class _Scaling:
-    """A hook on a node: scales some of the gradients that it hands on."""
+    """A hook on a node that scales some of the gradients that the node passes on."""
 
     def __init__(self, layout: Layout, edges: list[int]) -> None:
         self._layout, self._edges = layout, edges
@@ -78,17 +78,17 @@ class _Scaling:
         if grad is None:
             return None
         if torch.is_grad_enabled():
-            # The gradient is computed with the same plain tensors, this rank's part again.
+            # The gradient uses the same plain tensors, again for this rank's part.
             grad = entered(grad, self._layout, of_results)
         return scaled_back(grad, _factor(self._layout)) if i in self._edges else grad
 
 
 def _reaches_shards(root: Any, layout: Layout, ends: set[Any]) -> bool:
-    """Whether a graph comes from shards; hooks are put where it leaves them for wholes.
+    """Returns whether a graph depends on shards, and hooks its edges from them to wholes.
 
-    The walk ends at shards, wholes, leaves, what has entered a sharded call, and where an earlier
-    walk was. A parameter is a whole, and so is what has taken the place of one; another leaf is
-    this rank's own.
+    Wholes are tensors that all ranks have: parameters and their plain replacements. Other leaves
+    are rank-local. The walk ends at shards, wholes, leaves, operands of sharded calls, and nodes of
+    earlier walks.
     """
     uses: dict[Any, bool] = dict.fromkeys(ends, True)
     stack, opened, factor = [root], set[Any](), _factor(layout)

@@ -1,4 +1,4 @@
-"""How parameters become members of the reducer: called where sharded tensors meet plain ones."""
+"""Registration of parameters with the reducer, where sharded tensors are combined with plain ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def reducer_of(mesh: Mesh) -> Reducer:
-    """The reducer of a mesh, made at the first call."""
+    """Returns the reducer of a mesh, and creates it on first use."""
     return mesh.session.service(Reducer, lambda: _make(mesh))
 
 
@@ -33,7 +33,7 @@ def _make(mesh: Mesh) -> Reducer:
 
 
 def follow(tensor: Tensor, mesh: Mesh) -> None:
-    """Registers the parameters that a plain operand of a sharded call is, or was computed from."""
+    """Registers the parameters from which a sharded call's plain operand was computed, or itself."""
     if mesh.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
         return
     known = leaf_of(tensor)
@@ -42,7 +42,7 @@ def follow(tensor: Tensor, mesh: Mesh) -> None:
 
 
 def use_as_parameter(tensor: Tensor, mesh: Mesh) -> None:
-    """Notes that a plain tensor is used where a layer has a parameter."""
+    """Records that a plain tensor is used as the parameter of a layer."""
     if mesh.size == 1 or isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
         return
     if torch.is_grad_enabled():
@@ -52,14 +52,14 @@ def use_as_parameter(tensor: Tensor, mesh: Mesh) -> None:
 def lead_to(
     tensor: Tensor, mesh: Mesh, history: int, sizes: GroupSizes, shard_in: Layout | None = None
 ) -> None:
-    """Notes that a plain result comes from sharded tensors alone, and from which.
+    """Records that a plain result was computed from sharded tensors alone, and their history.
 
     Args:
         tensor: the result.
         mesh: of the sharded tensors.
         history: see `pydist.exchange.history`.
-        sizes: of the batch that they are a part of.
-        shard_in: its layout, if it is this rank's shard.
+        sizes: of their batch.
+        shard_in: the layout, if the result is this rank's shard.
     """
     if mesh.size > 1:
         made_by = (history,) if history else ()

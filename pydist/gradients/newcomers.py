@@ -1,4 +1,4 @@
-"""What ranks compare of parameters new to the reducer, and of plain tensors in their place."""
+"""Comparisons between ranks of parameters new to the reducer, and of plain tensors used as such."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def agree(
 
     Args:
         world: connects all ranks.
-        newcomers: parameters without a lane that a gradient has arrived at.
-        lanes: those there are.
-        proposals: for each lane, which of its leaves need no place any more on this rank.
-        frozen: those newcomers that do not take their gradient.
-        found: earlier newcomers, in the order of all ranks.
+        newcomers: parameters without a lane at which a gradient has arrived.
+        lanes: all lanes.
+        proposals: for each lane, the leaves that no longer need a place on this rank.
+        frozen: newcomers that do not store their gradient.
+        found: earlier newcomers, in the same order on all ranks.
 
     Returns:
         For each lane the leaves that no rank needs.
 
     Raises:
-        UsageError: ranks have different newcomers, or different values of one, or have taken
-            different parameters of equal values for one; on all ranks.
+        UsageError: ranks have different newcomers, or different values of one, or have mistaken
+            different parameters of equal values for the same one; on all ranks.
     """
     mine: dict[str, Any] = {
         "new": [_describe(leaf, leaf in frozen) for leaf in newcomers],
@@ -62,14 +62,14 @@ def agree(
 
 
 def refuse_parting(world: Transport, tensors: Sequence[Tensor]) -> None:
-    """Stops a step that would make equal plain tensors differ between sample groups. Collective.
+    """Refuses a step that would make equal plain tensors differ between groups. Collective.
 
     Args:
         world: connects all ranks.
-        tensors: stepped leaves that are no parameters, with gradients of their own group.
+        tensors: stepped leaves that are no parameters, with gradients of their own sample group.
 
     Raises:
-        UsageError: one is equal in all groups and its gradient is not; on all ranks.
+        UsageError: a tensor is equal in all groups and its gradient is not; on all ranks.
     """
     mine = [(checksum(t), checksum(t.grad)) for t in tensors if t.grad is not None]
     everyones = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
@@ -85,14 +85,14 @@ def refuse_parting(world: Transport, tensors: Sequence[Tensor]) -> None:
 
 
 def refuse_different(data: Transport, weight: Tensor) -> None:
-    """Stops the mean of gradients of a weight that the sample groups have differently. Collective.
+    """Refuses to average gradients of a weight that differs between sample groups. Collective.
 
     Args:
         data: connects the groups.
         weight: a plain tensor that is used as a parameter.
 
     Raises:
-        UsageError: it differs; on all ranks that hold the same part of their samples.
+        UsageError: the weight differs; on all ranks that hold the same part of their samples.
     """
     if not are_equal(data, weight):
         raise UsageError(
@@ -103,12 +103,12 @@ def refuse_different(data: Transport, weight: Tensor) -> None:
 
 
 def are_equal(group: Transport, tensor: Tensor) -> bool:
-    """Whether all ranks of a group have the same tensor. Collective."""
+    """Returns whether all ranks of a group have the same tensor. Collective."""
     return len(set(group.all_gather_bytes(str(checksum(tensor)).encode()))) == 1
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32C of a tensor's elements."""
+    """Returns the CRC-32C of a tensor's elements."""
     return native.crc32c(tensor.detach().contiguous().cpu())
 
 
@@ -138,7 +138,7 @@ def _compare(
 
 
 def _compare_places(found: Sequence[Leaf], places: list[list[list[int] | None]]) -> None:
-    """Raises if ranks mean different parameters of equal values, as their optimizers show."""
+    """Raises if optimizers show that ranks mean different parameters of equal values."""
     for leaf, *of_ranks in zip(found, *places, strict=True):
         leaf.is_placed = leaf.place is not None
         known = [(rank, place) for rank, place in enumerate(of_ranks) if place is not None]

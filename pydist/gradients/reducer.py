@@ -1,4 +1,4 @@
-"""The gradient reducer: the mean of every parameter's gradient over all ranks, during backward."""
+"""The gradient reducer, which averages parameters' gradients over all ranks during backward."""
 
 from __future__ import annotations
 
@@ -42,63 +42,64 @@ if TYPE_CHECKING:
 
 
 class Reducer:
-    """Reduces gradients to their mean over the ranks that hold the parameter; one for each mesh.
+    """The reducer of a mesh, which averages gradients over the ranks that hold the parameter.
 
-    What each rank accumulates has the true gradient as its mean over these ranks (see
-    `pydist.exchange.adjoints`), whatever mixture of sharded and plain uses a parameter has.
-    Its members are parameters, not models: those that `parallelize` was given, and any other that
-    a sharded call uses or that follows one. The latter are compared over all ranks in the first
-    backward that gives them a gradient.
+    The mean of the ranks' accumulated gradients is the true gradient (see
+    `pydist.exchange.adjoints`), for any mixture of sharded and plain uses of a parameter. Members
+    are parameters, not models: those of models given to `parallelize`, and any other that a sharded
+    call uses or that follows one. The latter are compared over all ranks in the first backward that
+    gives them a gradient.
 
     Buckets fill in the reverse order of registration and start, in one fixed order for each lane,
     as soon as they are full; the rest starts at the end of backward. Gradients are final when
     `backward()` returns, and users' hooks on parameters are called just before, with the mean;
-    until then gradients are not to be touched, as large ones are summed in their own memory. A
+    until then gradients must not be changed, as large ones are summed in their own memory. A
     gradient that is `None` on all ranks stays `None`.
 
-    A mean is idempotent: parameters that were reduced before (a second backward without
-    `zero_grad`) come out right.
+    A mean is idempotent: gradients that were reduced before (a second backward without
+    `zero_grad`) stay correct.
 
-    Parameters whose optimizer step is shared by the ranks (`pydist.optim.sharded`) are scattered:
-    each rank gets the mean of its own part, and `.grad` becomes a `ScatteredGradient`. What it has
-    accumulated for the other ranks is freed when they have it, if that is seen while backward runs.
+    Gradients of parameters with a partitioned optimizer step (`pydist.optim.sharded`) are
+    partitioned: each rank gets the mean of its own part, and `.grad` becomes a `ScatteredGradient`.
+    The accumulated gradient is freed after the other ranks have received their parts, if this is
+    detected while backward runs.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        """Starts without members; `members.reducer_of` makes it."""
+        """Starts without members; created by `members.reducer_of`."""
         self._mesh = weakref.ref(mesh)
         self.lanes: list[Lane] = []
-        """Members that travel together: one lane for each model, one for what was found later."""
+        """Members that are sent together: one lane per model, one for members found later."""
         self._lane_of: dict[Leaf, Lane] = {}
         self._found: Lane | None = None  # of parameters that no parallelized model had
-        self._newcomers: dict[int, Leaf] = {}  # registered, and on no lane yet
+        self._newcomers: dict[int, Leaf] = {}  # registered, without a lane yet
         self._flags = Flags()
         self._pauses = 0  # open `no_sync` blocks, of any model
-        self._runs: list[Run] = []  # of the engine, nested
+        self._runs: list[Run] = []  # of the engine, possibly nested
         self.aliases = Aliases()
         """Parts of leaves that sharded calls have used."""
         self._queued = self._interrupted = False
-        self._unused: dict[Leaf, Tensor] = {}  # what has arrived at frozen parameters
+        self._unused: dict[Leaf, Tensor] = {}  # gradients that arrived at frozen parameters
         self.parts: dict[int, Part] = {}
-        """By the id of a scattered parameter: which part of it is whose. Another dict whenever
-        the buckets were made anew."""
+        """The parts of each partitioned parameter, by its id. A new dict whenever buckets are
+        remade."""
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks."""
+        """The mesh of the reducer."""
         mesh = self._mesh()
         assert mesh is not None
         return mesh
 
     @property
     def scattered(self) -> list[ScatteredBucket]:
-        """The buckets of scattered parameters, in the order in which backward completes them."""
+        """The buckets of partitioned gradients, in the order in which backward completes them."""
         return [bucket for lane in self.lanes for bucket in lane.scattered]
 
     # -- members ----------------------------------------------------------------------------
 
     def add_lane(self, parameters: Iterable[tuple[str, Tensor]]) -> Lane:
-        """Takes up parameters that are equal on all ranks, by name. Collective."""
+        """Adds a lane of named parameters that are equal on all ranks. Collective."""
         leaves = []
         for name, parameter in parameters:
             known = leaf_of(parameter)
@@ -111,7 +112,7 @@ class Reducer:
         return lane
 
     def register(self, tensor: Tensor) -> None:
-        """Notes a leaf that feeds or follows a sharded call."""
+        """Registers a leaf that feeds or follows a sharded call."""
         if not isinstance(tensor, nn.Parameter):
             watch.note_plain(tensor, self.mesh)
             return
@@ -127,7 +128,7 @@ class Reducer:
         self._newcomers[id(tensor)] = Leaf(tensor, name, self)
 
     def follow(self, tensor: Tensor) -> None:
-        """Registers the parameters that a plain operand is, or was computed from."""
+        """Registers the parameters from which a plain operand was computed, or itself."""
         if tensor.grad_fn is None:
             self.register(tensor)
             return
@@ -136,15 +137,15 @@ class Reducer:
             self.register(leaf)
 
     def scatter(self, parameters: Iterable[Tensor]) -> None:
-        """From now on each rank gets its own part of these gradients. Collective.
+        """Partitions these gradients over the ranks from now on. Collective.
 
         Raises:
-            NotSupported: a parameter has hooks, which would want the whole gradient.
+            NotSupported: a parameter has hooks, which would need the full gradient.
         """
         found = [leaf for p in parameters if (leaf := leaf_of(p)) in self._lane_of]
         for leaf in found:
             leaf.refuse_hooks()
-        self.gather_gradients()  # in the next buckets parts may be others
+        self.gather_gradients()  # new buckets may have other parts
         for leaf in found:
             leaf.scattered = True
         for lane in self.lanes:
@@ -152,8 +153,8 @@ class Reducer:
                 self._plan(lane, lane.leaves)
 
     def part_of(self, parameter: Tensor) -> Part | None:
-        """Which part of a parameter is whose; None if its gradient is not partitioned."""
-        # Not by the id alone, which a parameter that is gone may have had.
+        """Returns the parts of a parameter; None if its gradient is not partitioned."""
+        # Not by the id alone, which a freed parameter may have had.
         leaf = leaf_of(parameter)
         lane = None if leaf is None else self._lane_of.get(leaf)
         if leaf is None or lane is None:
@@ -163,7 +164,7 @@ class Reducer:
 
     @contextmanager
     def paused(self, lane: Lane | None) -> Iterator[None]:
-        """Gradients of a lane, and of parameters found later, accumulate on each rank."""
+        """Lets gradients of a lane, and of members found later, accumulate without reduction."""
         lanes = {id(each): each for each in (lane, self._found) if each is not None}.values()
         self._pauses += 1
         for each in lanes:
@@ -175,11 +176,11 @@ class Reducer:
             for each in lanes:
                 each.pauses -= 1
 
-    # -- shared steps -----------------------------------------------------------------------
+    # -- partitioned steps ------------------------------------------------------------------
 
     @torch.no_grad()
     def gather_gradients(self) -> None:
-        """Makes ordinary gradients, final and equal, of scattered ones. Collective."""
+        """Converts partitioned gradients to ordinary ones, final and equal. Collective."""
         if not self._runs:
             self.settle()
         with self.mesh.session.timers.measure("gradients"):
@@ -188,14 +189,14 @@ class Reducer:
 
     @torch.no_grad()
     def start_gathering_values(self, bucket: ScatteredBucket) -> None:
-        """Starts to collect a bucket's parameters, of which each rank has changed its part."""
+        """Starts to gather a bucket's parameters after each rank has changed its part."""
         with self.mesh.session.timers.measure("gradients"):
             bucket.start_gathering_values()
             bucket.transport.progress()
 
     @torch.no_grad()
     def finish_gathering_values(self, bucket: ScatteredBucket, changed: Collection[int]) -> None:
-        """Waits until a bucket's parameters are there. Collective.
+        """Waits until a bucket's parameters are complete. Collective.
 
         Args:
             bucket: the bucket.
@@ -214,11 +215,11 @@ class Reducer:
         accumulates: bool,
         create_graph: bool,
     ) -> None:
-        """The engine begins a pass over a graph with members or sharded tensors.
+        """Begins a pass of the engine over a graph with members or sharded tensors.
 
         Args:
             roots: the nodes of the graph where the pass starts.
-            sizes: of the batch whose outputs have no graph, if that was the last one.
+            sizes: of the last batch, if its outputs have no graph.
             accumulates: whether gradients go to `.grad`; else `autograd.grad` returns them.
             create_graph: whether the gradients have a graph.
         """
@@ -228,20 +229,20 @@ class Reducer:
         self._runs.append(Run(self.mesh, roots, sizes, accumulates=accumulates))
 
     def leave(self, *, interrupted: bool) -> None:
-        """The engine has ended that pass.
+        """Ends the pass that the engine began last.
 
         Args:
-            interrupted: whether it raised and would have reached a member.
+            interrupted: whether the pass raised.
         """
         run = self._runs.pop()
         if interrupted and run.accumulates and not run.complete and not self._runs:
-            # Other ranks may have come further, and this may be caught: the next pass tidies up.
+            # Other ranks may have sent more, and the script may continue: the next pass settles it.
             self._interrupted, self._queued = True, False
             self._unused.clear()
             interrupt(self.lanes, run.added)
 
     def expect_end_of_backward(self) -> None:
-        """Asks the engine, once, to call when the running backward is over.
+        """Queues, once, a callback of the engine for the end of the running backward.
 
         Called by every exchange's backward, since a rank without work may reach no parameter.
         """
@@ -259,11 +260,11 @@ class Reducer:
 
     @property
     def weight(self) -> float:
-        """What the gradients of this rank's sample group weigh in the running pass."""
+        """The weight of this rank's sample group in the running pass."""
         return self._runs[-1].weight if self._runs else 1.0
 
     def before(self, leaf: Leaf, grad: Tensor | None) -> Tensor | None:
-        """A gradient arrives at a parameter; returns the mean where nothing else forms it."""
+        """Handles an arriving gradient; returns a replacement, such as the mean, or `None`."""
         parameter = leaf.parameter()
         if parameter is not None:
             leaf = self._current(leaf, parameter)
@@ -272,7 +273,7 @@ class Reducer:
         differentiable = torch.is_grad_enabled()
         if accumulates and parameter is not None and isinstance(parameter.grad, ScatteredGradient):
             if differentiable:
-                self.gather_gradients()  # what is added to it is the mean as well
+                self.gather_gradients()  # the added gradient is already the mean
             elif (lane := self._lane_of.get(leaf)) is not None:
                 lane.bucket_of[leaf].set_aside(parameter)
         weight = self.weight
@@ -289,7 +290,7 @@ class Reducer:
             leaf.waits = True
             leaf.remember_base(parameter)
         if weight != 1 and grad is not None:
-            # Of nothing a mean loss is NaN.
+            # The mean loss of an empty batch is NaN.
             grad = grad * weight if weight else torch.zeros_like(grad)
         is_frozen = parameter is not None and not parameter.requires_grad
         if is_frozen and grad is not None and not self._is_paused(leaf):
@@ -297,12 +298,12 @@ class Reducer:
         return None if grad is given else grad
 
     def returned(self, inputs: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        """The means, where `autograd.grad` returns gradients of members. Collective.
+        """Replaces members' gradients in the results of `autograd.grad` by means. Collective.
 
-        Not as they arrive: their order is another one on a rank that has certain hooks.
+        Not when they arrive, as hooks may change the order on a rank.
 
         Args:
-            inputs: tensors, or edges of the graph, whose gradients the program asked for.
+            inputs: tensors, or edges of the graph, whose gradients the program requested.
             results: the gradients of this rank.
         """
         arrived, found = self._runs[-1].arrived, list(results)
@@ -327,7 +328,7 @@ class Reducer:
         return mean
 
     def after(self, leaf: Leaf, parameter: Tensor) -> None:
-        """A gradient was accumulated."""
+        """Handles a gradient that was accumulated."""
         own = self._lane_of.get(leaf)
         lane = own or self._found
         if lane is not None:
@@ -343,8 +344,8 @@ class Reducer:
             )
         paused = self._is_paused(leaf)
         if own is not None and not paused:
-            own.begin()  # counts what may come, this one included
-        # Of a parameter that was frozen after the forward pass, torch calls the hooks only.
+            own.begin()  # counts gradients that may arrive, including this one
+        # For a parameter that was frozen after the forward pass, torch only calls the hooks.
         if parameter.grad is not None and parameter.requires_grad:
             current.fired = True
             if self._runs:
@@ -357,13 +358,13 @@ class Reducer:
             current.remember_pause(parameter)
             return
         self._queue()
-        if torch.is_grad_enabled():  # the message may be made of the gradient's own memory
+        if torch.is_grad_enabled():  # hooks wait, as the message may use the gradient's own memory
             current.in_graph = current.waits = current.has_hooks
         if own is not None:
             own.arrive(leaf)
 
     def forget_capture(self) -> None:
-        """Starts afresh after a capture that failed: see `Transport.forget_capture`."""
+        """Resets the reducer after a failed capture; see `Transport.forget_capture`."""
         for lane in self.lanes:
             lane.transport.forget_capture()
             lane.abandon(wait=False)
@@ -374,12 +375,12 @@ class Reducer:
         return AXES if lane is None else lane.axes
 
     def _is_paused(self, leaf: Leaf) -> bool:
-        """Whether the gradient of a member accumulates on this rank alone, as under `no_sync`."""
+        """Returns whether a member's gradient accumulates without reduction (`no_sync`)."""
         lane = self._lane_of.get(leaf)
         return bool(self._pauses if lane is None else lane.pauses)
 
     def _current(self, leaf: Leaf, parameter: Tensor) -> Leaf:
-        """The member that a parameter is; another one if its dtype, shape or strides changed."""
+        """Returns the parameter's leaf; a new one if its dtype, shape or strides changed."""
         if leaf.describes(parameter):
             return leaf
         fresh = leaf.renewed(parameter)
@@ -393,7 +394,7 @@ class Reducer:
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Completes what the backward has begun; then calls users' hooks."""
+        """Completes the reductions of the backward; then calls users' hooks."""
         mesh = self.mesh
         with mesh.session.timers.measure("gradients"):
             news = self._found_news()
@@ -411,7 +412,7 @@ class Reducer:
             with_hooks = (e for e in (*members, *news) if e.has_hooks)
             hooked = {e: e.take_in_graph() for e in with_hooks if e.waits or not e.fired}
             taking_part = [lane for lane, u in zip(self.lanes, used, strict=True) if u]
-            # Not those with older gradients: one rank alone may keep a parameter that was replaced.
+            # Not older gradients: one rank alone may keep a replaced parameter.
             held = [
                 parameter
                 for lane in taking_part
@@ -439,10 +440,10 @@ class Reducer:
                 leaf.call_hooks(parameter, unused.get(leaf), in_graph)
 
     def _in_order(self) -> list[Leaf]:
-        """The newcomers, in the same order on all ranks.
+        """Returns the newcomers, in the same order on all ranks.
 
-        They come as a graph is walked, which is another one on a rank with another block. Those
-        that models have are in the order of these; others as they come.
+        Walks of the graph find them in an order that may differ between ranks, as their graphs
+        differ. So members of models are in the order of the models; others in the order of walks.
         """
         newcomers = list(self._newcomers.values())
         if len(newcomers) > 1:
@@ -451,7 +452,7 @@ class Reducer:
         return newcomers
 
     def _found_news(self) -> list[Leaf]:
-        """Parameters without a lane that a gradient has arrived at."""
+        """Returns parameters without a lane at which a gradient has arrived."""
         if self._pauses:
             return []
         found = [(leaf, leaf.parameter()) for leaf in self._in_order()]
@@ -465,10 +466,10 @@ class Reducer:
     def _take_up(
         self, news: list[Leaf], proposals: list[list[int]], unused: dict[Leaf, Tensor]
     ) -> None:
-        """Gives new members a place, and reduces their first gradients. Collective."""
+        """Adds new members to a lane, and reduces their first gradients. Collective."""
         lanes = list(self.lanes)
         dropped = agree(self.mesh.world, news, lanes, proposals, unused, self._found_leaves)
-        self.gather_gradients()  # in the next buckets parts may be others
+        self.gather_gradients()  # new buckets may have other parts
         for lane, gone, proposal in zip(lanes, dropped, proposals, strict=True):
             if gone:
                 for index in gone:
@@ -481,7 +482,7 @@ class Reducer:
             for leaf in news:
                 del self._newcomers[leaf.key]
             known = self._found.leaves
-            self._plan(self._found, news)  # alone at first: the others have left already
+            self._plan(self._found, news)  # alone at first: the others were already sent
             self._found.start_rest()
             self._found.finish(lambda leaf: leaf not in unused)
             for leaf in news:
@@ -496,14 +497,14 @@ class Reducer:
         return () if self._found is None else self._found.leaves
 
     def _release(self, leaf: Leaf) -> None:
-        """Ends a membership; a parameter that trains again comes back as a new one."""
+        """Ends a membership; a parameter that is trained again becomes a new member."""
         parameter = leaf.parameter()
         if parameter is not None:
             self._newcomers[leaf.key] = leaf
             leaf.idle = 0
 
     def settle(self) -> None:
-        """Completes what passes that raised have begun, so that messages match again. Collective.
+        """Completes the messages of passes that raised, so that messages match. Collective.
 
         Raises:
             NotSupported: see `interrupted.settle`.

@@ -1,8 +1,8 @@
-"""Plain tensors in the place of parameters: fast weights, `functional_call`, lists of weights.
+"""Plain tensors used as parameters: fast weights, `functional_call`, lists of weights.
 
-All ranks have the same, so their gradient is the mean over the sample groups, as a parameter's is,
-and over the ranks of a group where they were used on shards. Any other plain tensor is data of its
-group, and has the gradient of the group's own loss.
+They are equal on all ranks, so their gradient is the mean over the sample groups, like a
+parameter's, and over the ranks of a group if they were used on shards. Any other plain tensor is
+data of its group, and has the gradient of the group's own loss.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from pydist.gradients.reducer import Reducer
     from pydist.mesh import Mesh
 
-# Not attributes of the tensors, which could not be pickled with them.
+# Not attributes of the tensors, which then could not be pickled.
 _reducers = WeakIdKeyDictionary()
 _hooks = WeakIdKeyDictionary()
 
 
 def is_noted(tensor: Tensor) -> bool:
-    """Whether a plain tensor is used as a parameter."""
+    """Returns whether a plain tensor is used as a parameter."""
     return tensor in _reducers
 
 
 def note(weight: Tensor, reducer: Reducer) -> None:
-    """Notes that a plain tensor that requires a gradient, and is no parameter, is used as one.
+    """Records that a plain tensor with a gradient, which is no parameter, is used as one.
 
-    With several sample groups a leaf gets the mean in every backward pass. From one that was
-    computed, gradients go on to what it was computed from; it gets the mean where a program asks
-    for its own: see `means`.
+    With several sample groups, a leaf gets the mean in every backward pass. A computed tensor gets
+    the mean only if a program requests its gradient; see `means`. Otherwise its gradient just flows
+    on to the tensors from which it was computed.
 
     Raises:
-        NotSupported: it is used on another mesh.
+        NotSupported: the tensor is used on another mesh.
     """
     known = reducer_of(weight)
     if known is not None and known is not reducer:
@@ -58,17 +58,17 @@ def note(weight: Tensor, reducer: Reducer) -> None:
 
 
 def use_locally(weight: Tensor) -> None:
-    """Notes that a leaf was used on shards, so that each rank has a part of its gradient."""
+    """Records that a leaf was used on shards, so each rank has a part of its gradient."""
     if is_noted(weight):
         _hook_on(weight).is_local = True
 
 
 @contextmanager
 def means(inputs: Iterable[Any]) -> Iterator[None]:
-    """Lets computed weights have means in a backward pass.
+    """Averages gradients of computed weights within a backward pass.
 
     Args:
-        inputs: what the program wants the gradients of.
+        inputs: the tensors whose gradients the program requests.
     """
     handles = []
     for x in inputs:
@@ -88,7 +88,7 @@ def means(inputs: Iterable[Any]) -> Iterator[None]:
 
 
 def reducer_of(weight: Tensor) -> Reducer | None:
-    """The reducer of the mesh on which a plain tensor is used as a parameter."""
+    """Returns the reducer of the mesh on which a plain tensor is used as a parameter."""
     found = _reducers.get(weight)
     return None if found is None else found()
 
@@ -103,21 +103,21 @@ def _hook_on(weight: Tensor) -> Mean:
 
 
 class Mean:
-    """A hook: the mean of a weight's gradient. Collective.
+    """A hook that averages a weight's gradient. Collective.
 
     Attributes:
-        is_local: whether it was used on shards.
+        is_local: whether the weight was used on shards.
     """
 
     __torch_unserializable__ = True  # torch.save leaves it out without a warning
 
     def __init__(self, weight: Tensor, mesh: Mesh | None = None) -> None:
-        """A hook for a weight that was noted, or is used on a mesh."""
-        self._weight, self._mesh = weakref.ref(weight), mesh  # it holds this hook
+        """Makes the hook of a weight that was recorded by `note`, or is used on a mesh."""
+        self._weight, self._mesh = weakref.ref(weight), mesh  # weak, as the weight holds this hook
         self.is_local = False
 
     def __call__(self, grad: Tensor) -> Tensor:
-        """The mean of the gradients of the ranks."""
+        """Returns the mean of the ranks' gradients."""
         weight = self._weight()
         if weight is None:
             return grad

@@ -1,4 +1,4 @@
-"""A run of torch's engine, as the reducer sees it."""
+"""`Run`, the reducer's state of one run of torch's engine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class Run:
 
     Args:
         mesh: the mesh.
-        roots: the nodes of the graph where it starts.
-        sizes: of the batch whose outputs have no graph, if that was the last one.
+        roots: the nodes of the graph where the run starts.
+        sizes: of the last batch, if its outputs have no graph.
         accumulates: whether gradients go to `.grad`; else `autograd.grad` returns them.
 
     Attributes:
-        reaches_none: whether it is known to reach no member.
+        reaches_none: whether the run is known to reach no member.
         complete: whether the gradients were reduced.
-        added: the members whose gradients it has added to.
-        arrived: what gradients weigh that `autograd.grad` returns, by the key of the member.
+        added: the members to whose gradients the run has added.
+        arrived: weights of the gradients that `autograd.grad` returns, by the key of the member.
     """
 
     def __init__(
@@ -39,5 +39,5 @@ class Run:
 
     @property
     def weight(self) -> float:
-        """What the gradients of this rank's sample group weigh."""
+        """The weight of this rank's sample group."""
         return 1.0 if self._weights is None else self._weights.weight(self._roots, self._sizes)

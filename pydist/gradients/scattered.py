@@ -1,4 +1,4 @@
-"""Placeholders for partitioned gradients (ZeRO-1), of which each rank has its own part."""
+"""Placeholders for partitioned gradients (ZeRO-1): each rank has only its own part."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
 
 
 class Family:
-    """The scattered gradients of one backward, in the same order on all ranks."""
+    """The partitioned gradients of one backward, in the same order on all ranks."""
 
     def __init__(self, transport: Transport) -> None:
-        """Starts with none; `transport` connects the ranks that have the parts."""
+        """Starts an empty family; `transport` connects the ranks that have the parts."""
         self.transport = transport
         self._pieces: list[Tensor] = []
         self._norms: dict[float, Tensor] = {}
 
     def add(self, piece: Tensor) -> int:
-        """Takes up a gradient by this rank's part of it; returns its place in the order."""
+        """Adds a gradient by this rank's part, and returns its index in the family."""
         self._pieces.append(piece)
         return len(self._pieces) - 1
 
     def norm(self, member: int, order: float) -> Tensor:
-        """The norm of one whole gradient, in fp64 on its device, equal on all ranks.
+        """Returns the norm of one full gradient, in fp64 on its device, equal on all ranks.
 
-        Collective: at the first call those of the whole family are found, with one message.
+        Collective: the first call computes the norms of the complete family, with one message.
         """
         if not order > 0:
             raise _refusal(f"norm of order {order:g}")
@@ -47,19 +47,19 @@ class Family:
         return self._norms[order][member]
 
     def forget_norms(self) -> None:
-        """One of the gradients has changed."""
+        """Discards the norms, after one of the gradients has changed."""
         self._norms.clear()
 
 
 def _norm_of_piece(piece: Tensor, order: float) -> Tensor:
-    if not piece.numel():  # of which torch refuses some norms
+    if not piece.numel():  # torch refuses some norms of empty tensors
         return piece.new_zeros((), dtype=torch.float64)
     return torch.linalg.vector_norm(piece, order, dtype=torch.float64)
 
 
 _Handler = Callable[..., Any]
 _HANDLERS: dict[Any, _Handler] = {}
-# What is known of a gradient without its numbers.
+# Attributes and methods of a gradient that need no values.
 _METADATA = {
     getattr(Tensor, name).__get__
     for name in (
@@ -76,28 +76,28 @@ _METADATA = {
 
 
 class ScatteredGradient(Tensor):
-    """A parameter's gradient after backward, where the optimizer's step is shared by the ranks.
+    """Placeholder for a parameter's gradient that is partitioned over the ranks (ZeRO-1).
 
-    It has the shape of the gradient and no numbers: each rank has the mean over all ranks for its
-    own part. `clip_grad_norm_`, `clip_grad_value_`, `GradScaler` and `zero_grad` find what they
-    need; all ranks call them, as they ask the others. Whatever else wants numbers is refused:
-    `pydist.optim.gather_gradients` makes ordinary gradients of all.
+    It has the shape of the gradient but no values: each rank has the mean over all ranks for its
+    own part. `clip_grad_norm_`, `clip_grad_value_`, `GradScaler` and `zero_grad` work; all ranks
+    must call them, as they communicate. Any other use of values is refused:
+    `pydist.optim.gather_gradients` converts all to ordinary gradients.
     """
 
     piece: Tensor
-    """The mean, of the part of this rank: elements in the order of memory, shape [n], n >= 0."""
+    """The mean of this rank's part: elements in the order of memory, shape [n], n >= 0."""
     pending: Tensor | None
-    """What this rank has accumulated since and the ranks have not exchanged: under `no_sync`, or in
-    a backward that raised. The next backward reduces it."""
+    """The gradient that this rank has accumulated since, under `no_sync` or in a backward that
+    raised. The next backward reduces it."""
     arriving: bool
-    """Whether a backward that raised has left more of it under way."""
+    """Whether a backward that raised has left a part of it in flight."""
     family: Family
     member: int
-    """Which one of the family it is."""
+    """Its index in the family."""
 
     @staticmethod
     def __new__(cls, parameter: Tensor, piece: Tensor, family: Family) -> ScatteredGradient:
-        """Stands for the gradient of `parameter`."""
+        """Makes the placeholder for the gradient of `parameter`."""
         made: ScatteredGradient = Tensor._make_wrapper_subclass(
             cls,
             parameter.shape,
@@ -176,7 +176,7 @@ def _zero_all(_: Any, grads: Sequence[Tensor]) -> None:
 
 @_handles(Tensor.mul_, Tensor.div_, Tensor.__imul__, Tensor.__itruediv__, Tensor.clamp_)
 def _elementwise(func: Any, grad: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """An element-wise change in place: that of the part."""
+    """Applies an element-wise in-place change to this rank's part."""
     given = (*args, *kwargs.values())
     if not isinstance(grad, ScatteredGradient) or not all(map(_is_number, given)):
         raise _refusal(func.__name__)
@@ -201,7 +201,7 @@ def _clamp_all(func: Any, grads: Sequence[Tensor], bound: Any) -> None:
 
 @_handles(torch._amp_foreach_non_finite_check_and_unscale_)
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """What `GradScaler` does; whether a number is infinite counts on all ranks."""
+    """Unscales gradients for `GradScaler`; an infinite value on any rank counts on all ranks."""
     func(_numbers(grads, linear=True), found_inf, inv_scale)
     family = next(grad.family for grad in grads if isinstance(grad, ScatteredGradient))
     family.transport.all_reduce(found_inf, "max")
@@ -219,7 +219,7 @@ def _norm_all(_: Any, grads: Sequence[Tensor], ord: float = 2.0) -> list[Tensor]
 
 
 def _numbers(grads: Iterable[Tensor], *, linear: bool) -> list[Tensor]:
-    """The tensors of this rank that a change in place changes, if that is `linear` or not."""
+    """Returns this rank's tensors that an in-place change, `linear` or not, applies to."""
     found = []
     for grad in grads:
         if not isinstance(grad, ScatteredGradient):
@@ -235,7 +235,7 @@ def _numbers(grads: Iterable[Tensor], *, linear: bool) -> list[Tensor]:
 
 
 def refuse_pending(grad: ScatteredGradient) -> None:
-    """Refuses a gradient of which the ranks have not exchanged all."""
+    """Refuses a gradient with a part that is not reduced yet."""
     if grad.pending is not None or grad.arriving:
         raise NotSupported(
             "gradients to which a backward() under no_sync(), or one that raised, has added, while "

@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
     from pydist.gradients.leaf import Leaf
 
-# Parts begin at whole cache lines and vectors, so that optimizers treat them as they treat wholes.
+# Parts begin at multiples of cache lines and vectors, so that optimizers handle them like full
+# parameters.
 _ALIGNMENT = 16
 
 
 class Part(NamedTuple):
-    """Where the parts of a parameter lie, in elements of its memory."""
+    """The parts of a parameter, in elements of its memory."""
 
     start: int
     stop: int
@@ -31,19 +32,19 @@ class Part(NamedTuple):
     counts: list[int]
     """Elements on each rank, in the order of ranks and of memory."""
     offset: int
-    """Where the parameter begins in its bucket."""
+    """The parameter's first element in its bucket."""
 
 
 class ScatteredBucket(Bucket):
     """A bucket whose gradients and optimizer step are partitioned over the ranks (ZeRO-1).
 
-    The bucket is one row of elements; each rank owns an interval of it. It keeps the mean of
-    that; what a rank has accumulated for the others is given up as soon as they have it. A further
-    backward accumulates anew, and its mean is added.
+    The bucket is one row of elements; each rank owns an interval, and keeps only its mean. The
+    accumulated gradient is freed as soon as the other ranks have received their parts. Another
+    backward accumulates from zero, and its mean is added.
 
     Attributes:
         counts: elements that each rank owns, in the order of ranks.
-        kept: by the id of a parameter, the gradient of earlier backwards while one is running.
+        kept: gradients of earlier backwards while one is running, by the id of the parameter.
     """
 
     def __init__(self, leaves: Sequence[Leaf], transport: Transport) -> None:
@@ -60,7 +61,7 @@ class ScatteredBucket(Bucket):
         self._released: set[int] = set()
 
     def parts(self) -> Iterator[tuple[Leaf, Part]]:
-        """Each parameter and its parts."""
+        """Yields each parameter and its parts."""
         first = 0
         for leaf in self.leaves:
             last = first + leaf.numel
@@ -71,7 +72,7 @@ class ScatteredBucket(Bucket):
             first = last
 
     def start(self, transport: Transport) -> None:
-        """Starts the mean of the gradients; this rank gets its part of it."""
+        """Starts the reduce-scatter of the gradients."""
         self._row = self._alone()
         if self._row is None:
             self._row = self._packed()
@@ -87,7 +88,7 @@ class ScatteredBucket(Bucket):
         """See `Bucket.release`."""
         if self._work is None or not self._work.done():
             return False
-        self._work.wait()  # returns immediately; it lets go of the memory as well
+        self._work.wait()  # returns immediately, and frees the memory
         self._row = None
         for leaf in self.leaves:
             parameter = leaf.parameter()
@@ -180,23 +181,23 @@ class ScatteredBucket(Bucket):
         self._forget()
 
     def set_aside(self, parameter: Tensor) -> None:
-        """Makes room for what a backward accumulates, if there is a scattered gradient already."""
+        """Sets a partitioned gradient aside, if there is one, so that a backward accumulates."""
         grad = parameter.grad
         if isinstance(grad, ScatteredGradient):
             self.kept[id(parameter)] = grad
             parameter.grad, grad.pending = grad.pending, None
 
     def put_back(self, parameter: Tensor) -> None:
-        """Puts that gradient back, with what was accumulated and is not to be reduced yet."""
+        """Restores the gradient set aside, with the accumulated part, not yet reduced, as pending."""
         earlier = self.kept.pop(id(parameter), None)
         if earlier is not None:
             parameter.grad, earlier.pending = earlier, parameter.grad
 
     def gather_gradients(self) -> None:
-        """Makes the gradients whole on all ranks. Collective."""
+        """Gathers the full gradients on all ranks. Collective."""
         found = {leaf.key: leaf.parameter() for leaf in self.leaves}
         mine = any(p is not None and isinstance(p.grad, ScatteredGradient) for p in found.values())
-        # One rank alone may keep a parameter that was replaced.
+        # One rank alone may keep a replaced parameter.
         if not any_rank(self.transport, mine):
             return
         kind = self.leaves[0].kind
@@ -217,7 +218,7 @@ class ScatteredBucket(Bucket):
                     parameter.grad += grad.pending
 
     def _place(self, part: Part) -> slice:
-        """Where a parameter's part is in what this rank owns."""
+        """Returns the position of a parameter's part in this rank's interval."""
         start = max(part.offset + part.start - self._lo, 0)
         return slice(start, start + part.stop - part.start)
 
@@ -227,7 +228,7 @@ class ScatteredBucket(Bucket):
         self.kept.clear()
 
     def start_gathering_values(self) -> None:
-        """Starts to gather the parameters themselves; each rank has its part of them."""
+        """Starts the all-gather of the parameters' values."""
         first = self.leaves[0].parameter()
         if len(self.leaves) == 1 and first is not None:
             self._row = memory_of(first.detach())
@@ -237,7 +238,7 @@ class ScatteredBucket(Bucket):
         self._work = self.transport.all_gather_async(own, self._row, self.counts)
 
     def finish_gathering_values(self, changed: Collection[int]) -> None:
-        """Waits until those parameters, by their ids, are whole and equal on all ranks."""
+        """Waits until the changed parameters, given by ids, are complete and equal on all ranks."""
         assert self._work is not None
         assert self._row is not None
         self._work.wait()
@@ -246,7 +247,7 @@ class ScatteredBucket(Bucket):
             if parameter is not None and leaf.key in changed and parameter.grad is not None:
                 if len(self.leaves) > 1:
                     parameter.detach().copy_(piece)
-                # Written without torch: what kept a value for backward must notice.
+                # Written without torch: saved values must become stale for backward.
                 torch.autograd.graph.increment_version(parameter)
         self._row = self._work = None
 
@@ -256,7 +257,7 @@ class ScatteredBucket(Bucket):
         self._work = transport.reduce_scatter_async(row, self._own, self.counts, transport.size)
 
     def _alone(self) -> Tensor | None:
-        """The one gradient's memory, if it has the order of the parameter's."""
+        """Returns the only gradient's memory, if it has the order of the parameter's."""
         first = self.leaves[0].parameter() if len(self.leaves) == 1 else None
         grad = None if first is None else pending_gradient(first)
         if first is None or grad is None or not fits(self.leaves[0], grad):

@@ -1,6 +1,6 @@
 """`torch.utils.swap_tensors` for parameters that the reducer knows.
 
-Modules call it for their parameters too, after
+Modules also call it for their parameters, after
 `torch.__future__.set_swap_module_params_on_conversion(True)`.
 """
 
@@ -19,14 +19,14 @@ _function: Any = torch.utils.swap_tensors
 _torchs: Any = getattr(_function, "torchs", None) or FunctionType(
     _function.__code__, _function.__globals__, _function.__name__
 )
-"""What torch's function does, also after `install`."""
+"""torch's original function, also after `install`."""
 
 
 def swap(t1: Tensor, t2: Tensor) -> None:
     """Swaps the contents of two tensors; a parameter stays a member of the reducer.
 
-    torch takes the hooks along with the contents. So those of users change places; those of the
-    reducer belong to the object, which the model and the optimizer hold.
+    torch swaps the hooks with the contents. So users' hooks change places, but the reducer's hooks
+    stay with the object, which the model and the optimizer hold.
     """
     pair: list[Any] = [t1, t2]
     links = [links_to(tensor) for tensor in pair]
@@ -56,9 +56,9 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def install() -> None:
-    """Lets torch's function call this one.
+    """Makes torch's function call `swap`.
 
-    The function object stays, as scripts may have imported it; it gets other code.
+    The function object stays, as scripts may have imported it; only its code is replaced.
     """
 
     def swap_tensors(t1: Tensor, t2: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Refuses an optimizer step with gradients that were not reduced, and names the parameter."""
+"""A check before optimizer steps that refuses gradients that were not reduced."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from pydist.gradients.scattered import ScatteredGradient
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
-# Of plain tensors that require a gradient: the mesh whose sharded tensors they were used with. Not
-# an attribute of them, which could not be pickled.
+# The meshes of plain tensors that require a gradient and were used with sharded tensors. Not an
+# attribute of the tensors, which then could not be pickled.
 _meshes = WeakIdKeyDictionary()
 _installed: list[object] = []
 
 
 def note_plain(tensor: Tensor, mesh: Mesh) -> None:
-    """Notes a leaf that is no parameter, so that it is data of its sample group."""
+    """Records a leaf that is no parameter, which therefore is data of its sample group."""
     if mesh.data_size > 1:
         _meshes[tensor] = weakref.ref(mesh)
 
 
 def install() -> None:
-    """Lets all optimizers look before a step, once."""
+    """Installs the check in all optimizers, once."""
     if not _installed:
         _installed.append(register_optimizer_step_pre_hook(_refuse_unreduced))
 
 
 def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
-    """Stops a step with a gradient that pydist has met and that was not reduced."""
+    """Refuses a step with a known gradient that was not reduced."""
     own: list[Tensor] = []
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             if hasattr(parameter, "to_local"):
-                continue  # a sharded tensor: its gradient is
+                continue  # the gradient of a sharded tensor is reduced
             if parameter.grad is None or isinstance(parameter.grad, ScatteredGradient):
                 continue
             leaf = leaf_of(parameter)

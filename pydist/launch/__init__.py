@@ -1,6 +1,6 @@
-"""The launcher: start ranks under MPI or alone, watch them, end them all when one fails.
+"""The launcher: starts ranks with or without MPI, watches them, ends them all when one fails.
 
-Nothing in this package imports torch, so that `pydist run` starts at once.
+Nothing in this package imports torch, so that `pydist run` starts quickly.
 """
 
 from __future__ import annotations

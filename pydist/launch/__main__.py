@@ -1,4 +1,4 @@
-"""`python -m pydist.launch N MPI SCRIPT [ARGUMENT ...]`: what `pydist run` does, for scripts."""
+"""`python -m pydist.launch N MPI SCRIPT [ARGUMENT ...]` launches as `pydist run`, for scripts."""
 
 from __future__ import annotations
 

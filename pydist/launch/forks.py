@@ -1,10 +1,9 @@
-"""Processes that a rank has forked: they are no ranks, and end by themselves.
+"""The end of processes that a rank has forked: they are no ranks.
 
-What a rank does at its end, such as taking leave of MPI or of the process group, would wait for
-other ranks for good in a fork. Nor can a fork end as the interpreter ends: MPI's and gloo's
-libraries wait there for threads that it does not have. (One thing is lost by that: where no worker
-of `pydist run` has started the program, the code of `raise SystemExit(code)` in a fork; that of
-`sys.exit(code)` is not.)
+The exit functions of a rank, such as leaving MPI or the process group, would wait for other ranks
+forever in a fork. Nor can a fork end as the interpreter does: the libraries of MPI and gloo wait
+for threads that a fork does not have. (This loses one thing: the code of `raise SystemExit(code)`
+in a fork, if the program was not started by a worker of `pydist run`; `sys.exit(code)` works.)
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-_installed: list[int] = []  # the process that has
+_installed: list[int] = []  # the process that has installed the hooks
 
 
 def at_exit(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Registers what this process does when it ends; a fork of it does not."""
+    """Registers an exit function of this process that its forks do not call."""
     process = os.getpid()
 
     def unless_forked() -> None:
@@ -31,14 +30,14 @@ def at_exit(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
 
 
 def install() -> None:
-    """From now on forks of this process end at once, with their functions at exit called before."""
+    """Makes forks of this process end right after their exit functions."""
     if not _installed:
         _installed.append(os.getpid())
         os.register_at_fork(after_in_child=_forked)
 
 
 def end(code: int) -> NoReturn:
-    """Ends a fork."""
+    """Ends a fork after its exit functions."""
     atexit.unregister(_end_of_fork)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -48,8 +47,8 @@ def end(code: int) -> NoReturn:
 
 
 def _forked() -> None:
-    atexit.unregister(_end_of_fork)  # of a fork that forks
-    atexit.register(_end_of_fork)  # the last one comes first
+    atexit.unregister(_end_of_fork)  # registered by the parent if that is a fork
+    atexit.register(_end_of_fork)
 
 
 def _end_of_fork() -> None:

@@ -1,8 +1,7 @@
-"""Which launcher started this process, and which rank of how many it is.
+"""Detects this process's launcher, its rank and the number of ranks.
 
-Only the environment is read. Facts that bit others: the local rank is not the rank modulo anything
-(Open MPI maps by slot or by node as it likes), and inside a SLURM step the job-level variables are
-wrong.
+Only the environment is read. Known pitfalls: the local rank is not the rank modulo any number (Open
+MPI maps by slot or by node), and inside a SLURM step the job-level variables are wrong.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from pydist.errors import UsageError
 
 @dataclass(frozen=True)
 class Identity:
-    """This process's place in the job.
+    """Place of this process in the job.
 
     Attributes:
         launcher: "openmpi", "mpich", "torchrun", "slurm", or "pydist" for ranks that pydist starts
             without MPI.
         rank: index in the job.
-        size: ranks in the job.
+        size: number of ranks in the job.
         local_rank: index among the ranks of this node.
-        local_size: ranks on this node.
+        local_size: number of ranks on this node.
     """
 
     launcher: str
@@ -49,13 +48,13 @@ _VARIABLES = {
 
 
 def detect(environment: Mapping[str, str] = os.environ) -> Identity | None:
-    """The identity that the launcher gave this process; None if no launcher did.
+    """Reads this process's identity from the launcher's variables; None without a launcher.
 
     Args:
         environment: the variables to read.
 
     Raises:
-        UsageError: they are no numbers, or not those of a job.
+        UsageError: the variables are no numbers, or inconsistent.
     """
     for launcher, (rank, size, local_rank, local_size) in _VARIABLES.items():
         if rank in environment and size in environment:

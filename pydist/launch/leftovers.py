@@ -1,9 +1,9 @@
-"""Private directories of jobs, and what killed jobs left in the temporary folder and in memory.
+"""Private directories of jobs, and the removal of files that killed jobs have left.
 
 A job has a directory in the temporary folder, named after the process that owns it. MPI libraries
-keep shared memory and session folders of their own, which stay when all of a job is killed with
-signal 9. So each rank lists what it maps of these in the job's directory, and the next job removes
-the directories of dead owners and what is listed there.
+keep shared memory and session folders of their own, which remain when an entire job is killed with
+SIGKILL. So each rank lists those that it maps in the job's directory, and the next job removes the
+directories of dead owners and the files listed there.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ _NAME = re.compile(r"pydist-([0-9a-f]{8}-[0-9a-z]+-[0-9a-z]+)-[^/]*")
 _SHARED = Path("/dev/shm")
 _LISTED = "mapped"
 _SEGMENTS = ("sm_segment.", "vader_segment.", "mpich_shm_", "nccl-")
-"""Beginnings of the names that MPI libraries and NCCL give to shared memory. Other names there are
-the user's own."""
+"""Prefixes of shared memory of MPI libraries and NCCL. Files with other names are the user's."""
 _SESSIONS = ("ompi.", "prte.")
-"""Beginnings of the names of Open MPI's session folders."""
+"""Prefixes of Open MPI's session folders."""
 _TOPOLOGY = "hydra_hwloc_xmlfile_*"
 """Files in which MPICH's launcher describes the machine. Ranks read them as they start."""
 _TOPOLOGY_AGE = 3600.0
-"""Seconds after which the ranks have started."""
+"""Age in seconds after which a job's ranks no longer need the file."""
 
 
 @contextlib.contextmanager
 def private_directory() -> Iterator[Path]:
-    """A new directory for this user alone, with a path short enough for a socket's name.
+    """Makes a directory for this user alone, with a path short enough for a socket's name.
 
-    Removes what killed jobs of this user left, first.
+    First removes the files that killed jobs of this user have left.
     """
     path = _make()
     try:
@@ -48,7 +47,7 @@ def private_directory() -> Iterator[Path]:
 
 
 def list_mapped(directory: Path | None) -> Path | None:
-    """Lists the shared memory and the files of MPI that this process uses, for `sweep`.
+    """Lists the shared memory and the MPI files that this process uses, for `sweep`.
 
     Args:
         directory: the job's; None makes one for this process, if there is anything to list.
@@ -69,10 +68,10 @@ def list_mapped(directory: Path | None) -> Path | None:
 
 
 def sweep(folders: tuple[Path, ...] | None = None) -> None:
-    """Removes what dead jobs of this user left; never what a living process may use.
+    """Removes files that dead jobs of this user have left, and none that a live process may use.
 
     Args:
-        folders: where private directories are; by default where `private_directory` makes them.
+        folders: the folders of private directories; by default those of `private_directory`.
     """
     for folder in folders or {_parent(), Path(tempfile.gettempdir()), _SHARED}:
         with contextlib.suppress(OSError):
@@ -82,7 +81,7 @@ def sweep(folders: tuple[Path, ...] | None = None) -> None:
                     _remove_listed(path)
                     with contextlib.suppress(OSError):
                         owner.remove(path)
-    for path in Path("/tmp").glob(_TOPOLOGY):  # whatever TMPDIR says
+    for path in Path("/tmp").glob(_TOPOLOGY):  # regardless of TMPDIR
         with contextlib.suppress(OSError):
             if _is_mine(path) and time.time() - path.lstat().st_mtime > _TOPOLOGY_AGE:
                 path.unlink()
@@ -99,7 +98,7 @@ def _parent() -> Path:
 
 
 def _remove_listed(directory: Path) -> None:
-    """Removes what a dead job's ranks have listed, unless a process maps it that lives."""
+    """Removes the files that a dead job's ranks have listed, unless a live process maps them."""
     listed: set[Path] = set()
     for file in directory.glob(f"{_LISTED}-*"):
         with contextlib.suppress(OSError, ValueError):
@@ -117,7 +116,7 @@ def _remove_listed(directory: Path) -> None:
 
 
 def _mapped(process: str) -> set[Path]:
-    """Shared memory and session folders that a process maps; none if it can't be looked at."""
+    """Returns shared memory and session folders that a process maps; empty without access."""
     with contextlib.suppress(OSError):
         lines = Path(f"/proc/{process}/maps").read_text(errors="replace").splitlines()
         places = (line.split(maxsplit=5)[5:] for line in lines)
@@ -126,7 +125,7 @@ def _mapped(process: str) -> set[Path]:
 
 
 def _known(place: str) -> Path | None:
-    """What to remove for a mapped file: the file itself, or Open MPI's folder that it is in."""
+    """Returns the path to remove for a mapped file: the file, or its Open MPI session folder."""
     path = Path(place)
     if place.endswith(" (deleted)") or ".." in path.parts or not path.is_absolute():
         return None
@@ -140,7 +139,7 @@ def _known(place: str) -> Path | None:
 
 
 def _is_mine(path: Path) -> bool:
-    """Whether a file or folder, not what a link leads to, belongs to this user."""
+    """Returns whether a path belongs to this user and is no link."""
     with contextlib.suppress(OSError):
         return path.lstat().st_uid == os.geteuid() and not path.is_symlink()
     return False

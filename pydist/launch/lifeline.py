@@ -1,9 +1,9 @@
-"""The wire between a rank and the launcher that watches it.
+"""The connection between a rank and the launcher that watches it.
 
-A rank says who it is, asks before it prints an error (so that one error of all ranks is printed
-once), and says when it ends in good order. Either side sees the other one's death at once, as
+A rank reports its identity, asks before it prints an error (so that an error of all ranks is
+printed once), and reports an orderly exit. Either side sees the other one's death immediately, as
 the end of the stream: the launcher then ends the job, and a rank ends itself, so that no rank
-outlives its launcher. The wire is a Unix socket in a directory that only the user can enter.
+outlives its launcher. The connection is a Unix socket in a directory that only the user can enter.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ ORPHANED = 143
 
 
 class Lifeline:
-    """The rank's end of the wire."""
+    """Rank's end of the connection."""
 
     current: ClassVar[Lifeline | None] = None
-    """This process's, if it has one."""
+    """The connection of this process, if it has one."""
 
     def __init__(self, path: str, rank: int) -> None:
-        """Connect and report for duty.
+        """Connects and reports this rank.
 
         Args:
             path: the launcher's socket.
@@ -40,17 +40,17 @@ class Lifeline:
         self._answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._ended = False
         self.joined = False
-        """Whether this rank has joined the job's others; the launcher is told when it ends."""
+        """Whether this rank has joined the other ranks; reported to the launcher at the end."""
         self._send({"rank": rank, "pid": os.getpid()})
         Lifeline.current = self
         threading.Thread(target=self._listen, name="pydist lifeline", daemon=True).start()
 
     def fileno(self) -> int:
-        """The socket's descriptor, for the native watchdog's last message."""
+        """Returns the socket's descriptor, for the native watchdog's last message."""
         return self._socket.fileno()
 
     def claim(self, exit_code: int) -> bool:
-        """Report a failure of this rank; True if it is the first of the job."""
+        """Reports a failure of this rank; returns True if it is the first of the job."""
         self._send({"claim": exit_code})
         try:
             return self._answers.get(timeout=5)
@@ -58,11 +58,11 @@ class Lifeline:
             return True
 
     def say(self, text: str) -> None:
-        """Have the launcher print a text: MPICH drops what a rank writes just before it ends."""
+        """Makes the launcher print a text: MPICH drops output written just before a rank ends."""
         self._send({"say": text})
 
     def end(self) -> None:
-        """Report that this process ends now, in good order."""
+        """Reports that this process ends in good order."""
         self._ended = True
         self._send({"end": self.joined})
 

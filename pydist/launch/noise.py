@@ -1,6 +1,7 @@
-"""Passes on what the ranks and their MPI launcher write to stderr, without the echo of a failure.
+"""Forwards stderr of the ranks and their MPI launcher without the launcher's echo of a failure.
 
-When a rank fails, pydist has said why; what Open MPI and MPICH add about `MPI_Abort` would bury it.
+When a rank fails, pydist reports the cause; the output of Open MPI and MPICH about `MPI_Abort`
+would bury it.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ _BLOCK_ECHOES = (
 )
 _LINE_ECHO = re.compile(rb"^Abort\(\d+\) on node \d+ ")
 _NOTHING = b" \t\r\n\0"
-"""Open MPI ends what a failed rank wrote with a zero byte."""
+"""Open MPI ends the output of a failed rank with a zero byte."""
 
 
 class StderrFilter:
-    """Give it bytes as they arrive; it writes all but the echoes to this process's stderr."""
+    """Filter that writes the bytes it is fed to stderr, except for echoes of a failure."""
 
     def __init__(self) -> None:
         self._line = b""
-        self._block: list[bytes] | None = None  # lines since a rule of dashes, that one included
+        self._block: list[bytes] | None = None  # lines since a rule of dashes, including it
 
     def feed(self, data: bytes, failed: bool) -> None:
-        """Take what has arrived.
+        """Filters bytes that have arrived.
 
         Args:
             data: bytes of the stream.
-            failed: whether a rank has reported a failure; before that all passes unchanged.
+            failed: whether a rank has reported a failure; until then all bytes pass unchanged.
         """
         if not failed:
             self._write(data)
@@ -41,7 +42,7 @@ class StderrFilter:
             self._filter(line + b"\n")
 
     def close(self) -> None:
-        """Write what was held back, unless it is an echo."""
+        """Writes the retained bytes, unless they are an echo."""
         if self._line:
             self._filter(self._line)
         if self._block is not None:

@@ -1,4 +1,4 @@
-"""What the kernel says of processes that this one has not started: Linux only, else unknown."""
+"""State and exit codes of processes that are not children of this one (Linux only)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import time
 from pathlib import Path
 
 _PATIENCE = 1.0
-"""Seconds that a process whose files are closed may take to end."""
+"""Seconds that a process may take to end after its files are closed."""
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal."""
+    """Returns whether a process is stopped by a signal."""
     return _facts(pid)[:1] == ["T"]
 
 
 def code_of_unreaped(pid: int) -> int | None:
-    """Exit code of a process that ends, less than 0 for a signal.
+    """Returns the exit code of a process that is ending, < 0 for a signal.
 
-    None if its parent, such as an MPI launcher, has taken the code before: then it is gone.
+    Returns None if its parent, such as an MPI launcher, has already reaped the process.
     """
     until = time.monotonic() + _PATIENCE
     while (facts := _facts(pid)) and time.monotonic() < until:
@@ -31,7 +31,7 @@ def code_of_unreaped(pid: int) -> int | None:
 
 
 def in_words(code: int | None) -> str:
-    """How a process has ended, from its exit code; None where that is unknown."""
+    """Describes how a process has ended, by its exit code (None if unknown)."""
     if code is None:
         return "ended without a word: killed, crashed, out of memory, or os._exit"
     if code < 0:
@@ -41,7 +41,7 @@ def in_words(code: int | None) -> str:
 
 
 def _facts(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none if there is no such process."""
+    """Returns the fields of /proc/PID/stat from the state on; empty without such a process."""
     with contextlib.suppress(OSError):
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return text.rsplit(")", 1)[1].split()

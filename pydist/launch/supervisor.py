@@ -29,24 +29,24 @@ from pydist.launch.noise import StderrFilter
 from pydist.launch.processes import code_of_unreaped, in_words, is_stopped
 
 _ABORT_GRACE = 1.0
-"""Seconds that MPI gets to end the job by itself after a failure, before SIGTERM."""
+"""Seconds that MPI has to end the job by itself after a failure, before SIGTERM."""
 
 _SIGNAL_GRACE = 3.0
-"""Seconds that ranks get to end after SIGINT, before SIGTERM, and after that before SIGKILL."""
+"""Seconds that ranks have to end after SIGINT, before SIGTERM, and after that before SIGKILL."""
 
 _HANG_GRACE = 0.5
-"""Seconds that ranks get to end after a report that they hang, before SIGKILL."""
+"""Seconds that ranks have to end after a report that they hang, before SIGKILL."""
 
 _DEATH_NOTICE = 0.1
-"""Seconds in which the death of a rank may still explain the error that another one reports."""
+"""Seconds in which the death of a rank may still explain the error that another rank reports."""
 
 _MOST_RANKS = 1024
-"""Ranks that are started on one machine, unless it has more cores."""
+"""Most ranks that are started on one machine, unless it has more cores."""
 
 _TICK = 0.05
 
-# Not `python -m`: that looks for pydist in the current folder first, and in a checkout would find
-# the sources, which have no compiled module.
+# Not `python -m`: it searches the current folder first, and in a checkout would find the sources,
+# which have no compiled module.
 _WORKER = (
     "import sys; sys.path[:] = [place for place in sys.path if place]; "
     "from pydist.launch.worker import main; main(sys.argv[1:])"
@@ -56,27 +56,27 @@ _WORKER = (
 def launch(
     ranks: int, argv: Sequence[str], mpi: str = "auto", patience: float = _SIGNAL_GRACE
 ) -> int:
-    """Run a Python program on several ranks of this machine.
+    """Runs a Python program on several ranks of this machine.
 
-    Sets what the launchers get wrong by default: permission for root, more ranks than cores, no
-    binding to cores, the number of threads a rank. SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 are passed
-    on to all ranks. Ranks that have not ended `patience` seconds after SIGINT or SIGTERM are ended
-    with SIGTERM, then SIGKILL; a second SIGINT kills them immediately. Ranks that have not started
-    within `PYDIST_HANG_LIMIT` seconds of the first one are named, and the job ends.
+    Corrects defaults of the launchers: permission for root, more ranks than cores, no binding to
+    cores, the number of threads per rank. Forwards SIGINT, SIGTERM, SIGUSR1 and SIGUSR2 to all
+    ranks. Ranks that have not ended `patience` seconds after SIGINT or SIGTERM are ended with
+    SIGTERM, then SIGKILL; a second SIGINT kills them immediately. If ranks have not started within
+    `PYDIST_HANG_LIMIT` seconds of the first one, the launcher names them and ends the job.
 
     Args:
         ranks: number of ranks, >= 1; at most 1024, or the number of cores if that is larger.
         argv: the script and its arguments, or "-m", a module and its arguments.
         mpi: "auto", "openmpi", "mpich" or "gloo" (no MPI).
-        patience: seconds that ranks get to end by themselves after a first SIGINT or SIGTERM;
-            more than the default for programs that save their state then.
+        patience: seconds that ranks have to end by themselves after a first SIGINT or SIGTERM;
+            more than the default for programs that then save their state.
 
     Returns:
         The exit code of the rank that failed first; 72 if a rank was killed, hangs or never
-        started; 130 after SIGINT, if no rank ends with a code of its own; 0 if all ended well.
+        started; 130 after SIGINT, if no rank ends with a code of its own; 0 if all succeeded.
 
     Raises:
-        UsageError: no such MPI here, or nothing to run.
+        UsageError: the MPI is not installed, or there is nothing to run.
     """
     if ranks < 1:
         raise UsageError(f"{ranks} ranks: at least 1 is needed")
@@ -93,7 +93,7 @@ def launch(
 
 @dataclass
 class _Rank:
-    """What the launcher knows of one rank."""
+    """State of one rank in the launcher."""
 
     rank: int
     pid: int
@@ -101,18 +101,18 @@ class _Rank:
     unread: bytes = b""
     ended: bool = False
     early: bool = False
-    """It has ended in good order before it joined the others."""
+    """Whether it has ended in good order before it joined the others."""
 
 
 @dataclass
 class _Verdict:
-    """Why the job ends: the first failure."""
+    """Reason why the job ends: the first failure."""
 
     code: int
     asked: bool = False
-    """Ranks were asked to end by a signal; what the first of them answers replaces this verdict."""
+    """Whether a signal asked ranks to end; the first rank's answer then replaces this verdict."""
     hangs: bool = False
-    """Ranks were found to hang, so that none of them is asked to end: they are killed."""
+    """Whether ranks hang: they are killed without being asked to end."""
     since: float = field(default_factory=time.monotonic)
 
 
@@ -149,7 +149,7 @@ class _Job:
                 while any(child.poll() is None for child in self._children):
                     self._serve(_TICK)
                     self._enforce()
-                while self._serve(0):  # what the last rank said before it ended
+                while self._serve(0):  # messages that ranks have sent before they ended
                     pass
             finally:
                 self._kill(signal.SIGKILL)
@@ -168,7 +168,7 @@ class _Job:
         return environment
 
     def _start(self, command: Sequence[str], environment: dict[str, str]) -> None:
-        # A session of its own: Ctrl-C in the terminal reaches the launcher, which passes it on.
+        # A session of its own: Ctrl-C in the terminal reaches the launcher, which forwards it.
         if self._backend.executable is not None:
             line = self._backend.command(self._size, command)
             child = subprocess.Popen(
@@ -185,10 +185,10 @@ class _Job:
             own = {**environment, "PYDIST_RANK": str(rank)}
             self._children.append(subprocess.Popen(command, env=own, start_new_session=True))
 
-    # -- what ranks say ---------------------------------------------------------------------
+    # -- messages of ranks ------------------------------------------------------------------
 
     def _serve(self, timeout: float) -> bool:
-        """Handle what has arrived; whether anything had."""
+        """Handles the messages that have arrived; returns whether there were any."""
         events = self._selector.select(timeout)
         for key, _ in events:
             key.data(key.fileobj)
@@ -245,7 +245,7 @@ class _Job:
             rank.early = not message["end"]
 
     def _decide(self) -> None:
-        """Let the first rank that failed speak, unless another one's death explains its failure."""
+        """Lets the first failed rank report, unless another rank's death explains its failure."""
         if self._claims and (self._verdict is None or self._verdict.asked):
             since, first, code = self._claims[0]
             if time.monotonic() - since < _DEATH_NOTICE:
@@ -264,7 +264,7 @@ class _Job:
             rank.connection.sendall(text)
 
     def _lost(self, rank: int, pid: int) -> None:
-        """A rank's process ended, and had not said why."""
+        """Ends the job because a rank's process has ended without a report."""
         if self._verdict is not None:
             return
         self._verdict = _Verdict(RankLost.exit_code)
@@ -274,13 +274,13 @@ class _Job:
         else:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._children[rank].wait(timeout=1)
-        # Open MPI then ends the others, which appear to die first.
+        # Open MPI ends the other ranks after an early end, so that they appear to fail first.
         early = [each.rank for each in self._ranks.values() if each.early]
         cause = f"{_ranks(early)} ended with code 0 before pydist.init; then " if early else ""
         _say(f"{cause}rank {rank} (process {pid}) {in_words(code)}; ending the job")
 
     def _miss(self) -> None:
-        """End the job if ranks have not started although others have."""
+        """Ends the job if some ranks have not started in time after the first one."""
         missing = sorted(set(range(self._size)) - self._ranks.keys())
         waited = time.monotonic() - self._first_joined
         if self._verdict or not (missing and self._first_joined and self._hang_limit):
@@ -293,7 +293,7 @@ class _Job:
             )
 
     def _release_stopped(self) -> None:
-        """End the job if all ranks that are left are stopped: none of them can say so."""
+        """Ends the job if all remaining ranks are stopped, so that none of them can report it."""
         living = [rank for rank in self._ranks.values() if rank.connection.fileno() >= 0]
         some_ended = 0 < len(living) < len(self._ranks)
         if not (some_ended and self._hang_limit and all(is_stopped(r.pid) for r in living)):
@@ -308,14 +308,14 @@ class _Job:
     # -- ending the job ---------------------------------------------------------------------
 
     def _enforce(self) -> None:
-        """After a failure, end what does not end by itself."""
+        """Ends, after a failure, the processes that do not end by themselves."""
         self._decide()
         self._miss()
         self._release_stopped()
         if self._backend.executable is None:
             for rank, child in enumerate(self._children):
                 if child.poll() and self._verdict is None and not self._claims:
-                    self._lost(rank, child.pid)  # a fork of it may keep the wire open
+                    self._lost(rank, child.pid)  # a fork of it may keep the connection open
         if self._verdict is None:
             return
         now = time.monotonic()
@@ -323,7 +323,7 @@ class _Job:
             if now - self._verdict.since > _HANG_GRACE:
                 self._kill(signal.SIGKILL)
             return
-        # Without an MPI nothing else ends the other ranks: no reason to wait.
+        # Without MPI nothing else ends the other ranks: no reason to wait.
         grace = _ABORT_GRACE if self._backend.executable is not None else 0.2
         if self._asked_to_end:
             grace = self._patience if self._verdict.asked else _SIGNAL_GRACE
@@ -334,9 +334,9 @@ class _Job:
             self._kill(signal.SIGKILL)
 
     def _kill(self, number: int) -> None:
-        """Send a signal to all that is left: ranks, and the launcher's session."""
+        """Sends a signal to all remaining processes: ranks, and the MPI launcher's session."""
         for rank in self._ranks.values():
-            if rank.connection.fileno() >= 0:  # its process lives, so the id is still its own
+            if rank.connection.fileno() >= 0:  # the process is alive, so its id is not reused
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.pid, number)
         for child in self._children:
@@ -349,7 +349,7 @@ class _Job:
     @contextlib.contextmanager
     def _forwarded_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread may handle signals: the caller's affair
+            yield  # only the main thread may handle signals
             return
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
         before = {number: signal.signal(number, self._forward) for number in numbers}
@@ -381,7 +381,7 @@ class _Job:
     def _exit_code(self) -> int:
         if self._verdict is not None:
             if self._verdict.asked and self._verdict.code == RankLost.exit_code:
-                _say("SIGTERM ended the job")  # no rank has answered with a code of its own
+                _say("SIGTERM ended the job")  # no rank has ended with a code of its own
             return self._verdict.code
         codes = [child.returncode for child in self._children if child.returncode]
         if not codes:

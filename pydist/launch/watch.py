@@ -1,6 +1,6 @@
-"""Starts the watchdog of a rank: its page of shared memory, its limit, and what it asks Python.
+"""Starts the watchdog of a rank: its page of shared memory, its limit, its queries to Python.
 
-See `pydist.watchdog` for what it does.
+`pydist.watchdog` describes the watchdog.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ VARIABLE = "PYDIST_HANG_LIMIT"
 """Environment variable: seconds without progress after which waiting ranks end the job; 0: off."""
 
 DEFAULT_LIMIT = 600.0
-"""Seconds; the time that NCCL's watchdog in torch gives a collective."""
+"""Default limit in seconds, equal to that of torch's NCCL watchdog for a collective."""
 
 _SHORTEST = 1.0
-_elsewhere: list[Elsewhere] = []  # the ranks of other machines, once it is known that there are any
+_elsewhere: list[Elsewhere] = []  # one item once ranks of other machines are known
 _pages: list[str] = []  # identity of this machine's page
 _JOB_VARIABLES = (
     "PYDIST_SUPERVISOR", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "MASTER_ADDR",
@@ -44,10 +44,10 @@ _JOB_VARIABLES = (
 
 
 def limit() -> float:
-    """Seconds without progress that a waiting rank allows, 0 for any number.
+    """Returns the seconds without progress that a waiting rank allows; 0 for no limit.
 
     Raises:
-        UsageError: the variable holds something else.
+        UsageError: the variable holds an invalid value.
     """
     text = os.environ.get(VARIABLE, "")
     try:
@@ -60,9 +60,9 @@ def limit() -> float:
 
 
 def start(who: Identity) -> None:
-    """Starts this process's watchdog, unless it has one, is alone in its job, or none is wanted.
+    """Starts this process's watchdog, unless it has one, is the only rank, or the limit is 0.
 
-    Before the ranks join: a rank that never comes is missed by those that wait for it.
+    Call it before the ranks join, so that the waiting ranks detect one that never starts.
 
     Args:
         who: this process's place in the job.
@@ -80,7 +80,7 @@ def start(who: Identity) -> None:
         return
     wire = Lifeline.current
     number, stacks = _write_stacks_on_signal()
-    # MPICH's launcher takes the job's exit code from this line, as from MPI_Abort.
+    # MPICH's launcher reads the job's exit code from this line, as for MPI_Abort.
     pmi = os.environ.get("PMI_FD", "") if who.launcher == "mpich" else ""
     native.start_watchdog(
         board=board,
@@ -101,30 +101,30 @@ def start(who: Identity) -> None:
 
 
 def place() -> Place:
-    """Where this rank runs; ranks have equal pages if one watchdog sees them."""
+    """Returns where this rank runs; ranks whose watchdogs share a page have equal pages."""
     host, pid = socket.gethostname(), os.getpid()
     return Place(host, pid, _pages[-1] if _pages else f"{host} {pid}")
 
 
 def listens() -> bool:
-    """Whether this rank hears of ranks of other machines already."""
+    """Returns whether `listen_to` has been called."""
     return bool(_elsewhere)
 
 
 def listen_to(elsewhere: Elsewhere) -> None:
-    """From now on reports say what is known of the ranks of other machines."""
+    """Adds the ranks of other machines to reports from now on."""
     _elsewhere.append(elsewhere)
 
 
 def forget_page(who: Identity | None) -> None:
-    """Removes the name of the page once all ranks of this machine have it open."""
+    """Unlinks the page once all ranks of this machine have opened it."""
     if who is not None:
         with contextlib.suppress(OSError):
             _path(who).unlink()
 
 
 def _open_board(who: Identity) -> int:
-    """A descriptor of the page that the ranks of this machine share."""
+    """Opens the page that the ranks of this machine share."""
     folder = _path(who).parent
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
@@ -132,8 +132,8 @@ def _open_board(who: Identity) -> int:
         raise PermissionError(f"{folder} is not a folder of this user alone")
     _sweep(folder, _path(who))
     board = os.open(_path(who), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    # Every rank holds a shared lock until it ends. Who gets the other kind is the first: what the
-    # page holds is that of a job that is over.
+    # Every rank holds a shared lock until it ends. A rank that gets the exclusive lock is the first
+    # one: the page then holds data of an earlier job.
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(board, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.truncate(board, 0)
@@ -144,7 +144,7 @@ def _open_board(who: Identity) -> int:
 
 
 def _boot() -> str:
-    """What tells machines apart."""
+    """Returns an identity of this machine since its boot."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
@@ -165,7 +165,7 @@ def _sweep(folder: Path, own: Path) -> None:
 
 
 def _path(who: Identity) -> Path:
-    """The same on all ranks of a job on one machine, and on no others."""
+    """Returns the page's path: the same on all ranks of a job on one machine, and on no others."""
     facts = [who.launcher, str(who.size)]
     facts += [f"{name}={os.environ[name]}" for name in _JOB_VARIABLES if name in os.environ]
     if not {"PYDIST_SUPERVISOR", "PMIX_NAMESPACE", "SLURM_JOB_ID"} & os.environ.keys():
@@ -178,41 +178,42 @@ def _path(who: Identity) -> Path:
 
 
 def _start_of(pid: int) -> str:
-    """When a process started: process ids are used again."""
+    """Returns when a process started, as process ids are reused."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[19]
     return ""
 
 
 def _write_stacks_on_signal() -> tuple[int, int]:
-    """Has faulthandler write a thread's stack on a signal, even while native code holds the lock.
+    """Makes faulthandler write a thread's stack on a signal, even while native code holds the GIL.
 
-    Not all threads' stacks: it reads freed memory where one of them runs, and crashes then.
+    It does not write the stacks of all threads: for a running thread it reads freed memory, and
+    crashes.
 
     Returns:
-        The signal, and the descriptor that its handler writes to; -1 where there is no such thing,
-        and in a thread that may not handle signals.
+        The signal, and the descriptor that its handler writes to; -1 where that is unsupported, and
+        in threads that may not handle signals.
     """
     if not hasattr(os, "memfd_create") or threading.current_thread() is not threading.main_thread():
         return 0, -1
     number = signal.SIGRTMIN + 11
     stacks = os.memfd_create("pydist stacks")
-    # What faulthandler leaves when the interpreter ends, before the process does.
+    # The handler that remains after faulthandler ends with the interpreter.
     signal.signal(number, signal.SIG_IGN)
     faulthandler.register(number, file=stacks, all_threads=False, chain=False)
     return number, stacks
 
 
 def _answer_questions() -> int:
-    """A descriptor that takes the watchdog's questions; see `Question` in `csrc/watchdog`."""
+    """Returns the descriptor for the watchdog's queries; see `Question` in `csrc/watchdog`."""
     reads, writes = os.pipe()
 
     def listen() -> None:
         while question := os.read(reads, 1):
             waiting, layer = Waiting(), ""
-            with contextlib.suppress(Exception):  # whatever the program's objects do when asked
+            with contextlib.suppress(Exception):  # attributes of user objects may raise anything
                 waiting = waiting_at(map(_outwards, _stacks()))
-            if question == b"?":  # a report is due: what takes longer comes last
+            if question == b"?":  # a report is due: the slow search for the layer comes last
                 native.answer_watchdog("", waiting.call)
                 for each in _elsewhere:
                     each.ask(waiting)
@@ -228,9 +229,9 @@ def _answer_questions() -> int:
 
 
 def layer_at_work() -> str:
-    """The path of the parallelized module that a thread of this process is in, "" if in none.
+    """Returns the path of the parallelized module that a thread is in; "" if in none.
 
-    In forward it is the innermost module on the stack, in backward the one whose parameters the
+    In forward it is the innermost module on the stack, in backward the module whose parameters the
     backward function has saved.
     """
     stacks = _stacks()
@@ -244,7 +245,7 @@ def layer_at_work() -> str:
 
 
 def _stacks() -> list[FrameType]:
-    """The innermost frame of each other thread."""
+    """Returns the innermost frame of each other thread."""
     own = threading.get_ident()
     return [frame for ident, frame in sys._current_frames().items() if ident != own]
 
@@ -267,13 +268,13 @@ def _module_in_backward(frame: FrameType) -> str:
 
 
 def _owner_of(places: set[int]) -> str:
-    """The module that has a parameter at one of some addresses."""
+    """Returns the path of the module with a parameter at one of the addresses."""
     import gc
 
     import torch
 
     for module in gc.get_objects():
-        # Not isinstance, which asks the object: some warn when they are asked anything.
+        # Not isinstance, which reads `__class__`: some objects warn on any access.
         if issubclass(type(module), torch.nn.Module) and "_pydist_path" in module.__dict__:
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.data_ptr() in places:

@@ -1,4 +1,4 @@
-"""What the launcher starts as each rank: the wire to the launcher, the hooks, then the program.
+"""The entry point of each rank: connects to the launcher, installs hooks, runs the program.
 
 Its arguments are the script, or "-m" and the module, and the program's arguments.
 """
@@ -16,7 +16,7 @@ from pydist.launch.lifeline import VARIABLE, Lifeline
 
 
 def main(argv: list[str]) -> None:
-    """Run a program as one rank of a job.
+    """Runs a program as one rank of a job.
 
     Args:
         argv: the script or "-m" and the module, and its arguments.
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
         failures.install(rank, size, claim=lifeline.claim, say=lifeline.say, abort=_abort)
         forks.at_exit(lifeline.end)  # first in, last out: the program's own may fail
     for stream in (sys.stdout, sys.stderr):
-        # Ranks write to pipes: whole lines, as they come, or those of several ranks would mix.
+        # Ranks write complete lines to their pipes, or lines of several ranks would mix.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
     with failures.guarded():
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
 
 
 def _run(argv: list[str]) -> None:
-    # As the interpreter does it; but only now, when pydist itself is already imported.
+    # As the interpreter does, but only after pydist itself is imported.
     place = Path.cwd() if argv[0] == "-m" else Path(argv[0]).resolve().parent
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11
         sys.path.insert(0, str(place))
@@ -51,7 +51,7 @@ def _run(argv: list[str]) -> None:
 
 
 def _abort(code: int) -> None:
-    """Before `pydist.runtime.connect`: through MPI if the program has started it by itself."""
+    """Aborts before `pydist.runtime.connect`: by MPI if the program has initialized it itself."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.COMM_WORLD.Abort(code)

@@ -1,8 +1,8 @@
-"""What each torch call does on sharded tensors, one package a family.
+"""Handlers of torch calls on sharded tensors, one package per family of operators.
 
 A new operator goes into the module of its family: a function with torch's signature, decorated
-with `pydist.tensor.implements`. Modules that register handlers are listed here; what families share
-(windows, gathering, redistribution) is beside them.
+with `pydist.tensor.implements`. Modules that register handlers are imported here. Code that
+families share (windows, gathering, redistribution) is in the modules of this package.
 """
 
 # ruff: noqa: F401  imported for the handlers that they register

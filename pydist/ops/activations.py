@@ -1,4 +1,4 @@
-"""ReLUs in place and PReLU, fused with the calls around them where `pydist.ops.fusion` can."""
+"""In-place ReLUs and PReLU, fused with neighboring calls where `pydist.ops.fusion` can."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from pydist.tensor.operands import operand_for, parameter_for
 
 @implements(F.relu)
 def relu(input: Tensor, inplace: bool = False) -> Any:
-    """ReLU as the functional call has it."""
+    """Applies ReLU, as `F.relu`."""
     return relu_(input) if inplace else elementwise(torch.relu, input)
 
 
 @implements(torch.relu_, torch.Tensor.relu_)
 def relu_(input: Tensor) -> Any:
-    """ReLU in place."""
+    """Applies ReLU in place."""
     assert isinstance(input, ShardedTensor)  # the only argument
     fused = relu_in_place(input, 0.0)
     return elementwise(torch.relu_, input) if fused is None else fused
@@ -31,7 +31,7 @@ def relu_(input: Tensor) -> Any:
 
 @implements(F.leaky_relu)
 def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Any:
-    """Leaky ReLU as the functional call has it."""
+    """Applies leaky ReLU, as `F.leaky_relu`."""
     if inplace:
         return leaky_relu_(input, negative_slope)
     return elementwise(torch._C._nn.leaky_relu, input, negative_slope)
@@ -39,7 +39,7 @@ def leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fals
 
 @implements(torch._C._nn.leaky_relu_)
 def leaky_relu_(input: Tensor, negative_slope: float = 0.01) -> Any:
-    """Leaky ReLU in place."""
+    """Applies leaky ReLU in place."""
     assert isinstance(input, ShardedTensor)
     fused = relu_in_place(input, negative_slope)
     if fused is None:
@@ -49,7 +49,7 @@ def leaky_relu_(input: Tensor, negative_slope: float = 0.01) -> Any:
 
 @implements(torch.prelu, F.prelu, torch.Tensor.prelu)
 def prelu(input: Tensor, weight: Tensor) -> ShardedTensor:
-    """PReLU: its weight has one entry a channel (dim 1), or one in all."""
+    """Applies PReLU; the weight has one entry per channel (dim 1), or a single one."""
     if not isinstance(input, ShardedTensor):
         raise refusal(torch.prelu, (input, weight), {}, "the weight is sharded, the input is not")
     layout = input._layout
@@ -58,7 +58,7 @@ def prelu(input: Tensor, weight: Tensor) -> ShardedTensor:
         own = operand_for(by_channel, layout, layout.shape).flatten()
     else:
         own = parameter_for(weight, layout)
-        # A view, as torch makes one: backward does not see other memory of the parameter.
+        # A view, as in torch: backward does not notice if the parameter's memory is replaced.
         fused = parametric(input, own.flatten().view(-1))
         if fused is not None:
             return wrap(fused, layout, input)

@@ -1,4 +1,4 @@
-"""What a sharded tensor says of itself, and autograd's entry points."""
+"""Attributes of sharded tensors, conversions to Python values, and autograd's entry points."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pydist.tensor import (
 from pydist.tensor.operands import redistribute, refuse_shard_shaped, shard_of_plain
 from pydist.tensor.wrapper import of_wrapper
 
-# The wrapper carries the global shape, the dtype and the rest itself.
+# The wrapper tensor itself has the global shape, the dtype, and the other attributes.
 _OF_THE_WRAPPER = """
 shape ndim dtype device requires_grad is_cuda is_cpu is_sparse is_quantized is_meta
 is_mps is_mkldnn is_nested is_complex names is_xpu
@@ -42,7 +42,7 @@ get_device __len__ __hash__ is_inference is_conj is_neg
 
 
 def _descriptor(name: str) -> Any:
-    """An attribute of torch.Tensor; torch hands its `__get__` and `__set__` to the handlers."""
+    """Returns an attribute of torch.Tensor; its `__get__` and `__set__` identify the handlers."""
     return getattr(torch.Tensor, name)
 
 
@@ -61,7 +61,7 @@ for _function in (torch.is_floating_point, torch.is_complex, torch.numel, torch.
 def is_contiguous(
     x: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> bool:
-    """Whether it can be viewed in any shape: True; of other formats, whether the shards have it.
+    """Returns True for the default format; for other formats, whether the shards have it.
 
     Raises:
         NotSupported: the shards of some ranks are too thin to show their format.
@@ -76,38 +76,38 @@ def is_contiguous(
 
 @implements(_descriptor("grad").__get__)
 def grad_of(x: ShardedTensor) -> ShardedTensor | None:
-    """The gradient, sharded as the tensor is."""
+    """Returns the gradient, with the layout of the tensor."""
     grad = x._local.grad
     return None if grad is None else wrap(in_memory(grad), x._layout, x)
 
 
 @implements(_descriptor("grad").__set__, _descriptor("grad").__delete__)
 def set_grad(x: ShardedTensor, grad: ShardedTensor | None = None) -> None:
-    """Sets or forgets the gradient."""
+    """Sets or deletes the gradient."""
     x._local.grad = None if grad is None else _shard_of(grad, x._layout)
 
 
 @implements(_descriptor("grad_fn").__get__)
 def grad_fn_of(x: ShardedTensor) -> Any:
-    """The node of the shard's graph."""
+    """Returns the graph node of the shard."""
     return x._local.grad_fn
 
 
 @implements(_descriptor("is_leaf").__get__)
 def is_leaf(x: ShardedTensor) -> bool:
-    """Whether the shard has no history."""
+    """Returns whether the shard is a leaf of the graph."""
     return bool(x._local.is_leaf)
 
 
 @implements(_descriptor("data").__get__)
 def data_of(x: ShardedTensor) -> ShardedTensor:
-    """The tensor without its graph."""
+    """Returns the tensor without its graph."""
     return view_of(x, local_of(x).data, x._layout)
 
 
 @implements(torch.Tensor.detach_, torch.detach_)
 def detach_(x: ShardedTensor) -> ShardedTensor:
-    """Takes the tensor out of its graph."""
+    """Detaches the tensor from its graph in place."""
     x._shard = local_of(x).detach()  # torch refuses detach_() of views, and a shard may be one
     of_wrapper(torch.Tensor.requires_grad_, x, False)
     remember_change(x)
@@ -116,7 +116,7 @@ def detach_(x: ShardedTensor) -> ShardedTensor:
 
 @implements(torch.Tensor.requires_grad_)
 def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTensor:
-    """Asks for the gradient of a leaf."""
+    """Sets whether autograd computes the gradient of a leaf."""
     local_of(x).requires_grad_(requires_grad)
     if not requires_grad:
         of_wrapper(torch.Tensor.requires_grad_, x, False)
@@ -125,26 +125,26 @@ def requires_grad_(x: ShardedTensor, requires_grad: bool = True) -> ShardedTenso
 
 @implements(_descriptor("requires_grad").__set__)
 def set_requires_grad(x: ShardedTensor, value: bool) -> None:
-    """Asks for the gradient of a leaf."""
+    """Sets whether autograd computes the gradient of a leaf."""
     requires_grad_(x, value)
 
 
 @implements(torch.Tensor.retain_grad)
 def retain_grad(x: ShardedTensor) -> None:
-    """Keeps the gradient of a tensor that is not a leaf."""
+    """Makes backward keep the gradient of a tensor that is not a leaf."""
     local_of(x).retain_grad()
 
 
 @implements(torch.Tensor.register_hook)
 def register_hook(x: ShardedTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """Calls `hook` with the (sharded) gradient during backward.
+    """Registers a hook that backward calls with the sharded gradient.
 
-    A hook that only looks may be registered on some ranks alone. One that changes the gradient, or
-    gathers it, belongs on all ranks.
+    A hook that only reads the local part may be registered on some ranks only. A hook that changes
+    or gathers the gradient must be registered on all ranks.
     """
 
     def on_shard(grad: Tensor | None) -> Tensor | None:
-        if grad is None:  # in double backward there may be none, where torch has no node
+        if grad is None:  # possible in double backward, where torch has no node
             return None
         result = hook(wrap(in_memory(grad), x._layout, x))
         return _shard_of(result, x._layout) if isinstance(result, Tensor) else None
@@ -169,13 +169,13 @@ for _as_type, _conversion in (
 
 @implements(torch.Tensor.tolist)
 def tolist(x: ShardedTensor) -> Any:
-    """The values of the whole tensor."""
+    """Returns the values of the full tensor as a nested list."""
     return x.full_tensor().tolist()
 
 
 @implements(torch.Tensor.__format__)
 def format_tensor(x: ShardedTensor, spec: str) -> str:
-    """Formats a tensor with one element as its value, others as their repr."""
+    """Formats a tensor with one element as its value, other tensors as their repr."""
     return format(x.full_tensor().item(), spec) if x.numel() == 1 and spec else repr(x)
 
 
@@ -188,12 +188,12 @@ def _histories(tensors: Any) -> list[int]:
 
 
 def _seeds(given: Any, outputs: Any) -> Any:
-    """The shards of given gradients, laid out as the outputs are."""
+    """Returns the shards of given gradients, in the layouts of the outputs."""
     if given is None:
         return None
     given, outputs = _as_sequence(given), _as_sequence(outputs)
     if len(given) != len(outputs):
-        return given  # torch names the mistake
+        return given  # torch raises the error
     return tuple(
         _shard_of(g, y._layout) if isinstance(g, Tensor) and isinstance(y, ShardedTensor) else g
         for g, y in zip(given, outputs, strict=True)
@@ -205,7 +205,7 @@ def _as_sequence(value: Any) -> Sequence[Any]:
 
 
 def _shard_of(tensor: Tensor, layout: Layout) -> Tensor:
-    """This rank's part, in `layout`, of a tensor that is sharded in any way or plain."""
+    """Returns this rank's part, in `layout`, of a plain tensor or of one in any layout."""
     if isinstance(tensor, ShardedTensor):
         return local_of(redistribute(tensor, layout))
     refuse_shard_shaped(tensor, layout)
@@ -222,7 +222,7 @@ def backward(
     *,
     grad_tensors: Any = None,
 ) -> None:
-    """Backward from sharded tensors; a scalar one is seeded with 1 on every rank."""
+    """Runs backward from sharded tensors; a scalar is seeded with 1 on every rank."""
     given = gradient if gradient is not None else grad_tensors
     outputs = _locals(tensors)
     seeds = _seeds(given, tensors)
@@ -247,7 +247,7 @@ def grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Gradients with respect to sharded or plain tensors, each laid out as its input is."""
+    """Returns gradients of sharded or plain tensors, each in the layout of its input."""
     if is_grads_batched:
         raise NotSupported("torch.autograd.grad(is_grads_batched=True) on sharded tensors")
     asked = _as_sequence(inputs)

@@ -1,4 +1,4 @@
-"""Small tensors that plans make once, on whichever device they are read."""
+"""Small constant tensors of plans, with a cached copy per device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Constant:
-    """A tensor of a plan, and its copy on each device that has asked for it.
+    """Tensor of a plan, with a cached copy on each device that has requested it.
 
-    Such a copy holds the host until the device is done, and no graph can capture it: so it is made
-    once, by the first step.
+    Copying to a device blocks the host until the device is done, and no CUDA graph can capture it.
+    So the first step makes the copy, and later steps reuse it.
 
     Args:
         values: in host memory.
@@ -21,7 +21,7 @@ class Constant:
         self._copies: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
-        """The values there; not to be written to."""
+        """Returns the values on a device; callers must not write to them."""
         if device not in self._copies:
             self._copies[device] = self._values.to(device)
         return self._copies[device]

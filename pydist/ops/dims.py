@@ -1,4 +1,4 @@
-"""Dims as torch counts and names them."""
+"""Normalization of dim arguments: negative dims, NumPy's names, and varargs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _H = TypeVar("_H", bound=Callable[..., Any])
 
 
 def canonical(dim: int, ndim: int) -> int:
-    """A dim counted from the front.
+    """Returns a dim counted from the front.
 
     Raises:
         IndexError: the tensor has no such dim.
@@ -25,7 +25,7 @@ def canonical(dim: int, ndim: int) -> int:
 
 
 def canonical_all(dims: Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Dims counted from the front, in the given order.
+    """Returns dims counted from the front, in the given order.
 
     Raises:
         IndexError: the tensor has no such dim.
@@ -38,14 +38,14 @@ def canonical_all(dims: Sequence[int], ndim: int) -> tuple[int, ...]:
 
 
 def given_as(name: str, values: Sequence[Any], named: dict[str, Any]) -> Any:
-    """What torch takes as `f(1, 2)`, `f((1, 2))` or `f(name=(1, 2))`: a sequence, or one value."""
+    """Returns an argument given as `f(1, 2)`, `f((1, 2))`, `f(name=(1, 2))`, or one value."""
     if name in named:
         return named[name]
     return values[0] if len(values) == 1 else values
 
 
 def numpy_names(handler: _H) -> _H:
-    """A handler that takes `axis` for `dim` and `keepdims` for `keepdim` as well, as torch does."""
+    """Wraps a handler to accept `axis` for `dim` and `keepdims` for `keepdim`, as torch does."""
 
     @wraps(handler)
     def renamed(*args: Any, **kwargs: Any) -> Any:

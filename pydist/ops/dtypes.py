@@ -1,4 +1,4 @@
-"""Which types of operands torch takes together, so that no split call is more lenient."""
+"""Dtype checks, so that a call on split tensors accepts no more dtype pairs than torch does."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _NARROW = (torch.float16, torch.bfloat16)
 
 
 def require_same(function: Callable[..., Any], x: Tensor, *parameters: Tensor | None) -> None:
-    """Raises `UsageError` unless all have the type of `x`."""
+    """Raises `UsageError` unless all parameters have the dtype of `x`."""
     for each in parameters:
         if each is not None and each.dtype != x.dtype:
             raise _refusal(function, x, each, "they must have the same type")
 
 
 def require_fitting(function: Callable[..., Any], x: Tensor, *parameters: Tensor | None) -> None:
-    """Raises `UsageError` unless a norm's parameters have a type that torch takes with `x`."""
+    """Raises `UsageError` unless torch accepts the dtypes of a norm's parameters with `x`."""
     if torch.is_autocast_enabled(x.device.type):
-        return  # it has rules of its own
+        return  # autocast has its own rules
     for each in parameters:
         mixed = x.dtype in _NARROW and each is not None and each.dtype == torch.float32
         if each is not None and each.dtype != x.dtype and not mixed:

@@ -1,4 +1,4 @@
-"""Shards without elements, on which some of torch's calls lose the graph."""
+"""Padding of empty shards, on which some torch calls lose the autograd graph."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def with_elements(local: Tensor) -> Tensor:
-    """A shard; an empty one with one zero more along each of its empty dims.
+    """Returns the shard, padded with one zero along each of its empty dims.
 
-    Where the backward of a call has no graph for tensors of nothing, a rank that holds nothing
-    would miss exchanges of the others in second order.
+    Where the backward of a call has no graph for empty tensors, a rank with an empty shard would
+    miss exchanges of the other ranks in double backward.
     """
     if local.numel():
         return local
@@ -20,7 +20,7 @@ def with_elements(local: Tensor) -> Tensor:
 
 
 def without_added(result: Tensor, shape: Sequence[int]) -> Tensor:
-    """Cuts off what `with_elements` added; the result has `shape`, and is no view."""
+    """Removes the padding of `with_elements`; the result has `shape` and is not a view."""
     if tuple(result.shape) == tuple(shape):
         return result
     return result[tuple(slice(n) for n in shape)].clone()

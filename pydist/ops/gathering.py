@@ -1,4 +1,4 @@
-"""Bringing every rank a box of a tensor: the general path of operations that look around."""
+"""Gathering of a box of a tensor on each rank: the general path of stencil operations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pydist.partition import Box
 
 
 class BoxGatherer:
-    """Brings every rank the box of inputs that it needs, in either memory format.
+    """Gatherer of the box of inputs that each rank needs, in either memory format.
 
     Args:
         layout: of the inputs.
-        needed: the box of each rank; beyond the domain there are zeros.
+        needed: the box of each rank; positions outside the domain are filled with zeros.
     """
 
     def __init__(self, layout: Layout, needed: Sequence[Box]) -> None:
@@ -25,7 +25,7 @@ class BoxGatherer:
         self._exchangers: dict[bool, Exchanger] = {}
 
     def __call__(self, local: Tensor, channels_last: bool = False) -> Tensor:
-        """This rank's box, from its shard and those of others.
+        """Returns this rank's box, gathered from its shard and those of other ranks.
 
         Args:
             local: the shard.

@@ -1,8 +1,8 @@
-"""Full backward hooks of modules, which torch builds on a custom function of its own.
+"""Full backward hooks of modules on sharded tensors.
 
-`BackwardHook._apply_on_tensors` applies an `autograd.Function` to a module's inputs and outputs,
-which bypasses torch's overrides. Here it is given the shards, and users' hooks are shown sharded
-gradients.
+torch's `BackwardHook._apply_on_tensors` applies an `autograd.Function` to a module's inputs and
+outputs, which bypasses torch's overrides. The patch here passes it the shards, and passes sharded
+gradients to users' hooks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _apply_on_plain = BackwardHook._apply_on_tensors
 
 
 class _ShownNode:
-    """A graph node whose hooks see and return sharded gradients."""
+    """Graph node whose hooks see and return sharded gradients."""
 
     def __init__(self, node: Any, like: Sequence[Any]) -> None:
         self._node, self._like = node, like
@@ -48,7 +48,7 @@ class _ShownNode:
 
 
 def _alias(shard: Tensor, x: ShardedTensor) -> ShardedTensor:
-    """The same tensor with another node: what is done to it in place is done to `x`."""
+    """Returns an alias of `x` with another graph node; in-place changes of it change `x`."""
     alias = wrap(shard, x._layout, x)
     alias._view = view_at(x)
     return alias
@@ -62,7 +62,7 @@ def _apply_on_tensors(self: BackwardHook, fn: Callable[[Any], None], args: Any) 
     plain = tuple(local_of(a) if isinstance(a, ShardedTensor) else a for a in args)
     result, index = _apply_on_plain(self, lambda node: fn(_ShownNode(node, tensors)), plain)
     if result is plain:
-        return args, index  # without gradients there is nothing to hook
+        return args, index  # nothing requires a gradient
     shown = [
         _alias(r, a) if isinstance(a, ShardedTensor) else r
         for a, r in zip(args, result, strict=True)

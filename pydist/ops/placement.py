@@ -1,8 +1,8 @@
-"""Where blocks have become too thin to be worth it: redistribution onto fewer ranks.
+"""Cost model that moves layers with thin blocks onto fewer ranks.
 
-Late layers of a network are small. There a block is thinner than the layer's halo, or empty, and
-an exchange costs more than the computing that it spares. Exactness never depends on this module:
-thin and empty blocks are right as they are. It only compares estimated times.
+Late layers of a network are small. Their blocks can be empty or thinner than the layer's halo, and
+an exchange then costs more than the computation that it saves. Correctness does not depend on this
+module: thin and empty blocks give exact results. It only compares estimated times.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from pydist.layout import Layout, Split
 from pydist.ops.windows import Window, WindowPlan
 from pydist.partition import Box, Partition
 
-# One rank of a 2-core machine, CPU: what an exchange costs beyond its bytes (planning done; call
-# overhead, packing, and waking up), a message, a byte, and a useful flop of small convolutions.
-# `benchmarks/python/thin_blocks.py` shows what the choices they lead to are worth.
+# Costs on one rank of a 2-core machine (CPU): the fixed cost of an exchange (call overhead,
+# packing, and wake-up, without planning), a message, a byte, and a useful flop of small
+# convolutions. `benchmarks/python/thin_blocks.py` measures the effect of the resulting choices.
 EXCHANGE_S = 150e-6
 MESSAGE_S = 5e-6
 BYTE_S = 1 / 4e9
 FLOP_S = 1 / 20e9
 ELEMENT_BYTES = 4
-# A layer whose blocks have become thin is rarely the last: that many share the cost of moving.
+# A layer with thin blocks is rarely the last: so many layers share the cost of moving.
 LAYERS = 3
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A window operation: its window, channels, flops for one output element, and weights."""
+    """Cost of a window operation: window, channels, flops per output element, weight elements."""
 
     window: Window
     out_channels: int
@@ -38,17 +38,17 @@ class Workload:
 
 
 def choose_layout(layout: Layout, work: Workload) -> Layout:
-    """The layout in which a window operation takes the least time, forward and backward.
+    """Chooses the layout with the least estimated time of a window operation, with backward.
 
-    With several sample groups the choice is that for one sample: groups may have different numbers
-    of samples, and a norm over all groups needs the same layout in each.
+    With several sample groups the choice assumes one sample: groups may have different numbers of
+    samples, and a norm over all groups needs the same layout in each.
 
     Args:
-        layout: of the input; kept unless a block of it is thinner than the halo.
+        layout: of the input; kept unless one of its blocks is thinner than the halo.
         work: the operation.
 
     Returns:
-        `layout`, or one over fewer ranks.
+        `layout`, or a layout over fewer ranks.
     """
     mesh = layout.mesh
     if mesh.keep_thin_blocks or not _has_thin_block(layout, work.window):
@@ -79,7 +79,7 @@ def _has_thin_block(layout: Layout, window: Window) -> bool:
 
 
 def _coarser(layout: Layout) -> Iterator[Layout]:
-    """The layouts with the blocks of 2, 4, ... neighbors of every split dim on one rank."""
+    """Yields layouts that join the blocks of 2, 4, ... neighbors along all split dims."""
     spatial = [d for d in layout.split_dims if d >= 2]
     most = max((layout.splits[d].partition.parts for d in spatial), default=1)  # type: ignore[union-attr]
     together = 2
@@ -90,7 +90,7 @@ def _coarser(layout: Layout) -> Iterator[Layout]:
 
 
 def _joined(split: Split | None, together: int) -> Split:
-    """The first of every `together` ranks takes the blocks of all of them."""
+    """Returns a split in which the first of each `together` ranks owns the blocks of all."""
     assert split is not None
     points = split.partition.points
     parts = split.partition.parts
@@ -102,7 +102,7 @@ def _joined(split: Split | None, together: int) -> Split:
 
 def _seconds(current: Layout, option: Layout, work: Workload) -> float:
     plan = WindowPlan(option, work.window, work.out_channels)
-    # Forward, dgrad and wgrad cost about the same; on few voxels each is bound by the weights.
+    # Forward, dgrad and wgrad cost about the same; with few voxels each is bound by the weights.
     by_rank = [
         3 * max(box.volume * work.flops_per_output * FLOP_S, work.weights * ELEMENT_BYTES * BYTE_S)
         for box in plan.out.boxes
@@ -116,7 +116,7 @@ def _seconds(current: Layout, option: Layout, work: Workload) -> float:
 
 
 def _exchange_seconds(owned: Sequence[Box], needed: Sequence[Box]) -> float:
-    """Estimates the seconds of an exchange, for the rank that receives most."""
+    """Estimates the time of an exchange in seconds, for the rank that receives most."""
     slowest = 0.0
     for rank, need in enumerate(needed):
         own = owned[rank].intersect(need).volume
@@ -129,11 +129,11 @@ def _exchange_seconds(owned: Sequence[Box], needed: Sequence[Box]) -> float:
 
 
 def conv_workload(window: Window, weight_shape: Sequence[int]) -> Workload:
-    """The work of a convolution with a weight [Co, Ci / groups, *kernel]."""
+    """Returns the workload of a convolution with a weight [Co, Ci / groups, *kernel]."""
     flops = 2.0 * math.prod(weight_shape[1:])
     return Workload(window, weight_shape[0], flops, math.prod(weight_shape))
 
 
 def pool_workload(window: Window, channels: int) -> Workload:
-    """The work of a pooling."""
+    """Returns the workload of a pooling."""
     return Workload(window, channels, float(math.prod(window.kernel)))

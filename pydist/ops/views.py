@@ -1,4 +1,4 @@
-"""What a view of the whole tensor is on shards: whether blocks move, and the order of dims."""
+"""Helpers for views of sharded tensors: whether blocks move, and the memory order of dims."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pydist.tensor import ShardedTensor, view_of
 
 
 def moves(x: ShardedTensor, layout: Layout) -> bool:
-    """Whether ranks exchange blocks to bring `x` to a layout of the same shape."""
+    """Returns whether ranks exchange blocks to bring `x` to a layout of the same shape."""
     return x._layout != layout and x._layout.boxes != layout.boxes
 
 
 def hides_order(layout: Layout, dims: Sequence[int]) -> bool:
-    """Whether a rank's shard does not show in which order these dims are stored in the whole.
+    """Returns whether some shard does not show the order in memory of the global tensor's dims.
 
-    Dims of extent 0 or 1 have no order. Such a shard can be reshaped as a view, or be contiguous,
-    though the whole tensor can't.
+    Dims of extent 0 or 1 have no order. Such a shard can be contiguous, or reshaped as a view,
+    though the global tensor can't.
     """
 
     def find() -> bool:
@@ -35,15 +35,15 @@ def hides_order(layout: Layout, dims: Sequence[int]) -> bool:
 def in_format(
     input: ShardedTensor, local: Tensor, memory_format: torch.memory_format
 ) -> ShardedTensor:
-    """The tensor with its shard brought to a memory format.
+    """Returns the tensor with its shard in a memory format.
 
-    In torch it is the tensor itself or a copy, by the strides of the whole, which shards may not
-    show.
+    torch returns the tensor itself or a copy, depending on the global strides, which shards may
+    not show.
     """
     layout, is_same = input._layout, local is input._shard
     if is_same and input.mesh.sample_size == 1:
         return input
     is_plain = memory_format == torch.contiguous_format
     if is_same and is_plain and hides_order(layout, range(input.dim())):
-        local = local.clone()  # in torch it may be a copy, which may be changed though x is saved
+        local = local.clone()  # torch may return a copy, which may change while x is saved
     return view_of(input, local, layout, is_copy=True)

@@ -1,4 +1,4 @@
-"""The geometry that convolution and pooling share: who computes which outputs from what."""
+"""Geometry of convolution and pooling: each rank's outputs, and the inputs they need."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class Window:
     padding: tuple[tuple[int, int], ...]
 
     def footprint(self, dim: int) -> Footprint:
-        """The footprint along one spatial dim (0 is the first after the channels)."""
+        """Returns the footprint along one spatial dim (0 is the first after the channels)."""
         before, after = self.padding[dim]
         return Footprint(self.kernel[dim], self.stride[dim], self.dilation[dim], before, after)
 
     def with_ceil(self, extents: Sequence[int]) -> Window:
-        """The same window with as much padding after the end as `ceil_mode` reaches beyond it."""
+        """Returns the window with the extra padding at the end that `ceil_mode` implies."""
         padding = []
         for dim, (extent, (before, after)) in enumerate(zip(extents, self.padding, strict=True)):
             reach = self.dilation[dim] * (self.kernel[dim] - 1) + 1
@@ -48,21 +48,21 @@ class Window:
 
 
 class WindowPlan:
-    """Where a window operation's outputs lie, and the inputs that each rank needs for its own.
+    """Plan of a window operation: its output layout, and the inputs that each rank needs.
 
-    An output belongs to the owner of the input at its window's centre, so that a layer of "same"
-    padding keeps the partition and one of stride s divides its points by s.
+    An output belongs to the owner of the input at its window's center. So a layer with "same"
+    padding keeps the partition, and a layer of stride s divides its points by s.
 
     Args:
         layout: of the input.
         window: of every spatial dim.
         out_channels: of the result.
-        out: layout of the result, where it is given instead.
+        out: layout of the result; derived from `layout` by default.
 
     Attributes:
         out: layout of the result.
-        needed: the box of inputs of each rank, padding included (it lies outside the domain).
-        is_whole: whether no spatial dim is split, so that torch's own call is right.
+        needed: the box of inputs of each rank, including padding (outside the domain).
+        is_whole: whether no spatial dim is split, so that torch's own call is exact.
     """
 
     def __init__(
@@ -94,12 +94,12 @@ class WindowPlan:
 
     @cached_property
     def gathers(self) -> BoxGatherer:
-        """Brings every rank the inputs that it needs."""
+        """Gatherer of the inputs that each rank needs."""
         return BoxGatherer(self.layout, self.needed)
 
     @cached_property
     def halos(self) -> list[list[Box]]:
-        """Slabs of the input, in the domain, that each rank's outputs need and it does not own."""
+        """Input slabs in the domain that each rank's outputs need and other ranks own."""
         domain = Box([0] * len(self.layout.shape), self.layout.shape)
         return [
             subtract(need.intersect(domain), own)
@@ -108,7 +108,7 @@ class WindowPlan:
 
     @cached_property
     def grad_halos(self) -> list[list[Box]]:
-        """Slabs of other ranks' outputs to which each rank's inputs contribute."""
+        """Output slabs of other ranks to which each rank's inputs contribute."""
         domain = Box([0] * len(self.out.shape), self.out.shape)
         return [
             [] if own.empty else subtract(self._fed_by(own, out).intersect(domain), out)
@@ -116,7 +116,7 @@ class WindowPlan:
         ]
 
     def exchanges(self, channels_last: bool) -> Exchanges:
-        """The exchanges of those slabs; elements travel in the order of that memory format."""
+        """Returns the halo exchanges, whose messages have the given memory format."""
         return self._channels_last if channels_last else self._plain
 
     @cached_property
@@ -135,7 +135,7 @@ class WindowPlan:
 
     @cached_property
     def gathered_shapes(self) -> list[tuple[int, ...]]:
-        """Shape of what each rank's function is called with in `apply`."""
+        """Shapes of the inputs that `apply` passes to each rank's function."""
         shapes = []
         for out, needed in zip(self.out.boxes, self.needed, strict=True):
             n, c, *extents = needed.shape
@@ -158,16 +158,16 @@ class WindowPlan:
         x: ShardedTensor,
         channels_last: bool = False,
     ) -> Tensor:
-        """Gathers this rank's inputs, halo and padding included, and computes its outputs.
+        """Gathers this rank's inputs, including halo and padding, and computes its outputs.
 
         Args:
             function: the window operation, without padding.
             x: the sharded input.
-            channels_last: the memory format in which `function` takes them.
+            channels_last: the memory format of the inputs passed to `function`.
 
-        A rank without outputs computes one window of nothing and keeps none of it: it has to run
-        the same nodes in backward as the others, in second order too, else its hooks do not fire,
-        its exchanges come in another order, and the job hangs.
+        A rank without outputs computes one dummy window and discards it. It has to run the same
+        nodes in backward and double backward as the other ranks; otherwise its hooks do not fire,
+        its exchanges run in another order, and the job hangs.
         """
         padded = self.gathers(local_of(x), channels_last)
         if not self.out.box.empty:
@@ -175,16 +175,16 @@ class WindowPlan:
         missing = [r - n for r, n in zip(self._reach, padded.shape[2:], strict=True)]
         one = F.pad(padded, [p for m in reversed(missing) for p in (0, max(0, m))])
         kept = tuple(slice(n) for n in self.out.local_shape)
-        # Not a view: what is done to one in place has other nodes than the other ranks have.
+        # Not a view: an in-place op on a view records other nodes than on the other ranks.
         return function(one)[kept].reshape(self.out.local_shape).clone()
 
 
 class Exchanges:
-    """The halo exchanges of a window operation: of its input, and of dL/dy.
+    """Halo exchanges of a window operation: of its input, and of dL/dy.
 
     Attributes:
-        halo: slabs of the input.
-        grad_halo: slabs of dL/dy.
+        halo: exchanges slabs of the input.
+        grad_halo: exchanges slabs of dL/dy.
     """
 
     def __init__(self, plan: WindowPlan, channels_last: bool) -> None:
@@ -202,17 +202,17 @@ class Exchanges:
         add: Callable[[Tensor, int, Tensor, Box], Any],
         change: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Maps this rank's shard while the halo travels, then adds what each slab contributes.
+        """Computes on the shard while the halo is in flight, then adds each slab's contribution.
 
-        Where this rank takes no part in the exchange nothing is sent or received.
+        A rank that takes no part in the exchange sends and receives nothing.
 
         Args:
-            exchanger: `halo`, or for an adjoint `grad_halo`.
-            x: the shard that is mapped.
-            main: maps the shard while the slabs travel.
-            add: adds to the result what comes from a slab: called with the result, the number of
+            exchanger: `halo`, or `grad_halo` for an adjoint.
+            x: the shard.
+            main: computes the result of the shard while the halo is in flight.
+            add: adds a slab's contribution to the result; called with the result, the number of
                 the slab, the slab, and its box.
-            change: applied in place to what is sent.
+            change: applied in place to the send buffers.
         """
         if exchanger.is_local:
             exchanger.announce(x)
@@ -222,7 +222,7 @@ class Exchanges:
         try:
             y = main()
         except Exception:
-            # All ranks may raise this, and go on: what is under way must not meet what comes next.
+            # All ranks may raise this and continue: later exchanges must not match these messages.
             with suppress(Exception):
                 exchanger.finish(pending, slabs)
             raise
@@ -235,13 +235,13 @@ class Exchanges:
 
 
 def plan_window(layout: Layout, window: Window, out_channels: int) -> WindowPlan:
-    """The plan of a window operation on a layout, made once."""
+    """Returns the cached plan of a window operation on a layout."""
     key = ("window", layout, window, out_channels)
     return layout.mesh.session.plan(key, lambda: WindowPlan(layout, window, out_channels))
 
 
 def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
-    """A size that torch takes as one number or one a dim."""
+    """Expands a size argument, given as one number or one per dim, to a tuple."""
     if isinstance(value, int):
         return (value,) * dims
     value = tuple(value)
@@ -249,5 +249,5 @@ def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:
 
 
 def symmetric(padding: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The same padding before and after."""
+    """Returns pairs with the same padding before and after."""
     return tuple((p, p) for p in padding)

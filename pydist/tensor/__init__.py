@@ -1,15 +1,15 @@
-"""The sharded tensor: a torch.Tensor with the global shape, of which each rank holds a shard.
+"""The sharded tensor: a torch.Tensor with the global shape, whose shards the ranks hold.
 
 ==============  ==================================================================================
-module          what it holds
+module          contents
 ==============  ==================================================================================
-`sharded`       `ShardedTensor`, and `implements`, by which handlers take torch's calls
+`sharded`       `ShardedTensor`, and `implements`, which registers handlers of torch calls
 `wrapper`       torch's own calls on the wrapper subclass, and guards of its gradient
-`operands`      how plain tensors, parameters and tensors in other layouts enter a call
+`operands`      conversion of plain tensors, parameters and other layouts to a call's operands
 `distribute`    `distribute_tensor`, which cuts a plain tensor
-`aliasing`      which tensors share memory in torch, and which are stale here
-`deferred`      work on a shard that is put off until the shard is used
-`refusals`      what a refused call says
+`aliasing`      a record of tensors that share memory in torch, and of those that are stale here
+`deferred`      work on a shard that is deferred until the shard is used
+`refusals`      error messages of refused calls
 ==============  ==================================================================================
 """
 

@@ -1,9 +1,9 @@
-"""Views that are copies here: which tensors share one storage in torch, and which are stale.
+"""Tracking of views that are copies here: tensors that share storage in torch, and stale ones.
 
-Where torch gives a view, blocks may have to move between ranks, and the result is a copy. The
-tensor and its copies then are one `Storage`. A change in place of one of them makes the others
-stale, and a stale tensor is refused when it is used. What is a copy follows from layouts, and what
-is stale from the order of calls, so all ranks refuse the same use.
+Where torch returns a view, blocks may have to move between ranks, and the result is a copy. The
+tensor and its copies then share one `Storage`. An in-place change of one of them makes the others
+stale, and the use of a stale tensor is refused. Layouts determine the copies, and the order of
+calls the stale tensors, so all ranks refuse the same use.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Part = tuple["View", tuple[tuple[int, int], ...]]
 
 
 class View(NamedTuple):
-    """The memory of a tensor, and where the tensor is in the one from which it was cut.
+    """The memory of a tensor, and the tensor's position in the one from which it was cut.
 
     Attributes:
-        memory: what the tensor shares with its real views.
+        memory: the memory that the tensor shares with its real views.
         part: a box that contains the tensor; `None` where no box is known.
         cut: the view and the index that selected exactly this tensor, if an index did.
-        is_expanded: whether several elements are one in memory, perhaps on other ranks only.
+        is_expanded: whether elements share a memory location, perhaps on other ranks only.
     """
 
     memory: Memory
@@ -50,8 +50,8 @@ class Memory:
         storage: the storage that has copies; `None` where no copy was made.
         born: the storage's clock when this copy was made.
         key: names this memory in the storage, which holds no memory.
-        plain: the plain tensor that has this memory and more on every rank, and how it is cut, if
-            it may be changed.
+        plain: the plain tensor that contains this memory on every rank, and its layout, if the
+            tensor may be changed.
     """
 
     __slots__ = ("born", "is_base", "key", "plain", "storage")
@@ -64,7 +64,7 @@ class Memory:
         self.key = object()
 
     def copied(self, shard: Tensor) -> Memory:
-        """The memory of a copy of `shard`, which has this one."""
+        """Returns the memory of a copy of `shard`, which has this memory."""
         if self.storage is None:
             self.storage = Storage()
             self.is_base = True
@@ -92,7 +92,7 @@ class _Probe:
         self._seen = self._tensor._version
 
     def moved(self) -> bool:
-        """Whether the shard was changed in place since the last call."""
+        """Returns whether the shard was changed in place since the last call."""
         seen, self._seen = self._seen, self._tensor._version
         return self._seen != seen
 
@@ -106,7 +106,7 @@ class Storage:
     """One storage of torch that is several memories on this rank.
 
     Attributes:
-        clock: how many changes in place were seen.
+        clock: number of in-place changes seen.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Storage:
         self._probes: dict[object, _Probe] = {}
 
     def watch(self, key: object, shard: Tensor) -> None:
-        """Notices changes in place of `shard` that no handler makes, as through `to_local()`."""
+        """Detects in-place changes of `shard` that no handler makes, as through `to_local()`."""
         if key not in self._probes and not shard.is_inference():
             self._probes[key] = _Probe(shard)
 
@@ -126,14 +126,14 @@ class Storage:
             del self._probes[key]
 
     def record(self, key: object, part: Part | None, how: str) -> None:
-        """A change in place of a part of one memory, all of it if the part is `None`."""
+        """Records an in-place change of a part of one memory, all of it if the part is `None`."""
         self.clock += 1
         self._changes[key, part] = _Change(self.clock, how)
         for probe in self._probes.values():
-            probe.moved()  # by this change; those before it were seen when the tensor was read
+            probe.moved()  # resets it: earlier changes were seen when the tensor was read
 
     def take_change(self, key: object, part: Part | None) -> Callable[[], None]:
-        """Forgets the last change of a part of a memory; what is returned remembers it."""
+        """Forgets the last change of a part of a memory; the returned function restores it."""
         change = self._changes.pop((key, part), None)
 
         def restore() -> None:
@@ -143,7 +143,7 @@ class Storage:
         return restore
 
     def change_after(self, memory: Memory, part: Part | None) -> str:
-        """How another memory was changed that overlaps a part of this one; "" if none was."""
+        """Describes a change of another memory that overlaps a part of this one; "" if none."""
         for key in list(self._probes):
             self._look(key)
         for (key, changed), (clock, how) in self._changes.items():
@@ -163,7 +163,7 @@ def _disjoint(one: Part | None, other: Part | None) -> bool:
 
 
 class Aliased(Protocol):
-    """A sharded tensor, as far as its memory goes."""
+    """The attributes of a sharded tensor that concern its memory."""
 
     _view: View | None
 
@@ -172,17 +172,17 @@ class Aliased(Protocol):
 
 
 def view_at(x: Aliased) -> View:
-    """The view of a tensor; made when first asked for."""
+    """Returns the view of a tensor, and creates it on first use."""
     if x._view is None:
         x._view = View(Memory())
     return x._view
 
 
 def record_change(x: Aliased) -> None:
-    """A handler has changed `x` in place: copies of what it shares memory with are stale.
+    """Records that a handler changed `x` in place, so copies of its memory are stale.
 
     Raises:
-        RuntimeError: it is a view of an expanded tensor; as torch, but on all ranks.
+        RuntimeError: `x` is a view of an expanded tensor; as in torch, but on all ranks.
     """
     view = x._view
     if view is not None and view.is_expanded:
@@ -199,7 +199,7 @@ def record_change(x: Aliased) -> None:
 
 
 class _Entry(Function):
-    """The identity. Its result shares memory, but is no view for autograd: it may be changed."""
+    """The identity, whose result shares memory but is no view for autograd: it may be changed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ class _Entry(Function):
 
 
 def entry_of_plain(part: Tensor, plain: Tensor) -> Tensor:
-    """This rank's part of a plain tensor, to be the shard of a sharded one.
+    """Returns this rank's part of a plain tensor as the shard of a sharded tensor.
 
     It may be changed in place, unless `plain` is a leaf that requires a gradient, as in torch.
     """
@@ -223,10 +223,10 @@ def entry_of_plain(part: Tensor, plain: Tensor) -> Tensor:
 
 
 def as_result(view: Tensor) -> Tensor:
-    """A view of memory that nothing else refers to, as a result that may be changed in place.
+    """Returns a view of otherwise unreferenced memory as a result that may be changed in place.
 
-    For a view, autograd would record a change elsewhere than for a result, and a rank whose block
-    is empty may have no view there.
+    Autograd records a change of a view at another node than a change of a result, and a rank with
+    an empty block may have no view.
     """
     if not view.requires_grad or not torch.is_grad_enabled():
         return view
@@ -239,27 +239,27 @@ def _is_leaf(plain: Tensor) -> bool:
 
 
 def to_change(x: Aliased, shard: Tensor, others: Iterable[Any] = ()) -> Tensor:
-    """The shard of `x`, for a change in place by a call with these other arguments.
+    """Returns the shard of `x`, for an in-place change by a call with these other arguments.
 
-    Where an empty view is changed in place, autograd loses gradients of gradients: that of torch's
-    `as_strided` ends the graph there, on this rank alone. As nothing changes, what it is a view of
-    need not know, unless its gradient would go to one of the others.
+    An in-place change of an empty view makes autograd lose gradients of gradients: the backward of
+    torch's `as_strided` ends the graph there, on this rank alone. As no value changes, the base of
+    the view can be left out, unless a gradient would flow through it to one of the others.
     """
     if shard.numel() or not shard._is_view() or not shard.requires_grad or shard.is_leaf:
         return shard
     if x._view is not None and any(isinstance(o, Tensor) and o.requires_grad for o in others):
         return shard
-    with torch.enable_grad():  # also where the change needs no graph, what was there keeps its own
+    with torch.enable_grad():  # keeps the existing graph also where the change needs none
         entry: Tensor = _Entry.apply(shard)
     torch.autograd.graph.increment_version(shard)  # as the change does on other ranks
     return entry
 
 
 def remember_plain(x: Aliased, plain: Tensor) -> None:
-    """Remembers the plain tensor of which `x` has a block, without a copy.
+    """Remembers the plain tensor whose block `x` holds without a copy.
 
-    A change in place of the sharded tensor reaches one block of the plain one on each rank. With
-    gradients there is none of a leaf, as in torch.
+    An in-place change of the sharded tensor changes one block of the plain tensor on each rank.
+    With gradients enabled, a leaf cannot be changed in place, as in torch.
     """
     is_fixed = plain.requires_grad and plain.is_leaf and torch.is_grad_enabled()
     if not is_fixed and not plain.is_inference():
@@ -279,29 +279,29 @@ class _Changed(Function):
 
 
 def _record_partly(of: weakref.ref[Tensor], layout: Layout) -> None:
-    """Stops what uses a plain tensor from now on: sharded calls, and the backward of plain ones.
+    """Makes later uses of a plain tensor raise: sharded calls, and the backward of plain ones.
 
-    Calls that need no more of it than the block which this rank has changed may use it.
-    If the caller changes it afterwards, such as to the next batch, all may.
+    Calls that need only the block which this rank has changed may still use the tensor. After the
+    caller changes it, for example to the next batch, all calls may.
     """
     if (plain := of()) is None:
         return
     plain._pydist_changed = plain._version, layout  # type: ignore[attr-defined]
     if plain.requires_grad and not plain.is_leaf:
-        # Its version counts for what was saved, and has been raised by the change itself.
+        # The change itself has increased the version, which guards saved tensors.
         with torch.enable_grad(), preserve_version(plain):
             _Changed.apply(plain)
 
 
 def is_partly_changed(plain: Tensor, layout: Layout) -> bool:
-    """Whether each rank has changed its own block of a plain tensor, and needs only that.
+    """Returns whether each rank has changed its own block of a tensor, and needs only that.
 
     Args:
         plain: the plain tensor.
         layout: which block each rank needs now.
 
     Raises:
-        NotSupported: this rank needs what others have changed.
+        NotSupported: this rank needs blocks that other ranks have changed.
     """
     version, cut = getattr(plain, "_pydist_changed", (None, None))
     if version is None or version != plain._version:
@@ -312,7 +312,7 @@ def is_partly_changed(plain: Tensor, layout: Layout) -> bool:
 
 
 def staleness(x: Aliased) -> str:
-    """How another tensor was changed that shares the memory of `x` in torch; "" if none was."""
+    """Describes a change of another tensor that shares the memory of `x` in torch; "" if none."""
     view = x._view
     if view is None or view.memory.storage is None:
         return ""
@@ -320,7 +320,7 @@ def staleness(x: Aliased) -> str:
 
 
 def is_view_at(value: Any, x: Aliased, index: Sequence[Any]) -> bool:
-    """Whether a value is a real view of `x`, the one at `index`."""
+    """Returns whether a value is the real view of `x` at `index`."""
     return _is_cut(value, x, index) and value._view.memory is view_at(x).memory
 
 
@@ -333,13 +333,13 @@ def _is_cut(value: Any, x: Aliased, index: Sequence[Any]) -> bool:
 
 
 def written_back(x: Aliased, value: Any, index: Sequence[Any]) -> Memory | None:
-    """The memory of a copy that was cut from `x` at `index`, and is now assigned there.
+    """Returns the memory of a copy that was cut from `x` at `index` and is now assigned there.
 
-    So does `x[index] += 1`: the copy is changed in place and written back. Then that change is no
-    reason to refuse `x`. After the assignment the copy is `born` again.
+    `x[index] += 1` changes the copy in place and writes it back. That change is no reason to
+    refuse `x`. The caller sets the copy's `born` again after the assignment.
 
     Raises:
-        NotSupported: another tensor was changed in place that shares the memory of `x` in torch.
+        NotSupported: another tensor that shares the memory of `x` in torch was changed in place.
     """
     if not _is_cut(value, x, index) or (storage := value._view.memory.storage) is None:
         return None
@@ -354,10 +354,10 @@ def written_back(x: Aliased, value: Any, index: Sequence[Any]) -> Memory | None:
 
 
 def refuse_stale(x: Aliased) -> None:
-    """Stops the use of a tensor whose numbers would have changed in torch.
+    """Refuses a tensor whose values would have changed in torch.
 
     Raises:
-        NotSupported: it is a copy of a tensor that was changed in place, or the other way round.
+        NotSupported: the tensor is a copy of one that was changed in place, or was copied to one.
     """
     how = staleness(x)
     if how:
@@ -372,7 +372,7 @@ def refuse_stale(x: Aliased) -> None:
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether a result of a call is a view of its argument."""
+    """Returns whether a result of a call is a view of its argument."""
     return _address(one) == _address(other)
 
 

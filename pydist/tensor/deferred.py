@@ -9,8 +9,8 @@ class Deferred:
     """The state of a new shard that was not handed out; subclasses hold deferred work on it.
 
     No other tensor that can be changed shares the memory of such a shard. Deferred work reads only
-    such shards, and copies of everything else, so that no change between a call and its completion
-    can be noticed. When a rank completes it is its own affair: no message depends on it.
+    such shards, and copies of everything else, so a change between a call and its completion has
+    no effect. Completion is rank-local: no message depends on its time.
     """
 
     def complete(self) -> None:
@@ -26,7 +26,7 @@ class Deferred:
             negative_slope: 0 for a ReLU; in [0, 1).
 
         Returns:
-            The new shard, and what is still to be done for it; `None` if that can't be.
+            The new shard, and its remaining deferred work; `None` if the two can't be fused.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Cuts plain tensors into sharded ones."""
+"""`distribute_tensor`, which cuts plain tensors into sharded ones."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def distribute_tensor(
     dims: Mapping[int, str] | None = None,
     first_sample: int | None = None,
 ) -> ShardedTensor:
-    """Cuts a tensor that all ranks of the sample group hold equally.
+    """Cuts a tensor that is equal on all ranks of the sample group.
 
     Differentiable: the gradient that reaches `tensor` is the true one, equal on all ranks.
 
     Args:
-        tensor: the whole tensor, or an array of another library (see `pydist.interop`), equal on
-            all ranks of the group; checksums prove it, in every step.
+        tensor: the full tensor, or an array of another library (see `pydist.interop`), equal on
+            all ranks of the group; checksums verify it in every step.
         mesh: the mesh.
         dims: which dim is cut along which mesh axis; by default [N, C, D, H, W] over depth, height
             and width.

@@ -1,4 +1,4 @@
-"""Moving tensors between layouts, and plain tensors into one."""
+"""Conversion of a call's operands: tensors in other layouts, plain tensors and parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pydist.tensor.sharded import ShardedTensor, local_of, wrap
 
 
 def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
-    """The same global tensor in another layout; see `pydist.exchange.redistribution`.
+    """Returns the same global tensor in another layout; see `pydist.exchange.redistribution`.
 
     Raises:
         UsageError: the layout has another shape or another mesh.
@@ -30,7 +30,7 @@ def redistribute(x: ShardedTensor, layout: Layout) -> ShardedTensor:
 
 
 def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
-    """This rank's part of a plain tensor that has the global shape of `layout`.
+    """Returns this rank's part of a plain tensor that has the global shape of `layout`.
 
     The gradient that reaches `tensor` is the true one, parameter or not.
 
@@ -52,7 +52,7 @@ def parameter_for(tensor: Tensor, layout: Layout) -> Tensor: ...
 @overload
 def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None: ...
 def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None:
-    """A replicated operand (a weight) that every rank uses whole for its part of the result."""
+    """Returns a replicated operand (a weight), which every rank uses in full for its part."""
     if tensor is None:
         return None
     if isinstance(tensor, ShardedTensor):
@@ -63,7 +63,7 @@ def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None:
 
 
 def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """The part of an operand of a broadcasting call that this rank's part of the result needs.
+    """Returns the part of a broadcasting call's operand that this rank's part of the result needs.
 
     Args:
         x: a sharded or plain operand, broadcastable to `out_shape`.
@@ -77,7 +77,7 @@ def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ..
 
 
 def layout_of_operand(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]) -> Layout:
-    """Where the parts of an operand of a broadcasting call are needed; see `operand_for`."""
+    """Returns the layout in which a broadcasting call needs an operand; see `operand_for`."""
     missing = len(out_shape) - x.dim()
     splits = [
         layout.splits[missing + d] if n == out_shape[missing + d] else None
@@ -87,12 +87,12 @@ def layout_of_operand(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[i
 
 
 def operand_in(x: Tensor, target: Layout, layout: Layout) -> Tensor:
-    """The part of an operand that this rank's part of a result needs, cut as told.
+    """Returns the part of an operand that this rank's part of a result needs.
 
     Args:
         x: a sharded or plain operand.
-        target: where the parts of `x` are needed; of its shape, on axes that `layout` uses.
-        layout: layout of the result; only its axes count.
+        target: the layout in which `x` is needed; of its shape, on axes that `layout` uses.
+        layout: layout of the result; only its axes matter.
     """
     if isinstance(x, ShardedTensor):
         return _sharded_operand(x, target, layout)
@@ -105,7 +105,7 @@ def operand_in(x: Tensor, target: Layout, layout: Layout) -> Tensor:
 
 
 def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor:
-    """The shard of `x` in the layout `target`, for a result in `layout`, which uses more axes."""
+    """Returns the shard of `x` in `target`, for a result in `layout`, which uses more axes."""
     local, mesh = local_of(redistribute(x, target)), layout.mesh
     more: tuple[str, ...] = ()
     if local is x._local:
@@ -119,7 +119,7 @@ def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor
 
 
 def _entered(x: Tensor, index: tuple[slice, ...] | None, layout: Layout) -> Tensor:
-    """A plain operand of a result in `layout`, or a part; a parameter waits for the reducer."""
+    """Returns a plain operand of a result in `layout`, or a part; parameters are reduced later."""
     mesh = layout.mesh
     factor = mesh.sample_size / layout.replicas
 
@@ -135,11 +135,11 @@ def _entered(x: Tensor, index: tuple[slice, ...] | None, layout: Layout) -> Tens
 def _part(
     x: Tensor, index: tuple[slice, ...] | None, made: Callable[[Tensor], Tensor], mesh: Mesh
 ) -> Tensor:
-    """An operand in the graph; a leaf's part follows the leaf until backward.
+    """Returns an operand in the graph; a leaf's part follows the leaf until backward.
 
     Args:
-        x: plain, or a shard.
-        index: which part of it; `None` for all of it.
+        x: a plain tensor or a shard.
+        index: the part of `x`; `None` for all of it.
         made: makes the part.
         mesh: the mesh.
     """
@@ -149,13 +149,13 @@ def _part(
     if x.is_inference():
         return part
     if not part.requires_grad:
-        part = part.detach()  # by the time of a backward pass it may require a gradient
+        part = part.detach()  # may require a gradient by the time of a backward pass
     reducer_of(mesh).aliases.note(part, x, index, made)
     return part
 
 
 def refuse_shard_shaped(x: Tensor, layout: Layout) -> None:
-    """Names the likeliest mistake when a plain operand does not broadcast to the global shape."""
+    """Raises for the likeliest mistake when a plain operand does not fit the global shape."""
     pairs = zip(x.shape, layout.shape, strict=False)
     if tuple(x.shape) == layout.local_shape and any(n not in (1, m) for n, m in pairs):
         raise UsageError(
@@ -166,23 +166,23 @@ def refuse_shard_shaped(x: Tensor, layout: Layout) -> None:
 
 
 def prove_equal(tensor: Tensor, layout: Layout, use: str = "operand") -> None:
-    """Compares checksums of a plain tensor over the sample group, now or with those that follow.
+    """Compares checksums of a plain tensor over the sample group, immediately or batched.
 
     Args:
         tensor: the plain tensor.
-        layout: which block each rank needs, if not all of it; names the mesh.
-        use: what it is used for. The first tensor of a shape, dtype and use in a module is compared
-            before it is used.
+        layout: the block that each rank needs, and the mesh.
+        use: the purpose. The first tensor of a shape, dtype and use in a module is compared before
+            it is used, later ones together with those that follow.
 
     Raises:
-        UsageError: it, or one before it, differs between the ranks of the group.
-        NotSupported: it was cut and changed in place, and is needed in another layout.
+        UsageError: the tensor, or an earlier one, differs between the ranks of the group.
+        NotSupported: the tensor was cut and changed in place, and is needed in another layout.
     """
     mesh = layout.mesh
     if mesh.sample_size == 1 or is_partly_changed(tensor, layout):
         return
     if torch._C._current_graph_task_id() != -1:
-        return  # computed again in backward: perhaps on some ranks only, and compared in forward
+        return  # recomputed in backward, perhaps on some ranks only; forward has compared it
     if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
-        return  # on all ranks; there are no numbers yet
+        return  # on all ranks; the values do not exist yet
     consistency_of(mesh).prove_equal(tensor, mesh, use)

@@ -1,4 +1,4 @@
-"""What a refused call says: its name, where it was made, and a way on."""
+"""Error messages of refused calls: the call's name, its module and line, and an alternative."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pydist.errors import NotSupported
 
-# Frames of these are never where a user would look: the call came through them.
+# Users do not look for their calls in these files.
 _INSIDE = (
     f"{Path(__file__).parents[1]}/",
     f"{Path(torch.__file__).parent}/",
@@ -34,13 +34,13 @@ compute it on the whole tensor, with x.full_tensor() in place of x, or register 
 def refusal(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], why: str = ""
 ) -> NotSupported:
-    """The error for a call without an exact form: name, module, source line, a way on.
+    """Returns the error for a call without an exact form: name, module, line, an alternative.
 
     Args:
-        func: what torch handed on.
-        args: of the call; the shapes of its tensors are named.
+        func: the function that torch passed to the override.
+        args: of the call; the error names the shapes of its tensors.
         kwargs: likewise.
-        why: the reason, where there is a handler; empty where there is none.
+        why: the reason, if a handler exists; empty if none does.
     """
     name = name_of(func)
     module = module_path()
@@ -74,9 +74,9 @@ def misfit(
     kwargs: Mapping[str, Any],
     error: TypeError,
 ) -> str | None:
-    """Why a `TypeError` of a handler is a refusal: arguments it does not know, or an operator.
+    """Returns why a handler's `TypeError` is a refusal: unknown arguments, or an operator.
 
-    Python turns a `TypeError` inside of an operator into "unsupported operand", without a reason.
+    Python turns a `TypeError` inside an operator into "unsupported operand", without a reason.
     """
     try:
         inspect.signature(handler).bind(*args, **kwargs)
@@ -87,7 +87,7 @@ def misfit(
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """The name under which users call a function that torch handed on."""
+    """Returns the name under which users call a function that torch passed to the override."""
     name = getattr(func, "__qualname__", None) or str(func)
     owner = getattr(func, "__self__", None)
     if name.startswith(("getset_descriptor", "method-wrapper")):
@@ -110,9 +110,10 @@ def name_of(func: Callable[..., Any]) -> str:
 
 
 def module_path() -> str:
-    """The path of the innermost parallelized module that is being called, "" outside of one.
+    """Returns the path of the innermost parallelized module being called, "" outside of one.
 
-    Where a checkpoint computes anew, that within its region: backward is called from anywhere.
+    During the recomputation of a checkpoint, only modules in its region count, as backward may be
+    called from anywhere.
     """
     for frame in _frames():
         if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == _CHECKPOINT:
@@ -126,7 +127,7 @@ def module_path() -> str:
 
 
 def source_line() -> str:
-    """The innermost line outside torch and pydist, as file:line; "" where there is none."""
+    """Returns the innermost line outside torch and pydist, as file:line; "" if there is none."""
     for frame in _frames():
         file = frame.f_code.co_filename
         if not file.startswith((*_INSIDE, "<")):

@@ -1,4 +1,4 @@
-"""ShardedTensor: the global tensor is what the user sees, this rank's shard is what it holds."""
+"""`ShardedTensor`, which shows the global tensor and holds this rank's shard."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 HANDLERS: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""What each torch call does on sharded tensors; filled by the modules of `pydist.ops`."""
+"""Registry of the handlers of torch calls, which the modules of `pydist.ops` fill."""
 
 _H = TypeVar("_H", bound=Callable[..., Any])
 
@@ -60,8 +60,7 @@ _H = TypeVar("_H", bound=Callable[..., Any])
 def implements(*functions: Callable[..., Any]) -> Callable[[_H], _H]:
     """Registers the decorated function as the handler of torch calls.
 
-    The handler is called with the arguments of the call as they are, so its signature is that of
-    the torch function.
+    The handler gets the arguments of the call unchanged, so it has the torch function's signature.
     """
 
     def register(handler: _H) -> _H:
@@ -73,14 +72,14 @@ def implements(*functions: Callable[..., Any]) -> Callable[[_H], _H]:
 
 
 class Origin(NamedTuple):
-    """What a tensor inherits from the forward pass it belongs to."""
+    """Properties that a tensor inherits from its forward pass."""
 
     forward: int
     """Number of the training forward: part of the key of random numbers."""
     sizes: GroupSizes
-    """Where in the global batch the sample at index 0 of dim 0 is, and what the groups weigh."""
+    """The global batch index of the sample at index 0 of dim 0, and the weights of the groups."""
     statistics: str
-    """Over which ranks batch norm forms its statistics: "global", "group" or "rank"."""
+    """The ranks over which batch norm forms its statistics: "global", "group" or "rank"."""
 
 
 class ShardedTensor(torch.Tensor):
@@ -97,15 +96,15 @@ class ShardedTensor(torch.Tensor):
     _deferred: Deferred | None
     """Deferred work on the shard, done before it is used; `None` if the shard is not new."""
     _view: View | None = None
-    """What it shares memory with, here and in torch; `None` where that is nothing."""
+    """The tensors that share its memory, here and in torch; `None` if there are none."""
     _shown: tuple[Any] | None = None
-    """The node of the shard when `to_local` gave it out; a program may change it in place."""
+    """The node of the shard when `to_local` returned it; a program may change it in place."""
     _history: int = NO_HISTORY
     """See `pydist.exchange.history`."""
 
     @staticmethod
     def __new__(cls, local: Tensor, layout: Layout, origin: Origin) -> ShardedTensor:
-        """Wraps a shard; `from_local` is the checked way."""
+        """Wraps a shard without checks; `from_local` does the checks."""
         requires_grad = local.requires_grad
         wrapper = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -132,19 +131,19 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         """Wraps this rank's shard.
 
-        Differentiable: a parameter that was used whole on the way from `to_local()` to here, as in
-        an autograd function of one's own, gets its true gradient, like all others.
+        Differentiable: a parameter used in full between `to_local()` and here, as in a custom
+        autograd function, gets its true gradient, like all others.
 
         Args:
             local: the shard, of shape `layout.local_shape`: a tensor, or an array of another
                 library (see `pydist.interop`).
             layout: which block each rank holds.
             first_sample: index in the global batch of the group's first sample; by default the
-                groups tell each other how many samples they have, when that is first asked for.
-            statistics: over which ranks batch norm forms its statistics.
+                groups exchange their numbers of samples on first use.
+            statistics: the ranks over which batch norm forms its statistics.
 
         Raises:
-            UsageError: the shard has another shape than the layout gives this rank.
+            UsageError: the shape of the shard differs from this rank's block of the layout.
         """
         local = plain(as_tensor(local))
         if tuple(local.shape) != layout.local_shape:
@@ -164,7 +163,7 @@ class ShardedTensor(torch.Tensor):
         first_sample: int | None = None,
         statistics: str = "global",
     ) -> ShardedTensor:
-        """Wraps a shard with a graph in which all is scaled; for the rest see `from_local`."""
+        """Wraps a shard whose gradients are already scaled; for the rest see `from_local`."""
         sizes = GroupSizes(
             layout.mesh,
             layout.shape[0] if layout.shape else 1,
@@ -175,7 +174,7 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def layout(self) -> Layout:  # type: ignore[override]
-        """Which block each rank holds (this is pydist's layout, not `torch.strided`)."""
+        """The layout: the block of each rank (pydist's layout, not `torch.strided`)."""
         return self._layout
 
     @property
@@ -194,7 +193,7 @@ class ShardedTensor(torch.Tensor):
             _take_back(self)
         return self._shard
 
-    # Networks ask for these all the time: answered here, they need no dispatch.
+    # Networks read these very often: as properties they need no dispatch.
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -217,15 +216,15 @@ class ShardedTensor(torch.Tensor):
         return of_wrapper(GET_DEVICE, self)
 
     def dim(self) -> int:
-        """The number of dims."""
+        """Returns the number of dims."""
         return len(self._layout.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """The global shape, or its extent in one dim."""
+        """Returns the global shape, or its extent in one dim."""
         return torch.Size(self._layout.shape) if dim is None else self._layout.shape[dim]
 
     def to_local(self) -> Tensor:
-        """This rank's shard, a plain tensor in the same autograd graph."""
+        """Returns this rank's shard, a plain tensor in the same autograd graph."""
         local = local_of(self)
         lead_to(local, self.mesh, self._history, self._origin.sizes, self._layout)
         if self._view is not None and (storage := self._view.memory.storage) is not None:
@@ -234,9 +233,9 @@ class ShardedTensor(torch.Tensor):
         return local
 
     def full_tensor(self) -> Tensor:
-        """The whole tensor, plain, equal on all ranks of the sample group.
+        """Returns the full tensor, plain, equal on all ranks of the sample group.
 
-        The gradient that goes back into this tensor is the mean over the group.
+        The gradient that flows back into this tensor is the mean over the group.
         """
         layout, local = self._layout, local_of(self)
         with caused_by(self._history):
@@ -249,10 +248,10 @@ class ShardedTensor(torch.Tensor):
     def redistribute(
         self, layout: Layout | None = None, *others: Any, **named: Any
     ) -> ShardedTensor:
-        """The same tensor in another layout of the same shape and mesh.
+        """Returns the same tensor in another layout of the same shape and mesh.
 
         Raises:
-            UsageError: no layout was given, or one of another shape or mesh.
+            UsageError: the layout is missing, or has another shape or mesh.
         """
         if others or named or not isinstance(layout, Layout):
             raise UsageError(
@@ -293,7 +292,7 @@ class ShardedTensor(torch.Tensor):
     ) -> Any:
         handler = HANDLERS.get(func)
         if handler is None:
-            # Perhaps another thread is still importing them: this import waits for it.
+            # Another thread may still be importing the handlers: this import waits for it.
             importlib.import_module("pydist.ops")
             handler = HANDLERS.get(func)
         if handler is None:
@@ -328,33 +327,33 @@ class ShardedTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # Only what goes around __torch_function__ gets here (torch.func, vmap, torch.tensor(x),
-        # code that switched the override off): it would see a tensor without storage.
+        # Only calls that bypass __torch_function__ get here (torch.func, vmap, torch.tensor(x),
+        # code that disabled the override): they would see a tensor without storage.
         raise refusal(func, args, kwargs or {})
 
 
 def wrap(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
-    """A result of `like`: the shard `local` in `layout`."""
+    """Returns a result of `like`: the shard `local` in `layout`."""
     result = ShardedTensor(local, layout, like._origin)
-    result._history = like._history  # unless a call that the program makes is its cause
+    result._history = like._history  # an outermost call of the program replaces it
     return result
 
 
 def wrap_new(local: Tensor, layout: Layout, like: ShardedTensor) -> ShardedTensor:
-    """A result of `like` in memory that no other tensor shares, outside of autograd's graph."""
+    """Returns a result of `like` in unshared memory, outside autograd's graph."""
     result = wrap(local, layout, like)
     result._deferred = NOTHING
     return result
 
 
 def local_of(x: ShardedTensor) -> Tensor:
-    """The shard of a handler's argument."""
+    """Returns the shard of a handler's argument."""
     refuse_foreign_graph(x)
     return x._local
 
 
 def _take_back(x: ShardedTensor) -> None:
-    """Takes a shard that a program has changed in place for what `from_local` would be given."""
+    """Treats a shard that a program has changed in place like an argument of `from_local`."""
     shard = x._shard
     follow(shard, x.mesh)
     local = entered(shard, x._layout)
@@ -371,14 +370,14 @@ def view_of(
     index: Sequence[Any] | None = None,
     is_expanded: bool = False,
 ) -> ShardedTensor:
-    """A result of `x` that is a view in torch, or may be one.
+    """Returns a result of `x` that is, or may be, a view in torch.
 
     Args:
         x: the tensor.
         local: the result's shard.
         layout: of the result.
-        is_copy: whether changes of one are not to be seen in the other. Equal on all ranks, so it
-            follows from layouts; then, if one is changed in place, use of the other is refused.
+        is_copy: whether the result does not share memory. Equal on all ranks, as it follows from
+            layouts. If one of the two is then changed in place, use of the other is refused.
         part: a box of `x` that contains the result.
         index: of the result in `x`.
         is_expanded: whether elements are repeated without a copy.
@@ -403,7 +402,7 @@ def adopt_local(x: ShardedTensor, local: Tensor, changed: bool = True) -> Sharde
     Args:
         x: the tensor.
         local: its shard from now on.
-        changed: whether its values change; autograd then notices where it has saved them.
+        changed: whether its values change; autograd then detects stale saved tensors.
     """
     x._shard = local
     if changed:

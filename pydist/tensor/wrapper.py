@@ -1,7 +1,7 @@
-"""What lies beneath the wrapper of a shard: torch's own calls on it, and guards of its gradient.
+"""Torch's own calls on the wrapper of a shard, and guards of its gradient.
 
-A wrapper has the global shape and no storage, and is no node of the graph, which lives on shards.
-What would make it one is refused here.
+A wrapper has the global shape and no storage, and is no node of the graph, which consists of
+shards. Calls that would make it a node are refused here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pydist.errors import NotSupported
 
-_T: Any = Tensor  # the type stubs know values where the class has descriptors
+_T: Any = Tensor  # the type stubs declare values where the class has descriptors
 GET_DTYPE = _T.dtype.__get__
 GET_DEVICE = _T.device.__get__
 GET_REQUIRES_GRAD = _T.requires_grad.__get__
@@ -24,15 +24,15 @@ _SET_HOOKS = _T._backward_hooks.__set__
 
 
 def of_wrapper(func: Callable[..., Any], *args: Any) -> Any:
-    """A torch call on the wrapper itself, which knows the global shape, the dtype and the like."""
+    """Makes a torch call on the wrapper itself, which knows the global shape, dtype and device."""
     return torch._C._disabled_torch_function_impl(func, (), args)  # type: ignore[call-arg]
 
 
 def refuse_foreign_graph(x: Tensor) -> None:
-    """Stops where a wrapper has become a node of the graph.
+    """Raises if a wrapper has become a node of the graph.
 
     Raises:
-        NotSupported: an `autograd.Function` was applied to it.
+        NotSupported: an `autograd.Function` was applied to the wrapper.
     """
     node = of_wrapper(_GET_GRAD_FN, x)
     if node is not None:
@@ -60,12 +60,12 @@ _TRIPWIRES = OrderedDict({0: _tripwire})
 
 
 def set_tripwire(wrapper: Tensor) -> None:
-    """Lets a gradient that arrives at the wrapper raise."""
+    """Makes a gradient that arrives at the wrapper raise."""
     of_wrapper(_SET_HOOKS, wrapper, _TRIPWIRES)
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """The tensor itself of a subclass that only adds to torch.Tensor, as MONAI's MetaTensor does.
+    """Returns a subclass that only adds to torch.Tensor, like MONAI's MetaTensor, as a Tensor.
 
     Raises:
         NotSupported: the subclass has no storage of its own.
@@ -84,7 +84,7 @@ def plain(tensor: Tensor) -> Tensor:
 
 
 def plain_operands(value: Any, kept: type) -> Any:
-    """Arguments of a call, with subclasses other than `kept` as the plain tensors that they are."""
+    """Returns arguments of a call, with subclasses other than `kept` as plain tensors."""
     if isinstance(value, Tensor):
         return value if type(value) is kept else plain(value)
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the network in it, so that others can predict with it."""
+"""The description of a checkpoint's network, for prediction."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from pydist.train.tasks import Task, task_of
 
 @dataclass(frozen=True)
 class About:
-    """A network and the data that it was trained on.
+    """Description of a network and of its training data.
 
     Attributes:
-        config: the run's configuration; its tables "model" and "data" are kept (not the path), and
-            "optimizer" and what of "train" says what is minimized for comparison.
-        manifest: of the training set, without files.
+        config: the run's configuration; checkpoints keep its tables "model" and "data" (without the
+            path) and, for comparison, "optimizer" and the settings of "train" that define the loss.
+        manifest: the manifest of the training set, without files.
     """
 
     config: Config
     manifest: Manifest
 
     def task(self) -> Task:
-        """The task that the network was trained for."""
+        """Returns the task that the network was trained for."""
         return task_of(self.config)
 
     def dump(self) -> dict[str, str]:
-        """As texts, for a checkpoint."""
+        """Encodes the description as texts, for a checkpoint."""
         kept = Config(model=self.config.model, data=replace(self.config.data, path=Path("data")))
         return {
             "config": config_io.dumps(kept),
@@ -47,12 +47,12 @@ class About:
 
 
 def _effective(optimizer: OptimizerConfig) -> dict[str, Any]:
-    """The settings that decide what a step does; where it is done (`sharded`) does not."""
+    """Returns the settings that affect the result of a step, unlike `sharded`."""
     return {name: value for name, value in asdict(optimizer).items() if name != "sharded"}
 
 
 def _objective(config: Config) -> dict[str, Any]:
-    """The settings that decide what is minimized, and how exactly, by their names."""
+    """Returns the settings that define the loss and its precision, by name."""
     train = config.train
     return {
         "loss": config.model.loss(train),
@@ -64,11 +64,11 @@ def _objective(config: Config) -> dict[str, Any]:
 
 
 def differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """The settings of network, data, loss and optimizer that a checkpoint and a run do not share.
+    """Describes differing settings of network, data, loss and optimizer.
 
     Args:
-        saved: what `About.dump` made, from a checkpoint; an older one may lack settings.
-        wanted: the run's own.
+        saved: texts of `About.dump` from a checkpoint; an older one may lack settings.
+        wanted: texts of `About.dump` of this run.
 
     Returns:
         Each with both values, such as "optimizer.lr is 0.1 there and 0.2 here"; "" if none differs.
@@ -101,11 +101,11 @@ def _settings(about: Mapping[str, str]) -> dict[str, Any]:
 
 
 def load_trained(path: str | Path) -> tuple[About, dict[str, Any]]:
-    """What a checkpoint says of its network, and the network's weights.
+    """Loads the description and the weights of a checkpoint's network.
 
     Args:
-        path: a checkpoint (`RUN/ckpt/step-000120` or `RUN/ckpt/last`), or the folder of a run,
-            which means its last one.
+        path: a checkpoint (`RUN/ckpt/step-000120` or `RUN/ckpt/last`), or the folder of a run for
+            its last one.
 
     Raises:
         CheckpointError: there is none, it is damaged, or an older pydist has written it.
@@ -127,7 +127,7 @@ def load_trained(path: str | Path) -> tuple[About, dict[str, Any]]:
 
 def _checkpoint_in(path: Path) -> Path:
     if (path / "manifest.json").is_file():
-        return path.resolve()  # of a link, where it leads now
+        return path.resolve()  # the current target of a link
     for folder in (path / "ckpt", path):
         found = checkpoint.complete(folder)
         if found:

@@ -1,4 +1,4 @@
-"""A training step in a CUDA graph: capture, replay, and what remains after both."""
+"""A training step in a CUDA graph: capture, replay, and the restoration of state after both."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class CapturedStep:
-    """A captured step, with the memory that it reads what changes from.
+    """Captured step, with the memory from which it reads its varying inputs.
 
     Args:
-        step: the step; its plans, buffers and optimizer state are there.
-        batch: of the size that all batches of replays have.
+        step: the step; its plans, buffers and optimizer state exist already.
+        batch: a batch of the size of all replayed batches.
 
     Raises:
-        Exception: what the step raised while it was captured; nothing of it is left.
+        Exception: the error of the step during capture; all its effects are undone.
     """
 
     def __init__(self, step: TrainStep, batch: Batch) -> None:
@@ -57,7 +57,7 @@ class CapturedStep:
         self._found = _surroundings(step)
 
     def is_outdated(self) -> bool:
-        """Whether parameters, optimizer state or the reducer are others than were captured."""
+        """Returns whether parameters, optimizer state or the reducer differ from the captured."""
         return _surroundings(self._step) != self._found
 
     def close(self) -> None:
@@ -65,7 +65,7 @@ class CapturedStep:
         self._graph.reset()
 
     def replay(self, batch: Batch) -> Tensor:
-        """Takes the step on another batch; returns the loss, which the next one overwrites.
+        """Replays the step on another batch; returns the loss, which the next call overwrites.
 
         Raises:
             PydistError: the batch has another layout than the captured one.
@@ -89,10 +89,10 @@ class CapturedStep:
 
 @contextmanager
 def _captured(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
-    """Captures the block; what it raises is not hidden by what the end of the capture then says."""
+    """Captures the block; an error of the block takes precedence over that of ending the capture."""
     failure: Exception | None = None
     try:
-        # The loader's thread goes on meanwhile: what it does on its stream is none of ours.
+        # Thread-local: the loader's thread continues on its own stream meanwhile.
         with torch.cuda.graph(
             graph,
             stream=torch.cuda.current_stream(device),
@@ -110,7 +110,7 @@ def _captured(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[Non
 
 
 def _surroundings(step: TrainStep) -> list[object]:
-    """Where a step finds what it computes with besides its batch: a graph knows only that."""
+    """Returns the addresses of the state that a step uses: a graph is valid only for these."""
     state = step.state
     reducer = step.mesh.session.find(Reducer)
     found: list[object] = [] if reducer is None else [reducer.parts]
@@ -124,9 +124,9 @@ def _surroundings(step: TrainStep) -> list[object]:
 
 @contextmanager
 def capturable(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
-    """Learning rates are read from tensors within the block, and numbers again after it.
+    """Makes the optimizer read learning rates from tensors within the block.
 
-    So schedules and checkpoints know numbers only.
+    After it they are numbers again, so that schedules and checkpoints see only numbers.
     """
     groups = optimizer.param_groups
     before = [dict(group) for group in groups]
@@ -145,7 +145,7 @@ def capturable(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
 def _not_counted(step: TrainStep, keys: ReplayedKeys) -> Iterator[None]:
     """Restores the counters after a capture, as a captured step has not run.
 
-    After a capture that failed, nothing of the step that was begun is left either.
+    A failed capture also undoes all other effects of the step.
     """
     mesh, state = step.mesh, step.state
     session, draws = mesh.session, draws_of(mesh)
@@ -173,7 +173,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _like(tensor: Tensor, local: Tensor, first_sample: int) -> Tensor:
-    """`local`, sharded if `tensor` is."""
+    """Returns `local`, sharded if `tensor` is."""
     if not isinstance(tensor, ShardedTensor):
         return local
     return ShardedTensor.from_local(local, tensor.layout, first_sample)

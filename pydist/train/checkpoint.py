@@ -1,4 +1,4 @@
-"""Checkpoints on disk: published atomically, checked to the bit, read without running code.
+"""Checkpoints on disk: published atomically, verified by checksums, read without running code.
 
 A checkpoint is a folder ``step-000120`` with
 
@@ -7,8 +7,9 @@ A checkpoint is a folder ``step-000120`` with
 - ``manifest.json``: format version, step, and length and CRC-32C of every file.
 
 It is written as ``step-000120.tmp-...``, synced to the disk and renamed, so that a folder with the
-final name is complete whatever instant the job died at. Only then the link ``last`` moves and old
-checkpoints go. The functions here are for one process; `pydist.train.state` makes them collective.
+final name is always complete, even if the job dies. Only then the link ``last`` is updated and old
+checkpoints are removed. These functions are for one process; `pydist.train.state` has the
+collective ones.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ _STEP = re.compile(r"step-(\d{6,})")
 _FILE = re.compile(r"[A-Za-z0-9_-]{1,64}\.(safetensors|json)")
 _MANIFEST, _STATE = "manifest.json", "state.json"
 _MANIFEST_LIMIT = 1 << 20
-# What reading a file raises that holds something else than `write` put there.
+# The errors of reading a file whose content is not as written by `write`.
 _NOT_AS_WRITTEN = (
     OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, SafetensorError,
 )  # fmt: skip
 
 
 def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first; none if there is no such folder."""
+    """Returns the complete checkpoints in a folder, oldest first; empty without a folder."""
     if not folder.is_dir():
         return []
     steps = {int(m[1]): p for p in folder.iterdir() if (m := _STEP.fullmatch(p.name))}
@@ -55,7 +56,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, or a link to one."""
+    """Returns whether a folder is a checkpoint, or a link to one."""
     return all((folder / name).is_file() for name in (_MANIFEST, _STATE))
 
 
@@ -63,18 +64,18 @@ def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -
     """Writes and publishes a checkpoint, then removes all but the latest `keep`.
 
     Args:
-        folder: where the run's checkpoints are; made if missing.
-        step: training steps done. A checkpoint of the same step is left as it is: a run that
+        folder: folder of the run's checkpoints; created if missing.
+        step: training steps done. An existing checkpoint of the same step is kept: a run that
             resumes from it and stops immediately has nothing to add.
-        parts: state by name (letters, digits, ``_``, ``-``), as `pydist.train.tree.split` takes it.
-        keep: complete checkpoints to leave, at least 1.
+        parts: state by name (letters, digits, ``_``, ``-``), for `pydist.train.tree.split`.
+        keep: number of complete checkpoints to keep, at least 1.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        DiskError: the disk is full or refuses; earlier checkpoints are as they were.
-        CheckpointError: a part holds something that can't be stored.
+        DiskError: the disk is full or fails; earlier checkpoints are unchanged.
+        CheckpointError: a part holds a value that can't be stored.
     """
     files = _encode(parts)
     final = folder / f"step-{step:06d}"
@@ -95,24 +96,24 @@ def write(folder: Path, step: int, parts: Mapping[str, object], keep: int = 2) -
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint after checking every byte of it.
+    """Reads a checkpoint and verifies every byte of it.
 
     Args:
         path: a checkpoint's folder.
 
     Returns:
-        The parts, as they were given to `write`, and "step".
+        The parts, as passed to `write`, and "step".
 
     Raises:
-        CheckpointError: missing, incomplete, damaged or of a format this version does not know.
-            The message names the file, and the previous checkpoint if there is one.
+        CheckpointError: it is missing, incomplete, damaged or of an unknown format. The message
+            names the file, and the previous checkpoint if there is one.
     """
     try:
         manifest = _read_manifest(path)
         named = _STEP.fullmatch(path.name)
         if named is not None and int(named[1]) != manifest["step"]:
             raise ValueError(f"it is a copy of that of step {manifest['step']}")
-        # Read once: what is checked is what is used, and a file that shrinks is no SIGBUS.
+        # Read once, not mapped: the verified bytes are used, and a shrinking file is no SIGBUS.
         files = {
             name: _verified(path / name, expected) for name, expected in manifest["files"].items()
         }
@@ -153,7 +154,7 @@ def _fill(work: Path, step: int, files: Mapping[str, bytes]) -> None:
 
 
 def _seal(manifest: Mapping[str, object]) -> bytes:
-    """The manifest with its own CRC-32C in it: no bit of a checkpoint is without a checksum."""
+    """Encodes the manifest with its own CRC-32C, so that checksums cover the entire checkpoint."""
     body = {key: value for key, value in manifest.items() if key != "crc32c"}
     crc = native.crc32c(json.dumps(body, indent=1).encode())
     return json.dumps({**body, "crc32c": f"{crc:08x}"}, indent=1).encode()
@@ -185,7 +186,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _verified(file: Path, expected: Mapping[str, Any]) -> bytes:
-    """The content of a file, if it has the expected length and CRC-32C."""
+    """Returns the content of a file if it has the expected length and CRC-32C."""
     if not file.is_file() or file.is_symlink():
         raise ValueError(f"{file.name} is missing")
     size = file.stat().st_size
@@ -220,14 +221,14 @@ def _point(link: Path, target: str) -> None:
 
 def _remove_old(folder: Path, keep: int) -> None:
     for old in complete(folder)[:-keep]:
-        # Renamed first: a crash halfway through must not leave half a folder under a final name.
+        # Renamed first: a crash must not leave an incomplete folder under a final name.
         doomed = owner.temporary(old)
         old.rename(doomed)
         shutil.rmtree(doomed)
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes renames and new names in a folder durable."""
+    """Makes renames and new entries in a folder durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

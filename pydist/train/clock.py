@@ -1,4 +1,4 @@
-"""Where the time of a step goes."""
+"""Measurement of the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class StepClock:
-    """Splits the time between `start` and `stop` into the parts of a step.
+    """Clock that splits the time between `start` and `stop` into the parts of a step.
 
     Args:
-        timers: what the mesh measures; see `Timers` for the parts.
-        waited: seconds spent waiting for data so far.
+        timers: the timers of the mesh; see `Timers` for the parts.
+        waited: returns the seconds spent waiting for data so far.
     """
 
     def __init__(self, timers: Timers, waited: Callable[[], float]) -> None:
@@ -26,19 +26,20 @@ class StepClock:
         self.start()
 
     def start(self) -> None:
-        """A step begins."""
+        """Starts the measurement of a step."""
         self._began = time.perf_counter()
         self._before = self._read()
 
     def stop(self) -> tuple[float, dict[str, float]]:
-        """A step ends.
+        """Ends the measurement of a step.
 
         Returns:
-            Its seconds, and by part: "compute" is what is neither communication nor waiting.
+            Its seconds, in total and by part; "compute" is the remainder after communication and
+            waiting.
         """
         seconds = time.perf_counter() - self._began
         spent = {name: now - self._before.get(name, 0.0) for name, now in self._read().items()}
-        for part in COMPUTATION:  # layers measure some of it themselves; here it is the rest
+        for part in COMPUTATION:  # timed in part by layers; here computation is the remainder
             spent.pop(part, None)
         return seconds, {"compute": max(seconds - sum(spent.values()), 0.0), **spent}
 

@@ -1,8 +1,8 @@
-"""What a training run is made of: one dataclass a table of the configuration file.
+"""The configuration of a training run: one dataclass per table of the configuration file.
 
-Plain dataclasses, so that a library user builds them in code; the file and the command line are
-checked against the same annotations (`pydist.train.config_io`). Nothing here imports torch:
-`pydist train --help` answers at once.
+They are plain dataclasses, so that library users can build them in code; the file and the command
+line are checked against the same annotations (`pydist.train.config_io`). Nothing here imports
+torch, so that `pydist train --help` answers quickly.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-# Strict: 1 is no flag and "8" no number, in a file as little as in Python.
+# Strict: 1 is no flag and "8" no number, neither in a file nor in Python.
 Flag = Annotated[bool, Field(strict=True)]
 Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, strict=True)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-# Bounded: products of a few of them and of what torch counts stay within 64 bits.
+# Bounded: products of a few of them and of torch's counts stay within 64 bits.
 _LARGEST = 2**31 - 1
 Count = Annotated[int, Field(ge=1, le=_LARGEST, strict=True)]
 CountOrZero = Annotated[int, Field(ge=0, le=_LARGEST, strict=True)]
@@ -40,17 +40,17 @@ Weight = Annotated[float, Field(ge=0, le=1e6, strict=True)]
 
 
 class _Table:
-    """A table of the configuration: unknown keys are errors."""
+    """Table of the configuration, in which unknown keys are errors."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
 
 class _Chosen(_Table):
-    """A table whose `name` chooses its class among those of a registry."""
+    """Table whose `name` chooses its class from a registry."""
 
     registry: ClassVar[Registry]
     default: ClassVar[str]
-    """The name, where the table has none."""
+    """The name of a table without one."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -58,7 +58,7 @@ class _Chosen(_Table):
             return handler(source)  # one of the classes
         classes = {}
         for name in cls.registry.names:
-            with contextlib.suppress(UsageError):  # of a package that can't be imported
+            with contextlib.suppress(UsageError):  # its package can't be imported
                 classes[name] = handler.generate_schema(cls.registry.get(name))
         return core_schema.tagged_union_schema(classes, discriminator=cls._name_of)
 
@@ -71,25 +71,25 @@ class _Chosen(_Table):
 
 @dataclass(frozen=True)
 class ModelConfig(_Chosen):
-    """The network, and with it what is trained; `name` says which one (`pydist.registry`)."""
+    """Configuration of the network, which determines the task; `name` is in `pydist.registry`."""
 
     registry: ClassVar[Registry] = MODELS
     default: ClassVar[str] = "cosmoflow"
     losses: ClassVar[tuple[str, ...]] = ()
-    """What `train.loss` may be; the first is "auto"."""
+    """Possible values of `train.loss`; the first one is the default."""
     task: ClassVar[str]
-    """What is trained, as "module:class": see `pydist.train.tasks.Task`. Its module imports torch,
-    which this one does not."""
+    """The task as "module:class", see `pydist.train.tasks.Task`. Its module imports torch, which
+    this one does not."""
 
     name: str
     statistics: Literal["global", "group", "rank"] = "global"
-    """Over which samples batch norm takes its statistics; "global" is one device's result."""
+    """Samples over which batch norm computes statistics; "global" gives one device's result."""
 
     def loss(self, train: TrainConfig) -> str:
-        """The name of the loss.
+        """Returns the name of the loss.
 
         Raises:
-            UsageError: it is none of this network's.
+            UsageError: the network does not support the loss.
         """
         if train.loss not in (names := ("auto", *self.losses)):
             raise UsageError(
@@ -101,7 +101,7 @@ class ModelConfig(_Chosen):
 
 @dataclass(frozen=True)
 class CosmoFlowConfig(ModelConfig):
-    """CosmoFlow: a universe in, its parameters out."""
+    """Configuration of CosmoFlow, which predicts the parameters of a universe."""
 
     losses: ClassVar[tuple[str, ...]] = ("mse",)
     task: ClassVar[str] = "pydist.train.tasks.regression:Regression"
@@ -109,18 +109,18 @@ class CosmoFlowConfig(ModelConfig):
     name: Literal["cosmoflow"] = "cosmoflow"
     """The network, which decides what is trained: "cosmoflow", or "unet3d" for segmentation."""
     variant: Literal["paper", "mlperf"] = "paper"
-    """Which CosmoFlow: that of the paper, or that of the MLPerf HPC benchmark."""
+    """Variant of CosmoFlow: that of the paper or of the MLPerf HPC benchmark."""
     width: Literal[32, 64, 128, 256, 512] = 128
     """Edge of the input cube in voxels."""
     batch_norm: Flag = False
     """Batch normalization between convolution and activation (variant "paper")."""
     dropout: Fraction | None = None
-    """Probability of zeroing; by default the variant's own."""
+    """Dropout probability; by default that of the variant."""
 
 
 @dataclass(frozen=True)
 class UNet3dConfig(ModelConfig):
-    """3D U-Net: a volume in, a class for each of its voxels out."""
+    """Configuration of the 3D U-Net, which predicts the class of each voxel of a volume."""
 
     losses: ClassVar[tuple[str, ...]] = ("cross_entropy", "dice", "dice_ce")
     task: ClassVar[str] = "pydist.train.tasks.segmentation:UNet3dSegmentation"
@@ -128,20 +128,20 @@ class UNet3dConfig(ModelConfig):
     name: Literal["unet3d"] = "unet3d"
     """The network, which decides what is trained: "unet3d" for segmentation, or "cosmoflow"."""
     features: Count = 64
-    """Channels of the first level; they double from level to level. The paper has 64."""
+    """Channels of the first level; each level doubles them. The paper has 64."""
     levels: Annotated[int, Field(ge=1, le=16, strict=True)] = 3
-    """How often the width is halved."""
+    """Number of times that the width is halved."""
 
 
 @dataclass(frozen=True)
 class DataConfig(_Table):
-    """The data set."""
+    """Configuration of the data set."""
 
     path: Path = Path("data")
     """Folder of the data set, as `pydist data universes`, `nifti` and `ct` write it."""
     normalize: Literal["none", "log1p", "mean", "standardize", "window", "ct"] = "none"
-    """What is done to the particle counts n: nothing (the paper), log(1 + n) (MLPerf), n over its
-    mean, or log(1 + n) less its mean over its standard deviation. And to intensities: "window" maps
+    """Normalization of particle counts n: none (the paper), log(1 + n) (MLPerf), n over its mean,
+    or log(1 + n) minus its mean, over its standard deviation; or of intensities: "window" maps
     `window` to [0, 1], "ct" is nnU-Net's scheme for CT."""
     window: tuple[Number, Number] | None = None
     """Lowest and highest intensity, in Hounsfield units for CT."""
@@ -157,22 +157,22 @@ def _known_transport(name: str) -> str:
 
 @dataclass(frozen=True)
 class MeshConfig(_Table):
-    """The grid of ranks."""
+    """Configuration of the grid of ranks."""
 
     data: Count | None = None
     """Number of sample groups; by default as many as the ranks allow."""
     spatial: tuple[Count, Count, Count] = (1, 1, 1)
-    """How often depth, height and width of a sample are split."""
+    """Number of parts along depth, height and width of a sample."""
     transport: Annotated[str, AfterValidator(_known_transport)] = "auto"
-    """What carries the bytes between ranks. "nccl", "ipc", "cuda-mpi", and "cuda", which chooses,
-    carry the memory of CUDA devices as well; "host" follows the launcher and carries none; "auto"
-    is "nccl" where each of several ranks has a device of its own, else "host". Others are "mpi",
-    "c10d", "local", and those that installed packages add."""
+    """Communication between ranks. "nccl", "ipc", "cuda-mpi", and "cuda", which chooses one, carry
+    the memory of CUDA devices as well; "host" follows the launcher and carries only host memory;
+    "auto" is "nccl" where each of several ranks has a device of its own, else "host". Others are
+    "mpi", "c10d", "local", and those that installed packages add."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(_Chosen):
-    """The optimizer and its learning rate; `name` says which one (`pydist.registry`)."""
+    """Configuration of the optimizer and learning rate; `name` is in `pydist.registry`."""
 
     registry: ClassVar[Registry] = OPTIMIZERS
     default: ClassVar[str] = "adam"
@@ -189,17 +189,17 @@ class OptimizerConfig(_Chosen):
     end_lr: NotNegative = 1e-7
     """Learning rate after decay."""
     sharded: Literal["auto", "always", "never"] = "auto"
-    """Whether the ranks share the optimizer's step, each doing its own part of the parameters, with
-    the same result; "auto" from a million parameters on. See `pydist.optim.sharded`."""
+    """Whether to partition the optimizer over the ranks (ZeRO-1), with the same result; "auto" does
+    from a million parameters on. See `pydist.optim.sharded`."""
 
     def optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
-        """The optimizer of a model's parameters, with this learning rate."""
+        """Creates the optimizer of a model's parameters, with this learning rate."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class AdamConfig(OptimizerConfig):
-    """Adam, with the settings of the CosmoFlow paper."""
+    """Configuration of Adam, with the settings of the CosmoFlow paper."""
 
     name: Literal["adam"] = "adam"
     """The optimizer: "adam", or "sgd" with momentum (MLPerf)."""
@@ -209,7 +209,7 @@ class AdamConfig(OptimizerConfig):
     """Added to Adam's denominator."""
 
     def optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
-        """`torch.optim.Adam`."""
+        """Creates `torch.optim.Adam`."""
         from torch.optim import Adam
 
         return Adam(
@@ -219,15 +219,15 @@ class AdamConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class SgdConfig(OptimizerConfig):
-    """SGD with momentum, as in MLPerf's CosmoFlow."""
+    """Configuration of SGD with momentum, as in MLPerf's CosmoFlow."""
 
     name: Literal["sgd"] = "sgd"
     """The optimizer: "sgd" with momentum, or "adam"."""
     momentum: Fraction = 0.9
-    """Part of the last step that each step repeats."""
+    """Fraction of the last step that each step repeats."""
 
     def optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
-        """`torch.optim.SGD`."""
+        """Creates `torch.optim.SGD`."""
         from torch.optim import SGD
 
         from pydist.optim.fused import start_momentum
@@ -242,74 +242,74 @@ class SgdConfig(OptimizerConfig):
 
 @dataclass(frozen=True)
 class TrainConfig(_Table):
-    """The loop."""
+    """Configuration of the training loop."""
 
     epochs: Count = 100
     """Passes over the training set."""
     steps: Count | None = None
-    """Stop after so many steps, if that comes before the last epoch."""
+    """Number of steps after which to stop, if that is before the last epoch."""
     batch: Count = 4
-    """Samples a step, over all sample groups."""
+    """Samples per step, over all sample groups."""
     loss: str = "auto"
-    """What is minimised: by default the squared error for CosmoFlow, cross-entropy for the U-Net
-    (as the paper); "dice" is the mean soft Dice of the classes but background, "dice_ce" the sum of
-    the two."""
+    """Loss: by default the squared error for CosmoFlow, cross-entropy for the U-Net (as in the
+    paper); "dice" is the mean soft Dice of the classes except background, "dice_ce" the sum of the
+    two."""
     class_weights: Annotated[tuple[Weight, ...], Field(min_length=1)] | None = None
     """Weight of each class in the cross-entropy, in the order of the labels, at most 1e6. The mean
-    is over the weights of all voxels of the global batch, however they are spread over the
-    ranks."""
+    is over the weights of all voxels of the global batch, independent of the distribution."""
     ignore_label: CountOrZero | None = None
-    """Label of voxels that count neither in the loss nor in the scores: one of the classes, or a
-    number that is none of them, such as 255."""
+    """Label of voxels that are excluded from the loss and the scores: one of the classes, or
+    another number, such as 255."""
     seed: Seed = 0
-    """Start of all random numbers: weights, order of the samples, dropout, augmentation."""
+    """Seed of all random numbers: weights, order of the samples, dropout, augmentation."""
     clip_norm: Positive | None = None
-    """Scale the gradient down to this norm where it is larger."""
+    """Norm to which larger gradients are scaled down."""
     amp: Literal["off", "bf16", "fp16"] = "off"
     """Automatic mixed precision."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the network computes; "auto" is CUDA where each rank has a device and the transport
-    carries its memory."""
+    """Device of the network; "auto" is CUDA where each rank has a device and the transport carries
+    its memory."""
     channels_last: Literal["auto", "always", "never"] = "auto"
-    """Whether input and weights lie with the channels last; "auto" does so on CUDA devices with
-    mixed precision. On CPUs the layers choose for themselves."""
+    """Whether input and weights have a channels-last layout; "auto" does so on CUDA devices with
+    mixed precision. On CPUs each layer autotunes its layout."""
     tuning: Path | None = None
-    """A file `tuning.json` of an earlier run, whose choices of kernels this run takes: nothing is
-    measured, and both give the same bits."""
+    """File `tuning.json` of an earlier run, whose choices of kernels this run uses: no autotuning,
+    and bit-identical results."""
     cuda_graph: Literal["auto", "always", "never"] = "auto"
-    """Whether whole steps are captured as one CUDA graph; "auto" does it on one rank, or says why
-    not. On several say "always": there a capture that fails midway ends the job, with a reason."""
+    """Whether to capture complete steps as one CUDA graph; "auto" does on one rank, or reports why
+    not. On several ranks use "always": a capture that fails there ends the job, with a reason."""
     validate_every: CountOrZero = 1
     """Epochs between validations; 0 never validates."""
 
 
 @dataclass(frozen=True)
 class CheckpointConfig(_Table):
-    """Checkpoints."""
+    """Configuration of checkpoints."""
 
     every: CountOrZero = 0
     """Steps between checkpoints; 0 saves at the end of every epoch."""
     keep: Annotated[int, Field(ge=2, le=_LARGEST, strict=True)] = 2
-    """How many of the latest checkpoints stay."""
+    """Number of latest checkpoints to keep."""
     resume: Literal["auto", "must", "never"] = "auto"
-    """Go on from the last checkpoint if there is one, insist on one, or start afresh."""
+    """Whether to resume from the last checkpoint: if there is one, or error without one, or start
+    from scratch."""
     on_error: Literal["stop", "warn"] = "stop"
     """Whether a checkpoint that can't be written (disk full) ends the run."""
 
 
 @dataclass(frozen=True)
 class OutputConfig(_Table):
-    """What the run writes."""
+    """Configuration of the run's output."""
 
     folder: Path = Path("runs/cosmoflow")
     """Folder of config.toml, log.jsonl, result.png and ckpt/."""
     plot: Flag = True
-    """Draw result.png at the end, if matplotlib is installed."""
+    """Whether to draw result.png at the end, if matplotlib is installed."""
 
 
 @dataclass(frozen=True)
 class Config(_Table):
-    """One training run."""
+    """Configuration of a training run."""
 
     model: ModelConfig = field(default_factory=CosmoFlowConfig)
     data: DataConfig = field(default_factory=DataConfig)

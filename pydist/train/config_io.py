@@ -1,4 +1,4 @@
-"""Reads a configuration from TOML, and writes the resolved one."""
+"""Reads a configuration from TOML and writes the resolved one."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ else:
 
 
 CHOSEN = {"model": MODELS, "optimizer": OPTIMIZERS}
-"""Tables whose `name` chooses their class. pydantic puts it into the place of an error."""
+"""Tables whose `name` chooses their class. pydantic adds the name to the location of an error."""
 
 
 def load(path: Path) -> Config:
     """Reads a configuration file.
 
     Args:
-        path: a TOML file with the tables of `Config`; what it leaves out takes its default.
+        path: a TOML file with the tables of `Config`; omitted keys have their defaults.
 
     Raises:
         UsageError: no such file, not TOML, or keys or values that `Config` does not have; all of
-            them are named, with what was probably meant.
+            them are named, with likely corrections.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors write a byte order mark
@@ -47,24 +47,24 @@ def load(path: Path) -> Config:
 
 
 def loads(text: str, source: str) -> Config:
-    """Reads what `dumps` has written, or a file's content; `source` names it (see `load`)."""
+    """Reads a configuration from TOML text; `source` names it in errors (see `load`)."""
     try:
         tables = tomllib.loads(text)
         require_shallow(tables)
     except RecursionError:
         raise UsageError(f"{source} is not valid TOML: nested too deeply") from None
-    except ValueError as error:  # tomllib's own is one, and so is a number of too many digits
+    except ValueError as error:  # base of tomllib's error, and raised for too many digits
         raise UsageError(f"{source} is not valid TOML: {error}") from error
     return check(tables, source)
 
 
 def check(tables: dict[str, Any], source: str) -> Config:
-    """Makes a `Config` of nested dicts; `source` names them in errors (see `load`)."""
+    """Converts nested dicts to a `Config`; `source` names them in errors (see `load`)."""
     for table, registry in CHOSEN.items():
         given = tables.get(table)
         name = given.get("name") if isinstance(given, dict) else None
         if name in registry.names:
-            registry.get(name)  # says why, where its package can't be imported
+            registry.get(name)  # raises the reason if its package can't be imported
     try:
         config: Config = TypeAdapter(Config).validate_python(tables)
     except ValidationError as error:
@@ -86,7 +86,7 @@ def check(tables: dict[str, Any], source: str) -> Config:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The tables of a configuration as plain dicts; unset values (None) are left out."""
+    """Returns the tables of a configuration as plain dicts, without unset values (None)."""
     return {
         table: {key: value for key, value in values.items() if value is not None}
         for table, values in dataclasses.asdict(config).items()
@@ -94,7 +94,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def dumps(config: Config) -> str:
-    """The configuration as TOML, every value spelled out; `load` gives it back."""
+    """Returns the configuration as TOML, including defaults; the inverse of `loads`."""
     lines = []
     for table, values in to_dict(config).items():
         lines.append(f"[{table}]")
@@ -108,7 +108,7 @@ def _toml(value: object) -> str:
         return "[" + ", ".join(_toml(v) for v in value) + "]"
     if isinstance(value, Path):
         value = str(value)
-    # JSON's strings, numbers and booleans are TOML's, but TOML wants DEL escaped.
+    # JSON strings, numbers and booleans are valid TOML, except that TOML requires DEL escaped.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

@@ -1,4 +1,4 @@
-"""Where a run computes, and in which precision."""
+"""The device and the precision of a run."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ AMP_DTYPES = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float1
 
 
 def choose_device(wanted: str, mesh: Mesh, option: str = "train.device") -> torch.device:
-    """The device of this rank: its current CUDA device, or the CPU.
+    """Returns the device of this rank: its current CUDA device, or the CPU.
 
     Args:
-        wanted: "cpu", "cuda", or "auto": CUDA wherever that is possible.
+        wanted: "cpu", "cuda", or "auto" for CUDA where possible.
         mesh: the mesh.
-        option: what the user calls `wanted`.
+        option: the user's name of `wanted`.
 
     Raises:
-        UsageError: "cuda" where it is not possible.
+        UsageError: "cuda" where it is impossible.
     """
     obstacle = None if wanted == "cpu" else cuda_obstacle(mesh)
     if wanted == "cpu" or (wanted == "auto" and obstacle is not None):
@@ -43,7 +43,7 @@ def choose_device(wanted: str, mesh: Mesh, option: str = "train.device") -> torc
 
 
 def cuda_obstacle(mesh: Mesh) -> str | None:
-    """Why the ranks of a mesh can't compute on CUDA devices, if they can't."""
+    """Returns why the ranks of a mesh can't compute on CUDA devices; `None` if they can."""
     if not torch.cuda.is_available():
         return f"torch {torch.__version__} finds no CUDA device"
     if not native.has_cuda:
@@ -54,17 +54,17 @@ def cuda_obstacle(mesh: Mesh) -> str | None:
 def facts_of_run(
     device: torch.device, wanted: str, amp: str, mesh: Mesh, option: str = "train.device"
 ) -> dict[str, str]:
-    """What the first line of a run says: where it computes and how. Collective.
+    """Returns device, transport and precision for the first line of a run. Collective.
 
     Args:
-        device: of `choose_device`.
+        device: the device from `choose_device`.
         wanted: see `choose_device`.
         amp: automatic mixed precision, "off" if there is none.
         mesh: the mesh.
         option: see `choose_device`.
 
     Returns:
-        "device", "transport", "precision", and "unused_device": why a CUDA device that is there is
+        "device", "transport", "precision", and "unused_device": why an available CUDA device is
         not used, or "".
     """
     unused = why_unused(wanted, mesh, option)
@@ -77,9 +77,9 @@ def facts_of_run(
 
 
 def why_unused(wanted: str, mesh: Mesh, option: str = "train.device") -> str:
-    """Why a CUDA device that a rank has is not used; "" if no rank has one. Collective.
+    """Returns why a rank's CUDA device is not used; "" if no rank has one. Collective.
 
-    To be asked where the run computes on the CPU; all ranks get the same answer.
+    For runs on the CPU; the result is the same on all ranks.
 
     Args:
         wanted: see `choose_device`.
@@ -96,21 +96,21 @@ def why_unused(wanted: str, mesh: Mesh, option: str = "train.device") -> str:
 
 
 def describe(device: torch.device) -> str:
-    """A device's kind, and its name if it has one: "cpu", "cuda (NVIDIA H200)"."""
+    """Returns a device's kind, and its name if it has one: "cpu", "cuda (NVIDIA H200)"."""
     if device.type != "cuda":
         return device.type
     return f"cuda ({torch.cuda.get_device_name(device)})"
 
 
 def host_transport(mesh: Mesh) -> str | None:
-    """Says so if several ranks exchange through the memory of the host."""
+    """Returns a description if several ranks exchange through host memory; else `None`."""
     if mesh.size == 1 or mesh.world.device is not None:
         return None
     return f"transport '{mesh.world.name}' carries host memory"
 
 
 def waiting_transport(mesh: Mesh) -> str | None:
-    """Says so if ranks wait on the host for their exchanges, or these travel through its memory."""
+    """Returns a description if the host waits for exchanges or carries them; else `None`."""
     if mesh.size > 1 and mesh.world.host_waits:
         return f"the host waits in transport '{mesh.world.name}'"
     return host_transport(mesh)
@@ -118,10 +118,10 @@ def waiting_transport(mesh: Mesh) -> str | None:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Work of the block goes to a stream of its own, if the device has streams.
+    """Runs the block's work on a stream of its own, if the device has streams.
 
-    A graph can't be captured on the default stream, and nodes of the autograd graph stay with the
-    stream that they were made on: so the model is made, and trained, within one block.
+    A graph can't be captured on the default stream, and autograd nodes stay on the stream of their
+    creation: so one block must contain the creation and the training of a model.
     """
     if device.type != "cuda":
         yield
@@ -131,9 +131,9 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def memory_format(config: TrainConfig, device: torch.device) -> torch.memory_format:
-    """How input and weights of [N, C, D, H, W] lie: tensor cores take the channels last.
+    """Returns the layout of input and weights [N, C, D, H, W]: channels last for tensor cores.
 
-    On CPUs the layers choose for themselves, by measurement (`pydist.backend.conv_kernels`).
+    On CPUs the layers autotune their layout (`pydist.backend.conv_kernels`).
     """
     wanted = config.channels_last
     if device.type == "cuda" and (wanted == "always" or (wanted == "auto" and config.amp != "off")):
@@ -142,7 +142,7 @@ def memory_format(config: TrainConfig, device: torch.device) -> torch.memory_for
 
 
 def in_format(model: nn.Module, memory_format: torch.memory_format) -> None:
-    """Brings the weights of 3-D convolutions into a memory format."""
+    """Converts the weights of 3-D convolutions to a memory format."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 5:

@@ -1,4 +1,4 @@
-"""The output folder of a run: names of its files, and checks before a run writes there."""
+"""The output folder of a run: names of its files, and checks before a run writes to it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ CONFIG_FILE = "config.toml"
 LOG_FILE = "log.jsonl"
 CHECKPOINTS = "ckpt"
 TUNING_FILE = "tuning.json"
-"""The run's choices of kernels, which `train.tuning` of another run takes."""
+"""The run's choices of kernels, for `train.tuning` of another run."""
 
 _RESULTS = (report.PREDICTIONS_FILE, DICE_FILE, report.PICTURE_FILE)
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Stops a run before it overwrites, or appends to, a file that no run has written.
+    """Stops a run before it overwrites or appends to a file that no run has written.
 
     Raises:
         UsageError: there is such a file.
-        DiskError: the folder can't be read, or something else is where a file or a link goes.
+        DiskError: the folder can't be read, or a path of a file or link is something else.
     """
     found = [folder / name for name in (CONFIG_FILE, LOG_FILE, TUNING_FILE, *_RESULTS)]
     for path in found:
@@ -49,5 +49,5 @@ def refuse_foreign(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> list[Path]:
-    """Removes what runs that were killed left unfinished; returns what it was."""
+    """Removes unfinished files of killed runs; returns their paths."""
     return [*owner.remove_temporaries(folder), *owner.remove_temporaries(folder / CHECKPOINTS)]

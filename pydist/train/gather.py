@@ -1,7 +1,7 @@
-"""Whole tensors of one rank, for files and pictures: from the others' blocks, and into them.
+"""Gather and scatter of sharded tensors to and from one rank, for files and figures.
 
-Only the first rank of a sample group takes memory for the whole, and nothing is kept for the next
-time: volumes of many shapes may pass.
+Only the first rank of a sample group allocates the full tensor, and no plans are cached, as volumes
+may have many shapes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydist.tensor import ShardedTensor
 
 
 def on_first_rank(x: ShardedTensor) -> Tensor | None:
-    """The whole tensor on the first rank of each sample group, None on the others. Collective."""
+    """Gathers the full tensor on the first rank of each sample group; None on others. Collective."""
     group, layout = x.mesh.sample, x.layout
     local = x.to_local().detach().contiguous()
     if group.rank != 0:
@@ -36,12 +36,12 @@ def on_first_rank(x: ShardedTensor) -> Tensor | None:
 
 
 def from_first_rank(whole: Tensor | None, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """This rank's block of a tensor that the first rank of the sample group has. Collective.
+    """Scatters a tensor from the first rank of the sample group; returns the block. Collective.
 
     Args:
         whole: on the first rank the tensor, of the shape of `layout`; None on the others.
-        layout: where the blocks lie.
-        dtype: of the tensor.
+        layout: the layout of the blocks.
+        dtype: dtype of the tensor.
     """
     group = layout.mesh.sample
     if whole is None:

@@ -1,11 +1,11 @@
-"""A whole training step as one CUDA graph: captured once, replayed for every batch of its size.
+"""A complete training step as a CUDA graph: captured once, replayed for every batch of its size.
 
-Launching the thousands of kernels of a step from Python takes longer than the kernels do, where
-shards are small. A graph has them all, exchanges and the optimizer included, and one launch.
+For small shards, launching the thousands of kernels of a step from Python takes longer than running
+them. A graph launches all of them in one call, including exchanges and the optimizer.
 
-What changes from step to step is in memory that the graph reads: inputs, targets, the scale of
-the loss, learning rates and the keys of random numbers. What stays in Python (schedule, counters,
-checkpoints) is unaware of it, so that a step is the same with and without a graph.
+The graph reads values that vary between steps from memory: inputs, targets, the scale of the loss,
+learning rates and the keys of random numbers. The parts that stay in Python (schedule, counters,
+checkpoints) do not depend on it, so that a step is the same with and without a graph.
 
 Capture and replay follow https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from pydist.data.loader import Batch
 
 WARMUP = 5
-"""Steps of a size before it is captured: they make plans, buffers and optimizer state, choose
-kernels, and prove what later ones trust."""
+"""Steps of a size before its capture: they make plans, buffers and optimizer state, autotune
+kernels, and run the consistency checks that later steps skip."""
 
 RECOVERS = "2.13"
-"""The first torch whose allocator takes memory back after a capture that failed: before it, the
-next ones run out of memory (https://github.com/pytorch/pytorch/pull/180395)."""
+"""The first version of torch whose allocator reclaims memory after a failed capture; with earlier
+ones, later steps run out of memory (https://github.com/pytorch/pytorch/pull/180395)."""
 
 
 class GraphedStep:
-    """Takes training steps, by a graph as soon and as far as that is possible.
+    """Training step that uses a CUDA graph where possible.
 
-    All ranks decide the same: by the size of the global batch, together on what they were given.
-    On one rank, steps go on without a graph after a capture that failed. With more, the ranks may
-    be at different places in the step, each with exchanges that others do not know of: there
-    the job ends.
+    All ranks decide identically: by the size of the global batch, and by agreement where their
+    states may differ. On one rank, steps continue without a graph after a failed capture. With more
+    ranks, the ranks may be at different places in the step, with unmatched exchanges: then the job
+    ends.
 
     Args:
         step: the step.
-        wanted: "auto"; "always" raises what is in the way; "never".
-        notify: called once with the line that says why there is no graph.
+        wanted: "auto", "always" (an error if a graph is impossible) or "never".
+        notify: called once with the reason why there is no graph.
 
     Raises:
-        UsageError: "always", and there can't be one.
+        UsageError: "always", and a graph is impossible.
     """
 
     def __init__(self, step: TrainStep, wanted: str, notify: Callable[[str], None]) -> None:
@@ -64,26 +64,26 @@ class GraphedStep:
             self._give_up_if(obstacle(step) or risk(wanted, step.mesh.size))
 
     def close(self) -> None:
-        """Lets go of the graph: NCCL closes no group while a graph holds operations of it."""
+        """Destroys the graph: NCCL closes no group while a graph holds operations of it."""
         if self._captured is not None:
             self._captured.close()
         self._captured = None
 
     @property
     def captured(self) -> bool:
-        """Whether there is a graph."""
+        """Whether a graph exists."""
         return self._captured is not None
 
     def __call__(self, batch: Batch) -> Tensor:
-        """One step; returns the group's loss, a scalar on the device that the next call may change.
+        """Performs a step; returns the group's loss, a device scalar that the next call may change.
 
         Raises:
-            UsageError: "always", and something is in the way that only a step could show.
-            PydistError: the step can't be captured, and other ranks take part in it.
+            UsageError: "always", and an obstacle appeared only in a step.
+            PydistError: the step can't be captured, with several ranks.
         """
         if self._given_up:
             return self._step(batch, batch.loss_scale)
-        # On all ranks, if on any: those that replay and those that do not would part for good.
+        # On all ranks if on any: either all ranks replay or none.
         if self._captured is not None and any_rank(
             self._step.mesh.world, self._captured.is_outdated()
         ):
@@ -98,13 +98,13 @@ class GraphedStep:
         return self._step(batch, batch.loss_scale)
 
     def _ready(self, batch: Batch) -> bool:
-        """Whether enough steps of this size have gone before."""
+        """Returns whether enough steps of this size have preceded."""
         self._alike = self._alike + 1 if batch.global_size == self._size else 1
         self._size = batch.global_size
         return self._alike > WARMUP
 
     def _capture(self, batch: Batch) -> CapturedStep | None:
-        """Captures the step, or gives up if something is in the way of that on any rank."""
+        """Captures the step, or gives up if any rank has an obstacle."""
         reason = obstacle(self._step)  # a profile may have begun
         if any_rank(self._step.mesh.world, reason is not None):
             self._give_up_if(reason or "something is in its way on another rank")
@@ -133,7 +133,7 @@ class GraphedStep:
 
 
 def obstacle(step: TrainStep) -> str | None:
-    """What keeps a step from being captured, as far as that can be known without trying."""
+    """Returns why a step can't be captured, if that is known without trying; else `None`."""
     mesh, state = step.mesh, step.state
     if step.device.type != "cuda":
         return f"the step runs on the {step.device.type.upper()}"

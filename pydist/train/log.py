@@ -1,9 +1,9 @@
-"""The events of a run: appended to `log.jsonl`, and handed to what draws progress.
+"""The events of a run: appended to `log.jsonl` and passed to listeners that draw progress.
 
-One JSON object a line, with "event" and "time" (seconds since 1970) in each:
+One JSON object per line, each with "event" and "time" (seconds since 1970):
 
 ===========  =====================================================================================
-start        device, transport, precision, unused_device (why a CUDA device that is there is not
+start        device, transport, precision, unused_device (why an available CUDA device is not
              used), version, ranks, mesh, threads, parameters, samples, epochs, steps, step (where
              it starts), config
 step         step, epoch, loss, lr, seconds, samples_per_second, parts (seconds by part)
@@ -34,14 +34,14 @@ Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 PIPE_VARIABLE = "PYDIST_EVENTS"
-"""Names the pipe through which the launcher, which owns the terminal, follows the run."""
+"""Environment variable with the pipe of events to the launcher, which owns the terminal."""
 
 
 class EventLog:
-    """Writes events to a file and to listeners; a number that is not finite is null in the file.
+    """Log that writes events to a file and to listeners; non-finite numbers are null in the file.
 
     Args:
-        path: the file; appended to. None writes no file: every rank but 0 has such a log.
+        path: the file, appended to; None for no file, on all ranks but 0.
         listeners: called with each event.
 
     Raises:
@@ -75,7 +75,7 @@ class EventLog:
 
 
 def _ends_amid_a_line(file: Any) -> bool:
-    """Whether a run that was killed left half a line."""
+    """Returns whether a killed run has left an incomplete line."""
     if file.seek(0, os.SEEK_END) == 0:
         return False
     file.seek(-1, os.SEEK_END)
@@ -83,7 +83,7 @@ def _ends_amid_a_line(file: Any) -> bool:
 
 
 def _dumps(record: Event) -> str:
-    """JSON, which has no NaN and no infinity."""
+    """Returns JSON, which has no NaN and no infinity."""
     try:
         return json.dumps(record, default=str, allow_nan=False)
     except ValueError:
@@ -91,7 +91,7 @@ def _dumps(record: Event) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None in place of numbers that are not finite."""
+    """Replaces non-finite numbers with None."""
     if isinstance(value, Mapping):
         return {key: _finite(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -100,7 +100,7 @@ def _finite(value: Any) -> Any:
 
 
 def to_pipe(path: Path) -> Listener:
-    """A listener that hands events to the launcher; falls silent when the launcher is gone.
+    """Creates a listener that sends events to the launcher, if the launcher still exists.
 
     Raises:
         UsageError: the path names something that is not a pipe.
@@ -111,7 +111,7 @@ def to_pipe(path: Path) -> Listener:
                 f"{PIPE_VARIABLE} names {path}, which is not a named pipe: unset it, or make one "
                 "with mkfifo"
             )
-        # Without O_NONBLOCK a launcher that died would leave the run waiting for a reader.
+        # Without O_NONBLOCK the run would wait for a reader if the launcher has died.
         handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:
         return lambda _: None
@@ -125,7 +125,7 @@ def to_pipe(path: Path) -> Listener:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """The events of a log, in order; half a line that a killed run left is passed over."""
+    """Yields the events of a log in order; skips incomplete lines of killed runs."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
@@ -137,10 +137,10 @@ def read(path: Path) -> Iterator[Event]:
 
 
 def done_at(path: Path, step: int) -> tuple[bool, bool]:
-    """What the run did after a step, as its log says.
+    """Reads from the log what the run has done after a step.
 
     Returns:
-        Whether it validated there; and whether it ended there with its results written.
+        Whether it has validated there, and whether it has ended there with its results written.
 
     Raises:
         DiskError: the log can't be read.
@@ -154,12 +154,12 @@ def done_at(path: Path, step: int) -> tuple[bool, bool]:
         if event.get("step") != step:
             continue
         if event["event"] == "step":
-            validated = ended = False  # a run that went back has other weights there
+            validated = ended = False  # a repeated step has other weights
         validated = validated or event["event"] == "validation"
         ended = ended or (event["event"] == "end" and event.get("status") == "done")
     return validated, ended
 
 
 def losses(path: Path) -> dict[int, float]:
-    """Training loss by step; of a step that a resumed run repeated, the last."""
+    """Returns the training loss by step; for a step that a resumed run has repeated, the last."""
     return {e["step"]: e["loss"] for e in read(path) if e["event"] == "step"}

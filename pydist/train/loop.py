@@ -33,24 +33,24 @@ if TYPE_CHECKING:
 
 
 def _announce_tuning(log: EventLog, tuner: Autotuner) -> None:
-    """Says once that the first steps take longer."""
+    """Logs, once, that the first steps take longer."""
     tuner.listener = None
     text = "measuring the kernels of convolutions: steps take longer meanwhile, up to ten times"
     log.emit("notice", text=text)
 
 
 class Trainer:
-    """Trains a model on batches until the last epoch, a number of steps, or a stop signal.
+    """Training loop, until the last epoch, a number of steps, or a stop signal.
 
     Args:
-        state: model, optimizer, schedule, training batches, and how far they got.
-        task: the loss, and what validation measures.
-        validation_loader: the batches of the validation set; groups may hold unequal numbers.
-        log: where events go (rank 0's writes them).
+        state: model, optimizer, schedule, training batches, and progress.
+        task: the loss and the validation measures.
+        validation_loader: the batches of the validation set; their number may differ by group.
+        log: receives the events (rank 0 writes them).
         config: epochs, batch, clipping, precision.
-        checkpoints: how often and how many.
-        folder: where checkpoints go.
-        lock: rank 0's, on the run's folder; None on the other ranks, or where nothing is saved.
+        checkpoints: interval and number of checkpoints.
+        folder: the folder of checkpoints.
+        lock: rank 0's lock on the run's folder; None on other ranks, or if nothing is saved.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Trainer:
         self._take_step = GraphedStep(
             step, config.cuda_graph, lambda text: log.emit("notice", text=text)
         )
-        loader = self.loader  # alone: a trainer that holds itself would live on, with its graph
+        loader = self.loader  # not self: a reference cycle would keep the trainer and its graph
         self.clock = StepClock(self.mesh.session.timers, lambda: loader.waited_s)
         self.stop = StopRequest()
         self.loss = math.nan
@@ -95,18 +95,18 @@ class Trainer:
         return whole if self.config.steps is None else min(whole, self.config.steps)
 
     def fit(self, validated: bool = False) -> Validation | None:
-        """Trains from where the state stands to the end.
+        """Trains from the current state to the last step.
 
         Args:
-            validated: whether an earlier run has validated the step that this one goes on from.
+            validated: whether an earlier run has validated the step from which this one resumes.
 
         Returns:
             The last validation, if there is a validation set.
 
         Raises:
             Stopped: a signal arrived; a checkpoint was saved.
-            PydistError: the loss is no longer finite.
-            DataError: because a sample is not.
+            PydistError: the loss is not finite.
+            DataError: the loss is not finite because a sample is not.
             DiskError: a checkpoint could not be written.
         """
         result = None
@@ -124,7 +124,7 @@ class Trainer:
         return result
 
     def _epoch(self) -> None:
-        """The rest of the epoch under way."""
+        """Trains the remainder of the current epoch."""
         self.state.model.train()
         self.clock.start()
         for batch in self.loader:
@@ -141,7 +141,7 @@ class Trainer:
             self.clock.start()
 
     def _step(self, batch: Batch) -> bool:
-        """One optimizer step; returns whether any rank was asked to stop."""
+        """Performs one optimizer step; returns whether any rank was asked to stop."""
         state = self.state
         loss = self._take_step(batch)
         rate = float(state.scheduler.get_last_lr()[0])
@@ -172,8 +172,8 @@ class Trainer:
         return stop
 
     def _reduce(self, loss_sum: float, batch: Batch) -> tuple[float, bool]:
-        """The mean over all samples of the step, and whether any rank wants to stop."""
-        # One message for both. All ranks of a sample group hold the group's sum.
+        """Returns the mean loss over the step's samples, and whether any rank wants to stop."""
+        # One all-reduce for both. All ranks of a sample group hold the group's sum.
         mine = [loss_sum / self.mesh.sample_size, float(self.stop.received)]
         sums = torch.tensor(mine, dtype=torch.float64)
         self.mesh.world.all_reduce(sums)
@@ -190,7 +190,7 @@ class Trainer:
         )
 
     def _validate_if_due(self) -> Validation | None:
-        """Validates after the last step, and after an epoch as often as the configuration says."""
+        """Validates after the last step, and every `validate_every` epochs."""
         if self.validation_loader is None:
             return None
         epochs, more = divmod(self.state.step, len(self.loader))
@@ -203,8 +203,8 @@ class Trainer:
     def validate(self, epoch: int) -> Validation:
         """Evaluates the model on the validation set. Collective.
 
-        Each sample group goes through its own samples at its own pace: nothing is exchanged between
-        groups until the sums at the end, so their numbers of samples may differ.
+        Each sample group evaluates its own samples independently: groups exchange nothing before
+        the final sums, so their numbers of samples may differ.
         """
         assert self.validation_loader is not None
         model = self.state.model
@@ -226,7 +226,7 @@ class Trainer:
         return found
 
     def _collect(self, rows: list[Tensor]) -> Tensor:
-        """The rows of all sample groups, `[samples, ...]`, equal on every rank."""
+        """Gathers the rows of all sample groups, `[samples, ...]`, equal on every rank."""
         dims = 4
         shape = torch.zeros(dims, dtype=torch.int64)
         if rows:
@@ -238,14 +238,14 @@ class Trainer:
         return found.reshape(-1, *(n for n in shape.tolist() if n))
 
     def _publish_tuning(self) -> None:
-        """Writes the choices of kernels beside the checkpoints. Collective."""
+        """Writes the choices of kernels next to the checkpoint folder. Collective."""
         content = json.dumps(self._tuner.everyones(), indent=1).encode()
         with together(self.mesh.world, "saving the choices of kernels"):
             if self._lock is not None:
                 publish(self.folder.parent / TUNING_FILE, content)
 
     def _save(self) -> None:
-        """Writes a checkpoint of the step just done, unless it has one."""
+        """Writes a checkpoint of the latest step, unless it has one."""
         step = self.state.step
         if step == self._saved_at:
             return

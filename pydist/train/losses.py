@@ -1,4 +1,4 @@
-"""Losses and scores of segmentation: on plain tensors and on sharded ones, the same lines."""
+"""Losses and scores of segmentation, for plain and for sharded tensors."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
 SMOOTH = 1e-5
-"""Added to numerator and denominator of the soft Dice, as nnU-Net and MONAI do."""
+"""Added to numerator and denominator of the soft Dice, as in nnU-Net and MONAI."""
 
 _VOXELS = (1, 2, 3)
-"""The dims of [N, D, H, W] that a sum by sample is over."""
+"""The dims of [N, D, H, W] for a sum over each sample."""
 
 _NOTHING = -100
-"""torch's own number for labels that are ignored: no label has it."""
+"""torch's default for ignored labels; no label has this value."""
 
 
 @dataclass
 class SegmentationLoss:
-    """Cross-entropy, soft Dice, or their sum.
+    """Loss of cross-entropy, soft Dice, or their sum.
 
     With class weights or an ignored label the cross-entropy is the weighted mean over all voxels of
     the global batch, the same in all sample groups. Without them it is a mean over samples, as the
@@ -37,7 +37,7 @@ class SegmentationLoss:
     Args:
         kind: "cross_entropy", "dice" or "dice_ce".
         class_weights: weight of each class in the cross-entropy; by default all are 1.
-        ignore_label: label of voxels that do not count; one of the classes, or another number.
+        ignore_label: label of excluded voxels; one of the classes, or another number.
     """
 
     kind: str
@@ -47,41 +47,41 @@ class SegmentationLoss:
 
     @property
     def has_entropy(self) -> bool:
-        """Whether cross-entropy is a part of it."""
+        """Whether the loss contains the cross-entropy."""
         return self.kind != "dice"
 
     @property
     def has_dice(self) -> bool:
-        """Whether the Dice is a part of it."""
+        """Whether the loss contains the Dice."""
         return self.kind != "cross_entropy"
 
     @property
     def weighted(self) -> bool:
-        """Whether voxels differ in their weights."""
+        """Whether voxels may have different weights."""
         return self.class_weights is not None or self.ignore_label is not None
 
     def __call__(
         self, scores: Tensor, labels: Tensor, mesh: Mesh | None = None, *, counts: bool = True
     ) -> Tensor:
-        """The loss of a group, such that the groups' mean is that of the global batch.
+        """Computes a group's loss, such that the mean over groups is that of the global batch.
 
-        Collective over all ranks of the mesh. It is 0 where no voxel counts.
+        Collective over all ranks of the mesh. The loss is 0 if all voxels are excluded.
 
         Args:
             scores: [N, C, D, H, W], sharded or plain.
             labels: [N, D, H, W], integers.
-            mesh: the mesh whose sample groups train together, if there is one.
+            mesh: the mesh whose sample groups train together, if any.
             counts: False if the group's samples are padding.
 
         Returns:
-            A scalar. The gradient is that of the global batch once groups are averaged, weighted by
-            their samples (see `pydist.batches`).
+            A scalar. Its gradient, averaged over groups weighted by their samples, is that of the
+            global batch (see `pydist.batches`).
         """
         parts = []
         if self.has_entropy and self.weighted:
             sums = self.entropy_sums(scores, labels).sum(0)
             if not counts:
-                sums = sums * 0  # not left out: all groups exchange the gradients
+                sums = sums * 0  # keeps the graph: all groups exchange gradients
             parts.append(ratio(sums if mesh is None else sum_over_groups(sums, mesh)))
         elif self.has_entropy:
             parts.append(F.cross_entropy(scores, labels))
@@ -90,9 +90,9 @@ class SegmentationLoss:
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
     def entropy_sums(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """Sums over each sample's voxels: weighted cross-entropy, and weight, [N, 2].
+        """Sums weighted cross-entropy and weight over each sample's voxels, [N, 2].
 
-        Collective over the sample group. `ratio` makes a mean of them.
+        Collective over the sample group. `ratio` converts the sums to a mean.
         """
         ignored = _NOTHING if self.ignore_label is None else self.ignore_label
         scores = scores.to(WIDER.get(scores.dtype, scores.dtype))
@@ -106,7 +106,7 @@ class SegmentationLoss:
         return _plain(torch.stack([entropy.sum(_VOXELS), weight.sum(_VOXELS)], 1))
 
     def _weights_like(self, scores: Tensor) -> Tensor | None:
-        """The weights in the type and on the device of the scores, copied there once."""
+        """Returns the weights in the dtype and on the device of the scores, copied once."""
         if self.class_weights is None:
             return None
         if self._weights is None or self._weights.device != scores.device:
@@ -115,21 +115,21 @@ class SegmentationLoss:
 
 
 def ratio(sums: Tensor) -> Tensor:
-    """The mean that sums of values and of weights make, [..., 2]; 0 where there is no weight."""
+    """Computes the mean from sums of values and weights, [..., 2]; 0 where the weight is 0."""
     value, weight = sums.unbind(-1)
     return value / torch.where(weight > 0, weight, 1)
 
 
 def dice_loss(scores: Tensor, labels: Tensor, ignore_label: int | None = None) -> Tensor:
-    """1 less the soft Dice of each sample, mean over classes; background does not count.
+    """Computes 1 minus the soft Dice of each sample, averaged over classes except background.
 
-    By sample: so the mean over a batch is that over its parts, however they are spread.
+    The Dice is per sample, so that the mean over a batch does not depend on its distribution.
 
     Args:
-        scores: [N, C, D, H, W], C > 1; softmax makes them probabilities.
+        scores: [N, C, D, H, W], C > 1; softmax converts them to probabilities.
         labels: [N, D, H, W], integers.
-        ignore_label: label of voxels that do not count. If it is one of the classes, that class
-            does not count either.
+        ignore_label: label of excluded voxels. If it is one of the classes, that class is excluded
+            as well.
 
     Returns:
         [N]; 0 for a sample whose voxels are all ignored.
@@ -151,17 +151,17 @@ def dice_loss(scores: Tensor, labels: Tensor, ignore_label: int | None = None) -
 
 
 def _plain(x: Tensor) -> Tensor:
-    """A result without spatial dims, which every rank has whole."""
+    """Returns the full tensor of a result without spatial dims."""
     return x.full_tensor() if isinstance(x, ShardedTensor) else x
 
 
 def scored_classes(classes: int, ignore_label: int | None) -> tuple[int, ...]:
-    """The classes that have a Dice: all but background and the one that is ignored."""
+    """Returns the classes that have a Dice: all but background and the ignored one."""
     return tuple(c for c in range(1, classes) if c != ignore_label)
 
 
 def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Ascending numbers as slices: indices in a list would be copied to the device in each step."""
+    """Converts ascending numbers to slices: index lists would be copied to the device every step."""
     runs: list[tuple[int, int]] = []
     for n in numbers:
         if runs and runs[-1][1] == n:
@@ -172,15 +172,15 @@ def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def confusion(scores: Tensor, labels: Tensor, ignore_label: int | None = None) -> Tensor:
-    """How many voxels of each class were taken for which. Collective over the sample group.
+    """Counts voxels by true and predicted class. Collective over the sample group.
 
     Args:
         scores: [N, C, D, H, W], sharded or plain.
         labels: [N, D, H, W], integers.
-        ignore_label: label of voxels that are not counted.
+        ignore_label: label of excluded voxels.
 
     Returns:
-        [N, C, C] int64: sample, true class, predicted class; of the whole volumes, on every rank.
+        [N, C, C] int64: sample, true class, predicted class; of the full volumes, on every rank.
     """
     count = scores.shape[1]
     pairs = labels * count + scores.argmax(1)
@@ -196,10 +196,10 @@ def confusion(scores: Tensor, labels: Tensor, ignore_label: int | None = None) -
 
 
 def dice_scores(counts: Tensor) -> Tensor:
-    """Dice of each class but background; NaN where a class is neither there nor predicted.
+    """Computes the Dice of each class except background; NaN if neither present nor predicted.
 
     Args:
-        counts: [..., C, C], as `confusion` gives it.
+        counts: [..., C, C] from `confusion`.
 
     Returns:
         [..., C - 1] float64.

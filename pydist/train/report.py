@@ -1,4 +1,4 @@
-"""Pictures and tables of a finished run."""
+"""Figures and tables of a finished run."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MISSING_PLOT_LIBRARY = "result.png needs matplotlib: pip install 'pydist[plot]'"
 def write_predictions(
     path: Path, names: Sequence[str], predicted: NDArray[Any], true: NDArray[Any]
 ) -> None:
-    """Writes a table with a row a sample: each parameter's true and predicted value.
+    """Writes a table with one row per sample: each parameter's true and predicted value.
 
     Args:
         path: the CSV file.
-        names: of the parameters.
+        names: names of the parameters.
         predicted: `[samples, parameters]`.
         true: `[samples, parameters]`.
 
@@ -56,13 +56,13 @@ def draw_run(
     """Draws a run: loss curves, predicted against true parameters, a universe and its blocks.
 
     Args:
-        folder: the run's; predictions are read from it and `result.png` is written to it.
+        folder: the run's folder, with the predictions; `result.png` is written to it.
         curves: training loss by step, by the name of the run.
-        data: folder of the data set, for a universe to show.
-        spatial: how often its depth, height and width were split.
+        data: folder of the data set, whose first universe is shown.
+        spatial: number of parts along depth, height and width.
 
     Returns:
-        The picture.
+        The path of the figure.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -82,7 +82,7 @@ def draw_run(
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty picture, sizes in inches.
+    """Creates an empty figure, sizes in inches.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -109,7 +109,7 @@ def save_figure(figure: Figure, folder: Path) -> Path:
 
 
 def blocks_of(extents: Sequence[int], spatial: Sequence[int]) -> list[Box]:
-    """The block of each rank of a sample group, boxes over (depth, height, width)."""
+    """Returns the block of each rank of a sample group, boxes over (depth, height, width)."""
     cuts = [Partition.even(n, parts) for n, parts in zip(extents, spatial, strict=True)]
     intervals = itertools.product(*([c.interval(i) for i in range(c.parts)] for c in cuts))
     return [Box([lo for lo, _ in each], [hi for _, hi in each]) for each in intervals]
@@ -117,7 +117,7 @@ def blocks_of(extents: Sequence[int], spatial: Sequence[int]) -> list[Box]:
 
 def draw_curves(axes: Axes, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
     """Draws training losses by step."""
-    # Several runs lie on top of each other if all is well: the first then is a broad band below.
+    # Curves of several runs coincide if they agree, so the first one is a broad band below.
     styles: list[dict[str, Any]] = [
         {"linewidth": 6, "alpha": 0.3, "color": "tab:blue"},
         {"linewidth": 1.4, "color": "black", "linestyle": (0, (4, 3))},
@@ -149,7 +149,7 @@ def _draw_predictions(axes: Axes, table: Path) -> None:
 
 
 def _draw_universe(axes: Axes, universe: NDArray[Any], spatial: Sequence[int]) -> None:
-    # Depth is the axis that is split first: it has to be one of the two that are seen.
+    # Depth is split first, so it must be one of the two visible axes.
     width = universe.shape[2] // 2
     picture = axes.imshow(universe[:, :, width], cmap="magma", origin="upper")
     axes.figure.colorbar(picture, ax=axes, label="log(1 + particles)", shrink=0.8)

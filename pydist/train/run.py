@@ -1,4 +1,4 @@
-"""A whole training run, from a configuration to the result's files."""
+"""A complete training run, from a configuration to the files of results."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to, equal on all ranks."""
+    """Result of a run, equal on all ranks."""
 
     steps: int
     loss: float
@@ -72,24 +72,24 @@ def train(
     """Trains the network of a configuration. Collective.
 
     Rank 0 writes the resolved configuration, `log.jsonl`, checkpoints, a table of the validation
-    (`predictions.csv`, for segmentation `dice.csv`) and, if asked, `result.png` into
-    `config.output.folder`. It holds the folder meanwhile: a second run there is refused before it
-    writes anything (see `pydist.data.lock`). So is one in a folder with files of these names that
-    are no run's.
+    (`predictions.csv`, for segmentation `dice.csv`) and, optionally, `result.png` to
+    `config.output.folder`. It locks the folder meanwhile: a second run there is refused before it
+    writes anything (see `pydist.data.lock`). So is a run in a folder with files of these names that
+    no run has written.
 
     Args:
-        config: see `pydist.train.config`; its table "mesh" is what `mesh` was made from.
+        config: see `pydist.train.config`; `mesh` was made from its table "mesh".
         mesh: the mesh.
         listeners: called with each event on rank 0, to draw progress.
-        prepare: called with the plain network once its weights are drawn, on rank 0, to change
-            them in place; the other ranks get rank 0's.
+        prepare: called on rank 0 with the plain network after initialization, to change its weights
+            in place; the other ranks receive rank 0's.
 
     Returns:
         The last loss and validation.
 
     Raises:
-        Stopped: a signal arrived, a checkpoint was saved.
-        PydistError: see the parts; every rank raises.
+        Stopped: a signal arrived; a checkpoint was saved.
+        PydistError: any other error; every rank raises.
     """
     versions = f"{native.__version__} with torch {torch.__version__}"
     facts = {"the version of pydist": versions}
@@ -113,7 +113,7 @@ def _logged(
     listeners: Sequence[Listener],
     prepare: Callable[[torch.nn.Module], None] | None,
 ) -> Result:
-    """The run, with the log's end; `lock` is rank 0's, on the output folder."""
+    """Runs, and logs the end; `lock` is rank 0's lock on the output folder."""
     log = EventLog(config.output.folder / LOG_FILE if lock else None, listeners if lock else ())
     began = time.perf_counter()
     status, reason = "failed", ""
@@ -137,7 +137,7 @@ def _run(
     log: EventLog,
     prepare: Callable[[torch.nn.Module], None] | None,
 ) -> Result:
-    """The run, between the log's beginning and end."""
+    """Runs from the opening of the data to the results."""
     with ExitStack() as stack:
         task = task_of(config)
         with together(mesh.world, "opening the data"):
@@ -168,7 +168,7 @@ def _run(
             lock,
         )
         _announce(log, config, trainer)
-        with together(mesh.world):  # not before: a refused resume leaves the file as it is
+        with together(mesh.world):  # not before: a refused resume leaves the file unchanged
             if mesh.rank == 0:
                 publish(folder / CONFIG_FILE, config_io.dumps(config).encode())
         for left in remove_unfinished(folder) if lock is not None else ():
@@ -181,10 +181,10 @@ def _run(
                 text=f"nothing left to do: step {state.step} of {trainer.last_step} is done, and "
                 "its results were written; more train.epochs go on",
             )
-        # The results need the last validation: where they are missing, it is done again.
+        # The results need the last validation: if they are missing, it is repeated.
         validation = trainer.fit(complete or (validated and state.step < trainer.last_step))
     with together(mesh.world, "writing the results"):
-        # Of a run that was complete already the picture stays: its validation is not at hand.
+        # A complete run keeps its figure, as its validation is not available.
         drawn = complete and (folder / report.PICTURE_FILE).exists()
         if mesh.rank == 0 and not drawn:
             _write_results(config, task, data, mesh, validation, log)
@@ -192,10 +192,10 @@ def _run(
 
 
 def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDataset | None]:
-    """The training set, and the validation set if there is one."""
+    """Opens the training set, and the validation set if there is one."""
     wanted = config.data
     manifest = Manifest.load(wanted.path)
-    # First, and as stored: a normalization that does not fit is mostly the network's that does not.
+    # First, without normalization: if that does not fit, usually the network does not fit either.
     task.check(ShardDataset(wanted.path, "train", normalize="none", manifest=manifest))
 
     def normalized(split: str) -> ShardDataset:
@@ -212,7 +212,7 @@ def open_datasets(config: Config, task: Task) -> tuple[ShardDataset, ShardDatase
 
 
 def make_loader(config: Config, data: ShardDataset, mesh: Mesh, training: bool = True) -> Loader:
-    """The batches of a data set, on the device that the network computes on. Collective."""
+    """Creates the loader of a data set, on the device of the network. Collective."""
     device = choose_device(config.train.device, mesh)
     return Loader(
         data,
@@ -222,7 +222,7 @@ def make_loader(config: Config, data: ShardDataset, mesh: Mesh, training: bool =
         prefetch=config.data.prefetch,
         device=device,
         memory_format=memory_format(config.train, device),
-        pad=False,  # the networks take empty batches
+        pad=False,  # the networks accept empty batches
     )
 
 
@@ -234,19 +234,19 @@ def make_state(
     loader: Loader,
     prepare: Callable[[torch.nn.Module], None] | None = None,
 ) -> State:
-    """What a run starts from, on the loader's device. Collective.
+    """Creates the initial state of a run, on the loader's device. Collective.
 
     Args:
         config: model, optimizer and schedule.
-        task: makes the network.
+        task: creates the network.
         mesh: the ranks.
         data: the training set.
-        loader: of its batches.
+        loader: the loader of its batches.
         prepare: see `train`.
     """
     seed_everything(config.train.seed)
-    mesh.world.barrier()  # rank-threads share one random state: none may seed it again from here
-    # Rank 0 draws the weights, for all: the others would only draw them again.
+    mesh.world.barrier()  # rank threads share the random state: all must have seeded it by now
+    # Only rank 0 draws the weights; the other ranks receive them.
     with phase("building the network"), torch.device("cpu" if mesh.rank == 0 else "meta"):
         model = task.network(data.manifest)
     if mesh.rank != 0:
@@ -269,7 +269,7 @@ def make_state(
 
 
 def _schedule(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LRScheduler:
-    """The schedule, which counts steps, from a configuration that counts epochs."""
+    """Creates the schedule, in steps, from a configuration in epochs."""
     return linear_decay(
         optimizer,
         decay_steps=max(1, round(config.decay_epochs * steps)),
@@ -279,10 +279,10 @@ def _schedule(config: OptimizerConfig, optimizer: Optimizer, steps: int) -> LRSc
 
 
 def _resume(config: Config, state: State) -> None:
-    """Goes on from the last checkpoint, as far as the configuration wants that."""
+    """Resumes from the last checkpoint, as configured."""
     folder, resume = config.output.folder / CHECKPOINTS, config.checkpoint.resume
     world = state.mesh.world
-    # Rank 0 looks, for all: a folder that changes meanwhile must not part the ranks.
+    # Rank 0 decides for all: the ranks must agree even if the folder changes meanwhile.
     names = [p.name for p in checkpoint.complete(folder)] if state.mesh.rank == 0 else []
     latest = world.broadcast_bytes(names[-1].encode() if names else b"").decode()
     if latest and resume == "never":
@@ -297,7 +297,7 @@ def _resume(config: Config, state: State) -> None:
 
 
 def _done_before(path: Path, state: State) -> tuple[bool, bool]:
-    """What the run did after the step that it goes on from; see `log.done_at`. Collective."""
+    """Returns `log.done_at` of the step from which the run resumes. Collective."""
     world = state.mesh.world
     if state.step == 0:
         return False, False

@@ -1,4 +1,4 @@
-"""Pictures and tables of a finished segmentation run."""
+"""Figures and tables of a finished segmentation run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _COLOURS = ("#00000000", "tab:green", "tab:red", "tab:blue", "tab:orange", "tab:
 
 
 def write_dice(path: Path, names: Sequence[str], files: Sequence[str], dice: NDArray[Any]) -> None:
-    """Writes a table with a row a volume: the Dice of each class, empty where it has none.
+    """Writes a table with one row per volume: the Dice of each class, empty where it is NaN.
 
     Args:
         path: the CSV file.
-        names: of the classes but background.
-        files: of the volumes.
-        dice: `[volumes, classes - 1]`, NaN where a class is neither there nor predicted.
+        names: names of the classes except background.
+        files: files of the volumes.
+        dice: `[volumes, classes - 1]`, NaN where a class is neither present nor predicted.
 
     Raises:
         DiskError: the file can't be written.
@@ -54,14 +54,14 @@ def draw_run(
     """Draws a run: loss curves, Dice, and a slice of a validation volume with truth and prediction.
 
     Args:
-        folder: the run's; the table of Dice is read from it and `result.png` is written to it.
+        folder: the run's folder, with the table of Dice; `result.png` is written to it.
         curves: training loss by step, by the name of the run.
         data: the training set.
-        predicted: `[D, H, W]`, the classes found in the first validation volume.
-        spatial: how often its depth, height and width were split.
+        predicted: `[D, H, W]`, the classes predicted in the first validation volume.
+        spatial: number of parts along depth, height and width.
 
     Returns:
-        The picture.
+        The path of the figure.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -108,7 +108,7 @@ def _draw_volume(
     predicted: NDArray[Any],
     spatial: Sequence[int],
 ) -> None:
-    """The slice across the width that has most of the last class; depth upwards."""
+    """Draws the slice at the width with most voxels of the last class, depth upwards."""
     rarest = int(truth.max())
     width = int((truth == rarest).sum((0, 1)).argmax())
     low, high = np.percentile(image, (0.5, 99.5))

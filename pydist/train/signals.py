@@ -1,4 +1,4 @@
-"""Stopping on request: the signals that ask a run to save and end."""
+"""The signals that ask a run to save and stop."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import NoReturn
 from pydist.errors import Stopped
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Ctrl-C, the polite kill, and what SLURM sends ahead of the time limit (``--signal=USR1@180``)."""
+"""Ctrl-C, kill, and SLURM's signal before the time limit (``--signal=USR1@180``)."""
 
 
 class StopRequest:
-    """Remembers the first stop signal, for the loop to see between two steps.
+    """First stop signal, which the loop checks between two steps.
 
     A rank must not stop on its own: the others would wait for it. So the handler only notes the
-    signal, and the ranks agree at the end of the step. A second Ctrl-C interrupts at once.
+    signal, and the ranks agree at the end of the step. A second Ctrl-C interrupts immediately.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Handles the signals within the `with` block; in a thread, which can't, does nothing."""
+        """Handles the signals within the `with` block; does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -51,10 +51,10 @@ class StopRequest:
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Lets the signals of batch systems end a run within the `with` block, but for its steps.
+    """Lets the signals of batch systems end a run immediately within the block, except in steps.
 
     While a run starts, and while it writes its results, there is no step to finish and nothing to
-    save. It ends with the code of a stopped run, as one that lost a rank is not started again.
+    save. It ends with the code of a stopped run, which batch scripts restart, unlike a lost rank.
     """
 
     def end(number: int, frame: FrameType | None) -> NoReturn:

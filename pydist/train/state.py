@@ -1,9 +1,9 @@
-"""The state of a run, and its way into a checkpoint and back, on all ranks together.
+"""The state of a run, and its collective saving to and loading from checkpoints.
 
-Nothing in it depends on the layout: parameters are equal on all ranks, the optimizer's state is
-put together from the ranks' parts where they share its step, the order of the samples follows from
-seed and epoch, and random numbers are keyed by position, so that a run goes on with another number
-of ranks, and to the bit with the same.
+Nothing in it depends on the layout: parameters are equal on all ranks, the state of a partitioned
+optimizer is gathered, the order of the samples follows from seed and epoch, and random numbers are
+keyed by position. So a run resumes with any number of ranks, and bit-identically with the same
+number.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from pydist.watchdog import phase
 _DOES_NOT_MATCH = (
     RuntimeError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError,
 )  # fmt: skip
-"""What torch raises for the state of another network, optimizer or schedule."""
+"""The errors of torch for the state of another network, optimizer or schedule."""
 
 
 @dataclass
 class State:
-    """All that decides how a run goes on."""
+    """State that determines how a run continues."""
 
     mesh: Mesh
     model: nn.Module
@@ -49,26 +49,26 @@ class State:
     scheduler: LRScheduler
     scaler: GradScaler
     loader: Loader
-    """Its sampler says which batch comes next."""
+    """The training batches; the sampler determines the next one."""
     about: Mapping[str, str]
-    """What prediction needs to know besides the weights; see `pydist.train.about`."""
+    """The information for prediction besides the weights; see `pydist.train.about`."""
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
 
     def save(self, folder: Path, keep: int, lock: FolderLock | None = None) -> Path:
-        """Writes a checkpoint. Collective: rank 0 writes, an error there is raised on all.
+        """Writes a checkpoint. Collective: rank 0 writes, and all ranks raise its error.
 
         Args:
-            folder: where checkpoints go.
-            keep: how many of the latest stay.
-            lock: rank 0's, on the run's folder.
+            folder: the folder of checkpoints.
+            keep: number of latest checkpoints to keep.
+            lock: rank 0's lock on the run's folder.
 
         Raises:
             DiskError: see `pydist.train.checkpoint.write`.
             CheckpointError: another process has taken the folder.
         """
-        # On all ranks: buffers that differ between them are averaged when they are asked for, and
-        # the optimizer's state may lie in parts.
+        # On all ranks: buffers that differ between ranks are averaged, and the state of a
+        # partitioned optimizer is gathered.
         with phase("saving a checkpoint"):
             parts = self._parts()
         with together(self.mesh.world, "saving a checkpoint"):
@@ -79,7 +79,7 @@ class State:
         return folder / f"step-{self.step:06d}"
 
     def load(self, path: Path) -> None:
-        """Goes back to a checkpoint. Collective: every rank reads it.
+        """Restores a checkpoint. Collective: every rank reads it.
 
         Raises:
             CheckpointError: it is damaged, or belongs to another model or optimizer.
@@ -103,7 +103,7 @@ class State:
             except PydistError:
                 raise
             except _DOES_NOT_MATCH as error:
-                # torch may name every parameter.
+                # Shortened, as torch may name every parameter.
                 reason = shorten(f"{type(error).__name__}: {error}", 200)
                 raise CheckpointError(
                     f"checkpoint {path} does not match this model and optimizer: {reason}"
@@ -112,7 +112,8 @@ class State:
     def _require_same_settings(self, path: Path, parts: Mapping[str, Any]) -> None:
         """Raises `CheckpointError` if a checkpoint was written with other settings than this run's.
 
-        Those of the optimizer are part of the saved state, and would go over this run's unseen.
+        The optimizer's settings are part of the saved state, and would silently overwrite this
+        run's.
         """
         found = differences(parts.get("about", {}), self.about)
         for name, mine in (("optimizer", self.optimizer), ("scheduler", self.scheduler)):
@@ -140,7 +141,7 @@ class State:
 
 
 def _kinds(name: str, theirs: Any, mine: Mapping[str, Any]) -> str:
-    """How the saved state of an optimizer or a scheduler is that of another kind; "" if it is not.
+    """Describes how the saved state is of another kind of optimizer or scheduler; "" if it is not.
 
     Each kind has settings that the others lack; a version of torch may only add or drop some.
     """
@@ -159,7 +160,7 @@ def _names(state: Any) -> set[str]:
 
 
 def seed_everything(seed: int) -> None:
-    """Starts Python's, NumPy's and torch's random numbers with the same seed on every rank."""
+    """Seeds the random numbers of Python, NumPy and torch identically on every rank."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class TrainStep:
-    """What is done with a batch. It asks the device for nothing, so that it can be captured.
+    """Training step that never synchronizes with the device, so that it can be captured.
 
     Args:
-        state: model, optimizer and scaler; its loader says on which device.
-        task: the loss.
+        state: model, optimizer and scaler; its loader determines the device.
+        task: computes the loss.
         config: precision and clipping.
     """
 
@@ -31,11 +31,11 @@ class TrainStep:
         self.device = state.loader.device
 
     def __call__(self, batch: Batch, scale: float | Tensor) -> Tensor:
-        """Takes the step.
+        """Performs the step.
 
         Args:
             batch: the samples.
-            scale: of the loss, 0 where the samples are padding; see `Batch.loss_scale`.
+            scale: factor of the loss, 0 where the samples are padding; see `Batch.loss_scale`.
 
         Returns:
             The group's loss, a scalar on the device.

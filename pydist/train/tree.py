@@ -1,8 +1,8 @@
-"""Nested state as JSON beside named tensors, and back: what replaces pickle in checkpoints.
+"""Conversion of nested state to JSON and named tensors, and back, instead of pickle in checkpoints.
 
-A state is made of dicts (keys: strings, numbers, booleans), lists, tuples, tensors, strings,
-numbers, booleans and None: whatever `state_dict()` of torch's optimizers, schedulers and scalers
-returns. What JSON lacks is spelled as a dict with one key that starts with "$".
+A state consists of dicts (keys: strings, numbers, booleans), lists, tuples, tensors, strings,
+numbers, booleans and None, as returned by `state_dict()` of torch's optimizers, schedulers and
+scalers. A dict with one key that starts with "$" represents a value that JSON lacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | Non
 
 
 def split(state: object) -> tuple[Json, dict[str, Tensor]]:
-    """Takes a state apart.
+    """Splits a state into JSON and tensors.
 
     Args:
         state: the nested state.
@@ -38,11 +38,11 @@ def split(state: object) -> tuple[Json, dict[str, Tensor]]:
 
 
 def join(skeleton: Json, tensors: dict[str, Tensor]) -> Any:
-    """Puts a state together again; the inverse of `split`.
+    """Rebuilds a state; the inverse of `split`.
 
     Raises:
-        CheckpointError: the skeleton names a tensor that is not there, or a kind of value that
-            this version does not know.
+        CheckpointError: the skeleton names a missing tensor, or a kind of value that this version
+            does not know.
     """
     if isinstance(skeleton, list):
         return [join(item, tensors) for item in skeleton]
@@ -55,7 +55,7 @@ def join(skeleton: Json, tensors: dict[str, Tensor]) -> Any:
 
 
 def _join_special(kind: str, content: Any, tensors: dict[str, Tensor]) -> Any:
-    """What a dict with the one key `kind` stands for."""
+    """Returns the value that a dict with the single key `kind` represents."""
     if kind == "$tensor" and content in tensors:
         return tensors[content]
     if kind == "$tuple":
@@ -79,7 +79,7 @@ def _split(value: object, path: tuple[str, ...], tensors: dict[str, Tensor]) -> 
         return {"$tuple": items} if isinstance(value, tuple) else items
     if isinstance(value, float) and not math.isfinite(value):
         return {"$float": repr(value)}
-    # Exact types: a NumPy number or an enum would come back as something else.
+    # Exact types: a NumPy number or an enum would not be restored as such.
     if value is None or type(value) in (str, int, float, bool):
         return value  # type: ignore[return-value]
     raise CheckpointError(
@@ -104,11 +104,11 @@ def _keep(tensor: Tensor, path: tuple[str, ...], tensors: dict[str, Tensor]) -> 
     while name in tensors:
         copies += 1
         name = f"{base}#{copies}"
-    # A copy: tied weights share memory, which the file format has no word for.
+    # A copy: tied weights share memory, which the file format does not support.
     tensors[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     return name
 
 
 def dumps(skeleton: Json) -> bytes:
-    """The one way in which a skeleton is written: floats to the last bit, keys in given order."""
+    """Encodes a skeleton, with exact floats and keys in the given order."""
     return json.dumps(skeleton, allow_nan=False, ensure_ascii=False, indent=1).encode()

@@ -60,7 +60,8 @@ def bootstrap(checkout: Path, *arguments: str, code: int = 0, **variables: str) 
 def test_the_first_call_installs_and_the_second_does_nothing_but_run_the_command(checkout):
     said, calls = bootstrap(checkout, "echo", "two  words")
     assert "two  words\n" in said
-    assert "install --no-build-isolation -c requirements/constraints.txt .[laptop,plot]" in calls
+    assert "--no-build-isolation -c requirements/constraints.txt .[laptop,plot]" in calls
+    assert f"build-dir={checkout}/.venv/pydist-state/build" in calls
     assert bootstrap(checkout, "echo", "again") == ("again\n", "")
 
 
@@ -134,5 +135,5 @@ def test_it_finds_a_python_by_itself(checkout, tmp_path):
 
 
 def test_the_tools_are_portable_shell():
-    for script in ("bootstrap", "test", "bench", "lint.sh", "native-libraries"):
+    for script in ("bootstrap", "test", "bench", "lint.sh", "native", "native-libraries"):
         subprocess.run(["sh", "-n", TOOLS / script], check=True, timeout=10)

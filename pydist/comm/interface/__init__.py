@@ -1,1 +1,1 @@
-"""What every transport is: its operations, and what those that take time return."""
+"""The interface of all transports: their operations, and the handles of asynchronous ones."""

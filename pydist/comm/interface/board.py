@@ -1,4 +1,4 @@
-"""Boards: memory in which ranks of one machine read how far each other's ledgers have come."""
+"""Boards: shared memory in which ranks of one machine read the state of each other's ledgers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ROW_BYTES = 512
 
 
 class Group(Protocol):
-    """What boards and ledgers need of the ranks that call the same; see `Primitives`."""
+    """Operations that boards and ledgers need of a group of ranks; see `Primitives`."""
 
     rank: int
     size: int
@@ -35,19 +35,19 @@ class Group(Protocol):
 
 
 def share_board(board: native.CallBoard, group: Group) -> bool:
-    """Puts a rank's board where its neighbors read it, and theirs where it does. Collective.
+    """Maps a rank's board into its neighbors' memory, and theirs into its own. Collective.
 
-    Each rank writes to its own file in memory and maps those of the ranks before and after it, as
-    far as they run on its machine. The files lose their names once all have mapped them. Of a job
-    that is killed before, the next start removes them (`pydist.launch.leftovers`).
+    Each rank writes to its own file in shared memory and maps the files of the ranks before and
+    after it, if they run on its machine. The files are unlinked once all ranks have mapped them. If
+    the job is killed earlier, the next start removes them (`pydist.launch.leftovers`).
 
     Args:
-        board: of this rank.
-        group: the ranks that call the same.
+        board: this rank's board.
+        group: the ranks that make the same calls.
 
     Returns:
-        Whether every rank of the group reads its neighbors' boards: they see each difference then
-        without a message.
+        Whether every rank of the group reads its neighbors' boards, so that all differences are
+        found without messages.
     """
     path, page = _make()
     try:
@@ -71,7 +71,7 @@ def share_board(board: native.CallBoard, group: Group) -> bool:
 
 
 def _make() -> tuple[str, mmap.mmap | None]:
-    """A new file of zeros, mapped; None where there is no place for one."""
+    """Creates and maps a new file of zeros; None instead of the mapping if that fails."""
     memory = Path("/dev/shm")
     folder = memory if memory.is_dir() else Path(tempfile.gettempdir())
     path = str(folder / f"pydist-{owner.tag()}-board-{secrets.token_hex(8)}")
@@ -80,7 +80,7 @@ def _make() -> tuple[str, mmap.mmap | None]:
     except OSError:
         return "", None
     try:
-        # Written, not only made long: a full disk shows here, and not as SIGBUS later.
+        # Written, not only truncated to size: a full disk fails here, and not as SIGBUS later.
         os.write(handle, bytes(_PAGE_BYTES))
         return path, mmap.mmap(handle, _PAGE_BYTES)
     except OSError:
@@ -91,7 +91,7 @@ def _make() -> tuple[str, mmap.mmap | None]:
 
 
 def _mapped(path: str) -> mmap.mmap:
-    """Another rank's file, to be read."""
+    """Maps another rank's file read-only."""
     handle = os.open(path, os.O_RDONLY)
     try:
         return mmap.mmap(handle, _PAGE_BYTES, access=mmap.ACCESS_READ)
@@ -100,13 +100,13 @@ def _mapped(path: str) -> mmap.mmap:
 
 
 def _machine() -> str:
-    """What tells machines apart, and containers that share no files are told by opening."""
+    """Identifies the machine; containers that share no files fail to open them instead."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return socket.gethostname() + (boot.read_text().strip() if boot.exists() else "")
 
 
 def _gather(group: Group, text: str) -> list[str]:
-    """Short texts of all ranks, in rank order. Collective."""
+    """Returns short texts of all ranks, in rank order. Collective."""
     row = torch.zeros(_ROW_BYTES, dtype=torch.uint8, device="cpu")
     data = text.encode()
     if data and len(data) <= _ROW_BYTES:

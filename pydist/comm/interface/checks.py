@@ -1,4 +1,4 @@
-"""What the public operations ask of their arguments, and the one line that says what is wrong."""
+"""Argument checks of the public operations, with one-line error messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DTYPES = frozenset(
 
 
 def check_elements(call: str, tensor: Tensor) -> None:
-    """Refuses tensors that are not contiguous, and dtypes that can't be sent."""
+    """Refuses non-contiguous tensors and dtypes that can't be sent."""
     if not tensor.is_contiguous():
         raise UsageError(
             f"{call}: tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
@@ -32,7 +32,7 @@ def check_elements(call: str, tensor: Tensor) -> None:
 
 
 def check_like(call: str, given: Tensor, wanted: Tensor) -> None:
-    """Refuses another dtype or number of elements."""
+    """Refuses a tensor whose dtype or number of elements differs."""
     if given.numel() != wanted.numel() or given.dtype != wanted.dtype:
         raise UsageError(
             f"{call}: {given.dtype} of shape {tuple(given.shape)} does not match"
@@ -41,19 +41,19 @@ def check_like(call: str, given: Tensor, wanted: Tensor) -> None:
 
 
 def check_op(op: str) -> None:
-    """Refuses what is no `ReduceOp`."""
+    """Refuses operations other than those of `ReduceOp`."""
     if op not in _REDUCE_OPS:
         raise UsageError(f"all_reduce: op '{op}' is none of {', '.join(_REDUCE_OPS)}")
 
 
 def check_peer(rank: int, size: int) -> None:
-    """Refuses ranks outside a group of so many."""
+    """Refuses ranks outside a group of `size` ranks."""
     if not 0 <= rank < size:
         raise UsageError(f"rank {rank} is outside the group of {size} ranks")
 
 
 def check_tag(tag: int) -> None:
-    """Refuses tags that some library can't carry."""
-    # The MPI standard promises tags up to 32767 and no more.
+    """Refuses tags that some libraries don't support."""
+    # The MPI standard guarantees tags up to 32767 only.
     if not 0 <= tag < 1 << 15:
         raise UsageError(f"tag {tag} is outside [0, {1 << 15})")

@@ -1,6 +1,6 @@
-"""The collectives of a transport, as they are called: checked, trivial cases done, handed on.
+"""The public collectives of a transport: they check arguments and handle trivial cases.
 
-They match by the order in which each rank calls them, and every rank passes the same dtype and
+Collectives match by the order in which each rank calls them. Every rank passes the same dtype and
 count.
 """
 
@@ -19,16 +19,16 @@ from pydist.errors import UsageError
 
 
 class Collectives(Primitives):
-    """What all ranks of a group do together; see `Transport`."""
+    """Collective operations of all ranks of a group; see `Transport`."""
 
     def barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Returns when every rank has called it."""
         if self.size > 1:
             self._note("barrier")
             self._barrier()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Overwrite the tensor on every rank with that of `root`."""
+        """Overwrites the tensor on every rank with the tensor of `root`."""
         self._check("broadcast", tensor)
         check_peer(root, self.size)
         if self.size > 1:
@@ -36,10 +36,10 @@ class Collectives(Primitives):
             self._broadcast(tensor.detach(), root)
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        """Collect tensors of equal shape on `root`.
+        """Collects tensors of equal shape on `root`.
 
         Returns:
-            On `root` one new tensor a rank, in rank order; None elsewhere.
+            On `root` one new tensor per rank, in rank order; None elsewhere.
         """
         self._check("gather", tensor)
         check_peer(root, self.size)
@@ -49,10 +49,10 @@ class Collectives(Primitives):
         return self._gather(tensor.detach(), root)
 
     def scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int = 0) -> None:
-        """Hand out one tensor to each rank.
+        """Distributes one tensor to each rank.
 
         Args:
-            tensors: on `root` one tensor a rank, all of the shape of `out`; None elsewhere.
+            tensors: on `root` one tensor per rank, all of the shape of `out`; None elsewhere.
             out: overwritten with this rank's tensor.
             root: the rank that has the tensors.
         """
@@ -76,7 +76,7 @@ class Collectives(Primitives):
         self._scatter(tensors if self.rank == root else None, out.detach(), root)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Collect tensors of equal shape on every rank.
+        """Collects tensors of equal shape on every rank.
 
         Returns:
             A new tensor of shape [size, *tensor.shape], in rank order.
@@ -94,16 +94,16 @@ class Collectives(Primitives):
     def all_gather_async(
         self, tensor: Tensor, out: Tensor, counts: Sequence[int] | None = None
     ) -> Work:
-        """Start collecting one slice a rank, in rank order.
+        """Starts an all-gather of one slice per rank, in rank order.
 
         Args:
-            tensor: this rank's slice; it may be its place in `out` itself.
-            out: takes the slices, one after the other, whatever its shape.
-            counts: elements of each rank's slice, >= 0; equal ones if None.
+            tensor: this rank's slice; may be its own slice of `out`.
+            out: receives the slices one after the other, regardless of its shape.
+            counts: elements of each rank's slice, >= 0; equal counts if None.
 
         Returns:
-            `out` is complete when its `wait` has returned. All ranks start their collectives in
-            one order; they may wait in any.
+            A handle: `out` is complete when its `wait` has returned. All ranks start their
+            collectives in the same order; they may wait in any order.
         """
         flat, parts = self._slices("all_gather_async", out, tensor, counts)
         mine, own = tensor.detach().view(-1), parts[self.rank]
@@ -116,11 +116,11 @@ class Collectives(Primitives):
         return self._all_gather_async(own, parts, flat)
 
     def all_to_all(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Every rank sends one tensor to every rank; sizes may differ and may be zero.
+        """Sends one tensor from every rank to every rank; sizes may differ and may be zero.
 
         Args:
             inputs: inputs[r] goes to rank r.
-            outputs: outputs[r] is overwritten with what rank r sent here; of the same byte count.
+            outputs: outputs[r] receives the tensor of rank r; it has the same byte count.
         """
         for what, tensors in (("inputs", inputs), ("outputs", outputs)):
             if len(tensors) != self.size:
@@ -136,7 +136,7 @@ class Collectives(Primitives):
             ).wait()
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, and hand one slice of the sum to each.
+        """Sums over ranks and returns this rank's slice of the sum.
 
         Args:
             tensor: [size, *shape]; slice r is this rank's contribution to rank r.
@@ -163,18 +163,19 @@ class Collectives(Primitives):
         counts: Sequence[int] | None = None,
         divisor: int = 1,
     ) -> Work:
-        """Start summing over ranks; each gets one slice of the sum.
+        """Starts a reduce-scatter: each rank receives one slice of the sum over ranks.
 
         Args:
-            tensor: one slice for each rank, one after the other, whatever its shape.
-            out: takes the sum over ranks of their slices for this rank. float16 and bfloat16 are
-                summed in float32, narrow integers in wider ones. It shares no memory with `tensor`.
-            counts: elements of each rank's slice, >= 0; equal ones if None.
-            divisor: sums of floats are divided by it, before they are rounded.
+            tensor: one slice for each rank, one after the other, regardless of its shape.
+            out: receives the sum over ranks of their slices for this rank. float16 and bfloat16
+                are summed in float32, narrow integers in wider ones. It shares no memory with
+                `tensor`.
+            counts: elements of each rank's slice, >= 0; equal counts if None.
+            divisor: floating-point sums are divided by it before they are rounded.
 
         Returns:
-            `out` is complete, and `tensor` free, when its `wait` has returned. All ranks start
-            their collectives in one order; they may wait in any.
+            A handle: `out` is complete, and `tensor` free, when its `wait` has returned. All ranks
+            start their collectives in the same order; they may wait in any order.
         """
         flat, parts = self._slices("reduce_scatter_async", tensor, out, counts)
         if self.size == 1:
@@ -184,11 +185,11 @@ class Collectives(Primitives):
         return self._reduce_scatter_async(parts, out.detach().view(-1), divisor)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOp = "sum") -> None:
-        """Reduce over ranks, in place, with the same bits on every rank.
+        """Reduces over ranks in place, with bit-identical results on every rank.
 
         Args:
-            tensor: any shape. On bool, "sum" and "max" mean "any", "min" means "all".
-            op: "sum", "max" or "min"; the latter two propagate NaN, as torch does.
+            tensor: any shape. For bool, "sum" and "max" mean "any", "min" means "all".
+            op: "sum", "max" or "min"; the latter two propagate NaN, as in torch.
         """
         self._check("all_reduce", tensor)
         check_op(op)
@@ -198,9 +199,9 @@ class Collectives(Primitives):
             self._all_reduce(tensor.detach(), op)
 
     def all_reduce_async(self, tensor: Tensor, op: ReduceOp = "sum") -> Work:
-        """Start `all_reduce`. The result is in `tensor` when `wait` of the returned has returned.
+        """Starts `all_reduce`; `tensor` has the result when the handle's `wait` has returned.
 
-        All ranks start their collectives in one order; they may wait in any.
+        All ranks start their collectives in the same order; they may wait in any order.
         """
         self._check("all_reduce", tensor)
         check_op(op)
@@ -220,7 +221,7 @@ class Collectives(Primitives):
     def _slices(
         self, call: str, whole: Tensor, part: Tensor, counts: Sequence[int] | None
     ) -> tuple[Tensor, list[Tensor]]:
-        """`whole` as one row, and the slice of each rank in it; `part` fits that of this one."""
+        """Returns `whole` flattened, and its slice of each rank; `part` must fit this rank's."""
         self._check(call, whole)
         self._check(call, part)
         if counts is None:

@@ -1,4 +1,4 @@
-"""What a transport returns for an operation that goes on while the caller does other things."""
+"""Handles of operations that run asynchronously to the caller."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from abc import ABC, abstractmethod
 
 
 class Work:
-    """An operation under way. The buffers belong to it until `wait` has returned."""
+    """Operation in flight, which owns its buffers until `wait` has returned."""
 
     def wait(self) -> None:
-        """Return when the operation is complete; its result is then in place. Idempotent.
+        """Returns when the operation is complete and its result in place. Idempotent.
 
         Raises:
-            RankFailed: another rank failed, the result will never come.
+            RankFailed: another rank failed, so the result never arrives.
         """
 
     def done(self) -> bool:
-        """Whether `wait` would return at once; False as well where that is not known."""
+        """Returns whether `wait` would return immediately; False where that is unknown."""
         return False
 
 
 class Channel(ABC):
-    """A set of messages with fixed peers and fixed buffers, sent again and again.
+    """Set of messages with fixed peers and fixed buffers, for repeated exchanges.
 
-    One `start` and one `wait` make a round; the buffers must not be touched between the two.
+    One `start` and one `wait` make a round; the buffers must not be accessed in between.
     """
 
     stream: int | None = None
-    """The CUDA stream that carries the messages, if one does."""
+    """The CUDA stream that carries the messages; None without one."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start all sends and receives. Does not block."""
+        """Starts all sends and receives. Does not block."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when all receives of the round have arrived and the send buffers are free.
+        """Returns when all receives of the round have arrived and the send buffers are free.
 
         Raises:
-            RankFailed: another rank failed, a message will never come.
+            RankFailed: another rank failed, so a message never arrives.
         """
 
     def close(self) -> None:  # noqa: B027  a channel may hold nothing
-        """Release what the channel holds. Idempotent; not between `start` and `wait`."""
+        """Releases the channel's resources. Idempotent; not between `start` and `wait`."""

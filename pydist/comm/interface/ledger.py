@@ -1,17 +1,17 @@
-"""The ledger of a group: which calls its ranks have started, as a running hash that they compare.
+"""The ledger of a group: a running hash of the calls of each rank, which the ranks compare.
 
-All ranks of a group start the same calls in the same order, or what one of them receives belongs to
-another call. So each keeps a hash of the calls so far. Entries hold only what all ranks share:
-global shapes, dtypes, the module that calls. They compare
+All ranks of a group must start the same calls in the same order, or a rank receives data of another
+call. So each rank keeps a hash of its calls so far. Entries hold only what all ranks share: global
+shapes, dtypes, the calling module. The ranks compare their hashes
 
-- on boards in memory that ranks of one machine share, at each call: the second to come to a
+- on boards in memory that ranks of one machine share, at each call: the second rank to reach a
   call sees what the first one has started there, and needs no message;
 - in each message of an exchange between hosts, which begins with `Ledger.stamp`;
 - at the end of each backward (`pydist.exchange.consistency`);
 - in groups over several machines, by a message before a call that follows its predecessor for the
   first time.
 
-A step that repeats finds each entry in a table, and sends nothing for it.
+A repeated step finds each entry in a table and sends no message for it.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from pydist.errors import RankFailed, RankLost, UsageError
 
 STAMP_BYTES = 32
 STAMPED_TAG = 1023
-"""The tag of messages with a stamp. All share it: they match in the order in which ranks start
-their exchanges, so that the stamp of one that is out of order arrives, and is noticed."""
+"""The tag of all messages with a stamp. They match in the order in which ranks start their
+exchanges, so that the stamp of an exchange that is out of order arrives, and is detected."""
 _STAMP = struct.Struct("=qqqq")
 _SHOWN_BYTES = 304
-_COMPARED = _SHOWN_BYTES - 16  # characters of a text, which a board may cut
+_COMPARED = _SHOWN_BYTES - 16  # characters of a text, which a board may truncate
 _MOST_NODES = 1 << 14
-"""Entries in the table; where shapes never repeat it starts anew."""
+"""Most entries in the table; when it is full it is cleared."""
 _MODULE_CALL = nn.Module._call_impl.__code__
 _PATH = "_pydist_path"
 IN_BACKWARD = "backward"
 
 
 class _Cause(threading.local):
-    """The call on sharded tensors that is running; ranks can be threads.
+    """The running call on sharded tensors; thread-local, as ranks can be threads.
 
     Attributes:
         history: see `pydist.exchange.history`; 0 outside of such calls.
-        module: that of `calling_module`, once it was asked for; None outside of such calls.
+        module: the cached `calling_module`, if set; None outside of such calls.
     """
 
     history = 0
@@ -61,17 +61,17 @@ CAUSE = _Cause()
 DIFFERENT = "the ranks call different things"
 
 What = tuple[Hashable, ...]
-"""The name of a call, and what of its arguments all ranks share."""
+"""The name of a call and those of its arguments that all ranks share."""
 
 
 class Entry:
-    """A call as the ledger knows it.
+    """Call in the ledger.
 
     Attributes:
-        text: for errors.
-        shown: the same for the board, cut to one length.
-        digest: of what the ranks compare.
-        after: the calls that were seen to follow it.
+        text: the call in words, for errors.
+        shown: the same for the board, truncated or padded to a fixed length.
+        digest: the hash that the ranks compare.
+        after: the calls that have followed it so far.
     """
 
     __slots__ = ("after", "digest", "shown", "text")
@@ -83,15 +83,15 @@ class Entry:
 
 
 class Ledger:
-    """What one rank has started in a group.
+    """Record of the calls that one rank has started in a group.
 
     Attributes:
         last: the call that was started last.
-        process: whose ledger it is; a fork of that is no rank.
+        process: id of the process that owns the ledger; a fork of it is no rank.
         job_ranks: the rank in the job of each rank of the group; empty if they are the same.
-        place: what the next calls belong to, where another rank makes them somewhere else in its
-            program; empty where the module that calls says it.
-        history: a running hash of what has made the tensors that the calls exchange.
+        place: a label of the next calls, for calls that ranks make at different places of their
+            programs; empty where the calling module identifies them.
+        history: a running hash of the operations that have produced the exchanged tensors.
     """
 
     def __init__(self) -> None:
@@ -103,33 +103,33 @@ class Ledger:
         self._entries: dict[tuple[Hashable, ...], Entry] = {}
         self._board = native.CallBoard()
         self._enter = self._board.enter
-        self._sees_all: bool | None = None  # see `share_board`; None until it was called
+        self._sees_all: bool | None = None  # the result of `share_board`, once called
 
     @property
     def count(self) -> int:
-        """Calls so far."""
+        """Number of calls so far."""
         return self._board.count
 
     @property
     def state(self) -> int:
-        """Their running hash."""
+        """Running hash of the calls."""
         return self._board.state
 
     def note(self, group: Group, what: What, *, waits: bool) -> None:
         """Enters a call that is about to start.
 
         Args:
-            group: whose ledger this is.
+            group: the group of this ledger.
             what: the call.
-            waits: whether the caller waits for the other ranks sooner or later before it starts
-                another call of this kind, so that they may compare; not so for gradients, which
-                some ranks start later than others.
+            waits: whether the caller waits for the other ranks before it starts another call of
+                this kind, so that they can compare; False for gradients, which some ranks start
+                later than others.
 
         Raises:
             UsageError: the ranks start different calls; the same error on all of them.
         """
         key = (what, self.place or calling_module())
-        if CAUSE.history and key[1] != IN_BACKWARD:  # computed anew there, on some ranks
+        if CAUSE.history and key[1] != IN_BACKWARD:  # backward recomputes, on some ranks
             self.history = hash((self.history, CAUSE.history))
         last = self.last
         entry = last.after.get(key)
@@ -147,7 +147,7 @@ class Ledger:
             self._compare(group)
 
     def open(self, group: Group) -> None:
-        """Opens the board to the neighbors, once. Collective; the first call that waits does it."""
+        """Shares the board with the neighbors, once. Collective; the first waiting call does it."""
         if self._sees_all is None and group.size > 1:
             try:
                 self._sees_all = share_board(self._board, group)
@@ -169,10 +169,10 @@ class Ledger:
     # -- comparing ----------------------------------------------------------------------------
 
     def _compare(self, group: Group) -> None:
-        """Compares the stamp with those of the ranks before and after this one. Collective.
+        """Compares the stamp with the stamps of the ranks before and after this one. Collective.
 
-        Stamps go where those of exchanges go: a rank that waits for a message of another exchange
-        gets this one.
+        Stamps use the tag of exchanges: a rank that waits for a message of another exchange
+        receives this one.
         """
         near = sorted({(group.rank + step) % group.size for step in (1, -1)} - {group.rank})
         mine = self.stamp()
@@ -193,7 +193,7 @@ class Ledger:
                 raise self.mismatch(group.rank, peer, mine, theirs[:STAMP_BYTES], text)
 
     def _on_board(self, rank: int, peer: int) -> UsageError | None:
-        """The error for the first call that differs from a neighbor's, as far as both remember."""
+        """Returns the error for the first recorded call that differs from a neighbor's."""
         for number, state, digest, _ in self._board.recent():
             theirs = self._board.call_of(peer, number)
             if theirs is not None and theirs[1] != state:
@@ -202,13 +202,13 @@ class Ledger:
         return None
 
     def stamp(self) -> bytes:
-        """What a message of the call noted last begins with."""
+        """Returns the header of a message of the latest call."""
         return self._board.stamp()
 
     def mismatch(
         self, rank: int, peer: int, mine: bytes, theirs: bytes, text: str = ""
     ) -> UsageError:
-        """The error for a message with another stamp than this rank's.
+        """Returns the error for a message whose stamp differs from this rank's.
 
         Args:
             rank: this rank.
@@ -235,32 +235,32 @@ class Ledger:
         return _differing(number, self._text_of(here), self.name(rank), theirs_is, self.name(peer))
 
     def misfit(self, rank: int, why: object) -> UsageError:
-        """The error where what arrived does not fit the call noted last."""
+        """Returns the error for a message that does not fit the latest call."""
         return UsageError(
             f"{DIFFERENT}: call {self.count} of the group on rank {self.name(rank)} is"
             f" {self.last.text}, and another rank has started another one: {why}"
         )
 
     def last_calls(self, count: int) -> str:
-        """The calls that were started last, the latest at the end."""
+        """Describes the latest calls, in order."""
         recent = self._board.recent()[-count:]
         return "; ".join(self._text_of(digest) for _, _, digest, _ in recent)
 
     def name(self, rank: int) -> int:
-        """The rank in the job of a rank of the group."""
+        """Returns the rank in the job of a rank of the group."""
         return self.job_ranks[rank] if self.job_ranks else rank
 
     def _text_of(self, digest: int) -> str:
         for entry in self._entries.values():
             if entry.digest == digest:
                 return entry.text
-        for _, _, other, text in self._board.recent():  # of before the table began anew
+        for _, _, other, text in self._board.recent():  # from before the table was cleared
             if other == digest:
                 return text
         return "a call that this rank has never made"
 
     def details(self) -> list[list[Any]]:
-        """The calls that this rank remembers, for the other ranks."""
+        """Returns the calls that this rank remembers, for the other ranks."""
         return [
             [number, [digest, self._text_of(digest)]]
             for number, _, digest, _ in self._board.recent()
@@ -268,7 +268,7 @@ class Ledger:
 
 
 def different_calls(heard: Mapping[int, list[list[Any]]]) -> UsageError:
-    """The error for ranks whose ledgers differ; the same on all of them.
+    """Returns the error for ranks whose ledgers differ; the same on all of them.
 
     Args:
         heard: the `details` of each rank of the group.
@@ -291,7 +291,7 @@ def different_calls(heard: Mapping[int, list[list[Any]]]) -> UsageError:
 
 
 def _differing(number: int, here: str, rank: int, there: str, other: int) -> UsageError:
-    """The error for a call that differs between two ranks of the job."""
+    """Returns the error for a call that differs between two ranks of the job."""
     if here[:_COMPARED] == there[:_COMPARED]:
         here, there = f"{here} (with blocks that are not shown)", f"{there} with others"
     return UsageError(
@@ -301,7 +301,7 @@ def _differing(number: int, here: str, rank: int, there: str, other: int) -> Usa
 
 
 def gather_texts(group: Group, mine: bytes) -> dict[int, bytes]:
-    """Byte strings of all ranks of a group, past the ledger. Collective."""
+    """Gathers byte strings of all ranks of a group, bypassing the ledger. Collective."""
     size = torch.tensor([len(mine)], device="cpu")
     sizes = torch.empty(group.size, 1, dtype=torch.int64, device="cpu")
     group._all_gather(size, sizes)
@@ -315,10 +315,10 @@ def gather_texts(group: Group, mine: bytes) -> dict[int, bytes]:
 
 
 def calling_module() -> str:
-    """The path of the innermost parallelized module that is being called; cheaply.
+    """Returns the path of the innermost parallelized module that is being called; cheap.
 
     Returns:
-        "" outside of modules; in backward, where there is none, that.
+        The path; "" outside of modules, and `IN_BACKWARD` in backward, which has no module.
     """
     if torch._C._current_graph_task_id() != -1:
         return IN_BACKWARD
@@ -348,7 +348,7 @@ def _describe(what: What, module: str) -> str:
 
 
 def _kind_of_called() -> str:
-    """What the innermost parallelized module is."""
+    """Describes the innermost parallelized module that is being called."""
     module = native.called_object(_MODULE_CALL, _PATH)
     if not isinstance(module, nn.Module):
         return ""
@@ -360,7 +360,7 @@ _note = Ledger.note
 
 
 def _note_in_fork(self: Ledger, group: Group, what: What, *, waits: bool) -> None:
-    """In the place of `Ledger.note`, in a process that a rank has forked."""
+    """Replaces `Ledger.note` in a process that a rank has forked."""
     if self.process != os.getpid() and group.size > 1:
         raise UsageError(
             f"process {os.getpid()} is a fork of rank {self.name(group.rank)}, and no rank: it "
@@ -370,7 +370,7 @@ def _note_in_fork(self: Ledger, group: Group, what: What, *, waits: bool) -> Non
 
 
 def _in_fork() -> None:
-    # It has the rank's connections to the others, whose messages it would take or answer.
+    # A fork shares the rank's connections: it would receive or answer the rank's messages.
     Ledger.note = _note_in_fork  # type: ignore[method-assign]
 
 

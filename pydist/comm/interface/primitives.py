@@ -1,8 +1,8 @@
-"""What a transport provides: the operations that `Transport` calls when it has checked arguments.
+"""The operations that a transport implements; `Transport` calls them with checked arguments.
 
-Tensors are contiguous, detached and of a dtype that can be sent; ranks lie within the group, which
-has at least two for all collectives. "Complete" and "in place" are as `transport` says. What has a
-body here is right for all transports, and some have a faster way.
+Tensors are contiguous, detached and of a dtype that can be sent; ranks are within the group, which
+has at least two ranks for all collectives. `transport` defines "complete" and "in place". The
+implementations here are correct for all transports; some transports override them with faster ones.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from pydist.errors import NotSupported
 
 
 class Primitives(ABC):
-    """The operations that an implementation of `Transport` provides.
+    """Operations that an implementation of `Transport` provides.
 
     Attributes:
-        name: what the transport is called in `pydist.init(transport=...)`.
+        name: the transport's name in `pydist.init(transport=...)`.
         rank: this rank's index in the group, 0 <= rank < size.
         size: number of ranks in the group.
-        watcher: is told of every exchanger that starts here, and of every tensor that is reduced
-            or collected.
+        watcher: called with every exchanger that starts here, and with every tensor that is
+            reduced or gathered.
         concurrent: whether threads of a rank may call it concurrently; else they take turns.
-        device: the CUDA device whose tensors it takes as well as those of host memory; None for
-            most.
-        host_waits: whether the host waits for exchanges of such tensors, so that no CUDA graph can
-            hold them.
-        below: what its class method `over(host, local_rank)` is given, if it is made over another
-            transport: a name as in `pydist.init(transport=...)`.
+        device: the CUDA device whose tensors it accepts besides host tensors; None for most.
+        host_waits: whether the host waits for exchanges of device tensors, which CUDA graphs then
+            can't capture.
+        below: the name, as in `pydist.init(transport=...)`, of the transport that its class method
+            `over(host, local_rank)` builds on, if it has one.
     """
 
     name: ClassVar[str]
@@ -51,11 +50,11 @@ class Primitives(ABC):
 
     @cached_property
     def ledger(self) -> Ledger:
-        """Which calls this rank has started in the group, to be compared with the others."""
+        """The calls that this rank has started in the group, for comparison with other ranks."""
         return Ledger()
 
     def _check(self, call: str, tensor: Tensor) -> None:
-        """Refuse tensors that the transport does not carry."""
+        """Refuses tensors that the transport does not carry."""
         if tensor.device.type != "cpu" and tensor.device != self.device:
             where = f"rank {self.rank} works on {self.device}"
             if self.device is None:
@@ -72,76 +71,76 @@ class Primitives(ABC):
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,
     ) -> Channel:
-        """Bind buffers to peers, this rank among them perhaps; empty buffers travel as well."""
+        """Binds buffers to peers, possibly this rank itself; empty buffers are sent as well."""
 
     @abstractmethod
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
-        """Send without waiting for the receiver; the tensor is free when the call returns."""
+        """Sends without waiting for the receiver; the tensor is free when the call returns."""
 
     @abstractmethod
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
-        """Receive what was sent, of the same byte count."""
+        """Receives a message of the tensor's byte count."""
 
     # -- collectives ------------------------------------------------------------------------
 
     @abstractmethod
     def _barrier(self) -> None:
-        """Return when every rank has called it."""
+        """Returns when every rank has called it."""
 
     @abstractmethod
     def _broadcast(self, tensor: Tensor, root: int) -> None:
-        """Overwrite the tensor on every rank with that of `root`."""
+        """Overwrites the tensor on every rank with the tensor of `root`."""
 
     @abstractmethod
     def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
-        """On `root` one new tensor a rank, in rank order; None elsewhere."""
+        """Returns one new tensor per rank on `root`, in rank order; None elsewhere."""
 
     @abstractmethod
     def _scatter(self, tensors: Sequence[Tensor] | None, out: Tensor, root: int) -> None:
-        """`tensors` is None but on `root`; each is of the elements of `out`."""
+        """Distributes `tensors` of `root`, each as large as `out`; None on the other ranks."""
 
     def _all_gather(self, tensor: Tensor, out: Tensor) -> None:
-        """Fill `out` with the tensors of all ranks, in rank order; they are of equal size."""
+        """Fills `out` with the tensors of all ranks, in rank order; they are of equal size."""
         flat = out.view(-1)
         parts = list(flat.split(tensor.numel())) if tensor.numel() else [flat] * self.size
         parts[self.rank].copy_(tensor.view(-1))
         self._all_gather_async(parts[self.rank], parts, flat).wait()
 
     def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
-        """Start collecting: `out` consists of `parts`, and `tensor` is this rank's, in place."""
+        """Starts an all-gather into `out`, made of `parts`; `tensor` is this rank's part."""
         del out
         return self._all_to_all_async([tensor] * self.size, parts)
 
     @abstractmethod
     def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
-        """Start `all_to_all`; what this rank sends to itself is already in place."""
+        """Starts `all_to_all`; this rank's message to itself is already in place."""
 
     def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
-        """Start summing into `out` what all ranks have as this rank's part, over the divisor."""
+        """Starts summing all ranks' parts for this rank into `out`, divided by the divisor."""
         received = [torch.empty_like(out) for _ in parts]
         received[self.rank] = parts[self.rank]
         return SliceSum(self._all_to_all_async(parts, received), received, out, divisor)
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        """Reduce over ranks, in place, with the same bits on every rank."""
+        """Reduces over ranks in place, with bit-identical results on every rank."""
 
     @abstractmethod
     def _all_reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
-        """Start `_all_reduce`."""
+        """Starts `_all_reduce`."""
 
     # -- the group as a whole ---------------------------------------------------------------
 
     def progress(self) -> None:  # noqa: B027  most transports move bytes on their own
-        """Let what is under way advance. Not collective, and cheap.
+        """Lets operations in flight advance. Not collective, and cheap.
 
-        For libraries that move bytes only while they are called (MPI): called between long
-        computations, it hides there what would else be waited for.
+        For libraries that transfer data only inside of calls (MPI): called between long
+        computations, it overlaps communication with them.
         """
 
     @abstractmethod
     def abort(self, reason: str, exit_code: int) -> None:
-        """End the whole job, now.
+        """Ends the entire job immediately.
 
         `local` makes every blocked or later call of the other ranks raise `RankFailed` and
         returns; the others end all processes with `exit_code` and do not return.
@@ -152,14 +151,14 @@ class Primitives(ABC):
         """
 
     def captured_in(self, graph: torch.cuda.CUDAGraph) -> None:  # noqa: B027  only NCCL cares
-        """Take note of a CUDA graph with operations of these ranks: it can't outlive the group.
+        """Registers a CUDA graph with operations of these ranks; it can't outlive the group.
 
         Args:
-            graph: is reset before the group closes, if it is still referenced then.
+            graph: reset before the group closes, if it is still referenced then.
         """
 
     def forget_capture(self) -> None:  # noqa: B027  only NCCL cares
-        """After a capture that failed: nothing of what was started within it will ever happen."""
+        """Discards operations of a failed capture: none of them will ever run."""
 
     def close(self) -> None:  # noqa: B027  a transport may hold nothing
-        """Release what the transport holds. Collective, idempotent."""
+        """Releases the transport's resources. Collective, idempotent."""

@@ -1,4 +1,4 @@
-"""What reductions over ranks have in common: operations, dtypes, and the sum in rank order."""
+"""Common parts of reductions over ranks: operations, dtypes, and the sum in rank order."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ WIDER = {
     torch.int16: torch.int32,
     torch.bool: torch.uint8,
 }
-"""The dtype in which elements of a narrow one are reduced; the result is rounded once."""
+"""Accumulation dtype of each narrow dtype; the result is rounded once."""
 
 
 class SliceSum(Work):
-    """Slices of all ranks on their way here, to be summed in rank order, whoever is asked."""
+    """Reduce-scatter with slices in flight; `wait` sums them in rank order on every rank."""
 
     def __init__(self, work: Work, slices: Sequence[Tensor], out: Tensor, divisor: int) -> None:
-        """Sum what `work` brings.
+        """Takes over the slices that `work` fills.
 
         Args:
             work: fills the slices.
-            slices: one a rank, in rank order, of the dtype of `out`.
-            out: takes the sum.
-            divisor: sums of floats are divided by it, before they are rounded.
+            slices: one per rank, in rank order, of the dtype of `out`.
+            out: receives the sum.
+            divisor: floating-point sums are divided by it before they are rounded.
         """
         self._pending: tuple[Work, Sequence[Tensor], Tensor] | None = (work, slices, out)
         self._divisor = divisor
@@ -55,7 +55,7 @@ class SliceSum(Work):
 
 
 def divide(total: Tensor, divisor: int) -> None:
-    """Divides in place."""
+    """Divides a tensor in place."""
     if divisor & (divisor - 1):
         total.div_(divisor)
     elif divisor > 1:

@@ -1,15 +1,15 @@
-"""What carries bytes between ranks: the one interface that every transport implements.
+"""The interface that every transport implements to exchange tensors between ranks.
 
-The public methods check their arguments and treat the trivial cases (one rank, derived
+The public methods check their arguments and handle the trivial cases (one rank, derived
 operations) once, here and in `collectives`; a transport implements `primitives`, the methods with a
-leading underscore. All tensors are contiguous and lie in host memory, and every rank of a
-collective passes the same dtype and count. Collectives match by the order in which each rank calls
-them, point-to-point messages by (sender, receiver, tag) in the order in which they were sent. Only
-`nccl`, `ipc` and `cuda-mpi` take tensors of a CUDA device as well; there "complete" means that what
-the caller puts on its current stream from then on comes behind.
+leading underscore. All tensors are contiguous and in host memory, and every rank of a collective
+passes the same dtype and count. Collectives match by the order in which each rank calls them,
+point-to-point messages by (sender, receiver, tag) in the order of sending. Only `nccl`, `ipc` and
+`cuda-mpi` accept CUDA tensors as well; for these, "complete" means that work which the caller
+enqueues on its current stream from then on runs after the operation.
 
-Results are bit-identical on all ranks of the transport: replicas that diverge in the last bit
-diverge for good. float16 and bfloat16 are summed in float32 and rounded once.
+Results are bit-identical on all ranks of the transport: replicas that differ in the last bit
+diverge permanently. float16 and bfloat16 are summed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pydist.errors import UsageError
 
 
 class Transport(Collectives):
-    """A group of ranks that can exchange tensors; `Primitives` has its attributes."""
+    """Group of ranks that can exchange tensors; `Primitives` documents its attributes."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
@@ -36,11 +36,11 @@ class Transport(Collectives):
     # -- groups -----------------------------------------------------------------------------
 
     def split(self, color: int, key: int) -> Transport:
-        """Make one new transport for each color. Collective over this transport.
+        """Creates one new transport for each color. Collective over this transport.
 
         Args:
             color: ranks with equal colors form a group.
-            key: orders the ranks within the group; ties are broken by the rank in this one.
+            key: orders the ranks within the group; ties are broken by the rank in this group.
 
         Returns:
             The transport of this rank's group.
@@ -59,9 +59,9 @@ class Transport(Collectives):
 
     @abstractmethod
     def _subgroup(self, members: Sequence[int]) -> Transport:
-        """The transport of `members` (ranks of this one, in order, with this rank).
+        """Creates the transport of `members`: ranks of this group, in order, including this one.
 
-        Called by all ranks at the same point, each with its own group.
+        All ranks call it at the same point, each with its own group.
         """
 
     # -- point to point ---------------------------------------------------------------------
@@ -72,10 +72,10 @@ class Transport(Collectives):
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,
     ) -> Channel:
-        """Bind buffers to peers for an exchange that is repeated. Not collective.
+        """Binds buffers to peers for a repeated exchange. Not collective.
 
         Messages from one sender to one receiver match in the order of the lists. Two channels
-        that are under way at the same time need different tags.
+        that are in flight at the same time need different tags.
 
         Args:
             sends: pairs of receiver and buffer.
@@ -93,7 +93,7 @@ class Transport(Collectives):
         return self._channel(sends, recvs, tag)
 
     def send(self, tensor: Tensor, dest: int, tag: int = 0) -> None:
-        """Send a tensor. Buffered: returns without waiting for the receiver.
+        """Sends a tensor, buffered: returns without waiting for the receiver.
 
         Args:
             tensor: any shape; may be changed as soon as the call returns.
@@ -106,7 +106,7 @@ class Transport(Collectives):
         self._send(tensor.detach(), dest, tag)
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> None:
-        """Receive into a tensor with the byte count that was sent. Blocks until it is there."""
+        """Receives into a tensor with the byte count that was sent. Blocks until it has arrived."""
         self._check("recv", tensor)
         check_peer(source, self.size)
         check_tag(tag)
@@ -115,7 +115,7 @@ class Transport(Collectives):
     # -- byte strings ------------------------------------------------------------------------
 
     def broadcast_bytes(self, data: bytes | None, root: int = 0) -> bytes:
-        """Send a byte string of any length from `root` to all ranks.
+        """Sends a byte string of any length from `root` to all ranks.
 
         Args:
             data: the bytes on `root`; ignored elsewhere.
@@ -136,7 +136,7 @@ class Transport(Collectives):
         return _as_bytes(content)
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Collect a byte string of any length from every rank, in rank order."""
+        """Collects a byte string of any length from every rank, in rank order."""
         lengths = self.all_gather(torch.tensor([len(data)], device="cpu")).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = _as_tensor(data)
@@ -145,7 +145,7 @@ class Transport(Collectives):
 
 
 def _as_tensor(data: bytes) -> Tensor:
-    # frombuffer refuses empty buffers, and warns about ones that can't be written.
+    # frombuffer refuses empty buffers, and warns about read-only ones.
     return (
         torch.frombuffer(bytearray(data), dtype=torch.uint8)
         if data

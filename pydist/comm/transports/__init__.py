@@ -6,10 +6,10 @@
 `c10d`                  processes that torch.distributed connects, host memory
 `nccl`                  each rank's CUDA device by NCCL, over one of the above
 `ipc`                   halos as copies between devices of one machine, over `nccl`
-`cuda_mpi`              device memory by an MPI that takes it
+`cuda_mpi`              device memory by a CUDA-aware MPI
 ======================  ======================================================================
 
-In a room `transport` has the class that `pydist.runtime` makes. What several have in common stands
-beside them: `host` (over a library that moves bytes and adds plain numbers) and `routed` (over
-other transports). None knows what exchanges are made of it.
+In a folder, `transport` defines the class that `pydist.runtime` instantiates. Shared base classes
+are in `host` (over a library that transfers bytes and reduces plain numbers) and `routed` (over
+other transports). No transport knows about the exchanges that are built on it.
 """

@@ -1,4 +1,4 @@
-"""Ranks that are processes of torch.distributed (gloo): for `torchrun`, where there is no MPI."""
+"""The transport over torch.distributed (gloo), for `torchrun` and systems without MPI."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pydist.comm.transports.host import HostTransport
 from pydist.errors import RankLost, UsageError
 from pydist.watchdog import ended_ranks, waits
 
-_INTERNAL_TAG = 1 << 15  # above all tags that users may give
+_INTERNAL_TAG = 1 << 15  # above all user tags
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -31,7 +31,7 @@ _BROKEN = re.compile(r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Sock
 
 
 class _Waiting(Protocol):
-    """What waits for messages: a transport, a channel, or work under way."""
+    """Object that waits for messages: a transport, a channel, or work in flight."""
 
     @property
     def ledger(self) -> Ledger: ...
@@ -43,7 +43,7 @@ W = TypeVar("W", bound=_Waiting)
 def _names_lost(
     doing: str,
 ) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
-    """A decorator that says which rank has ended where a connection breaks.
+    """Returns a decorator that names the ended rank when a connection breaks.
 
     Args:
         doing: what this rank does with other ranks, as in "this rank waits for a message".
@@ -70,7 +70,7 @@ def _names_lost(
 
 
 def _waits(name: str) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
-    """As `pydist.watchdog.waits`, and says which rank has ended if that breaks a connection."""
+    """Returns the decorators `pydist.watchdog.waits` and `_names_lost` as one."""
 
     def decorate(function: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
         return _names_lost(f"waits for {name}")(waits(name)(function))
@@ -87,23 +87,22 @@ class C10dTransport(HostTransport):
     def __init__(
         self, group: dist.ProcessGroup | None = None, order: Sequence[int] | None = None
     ) -> None:
-        """Use a process group.
+        """Wraps a process group.
 
         Args:
-            group: its ranks are those of the transport; the default group, which must exist, if
-                None.
-            order: the group's ranks in the order of the transport; as they are if None.
+            group: the ranks of the transport; None for the default group, which must exist.
+            order: the group's ranks in the order of the transport; None keeps their order.
         """
         chosen = group if group is not None else dist.group.WORLD
-        assert chosen is not None  # there is one: torch.distributed is initialised
+        assert chosen is not None  # torch.distributed is initialized
         self._group = chosen
         self.size = dist.get_world_size(self._group)
         self._order = list(order) if order is not None else list(range(self.size))
         self.rank = self._order.index(dist.get_rank(self._group))
         self._pending: deque[tuple[dist.Work, Tensor]] = deque()
-        # Bytes of other ranks still arrive where nobody waits.
+        # Keeps buffers alive: bytes of other ranks arrive even if nobody waits.
         self._under_way: set[_C10dWork] = set()
-        # gloo can't send to itself: tag -> messages of this rank to this rank.
+        # gloo can't send to its own rank: tag -> messages of this rank to itself.
         self._own: dict[int, deque[Tensor]] = defaultdict(deque)
 
     @_waits("a new group")
@@ -178,7 +177,7 @@ class C10dTransport(HostTransport):
         return _C10dWork(self, [work], [tensor])
 
     def abort(self, reason: str, exit_code: int) -> None:
-        """End this process; the launcher, and the broken connections, end the others."""
+        """Ends this process; the launcher and the broken connections end the others."""
         del reason  # pydist.launch.failures has printed it
         os._exit(exit_code)
 
@@ -206,7 +205,7 @@ class _C10dWork(Work):
 
 
 class C10dChannel(Channel):
-    """gloo has no persistent messages: each round posts them anew."""
+    """Channel that posts new messages in each round, as gloo has no persistent ones."""
 
     def __init__(
         self,
@@ -244,5 +243,5 @@ class C10dChannel(Channel):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """The same memory as bytes: gloo does not know all dtypes."""
+    """Returns a view of the tensor as bytes: gloo does not support all dtypes."""
     return tensor.detach().view(-1).view(torch.uint8)

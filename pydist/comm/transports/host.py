@@ -1,7 +1,7 @@
-"""What transports over foreign libraries have in common.
+"""The base class of transports over other communication libraries.
 
 The libraries reduce neither all dtypes nor NaN as torch does, and their collectives differ in what
-they support; here everything is brought back to a few calls that all of them have.
+they support; this class reduces everything to a few calls that all of them provide.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from pydist.comm.interface.reduction import WIDER, ReduceOp
 from pydist.comm.interface.transport import Transport
 
 _GATHERED_BYTES = 1 << 24
-"""Memory that a reduction by gathering may take at a time."""
+"""Most memory that a reduction by gathering uses at a time."""
 
 
 class HostTransport(Transport):
-    """A transport over a library that exchanges bytes and reduces plain numbers."""
+    """Transport over a library that exchanges bytes and reduces plain numbers."""
 
     @abstractmethod
     def _exchange_async(
         self, sends: Sequence[tuple[int, Tensor]], recvs: Sequence[tuple[int, Tensor]]
     ) -> Work:
-        """Start sending and receiving these (peer, tensor) messages; apart from `send` and `recv`.
+        """Starts sending and receiving (peer, tensor) messages, separate from `send` and `recv`.
 
         No peer is this rank. Messages between the same ranks match in order.
         """
 
     @abstractmethod
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
-        """All-reduce float32, float64, int32, int64 or uint8 in place; no "max" of floats."""
+        """Reduces float32, float64, int32, int64 or uint8 in place; no "max" or "min" of floats."""
 
     @abstractmethod
     def _reduce_async(self, tensor: Tensor, op: ReduceOp) -> Work:
-        """As `_reduce`; complete when `wait` has returned."""
+        """Starts `_reduce`; complete when `wait` has returned."""
 
     def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
         if self.rank != root:
@@ -57,14 +57,14 @@ class HostTransport(Transport):
             self._exchange_async(self._others(tensors), []).wait()
 
     def _all_to_all_async(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
-        # Both sides know the byte counts, so that empty messages need not travel.
+        # Both sides know the byte counts, so that empty messages need not be sent.
         return self._exchange_async(
             [(peer, each) for peer, each in self._others(inputs) if each.numel()],
             [(peer, each) for peer, each in self._others(outputs) if each.numel()],
         )
 
     def _others(self, tensors: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        """(peer, tensor) for all ranks but this one, starting with the next: no rank is mobbed."""
+        """Pairs all other ranks with their tensors, the next rank first to spread the load."""
         order = [(self.rank + step) % self.size for step in range(1, self.size)]
         return [(peer, tensors[peer]) for peer in order]
 
@@ -92,7 +92,7 @@ class HostTransport(Transport):
         return self._reduce_async(tensor, op)
 
     def _extremum(self, tensor: Tensor, op: ReduceOp) -> None:
-        """Max or min of floats by gathering: libraries lose NaN, or keep it on some ranks only."""
+        """Reduces by gathering: for floats, libraries lose NaN or keep it on some ranks only."""
         flat = tensor.view(-1)
         step = max(1, _GATHERED_BYTES // (tensor.element_size() * self.size))
         for piece in flat.split(step):
@@ -101,7 +101,7 @@ class HostTransport(Transport):
 
 
 class _Narrowed(Work):
-    """A reduction in a wider dtype, rounded into place when it is complete."""
+    """Reduction in a wider dtype, rounded into place when it is complete."""
 
     def __init__(self, work: Work, wide: Tensor, tensor: Tensor) -> None:
         self._pending: tuple[Work, Tensor, Tensor] | None = (work, wide, tensor)
@@ -117,5 +117,5 @@ class _Narrowed(Work):
 
 
 def _plain(tensor: Tensor, op: ReduceOp) -> ReduceOp:
-    """The reduction in the wider dtype: "any" of bool is the maximum of 0 and 1."""
+    """Returns the operation in the wider dtype: "any" of bool is the maximum of 0 and 1."""
     return "max" if tensor.dtype == torch.bool and op == "sum" else op

@@ -1,4 +1,4 @@
-"""A transport that hands every call on to the one that carries its tensors."""
+"""The base class of transports that forward each call to the one that carries its tensors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pydist.comm.interface.transport import Transport
 
 
 class RoutedTransport(Transport):
-    """Base class of device transports: sends each call to the transport that carries its tensors.
+    """Device transport that forwards each call to the transport that carries its tensors.
 
-    A subclass says what carries which tensors, makes its groups, and ends what it holds.
+    A subclass chooses the transport for given tensors, creates subgroups, and closes both.
     """
 
     @abstractmethod
     def _of(self, tensors: Sequence[Tensor]) -> Transport:
-        """Returns the transport for these tensors, which are checked and in one kind of memory."""
+        """Returns the transport for these tensors, which are checked."""
 
     def _channel(
         self,

@@ -1,4 +1,4 @@
-"""Medical volumes: NIfTI in and out, and synthetic CT to try things on."""
+"""Medical volumes: conversion from and to NIfTI, and synthetic CT."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One case: from its NIfTI files to arrays on a network's grid, and labels back to NIfTI."""
+"""Converts one case from NIfTI files to arrays on a network's grid, and labels back to NIfTI."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pydist.errors import DataError, UsageError
 from pydist.parsing import parse_json
 
 IMAGE_HEADER, LABEL_HEADER = "nifti_header", "nifti_label_header"
-"""File attributes: the headers of the NIfTI files, base64; `GRID` says what was done to them."""
+"""File attributes: the headers of the NIfTI files, base64; `GRID` has the grid's options."""
 GRID = "pydist_grid"
 
 
@@ -29,7 +29,7 @@ def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False)
     """Reads one case and brings it to the grid.
 
     Raises:
-        DataError: a file is damaged, they do not fit together, or a label is no whole number.
+        DataError: a file is damaged, the files do not match, or a label is no integer.
     """
     image, first = read_image(case.images, options)
     label = read_nifti(case.label)
@@ -44,13 +44,13 @@ def convert_case(case: Case, options: GridOptions, *, keep_header: bool = False)
 
 
 def read_image(paths: tuple[Path, ...], options: GridOptions) -> tuple[npt.NDArray[Any], Nifti]:
-    """Reads an image, a file a channel or one with all, and brings it to the grid.
+    """Reads an image, from one file per channel or one for all, and brings it to the grid.
 
     Returns:
         The image [C, D, H, W], and the first file as it was read.
 
     Raises:
-        DataError: a file is damaged, or they do not fit together.
+        DataError: a file is damaged, or the files do not match.
     """
     parts = []
     first = read_nifti(paths[0])
@@ -72,15 +72,14 @@ def write_labels(
     """Writes labels as NIfTI, on the grid of the file that they belong to.
 
     The header's free text, which may name a patient, is left out unless `dtype` is None; header
-    extensions always are.
+    extensions are always left out.
 
     Args:
-        path: ends in .nii or .nii.gz; appears whole or not at all.
+        path: ends in .nii or .nii.gz; the file is written atomically.
         label: [D, H, W], on the grid of `options`.
         block: the header of the file they belong to, an image or its label.
         options: how that file was brought to the grid.
-        dtype: how they are stored; by the header's type where None, and then the whole header
-            stays as it is.
+        dtype: the stored type; None keeps the header's type and the full header.
 
     Raises:
         UsageError: another suffix, or labels of another grid.
@@ -94,14 +93,14 @@ def write_labels(
 
 
 def geometry_of(file: SafeFile, name: str = IMAGE_HEADER) -> tuple[bytes, GridOptions]:
-    """The NIfTI header that a converted file keeps, and the grid it was brought to.
+    """Returns the NIfTI header and the grid options that a converted file keeps.
 
     Args:
-        file: one that `convert_nifti` has written.
+        file: a file that `convert_nifti` has written.
         name: `IMAGE_HEADER` or `LABEL_HEADER`.
 
     Raises:
-        DataError: it keeps none.
+        DataError: the file keeps none.
     """
     text, options = file.text(name), file.text(GRID)
     if text is None or options is None:
@@ -114,7 +113,7 @@ def geometry_of(file: SafeFile, name: str = IMAGE_HEADER) -> tuple[bytes, GridOp
 
 
 def grid_options(record: Mapping[str, Any]) -> GridOptions:
-    """The options that `asdict` has made a record of."""
+    """Returns the options from a record that `asdict` has made."""
     spacing = record["spacing"]
     return GridOptions(
         record["cube"], None if spacing is None else tuple(spacing), record["multiple"]
@@ -122,7 +121,7 @@ def grid_options(record: Mapping[str, Any]) -> GridOptions:
 
 
 def _require_alike(one: Nifti, other: Nifti) -> None:
-    """Files of one case lie voxel on voxel."""
+    """Raises `DataError` unless two files of a case have the same voxels at the same positions."""
     if one.stored.shape[:3] != other.stored.shape[:3]:
         raise DataError(
             f"{other.path} has {other.stored.shape[:3]} voxels, {one.path} {one.stored.shape[:3]}"
@@ -131,7 +130,7 @@ def _require_alike(one: Nifti, other: Nifti) -> None:
         raise DataError(f"{other.path} has {other.stored.shape[3]} channels; one is expected")
     mine, theirs = one.affine, other.affine
     size = np.sqrt((mine[:3, :3] ** 2).sum(0)).min()
-    # How far the corners of the two volumes lie apart, in voxels.
+    # The distances between the corners of the two volumes, in voxels.
     corners = np.stack(np.meshgrid(*((0, n) for n in one.stored.shape[:3])), -1).reshape(-1, 3)
     apart = (corners @ (theirs - mine)[:3, :3].T + (theirs - mine)[:3, 3]) / size
     if np.abs(apart).max() > 0.1:

@@ -22,25 +22,25 @@ from pydist.errors import DataError, UsageError
 from pydist.owner import remove_temporaries
 
 Progress = Callable[[int, int, str], None]
-"""Called with (volumes done, volumes in all, what was just done)."""
+"""Called with (volumes done, volumes in total, latest action)."""
 
 VOLUME, LABEL = "volume", "segmentation"
-"""Names of the arrays in a file, as LBANN's reader of LiTS has them."""
+"""Names of the arrays in a file, as in LBANN's reader of LiTS."""
 
 _SUFFIX = ".hdf5"
 
 _FOREGROUND_SAMPLES = 10_000
-"""Labelled voxels that a volume adds to the statistics, as in nnU-Net (which draws them)."""
+"""Labeled voxels per volume in the statistics, as in nnU-Net (which draws them)."""
 
 
 @dataclass(frozen=True)
 class LabelledVolume:
-    """What goes into one file.
+    """The content of one file.
 
     Attributes:
         image: [C, D, H, W].
         label: [D, H, W], unsigned integers.
-        attributes: texts to keep with it.
+        attributes: texts that are stored as attributes of the file.
     """
 
     image: npt.NDArray[Any]
@@ -50,14 +50,14 @@ class LabelledVolume:
 
 @dataclass(frozen=True)
 class Source:
-    """Where one file of a set comes from.
+    """The source of one file of a set.
 
     Attributes:
         name: of the file, without suffix.
         split: "train", "val", or another name.
-        recipe: hash of all that decides its content.
+        recipe: hash of everything that determines its content.
         make: makes the content.
-        ignore_label: label of voxels that have none; it is no class.
+        ignore_label: label of unlabeled voxels; it is no class.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Storage:
-    """How volumes are stored.
+    """The storage options of volumes.
 
     Attributes:
         dtype: "int16" or "float32".
@@ -96,22 +96,22 @@ def write_set(
 ) -> Manifest:
     """Makes a set of volumes: HDF5 files and `dataset.json` in `root`.
 
-    Every file appears whole or not at all, and the manifest last. A run that was interrupted can
-    be repeated: files that are there already, made from the same and not damaged since, are kept.
+    Files are written atomically, and the manifest last. An interrupted run can be repeated: it
+    keeps files that were made from the same sources and are not damaged.
 
     Args:
         root: the folder, made if missing.
-        sources: what to write.
-        storage: how.
-        class_names: in the order of the labels; where empty, they are counted.
+        sources: the files to write.
+        storage: storage options.
+        class_names: in the order of the labels; if empty, made up from the highest label.
         channel_names: of the images.
-        origin: for the manifest; `RECIPE` in it tells data sets apart.
-        overwrite: replace a data set made from something else.
+        origin: for the manifest; its `RECIPE` identifies the data set.
+        overwrite: replace a data set made from other sources.
         skip_bad: leave out volumes that can't be used, and name them in the manifest's `origin`.
-        progress: told after each volume.
+        progress: called after each volume.
 
     Raises:
-        UsageError: the folder holds a data set made from something else, and `overwrite` is off;
+        UsageError: the folder holds a data set made from other sources, and `overwrite` is off;
             or another process writes there.
         DataError: a volume can't be used.
         DiskError: not enough space, or the folder can't be written.
@@ -143,7 +143,7 @@ def _write_set(
     skip_bad: bool,
     progress: Progress | None,
 ) -> Manifest:
-    """See `write_set`; the folder is there, and held."""
+    """Does the work of `write_set` in an existing folder, with its lock held."""
     before = _check_folder(root, origin, overwrite)
     files = MadeFiles(root, before)
     remove_temporaries(root)
@@ -175,19 +175,19 @@ def _write_set(
 
 @dataclass(frozen=True)
 class _Made:
-    """One volume's entry for the manifest, and its share of the statistics."""
+    """One volume's entry for the manifest, and its values for the statistics."""
 
     file: DataFile
     channels: int
     highest_label: int
     foreground: npt.NDArray[Any]
-    """[C, n]: values of labelled voxels."""
+    """[C, n]: values of labeled voxels."""
 
 
 def _write(
     files: MadeFiles, source: Source, storage: Storage, classes: int, like: _Made | None
 ) -> _Made:
-    """Makes one file, with as many channels as one that was made before."""
+    """Makes one file, which must have as many channels as `like`."""
     name = f"{source.name}{_SUFFIX}"
     earlier = files.read(name)
     kept = None if earlier is None else _read_again(name, earlier, source.recipe)
@@ -231,15 +231,15 @@ def _write(
 
 
 def unlike(name: str, channels: int, other: str, its: int) -> str:
-    """Says that two volumes can't be in one set."""
+    """Returns the message that two volumes can't be in one set."""
     return f"{name} has {channels} channels, {other} {its}: a data set has one number of them"
 
 
 def as_stored(image: npt.NDArray[Any], dtype: str, name: str, advice: str = "") -> npt.NDArray[Any]:
-    """The image in a set's type; rounded to whole units for int16.
+    """Converts an image to a set's type; rounded to integers for int16.
 
     Raises:
-        DataError: its values do not fit; `name` says whose, `advice` what to do.
+        DataError: values do not fit; the message begins with `name` and ends with `advice`.
     """
     if image.dtype == dtype:
         return image
@@ -259,14 +259,14 @@ def _label_type(label: npt.NDArray[Any]) -> str:
 def _foreground(
     image: npt.NDArray[Any], label: npt.NDArray[Any], ignored: int | None
 ) -> npt.NDArray[Any]:
-    """Values of labelled voxels, evenly picked, [C, n]."""
+    """Returns values of labeled voxels, evenly picked, [C, n]."""
     found = np.flatnonzero(label if ignored is None else (label != 0) & (label != ignored))
     picks = np.linspace(0, len(found) - 1, min(len(found), _FOREGROUND_SAMPLES)).astype(np.intp)
     return image.reshape(image.shape[0], -1)[:, found[picks]]
 
 
 def _read_again(name: str, content: bytes, recipe: str) -> LabelledVolume | None:
-    """What an earlier run's file holds, if it was made from the same."""
+    """Returns the content of an earlier run's file, if made by the same recipe, else `None`."""
     try:
         with safe_open(name, driver=io.BytesIO(content)) as file:
             if file.text(RECIPE) != recipe:
@@ -277,7 +277,7 @@ def _read_again(name: str, content: bytes, recipe: str) -> LabelledVolume | None
 
 
 def _check_folder(root: Path, origin: Mapping[str, Any], overwrite: bool) -> Manifest | None:
-    """Checks that the folder may be written; the manifest of the data set that is there now."""
+    """Checks that the folder may be written; returns the manifest of its present data set."""
     before = Manifest.load(root) if (root / FILE_NAME).exists() else None
     if before is not None and not overwrite and before.origin.get(RECIPE) != origin[RECIPE]:
         raise UsageError(

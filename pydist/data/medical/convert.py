@@ -1,8 +1,8 @@
-"""From NIfTI files to HDF5 files of which ranks read blocks.
+"""Converts NIfTI files to HDF5 files that ranks can read by blocks.
 
-A compressed NIfTI file can't be read by blocks: each is converted once. The HDF5 files are
-contiguous by default, depth first: a depth block is one run of bytes, and of any block its bytes
-are read and no others.
+A compressed NIfTI file can't be read by blocks, so each is converted once. The HDF5 files are
+contiguous by default, depth first: a depth block is one run of bytes, and reading a block reads
+only its bytes.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _ORIGIN = "NIfTI files"
 
 @dataclass(frozen=True)
 class NiftiOptions:
-    """How NIfTI files become a data set.
+    """Options for making a data set of NIfTI files.
 
-    Volumes are turned to RAS: width towards the patient's right, height to the front, depth up.
+    Volumes are reoriented to RAS: width towards the patient's right, height to the front, depth up.
 
     Attributes:
-        labels: folder with the labels, where SOURCE is one with images only.
+        labels: folder with the labels, if SOURCE has only images.
         grid: the grid that volumes are brought to; by default their own.
         validation: fraction of the cases that goes to the split "val", the last by name.
-        dtype: "int16" (rounded to whole units), "float32", or "auto": int16 if all images hold
+        dtype: "int16" (rounded to integers), "float32", or "auto": int16 if all images hold
             integers.
         storage: "contiguous", or "chunked" with a checksum in each chunk.
         compression: "gzip" for chunked storage, or "none".
-        on_bad_case: "stop" at the first that can't be used, or "skip" it and say so.
-        ignore_label: label of voxels that have none, such as 255: it stays in the files, and is no
-            class. Known from a `dataset.json` of nnU-Net with a class "ignore".
+        on_bad_case: "stop" at the first case that can't be used, or "skip" and report it.
+        ignore_label: label of unlabeled voxels, such as 255: it stays in the files, and is no
+            class. By default that of a class "ignore" in nnU-Net's `dataset.json`.
         keep_header: keep the free text of the headers, which may name a patient.
         overwrite: replace a data set made from other files or with other options.
     """
@@ -66,10 +66,10 @@ class NiftiOptions:
             raise UsageError('compression="gzip" needs storage="chunked"')
 
     def recipe(self) -> dict[str, Any]:
-        """The options that decide what is in a volume's file."""
+        """Returns the options that determine the content of a volume's file."""
         names = ("dtype", "storage", "compression", "keep_header")
         found = {"grid": asdict(self.grid), **{name: getattr(self, name) for name in names}}
-        # Not always: data sets of earlier versions have no such option.
+        # Only if set, to keep the recipes of data sets of earlier versions, which had no such option.
         return found if self.ignore_label is None else {**found, "ignore_label": self.ignore_label}
 
 
@@ -82,10 +82,10 @@ def convert_nifti(
     """Makes a data set of the NIfTI files in a folder.
 
     Args:
-        source: see `find_cases`.
-        out_dir: where HDF5 files and `dataset.json` go.
-        options: how.
-        progress: told after each case.
+        source: the folder; see `find_cases`.
+        out_dir: the folder for HDF5 files and `dataset.json`.
+        options: of the conversion.
+        progress: called after each case.
 
     Returns:
         The manifest that was written.
@@ -140,7 +140,7 @@ def convert_nifti(
 
 
 def _outlines(case: Case) -> list[Outline]:
-    """Reads the headers of a case's images; none if one can't be read (reported later)."""
+    """Reads the headers of a case's images; an empty list if one can't be read (reported later)."""
     try:
         return [outline_of(path) for path in case.images]
     except DataError:
@@ -157,7 +157,7 @@ def _require_one_number_of_channels(outlines: Mapping[str, Sequence[Outline]]) -
 
 
 def _recipe(options: NiftiOptions, dtype: str, case: Case) -> str:
-    """Hash of the options and of the files, by name, size and time of change."""
+    """Returns a hash of the options and of the files by name, size and modification time."""
     files = []
     for path in (*case.images, case.label):
         status = path.stat()

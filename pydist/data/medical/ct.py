@@ -1,9 +1,9 @@
-"""Synthetic CT volumes: a liver with tumours in it, to learn segmentation from.
+"""Synthetic CT volumes for segmentation: a liver with tumors.
 
-They stand in for LiTS where that is not at hand: same classes, same numbers of tumours, plausible
+They replace LiTS where that is not available: same classes, same numbers of tumors, plausible
 Hounsfield units. The liver is an ellipsoid whose boundary is moved by a smooth Gaussian field;
-tumours are balls inside it. Real anatomy is far richer: a network that does well here has shown
-that training works, no more.
+tumors are balls inside it. Real anatomy is far richer: a good score here shows that training
+works, no more.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ MOST_TUMOURS = 10
 
 Floats = npt.NDArray[np.floating[Any]]
 
-# All lengths are fractions of half the volume's extent, so that a seed means the same anatomy on
-# every grid.
+# Lengths are fractions of half the volume's extent: a seed means the same anatomy on every grid.
 _CENTRE = 0.12
 _SEMI_AXES = (0.45, 0.7)
 _ROUGHNESS = 0.16
@@ -44,12 +43,12 @@ class CTOptions:
         count: volumes to make.
         shape: voxels along depth, height and width.
         spacing: mm between voxels along depth, height and width.
-        seed: volume i depends on (seed, i), `shape` and `noise` alone; its anatomy on neither of
-            these two.
+        seed: volume i depends only on (seed, i), `shape` and `noise`; its anatomy only on
+            (seed, i).
         noise: standard deviation, 0 to 10000 Hounsfield units.
         validation: fraction of the volumes that goes to the split "val", the last ones.
         format: "hdf5" is read by blocks, for training; "nifti" writes the folders of nnU-Net;
-            "both" writes these into FOLDER/nifti.
+            "both" also writes those, into FOLDER/nifti.
         storage: "contiguous", or "chunked" with a checksum in each chunk.
         compression: "gzip" for chunked storage, or "none".
         overwrite: replace a data set that was made with other options.
@@ -85,7 +84,7 @@ class CTOptions:
                 raise UsageError(message)
 
     def recipe(self) -> dict[str, Any]:
-        """The options that decide what is in a volume's files."""
+        """Returns the options that determine the content of a volume's files."""
         chosen = asdict(self)
         for name in ("count", "validation", "format", "overwrite"):
             del chosen[name]
@@ -95,7 +94,7 @@ class CTOptions:
 def make_volume(
     options: CTOptions, index: int
 ) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.uint8]]:
-    """One volume.
+    """Makes one volume.
 
     NumPy may change how it makes normal numbers of a generator's bits; then the same seed gives
     another volume.
@@ -116,7 +115,7 @@ def make_volume(
         grain = noise.standard_normal(options.shape, dtype=np.float32)
         for axis in (1, 2):
             _smooth(grain, axis)
-        grain *= options.noise / 0.375  # what smoothing with 1/4, 1/2, 1/4 along two axes leaves
+        grain *= options.noise / 0.375  # std after smoothing by 1/4, 1/2, 1/4 along two axes
         image += grain
     return np.rint(image).astype(np.int16), label
 
@@ -140,7 +139,7 @@ def _label(draw: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.
 
 
 def _plane(grid: list[Floats], centre: Floats, direction: Floats) -> Floats:
-    """Distance of each voxel from `centre` along a direction."""
+    """Computes the distance of each voxel from `centre` along a direction."""
     parts = [
         (axis - np.float32(c)) * np.float32(d)
         for axis, c, d in zip(grid, centre, direction, strict=True)
@@ -151,7 +150,7 @@ def _plane(grid: list[Floats], centre: Floats, direction: Floats) -> Floats:
 def _add_ball(
     label: npt.NDArray[np.uint8], grid: list[Floats], centre: Floats, radius: float
 ) -> None:
-    """Turns liver into tumour within a ball."""
+    """Changes liver to tumor within a ball."""
     near = [np.flatnonzero(np.abs(axis - c) < radius) for axis, c in zip(grid, centre, strict=True)]
     if not all(len(indices) for indices in near):
         return
@@ -163,7 +162,7 @@ def _add_ball(
 
 
 def _smooth_field(draw: np.random.Generator, shape: tuple[int, ...]) -> Floats:
-    """A Gaussian random field of variance 1: a Fourier series of few terms, on any grid."""
+    """Draws a Gaussian random field of variance 1: a Fourier series of few terms, on any grid."""
     numbers = np.array([0, *(k for k in range(1, _HIGHEST_MODE + 1) for _ in range(2))])
     k2 = numbers[:, None, None] ** 2 + numbers[:, None] ** 2 + numbers**2
     amplitude = np.exp(-k2 / 6.0) * (k2 > 0)
@@ -171,7 +170,7 @@ def _smooth_field(draw: np.random.Generator, shape: tuple[int, ...]) -> Floats:
     for n in shape:
         u = (np.arange(n) + 0.5) * (2 / n) - 1
         phase = 2 * np.pi / _PERIOD * u * numbers[:, None]
-        # Each number comes twice: a cosine, then a sine; the mean square of each is made 1.
+        # Each number occurs twice, for a cosine and a sine, both scaled to a mean square of 1.
         wave = np.where(np.arange(len(numbers))[:, None] % 2, np.cos(phase), np.sin(phase))
         wave *= np.sqrt(2)
         wave[0] = 1
@@ -184,7 +183,7 @@ def _smooth_field(draw: np.random.Generator, shape: tuple[int, ...]) -> Floats:
 
 
 def _smooth(values: Floats, axis: int) -> None:
-    """Weights 1/4, 1/2, 1/4 along an axis, in place; the border keeps its value beyond."""
+    """Smooths by 1/4, 1/2, 1/4 along an axis, in place; border values extend beyond the border."""
     lines = np.moveaxis(values, axis, 0)
     before, here = lines[0].copy(), np.empty_like(lines[0])
     for i in range(len(lines)):

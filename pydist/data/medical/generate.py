@@ -28,7 +28,7 @@ from pydist.errors import UsageError
 from pydist.owner import remove_temporaries
 
 _VOXEL = np.dtype(np.int16).itemsize + np.dtype(np.uint8).itemsize
-"""Bytes of a voxel's value and of its label, as `make_volume` gives them."""
+"""Bytes of a voxel's value and label, as `make_volume` returns them."""
 
 
 def generate_ct(
@@ -38,15 +38,15 @@ def generate_ct(
 
     Args:
         out_dir: the folder, made if missing.
-        options: what to make.
-        progress: told after each volume.
+        options: of the set.
+        progress: called after each volume.
 
     Returns:
         The manifest of the HDF5 files, if there are any.
 
     Raises:
         UsageError: the folder holds a data set made with other options, and `overwrite` is off; or
-            NIfTI is asked for and nibabel is not installed.
+            NIfTI is requested and nibabel is not installed.
         DiskError: not enough space, or the folder can't be written.
     """
     root = Path(out_dir)
@@ -85,7 +85,7 @@ def generate_ct(
 
 
 def write_nifti_set(root: Path, options: CTOptions, progress: Progress | None = None) -> None:
-    """Writes the volumes in the folders of nnU-Net; see `generate_ct`."""
+    """Writes the volumes in nnU-Net's folders; see `generate_ct`."""
     make_folder(root)
     with FolderLock(root):
         for name in ("imagesTr", "labelsTr"):
@@ -108,7 +108,7 @@ def write_nifti_set(root: Path, options: CTOptions, progress: Progress | None = 
 
 
 def _write(path: Path, values: npt.NDArray[Any], options: CTOptions) -> None:
-    """Writes [D, H, W], RAS with the centre at 0 mm."""
+    """Writes [D, H, W] as NIfTI, RAS with the center at 0 mm."""
     try:
         import nibabel as nib
     except ImportError:

@@ -1,9 +1,9 @@
-"""Grids of voxels: from a scanner's to the one a network sees, and back.
+"""Maps volumes from a scanner's grid of voxels to a network's, and back.
 
-A NIfTI file's voxels lie along axes of its own. Here they become [D, H, W] with width towards the
+A NIfTI file's voxels have axes of their own. Here they become [D, H, W] with width towards the
 patient's right, height towards the front (anterior) and depth upwards (RAS, width first), then are
-resampled, if asked, and padded at the far ends to extents that a network can halve. Spacing and
-orientation change voxel by voxel only, along the axes of the file: nothing is rotated.
+optionally resampled, and padded at the far ends to extents that a network can halve. Spacing and
+orientation change only along the axes of the file: nothing is rotated.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class GridOptions:
     """The grid that volumes are brought to.
 
     Attributes:
-        cube: voxels along each side, whatever the volume's shape (as the paper did).
-        spacing: mm between voxels along depth, height and width, nearly: extents are whole numbers
+        cube: voxels along each side, whatever the volume's shape (as in the paper).
+        spacing: approximate mm between voxels along depth, height and width: extents are integers
             and the volume keeps its size.
         multiple: pad each extent, at its far end, to a multiple of this.
     """
@@ -51,11 +51,11 @@ class GridOptions:
 
 
 class Grid:
-    """The way from one file's voxels to a network's, and back.
+    """The map from one file's voxels to a network's, and back.
 
     Args:
         block: the file's NIfTI header, as bytes.
-        options: the grid to go to.
+        options: the network's grid.
         where: names the file in errors.
 
     Raises:
@@ -84,15 +84,15 @@ class Grid:
         multiple = options.multiple
         depth, height, width = (-(-n // multiple) * multiple for n in self.resampled)
         self.padded: Extents = depth, height, width
-        """(D, H, W) that a network sees."""
+        """(D, H, W) of the network's input."""
         if math.prod(self.padded) > _MOST_VOXELS:
             raise DataError(f"{where}: would get {self.padded} voxels; {_MOST_VOXELS} are possible")
 
     def image(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Brings an image to the grid: trilinear, padded with what lies at its border.
+        """Brings an image to the grid: trilinear, padded with its border values.
 
         Args:
-            values: [x, y, z] or [x, y, z, channel], as they lie in the file.
+            values: [x, y, z] or [x, y, z, channel], in the file's layout.
 
         Returns:
             [C, D, H, W]; float32 if it was resampled.
@@ -102,10 +102,10 @@ class Grid:
         return np.stack([np.pad(channel, self._padding(), mode="edge") for channel in found])
 
     def label(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Brings labels to the grid: the nearest voxel's, 0 in what is padded.
+        """Brings labels to the grid: the nearest voxel's, 0 in the padding.
 
         Args:
-            values: [x, y, z], as they lie in the file.
+            values: [x, y, z], in the file's layout.
 
         Returns:
             [D, H, W], of the same type.
@@ -114,7 +114,7 @@ class Grid:
         return np.pad(found, self._padding())
 
     def label_back(self, label: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Labels on the network's grid as they lie in the file: the nearest voxel's.
+        """Brings labels from the network's grid to the file's: the nearest voxel's.
 
         Args:
             label: [D, H, W].
@@ -149,10 +149,10 @@ class Grid:
 
 
 def resized(values: npt.NDArray[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
-    """Trilinear interpolation of [D, H, W]; a volume keeps its outer faces where they are.
+    """Interpolates [D, H, W] trilinearly; the outer faces of the volume keep their positions.
 
-    Like torch's `interpolate(mode="trilinear", align_corners=False)`; no smoothing comes before,
-    where fewer voxels are left.
+    Equals torch's `interpolate(mode="trilinear", align_corners=False)`, without smoothing before
+    downsampling.
     """
     if tuple(shape) == values.shape:
         return values
@@ -176,7 +176,7 @@ def resized(values: npt.NDArray[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
 
 
 def nearest(values: npt.NDArray[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
-    """The nearest voxel's value on another grid of [D, H, W], which has the same outer faces."""
+    """Resamples [D, H, W] by the nearest voxel, on a grid with the same outer faces."""
     if tuple(shape) == values.shape:
         return values
     indices = [
@@ -187,6 +187,6 @@ def nearest(values: npt.NDArray[Any], shape: Sequence[int]) -> npt.NDArray[Any]:
 
 
 def _backwards(by_file_axis: Sequence[Any], towards: npt.NDArray[np.intp]) -> tuple[Any, Any, Any]:
-    """Values by a file's axes, as (depth, height, width)."""
+    """Reorders values by a file's axes as (depth, height, width)."""
     by_world = dict(zip(towards.tolist(), by_file_axis, strict=True))
     return by_world[2], by_world[1], by_world[0]

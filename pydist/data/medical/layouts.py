@@ -1,9 +1,9 @@
-"""Finds images and their labels in the folders that the field uses.
+"""Finds images and their labels in the folder layouts of nnU-Net, the Decathlon and LiTS.
 
-nnU-Net: `dataset.json` with "channel_names", `imagesTr/CASE_0000.nii.gz` (a file a channel),
+nnU-Net: `dataset.json` with "channel_names", `imagesTr/CASE_0000.nii.gz` (one file per channel),
 `labelsTr/CASE.nii.gz`. Medical Segmentation Decathlon: `dataset.json` with "modality" and a list
 "training" of pairs, channels in one file. Else two folders whose files have equal names, or the
-names of LiTS (`volume-7.nii`, `segmentation-7.nii`), which may lie in one folder as well.
+names of LiTS (`volume-7.nii`, `segmentation-7.nii`), which may also share one folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Case:
 
     Attributes:
         name: unique in the data set.
-        images: a file a channel, or one with all channels.
+        images: one file per channel, or one with all channels.
         label: the file with the class of each voxel.
     """
 
@@ -40,13 +40,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """The cases of a folder, by name, and what its `dataset.json` says of them.
+    """The cases of a folder, by name, with the description in its `dataset.json`.
 
     Attributes:
         cases: at least one.
         class_names: in the order of the labels; empty if not known.
         channel_names: empty if not known.
-        ignore_label: label of voxels that have none, as nnU-Net's class "ignore".
+        ignore_label: label of unlabeled voxels, as nnU-Net's class "ignore".
     """
 
     cases: tuple[Case, ...]
@@ -60,7 +60,7 @@ def find_cases(source: str | Path, labels: str | Path | None = None) -> Found:
 
     Args:
         source: a folder of nnU-Net or of the Medical Segmentation Decathlon; or one with images.
-        labels: folder with the labels, where there is no `dataset.json`; by default the images'.
+        labels: folder with the labels, if there is no `dataset.json`; by default `source`.
 
     Raises:
         DataError: no such folder, nothing in it, an image without a label, or a `dataset.json`
@@ -83,7 +83,7 @@ def find_cases(source: str | Path, labels: str | Path | None = None) -> Found:
 
 
 def find_images(folder: Path) -> dict[str, tuple[Path, ...]]:
-    """The images in a folder, without labels: each one's files, by name.
+    """Finds the images in a folder, without labels: the files of each image by its name.
 
     Files that end in _0000, _0001, ... are the channels of one image.
 
@@ -111,7 +111,7 @@ def _nnunet(folder: Path, record: Mapping[str, Any]) -> Found:
     channels = _by_number(where, "channel_names", record.get("channel_names"))
     classes = _classes(where, record.get("labels"), numbers_first=False)
     ignored = None
-    if _IGNORE in classes:  # nnU-Net wants it last; it is no class of the network
+    if _IGNORE in classes:  # nnU-Net requires it to be last; it is no class of the network
         if classes[-1] != _IGNORE:
             given = classes.index(_IGNORE)
             raise DataError(f'{where}: labels has "ignore" as {given}; it comes after all classes')
@@ -207,7 +207,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _by_number(where: Path, key: str, names: Any) -> tuple[str, ...]:
-    """The names of {"0": name, "1": name, ...}."""
+    """Returns the names of {"0": name, "1": name, ...} in order."""
     try:
         numbered = sorted((int(number), str(name)) for number, name in names.items())
     except (AttributeError, ValueError) as error:
@@ -219,7 +219,7 @@ def _by_number(where: Path, key: str, names: Any) -> tuple[str, ...]:
 
 
 def _classes(where: Path, names: Any, *, numbers_first: bool) -> tuple[str, ...]:
-    """Class names; nnU-Net writes {name: number}, the Decathlon {number: name}."""
+    """Returns class names; nnU-Net writes {name: number}, the Decathlon {number: name}."""
     if not isinstance(names, dict):
         raise DataError(f"{where}: labels is {names!r}; a table is expected")
     if numbers_first:

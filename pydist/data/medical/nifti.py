@@ -1,7 +1,7 @@
-"""Reads and writes NIfTI files, to the last voxel and header field.
+"""Reads and writes NIfTI files, including every voxel and header field.
 
-Files come from strangers: sizes are checked before memory is taken, a gzip file is read to its end
-so that its checksum counts, and what is wrong is said in one line.
+Files are untrusted: sizes are checked before memory is allocated, a gzip file is read to its end
+so that its checksum is compared, and errors are reported in one line.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _HEADER = 540
 """Bytes of the longer of the two headers."""
 _GZIP = b"\x1f\x8b"
 _SLACK = 1 << 20
-"""Bytes that may follow the voxels: some programs pad."""
+"""Bytes that may follow the voxels, as some programs pad."""
 _SPACINGS = (1e-6, 1e6)
 """mm between voxels."""
 _LARGEST = float(np.finfo(np.float32).max) / 2
 """Largest magnitude of a value: the difference of two, which interpolation forms, fits float32."""
-_QUIET = logging.Logger("nibabel's remarks on headers that it can mend")
+_QUIET = logging.Logger("nibabel's remarks on headers that it can fix")
 _QUIET.addHandler(logging.NullHandler())
 _PRIVATE = (
     "descrip", "aux_file", "intent_name", "data_type", "db_name", "unused_str", "extents",
@@ -55,7 +55,7 @@ class Nifti:
 
     Attributes:
         path: where it came from.
-        header: its header as nibabel understands it.
+        header: its header as parsed by nibabel.
         block: its header as stored in the file: 348 or 540 bytes.
         stored: the voxels as stored, [x, y, z] or [x, y, z, channel].
     """
@@ -67,11 +67,11 @@ class Nifti:
 
     @property
     def affine(self) -> npt.NDArray[np.float64]:
-        """From voxel indices (x, y, z) to mm, [4, 4]."""
+        """The affine map from voxel indices (x, y, z) to mm, [4, 4]."""
         return affine_of(self.header, str(self.path))
 
     def values(self) -> npt.NDArray[Any]:
-        """The voxels with slope and intercept applied; of integers by integers, still integers.
+        """Returns the voxels with slope and intercept applied; integers if all of them are.
 
         Raises:
             DataError: slope, intercept or a value is NaN or infinite, or too large for float32.
@@ -85,7 +85,7 @@ class Nifti:
                 wide = np.int32 if largest < 1 << 31 else np.int64
                 values = values.astype(wide) * wide(slope) + wide(intercept)
             else:
-                with np.errstate(all="ignore"):  # what is not finite is refused below
+                with np.errstate(all="ignore"):  # values that are not finite are refused below
                     values = values * np.float64(slope) + np.float64(intercept)
         if values.dtype.kind == "f":
             self._require_float32(values)
@@ -105,7 +105,7 @@ class Nifti:
 
 
 def is_nifti(path: Path) -> bool:
-    """Whether a file's name is that of a NIfTI file, and not of what macOS puts beside it."""
+    """Returns whether a name is that of a NIfTI file, and not of a hidden file of macOS."""
     return path.name.endswith(SUFFIXES) and not path.name.startswith(".")
 
 
@@ -116,7 +116,7 @@ def require_suffix(path: Path) -> None:
 
 
 def stem(path: Path) -> str:
-    """A file's name without .nii or .nii.gz."""
+    """Returns a file's name without .nii or .nii.gz."""
     return path.name.removesuffix(".gz").removesuffix(".nii")
 
 
@@ -124,7 +124,7 @@ def read_nifti(path: str | Path) -> Nifti:
     """Reads a NIfTI-1 or NIfTI-2 file, compressed or not.
 
     Raises:
-        DataError: it is missing, cut short, damaged (of a gzip file checksum and length are
+        DataError: it is missing, cut short, damaged (checksum and length of a gzip file are
             compared), not NIfTI, or holds something other than a volume of real numbers.
         UsageError: nibabel is not installed.
     """
@@ -137,24 +137,24 @@ def read_nifti(path: str | Path) -> Nifti:
             if not compressed:
                 return _read(name, file, packed)
             with _gzip_errors(name), gzip.GzipFile(fileobj=file) as unpacked:
-                return _read(name, unpacked, packed * GZIP_RATIO)  # more is cut short
+                return _read(name, unpacked, packed * GZIP_RATIO)
     except OSError as error:
         raise DataError(f"{name}: {error.strerror or error}") from error
 
 
 class Outline(NamedTuple):
-    """What the header of a NIfTI file says of its voxels."""
+    """The description of the voxels in the header of a NIfTI file."""
 
     channels: int
     integers: bool
-    """Whether all values are, with slope and intercept applied."""
+    """Whether all values are integers, with slope and intercept applied."""
 
 
 def outline_of(path: Path) -> Outline:
-    """Reads the header alone.
+    """Reads only the header of a file.
 
     Raises:
-        DataError: as `read_nifti`, as far as the header shows it.
+        DataError: as `read_nifti`, for errors in the header.
         UsageError: nibabel is not installed.
     """
     require_regular(path)
@@ -176,7 +176,7 @@ def outline_of(path: Path) -> Outline:
 
 
 def header_of(block: bytes, where: str) -> Nifti1Header:
-    """The header in the first bytes of a file.
+    """Parses the header in the first bytes of a file.
 
     Args:
         block: at least 540 bytes, or the 348 of NIfTI-1.
@@ -207,7 +207,7 @@ def header_of(block: bytes, where: str) -> Nifti1Header:
 
 
 def affine_of(header: Nifti1Header, where: str) -> npt.NDArray[np.float64]:
-    """From voxel indices to mm: sform if it is set, else qform, else the spacing alone.
+    """Returns the map from voxel indices to mm: sform if it is set, else qform, else the spacing.
 
     Raises:
         DataError: it is not finite, or flattens a dimension.
@@ -230,10 +230,10 @@ def affine_of(header: Nifti1Header, where: str) -> npt.NDArray[np.float64]:
 
 
 def _scaling(header: Nifti1Header, where: str) -> tuple[float, float]:
-    """Slope and intercept of the stored values; by the standard a slope of 0 means none.
+    """Returns slope and intercept of the stored values; in the standard a slope of 0 means none.
 
     Raises:
-        DataError: one is NaN or infinite, which other programs take for none, each in its way.
+        DataError: one is NaN or infinite, which other programs ignore in different ways.
     """
     slope, intercept = float(header["scl_slope"]), float(header["scl_inter"])
     if slope == 0:
@@ -248,7 +248,7 @@ def _scaling(header: Nifti1Header, where: str) -> tuple[float, float]:
 
 
 def without_private(block: bytes) -> bytes:
-    """A header with its free text and its unused fields emptied."""
+    """Returns a header with its free text and its unused fields emptied."""
     header = header_of(block, "header")
     fields = header.structarr.dtype.fields
     assert fields is not None
@@ -263,15 +263,15 @@ def without_private(block: bytes) -> bytes:
 def write_nifti(
     path: str | Path, stored: npt.NDArray[Any], block: bytes, dtype: npt.DTypeLike | None = None
 ) -> None:
-    """Writes voxels under the header of another file; the file appears whole or not at all.
+    """Writes voxels with the header of another file, atomically.
 
     Args:
         path: ends in .nii or .nii.gz.
         stored: the voxels as stored, [x, y, z] or [x, y, z, channel].
-        block: the header. Affine, codes, spacing and units stay to the bit, as does all else,
-            unless `dtype` is given.
-        dtype: store these numbers instead of the header's; slope and range then go, and so do
-            more dims than `stored` has.
+        block: the header. All its bits are kept unless `dtype` is given; affine, codes, spacing
+            and units always are.
+        dtype: the stored type, instead of the header's; this resets slope, range and the dims that
+            `stored` does not have.
 
     Raises:
         UsageError: another suffix, or voxels that are not those of the header.
@@ -307,7 +307,7 @@ def write_nifti(
 
 
 def _read(path: Path, file: BufferedReader | gzip.GzipFile, at_most: int) -> Nifti:
-    """Header and voxels; `at_most` bytes can be in the file."""
+    """Reads header and voxels; the file has at most `at_most` bytes."""
     start = file.read(_HEADER)
     header = header_of(start, str(path))
     block = start[: int(header["sizeof_hdr"])]
@@ -333,7 +333,7 @@ def _read(path: Path, file: BufferedReader | gzip.GzipFile, at_most: int) -> Nif
     if filled < len(view):
         share = 100 * filled / len(view)
         raise DataError(f"{path}: cut short: {filled} of {len(view)} bytes ({share:.0f} %)")
-    # On to the end: only there gzip compares checksum and length.
+    # gzip compares checksum and length only at the end.
     if len(file.read(_SLACK + 1)) > _SLACK:
         raise DataError(f"{path}: more than {_SLACK} bytes follow the voxels")
     stored = buffer[offset:].view(kind).reshape(extents, order="F")
@@ -341,7 +341,7 @@ def _read(path: Path, file: BufferedReader | gzip.GzipFile, at_most: int) -> Nif
 
 
 def _extents(header: Nifti1Header, where: str) -> tuple[int, ...]:
-    """[x, y, z] or [x, y, z, channel]; further dims of one element are dropped."""
+    """Returns [x, y, z] or [x, y, z, channel]; further dims of one element are dropped."""
     dim = [int(n) for n in header["dim"]]
     extents = dim[1 : 1 + max(0, dim[0])]
     while len(extents) > 3 and extents[-1] == 1:

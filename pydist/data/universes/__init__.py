@@ -1,8 +1,8 @@
 """Synthetic universes: Gaussian fields evolved by Lagrangian perturbation theory.
 
-They replace the public CosmoFlow data where that is not at hand: same files, same kind of task
-(tell a universe's parameters from its matter), right statistics on large scales; below about
-10 Mpc/h they cluster too little today.
+They replace the public CosmoFlow data where that is not available: same files, same kind of task
+(predict a universe's parameters from its matter), right statistics on large scales; below about
+10 Mpc/h they cluster too little at z = 0.
 """
 
 from __future__ import annotations

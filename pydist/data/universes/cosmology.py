@@ -1,8 +1,8 @@
 """Linear theory of structure in a flat universe of cold dark matter and a cosmological constant.
 
 Units, here and in `fields`: wavenumbers k in h/Mpc, lengths in Mpc/h, powers in (Mpc/h)^3. Every
-function of k takes an array of any shape and returns one of the same shape; `k` may be a NumPy or
-a CuPy array, and the mathematics is done by the module that owns it.
+function of k accepts an array of any shape and returns one of the same shape; `k` may be a NumPy
+or a CuPy array, and the array's own module does the computation.
 
 Sources:
     Eisenstein & Hu 1998, ApJ 496, 605 (transfer functions; the numbers in brackets are theirs).
@@ -30,7 +30,7 @@ TransferName = Literal["no-wiggle", "full", "bbks"]
 
 
 def array_module(array: Array) -> ModuleType:
-    """The module (NumPy or CuPy) whose functions work on `array`."""
+    """Returns the module (NumPy or CuPy) whose functions work on `array`."""
     if type(array).__module__.partition(".")[0] == "cupy":
         import cupy
 
@@ -40,7 +40,7 @@ def array_module(array: Array) -> ModuleType:
 
 @dataclass(frozen=True)
 class Cosmology:
-    """A flat universe; the parameters that CosmoFlow is trained to tell apart, and two fixed ones.
+    """A flat universe: the four parameters that CosmoFlow predicts, and two fixed ones.
 
     Attributes:
         omega_m: density of all matter, as a fraction of the critical one, today.
@@ -93,12 +93,12 @@ class Cosmology:
 
 
 def sound_horizon_fit(c: Cosmology) -> float:
-    """Sound horizon at the drag epoch in Mpc, to 2 %. Source: Eisenstein & Hu 1998, (26)."""
+    """Computes the sound horizon at the drag epoch, Mpc, to 2 %. Source: E&H 1998, (26)."""
     return 44.5 * math.log(9.83 / c.matter) / math.sqrt(1 + 10 * c.baryons**0.75)
 
 
 def transfer_no_wiggle(k: Array, c: Cosmology) -> Array:
-    """Transfer function without acoustic oscillations. Source: Eisenstein & Hu 1998, (28)-(31)."""
+    """Computes T(k) without acoustic oscillations. Source: Eisenstein & Hu 1998, (28)-(31)."""
     xp = array_module(k)
     f = c.baryon_fraction
     alpha = 1 - 0.328 * math.log(431 * c.matter) * f + 0.38 * math.log(22.3 * c.matter) * f**2
@@ -109,7 +109,7 @@ def transfer_no_wiggle(k: Array, c: Cosmology) -> Array:
 
 
 def transfer_bbks(k: Array, c: Cosmology) -> Array:
-    """Transfer function of BBKS (G3), with Sugiyama's (1995) correction of the shape for baryons.
+    """Computes T(k) of BBKS (G3), with Sugiyama's (1995) correction of the shape for baryons.
 
     k = 0 gives 1, the limit.
     """
@@ -122,13 +122,13 @@ def transfer_bbks(k: Array, c: Cosmology) -> Array:
 
 @dataclass(frozen=True)
 class AcousticScales:
-    """What the full transfer function of Eisenstein & Hu depends on besides k.
+    """The scales on which the full transfer function of Eisenstein & Hu depends, besides k.
 
     Attributes:
         cosmology: the universe.
         k_eq: scale of the particle horizon at equality, 1/Mpc (3).
         z_drag: redshift at which the baryons are released from the photons (4).
-        sound_horizon: comoving distance sound went until then, Mpc (6).
+        sound_horizon: comoving distance that sound has traveled by then, Mpc (6).
         k_silk: scale of Silk damping, 1/Mpc (7).
         alpha_c: suppression of cold matter (11).
         beta_c: its shift in the logarithm (12).
@@ -185,7 +185,7 @@ class AcousticScales:
         }
 
     def transfer(self, k: Array) -> Array:
-        """Transfer function at k in h/Mpc. Source: Eisenstein & Hu 1998, (16)-(24)."""
+        """Computes T(k), k in h/Mpc. Source: Eisenstein & Hu 1998, (16)-(24)."""
         xp = array_module(k)
         f = self.cosmology.baryon_fraction
         k = xp.maximum(k, 1e-30) * self.cosmology.h  # in 1/Mpc; k = 0 gives 1, the limit
@@ -205,7 +205,7 @@ class AcousticScales:
 
 
 def transfer_full(k: Array, c: Cosmology) -> Array:
-    """Transfer function with acoustic oscillations. Source: Eisenstein & Hu 1998, (16)-(24)."""
+    """Computes T(k) with acoustic oscillations. Source: Eisenstein & Hu 1998, (16)-(24)."""
     return AcousticScales(c).transfer(k)
 
 
@@ -217,9 +217,9 @@ TRANSFER: dict[str, Callable[[Array, Cosmology], Array]] = {
 
 
 def top_hat(x: Array) -> Array:
-    """Fourier transform of a ball of radius R at x = k R, 1 at x = 0."""
+    """Computes the Fourier transform of a ball of radius R at x = k R; it is 1 at x = 0."""
     xp = array_module(x)
-    # Below 0.02 the closed form loses its digits to cancellation; the series is good to 1e-12.
+    # Below 0.02 the closed form loses its digits to cancellation; the series is exact to 1e-12.
     safe = xp.maximum(x, 0.02)
     closed = 3 * (xp.sin(safe) - safe * xp.cos(safe)) / safe**3
     return xp.where(x < 0.02, 1 - x**2 / 10 + x**4 / 280, closed)
@@ -243,7 +243,7 @@ class LinearPower:
         self._transfer = TRANSFER[transfer]
 
     def __call__(self, k: Array) -> Array:
-        """P at the wavenumbers `k` (h/Mpc), in (Mpc/h)^3."""
+        """Computes P at the wavenumbers `k` (h/Mpc), in (Mpc/h)^3."""
         return self.amplitude * self._shape(k)
 
     @cached_property
@@ -252,7 +252,7 @@ class LinearPower:
         return (self.cosmology.sigma_8 / _sigma(self._shape, 8.0)) ** 2
 
     def sigma(self, radius: float) -> float:
-        """Rms of the linear density contrast in balls of `radius` (Mpc/h), today."""
+        """Computes the rms of the linear density contrast in balls of `radius` (Mpc/h), today."""
         return math.sqrt(self.amplitude) * _sigma(self._shape, radius)
 
     def _shape(self, k: Array) -> Array:
@@ -260,7 +260,7 @@ class LinearPower:
 
 
 def _sigma(power: Callable[[Array], Array], radius: float, points: int = 2001) -> float:
-    """sigma_R^2 = int dln k  k^3 P / (2 pi^2) W^2(kR); 501 points already give 1e-7."""
+    """Computes sigma_R: sigma_R^2 = int dln k  k^3 P / (2 pi^2) W^2(kR); 501 points give 1e-7."""
     log_k = np.linspace(math.log(1e-5), math.log(1e2), points)
     k = np.exp(log_k)
     integrand = k**3 * power(k) / (2 * math.pi**2) * top_hat(k * radius) ** 2
@@ -269,7 +269,7 @@ def _sigma(power: Callable[[Array], Array], radius: float, points: int = 2001) -
 
 
 def growth(z: float, omega_m: float, points: int = 2001) -> float:
-    """Linear growth D(z) / D(0) of a flat universe.
+    """Computes the linear growth D(z) / D(0) of a flat universe.
 
     D(a) ~ E(a) int_0^a da' / (a' E(a'))^3 with E^2 = omega_m a^-3 + 1 - omega_m (Heath 1977).
     """
@@ -277,12 +277,12 @@ def growth(z: float, omega_m: float, points: int = 2001) -> float:
 
 
 def growth_suppression(omega_m: float, points: int = 2001) -> float:
-    """D(a=1) of a flat universe over that of one with omega_m = 1. Source: Heath 1977."""
+    """Computes D(a=1) of a flat universe relative to omega_m = 1. Source: Heath 1977."""
     return 2.5 * omega_m * _growth_unscaled(1, omega_m, points)
 
 
 def growth_fit(z: float, omega_m: float) -> float:
-    """The fit of Carroll, Press & Turner 1992, (29), to D(z) / D(0); good to 0.2 %."""
+    """Computes the fit of Carroll, Press & Turner 1992, (29), to D(z) / D(0), to 0.2 %."""
 
     def suppression(a: float) -> float:
         e2 = omega_m / a**3 + 1 - omega_m

@@ -1,7 +1,7 @@
-"""From particles to a density on the grid: nearest grid point, and cloud in cell.
+"""Deposits particles on a grid as a density: by nearest grid point, or cloud in cell.
 
-The points of the grid lie at integer coordinates (in cells), where the particles' lattice lies as
-well: an undisturbed lattice gives exactly 1 everywhere. Source: Hockney & Eastwood 1988, ch. 5.
+Grid points are at integer coordinates (in cells), as are the points of the particles' lattice: an
+undisturbed lattice gives exactly 1 everywhere. Source: Hockney & Eastwood 1988, ch. 5.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Assignment = Literal["ngp", "cic"]
 def deposit(
     positions: Iterable[Array], width: int, xp: ModuleType, assignment: str = "ngp"
 ) -> Array:
-    """Particles per cell.
+    """Counts particles per cell.
 
     Args:
         positions: arrays [3, ...] of coordinates in cells, any real number (wrapped here).
         width: cells along a side (N).
         xp: the array module of `positions`.
-        assignment: "ngp", the nearest grid point: whole counts, the format of CosmoFlow; or
-            "cic", cloud in cell: each particle is a cube of one cell and shared by the 8 it meets.
-            A GPU sums clouds in no fixed order, so that they may differ in the last bit.
+        assignment: "ngp", the nearest grid point: integer counts, the format of CosmoFlow; or
+            "cic", cloud in cell: each particle is a cube of one cell, shared by up to 8 cells.
+            A GPU sums clouds in no fixed order, so that results may differ in the last bit.
 
     Returns:
-        [N, N, N]; int32 for "ngp", float64 for "cic". It sums to the number of particles.
+        [N, N, N]; int32 for "ngp", float64 for "cic". The sum is the number of particles.
 
     Raises:
         UsageError: no such assignment.
@@ -66,8 +66,8 @@ def _add_clouds(out: Array, x: Array, xp: ModuleType) -> None:
 def _add(out: Array, cells: Array, weight: Array | None, xp: ModuleType) -> None:
     """Adds particles at integer `cells` [3, n] into `out`.
 
-    A slab of the lattice stays near its planes, so the histogram covers the planes it reaches, not
-    the whole box: memory stays small however large the box is.
+    A slab of the lattice stays near its planes, so the histogram covers only the planes it reaches:
+    its memory does not grow with the depth of the box.
     """
     width = out.shape[0]
     if not cells.shape[1]:

@@ -1,7 +1,7 @@
-"""Random density fields on a periodic grid, and the particles that they move.
+"""Random density fields on a periodic grid, and the displacements of particles by them.
 
-One body runs on NumPy and on CuPy: every function takes its array module from the `Grid`. Fields
-are in `Grid.dtype`; Fourier transforms are those of `rfftn`, so their last axis is half.
+The same code runs on NumPy and CuPy: every function uses the array module of the `Grid`. Fields
+have `Grid.dtype`; Fourier transforms are those of `rfftn`, so their last axis is half.
 
 Sources:
     Zel'dovich 1970, A&A 5, 84; Bouchet, Colombi, Hivon & Juszkiewicz 1995, A&A 296, 575;
@@ -86,10 +86,10 @@ class Grid:
         )
 
     def by_mode(self, function: Callable[[Array], Array]) -> Array:
-        """A function of k, evaluated on the half transform's modes, in `dtype`.
+        """Evaluates a function of k on the half transform's modes, in `dtype`.
 
-        It is evaluated once for each of the 3 (N/2)^2 possible k^2 only: for 512^3 cells that is
-        0.3 % of the modes.
+        The function is evaluated only once for each of the 3 (N/2)^2 possible k^2: for 512^3 cells
+        that is 0.3 % of the modes.
         """
         nx, ny, nz = self.mode_numbers
         squares = nx * nx + ny * ny + nz * nz
@@ -97,30 +97,30 @@ class Grid:
         return function(k * self.fundamental).astype(self.dtype)[squares]
 
     def to_modes(self, values: Array) -> Array:
-        """Half Fourier transform of a real field, in this grid's precision."""
+        """Computes the half Fourier transform of a real field, in this grid's precision."""
         modes = self.xp.fft.rfftn(values)
         return modes.astype("complex64" if self.dtype == "float32" else "complex128", copy=False)
 
     def to_field(self, modes: Array) -> Array:
-        """Real field of a half Fourier transform, in this grid's precision."""
+        """Computes the real field of a half Fourier transform, in this grid's precision."""
         shape = (self.width,) * 3
         field = self.xp.fft.irfftn(modes, s=shape, axes=(0, 1, 2))
         return field.astype(self.dtype, copy=False)
 
 
 def white_noise(grid: Grid, generator: np.random.Generator) -> Array:
-    """Independent normal numbers, one a cell.
+    """Draws independent normal numbers, one per cell.
 
-    They are always drawn by NumPy on the host: so a seed means the same universe on CPU and GPU
-    (up to rounding). NumPy keeps a generator's bits the same for good, but may change how it makes
-    normal numbers of them; then the same seed gives another universe.
+    NumPy always draws them on the host, so that a seed means the same universe on CPU and GPU (up
+    to rounding). NumPy guarantees a generator's bits, but not how it makes normal numbers of them;
+    if that changes, the same seed gives another universe.
     """
     noise = generator.standard_normal((grid.width,) * 3, dtype=np.dtype(grid.dtype))
     return grid.xp.asarray(noise)
 
 
 def gaussian_modes(grid: Grid, noise: Array, power: Callable[[Array], Array]) -> Array:
-    """Modes of a Gaussian density contrast: delta_k = w_k sqrt(P(k) N^3 / L^3), delta_0 = 0.
+    """Computes modes of a Gaussian contrast: delta_k = w_k sqrt(P(k) N^3 / L^3), delta_0 = 0.
 
     Args:
         grid: the grid.
@@ -143,7 +143,7 @@ def gaussian_modes(grid: Grid, noise: Array, power: Callable[[Array], Array]) ->
 
 @dataclass(frozen=True)
 class Displacement:
-    """How far each particle moves from its lattice point, at D = 1.
+    """The displacement of each particle from its lattice point, at D = 1.
 
     The position at growth D is x = q + D Psi1 + (3/7) D^2 omega_m(z)^(-1/143) Psi2, modulo L.
 
@@ -158,12 +158,12 @@ class Displacement:
     second: Array
 
     def positions(self, growth: float, omega_m_z: float, slabs: int = 8) -> Iterator[Array]:
-        """Positions in cells, not wrapped, a slab of the lattice at a time.
+        """Computes positions in cells, not wrapped, one slab of the lattice at a time.
 
         Args:
             growth: D(z), 1 today.
             omega_m_z: matter density as a fraction of the critical one, at z.
-            slabs: in how many pieces to give them; what follows takes memory by the piece.
+            slabs: number of slabs; the caller needs memory for one at a time.
 
         Yields:
             [3, rows, N, N] for successive rows of lattice planes.
@@ -185,14 +185,14 @@ class Displacement:
 
 
 def displacement(grid: Grid, modes: Array) -> Displacement:
-    """Lagrangian perturbation theory to second order.
+    """Computes displacements by second-order Lagrangian perturbation theory.
 
     phi_k = -delta_k / k^2;  Psi1 = -grad phi;  S = sum_{i<j} (phi,ii phi,jj - phi,ij^2);
     Psi2_k = i k S_k / k^2.
 
     Args:
         grid: the grid.
-        modes: delta_k at D = 1; overwritten (with -phi_k), to save a field of memory.
+        modes: delta_k at D = 1; overwritten (with -phi_k), which saves the memory of one field.
     """
 
     def inverse_square(k: Array) -> Array:
@@ -210,7 +210,7 @@ def displacement(grid: Grid, modes: Array) -> Displacement:
 
 
 def _gradient(grid: Grid, modes: Array) -> Array:
-    """Field of i k u_k, [3, N, N, N]."""
+    """Computes the field of i k u_k, [3, N, N, N]."""
     out = grid.xp.empty((3, *(grid.width,) * 3), dtype=grid.dtype)
     for axis, k in enumerate(grid.derivatives):
         out[axis] = grid.to_field(modes * k * grid.xp.asarray(1j, dtype=modes.dtype))
@@ -218,9 +218,10 @@ def _gradient(grid: Grid, modes: Array) -> Array:
 
 
 def _second_order_source(grid: Grid, modes: Array) -> Array:
-    """S = sum_{i<j} (phi,ii phi,jj - phi,ij^2), for u_k = -phi_k in `modes`: phi,ij = k_i k_j u_k.
+    """Computes S = sum_{i<j} (phi,ii phi,jj - phi,ij^2) with phi,ij = k_i k_j u_k.
 
-    Even derivatives keep the Nyquist mode, mixed ones (odd in each axis) drop it.
+    `modes` holds u_k = -phi_k. Even derivatives keep the Nyquist mode, mixed ones (odd in each
+    axis) drop it.
     """
     even = [(n * grid.fundamental).astype(grid.dtype) ** 2 for n in grid.mode_numbers]
     trace = grid.to_field(modes * even[0])

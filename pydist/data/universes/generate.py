@@ -26,7 +26,7 @@ from pydist.errors import DataError, UsageError
 from pydist.owner import remove_temporaries
 
 Progress = Callable[[int, int, str], None]
-"""Called with (universes done, universes in all, what was just done), in the caller's thread."""
+"""Called with (universes done, universes in total, latest action), in the caller's thread."""
 
 
 def generate_universes(
@@ -34,15 +34,15 @@ def generate_universes(
 ) -> Manifest:
     """Makes a set of universes: HDF5 files and `dataset.json` in `out_dir`.
 
-    Every file appears whole or not at all, and the manifest last. A run that was interrupted can
-    be repeated: files that are there already, made with the same options and not damaged since, are
-    kept. Equal options give equal files, on any number of workers. One process at a time writes
-    to a folder; a second one is refused.
+    Files are written atomically, and the manifest last. An interrupted run can be repeated: it
+    keeps files that were made with the same options and are not damaged. Equal options give equal
+    files, on any number of workers. One process at a time may write to a folder; a second one is
+    refused.
 
     Args:
         out_dir: the folder, made if missing.
-        options: what to make.
-        progress: told after each universe.
+        options: of the set.
+        progress: called after each universe.
 
     Returns:
         The manifest that was written.
@@ -61,7 +61,7 @@ def generate_universes(
 
 
 def _generate(root: Path, options: UniverseOptions, progress: Progress | None) -> Manifest:
-    """See `generate_universes`; the folder is there, and held."""
+    """Does the work of `generate_universes` in an existing folder, with its lock held."""
     recipe = recipe_hash(options.recipe())
     before = _check_folder(root, options, recipe)
     files = MadeFiles(root, before)
@@ -88,7 +88,7 @@ def _generate(root: Path, options: UniverseOptions, progress: Progress | None) -
 
 @dataclass(frozen=True)
 class _Made:
-    """One universe's entry for the manifest, and its share of the statistics by channel."""
+    """One universe's entry for the manifest, and its sums for the statistics per channel."""
 
     files: tuple[DataFile, ...]
     split: str
@@ -99,7 +99,7 @@ class _Made:
 
 
 def _make(made: MadeFiles, options: UniverseOptions, recipe: str, index: int) -> _Made:
-    """Makes the files of one universe, unless they are there."""
+    """Makes the files of one universe, unless valid ones exist."""
     split = "train" if index < options.count - options.validation_count else "val"
     kept = _read_again(made, options, recipe, index)
     counts, contents = (simulate(options, index), {}) if kept is None else kept
@@ -129,7 +129,7 @@ def _make(made: MadeFiles, options: UniverseOptions, recipe: str, index: int) ->
 def _cut(
     options: UniverseOptions, index: int, counts: npt.NDArray[Any]
 ) -> Iterator[tuple[str, tuple[tuple[int, int, int], ...], npt.NDArray[Any]]]:
-    """The files of a universe: name, offsets of the samples in it, content [C, ...]."""
+    """Yields the files of a universe: name, offsets of its samples, content [C, ...]."""
     width, name = options.width, f"univ_{index:06d}"
     places = range(0, options.box, width)
     corners = tuple(itertools.product(places, places, places))
@@ -152,7 +152,7 @@ def _sample(
 def _image(
     options: UniverseOptions, recipe: str, parameters: Parameters, counts: npt.NDArray[Any]
 ) -> memoryview:
-    """The HDF5 file with `counts` [C, D, H, W], as it goes to disk."""
+    """Returns the bytes of the HDF5 file with `counts` [C, D, H, W]."""
     last = options.layout == "cosmoflow"
 
     def fill(file: h5py.File) -> None:
@@ -176,7 +176,7 @@ def _image(
 def _read_again(
     made: MadeFiles, options: UniverseOptions, recipe: str, index: int
 ) -> tuple[npt.NDArray[Any], dict[str, bytes]] | None:
-    """The counts in an earlier run's files and these files, if all are as they were made."""
+    """Returns the counts and bytes of an earlier run's files, if all are valid, else `None`."""
     contents = {}
     shape = (len(options.redshifts), *(options.box,) * 3)
     counts = np.empty(shape, dtype=options.dtype)
@@ -197,7 +197,7 @@ def _read_again(
 
 
 def _check_folder(root: Path, options: UniverseOptions, recipe: str) -> Manifest | None:
-    """Checks that the folder may be written; the manifest of the data set that is there now."""
+    """Checks that the folder may be written; returns the manifest of its present data set."""
     before = Manifest.load(root) if (root / FILE_NAME).exists() else None
     if before is not None and not options.overwrite and before.origin.get(RECIPE) != recipe:
         raise UsageError(

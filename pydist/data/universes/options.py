@@ -1,4 +1,4 @@
-"""What can be chosen about a set of synthetic universes."""
+"""The options of a set of synthetic universes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PARAMETER_BOXES: dict[str, tuple[tuple[float, float], ...]] = {
     "wide": ((0.30, 0.10), (0.80, 0.20), (0.96, 0.06), (70.0, 14.0)),
     "narrow": ((0.30, 0.05), (0.865, 0.085), (0.95, 0.05), (70.0, 10.0)),
 }
-"""Centre and half width of the targets' ranges, in the order of `TARGET_NAMES`.
+"""Center and half width of the targets' ranges, in the order of `TARGET_NAMES`.
 
-"wide" is this project's own choice: the ranges of the public 4-parameter set are not published in
-a source that was found. "narrow" is the box of the first CosmoFlow runs (2018), as recovered from
-the means and standard deviations in the code of NERSC/CosmoFlow.
+"wide" is this project's own choice: no published source was found for the ranges of the public
+4-parameter set. "narrow" is the box of the first CosmoFlow runs (2018), recovered from the means
+and standard deviations in the code of NERSC/CosmoFlow.
 """
 
 
@@ -31,8 +31,8 @@ class UniverseOptions:
     """A set of synthetic universes for CosmoFlow.
 
     Each universe is one periodic box, evolved by second-order Lagrangian perturbation theory from
-    one Gaussian field and seen at several redshifts (the channels). It is cut into samples. Cut a
-    big box rather than making small ones: waves longer than a sample, and its mean density, carry
+    one Gaussian field and observed at several redshifts (the channels). It is cut into samples. Cut
+    a big box rather than making small ones: waves longer than a sample, and its mean density, carry
     information that a small periodic box does not have.
 
     Attributes:
@@ -41,11 +41,11 @@ class UniverseOptions:
         box_width: voxels along a side of a box, a multiple of `width`; by default twice that. Each
             box gives (box_width / width)^3 samples, all with the box's parameters.
         cell: side of a voxel, 0.001 to 1000 Mpc/h (the public set has 1).
-        seed: universe i depends on (seed, i) alone, whatever the other options' order or `workers`.
+        seed: universe i depends only on (seed, i), whatever the other options' order or `workers`.
         validation: fraction of the universes that goes to the split "val"; no universe is in both.
-        layout: "channel-first" writes one file a sample, `full` [C, W, W, W]: a depth block is
-            one contiguous run a channel; the default, for training. "cosmoflow" is the layout of
-            the public data: one file a universe, `full` (B, B, B, C), channel last.
+        layout: "channel-first" writes one file per sample, `full` [C, W, W, W]: a depth block is
+            one contiguous run per channel; the default, for training. "cosmoflow" is the layout of
+            the public data: one file per universe, `full` (B, B, B, C), channel last.
         dtype: "int16", as the public data, or "float32", as LBANN's conversion.
         storage: "contiguous", or "chunked" with a checksum (fletcher32) in each chunk.
         compression: "gzip" for chunked storage, or "none".
@@ -54,7 +54,7 @@ class UniverseOptions:
         transfer: transfer function: "no-wiggle" or "full" (Eisenstein & Hu), or "bbks".
         assignment: "ngp" counts particles; "cic" is smoother and needs float32.
         device: "gpu" (CuPy), "cpu", or "auto": a GPU where CuPy finds one.
-        workers: universes made at a time, in threads; memory grows with it.
+        workers: number of universes made at a time, in threads; memory grows with it.
         overwrite: replace a data set that was made with other options.
     """
 
@@ -116,13 +116,13 @@ class UniverseOptions:
 
     @property
     def validation_count(self) -> int:
-        """Universes in "val": the fraction, rounded, at least one of each split if it can be."""
+        """Universes in "val": the fraction, rounded, with at least one in each split if possible."""
         if self.validation == 0 or self.count == 1:
             return 0
         return min(max(round(self.count * self.validation), 1), self.count - 1)
 
     def recipe(self) -> dict[str, Any]:
-        """The options that decide what is in a universe's files, and what they mean."""
+        """Returns the options that determine the content of a universe's files."""
         chosen = asdict(self)
         for name in ("count", "validation", "device", "workers", "overwrite"):
             del chosen[name]

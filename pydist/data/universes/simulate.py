@@ -1,4 +1,4 @@
-"""One universe: its parameters, drawn from the seed, and its particle counts at each redshift."""
+"""Simulates one universe: parameters drawn from the seed, and particle counts per redshift."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Parameters:
 
     Attributes:
         index: number of the universe in its set.
-        seed9: nine digits that name its initial phases, as the public files have.
-        unit: the targets, each in [-1, 1] over its range, float32 [4].
+        seed9: nine digits that name its initial phases, as in the public files.
+        unit: the targets, each scaled to [-1, 1] over its range, float32 [4].
         physical: the same in physical units, float32 [4].
     """
 
@@ -34,13 +34,13 @@ class Parameters:
 
     @property
     def cosmology(self) -> Cosmology:
-        """The universe they describe."""
+        """The universe with these parameters."""
         omega_m, sigma_8, n_s, h0 = (float(p) for p in self.physical)
         return Cosmology(omega_m, sigma_8, n_s, h0, OMEGA_B)
 
 
 def draw_parameters(options: UniverseOptions, index: int) -> Parameters:
-    """The parameters of universe `index`: p = centre + half width * unit, unit ~ U(-1, 1)^4."""
+    """Draws parameters of universe `index`: p = center + half width * unit, unit ~ U(-1, 1)^4."""
     sequence = _sequence(options, index, stream=0)
     generator = np.random.Generator(np.random.Philox(sequence))
     unit = generator.uniform(-1, 1, size=4).astype(np.float32)
@@ -50,14 +50,14 @@ def draw_parameters(options: UniverseOptions, index: int) -> Parameters:
 
 
 def simulate(options: UniverseOptions, index: int) -> npt.NDArray[np.int16 | np.float32]:
-    """Particles per voxel of universe `index` at each redshift, all from the same phases.
+    """Counts particles per voxel of universe `index` at each redshift, all from the same phases.
 
     Linear power spectrum, Gaussian field, second-order Lagrangian displacement, deposit; each
-    channel sums to box^3 particles. Below about 10 Mpc/h the result clusters less than gravity
-    would make it at z = 0, since particles cross and form no halos.
+    channel sums to box^3 particles. Below about 10 Mpc/h the result clusters less than under
+    gravity at z = 0, since particles cross and form no halos.
 
     Returns:
-        [redshifts, box, box, box] on the host, of the type that `options.dtype` names.
+        [redshifts, box, box, box] on the host, of `options.dtype`.
 
     Raises:
         UsageError: a voxel holds more particles than int16 can count.
@@ -84,7 +84,7 @@ def simulate(options: UniverseOptions, index: int) -> npt.NDArray[np.int16 | np.
 
 
 def choose_array_module(device: str) -> ModuleType:
-    """NumPy, or CuPy if `device` is "gpu", or "auto" with a GPU that CuPy can use.
+    """Returns NumPy, or CuPy if `device` is "gpu", or "auto" with a GPU that CuPy can use.
 
     Raises:
         UsageError: "gpu" where CuPy or a GPU is missing.

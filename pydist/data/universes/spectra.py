@@ -33,7 +33,7 @@ class Spectrum:
 def power_spectrum(
     grid: Grid, contrast: Array, window: int = 0, theory: Any | None = None
 ) -> Spectrum:
-    """P(k) = |delta_k|^2 L^3 / N^6 of a density contrast.
+    """Computes P(k) = |delta_k|^2 L^3 / N^6 of a density contrast.
 
     Args:
         grid: the grid.
@@ -43,14 +43,14 @@ def power_spectrum(
         theory: a P(k) to average over the same modes, for comparison without binning error.
 
     Returns:
-        One entry a bin, from the fundamental mode up to the Nyquist mode.
+        One entry per bin, from the fundamental mode up to the Nyquist mode.
     """
     xp, n = grid.xp, grid.width
     axes = grid.mode_numbers
     power = abs(grid.to_modes(contrast)).astype("float64") ** 2 * grid.volume / n**6
     for numbers in axes if window else ():
         power /= xp.sinc(numbers / n) ** (2 * window)
-    # Planes inside the half transform stand for their mirror images as well.
+    # Planes inside the half transform also represent their mirror images.
     inner = (axes[2] > 0) & (2 * axes[2] < n)
     weight = xp.broadcast_to(xp.where(inner, 2.0, 1.0), power.shape).ravel()
     k = grid.by_mode(lambda k: k).ravel()
@@ -66,6 +66,6 @@ def power_spectrum(
 
 
 def rms_in_spheres(grid: Grid, modes: Array, radius: float) -> float:
-    """Rms of a density contrast after averaging over balls of `radius` (Mpc/h); sigma_8 for 8."""
+    """Computes the rms of a contrast averaged over balls of `radius` (Mpc/h); sigma_8 for 8."""
     smooth = grid.to_field(modes * grid.by_mode(lambda k: top_hat(k * radius)))
     return math.sqrt(float((smooth.astype("float64") ** 2).mean()))

@@ -1,1 +1,1 @@
-"""Convolutions and transposed ones: by correction, on the shard, or from gathered inputs."""
+"""Convolution and transposed convolution: by correction, on the shard, or on gathered inputs."""

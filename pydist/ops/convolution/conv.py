@@ -1,4 +1,4 @@
-"""Convolution of sharded tensors: by correction where blocks line up, else by gathering."""
+"""Convolution of sharded tensors: by correction if the blocks are aligned, else by gathering."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pydist.ops.convolution.local_conv import (
     without_autocast,
 )
 from pydist.ops.dtypes import require_same
-from pydist.ops.fusion.bias import bias_behind
+from pydist.ops.fusion.bias import deferred_bias
 from pydist.ops.fusion.relu import ConvOutputs
 from pydist.ops.placement import choose_layout, conv_workload
 from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
@@ -42,10 +42,10 @@ def conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> ShardedTensor:
-    """Convolution in 1, 2 or 3 dims; a batch dim is required.
+    """Computes a convolution in 1, 2 or 3 dims; a batch dim is required.
 
-    Source: Oyama et al., hybrid-parallel training of 3D CNNs (spatial partitioning); the
-    correction is linearity: a convolution of a sum is the sum of convolutions.
+    Source: Oyama et al., hybrid-parallel training of 3D CNNs (spatial partitioning). The correction
+    uses linearity: a convolution of a sum is the sum of convolutions.
     """
     function = _FUNCTIONS[dims]
     if not isinstance(input, ShardedTensor):
@@ -62,7 +62,7 @@ def conv(
     out = plan_window(input._layout, window, weight.shape[0]).out
     weight, bias = parameter_for(weight, out), parameter_for(bias, out)
     local = local_of(input)
-    # Autocast's rule for convolutions, applied here: halos have to travel in the same type.
+    # Autocast's rule for convolutions, applied here because halos must have the same dtype.
     local, weight, bias = in_autocast_type(local, weight, bias)
     require_same(function, local, weight, bias)
     plan = _plan(input._layout, window, tuple(weight.shape), groups, local)
@@ -74,7 +74,7 @@ def conv(
 
 
 class _ConvPlan:
-    """How one convolution is computed: whole, by correction, or from a gathered input."""
+    """Plan of one convolution: on the shard, by correction, or on a gathered input."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class _ConvPlan:
         self._plan = plan_window(layout, window, weight[0])
         self.out = self._plan.out
         aligned = lines_up(self._plan)
-        symmetric = all(before == after for before, after in window.padding)
+        is_symmetric = all(before == after for before, after in window.padding)
         pads = tuple(before for before, _ in window.padding)
-        in_place = aligned or (self._plan.is_whole and symmetric)
+        in_place = aligned or (self._plan.is_whole and is_symmetric)
         shapes = [box.shape for box in layout.boxes] if in_place else self._plan.gathered_shapes
         stride, dilation = window.stride, window.dilation
         used = pads if in_place else (0,) * len(pads)
         if len(pads) == 1:
-            # `local_conv` adds a dim: oneDNN has none, and torch's own way there may be wrong.
+            # `local_conv` adds a dim: oneDNN has no 1D form, and torch's own kernel may be wrong.
             shapes = [(*shape[:2], 1, *shape[2:]) for shape in shapes]
             weight = (*weight[:2], 1, *weight[2:])
             stride, used, dilation = (1, *stride), (0, *used), (1, *dilation)
@@ -130,9 +130,9 @@ class _ConvPlan:
         )
         if self._in_place:
             local = local_of(input)
-            behind = bias_behind(local, bias)
-            shard = compute(local, adds_bias=behind is None)
-            return shard, ConvOutputs(shard, behind)
+            late = deferred_bias(local, bias)
+            shard = compute(local, adds_bias=late is None)
+            return shard, ConvOutputs(shard, late)
         channels_last = self._chooser.kernels_ahead(local_of(input), weight).channels_last
         shard = self._plan.apply(compute, input, channels_last=channels_last)
         return shard, ConvOutputs(shard)
@@ -154,7 +154,7 @@ def _padding(
     if padding == "valid":
         return ((0, 0),) * dims
     if padding == "same":
-        # As torch does: where the total is odd, the larger half comes after.
+        # As torch does: if the total is odd, the larger half is after the input.
         totals = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
         return tuple((t // 2, t - t // 2) for t in totals)
     return symmetric(as_tuple(padding, dims))  # type: ignore[arg-type]

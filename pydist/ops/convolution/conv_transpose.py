@@ -1,8 +1,8 @@
-"""Transposed convolution of sharded tensors, of any stride and kernel, overlapping ones included.
+"""Transposed convolution of sharded tensors, of any stride and kernel, with overlapping windows.
 
-Where a shard holds all inputs that its outputs need (kernel = stride) nothing is exchanged; where
-blocks line up the slabs of neighbors are added to what the shard gives; else the inputs are
-gathered first.
+If a shard holds all inputs that its outputs need (kernel = stride), nothing is exchanged. If the
+blocks are aligned, the contributions of neighbors' slabs are added to the shard's result. Otherwise
+the inputs are gathered first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def conv_transpose(
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
 ) -> ShardedTensor:
-    """Transposed convolution in 1, 2 or 3 dims; a batch dim is required.
+    """Computes a transposed convolution in 1, 2 or 3 dims; a batch dim is required.
 
     Each part's outputs begin at its first input × stride (`TransposedWindow.layout`).
 
@@ -70,7 +70,7 @@ def conv_transpose(
         *(as_tuple(each, dims) for each in (stride, padding, output_padding, dilation)),
     )
     _check(layout, window, tuple(weight.shape), groups)
-    # Autocast's rule for convolutions, applied here: halos have to travel in the same type.
+    # Autocast's rule for convolutions, applied here because halos must have the same dtype.
     (local,) = in_autocast_type(local_of(input))
     plan = _plan(layout, window, tuple(weight.shape), groups, local)
     weight, bias = parameter_for(weight, plan.out), parameter_for(bias, plan.out)
@@ -98,7 +98,7 @@ def _check(layout: Layout, window: TransposedWindow, weight: tuple[int, ...], gr
 
 
 class _TransposedPlan:
-    """How one transposed convolution is computed: on the shard, by correction, or by gathering.
+    """Plan of one transposed convolution: on the shard, by correction, or by gathering.
 
     Attributes:
         out: layout of the result.
@@ -150,7 +150,7 @@ class _TransposedPlan:
         if out.empty:
             x, starts, extents = _one_input(x), [0] * len(extents), [1] * len(extents)
         y = local_transposed(x, weight, bias, self._chooser, layout.mesh, starts, extents)
-        # Not a view: what is done to one in place has other nodes than the other ranks have.
+        # Not a view: an in-place op on a view records other nodes than on the other ranks.
         return y[:0].reshape(out.shape).clone() if out.empty else y, NOTHING
 
     @cached_property
@@ -158,7 +158,7 @@ class _TransposedPlan:
         return BoxGatherer(self._layout, self._needed)
 
     def _recomputed(self, groups: int, x: Tensor, weight: Tensor) -> Tensor:
-        """This rank's outputs without bias, from gathered inputs."""
+        """Computes this rank's outputs without bias, from gathered inputs."""
         window, out = self._window, self.out.box
         source = self._needed[self._layout.mesh.sample_index]
         starts = [
@@ -181,7 +181,7 @@ def _problem(
     pieces: Sequence[Piece],
     has_onednn: bool,
 ) -> ConvProblem:
-    """Describes the convolution whose adjoint a rank's library call is; see `_one_input`."""
+    """Describes the convolution whose adjoint is a rank's library call; see `_one_input`."""
     extents = [piece.extent for piece in pieces]
     padding = [piece.padding for piece in pieces]
     if out.empty:
@@ -189,7 +189,7 @@ def _problem(
     stride, dilation = window.stride, window.dilation
     more: tuple[int, ...] = ()
     if len(pieces) == 1:
-        # oneDNN has no form with one dim, and torch's own way there may be wrong.
+        # oneDNN has no 1D form, and torch's own kernel may be wrong.
         more, stride, padding, dilation = (1,), (1, *stride), [0, *padding], (1, *dilation)
     return ConvProblem(
         (max(1, source.shape[0]), weight[1] * groups, *more, *extents),
@@ -199,9 +199,9 @@ def _problem(
 
 
 def _one_input(x: Tensor) -> Tensor:
-    """Returns one input voxel, so that a rank without outputs runs the nodes that others run.
+    """Returns one input voxel, so that a rank without outputs runs the same nodes as others.
 
-    Else its hooks would not fire in backward, and the job would hang.
+    Otherwise its hooks would not fire in backward, and the job would hang.
     """
     for dim in range(2, x.dim()):
         x = x.narrow(dim, 0, min(1, x.shape[dim]))

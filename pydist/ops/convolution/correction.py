@@ -1,13 +1,14 @@
-"""Convolution and transposed convolution by correction: the shard first, then the slabs.
+"""Convolution and transposed convolution by correction: first the shard, then the halo slabs.
 
-Convolution is linear, so y = conv(own shard, zero padded) + Σ conv(halo slab). The main call starts
-at once, on the unpadded shard, while the halos travel; then each slab is convolved into the
-boundary planes that it reaches. Backward has the same shape: the slabs of dL/dy travel while the
-main dgrad and wgrad run. No padded copy of the activation is made, no plane is computed twice.
+Convolution is linear, so y = conv(own shard, zero padded) + Σ conv(halo slab). The main call runs
+immediately on the unpadded shard, while the halos are in flight. Then each slab is convolved into
+the boundary planes that it reaches. Backward works the same way: the slabs of dL/dy are in flight
+while the main dgrad and wgrad run. No activation is copied for padding, and no plane is computed
+twice.
 
-A transposed convolution is the adjoint of a convolution, and runs as that one backwards
-(`CorrectionPlan.is_adjoint`): its main call is that one's dgrad, its slabs are those of that one's
-dL/dy, and its gradients are that one's forward and wgrad.
+A transposed convolution is the adjoint of a convolution, and runs that convolution backward
+(`CorrectionPlan.is_adjoint`): its main call is the convolution's dgrad, its slabs are those of the
+convolution's dL/dy, and its gradients are the convolution's forward and wgrad.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pydist.exchange.function import ExchangeFunction
 from pydist.ops.convolution.correction_plan import CorrectionPlan
 from pydist.ops.convolution.local_conv import apart, bias_gradient, with_bias
 from pydist.ops.convolution.slab_kernels import SlabKernels, as_read
-from pydist.ops.fusion.bias import bias_behind
+from pydist.ops.fusion.bias import deferred_bias
 from pydist.ops.fusion.handover import hook_on_saved
 from pydist.ops.fusion.relu import ConvOutputs
 from pydist.partition import Box
@@ -57,8 +58,8 @@ class _Corrected(ExchangeFunction):
         halo = exchanges.grad_halo if plan.is_adjoint else exchanges.halo
         y = exchanges.corrected(halo, x, outputs, add)
         ctx.plan, ctx.mesh, ctx.kernels, ctx.slab_kernels = plan, plan.mesh, kernels, slab_kernels
-        # The bias may change, as with torch. A checkpoint saves as many tensors when it computes
-        # this again, though the weight may be frozen then.
+        # The bias is not saved: it may change, as with torch. Under a checkpoint slabs are always
+        # saved, as the recomputation must save as many tensors even if the weight is frozen then.
         keeps_slabs = ctx.needs_input_grad[1] or hook_on_saved() is not None
         ctx.save_for_backward(x, weight, *(slabs if keeps_slabs else ()))
         return y
@@ -68,7 +69,7 @@ class _Corrected(ExchangeFunction):
         x, weight, *slabs = saved
         needed, rest = ctx.needs_input_grad, (None,) * 4
         if torch.is_grad_enabled():
-            # With a graph of its own: computes anew by the general path, and differentiates that.
+            # Double backward: recomputes by the general path, and differentiates the result.
             x, weight = apart(x, weight, needed)
             y = ctx.plan.recompute(x, weight)
             return (*with_bias(y, (x, weight), needed, grad), *rest)
@@ -79,7 +80,7 @@ class _Corrected(ExchangeFunction):
 
         def gradients() -> Tensor:
             nonlocal grad_weight
-            if for_weight:  # first: the halo has the longer to travel
+            if for_weight:  # first, to overlap more of the halo exchange
                 grad_weight = _weight_gradient(ctx, x, grad, weight, slabs)
             with plan.mesh.session.timers.measure("dgrad"):
                 if plan.is_adjoint:
@@ -102,7 +103,7 @@ class _Corrected(ExchangeFunction):
 def _weight_gradient(
     ctx: Any, x: Tensor, grad: Tensor, weight: Tensor, slabs: list[Tensor]
 ) -> Tensor:
-    """dL/dweight from the shards of x and dL/dy, and the slabs of x that forward received."""
+    """Computes dL/dweight from the shards of x and dL/dy, and the slabs received in forward."""
     plan: CorrectionPlan = ctx.plan
     timers, exchanges = plan.mesh.session.timers, plan.plan.exchanges(ctx.kernels.channels_last)
     halo = exchanges.grad_halo if plan.is_adjoint else exchanges.halo
@@ -124,22 +125,22 @@ def _weight_gradient(
 def corrected(
     x: Tensor, weight: Tensor, bias: Tensor | None, plan: CorrectionPlan
 ) -> tuple[Tensor, ConvOutputs]:
-    """This rank's part of a convolution, from its shard and the slabs of its neighbors.
+    """Computes this rank's part of a convolution from its shard and its neighbors' slabs.
 
     Args:
         x: the shard [N, Ci, D, H, W].
-        weight: [Co, Ci / groups, kD, kH, kW]; of a transposed one [Ci, Co / groups, kD, kH, kW].
+        weight: [Co, Ci / groups, kD, kH, kW]; if transposed, [Ci, Co / groups, kD, kH, kW].
         bias: [Co] or `None`.
-        plan: of this convolution; blocks and windows line up.
+        plan: of this convolution, whose blocks and windows are aligned.
 
     Returns:
         The shard [N, Co, D', H', W'] of the result, and its state: a bias is added later on CUDA.
     """
     chooser = plan.chooser
     kernels = (chooser.kernels_ahead if plan.is_adjoint else chooser.kernels)(x, weight)
-    # Here, and not in the function: what that saves has to be its input.
+    # Outside of the autograd function, which must save its own inputs.
     x = kernels.in_format(x)
     slab_kernels = plan.slab_chooser.kernels(x, weight, kernels.channels_last)
-    behind = bias_behind(x, bias)
-    y = _Corrected.apply(x, weight, bias, plan, kernels, slab_kernels, behind is None)
-    return y, ConvOutputs(y, behind)
+    late = deferred_bias(x, bias)
+    y = _Corrected.apply(x, weight, bias, plan, kernels, slab_kernels, late is None)
+    return y, ConvOutputs(y, late)

@@ -1,4 +1,4 @@
-"""Plan of a convolution by correction, and where it is possible."""
+"""Plan of a convolution by correction, and the test whether it is possible."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pydist.partition import Box
 
 
 class CorrectionPlan:
-    """What a convolution by correction needs to know: who computes what, and how.
+    """Plan of a convolution by correction: the boxes of inputs and outputs, and the kernels.
 
     Args:
-        plan: who computes which outputs, of the convolution.
+        plan: the window plan of the convolution.
         groups: of channels.
         chooser: of the main convolution, on this rank's shard.
-        recompute: the same of a shard and a weight by the general path, without bias, for
-            gradients of gradients.
-        is_adjoint: whether the convolution is run backwards, as a transposed one.
+        recompute: computes the convolution of a shard and a weight by the general path, without
+            bias, for double backward.
+        is_adjoint: whether the convolution runs backward, as a transposed one.
 
     Attributes:
-        inputs: box of this rank's shard of what is mapped.
-        outputs: of the result.
-        roles: what the slabs' kernels do forward, and for dL/dx.
+        inputs: box of this rank's shard of the input.
+        outputs: box of this rank's shard of the result.
+        roles: roles of the slab kernels in forward, and for dL/dx.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CorrectionPlan:
 
 
 def lines_up(plan: WindowPlan) -> bool:
-    """Whether a convolution of its shard gives every rank its outputs, each at its place."""
+    """Returns whether a convolution of the shard gives exactly the rank's outputs, on all ranks."""
     return len(plan.window.kernel) == 3 and all(
         _lines_up(plan.window, own, out)
         for own, out in zip(plan.layout.boxes, plan.out.boxes, strict=True)

@@ -1,4 +1,4 @@
-"""The convolution of what one rank holds, with nothing to exchange."""
+"""Rank-local convolution, without communication."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from pydist.timers import Timers
 
 
 class ConvChooser:
-    """Finds the kernels of one convolution when it first runs, and keeps them.
+    """Chooser of the kernels of one convolution, made when it first runs and then cached.
 
-    On a device there is one kernel, torch's, which takes either memory format: that of the first
-    operands stays, as it does with torch.
+    On a GPU there is one kernel, torch's, which accepts either memory format. The format of the
+    first operands is kept, as in torch.
 
     Args:
-        problems: what each rank of the sample group computes.
+        problems: the convolution of each rank of the sample group.
         mesh: the mesh.
     """
 
@@ -40,11 +40,11 @@ class ConvChooser:
         self._chosen: ConvKernels | None = None
 
     def kernels(self, x: Tensor, weight: Tensor) -> ConvKernels:
-        """The kernels. Collective over the sample group, as the convolution itself is."""
+        """Returns the kernels. Collective over the sample group, like the convolution itself."""
         if self._chosen is None and self._ruled.problem.device != "cpu":
             self._chosen = self._of_device(x, weight)
         if self._chosen is None:
-            # Evaluation takes what is remembered, and else has no choice worth measuring.
+            # Evaluation uses tuned kernels if there are any; otherwise tuning is not worthwhile.
             learns = torch.is_grad_enabled() and weight.requires_grad
             tuner = autotuner_of(self._mesh)
             self._chosen = choose(tuner, self._problems, self._mesh.sample, x, weight, learns)
@@ -54,8 +54,8 @@ class ConvChooser:
         """Returns the kernels before the input exists; measures, if at all, on an input of ones.
 
         Args:
-            shard: that the input is made from.
-            weight: as of `kernels`.
+            shard: the shard from which the input is made.
+            weight: as in `kernels`.
         """
         problem = self._ruled.problem
         if self._chosen is None and problem.device != "cpu":
@@ -66,17 +66,17 @@ class ConvChooser:
         return self.kernels(ones, weight.view(problem.weight))
 
     def _of_device(self, x: Tensor, weight: Tensor) -> ConvKernels:
-        lies = all_channels_last(x, self._mesh, weight)
-        # cuDNN has none of these in float64.
+        is_last = all_channels_last(x, self._mesh, weight)
+        # cuDNN has no channels-last kernels in float64.
         keeps = self._ruled.problem.dtype != torch.float64
-        return replace(self._ruled, channels_last=lies and keeps)
+        return replace(self._ruled, channels_last=is_last and keeps)
 
 
 def onednn_on_all(local: Tensor, mesh: Mesh) -> bool:
-    """Whether oneDNN takes the dtype of a shard on the machines of all ranks of the sample group.
+    """Returns whether oneDNN supports the shard's dtype on all ranks of the sample group.
 
-    An exchange of the group, the first time: the memory format in which halos travel follows from
-    it, and processors may differ.
+    The first call is collective over the group: the memory format of the halos depends on it, and
+    processors may differ.
     """
     if local.dtype != torch.bfloat16 or local.device.type != "cpu":
         return True
@@ -100,7 +100,7 @@ class _LocalConv(Function):
         adds_bias: bool,
     ) -> Tensor:
         ctx.kernels, ctx.mesh = kernels, mesh
-        ctx.save_for_backward(x, weight)  # the bias may change, as with torch
+        ctx.save_for_backward(x, weight)  # not the bias, which may change, as in torch
         with mesh.session.timers.measure("convolution"):
             return kernels.run_forward(x, with_dims(weight, x), bias if adds_bias else None)
 
@@ -123,15 +123,15 @@ class _LocalConv(Function):
 
 
 def with_dims(weight: Tensor, x: Tensor) -> Tensor:
-    """The weight with a dim of 1 before the only spatial one, if x has that.
+    """Returns the weight, with a dim of 1 before its only spatial dim if x has such a dim.
 
-    Made within autograd functions, as what these save has to be the parameter itself.
+    Called within autograd functions, which must save the parameter itself.
     """
     return weight if weight.dim() == x.dim() else weight.unsqueeze(2)
 
 
 def in_autocast_type(*tensors: Tensor | None) -> list[Any]:
-    """Operands of a convolution in the type that autocast gives them, where it is on."""
+    """Converts operands of a convolution to autocast's dtype, if autocast is on."""
     given = next((t for t in tensors if t is not None), None)
     if given is None or not torch.is_autocast_enabled(given.device.type):
         return list(tensors)
@@ -143,7 +143,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Returns a context manager that turns autocast off."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
-    return nullcontext()  # opened in a tenth of the time
+    return nullcontext()  # takes a tenth of the time to enter
 
 
 def gradients(
@@ -154,7 +154,7 @@ def gradients(
     needed: Sequence[bool],
     timers: Timers,
 ) -> list[Tensor | None]:
-    """dL/dx, dL/dweight and dL/dbias of a convolution, each if it is needed."""
+    """Computes dL/dx, dL/dweight and dL/dbias of a convolution, each if it is needed."""
     grad = kernels.in_format(grad)
     grad_x = grad_weight = None
     if needed[0]:
@@ -167,15 +167,15 @@ def gradients(
 
 
 def bias_gradient(grad: Tensor) -> Tensor:
-    """The sum over all dims but the channels."""
+    """Returns the sum over all dims except the channels."""
     return grad.sum([0, *range(2, grad.dim())])
 
 
 def apart(x: Tensor, weight: Tensor, needed: Sequence[bool]) -> tuple[Tensor, Tensor]:
     """Makes views of saved operands, from which double backward recomputes the result.
 
-    They are views: of x and weight either may be computed from the other. An operand that was
-    frozen after the forward pass is one that trains: torch forms its gradient as well, for hooks.
+    They are views because x may be computed from the weight, or the weight from x. An operand that
+    was frozen after the forward pass is unfrozen: torch computes its gradient as well, for hooks.
     """
     x, weight = (
         t.detach().requires_grad_() if need and not t.requires_grad else t.view_as(t)
@@ -196,17 +196,17 @@ def differentiable(
 def with_bias(
     y: Tensor, inputs: Sequence[Tensor | None], needed: Sequence[bool], grad: Tensor
 ) -> list[Tensor | None]:
-    """Computes differentiable gradients of a convolution: for x, the weight and the bias.
+    """Computes differentiable gradients of a convolution: of x, the weight and the bias.
 
     Args:
-        y: the convolution without its bias, computed anew from `inputs`.
+        y: the convolution without its bias, recomputed from `inputs`.
         inputs: x and the weight.
-        needed: whether the gradient is needed: of x, of the weight, of the bias.
+        needed: whether the gradients of x, the weight and the bias are needed.
         grad: dL/dy.
     """
     grads = differentiable(y, inputs, needed, grad)
     if not y.numel():
-        # Of nothing torch's convolution has no further derivatives; other ranks have them.
+        # torch's convolution of an empty tensor has no second derivatives; other ranks have them.
         zero = sum(t.sum() * 0 for t in (*inputs, grad) if t is not None)
         grads = [None if g is None else g + zero for g in grads]
     return [*grads, bias_gradient(grad) if needed[2] else None]
@@ -215,9 +215,9 @@ def with_bias(
 def unpadded_conv(
     x: Tensor, weight: Tensor, stride: Sequence[int], dilation: Sequence[int], groups: int
 ) -> Tensor:
-    """A convolution by torch, without its bias, for gradients of gradients.
+    """Computes a convolution without bias by torch, for double backward.
 
-    It is given no padding and no narrow type: oneDNN's gradients may be wrong with them.
+    It runs without padding and not in narrow dtypes: oneDNN's gradients may be wrong with them.
     """
     if x.dtype.itemsize < 4:
         wide = unpadded_conv(x.float(), weight.float(), stride, dilation, groups)
@@ -234,15 +234,15 @@ def local_conv(
     mesh: Mesh,
     adds_bias: bool = True,
 ) -> Tensor:
-    """A convolution of whole inputs, with zero padding as the chooser's problem says.
+    """Computes a rank-local convolution, with the zero padding of the chooser's problem.
 
     Args:
         x: [N, Ci, ...] with one to three spatial dims.
         weight: [Co, Ci / groups, ...].
         bias: [Co] or `None`.
-        chooser: of this convolution; with one spatial dim, of that with a dim of 1 before it.
+        chooser: of this convolution; with one spatial dim, of the 2D one with a dim of 1 before it.
         mesh: the mesh.
-        adds_bias: if not, the caller does so, and only the gradients are here.
+        adds_bias: whether to add the bias; if not, the caller does, and only its gradient is here.
 
     Returns:
         [N, Co, ...], channels-last where that was chosen.
@@ -251,6 +251,6 @@ def local_conv(
         y = local_conv(x.unsqueeze(2), weight, bias, chooser, mesh, adds_bias)
         return as_result(y.squeeze(2))
     kernels = chooser.kernels(x, with_dims(weight, x))
-    # Here, and not in the function: what that saves has to be its input.
+    # Outside of the autograd function, which must save its own inputs.
     x = kernels.in_format(x)
     return _LocalConv.apply(x, weight, bias, kernels, mesh, adds_bias)

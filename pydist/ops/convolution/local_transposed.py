@@ -1,7 +1,7 @@
-"""The transposed convolution of what one rank holds, with nothing to exchange.
+"""Rank-local transposed convolution, without communication.
 
-It is the adjoint of a convolution, so its forward is that one's dgrad, its dL/dx that one's forward
-and its dL/dweight that one's wgrad with exchanged roles.
+It is the adjoint of a convolution: its forward is the convolution's dgrad, its dL/dx the
+convolution's forward, and its dL/dweight the convolution's wgrad with swapped operands.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class _LocalTransposed(Function):
     ) -> Tensor:
         ctx.kernels, ctx.mesh = kernels, mesh
         ctx.starts, ctx.extents = starts, extents
-        ctx.save_for_backward(x, weight)  # the bias may change, as with torch
+        ctx.save_for_backward(x, weight)  # not the bias, which may change, as in torch
         with mesh.session.timers.measure("convolution"):
             y = kernels.run_transposed(x, with_dims(weight, x), bias)
             y = kernels.in_format(_cut(y, starts, extents))
-            # Of a view made in here torch allows no change in place.
+            # torch allows no in-place change of a view made in an autograd function.
             return y.clone() if y._is_view() else y
 
     @staticmethod
@@ -85,10 +85,10 @@ def transposed_by_torch(
     starts: Sequence[int],
     extents: Sequence[int],
 ) -> Tensor:
-    """A transposed convolution by torch, for gradients of gradients: without padding, then cut.
+    """Computes an interval of a transposed convolution by torch, for double backward.
 
-    As with convolution, it leaves the bias out, and oneDNN's gradients may be wrong with padding
-    and in narrow types.
+    As in `unpadded_conv`, it runs without bias, without padding and not in narrow dtypes, with
+    which oneDNN's gradients may be wrong. The result is cut afterwards.
     """
     if x.dtype.itemsize < 4:
         attributes = stride, dilation, groups, starts, extents
@@ -103,7 +103,7 @@ def transposed_by_torch(
 
 
 def _cut(y: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
-    """An interval of every spatial dim."""
+    """Returns an interval of each spatial dim."""
     for dim, (start, extent) in enumerate(zip(starts, extents, strict=True), start=2):
         if extent != y.shape[dim]:
             y = y.narrow(dim, start, extent)
@@ -111,7 +111,7 @@ def _cut(y: Tensor, starts: Sequence[int], extents: Sequence[int]) -> Tensor:
 
 
 def _uncut(grad: Tensor, starts: Sequence[int], whole: Sequence[int]) -> Tensor:
-    """The adjoint of `_cut`, in the same memory format."""
+    """Computes the adjoint of `_cut`, in the same memory format."""
     sizes = zip(starts, grad.shape[2:], whole, strict=True)
     beyond = [(start, n - start - extent) for start, extent, n in sizes]
     if not any(map(any, beyond)):
@@ -128,17 +128,17 @@ def local_transposed(
     starts: Sequence[int],
     extents: Sequence[int],
 ) -> Tensor:
-    """An interval of a transposed convolution, with nothing to exchange.
+    """Computes an interval of a rank-local transposed convolution.
 
     Args:
         x: [N, Ci, ...] with one to three spatial dims.
         weight: [Ci, Co / groups, ...].
         bias: [Co] or `None`.
-        chooser: of the convolution that leads back; with one spatial dim, of that with a dim of 1
+        chooser: of the adjoint convolution; with one spatial dim, of the 2D one with a dim of 1
             before it.
         mesh: the mesh.
-        starts: the first output that is wanted, a spatial dim.
-        extents: how many are wanted.
+        starts: first output to return, per spatial dim.
+        extents: number of outputs to return, per spatial dim.
 
     Returns:
         [N, Co, *extents], channels-last where that was chosen.
@@ -148,6 +148,6 @@ def local_transposed(
         y = local_transposed(x.unsqueeze(2), weight, bias, chooser, mesh, *wanted)
         return as_result(y.squeeze(2))
     kernels = chooser.kernels_ahead(x, weight)
-    # Here, and not in the function: what that saves has to be its input.
+    # Outside of the autograd function, which must save its own inputs.
     x = kernels.in_format(x)
     return _LocalTransposed.apply(x, weight, bias, kernels, mesh, starts, extents)

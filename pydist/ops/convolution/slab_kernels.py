@@ -1,4 +1,4 @@
-"""The kernels that add the slabs' parts of one convolution by correction."""
+"""Kernels that add the contributions of halo slabs to a convolution by correction."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pydist.partition import Box
 
 
 def as_read(weight: Tensor) -> Tensor:
-    """The weight, or its gradient, as the slabs' kernels go through it.
+    """Returns the weight, or its gradient, in the memory layout that the slab kernels read.
 
-    On a CPU its rows lie together. Tensor cores read channels that lie together, as the activations
-    do: there it stays as it is.
+    On a CPU it is contiguous. Tensor cores read contiguous channels, as in the activations, so on
+    a GPU it keeps its layout.
     """
     return weight if weight.is_cuda else weight.contiguous()
 
 
 class SlabKernels:
-    """The kernel of every slab, by role.
+    """Kernels of all slabs, by role.
 
     Args:
-        problems: by role, one a slab.
+        problems: by role, one per slab.
         names: of the kernels, in the same order, role by role.
     """
 
@@ -41,19 +41,19 @@ class SlabKernels:
         self, role: str, slab: int, first: Tensor, second: Tensor, target: Tensor,
         first_lo: Sequence[int], target_lo: Sequence[int],
     ) -> None:  # fmt: skip
-        """Adds the part of slab number `slab` to `target`; see `pydist.backend.slabs.run`."""
+        """Adds slab number `slab`'s contribution to `target`; see `pydist.backend.slabs.run`."""
         problem, name = self._problems[role][slab], self._names[role][slab]
         run(name, problem, first, second, target, first_lo, target_lo)
 
 
 class SlabChooser:
-    """Finds the kernels of one convolution's slabs when it first runs, and keeps them.
+    """Chooser of the kernels of one convolution's slabs, made when it first runs and then cached.
 
     Args:
         plan: of the convolution.
         padding: before each spatial dim.
         groups: of channels.
-        is_adjoint: whether the convolution is run backwards, as a transposed one.
+        is_adjoint: whether the convolution runs backward, as a transposed one.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class SlabChooser:
         self._chosen: SlabKernels | None = None
 
     def kernels(self, x: Tensor, weight: Tensor, channels_last: bool) -> SlabKernels:
-        """The kernels. Collective over the sample group, as the convolution itself is.
+        """Returns the kernels. Collective over the sample group, like the convolution itself.
 
         Args:
             x: this rank's shard.
-            weight: as of the convolution.
+            weight: of the convolution.
             channels_last: the memory format of activations.
         """
         if self._chosen is not None:

@@ -1,8 +1,8 @@
-"""The geometry of transposed convolution: who computes which outputs from what.
+"""Geometry of transposed convolution: each rank's outputs, and the inputs they need.
 
 Input i contributes to the outputs i * stride - padding + k * dilation, 0 <= k < kernel. So the
-adjoint is the convolution of the same window, and what a rank needs, forward and backward, is what
-that convolution exchanges backward and forward (`WindowPlan`).
+adjoint is the convolution with the same window. The forward and backward exchanges are that
+convolution's backward and forward exchanges (`WindowPlan`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pydist.partition import Box, Partition
 
 
 class Piece(NamedTuple):
-    """A library call on an interval of inputs, along one dim, and where wanted outputs lie in it.
+    """One dim of a library call on an interval of inputs, and the wanted outputs within it.
 
-    The call has at most `stride` - 1 of output padding.
+    The call has an output padding of at most `stride` - 1.
     """
 
     padding: int
-    """Outputs that the call leaves out before and after."""
+    """Number of outputs that the call omits before and after."""
     extent: int
-    """Outputs of the call."""
+    """Number of outputs of the call."""
     front: int
-    """Its outputs before those that are wanted."""
+    """Number of outputs of the call before the wanted ones."""
 
 
 @dataclass(frozen=True)
 class TransposedWindow:
-    """Attributes of a transposed convolution, one number a spatial dim each."""
+    """Attributes of a transposed convolution, one number per spatial dim each."""
 
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
@@ -44,25 +44,26 @@ class TransposedWindow:
 
     @cached_property
     def spans(self) -> tuple[int, ...]:
-        """How many outputs lie between the first and the last that an input reaches, with both."""
+        """Number of outputs from the first to the last that an input reaches, inclusive."""
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
     @cached_property
     def adjoint(self) -> Window:
-        """The convolution that leads back; its last padding is narrower by the output padding."""
+        """Window of the adjoint convolution; output padding reduces its padding at the end."""
         pads = zip(self.padding, self.output_padding, strict=True)
         padding = tuple((p, p - extra) for p, extra in pads)
         return Window(self.kernel, self.stride, self.dilation, padding)
 
     def layout(self, source: Layout, channels: int) -> Layout:
-        """Where the outputs lie.
+        """Returns the layout of the outputs.
 
-        A part's outputs begin at its first input × stride, as far as that needs the fewest inputs
-        of both neighbors: none if the kernel is no larger than the stride. A convolution with the
-        same window leads back to the inputs' partition, so that a decoder meets its encoder's skip.
+        A part's outputs begin at its first input × stride, shifted so that it needs the fewest
+        inputs of both neighbors: none if the kernel is no larger than the stride. A convolution
+        with the same window restores the inputs' partition, so that a decoder's partition matches
+        its encoder's skip connection.
 
         Raises:
-            UsageError: nothing is left of the outputs.
+            UsageError: there are no outputs.
         """
         extents = [
             (n - 1) * s - 2 * p + span + extra
@@ -94,16 +95,16 @@ class TransposedWindow:
         return found
 
     def plan_adjoint(self, source: Layout, out: Layout) -> WindowPlan:
-        """The plan of the convolution that leads back, between the same two layouts."""
+        """Plans the adjoint convolution, between the same two layouts."""
         return WindowPlan(out, self.adjoint, source.shape[1], source)
 
     def needs(self, out: Box, own: Box, extents: Sequence[int]) -> Box:
-        """The inputs that a library call needs for the outputs `out`; beyond the domain are zeros.
+        """Returns the box of inputs that a library call needs for the outputs `out`.
 
         Args:
-            out: the outputs; without any nothing is needed.
+            out: the outputs; if empty, no inputs are needed.
             own: the inputs of the rank that computes them.
-            extents: of the inputs.
+            extents: of the inputs; inputs beyond them are zeros.
         """
         lo, hi = list(own.lo), list(own.hi)
         for dim, extent in enumerate(extents):
@@ -114,15 +115,15 @@ class TransposedWindow:
     def _needs(self, dim: int, out_lo: int, out_hi: int, extent: int) -> tuple[int, int]:
         stride, span = self.stride[dim], self.spans[dim]
         out_lo, out_hi = out_lo + self.padding[dim], out_hi + self.padding[dim]
-        # Where kernels leave gaps an input before the gap is needed for the call to begin there,
-        # and one so late that less than a stride is missing at the end.
+        # If the kernels leave gaps, the call must start at an input before the gap, and end so late
+        # that less than a stride is missing at the end.
         lo = max(0, (out_lo - span) // stride + 1)
         lo = min(lo, out_lo // stride, extent - 1)
         hi = min(-(-out_hi // stride), extent)
         return lo, max(hi, -(-(out_hi + 1 - span) // stride), lo + 1)
 
     def pieces(self, source: Box, out: Box) -> list[Piece]:
-        """The library call on the inputs `source`, which hold those needed for `out`."""
+        """Returns the library call on the inputs `source`, which contain those needed for `out`."""
         return [
             self._piece(dim, source.lo[dim + 2], source.hi[dim + 2], *ends)
             for dim, ends in enumerate(zip(out.lo[2:], out.hi[2:], strict=True))
@@ -137,13 +138,13 @@ class TransposedWindow:
         return Piece(padding, front + out_hi - out_lo + max(0, after - padding), front)
 
     def _surplus(self, dim: int, lo: int, hi: int, out_lo: int, out_hi: int) -> tuple[int, int]:
-        """How many outputs an interval of inputs reaches before and after those wanted."""
+        """Returns how many outputs an interval of inputs reaches before and after the wanted."""
         stride, padding = self.stride[dim], self.padding[dim]
         before = out_lo + padding - lo * stride
         return before, (hi - 1) * stride + self.spans[dim] - padding - out_hi
 
     def lines_up(self, own: Box, out: Box) -> bool:
-        """Whether one call on the shard gives each of the outputs its place."""
+        """Returns whether one call on the shard gives exactly the outputs of the rank."""
         if own.empty or out.empty:
             return False
         for dim, stride in enumerate(self.stride):

@@ -1,7 +1,7 @@
-"""Two calls in one pass over memory: the result of the first one is deferred until it is used.
+"""Fusion of two calls into one pass over memory: the first call's result is deferred until used.
 
-Each entry is what happens to a deferred result (`pydist.tensor.deferred`) when something is done
-with it. "Apart" is torch's own call on the completed result.
+Each entry is the action on a deferred result (`pydist.tensor.deferred`) when a call uses it.
+"Apart" is torch's own call on the completed result.
 
 | deferred       | made by       | ReLU in place  | PReLU    | average pool | other use   |
 |----------------|---------------|----------------|----------|--------------|-------------|
@@ -10,10 +10,10 @@ with it. "Apart" is torch's own call on the completed result.
 | `DeferredRelu` | ReLU in place | apart          | apart    | one pass (1) | bias, ReLU  |
 | `DeferredNorm` | norm          | one pass       | one pass | apart        | written (2) |
 
-(1) The pool reads the convolution's outputs; the ReLU's result stays deferred. (2) As it is before
-the norm's input is used, which may change it. After a PReLU it stays deferred as well.
+(1) The pool reads the convolution's outputs; the ReLU's result stays deferred. (2) It is also
+written before the norm's input is used, which may change the input. A PReLU leaves it deferred.
 
-What each fusion saves of a training step is in docs/adr/0005-fusing-is-local-to-a-rank.md, measured
-by benchmarks/python/fusions.py. Which ranks fuse is their own affair: the graph and all messages
-are the same in both ways.
+docs/adr/0005-fusing-is-local-to-a-rank.md gives the share of a training step that each fusion
+saves, measured by benchmarks/python/fusions.py. Fusion is rank-local: the graph and all messages
+are the same with and without it.
 """

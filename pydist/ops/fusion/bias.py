@@ -1,8 +1,8 @@
-"""Adds a bias and applies a ReLU to a convolution's outputs, in place, in one pass.
+"""Bias and ReLU of a convolution's outputs, applied in place in one pass.
 
-On CUDA torch adds the bias of a convolution in a pass of its own over the outputs, as cuDNN's call
-has none. There the convolution is run without, and the bias added with the ReLU behind it: one
-pass instead of two. oneDNN adds it while it has the outputs in hand.
+On CUDA torch adds the bias of a convolution in a separate pass over the outputs, as the cuDNN call
+has no bias. There the convolution runs without its bias, which is added together with the ReLU:
+one pass instead of two. oneDNN adds the bias while it computes the outputs.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pydist.backend.statistics import Transform, apply, dense, per_channel
 from pydist.backend.statistics import statistics_dtype as wide
 
 
-def bias_behind(x: Tensor, bias: Tensor | None) -> Tensor | None:
-    """A copy of the bias, if it is to be added behind a convolution of x, and not by it.
+def deferred_bias(x: Tensor, bias: Tensor | None) -> Tensor | None:
+    """Returns a copy of the bias if it is added after a convolution of x, not by the convolution.
 
-    By then an optimizer may have changed the bias itself.
+    It is a copy because an optimizer may change the bias before it is added.
     """
     return bias.detach().clone() if bias is not None and x.is_cuda else None
 
 
 def finish_(y: Tensor, bias: Tensor | None, negative_slope: float) -> None:
-    """Adds a bias and applies a ReLU, in place; no graph knows of it.
+    """Adds a bias and applies a ReLU, in place and outside of autograd's graph.
 
     Args:
         y: [N, C, ...], may be empty.
         bias: [C] or `None`.
-        negative_slope: of the ReLU; 1 for none.
+        negative_slope: of the ReLU; 1 for no ReLU.
     """
     with torch.no_grad():
         if bias is None:
@@ -44,7 +44,7 @@ def finish_(y: Tensor, bias: Tensor | None, negative_slope: float) -> None:
 
 
 def leaky_relu_(x: Tensor, negative_slope: float) -> None:
-    """A leaky ReLU in place; none for a slope of 1."""
+    """Applies a leaky ReLU in place; does nothing for a slope of 1."""
     if negative_slope == 0.0:
         torch.relu_(x)
     elif negative_slope != 1.0:

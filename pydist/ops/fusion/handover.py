@@ -1,4 +1,4 @@
-"""Passes results between the backward nodes of two calls that were fused."""
+"""Handover of results between the backward nodes of two fused calls."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 
 class Handover(Generic[T]):
-    """Hands a value from a node's backward to the backward of the node before it.
+    """Channel that passes a value from a node's backward to the backward of the preceding node.
 
-    The gradient on the way is then not what it is to others, so it must be handed on only where
-    nobody else sees it, to a node that runs, and be the very tensor that arrives.
+    The tensor between the nodes is then not the true gradient. So a value may be given only if no
+    other code sees that tensor and the preceding node runs, which must receive the same tensor.
 
     Attributes:
-        is_shared: whether others have asked for what lies between the nodes, so that gradients of
-            theirs may arrive as well, and nothing may be given.
+        is_shared: whether other code uses the tensor between the nodes in forward. Its gradients
+            may then arrive as well, and nothing may be given.
     """
 
     def __init__(self) -> None:
@@ -28,14 +28,14 @@ class Handover(Generic[T]):
         self._given: tuple[Tensor, T] | None = None
 
     def give(self, grad: Tensor, what: T) -> None:
-        """Leaves `what` with `grad`, which the node returns; only where `runs` is true."""
+        """Stores `what` for `grad`, which the node returns; allowed only if `runs` is true."""
         self._given = grad, what
 
     def take(self, grad: Tensor) -> T | None:
-        """What was left with `grad`, `None` if that is an ordinary gradient.
+        """Returns the value given with `grad`, or `None` if `grad` is an ordinary gradient.
 
         Raises:
-            UsageError: something was left, and another tensor has arrived.
+            UsageError: a value was given, but another tensor has arrived.
         """
         given, self._given = self._given, None
         if given is None:
@@ -49,10 +49,10 @@ class Handover(Generic[T]):
 
 
 def runs(ctx: Any, argument: int) -> bool:
-    """Whether the backward under way goes on to the node that made an argument of this one's call.
+    """Returns whether the current backward runs the node that made an argument of this call.
 
-    It does not where gradients of other tensors alone are asked for (`torch.autograd.grad`), and
-    goes on without a gradient where none has arrived.
+    It does not if only gradients of other tensors are requested (`torch.autograd.grad`), and it
+    continues without a gradient if none has arrived.
     """
     if not ctx.has_gradient:
         return False
@@ -63,7 +63,7 @@ def runs(ctx: Any, argument: int) -> bool:
 def hook_on_saved() -> object | None:
     """Returns the hook that packs saved tensors now (checkpointing, offloading), or `None`.
 
-    Calls under different hooks are not to be fused: the second may be run again, without the first.
+    Calls under different hooks must not be fused: the second may be rerun without the first.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]

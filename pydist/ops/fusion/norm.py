@@ -1,16 +1,17 @@
-"""Writes a norm's result when it is used, so that a ReLU after it shares the pass.
+"""Deferred results of norms, written on first use, so that a ReLU after the norm shares the pass.
 
-Where that is an in-place ReLU, leaky or not, one pass over memory makes both: backward finds the
-ReLU's sign from the norm's input, which it reads anyway. Only in place: otherwise the norm's own
-result must be there as well. A PReLU, which is never in place, is made along with the norm too,
-whose own result then waits on.
+For an in-place ReLU, leaky or not, one pass over memory computes both: backward derives the ReLU's
+sign from the norm's input, which it reads anyway. Other ReLUs are not fused, as the norm's own
+result must exist as well. A PReLU, which is never in place, is also computed together with the
+norm, whose own result stays deferred.
 
-The norm's node of the graph, which exchanges sums in backward, is made in the norm's call in every
-case, and the activation has a node of its own. So backward runs the same exchanges in the same
-order on ranks that fuse and on ranks that do not.
+The norm's call always makes the norm's graph node, which exchanges sums in backward, and the
+activation has its own node. So backward runs the same exchanges in the same order on ranks that
+fuse and on ranks that do not.
 
-A result waits only where its input can't change unseen: where that has not been handed out since it
-was made, or is a copy made for the norm. Statistics, scale and shift are copied in the norm's call.
+A result is deferred only if its input can't change unnoticed: the input has not been handed out
+since it was made, or is a copy made for the norm. The norm's call copies statistics, scale and
+shift.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from pydist.tensor.deferred import Deferred
 from pydist.tensor.wrapper import refuse_foreign_graph
 
 
-class Normalization(Protocol):
-    """A norm whose statistics are known, such as `pydist.ops.normalization.norm.Normalization`."""
+class NormLike(Protocol):
+    """Norm with known statistics, such as `pydist.ops.normalization.norm.Normalization`."""
 
     x: Tensor
-    """Its input, which has the result's memory format."""
+    """Input of the norm, which has the result's memory format."""
 
     def node(self, out: Tensor) -> Tensor:
-        """Returns `out` as the result in autograd's graph; the others fill it."""
+        """Returns `out` as the result in autograd's graph; the other methods fill it."""
 
     def result(self) -> Tensor:
         """Returns the result."""
@@ -51,51 +52,51 @@ class Normalization(Protocol):
 
 
 class DeferredNorm(Deferred):
-    """The result of a norm that is still to be written.
+    """Result of a norm that is not written yet.
 
     Args:
-        norm: what it is.
-        out: where it goes.
+        norm: computes the result.
+        out: memory of the result.
     """
 
-    def __init__(self, norm: Normalization, out: Tensor) -> None:
-        self._norm: Normalization | None = norm
+    def __init__(self, norm: NormLike, out: Tensor) -> None:
+        self._norm: NormLike | None = norm
         self._out = out
         self._read = False  # by a PReLU
 
     def complete(self) -> None:
-        """Writes the result without a ReLU; does nothing when that has been done."""
+        """Writes the result without a ReLU, if it is not written yet."""
         norm, self._norm = self._norm, None
         if norm is not None:
             norm.write(self._out)
 
     def with_relu(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, None] | None:
-        """The result after a ReLU in place, written in the same pass.
+        """Writes the result after an in-place ReLU, in one pass.
 
         Args:
-            shard: the result without, in the graph.
+            shard: the result before the ReLU, in the graph.
             negative_slope: in [0, 1).
 
         Returns:
-            the shard that takes its place, for which nothing is left to do; `None` if it is too
-            late for that.
+            the shard that replaces `shard`, with no deferred work left; `None` if the calls can no
+            longer be fused.
         """
         norm = self._fusible()
-        # Without a graph to be made, the shard's own would be lost.
+        # Where autograd records no graph, the shard's graph would be lost.
         if norm is None or (shard.requires_grad and not torch.is_grad_enabled()):
             return None
         self._norm = None
         return norm.with_relu(shard, negative_slope), None
 
     def parametric(self, shard: Tensor, slope: Tensor) -> Tensor | None:
-        """The result after a PReLU, written without the one before.
+        """Computes the result after a PReLU, without writing the norm's result.
 
         Args:
-            shard: the result before, in the graph.
+            shard: the result before the PReLU, in the graph.
             slope: [1] or [C].
 
         Returns:
-            a new shard; `None` if it is too late for that, or has been done.
+            a new shard; `None` if the calls can no longer be fused, or already were.
         """
         norm = self._fusible()
         if norm is None:
@@ -103,17 +104,17 @@ class DeferredNorm(Deferred):
         self._read = True
         return norm.parametric(shard, slope)
 
-    def _fusible(self) -> Normalization | None:
-        """The norm, if an activation may still be made along with it.
+    def _fusible(self) -> NormLike | None:
+        """Returns the norm, if an activation can still be fused with it.
 
-        Not under hooks on what is saved: a checkpoint may begin in between, and runs the activation
-        again without the norm.
+        It can't under saved-tensor hooks: a checkpoint may begin between the two calls, and reruns
+        the activation without the norm.
         """
         return None if self._read or hook_on_saved() is not None else self._norm
 
 
 class _Before(Deferred):
-    """Completes a pending norm before anything else may change its input."""
+    """Deferred work of a norm's input: it completes the norm before the input may change."""
 
     def __init__(self, norm: DeferredNorm) -> None:
         self._norm = weakref.ref(norm)
@@ -125,12 +126,12 @@ class _Before(Deferred):
 
 
 class Input(NamedTuple):
-    """The input of a norm, with its shard.
+    """Input of a norm, with its shard.
 
     Attributes:
-        tensor: as given.
+        tensor: the input as given.
         shard: its shard.
-        is_new: whether that had not been handed out before.
+        is_new: whether the shard had not been handed out before.
     """
 
     tensor: ShardedTensor
@@ -139,18 +140,18 @@ class Input(NamedTuple):
 
 
 def taken(x: ShardedTensor) -> Input:
-    """A norm's input."""
+    """Returns a norm's input, with its shard handed out."""
     is_new = x._deferred is not None
     return Input(x, local_of(x), is_new)
 
 
-def normalized(norm: Normalization, layout: Layout, input: Input) -> ShardedTensor:
-    """The result of a norm, written when it is used, or the input is.
+def normalized(norm: NormLike, layout: Layout, input: Input) -> ShardedTensor:
+    """Returns the result of a norm, written when the result or the input is first used.
 
     Args:
-        norm: of the shard of `input`, or of a copy of that.
+        norm: of the shard of `input`, or of a copy of the shard.
         layout: of the result.
-        input: what was asked to be normalized.
+        input: the norm's input.
     """
     is_copy = norm.x is not input.shard
     is_safe = is_copy or input.is_new
@@ -165,14 +166,14 @@ def normalized(norm: Normalization, layout: Layout, input: Input) -> ShardedTens
 
 
 def parametric(x: ShardedTensor, slope: Tensor) -> Tensor | None:
-    """The shard of PReLU(x), made in the pass that a pending norm x still has to make.
+    """Computes PReLU(x) in one pass with the deferred norm x.
 
     Args:
-        x: the tensor; if it is pending, it stays so.
+        x: the tensor; a deferred norm stays deferred.
         slope: [1] or [C].
 
     Returns:
-        the new shard; `None` if there is nothing to fuse with, and nothing was done.
+        the new shard; `None`, without any effect, if there is nothing to fuse with.
     """
     pending, shard = x._deferred, x._shard
     if not isinstance(pending, DeferredNorm) or slope.numel() not in (1, x.shape[1]):

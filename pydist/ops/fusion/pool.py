@@ -1,18 +1,18 @@
-"""Average pooling of a convolution's outputs after a ReLU in place: one pass for both.
+"""Average pooling of a convolution's outputs, fused with an in-place ReLU before it.
 
 The pool reads the convolution's outputs and applies the ReLU as it adds them up. The ReLU's result
-is made only where it travels, in the send buffers of the pool's halo. So a rank on which the ReLU
-has been applied already, because its result was read there, exchanges the same numbers as the
-others. Backward adds up dL/dz as the pool alone does, with the same messages, and applies the
-ReLU's derivative, by the sign of the outputs, before it is written: that is dL/dy already, and the
-ReLU's own node hands it on.
+is stored only in the send buffers of the pool's halo. So a rank on which the ReLU has already been
+applied, because its result was read there, sends the same values as the other ranks. Backward adds
+up dL/dz as the pool alone does, with the same messages, and applies the ReLU's derivative, by the
+sign of the outputs, before writing the sums. They are already dL/dy, which the ReLU's node passes
+on.
 
-Of a convolution's outputs, elements read and written in memory by a step with a pool of stride 2,
-which has 1/8 as many: 2 (ReLU) + 1 1/8 (pool) forward, 1 1/8 + 3 backward; in one pass 1 1/8 and
-2 1/8.
+Memory traffic of a step with a pool of stride 2 (1/8 as many outputs), in units of the
+convolution's outputs read and written: apart 2 (ReLU) + 1 1/8 (pool) forward and 1 1/8 + 3
+backward; fused 1 1/8 and 2 1/8.
 
-Where the ReLU's result is used nonetheless, before or after, it is made in place then, and
-backward goes its separate ways. So it does for gradients of gradients.
+If the ReLU's result is used elsewhere, before or after the pool, it is computed in place at that
+time, and backward runs unfused. So does double backward.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from pydist.tensor.wrapper import refuse_foreign_graph
 
 
 class Pooling(Protocol):
-    """A linear pool, such as `pydist.ops.pooling.average.AveragePlan`."""
+    """Linear pool, such as `pydist.ops.pooling.average.AveragePlan`."""
 
     mesh: Mesh
 
     def pool(self, x: Tensor, negative_slope: float = 1.0) -> Tensor:
-        """Pools a shard after a ReLU; 1 for none."""
+        """Pools a shard after a ReLU; a slope of 1 means no ReLU."""
 
     def spread(self, grad: Tensor, x: Tensor | None = None, negative_slope: float = 1.0) -> Tensor:
         """Returns dL/dx, through the ReLU of x."""
@@ -46,14 +46,14 @@ class Pooling(Protocol):
 
 
 def average_pool_of_relu(x: ShardedTensor, plan: Pooling) -> Tensor | None:
-    """Pools x and applies its deferred ReLU in one pass, if it has one.
+    """Pools x and applies its deferred ReLU in one pass, if x has one.
 
     Args:
-        x: what is pooled; its ReLU stays deferred.
+        x: the input of the pool; its ReLU stays deferred.
         plan: of the pool.
 
     Returns:
-        The shard of the result; `None` if there is nothing to fuse with, and nothing was done.
+        The shard of the result; `None`, without any effect, if there is nothing to fuse with.
     """
     pending = x._deferred
     if not isinstance(pending, DeferredRelu):
@@ -82,7 +82,7 @@ class _AverageOfRelu(ExchangeFunction):
     ) -> tuple[Tensor, None, None, None]:
         linear, way = saved
         plan, rest = ctx.plan, (None,) * 3
-        # Gradients of gradients reach the ReLU on other ways as well.
+        # In double backward, gradients reach the ReLU on other paths as well.
         ctx.handover.is_shared |= torch.is_grad_enabled()
         if ctx.handover.is_shared or not runs(ctx, 0):
             return plan.adjoint(grad, way), *rest

@@ -1,10 +1,10 @@
-"""PReLU right behind a norm: one pass over memory for both, forward and backward.
+"""PReLU directly after a norm, fused into one pass over memory, forward and backward.
 
-z = PReLU(y), y = norm(x). PReLU is not in place, so y is a tensor that others may ask for; until
-they do it is not written and has no memory. The graph is as everybody sees it, x → y → z. Backward
-of z reads dL/dz and x once, for what the slopes get and for the sums that the norm needs. Where
-nobody has asked for y, it hands both on, and the norm finds dL/dy on its way from x. Else z gives
-dL/dy as it is.
+z = PReLU(y), y = norm(x). PReLU is not in place, so other code may use y; until then y is not
+written and has no memory. The graph is x → y → z, as without fusion. Backward of z reads dL/dz and
+x once, for the slopes' gradients and for the sums that the norm needs. If y has not been used, it
+hands over dL/dz and the sums, and the norm's backward computes dL/dy from x in its own pass.
+Otherwise the backward of z returns dL/dy.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ Handed = tuple[Transform, Tensor | None]
 
 
 def release(y: Tensor) -> None:
-    """Gives the memory of a tensor back that nobody has asked for."""
+    """Frees the memory of a tensor that has not been used."""
     y.untyped_storage().resize_(0)
 
 
 def is_released(y: Tensor) -> bool:
-    """Whether the tensor has no memory; true of empty ones."""
+    """Returns whether the tensor has no memory; true for empty tensors."""
     return y.untyped_storage().nbytes() == 0
 
 
 def regain(y: Tensor) -> None:
-    """Gives a dense tensor memory again; what is in it is left to others."""
+    """Allocates the memory of a released dense tensor again; the caller fills it."""
     if is_released(y):
         y.untyped_storage().resize_(y.numel() * y.element_size())
 
@@ -50,7 +50,7 @@ def regain(y: Tensor) -> None:
 def parametric(
     y: Tensor, slope: Tensor, x: Tensor, values: Tensor, handover: Handover[Handed]
 ) -> Tensor:
-    """PReLU of a norm's result, differentiable twice.
+    """Computes PReLU of a norm's result; differentiable twice.
 
     Args:
         y: the norm's result in the graph, released.
@@ -75,7 +75,7 @@ class _Prelu(Function):
         handover: Handover[Handed],
     ) -> Tensor:
         ctx.handover = handover
-        # Not among what is saved: hooks on that may look at it, and it has no memory.
+        # Not saved for backward: saved-tensor hooks may read it, and it has no memory.
         ctx.y, ctx.version = y, None if y.is_inference() else y._version
         ctx.save_for_backward(slope, x, values)
         z = torch.empty_like(x)
@@ -89,8 +89,8 @@ class _Prelu(Function):
         if torch.is_grad_enabled():
             return (*_by_composition(ctx, grad, slope, x, values), *rest)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
-            ctx.y = None  # as what is saved, which the engine lets go of now
-        # The slopes as they are now, perhaps changed past autograd, as torch's own backward does.
+            ctx.y = None  # like saved tensors, which the engine frees now
+        # The current slopes, even if changed outside of autograd, as in torch's own backward.
         set_slopes(values, slope)
         for_y, for_slope, *_ = ctx.needs_input_grad
         grad, transform = strided_like(grad, x), Transform(values)
@@ -115,7 +115,7 @@ class _Prelu(Function):
 def _by_composition(
     ctx: Any, grad: Tensor, slope: Tensor, x: Tensor, values: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients with a graph of their own, for which y has to be there."""
+    """Computes gradients with their own graph, for which y must be written."""
     y: Tensor = ctx.y
     ctx.handover.is_shared = True
     if is_released(y):
@@ -126,7 +126,7 @@ def _by_composition(
             "the result of a norm was changed in place after a PReLU had used it, which needs it "
             "for gradients of gradients; change a clone() of it"
         )
-    # As torch has it: what depends on what is the same on ranks that do not fuse.
+    # torch's own kernel, so that the graph depends on the same tensors as on ranks without fusion.
     own = per_channel(slope, y) if slope.numel() > 1 else slope.view(*[1] * y.dim())
     grad_y, of_all = torch.ops.aten._prelu_kernel_backward(grad, y, own)
     by_channel = of_all.transpose(0, 1).flatten(1).sum(1)

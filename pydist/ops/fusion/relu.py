@@ -1,9 +1,9 @@
-"""ReLUs in place, leaky or not: fused with the call before, or deferred for the one after.
+"""In-place ReLUs, leaky or not: fused with the preceding call, or deferred for the next one.
 
-On a convolution's outputs they are made when their result is used. By then an average pool may have
-read the outputs, and applied the ReLU itself on the way (`pydist.ops.fusion.pool`): nothing else
-needs the ReLU's result. Its sign, which is all that backward looks at, is that of the outputs. So
-they are neither read nor written for it.
+A ReLU of a convolution's outputs is computed when its result is used. If an average pool reads the
+outputs before and applies the ReLU itself (`pydist.ops.fusion.pool`), nothing else needs the
+ReLU's result. Backward needs only its sign, which is the sign of the outputs. So no extra pass over
+the outputs is made for the ReLU.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from pydist.tensor import ShardedTensor, adopt_local
 from pydist.tensor.deferred import Deferred
 
 Given = tuple[Handover[Any], Any]
-"""To a backward, and what is given to it."""
+"""A handover to a node's backward, and the value to give."""
 
 
 class ConvOutputs(Deferred):
-    """Outputs of a convolution, complete but for a bias on CUDA; a ReLU may be deferred.
+    """Outputs of a convolution, complete except for a bias on CUDA; a ReLU may be deferred.
 
     Args:
         outputs: new memory that no other tensor shares, in the graph.
-        bias: [C], to be added; `None` if there is none left.
+        bias: [C], still to be added; `None` if there is no bias or it was added.
     """
 
     def __init__(self, outputs: Tensor, bias: Tensor | None = None) -> None:
         self._outputs, self._bias = outputs.data, bias
 
     def complete(self) -> None:
-        """Adds the bias; does nothing when that has been done."""
+        """Adds the bias, if it is not added yet."""
         bias, self._bias = self._bias, None
         if bias is not None:
             finish_(self._outputs, bias, 1.0)
 
     def with_relu(self, shard: Tensor, negative_slope: float) -> tuple[Tensor, Deferred] | None:
-        """The outputs after a ReLU in place that is still to be made."""
+        """Returns the outputs after a deferred in-place ReLU, and the deferred ReLU."""
         if not may_wait(shard):
             return None
         bias, self._bias = self._bias, None
@@ -50,18 +50,18 @@ class ConvOutputs(Deferred):
 
 
 class DeferredRelu(Deferred):
-    """A ReLU, leaky or not, that is still to be made on outputs that no other tensor shares.
+    """Deferred in-place ReLU, leaky or not, of outputs that no other tensor shares.
 
     Args:
-        outputs: to be changed. What saved them for backward need not know of it, as the signs
+        outputs: changed in place; nodes that saved them for backward read only the signs, which
             stay.
         negative_slope: 0 for a ReLU; in [0, 1).
-        bias: [C], to be added before; `None` where there is none left.
+        bias: [C], to be added first; `None` if there is no bias or it was added.
 
     Attributes:
         negative_slope: as given.
-        is_made: whether it was applied, as its result was used.
-        handover: from the backward of who has read the outputs instead to the ReLU's.
+        is_made: whether the ReLU was applied because its result was used.
+        handover: to the ReLU's backward, from the backward of the call that read the outputs.
     """
 
     def __init__(self, outputs: Tensor, negative_slope: float, bias: Tensor | None = None) -> None:
@@ -72,15 +72,15 @@ class DeferredRelu(Deferred):
         self._is_read = False
 
     def complete(self) -> None:
-        """Applies it; does nothing when that has been done."""
+        """Applies the ReLU, if it is not applied yet."""
         if not self.is_made:
             self.is_made = self.handover.is_shared = True
             self._finish(self.negative_slope)
 
     def read(self) -> bool:
-        """Whether a caller that applies the ReLU itself may read the outputs without it.
+        """Returns whether a caller that applies the ReLU itself may read the outputs without it.
 
-        Once only: the gradients of two would be added before the ReLU's backward sees them.
+        Only one caller may: autograd would add the gradients of two before the ReLU's backward.
         """
         if self.is_made or self._is_read or hook_on_saved() is not None:
             return False
@@ -95,14 +95,14 @@ class DeferredRelu(Deferred):
 
 
 def relu_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | None:
-    """Fuses a ReLU in place with the deferred work of `x`, or defers it.
+    """Fuses an in-place ReLU with the deferred work of `x`, or defers the ReLU.
 
     Args:
         x: the tensor.
         negative_slope: 0 for a ReLU; in [0, 1).
 
     Returns:
-        x; `None` if there is nothing to fuse with, and nothing was done.
+        x; `None`, without any effect, if there is nothing to fuse with.
     """
     if x._deferred is None or not 0.0 <= negative_slope < 1.0:
         return None
@@ -114,10 +114,10 @@ def relu_in_place(x: ShardedTensor, negative_slope: float) -> ShardedTensor | No
 
 
 def may_wait(shard: Tensor) -> bool:
-    """Whether outputs may stay as they are after a ReLU in place.
+    """Returns whether an in-place ReLU of these outputs can be deferred.
 
-    Not where hooks look at what is saved for backward (checkpointing, offloading), where the graph
-    knows nothing of the ReLU, or knows the outputs as a part of something else.
+    It can't if saved-tensor hooks see the outputs (checkpointing, offloading), if the graph does
+    not record the ReLU, or if the outputs are a view.
     """
     if shard.is_inference() or shard._is_view():
         return False
@@ -129,17 +129,17 @@ def may_wait(shard: Tensor) -> bool:
 def with_relu(
     shard: Tensor, negative_slope: float, after: Handover[Any], before: Given | None = None
 ) -> Tensor:
-    """Outputs after a ReLU in place in autograd's graph; the caller decides what they hold.
+    """Records an in-place ReLU of outputs in autograd's graph; the caller computes the values.
 
-    The graph is that of torch's own call, to second order as well: ranks that fuse and ranks that
-    do not run the same exchanges.
+    The graph is that of torch's own call, also in double backward: ranks that fuse and ranks that
+    do not fuse run the same exchanges.
 
     Args:
         shard: the outputs.
         negative_slope: 0 for a ReLU; in [0, 1).
-        after: from the backward of what reads the outputs instead.
-        before: to the backward of what has made the outputs, and what that is given if it applies
-            the ReLU's derivative itself.
+        after: from the backward of a call that reads the outputs without the ReLU.
+        before: to the backward of the call that made the outputs, if it can apply the ReLU's
+            derivative itself, with the value to give.
     """
     result: Tensor = _Relu.apply(shard, negative_slope, after, before)
     return result
@@ -160,7 +160,7 @@ class _Relu(Function):
         (result,) = ctx.saved_tensors
         rest = (None,) * 3
         if ctx.after.take(grad):
-            return grad, *rest  # been through it
+            return grad, *rest  # the ReLU's derivative is already applied
         if ctx.before is not None and not torch.is_grad_enabled() and runs(ctx, 0):
             handover, what = ctx.before
             handover.give(grad, what)

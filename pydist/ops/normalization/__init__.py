@@ -1,1 +1,1 @@
-"""Norms, with statistics of the whole: one core, and what each kind shares."""
+"""Normalization layers with global statistics."""

@@ -1,4 +1,4 @@
-"""Batch norm of sharded tensors, with the statistics that one device would see."""
+"""Batch norm of sharded tensors, with the statistics of a single-device run."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> ShardedTensor:
-    """Batch norm over all voxels and samples of a channel.
+    """Applies batch norm over all voxels and samples of a channel.
 
-    The statistics span all ranks ("global": all sample groups too, as on one device with the
-    whole batch), the sample group ("group"), or this rank alone ("rank").
+    The statistics span all ranks and sample groups, as on one device with the global batch
+    ("global"), the sample group ("group"), or this rank only ("rank").
     """
     if not isinstance(input, ShardedTensor):
         raise refusal(F.batch_norm, (input, weight), {}, "the input is plain")
@@ -59,8 +59,8 @@ def batch_norm(
     dims = [0, *range(2, len(layout.shape))]
     plan = plan_norm(layout, dims, _axes(layout, over))
     tracked = running_mean is not None or running_var is not None
-    # Running statistics are equal on all ranks at any time, so that evaluation and checkpoints
-    # need not ask when they were last averaged: what they need travels in the same exchange.
+    # Running statistics are always equal on all ranks, so that evaluation and checkpoints need no
+    # averaging. The same exchange transfers them.
     everyone = plan_norm(layout, dims, _axes(layout, "global")) if tracked else plan
     if is_for_torch(local, everyone.ranks):
         affine = parameters_for(weight, bias, layout)
@@ -74,7 +74,7 @@ def batch_norm(
         counts = plan_norm(layout, dims, layout.used_axes).counts
         if over == "rank" and 1 in counts:
             raise one_value("value per channel", layout.boxes[counts.index(1)].shape)
-        # Only then it hangs on other sample groups, and is worth asking for.
+        # Only then does it depend on other sample groups, and is worth a read from the device.
         few = sum(counts) <= 1
         if few and over != "rank" and float(own[0, 0]) == 1:
             raise one_value("value per channel", layout.shape)
@@ -93,7 +93,7 @@ def _axes(layout: Layout, over: str) -> tuple[str, ...]:
 def _merged(
     gathering: Gathering, plan: NormPlan, everyone: NormPlan, over: str
 ) -> tuple[Tensor, Moments]:
-    """The statistics [3, R] that this rank uses, and [k, R] all that are in use on any rank."""
+    """Returns this rank's statistics [3, R], and the statistics [k, R] of all ranks."""
     if everyone is plan:
         own = gathering.merged()
         return own, Moments(*own.unsqueeze(1))
@@ -109,7 +109,7 @@ def _merged(
 
 
 def _averaged(statistics: Moments) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance, averaged over the statistics [k, ...] that are not of nothing."""
+    """Averages mean and unbiased variance over the nonempty ones of the statistics [k, ...]."""
     used = (statistics.n > 0).to(statistics.n.dtype)
     share = used / used.sum(0).clamp(min=1)
     return (statistics.mean * share).sum(0), (unbiased(statistics) * share).sum(0)

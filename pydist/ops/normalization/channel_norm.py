@@ -1,4 +1,4 @@
-"""Norms of each voxel by itself: local response norm, over neighboring channels."""
+"""Norms per voxel: local response norm over neighboring channels."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 def local_response_norm(
     input: ShardedTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> ShardedTensor:
-    """Local response norm: by the squares of `size` neighboring channels."""
+    """Applies local response norm, with the squares of `size` neighboring channels."""
     layout = input._layout
     if len(layout.shape) > 1 and layout.splits[1] is not None:
         raise refusal(F.local_response_norm, (input,), {}, "the channels are split")
-    # It views [N, C, D, H, W] with the last dims as one, which other formats do not allow.
+    # torch merges the last dims of [N, C, D, H, W] in a view, which other formats do not allow.
     local = with_elements(local_of(input).contiguous())
     normed = F.local_response_norm(local, size, alpha, beta, k)
     return wrap(without_added(normed, layout.local_shape), layout, input)

@@ -1,4 +1,4 @@
-"""Norms of each sample by itself: instance norm and group norm."""
+"""Norms per sample: instance norm and group norm."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> ShardedTensor:
-    """Instance norm: every channel of every sample by its own statistics.
+    """Applies instance norm, with statistics per channel and sample.
 
     Running statistics are the mean over the samples of all sample groups. The memory format is
-    kept, where torch makes the result contiguous.
+    kept; torch makes the result contiguous.
     """
     if not isinstance(input, ShardedTensor):
         raise refusal(F.instance_norm, (input, weight), {}, "the input is plain")
@@ -53,7 +53,7 @@ def instance_norm(
     require_fitting(F.instance_norm, input, weight, bias)
     source, running = taken(input), (running_mean, running_var)
     local = source.shard
-    # Copies, as in torch: backward goes through the weight that forward had.
+    # Copies, as in torch: backward uses the weight of forward.
     scale, shift = parameters_for(weight, bias, layout)
     scale_shift = None if scale is None else scale.clone(), None if shift is None else shift.clone()
     if not use_input_stats:
@@ -78,18 +78,18 @@ def instance_norm(
         found = _mean_of_samples(own, local, plan, layout) if tracked and voxels else None
     result = normalized(Normalization(local, *scale_shift, own, plan, eps), layout, source)
     if found is not None:
-        # After the node is made, as in torch: where the norm is the last to save a tensor in a
-        # checkpointed region, the recomputation ends there and does not update again.
+        # After the node is made, as in torch: if the norm is the last to save a tensor in a
+        # checkpointed region, the recomputation ends there and does not update them again.
         with torch.no_grad():
             update(running, found, momentum)
     return result
 
 
 def _copied(parameters: Running) -> Running:
-    """Copies in autograd's graph, as torch's instance norm makes them for its samples.
+    """Copies scale and shift in autograd's graph, as torch's instance norm does per sample.
 
-    Backward then uses the scale as it was, whatever becomes of the parameter, and all sample groups
-    reach the two parameters in one order.
+    Backward then uses the scale of forward even if the parameter changes, and all sample groups
+    reach the two parameters in the same order.
     """
     scale, shift = (None if each is None else each.clone() for each in parameters)
     return scale, shift
@@ -98,10 +98,10 @@ def _copied(parameters: Running) -> Running:
 def _of_one_sample(
     local: Tensor, running: Running, scale_shift: Running, momentum: float, eps: float
 ) -> Tensor:
-    """Instance norm of one sample by torch's batch norm, whose channels are the same.
+    """Computes instance norm of one sample by torch's batch norm, which is equivalent.
 
-    The gradient of torch's instance norm is wrong there if dL/dy is channels-last (2.13, CPU). As
-    in torch's instance norm, the running statistics are updated after the node is made.
+    For one sample the gradient of torch's instance norm is wrong if dL/dy is channels-last (2.13,
+    CPU). As in torch's instance norm, running statistics are updated after the node is made.
     """
     moved = [None if old is None else old.clone() for old in running]
     normed = by_torch(F.batch_norm, local, *moved, *scale_shift, True, momentum, eps)
@@ -120,11 +120,11 @@ def _plan_of_samples(layout: Layout, members: int = 1) -> NormPlan:
 def _mean_of_samples(
     own: Tensor, local: Tensor, plan: NormPlan, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """Mean and unbiased variance [C], averaged over all samples that any rank has."""
+    """Averages mean and unbiased variance [C] over all samples of all ranks."""
     shape, found = local.shape[:2], Moments(*own)
     sums = [rows.view(shape).sum(0) for rows in (found.mean, unbiased(found))]
-    # Ranks that share the statistics count each sample together once. All take part, so that the
-    # result has the same bits on all.
+    # Ranks that share the statistics together count each sample once. All ranks take part, so that
+    # the result is bitwise equal on all.
     total = torch.cat([*sums, sums[0].new_full((1,), shape[0])]) / plan.ranks
     group = layout.mesh.group(("data", *layout.used_axes))
     with layout.mesh.session.timers.measure("statistics"):
@@ -141,7 +141,7 @@ def group_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> ShardedTensor:
-    """Group norm: every group of channels of every sample by its own statistics."""
+    """Applies group norm, with statistics per group of channels and sample."""
     if not isinstance(input, ShardedTensor):
         raise refusal(F.group_norm, (input, weight), {}, "the input is plain")
     layout = input._layout

@@ -28,7 +28,7 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> ShardedTensor:
-    """Layer norm over trailing dims, split ones among them."""
+    """Applies layer norm over trailing dims, which may be split."""
     return _norm(F.layer_norm, input, normalized_shape, (weight, bias), eps)
 
 
@@ -39,7 +39,7 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> ShardedTensor:
-    """RMS norm over trailing dims, split ones among them: by the mean of squares."""
+    """Applies RMS norm over trailing dims, which may be split."""
     return _norm(F.rms_norm, input, normalized_shape, (weight,), eps)
 
 
@@ -74,7 +74,7 @@ def _norm(
         operands = [parameter_for(t, layout) for t in affine]
         normed = function(with_elements(local), normalized, *operands, eps)
         return wrap(without_added(normed, local.shape), layout, input)
-    # With scale and shift, narrow types are rounded once, behind these.
+    # With scale and shift, narrow dtypes are rounded once, after both.
     local = local.to(statistics_dtype(dtype) if any(t is not None for t in affine) else dtype)
     if eps is None:
         eps = torch.finfo(statistics_dtype(local.dtype)).eps
@@ -90,7 +90,7 @@ def _norm(
 
 
 def _scaled(x: Tensor, operands: Sequence[Tensor | None]) -> Tensor:
-    """Times the first operand, plus the second; they broadcast over the leading dims."""
+    """Multiplies by the first operand and adds the second, broadcast over the leading dims."""
     scale, shift = (*operands, None)[:2]
     if scale is not None and shift is not None:
         return torch.addcmul(shift, x, scale)

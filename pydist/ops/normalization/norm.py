@@ -1,10 +1,10 @@
-"""Normalization by statistics of values that lie on several ranks: what all norms share.
+"""Core of all norms: normalization by statistics over several ranks.
 
-One exchange in forward: every rank's mean and squared deviations; their counts follow from the
-layout. One in backward: Σ dy and Σ dy (x - mean), under way while the parameters' gradients are
-formed. A step reads x four times from memory (statistics, result, sums, dL/dx) and dL/dy twice,
-with a ReLU right after it or without; nothing of the size of an activation is made but the two
-results.
+Forward has one exchange: each rank's mean and squared deviations; the counts follow from the
+layout. Backward has one exchange: Σ dy and Σ dy (x - mean), in flight while the parameters'
+gradients are computed. A step reads x four times from memory (statistics, result, sums, dL/dx) and
+dL/dy twice, with or without a ReLU directly after the norm. It allocates no tensors of an
+activation's size except the two results.
 """
 
 from __future__ import annotations
@@ -50,18 +50,17 @@ class _Call:
 
 
 class Normalization:
-    """A norm whose statistics are known.
+    """Norm with known statistics.
 
     Args:
         x: dense, [N, C, ...], may be empty; its memory format is that of the result.
         scale: [C] or `None`.
         shift: [C] or `None`.
-        statistics: of `x`, over all ranks of the plan, as `merged` gives them.
+        statistics: of `x`, over all ranks of the plan, as returned by `merged`.
         plan: of the statistics.
         eps: added to the variance.
-        centred: whether the mean is taken off; if not, the mean of squares takes the variance's
-            place.
-        sizes: of the sample groups, where the statistics span several.
+        centred: whether the mean is subtracted; if not, the mean of squares replaces the variance.
+        sizes: of the sample groups, if the statistics span several.
     """
 
     def __init__(
@@ -83,14 +82,14 @@ class Normalization:
         self._call = _Call(plan, eps, centred, sizes)
 
     def result(self) -> Tensor:
-        """(x - mean) / sqrt(var + eps) · scale + shift, differentiable twice."""
+        """Computes (x - mean) / sqrt(var + eps) · scale + shift, differentiable twice."""
         out = torch.empty_like(self.x)
         result = self.node(out)
         self.write(out)
         return result
 
     def node(self, out: Tensor) -> Tensor:
-        """`out` as the result in autograd's graph; the other methods fill it."""
+        """Returns `out` as the result in autograd's graph; the other methods fill it."""
         result: Tensor = _Normalize.apply(*self._operands, out, self._call)
         return result
 
@@ -102,10 +101,10 @@ class Normalization:
             apply(out, self.x.detach(), Transform(self._values))
 
     def with_relu(self, y: Tensor, negative_slope: float) -> Tensor:
-        """A ReLU of the result in place, leaky or not, written in one pass; differentiable twice.
+        """Writes the result after an in-place ReLU in one pass; differentiable twice.
 
         Args:
-            y: the result as `node` made it, yet to be written.
+            y: the result of `node`, not written yet.
             negative_slope: 0 for a ReLU; in [0, 1).
         """
         transform = Transform(self._values, negative_slope)
@@ -114,10 +113,10 @@ class Normalization:
         return with_relu(y, negative_slope, Handover(), given)
 
     def parametric(self, y: Tensor, slope: Tensor) -> Tensor:
-        """PReLU of the result, written in one pass; differentiable twice.
+        """Computes PReLU of the result in one pass; differentiable twice.
 
         Args:
-            y: the result as `node` made it, yet to be written: it loses its memory until then.
+            y: the result of `node`, not written yet; its memory is released until it is written.
             slope: [1] or [C].
         """
         release(y)
@@ -139,7 +138,7 @@ class _Normalize(ExchangeFunction):
     ) -> Tensor:
         ctx.call, ctx.mesh = call, call.plan.mesh
         ctx.shift_dtype = None if shift is None else shift.dtype
-        ctx.save_for_backward(x, scale, statistics, values)  # the shift may change, as with torch
+        ctx.save_for_backward(x, scale, statistics, values)  # not the shift, which may change
         return out.detach()
 
     @staticmethod
@@ -150,7 +149,7 @@ class _Normalize(ExchangeFunction):
         for_x, for_scale, for_shift, *_ = ctx.needs_input_grad
         rest = (None,) * 4
         if torch.is_grad_enabled():
-            n = statistics[0, :1].clamp(min=1)  # the same in all of them
+            n = statistics[0, :1].clamp(min=1)  # equal for all rows
             grad_x, grad_scale = _by_composition(ctx, x, scale, n, grad)
             of_all = (
                 grad.transpose(0, 1).flatten(1).sum(1).to(ctx.shift_dtype) if for_shift else None
@@ -183,7 +182,7 @@ class _Normalize(ExchangeFunction):
 def _by_composition(
     ctx: Any, x: Tensor, scale: Tensor | None, n: Tensor, grad: Tensor
 ) -> list[Tensor | None]:
-    """Gradients of x and scale with a graph of their own: recomputes, and differentiates that."""
+    """Computes differentiable gradients of x and scale by recomputing the result."""
     # The scale may be computed from x, or shared with a layer before it.
     x, factor = apart(x, x if scale is None else scale, ctx.needs_input_grad)
     scale = None if scale is None else factor
@@ -194,13 +193,13 @@ def _by_composition(
 
 
 def _composed(x: Tensor, n: Tensor, call: _Call) -> Tensor:
-    """(x - mean) / sqrt(var + eps), with all of it in the graph, for second derivatives."""
+    """Computes (x - mean) / sqrt(var + eps) fully in the graph, for second derivatives."""
     plan = call.plan
     samples, channels, members = *x.shape[:2], plan.members
     voxels = x[:1, :1].numel()
     values = x.to(statistics_dtype(x.dtype)).reshape(samples, channels // members, members, voxels)
     over = (2, 3) if plan.per_sample else (0, 2, 3)
-    # Of the ranks that hold the statistics, each has its part of what depends on them.
+    # Each rank that shares the statistics contributes a part of their gradient.
     copies = len(plan.counts)
     n = n.to(values.dtype)
 

@@ -1,4 +1,4 @@
-"""What the handlers of norms share: parameters, running statistics, evaluation, refusals."""
+"""Common parts of the norms' handlers: parameters, running statistics, evaluation, errors."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from pydist.ops.normalization.norm_plan import plan_norm
 from pydist.tensor import ShardedTensor, wrap
 from pydist.tensor.operands import parameter_for
 
-# Elements from which on passes over memory cost more than calls: ours takes 0.7 times torch's CPU
-# time for forward and backward of 1 x 64 x 16^3 with a ReLU, 1.1 times for 1 x 320 x 8^3 (fp32).
+# Number of elements above which memory passes cost more than calls: pydist's norm takes 0.7 times
+# torch's CPU time for forward and backward of 1 x 64 x 16^3 with a ReLU, 1.1 times for
+# 1 x 320 x 8^3 (fp32).
 _WORTH_A_PASS = 1 << 18
 
 
 def parameters_for(
     weight: Tensor | None, bias: Tensor | None, layout: Layout
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Scale and shift of the channels.
+    """Returns scale and shift of the channels.
 
     Raises:
-        UsageError: one of them has not one value a channel.
+        UsageError: one of them does not have one value per channel.
     """
     for name, given in (("weight", weight), ("bias", bias)):
         if given is not None and tuple(given.shape) != (layout.shape[1],):
@@ -48,9 +49,9 @@ def evaluate(
     shift: Tensor | None,
     eps: float,
 ) -> ShardedTensor:
-    """A norm with given statistics of the channels; the memory format is kept.
+    """Applies a norm with given statistics of the channels; the memory format is kept.
 
-    Where nothing learns, a ReLU right after the norm is made in the same pass.
+    If no gradient is needed, a ReLU directly after the norm is computed in the same pass.
     """
     input, local = source.tensor, source.shard
     layout = input._layout
@@ -76,11 +77,11 @@ def evaluate(
 
 
 def by_torch(norm: Callable[..., Tensor], local: Tensor, *args: Any) -> Tensor:
-    """Torch's own batch or instance norm of a shard.
+    """Applies torch's own batch or instance norm to a shard.
 
-    On CPU its gradient is wrong where dL/dy comes in other strides than the result's and dims of
-    extent 1 leave open what memory format that is (torch 2.13): a shard one voxel thick, or
-    `F.instance_norm` of one sample and a channels-last gradient. So it gets the result's strides.
+    On CPU its gradient is wrong if dL/dy has other strides than the result and dims of extent 1
+    make its memory format ambiguous (torch 2.13): for a shard one voxel thick, or `F.instance_norm`
+    of one sample with a channels-last gradient. So dL/dy is converted to the result's strides.
     """
     normed = norm(dense(local), *args)
     if normed.requires_grad:
@@ -96,13 +97,12 @@ def _restrided(grad: Tensor | None, strides: tuple[int, ...]) -> Tensor | None:
 
 
 def is_for_torch(local: Tensor, holders: int) -> bool:
-    """Whether torch's own function forms the statistics of what so many ranks hold.
+    """Returns whether torch's own function computes the norm, of data on `holders` ranks.
 
-    Where several ranks have a part, all of them have to run the same nodes. On a GPU torch's is
-    cuDNN's, against which ours has not been measured; on CPU it is the faster one for small
-    tensors. Channels-last values it adds up one by one there: with 4,096 fp32 values a channel its
-    result is 10 to 20 times further from fp64 than from contiguous ones, group norm's up to 1,000
-    times.
+    If several ranks hold data, all of them have to run the same nodes. On a GPU torch uses cuDNN,
+    against which pydist's norm has not been measured. On CPU torch is faster for small tensors, but
+    adds up channels-last values one by one: with 4,096 fp32 values per channel, its error against
+    fp64 is 10 to 20 times that of contiguous values, and up to 1,000 times in group norm.
     """
     is_small = local.device.type != "cpu" or local.numel() < _WORTH_A_PASS
     return holders == 1 and local.is_contiguous() and is_small
@@ -111,9 +111,9 @@ def is_for_torch(local: Tensor, holders: int) -> bool:
 def update(
     running: tuple[Tensor | None, Tensor | None], found: tuple[Tensor, Tensor], momentum: float
 ) -> None:
-    """Moves running mean and variance towards the found ones.
+    """Updates running mean and variance with new values.
 
-    As in torch's norms, whose nodes save them, autograd takes no notice.
+    Autograd does not see the update, as in torch's norms, whose nodes save these tensors.
     """
     for old, new in zip(running, found, strict=True):
         if old is not None:
@@ -121,7 +121,7 @@ def update(
 
 
 def one_value(of_what: str, shape: Sequence[int]) -> UsageError:
-    """The error, with torch's words, for statistics of one value, which have no variance."""
+    """Returns torch's error for statistics of one value, which have no variance."""
     return UsageError(
         f"Expected more than 1 {of_what} when training, got input size {torch.Size(shape)}"
     )

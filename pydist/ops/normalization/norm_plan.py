@@ -1,7 +1,7 @@
-"""Which values of a norm share their statistics, and how these come together from all ranks.
+"""Plan of a norm's statistics, and their gathering from all ranks.
 
-Rows are what has statistics of its own. The rows of batch norm are channels. Those of instance norm
-are the channels of each sample; in group norm several of them, its members, share their statistics.
+A row is a set of values with its own statistics: in batch norm a channel, in instance norm a
+channel of a sample, and in group norm several channels of a sample, its members.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pydist.ops.constants import Constant
 
 @dataclass(frozen=True)
 class NormPlan:
-    """Which values share statistics.
+    """Plan of a norm's statistics: which values and ranks share them.
 
     Attributes:
         mesh: the mesh.
-        axes: the mesh axes over which statistics are formed.
-        counts: values behind each statistic on the ranks along these axes, of this sample group.
-        per_sample: whether each sample has statistics of its own.
-        members: consecutive channels that share theirs.
+        axes: the mesh axes over which statistics are computed.
+        counts: values per statistic on each rank along these axes, within this sample group.
+        per_sample: whether each sample has its own statistics.
+        members: number of consecutive channels that share statistics.
     """
 
     mesh: Mesh
@@ -40,19 +40,19 @@ class NormPlan:
     per_sample: bool = False
     members: int = 1
 
-    @property  # not a cached one, whose lock all ranks that are threads share in Python 3.11
+    @property  # not cached: in Python 3.11 all ranks that are threads would share its lock
     def group(self) -> Transport:
-        """The ranks along the axes."""
+        """Group of the ranks along the axes."""
         return self.mesh.group(self.axes)
 
     @property
     def ranks(self) -> int:
-        """How many these are."""
+        """Number of ranks along the axes."""
         return self.mesh.grid.size(self.axes)
 
     @cached_property
     def known_counts(self) -> Constant | None:
-        """The counts as [ranks, 1]; `None` where other sample groups have counts of their own."""
+        """Counts as [ranks, 1]; `None` if other sample groups have their own counts."""
         if len(self.counts) < self.ranks:
             return None
         return Constant(torch.tensor(self.counts, dtype=torch.float64).view(-1, 1))
@@ -65,14 +65,14 @@ def plan_norm(
     per_sample: bool = False,
     members: int = 1,
 ) -> NormPlan:
-    """The plan of a norm over some dims of a layout, made once.
+    """Returns the cached plan of a norm over some dims of a layout.
 
     Args:
         layout: of the input.
-        dims: over which a row's statistics are formed.
-        axes: of the mesh, over which they are formed.
-        per_sample: as of the plan.
-        members: as of the plan.
+        dims: dims over which a row's statistics are computed.
+        axes: mesh axes over which they are computed.
+        per_sample: as in `NormPlan`.
+        members: as in `NormPlan`.
     """
     mesh = layout.mesh
     key = ("norm", layout, tuple(dims), tuple(axes), per_sample, members)
@@ -90,11 +90,11 @@ def plan_norm(
 
 
 class Gathering:
-    """The statistics of a shard, on their way to all ranks of a plan.
+    """Asynchronous all-gather of a shard's statistics over the ranks of a plan.
 
     Args:
         x: dense, [N, C, ...].
-        plan: says which rows share statistics, and who takes part.
+        plan: the plan of the norm.
     """
 
     def __init__(self, x: Tensor, plan: NormPlan) -> None:
@@ -112,7 +112,7 @@ class Gathering:
                 self._work = plan.group.all_gather_async(self._row, self._rows)
 
     def wait(self) -> Moments:
-        """The statistics [ranks, ...], in rank order."""
+        """Waits for the statistics [ranks, ...], in rank order."""
         if self._plan.ranks > 1:
             with self._plan.mesh.session.timers.measure("statistics"):
                 self._work.wait()
@@ -122,12 +122,12 @@ class Gathering:
         return Moments(known.on(rows.device), *rows.chunk(2, 1))
 
     def merged(self) -> Tensor:
-        """The statistics [3, ...] of the union."""
+        """Waits for the statistics and merges them into those [3, ...] of all ranks."""
         return merged(self.wait())
 
 
 def _own_moments(x: Tensor, plan: NormPlan) -> Tensor:
-    """Mean and squared deviations, [2, ...]."""
+    """Computes the shard's means and squared deviations, [2, ...]."""
     found = moments(x, plan.per_sample)
     if plan.members == 1:
         return found

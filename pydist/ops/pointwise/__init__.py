@@ -1,1 +1,1 @@
-"""Element by element: on the shards as they are, random numbers keyed by position."""
+"""Element-wise operators on shards, and random numbers keyed by position."""

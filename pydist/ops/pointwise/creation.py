@@ -1,4 +1,4 @@
-"""`x.new_zeros(...)` and its like: a tensor of the shape of `x` lies as `x` does."""
+"""`x.new_zeros(...)` and similar calls: a tensor of the shape of `x` has its layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydist.tensor import HANDLERS, ShardedTensor, local_of, wrap
 
 def _creator(func: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def handler(x: ShardedTensor, *size: Any, **options: Any) -> Tensor:
-        """New tensors: sharded if they have the shape of `x`, else plain and equal on all ranks."""
+        """Makes a tensor: sharded if it has the shape of `x`, else plain and equal on all ranks."""
         asked = options.pop("size", None)
         if asked is None:
             asked = size[0] if isinstance(size[0], (tuple, list)) else size
@@ -37,7 +37,7 @@ for _func in (
 
 
 def _new_tensor(x: ShardedTensor, data: Any, **options: Any) -> Tensor:
-    """A plain tensor of given values, with the dtype and device of `x`."""
+    """Returns a plain tensor of given values, with the dtype and device of `x`."""
     return local_of(x).new_tensor(data, **options)
 
 

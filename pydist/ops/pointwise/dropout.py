@@ -1,4 +1,4 @@
-"""Dropout whose mask does not know the split: it is keyed by position."""
+"""Dropout with a mask keyed by position, so that it does not depend on the split."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydist.ops.pointwise.keyed import keyed_uniform
 from pydist.tensor import HANDLERS, ShardedTensor, adopt_local, local_of, refusal, wrap
 from pydist.tensor.aliasing import to_change
 
-# What SELU tends to for large negative numbers, the value that alpha dropout sets.
+# Limit of SELU for large negative numbers, the value that alpha dropout sets.
 _SELU_LIMIT = -1.7580993408473766
 
 
@@ -31,7 +31,7 @@ def dropout(
     """Zeroes elements (or channels) with probability p and scales the rest by 1 / (1 - p).
 
     The random numbers are a function of the seed, the training step, the module, and the element's
-    place in the global batch: every split and every rerun draws the same mask.
+    position in the global batch: every split and every rerun draws the same mask.
     """
     if not _drops(func, input, p, training):
         return input
@@ -52,7 +52,7 @@ def alpha_dropout(
     training: bool = False,
     inplace: bool = False,
 ) -> ShardedTensor:
-    """Sets elements (or channels) to SELU's limit, and keeps mean and variance as they are."""
+    """Sets elements (or channels) to SELU's limit, and preserves mean and variance."""
     if not _drops(func, input, p, training):
         return input
     local = local_of(input)
@@ -82,7 +82,7 @@ def _kept(func: Callable[..., Any], x: ShardedTensor, p: float, per_channel: boo
 
 
 _UNBATCHED: dict[Callable[..., Any], int] = {F.dropout1d: 2, F.dropout3d: 4}
-"""Numbers of dims that these take for a sample without a batch."""
+"""Number of dims of a sample without a batch dim, by function."""
 
 
 def _register() -> None:

@@ -1,8 +1,8 @@
-"""Element-wise calls: they run on the shards as they are, after their operands are aligned."""
+"""Element-wise calls, which run on the shards after their operands are aligned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,14 +71,14 @@ _ARITHMETIC = {
     for owner in (torch, torch.Tensor)
     if hasattr(owner, name)
 }
-"""Calls that give a result in memory of its own, unless in place."""
+"""Calls whose result has new memory, unless in place."""
 
 
 def broadcast_layout(operands: Iterable[Tensor]) -> Layout:
-    """The layout of a broadcasting call's result.
+    """Returns the layout of a broadcasting call's result.
 
-    Every dim is cut as the operand with the most cuts has it; dims in which that operand has
-    extent 1 are cut as another sharded operand has them, where the mesh axes are still free.
+    Each dim is split as in the operand with the most split dims. Dims in which that operand has
+    extent 1 are split as in another sharded operand, if the mesh axes are still free.
     """
     operands = list(operands)
     shape = torch.broadcast_shapes(*(o.shape for o in operands))
@@ -118,7 +118,7 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if all(isinstance(o, ShardedTensor) and o._layout == layout for o in operands):
         args, kwargs = _map_tensors(local_of, args, kwargs)
     else:
-        layout = target._layout if in_place else _common_layout(operands, layout)
+        layout = target._layout if in_place else common_layout(operands)
         align = partial(operand_for, layout=layout, out_shape=layout.shape)
         for operand in operands:
             if isinstance(operand, ShardedTensor):
@@ -139,13 +139,20 @@ def elementwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return (wrap_new if func in _ARITHMETIC else wrap)(result, layout, first)
 
 
-def _common_layout(operands: list[Tensor], sharded: Layout) -> Layout:
+def common_layout(operands: Sequence[Tensor]) -> Layout:
+    """Returns the layout of a call on operands, at least one of them sharded.
+
+    Raises:
+        UsageError: a plain operand has the shape of this rank's shard.
+        RuntimeError: the shapes do not broadcast.
+    """
     try:
         return broadcast_layout(operands)
     except RuntimeError:
+        sharded = next(each for each in operands if isinstance(each, ShardedTensor))
         for operand in operands:
             if not isinstance(operand, ShardedTensor):
-                refuse_shard_shaped(operand, sharded)
+                refuse_shard_shaped(operand, sharded._layout)
         raise
 
 
@@ -166,7 +173,7 @@ def _is_in_place(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`elementwise` of a function, by a short way where there is but one tensor."""
+    """Returns `elementwise` of a function, with a fast path for a single tensor."""
     if _is_in_place(func, {}):
         return partial(elementwise, func)
 
@@ -176,7 +183,7 @@ def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
             local = local_of(x)
             result = func(local)
             if result is local:
-                return x  # as torch gives the tensor itself where there is nothing to do
+                return x  # torch, too, returns the tensor itself if there is nothing to do
             return wrap(result, x._layout, x) if isinstance(result, Tensor) else result
         return elementwise(func, *args, **kwargs)
 
@@ -184,7 +191,7 @@ def _handler(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _alias(func: Callable[..., Tensor]) -> Callable[[ShardedTensor], ShardedTensor]:
-    """A call of one tensor whose result has its memory, or is the tensor itself."""
+    """Returns a handler of a one-tensor call whose result shares memory with the tensor."""
 
     def handler(input: ShardedTensor) -> ShardedTensor:
         local = local_of(input)
@@ -214,7 +221,7 @@ def _register() -> None:
 
 
 def _method(name: str) -> Any:
-    """A method of torch.Tensor; of an attribute, what torch hands to handlers."""
+    """Returns a method of torch.Tensor, or the getter that identifies an attribute's handler."""
     found = getattr(torch.Tensor, name)
     return found.__get__ if name in ("real", "imag") else found
 
@@ -224,7 +231,7 @@ _register()
 
 @implements(torch.Tensor.to)
 def to(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Another dtype, device or memory format; `to(other)` takes both of the first from `other`."""
+    """Converts dtype, device or memory format; `to(other)` copies `other`'s dtype and device."""
     other = kwargs.pop("other", args[0] if args else None)
     if isinstance(other, Tensor):
         args = (other.device, other.dtype, *args[1:])
@@ -244,13 +251,13 @@ def _keeps(local: Tensor, moved: Tensor) -> bool:
 
 @implements(torch.Tensor.type_as)
 def type_as(input: Tensor, other: Tensor) -> Tensor:
-    """The dtype and device of another tensor."""
+    """Converts to the dtype and device of another tensor."""
     return to(input, other)
 
 
 @implements(F.glu)
 def glu(input: ShardedTensor, dim: int = -1) -> Tensor:
-    """The first half along a dim, gated by the second."""
+    """Gates the first half along a dim by the second half."""
     if input.shape[dim] % 2:
         raise RuntimeError(
             f"Halving dimension must be even, but dimension {dim} is size {input.shape[dim]}"

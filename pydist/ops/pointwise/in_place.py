@@ -1,8 +1,8 @@
-"""Calls in place on a plain tensor with sharded arguments.
+"""In-place calls on a plain tensor with sharded arguments.
 
-Where all ranks hold all of the result, as of a running mean that takes up the mean of a sample, it
-goes into the plain tensor's memory, which `.data`, views and NumPy arrays may share. Where each
-rank holds a block of it, or it has a gradient, the user's object becomes sharded.
+If all ranks hold the full result, such as a running mean updated with the mean of a sample, it is
+written to the plain tensor's memory, which `.data`, views and NumPy arrays may share. If each rank
+holds a block of the result, or the result has a gradient, the user's object becomes sharded.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ def in_place_on_plain(
     kwargs: dict[str, Any],
     layout: Layout,
 ) -> Tensor:
-    """Runs a call in place whose first argument is plain, on the block of it that is this rank's.
+    """Runs an in-place call whose first argument is plain, on this rank's block of it.
 
-    Writing into the plain tensor would fill this rank's block alone, and record no gradient. So
-    the object in the user's hands is exchanged for a sharded one, in which the result is.
+    Writing to the plain tensor would fill only this rank's block, and record no gradient. So the
+    user's object is swapped with a sharded tensor that holds the result.
 
     Args:
-        handler: what does it when the first argument is sharded, called as
-            handler(func, sharded, ...).
+        handler: handles the call with a sharded first argument, as handler(func, sharded, ...).
         func: the call.
-        args: its arguments, the first one a plain tensor.
-        kwargs: likewise.
-        layout: in which the result is to lie, of the first argument's shape.
+        args: arguments of the call; the first is a plain tensor.
+        kwargs: keyword arguments of the call.
+        layout: of the result, with the first argument's shape.
 
     Raises:
-        NotSupported: something else sees the tensor's memory, or it is a parameter.
+        NotSupported: other objects share the tensor's memory, or it is a parameter.
     """
     target: Tensor = args[0]
     given = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
@@ -58,9 +57,9 @@ def in_place_on_plain(
             f"{list(layout.shape)}"
         )
     like = next(t for t in given if isinstance(t, ShardedTensor))
-    if func is not torch.Tensor.copy_:  # what is overwritten may differ
+    if func is not torch.Tensor.copy_:  # copy_ overwrites all values, which may differ
         block = shard_of_plain(target, layout)
-        # A copy: the tensor's own memory goes with its last user.
+        # A copy, as the tensor's own memory is freed after the swap.
         block = block.detach() if fills else block.clone()
     else:
         block = target.detach() if fills else target.new_empty(layout.local_shape)
@@ -75,11 +74,11 @@ def in_place_on_plain(
         except RuntimeError as error:
             why = f"in place on a plain tensor that something else holds ({error})"
             raise NotSupported(f"{func.__name__}: {why}; write it out of place") from error
-    return target  # swapped: it is the sharded one now
+    return target  # swapped: the sharded tensor now
 
 
 def _held_elsewhere(target: Tensor) -> str:
-    """Why a plain tensor can't be exchanged, "" if it can."""
+    """Returns the reason why a plain tensor can't be swapped, or "" if it can."""
     if type(target) is not Tensor:
         return f"that is a {type(target).__name__}"
     if target._is_view():
@@ -95,8 +94,8 @@ def _held_elsewhere(target: Tensor) -> str:
 
 
 def _memory_elsewhere(target: Tensor) -> str:
-    """Why a plain tensor's memory can't be left, "" if it can."""
+    """Returns the reason why a plain tensor can't change its memory, or "" if it can."""
     storage = target.untyped_storage()
-    # Used by the tensor and by the object that asks; by `.data`, `detach()` and arrays beside them.
+    # Two uses are the tensor and `storage`; more are `.data`, `detach()` or arrays.
     used = torch._C._storage_Use_Count(storage._cdata)
     return "whose memory something else sees" if used > 2 or not storage.resizable() else ""

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of the seed, the training step, the module and the place."""
+"""Random numbers as a function of the seed, the training step, the module and the position."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pydist.tensor import ShardedTensor, local_of, module_path, refusal
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
 
-# Forward passes whose draws are remembered, for activation checkpointing's second run.
+# Number of forward passes whose draws are kept, for activation checkpointing's second run.
 _REMEMBERED = 64
 
-# Draws that a captured step may have.
+# Maximum number of draws in a captured step.
 _REPLAYED = 4096
 
 
 def keyed_uniform(func: Callable[..., Any], x: ShardedTensor, dims: int | None = None) -> Tensor:
-    """Uniform numbers of [0, 1), fp32, for the places of this rank's shard of `x`.
+    """Draws uniform fp32 numbers in [0, 1) for the positions of this rank's shard of `x`.
 
-    Every split and every rerun draws the same for an element of the global batch; every call draws
-    anew.
+    Every split and every rerun draws the same number for an element of the global batch. Each call
+    draws new numbers.
 
     Args:
-        func: the call that asks, for the refusal.
+        func: torch's call, for errors.
         x: the tensor; its device is the result's.
-        dims: one number for each place in the first so many dims; `None` for all.
+        dims: draw one number per position in the first `dims` dims; `None` for all dims.
     """
     box, layout = x._layout.box, x._layout
     lo, shape, extents = list(box.lo), list(layout.shape), list(local_of(x).shape)
@@ -51,16 +51,16 @@ def _expandable(numbers: Tensor, extents: Sequence[int]) -> Tensor:
 
 
 def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int | Tensor:
-    """The key of one draw: seed, step, module, and the number of the draw in that module.
+    """Returns the key of one draw: of the seed, step, module, and number of the module's draw.
 
-    Within the capture of a CUDA graph, where the key of each replay will be.
+    During the capture of a CUDA graph, returns the memory of the key of each replay.
     """
     mesh, origin = x.mesh, x._origin
     layer = module_path()
     draws = draws_of(mesh)
     calls = draws.begin(origin.forward)
     if torch._C._current_graph_task_id() != -1:
-        # Inside backward: activation checkpointing runs the call again, and wants the same numbers.
+        # In backward activation checkpointing reruns the call, and needs the same numbers.
         if not layer:
             why = "under activation checkpointing in no module's method: give it one (nn.Dropout)"
             raise refusal(func, (x,), {}, why)
@@ -77,46 +77,46 @@ def _next_key(func: Callable[..., Any], x: ShardedTensor) -> int | Tensor:
 
 
 class Draws:
-    """How often each module has drawn random numbers, by training forward."""
+    """Counts of the random draws of each module, by forward pass."""
 
     def __init__(self) -> None:
         self._calls: dict[int, dict[str, int]] = {}
         self.replayed: ReplayedKeys | None = None
-        """While a step is captured: where its random numbers find their keys in each replay."""
+        """Keys of the step being captured, read by each replay; `None` outside of a capture."""
 
     def begin(self, forward: int) -> dict[str, int]:
-        """The number of draws of each module in a forward pass, to be counted on."""
+        """Returns the draw counts of a forward pass by module, which the caller updates."""
         calls = self._calls.setdefault(forward, {})
         while len(self._calls) > _REMEMBERED:
             self._calls.pop(next(iter(self._calls)))
         return calls
 
     def forget(self, forward: int) -> None:
-        """The next draws of a forward pass are its first ones."""
+        """Resets the draw counts of a forward pass."""
         self._calls.pop(forward, None)
 
 
 def draws_of(mesh: Mesh) -> Draws:
-    """The draws on a mesh."""
+    """Returns the draw counts of a mesh."""
     return mesh.session.service(Draws, Draws)
 
 
 class ReplayedKeys:
-    """The keys of a captured step, in memory from which every replay takes them.
+    """Keys of a captured step, in memory that every replay reads.
 
     Args:
-        mesh: of the step; the `replayed` of its draws is this object while the step is captured.
+        mesh: of the step; its draws have this object as `replayed` while the step is captured.
         device: of the step.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
         self._mesh = mesh
-        # Made before the capture: every replay would fill again what is filled within it.
+        # Allocated before the capture: otherwise every replay would zero it again.
         self._table = torch.zeros(_REPLAYED, dtype=torch.int64, device=device)
         self._places: dict[tuple[str, int], int] = {}
 
     def place_of(self, layer: str, number: int) -> Tensor:
-        """The memory of the key of a module's draw, one int64.
+        """Returns the memory of the key of a module's draw, one int64.
 
         Raises:
             NotSupported: the step draws too often.
@@ -127,12 +127,12 @@ class ReplayedKeys:
         return self._table[place : place + 1]
 
     def renew(self) -> None:
-        """Queues the keys of the mesh's current forward pass."""
+        """Enqueues a copy of the keys of the mesh's current forward pass to the device."""
         if not self._places:
             return
         mesh = self._mesh
         keys = [_key(mesh, mesh.session.forwards, layer, number) for layer, number in self._places]
-        # Pinned: the host does not wait for the copy; torch keeps the memory until it is done.
+        # Pinned, so that the host does not wait; torch keeps the memory until the copy is done.
         signed = torch.tensor(
             [key - (1 << 64) if key >> 63 else key for key in keys],
             dtype=torch.int64,

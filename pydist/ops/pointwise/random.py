@@ -1,6 +1,6 @@
-"""Random tensors like a sharded one, and random activations, keyed by position as dropout is.
+"""Random tensors like a sharded one, and random activations, keyed by position like dropout.
 
-Not torch's numbers, but the same under every split: torch's generators count calls, not places.
+The numbers differ from torch's, whose generators count calls, but are equal for every split.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
 
 def _like(values: Tensor, x: ShardedTensor, **options: Any) -> ShardedTensor:
-    """Values in the dtype, and what else a `*_like` call asks for; by default as `x` has it."""
+    """Converts values to the dtype and other options of a `*_like` call, by default those of x."""
     like = torch.empty_like(local_of(x), **options)
     local = like.detach().copy_(values).requires_grad_(like.requires_grad)
     return wrap(local, x._layout, x)
@@ -26,13 +26,13 @@ def _like(values: Tensor, x: ShardedTensor, **options: Any) -> ShardedTensor:
 
 @implements(torch.rand_like)
 def rand_like(input: ShardedTensor, **options: Any) -> ShardedTensor:
-    """Uniform numbers of [0, 1)."""
+    """Draws uniform numbers in [0, 1)."""
     return _like(keyed_uniform(torch.rand_like, input), input, **options)
 
 
 @implements(torch.randn_like)
 def randn_like(input: ShardedTensor, **options: Any) -> ShardedTensor:
-    """Normal numbers, by the transform of Box and Muller."""
+    """Draws normal numbers by the Box-Muller transform."""
     first, second = (keyed_uniform(torch.randn_like, input).double() for _ in range(2))
     radius = (-2 * torch.log1p(-first)).sqrt()
     return _like(radius * torch.cos(2 * math.pi * second), input, **options)
@@ -40,7 +40,7 @@ def randn_like(input: ShardedTensor, **options: Any) -> ShardedTensor:
 
 @implements(torch.bernoulli, torch.Tensor.bernoulli)
 def bernoulli(input: ShardedTensor, p: float | None = None, *, generator: Any = None) -> Any:
-    """1 with the probability that the element (or `p`) says, else 0."""
+    """Draws 1 with the probability given by the element (or `p`), else 0."""
     if generator is not None:
         raise refusal(torch.bernoulli, (input,), {}, "a generator; numbers are keyed by place")
     chance = local_of(input).detach() if p is None else p
@@ -55,7 +55,7 @@ def rrelu(
     training: bool = False,
     inplace: bool = False,
 ) -> Any:
-    """Leaky ReLU, in training with a slope drawn for every element."""
+    """Applies leaky ReLU, in training with a slope drawn for each element."""
     if not training:
         return elementwise(F.leaky_relu, input, (lower + upper) / 2, inplace=inplace)
     if inplace:

@@ -1,1 +1,1 @@
-"""Poolings: maxima and averages of windows, adaptive ones, and unpooling."""
+"""Average, maximum and adaptive pooling, and maximum unpooling."""

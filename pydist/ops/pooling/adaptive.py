@@ -1,4 +1,4 @@
-"""Adaptive pooling: a given number of outputs, over windows of almost equal length."""
+"""Adaptive pooling to a given number of outputs, over windows of almost equal length."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from pydist.tensor.operands import redistribute
 
 @dataclass(frozen=True)
 class AdaptiveWindow(Window):
-    """The windows that cut `inputs` into `outputs`, of every spatial dim."""
+    """Windows of adaptive pooling from `inputs` to `outputs`, for all spatial dims."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
 
     @staticmethod
     def of(inputs: Sequence[int], outputs: Sequence[int]) -> AdaptiveWindow:
-        """The windows for the extents of the inputs and of the outputs."""
+        """Makes the windows for the extents of the inputs and of the outputs."""
         footprints = [Footprint.adaptive(n, m) for n, m in zip(inputs, outputs, strict=True)]
         return AdaptiveWindow(
             tuple(f.kernel for f in footprints),
@@ -54,7 +54,7 @@ class AdaptiveWindow(Window):
         )
 
     def footprint(self, dim: int) -> Footprint:
-        """The footprint along one spatial dim."""
+        """Returns the footprint along one spatial dim."""
         return Footprint.adaptive(self.inputs[dim], self.outputs[dim])
 
 
@@ -64,7 +64,7 @@ def adaptive_avg_pool(
     input: ShardedTensor,
     output_size: int | Sequence[int | None],
 ) -> ShardedTensor:
-    """Adaptive average pooling to any size."""
+    """Computes adaptive average pooling to any size."""
     if input.dim() == dims + 1:
         return unbatched(adaptive_avg_pool(dims, function, batched(input), output_size))
     refuse_integers(function, input)
@@ -78,7 +78,7 @@ def adaptive_max_pool(
     output_size: int | Sequence[int | None],
     return_indices: bool = False,
 ) -> ShardedTensor | Pair:
-    """Adaptive maximum pooling to any size; indices as of `max_pool`."""
+    """Computes adaptive maximum pooling to any size; indices are as in `max_pool`."""
     if input.dim() == dims + 1:
         return unbatched(
             adaptive_max_pool(dims, function, batched(input), output_size, return_indices)
@@ -101,8 +101,7 @@ def _outputs(
 
 
 def adaptive_average(x: ShardedTensor, outputs: Sequence[int]) -> ShardedTensor:
-    """The means over windows; a dim with one output is whole in the result on every rank."""
-    extents = tuple(x.shape[2:])
+    """Computes means over windows; a dim with one output is replicated on every rank."""
     single = tuple(d for d, m in enumerate(outputs, start=2) if m == 1)
     if single:
         x = reduce_mean(x, single, keepdim=True)
@@ -114,7 +113,7 @@ def adaptive_average(x: ShardedTensor, outputs: Sequence[int]) -> ShardedTensor:
     key = ("adaptive average", x._layout, window)
 
     def make() -> AveragePlan:
-        scales = [_reciprocal_lengths(window.footprint(d)) for d in range(len(extents))]
+        scales = [_reciprocal_lengths(window.footprint(d)) for d in range(len(outputs))]
         return AveragePlan(Averaging(window, scales), plan)
 
     return wrap(average(local_of(x), x.mesh.session.plan(key, make)), plan.out, x)
@@ -128,7 +127,7 @@ def _reciprocal_lengths(footprint: Footprint) -> Tensor:
 def adaptive_maximum(
     x: ShardedTensor, outputs: Sequence[int]
 ) -> tuple[ShardedTensor, Tensor, MaxPlan]:
-    """The maxima over windows, the shard of their taps, and the plan that reads those."""
+    """Computes maxima over windows, the shard of their taps, and the plan that reads the taps."""
     window = AdaptiveWindow.of(tuple(x.shape[2:]), outputs)
     cut = [d for d in range(2, x.dim()) if x._layout.splits[d] is not None]
     if cut and all(outputs[d - 2] == 1 for d in cut):
@@ -142,7 +141,7 @@ def adaptive_maximum(
 def _of_all_ranks(
     x: ShardedTensor, window: AdaptiveWindow, cut: Sequence[int]
 ) -> tuple[ShardedTensor, Tensor, MaxPlan]:
-    """Where a window is as long as a cut dim: maxima of the shards, compared over the ranks."""
+    """Computes global maxima along split dims: maxima of the shards, compared over the ranks."""
     layout = x._layout
     plan = _max_plan(layout, window, cut)
     local, axes = local_of(x), axes_of(layout, cut)
@@ -154,7 +153,7 @@ def _of_all_ranks(
 
 
 def _first_maximum(values: Tensor, taps: Tensor, group: Transport) -> Tensor:
-    """The taps of the largest values of all ranks: of NaNs the last, else of equals the first."""
+    """Returns the taps of the maxima over all ranks: the last NaN, else the first of ties."""
     every_value = group.all_gather(values.contiguous())
     every_tap = group.all_gather(taps.contiguous()).long()
     is_nan = every_value.isnan()
@@ -166,7 +165,7 @@ def _first_maximum(values: Tensor, taps: Tensor, group: Transport) -> Tensor:
 
 
 def _max_plan(layout: Layout, window: AdaptiveWindow, whole: Sequence[int] = ()) -> MaxPlan:
-    """The plan for a layout, made once; the outputs along dims in `whole` lie on every rank."""
+    """Returns the cached plan for a layout; outputs are replicated along dims in `whole`."""
 
     def make() -> MaxPlan:
         plan = plan_window(layout, window, layout.shape[1])

@@ -1,8 +1,8 @@
-"""Average pooling: native sums over the shard as stored; the halo's part added after.
+"""Average pooling: native sums over the shard as stored, then the halo's contribution.
 
-Pooling is linear: the pooled shard, zero padded, plus the pooled slabs of the halo. So the shard is
-neither copied nor padded, the slabs travel meanwhile, and nothing is saved for backward, which has
-the same shape.
+Pooling is linear: the result is the pooled shard, zero padded, plus the pooled slabs of the halo.
+So the shard is neither copied nor padded, the slabs are in flight meanwhile, and nothing is saved
+for backward, which works the same way.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from pydist.partition import Box, Footprint
 
 @dataclass(frozen=True)
 class Averaging:
-    """Sums over windows, each times a scale: what is computed, wherever the parts are.
+    """Window sums times scales, independent of the layout of inputs and outputs.
 
     Attributes:
         window: without dilation.
-        scales: for each spatial dim, one float64 factor an output of the whole domain, in
+        scales: for each spatial dim, one float64 factor per output of the global domain, in
             host memory.
     """
 
@@ -46,14 +46,14 @@ class Averaging:
         into: Tensor | None = None,
         negative_slope: float = 1.0,
     ) -> Tensor:
-        """The part of the outputs that comes from a box of inputs.
+        """Computes the contribution of a box of inputs to the outputs.
 
         Args:
             x: [N, C, ...], the values of `inputs`.
             inputs: a box of the domain.
-            outputs: a box in the outputs' own indices.
-            into: of the shape of `outputs`; what comes from x is added to it.
-            negative_slope: of a ReLU that x goes through first; 1 for none.
+            outputs: a box in output indices.
+            into: of the shape of `outputs`; the contribution of x is added to it.
+            negative_slope: of a ReLU applied to x first; 1 for no ReLU.
 
         Returns:
             `into`, or a new tensor in the memory format of x.
@@ -78,16 +78,16 @@ class Averaging:
         x: Tensor | None = None,
         negative_slope: float = 1.0,
     ) -> Tensor:
-        """The adjoint of `means`: dL/dx of a box of inputs, as far as it comes from `outputs`.
+        """Computes the adjoint of `means`: the contribution of `outputs` to dL/dx of `inputs`.
 
         Args:
             grad: dL/dy.
-            outputs: its box.
-            inputs: the box.
-            into: of the shape of `inputs`; what comes from `grad` is added to it.
-            x: where a ReLU is part of it, what has gone through that, or come out; dL/dx gets
-                its memory format.
-            negative_slope: of the ReLU; 1 for none.
+            outputs: box of `grad`.
+            inputs: box of the result.
+            into: of the shape of `inputs`; the contribution of `grad` is added to it.
+            x: the input or the result of the ReLU, if there is one; dL/dx gets its memory
+                format.
+            negative_slope: of the ReLU; 1 for no ReLU.
         """
         grad_x = (
             (empty(inputs, grad) if x is None else torch.empty_like(x)) if into is None else into
@@ -123,21 +123,21 @@ class Averaging:
 
 
 class AveragePlan(PoolPlan):
-    """Means over windows of a sharded tensor, and their adjoint, with one exchange each."""
+    """Plan of means over windows of a sharded tensor and of their adjoint, one exchange each."""
 
     def __init__(self, averaging: Averaging, plan: WindowPlan) -> None:
         super().__init__(plan)
         self.averaging = averaging
 
     def pool(self, x: Tensor, negative_slope: float = 1.0) -> Tensor:
-        """The shard [N, C, ...] of the result, from the shard of the input.
+        """Computes the shard [N, C, ...] of the result from the shard of the input.
 
-        What travels is the ReLU's result, made in the send buffer: whether a rank leaves the ReLU
-        to its pool is its own affair.
+        The message is the ReLU's result, computed in the send buffer. So each rank may choose on
+        its own whether its pool applies the ReLU.
 
         Args:
             x: the shard.
-            negative_slope: of a ReLU that all inputs go through first; 1 for none.
+            negative_slope: of a ReLU applied to all inputs first; 1 for no ReLU.
         """
         exchanges, means = self.exchanges(x), self.averaging.means
         return exchanges.corrected(
@@ -149,12 +149,12 @@ class AveragePlan(PoolPlan):
         )
 
     def spread(self, grad: Tensor, x: Tensor | None = None, negative_slope: float = 1.0) -> Tensor:
-        """The shard of dL/dx, from the shard of dL/dy.
+        """Computes the shard of dL/dx from the shard of dL/dy.
 
         Args:
             grad: dL/dy.
-            x: where a ReLU comes first, the shard before or after it.
-            negative_slope: of the ReLU; 1 for none.
+            x: the shard before or after the ReLU, if there is one.
+            negative_slope: of the ReLU; 1 for no ReLU.
         """
         exchanges, spread = self.exchanges(grad), self.averaging.spread
         return exchanges.corrected(
@@ -165,7 +165,7 @@ class AveragePlan(PoolPlan):
         )
 
     def adjoint(self, grad: Tensor, way: Tensor) -> Tensor:
-        """The shard of dL/dx from that of dL/dy, differentiable to any order.
+        """Computes the shard of dL/dx from that of dL/dy, differentiable to any order.
 
         Args:
             grad: dL/dy.
@@ -176,10 +176,9 @@ class AveragePlan(PoolPlan):
 
 
 def average(x: Tensor, plan: AveragePlan) -> Tensor:
-    """This rank's means over windows, differentiable to any order.
+    """Computes this rank's means over windows, differentiable to any order.
 
-    The same node and the same exchanges on every rank, as all ranks have the same plan; an empty
-    shard takes part.
+    All ranks have the same plan and run the same node and exchanges, also with an empty shard.
     """
     result: Tensor = _Average.apply(x, plan)[0]
     return result

@@ -1,9 +1,9 @@
-"""Maximum pooling: native maxima of the shard as stored; the halo's part merged after.
+"""Maximum pooling: native maxima of the shard as stored, then merged with the halo's maxima.
 
-Each output remembers which tap of its window it took, in one byte for windows of up to 255 inputs.
-A maximum over parts is the maximum of their maxima, and the numbers of taps settle which of equal
-values counts; so the shard is neither copied nor padded, and the slabs travel meanwhile. Backward
-hands gradients to the taps: those in slabs go home while the rest is computed.
+Each output stores the tap of its window that it took, in one byte for windows of up to 255 inputs.
+A maximum over parts is the maximum of their maxima, and the tap numbers break ties. So the shard is
+neither copied nor padded, and the slabs are in flight meanwhile. Backward sends gradients to the
+taps: those in slabs return to their owners while the rest is computed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pydist.partition import Box
 
 
 class MaxPlan(PoolPlan):
-    """Maxima over windows of a sharded tensor, and the two maps that their taps define."""
+    """Plan of maxima over windows of a sharded tensor, and of the two maps that taps define."""
 
     def __init__(self, plan: WindowPlan, alone: bool = False) -> None:
         super().__init__(plan, alone)
@@ -36,7 +36,7 @@ class MaxPlan(PoolPlan):
         self.tap_dtype = torch.uint8 if taps <= torch.iinfo(torch.uint8).max else torch.int32
 
     def maxima(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The shards of the result and of the taps, from the shard of the input."""
+        """Computes the shards of the result and of the taps from the shard of the input."""
         y = empty(self.out, x)
         taps = torch.empty_like(y, dtype=self.tap_dtype)
 
@@ -50,7 +50,7 @@ class MaxPlan(PoolPlan):
         return self._corrected(x, merge), taps
 
     def spread(self, grad: Tensor, taps: Tensor) -> Tensor:
-        """The shard of dL/dx: every gradient at the input that was taken."""
+        """Computes the shard of dL/dx: each gradient at the input that was the maximum."""
         timers = self.mesh.session.timers
         halo = self.exchanges(grad).halo if self.has_halo else None
         pending = None
@@ -69,7 +69,7 @@ class MaxPlan(PoolPlan):
         return grad_x
 
     def pick(self, x: Tensor, taps: Tensor) -> Tensor:
-        """The adjoint of `spread`: the shard of the inputs that were taken."""
+        """Computes the adjoint of `spread`: the shard of the inputs at the taps."""
         y = empty(self.out, x)
 
         def pick(x: Tensor, box: Box, *, accumulate: bool) -> Tensor:
@@ -82,7 +82,7 @@ class MaxPlan(PoolPlan):
         return self._corrected(x, pick)
 
     def _corrected(self, x: Tensor, part: Callable[..., Tensor]) -> Tensor:
-        """Applies `part` to the shard while the halo travels, then to each slab."""
+        """Applies `part` to the shard while the halo is in flight, then to each slab."""
         main = self.timed(lambda: part(x, self.own, accumulate=False))
         if not self.has_halo:
             return main()
@@ -92,7 +92,7 @@ class MaxPlan(PoolPlan):
         )
 
     def indices(self, taps: Tensor) -> Tensor:
-        """What torch returns as indices: each place in the flattened spatial dims of the input."""
+        """Returns torch's indices: positions in the flattened spatial dims of the input."""
         _, kernel_h, kernel_w = self.kernel
         number = in_3d(taps).long()
         row = number // kernel_w
@@ -108,7 +108,7 @@ class MaxPlan(PoolPlan):
 
     @cached_property
     def _starts(self) -> list[Constant]:
-        """Along each of three spatial dims: where the windows of this rank's outputs begin."""
+        """First indices of the windows of this rank's outputs, for three spatial dims."""
         found = []
         extents = (1,) * (5 - len(self.out.lo)) + tuple(self.out.shape[2:])
         for dim, (footprint, lo) in enumerate(zip(self.footprints, lo_of(self.out), strict=True)):
@@ -124,10 +124,9 @@ class MaxPlan(PoolPlan):
 
 
 def maximum(x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
-    """This rank's maxima over windows and their taps; the maxima differentiable to any order.
+    """Computes this rank's maxima over windows, differentiable to any order, and their taps.
 
-    The same node and the same exchanges on every rank, as all ranks have the same plan; an empty
-    shard takes part.
+    All ranks have the same plan and run the same node and exchanges, also with an empty shard.
     """
     if plan.has_halo:
         x = with_true_gradient(x, plan.mesh, plan.plan.layout.unused_axes)
@@ -136,7 +135,7 @@ def maximum(x: Tensor, plan: MaxPlan) -> tuple[Tensor, Tensor]:
 
 
 def taken(x: Tensor, taps: Tensor, plan: MaxPlan) -> Tensor:
-    """The inputs at given taps, 0 where another rank holds them; differentiable to any order."""
+    """Returns the inputs at taps, 0 where another rank owns them; differentiable to any order."""
     result: Tensor = _Pick.apply(x, taps, plan)[0]
     return result
 

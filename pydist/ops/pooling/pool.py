@@ -1,4 +1,4 @@
-"""Average, maximum and power-average pooling of sharded tensors, overlapping windows included."""
+"""Average, maximum and power-average pooling of sharded tensors, with overlapping windows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from pydist.tensor.operands import redistribute
 _AVG = {1: torch.avg_pool1d, 2: torch._C._nn.avg_pool2d, 3: torch._C._nn.avg_pool3d}
 _MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _LP = {1: F.lp_pool1d, 2: F.lp_pool2d, 3: F.lp_pool3d}
-# Maxima of integers are found in a type that holds all of them.
+# Maxima of integers are computed in a float dtype that represents all values exactly.
 _EXACT_IN = {
     torch.uint8: torch.float32,
     torch.int8: torch.float32,
@@ -49,7 +49,7 @@ def avg_pool(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> ShardedTensor:
-    """Average pooling; padding counts as torch counts it."""
+    """Computes average pooling; padding counts as in torch."""
     if input.dim() == dims + 1:
         tail = (kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
         return unbatched(avg_pool(dims, batched(input), *tail))
@@ -75,9 +75,9 @@ def max_pool(
     ceil_mode: bool = False,
     return_indices: bool = False,
 ) -> ShardedTensor | Pair:
-    """Maximum pooling; of equal values the first in the window gets the gradient.
+    """Computes maximum pooling; the first of equal values in a window gets the gradient.
 
-    Indices are those that torch returns: places in the flattened spatial dims of the whole input.
+    Indices are as in torch: positions in the flattened spatial dims of the global input.
     """
     if input.dim() == dims + 1:
         tail = (kernel_size, stride, padding, dilation, ceil_mode, return_indices)
@@ -85,7 +85,7 @@ def max_pool(
     function, given = _MAX[dims], input.dtype
     if not given.is_floating_point:
         if given not in _EXACT_IN or dims == 1:
-            raise refusal(function, (input,), {}, f"{given}: convert it to a type of float first")
+            refuse_integers(function, input)
         input = elementwise(torch.Tensor.to, input, _EXACT_IN[given])
     input, window, plan = _plan(
         function, dims, widened(dims, input), kernel_size, stride, padding, dilation, ceil_mode
@@ -106,7 +106,7 @@ def lp_pool(
     stride: int | Sequence[int] | None = None,
     ceil_mode: bool = False,
 ) -> ShardedTensor:
-    """Power-average pooling, put together as torch does it."""
+    """Computes power-average pooling, composed as in torch."""
     x: Any = input  # calls on it give sharded tensors
     tail: Any = (kernel_size, stride, 0, 1, ceil_mode)
     if norm_type == math.inf:
@@ -132,7 +132,7 @@ def _plan(
     if x.dim() != dims + 2:
         raise refusal(function, (x,), {}, f"expected [N, C] and {dims} spatial dims")
     kernel = as_tuple(kernel_size, dims)
-    # torch takes no stride, or an empty one, for "as the kernel".
+    # In torch a missing or empty stride means the kernel size.
     steps = kernel if stride is None or stride in ((), []) else as_tuple(stride, dims)
     pads = as_tuple(padding, dims)
     if any(2 * p > k for p, k in zip(pads, kernel, strict=True)):
@@ -170,7 +170,7 @@ def _average_plan(
             scales = [torch.ones_like(scale) for scale in scales]
             scales[0] /= divisor
         for scale in scales[1:]:
-            # What is the same for all outputs goes into one factor: ones cost the kernel nothing.
+            # Constant factors are moved into the first dim: factors of 1 cost the kernel nothing.
             if scale.numel() and bool((scale == scale[0]).all()):
                 scales[0] = scales[0] * scale[0]
                 scale.fill_(1)

@@ -1,4 +1,4 @@
-"""What poolings share: the plan of one, its exchanges, and pieces of tensors for the kernels."""
+"""Common parts of poolings: their plan, its exchanges, and tensor views for the kernels."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pydist.partition import Box, Footprint
 from pydist.tensor import ShardedTensor, local_of, refusal, wrap
 
 Pair = tuple[ShardedTensor, ShardedTensor]
-"""A result and the indices that belong to it."""
+"""A result and its indices."""
 
 
 class PoolPlan:
-    """Who pools what: this rank's inputs and outputs, and what it exchanges.
+    """Plan of a pooling: this rank's inputs and outputs, and its exchanges.
 
     Args:
-        plan: who computes which outputs.
-        alone: nothing is exchanged: outputs are parts that others complete.
+        plan: the window plan.
+        alone: whether to exchange no halo; the outputs are then partial.
     """
 
     def __init__(self, plan: WindowPlan, alone: bool = False) -> None:
@@ -35,10 +35,10 @@ class PoolPlan:
         self._exchanges: Exchanges | None = None
 
     def exchanges(self, x: Tensor) -> Exchanges:
-        """Brings slabs of the input, and slabs of dL/dy to which this rank's inputs contributed.
+        """Returns the exchanges of input slabs, and of dL/dy slabs this rank contributed to.
 
-        Collective the first time: the ranks agree on the order in which elements travel, that of
-        their memory if it is channels-last on all of them. Other tensors are packed as well.
+        The first call is collective: the messages are channels-last if the shards of all ranks are.
+        Tensors in the other format are packed to that order.
         """
         if self._exchanges is None:
             self._exchanges = self.plan.exchanges(all_channels_last(x, self.mesh))
@@ -55,16 +55,16 @@ class PoolPlan:
 
 
 def footprints_of(window: Window) -> list[Footprint]:
-    """The three footprints that the kernels take; dims that are missing come first."""
+    """Returns the three footprints that the kernels expect; missing dims are first."""
     dims = len(window.kernel)
     return [Footprint(1)] * (3 - dims) + [window.footprint(dim) for dim in range(dims)]
 
 
 def empty(box: Box, like: Tensor) -> Tensor:
-    """A tensor for a box, in the memory format of `like`."""
+    """Allocates a tensor for a box, in the memory format of `like`."""
     if not is_channels_last(like):
         return like.new_empty(box.shape)
-    # Not a view: torch refuses changes in place of a function's result that is one.
+    # Not a view: torch refuses in-place changes of an autograd function's result that is a view.
     n, channels, *spatial = box.shape
     shape, order = (n, *spatial, channels), (0, len(spatial) + 1, *range(1, len(spatial) + 1))
     strides = [math.prod(max(1, extent) for extent in shape[i + 1 :]) for i in range(len(shape))]
@@ -72,42 +72,42 @@ def empty(box: Box, like: Tensor) -> Tensor:
 
 
 def in_3d(x: Tensor) -> Tensor:
-    """The same elements with three spatial dims, those that are missing in front."""
+    """Returns a view with three spatial dims; missing dims are first."""
     for _ in range(5 - x.dim()):
         x = x.unsqueeze(2)
     return x
 
 
 def lo_of(box: Box) -> tuple[int, ...]:
-    """Where the three spatial dims of a box begin."""
+    """Returns the lower ends of a box in three spatial dims."""
     return (0,) * (5 - len(box.lo)) + tuple(box.lo[2:])
 
 
 def batched(x: ShardedTensor) -> ShardedTensor:
-    """One sample as a batch."""
+    """Returns one sample as a batch."""
     return x.unsqueeze(0)  # type: ignore[return-value]
 
 
 def unbatched(result: Any) -> Any:
-    """The one sample of a batch, of a result or of each of several."""
+    """Returns the only sample of a result's batch, or of each result in a tuple."""
     if isinstance(result, tuple):
         return tuple(unbatched(each) for each in result)
     return result.squeeze(0)
 
 
 def refuse_integers(function: Callable[..., Any], x: ShardedTensor) -> None:
-    """Refuses what the kernels have no type for."""
+    """Raises an error for dtypes that the kernels do not support."""
     if not x.dtype.is_floating_point:
         raise refusal(function, (x,), {}, f"{x.dtype}: convert it to a type of float first")
 
 
 def widened(dims: int, x: ShardedTensor) -> ShardedTensor:
-    """Autocast's rule for torch's calls with three dims: they are computed in fp32."""
+    """Converts the input to fp32 where autocast does so: in pooling over three dims."""
     if dims < 3 or x.dtype.itemsize != 2 or not torch.is_autocast_enabled(x.device.type):
         return x
     return wrap(local_of(x).float(), x._layout, x)
 
 
 def with_indices(handler: Callable[..., Any], positional: int, *args: Any, **kwargs: Any) -> Any:
-    """Calls that return the indices, whatever they are told; it is their last argument."""
+    """Calls a handler with `return_indices`, its last argument, always true."""
     return handler(*args[:positional], **{**kwargs, "return_indices": True})

@@ -1,4 +1,4 @@
-"""Maximum unpooling: values go to the places that indices name, in any rank's block."""
+"""Maximum unpooling: values are placed at given indices, in any rank's block."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pydist.partition import Box, Partition
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
 from pydist.tensor.operands import operand_for
 
-# How far the indices reach, the least of all ranks.
+# Range of the indices; the ranks use the minimum of all.
 _BEYOND, _ANYWHERE, _IN_WINDOWS = 0.0, 1.0, 2.0
 
 
@@ -33,16 +33,16 @@ def max_unpool(
     padding: int | Sequence[int] = 0,
     output_size: Sequence[int] | None = None,
 ) -> ShardedTensor:
-    """Every value at its index in the flattened spatial dims of the result, which is 0 elsewhere.
+    """Places each value at its index in the flattened spatial dims of a result of zeros.
 
-    Of several values for one place the last one stays, in the order of the input, on every device
-    (torch on a GPU keeps any of them); all of them get the gradient of that place, as under torch.
-    Values come from the neighbors whose windows reach a block, or from all ranks if any index lies
-    outside its value's window.
+    If several values have the same index, the last one in the order of the input is kept, on every
+    device (torch on a GPU keeps any of them). All of them get the gradient of that position, as in
+    torch. Values come from the neighbors whose windows reach a block, or from all ranks if any
+    index is outside its value's window.
 
     Raises:
-        UsageError: indices of another shape or dtype, or beyond the result; an `output_size` that
-            torch refuses.
+        UsageError: the indices have another shape or dtype, or are out of range; or torch refuses
+            `output_size`.
     """
     if input.dim() == dims + 1:
         batched = indices.unsqueeze(0)
@@ -77,7 +77,7 @@ def max_unpool(
 
 
 def _extents(x: ShardedTensor, window: Window, given: Sequence[int] | None) -> tuple[int, ...]:
-    """The extents of the result: those asked for, where one pooling can have led from them."""
+    """Returns the extents of the result; given ones must be possible inputs of the pooling."""
     usual = tuple(
         (n - 1) * s + k - 2 * p
         for n, k, s, (p, _) in zip(
@@ -99,7 +99,7 @@ def _extents(x: ShardedTensor, window: Window, given: Sequence[int] | None) -> t
 
 
 def _result_layout(layout: Layout, window: Window, extents: Sequence[int]) -> Layout:
-    """Blocks that lie where the values' windows do."""
+    """Returns the layout whose blocks begin at the windows of the values' blocks."""
     changes = {}
     for dim, (extent, step) in enumerate(zip(extents, window.stride, strict=True), start=2):
         split = layout.splits[dim]
@@ -110,7 +110,7 @@ def _result_layout(layout: Layout, window: Window, extents: Sequence[int]) -> La
 
 
 def _coordinates(flat: Tensor, extents: Sequence[int]) -> list[Tensor]:
-    """Coordinates of indices in flattened dims; outside of the first extent if beyond."""
+    """Returns coordinates of flat indices; out-of-range indices exceed the first extent."""
     found = []
     for extent in reversed(extents[1:]):
         found.append(flat % extent)
@@ -119,7 +119,7 @@ def _coordinates(flat: Tensor, extents: Sequence[int]) -> list[Tensor]:
 
 
 def _reach(places: Tensor, source: Layout, target: Layout, window: Window) -> float:
-    """Whether all of this rank's indices lie in their values' windows, or in the result."""
+    """Returns whether all of this rank's indices are in their values' windows, or in range."""
     in_windows = torch.ones((), dtype=torch.bool, device=places.device)
     inside = torch.ones_like(in_windows)
     for dim, at in enumerate(_coordinates(places, target.shape[2:])):
@@ -135,7 +135,7 @@ def _reach(places: Tensor, source: Layout, target: Layout, window: Window) -> fl
 
 
 def _exchanger(source: Layout, target: Layout, window: Window, *, everywhere: bool) -> Exchanger:
-    """Brings every rank the values that may belong into its block of the result."""
+    """Returns the exchanger of the values that may belong to each rank's block of the result."""
     mesh = source.mesh
     key = ("unpool", source, target, window, everywhere)
 
@@ -160,7 +160,7 @@ def _sources(own: Box, source: Layout, window: Window, everywhere: bool) -> Box:
 
 
 def _placed(values: Tensor, places: Tensor, layout: Layout) -> Tensor:
-    """This rank's block of the result; what belongs elsewhere goes behind its end, and is cut."""
+    """Computes this rank's block; other ranks' values go to an extra position that is cut off."""
     box = layout.box
     count = box.volume // max(1, box.shape[0] * box.shape[1])
     inside = torch.ones_like(places, dtype=torch.bool)
@@ -178,14 +178,14 @@ def _placed(values: Tensor, places: Tensor, layout: Layout) -> Tensor:
 
 @torch.no_grad()
 def _let_last_stay(block: Tensor, flat: Tensor, values: Tensor) -> None:
-    """Makes what lies at every place the last of the values for it.
+    """Overwrites each position of a scatter's result with the last of its values.
 
-    On a CPU a scatter leaves that, as it writes one value after the other; a GPU writes them in any
-    order, so that there all that go to one place have to be equal.
+    A scatter on a CPU gives this result, as it writes the values in order. A GPU writes them in any
+    order, so all values written to one position must be equal.
 
     Args:
-        block: [N, C, places], a scatter's result; its gradient stays that of all values.
-        flat: [N, C, values], the place of each.
+        block: [N, C, positions], a scatter's result; its gradient stays that of all values.
+        flat: [N, C, values], the position of each value.
         values: [N, C, values].
     """
     order = torch.arange(flat.shape[2], device=flat.device).expand_as(flat)

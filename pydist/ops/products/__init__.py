@@ -1,1 +1,1 @@
-"""Products that contract dims: matmul, einsum, linear layers, attention over channels."""
+"""Operators that contract dims: matmul, einsum, linear layers, attention over channels."""

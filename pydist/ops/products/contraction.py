@@ -1,4 +1,4 @@
-"""Sums of products over labelled dims: partial sums where a dim that is summed over is split."""
+"""Sums of products over labeled dims; if a summed dim is split, the ranks add partial sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydist.tensor import ShardedTensor, refusal, wrap
 from pydist.tensor.operands import operand_in
 
 Labels = Sequence[str]
-"""A name for each dim of a tensor; dims of one name are of one extent, or of extent 1."""
+"""Names of a tensor's dims; dims with the same name have the same extent, or extent 1."""
 
 ATTENTION = "attention over split tokens is not supported: gather with full_tensor()"
 
@@ -26,17 +26,17 @@ def contract(
     out: Labels,
     local: Callable[..., Tensor],
 ) -> Any:
-    """The products of all operands, summed over the labels that `out` does not name.
+    """Computes the product of all operands, summed over the labels that are not in `out`.
 
-    A label is split as the operand has it that holds most; the others are cut, or moved, to fit.
-    Ranks that split a summed label add their partial sums.
+    A label is split as in the operand with the most split dims, then the most elements; the others
+    are redistributed to match. Ranks that split a summed label add their partial sums.
 
     Args:
-        func: torch's call, for a refusal.
+        func: torch's call, for errors.
         operands: sharded and plain tensors, at least one of them sharded.
         labels: of each operand.
-        out: of the result.
-        local: computes it from tensors of the operands' dims.
+        out: labels of the result.
+        local: computes the result from shards of the operands.
 
     Raises:
         NotSupported: two labels of the result are split over the same ranks.
@@ -55,11 +55,11 @@ def contract(
     result = local(*parts)
     axes = tuple(a for i, s in splits.items() if i not in out for a in s.axes)
     if axes:
-        # Partial sums in half precision are rounded once, as one sum is.
+        # Partial sums in half precision are rounded once, like a single sum.
         exact = result.float() if result.dtype in (torch.bfloat16, torch.float16) else result
         result = sum_ranks(exact, mesh, axes).to(result.dtype)
     if not out:
-        return result  # a scalar is plain, as a loss has to be
+        return result  # a scalar is plain, as a loss must be
     layout = Layout(mesh, [extents[i] for i in out], [splits.get(i) for i in out])
     return wrap(result, layout, like)
 
@@ -86,7 +86,7 @@ def _splits(
     out: Labels,
     extents: dict[str, int],
 ) -> dict[str, Split]:
-    """How every label is split; each mesh axis serves one of them."""
+    """Chooses the split of each label; each mesh axis splits at most one label."""
     pairs = zip(operands, labels, strict=True)
     sharded = [(o, names) for o, names in pairs if isinstance(o, ShardedTensor)]
     sharded.sort(key=lambda pair: (-len(pair[0]._layout.split_dims), -pair[0].numel()))
@@ -107,6 +107,6 @@ def _splits(
                 other in out and other not in names and label not in theirs
                 for other, theirs in clash
             ):
-                # Dims of two tensors that only the result has together, as queries and keys.
+                # Dims of two tensors that meet only in the result, such as queries and keys.
                 raise refusal(func, tuple(operands), {}, ATTENTION)
     return chosen

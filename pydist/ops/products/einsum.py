@@ -1,4 +1,4 @@
-"""einsum and the products that are written by it."""
+"""einsum, and products expressed by it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydist.tensor import implements
 
 @implements(torch.einsum)
 def einsum(equation: str, *operands: Any) -> Any:
-    """Einstein's sum; over split labels the ranks add partial sums."""
+    """Computes torch.einsum; over split labels the ranks add partial sums."""
     tensors: Sequence[Tensor] = operands
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         tensors = operands[0]
@@ -25,7 +25,7 @@ def einsum(equation: str, *operands: Any) -> Any:
 
 
 def _parse(equation: str, tensors: Sequence[Tensor]) -> tuple[list[Labels], Labels]:
-    """The labels of the operands and of the result; those of "..." are counted from its end."""
+    """Parses the labels of the operands and the result; dims in "..." are counted from its end."""
     inputs, arrow, result = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if len(terms) != len(tensors):
@@ -55,20 +55,20 @@ def _term(term: str, dims: int, equation: str) -> list[str]:
 
 @implements(torch.bilinear)
 def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """Every output a bilinear form of the last dims of two tensors."""
+    """Computes bilinear forms of the last dims of two tensors."""
     y = einsum("...i,oij,...j->...o", input1, weight, input2)
     return y if bias is None else y + bias
 
 
 @implements(torch.outer, torch.ger, torch.Tensor.outer, torch.Tensor.ger)
 def outer(input: Tensor, vec2: Tensor) -> Any:
-    """The products of all elements of two vectors."""
+    """Computes the outer product of two vectors."""
     return contract(torch.outer, [input, vec2], [["i"], ["j"]], ["i", "j"], torch.outer)
 
 
 @implements(torch.tensordot)
 def tensordot(a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> Any:
-    """The sum of products over the last dims of one and the first of the other, or over named."""
+    """Sums products over the last dims of `a` and the first of `b`, or over given dims."""
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if isinstance(dims, int):

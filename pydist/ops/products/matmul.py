@@ -24,7 +24,7 @@ def _product(func: Callable[..., Tensor], a: Tensor, b: Tensor) -> Any:
 
 
 def _labels(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels]:
-    """Labels the dims of two factors, as torch.matmul takes them, and of their product."""
+    """Labels the dims of two factors of torch.matmul, and of their product."""
     batch = [f"b{i}" for i in range(max(a.dim(), b.dim()) - 2, 0, -1)]
     rows, columns = ["m"] * (a.dim() > 1), ["n"] * (b.dim() > 1)
     first = [*batch[len(batch) - max(0, a.dim() - 2) :], *rows, "k"]
@@ -34,7 +34,7 @@ def _labels(a: Tensor, b: Tensor) -> tuple[Labels, Labels, Labels]:
 
 @implements(torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.linalg.matmul)
 def matmul(input: Tensor, other: Tensor) -> Any:
-    """A product of matrices or vectors, or of batches of them."""
+    """Computes the product of matrices or vectors, or of batches of matrices."""
     if 0 in (input.dim(), other.dim()):
         raise RuntimeError("both arguments to matmul need to be at least 1D")
     return _product(torch.matmul, input, other)
@@ -42,12 +42,12 @@ def matmul(input: Tensor, other: Tensor) -> Any:
 
 @implements(torch.Tensor.__rmatmul__)
 def rmatmul(input: Tensor, other: Tensor) -> Any:
-    """The matrix product with its operands exchanged: `other @ input`."""
+    """Computes the matrix product with swapped operands: `other @ input`."""
     return matmul(other, input)
 
 
 def _of_dims(name: str, first: int, second: int) -> None:
-    """torch.{name}: a matrix product of tensors with so many dims."""
+    """Registers torch.{name}, a matrix product of tensors with `first` and `second` dims."""
     func = getattr(torch, name)
 
     @implements(func, getattr(torch.Tensor, name))
@@ -92,7 +92,7 @@ for _name, _function in (
 
 @implements(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """A linear layer over the last dim; where that is split, each rank uses its part of it."""
+    """Applies a linear layer over the last dim; if it is split, the ranks add partial sums."""
     if not isinstance(input, ShardedTensor):
         raise refusal(F.linear, (input, weight), {}, "the input is plain and the weight sharded")
     for each in (weight, bias):
@@ -121,9 +121,10 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention [..., tokens, channels]; the tokens of keys and values have to be whole.
+    """Computes attention of [..., tokens, channels]; tokens of keys and values must be unsplit.
 
-    Split channels are space, where channels attend to channels: their products are partial sums.
+    Split channels occur where channels attend to channels and space is the contracted dim: the
+    ranks add partial sums.
     """
     func = F.scaled_dot_product_attention
     tensors = (query, key, value)

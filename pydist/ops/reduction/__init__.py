@@ -1,1 +1,1 @@
-"""Sums, extremes, norms and losses over any dims; softmax and what else goes along one."""
+"""Sums, extremes, norms and losses over any dims; softmax, scans and sorts along one dim."""

@@ -1,4 +1,4 @@
-"""Calls along one dim: softmax and differences over split ones, scans and sorts over whole ones."""
+"""Calls along one dim: softmax and differences, and, along unsplit dims, scans and sorts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _softmax(x: ShardedTensor, dim: int | None, dtype: torch.dtype | None, log: 
 def softmax(
     input: ShardedTensor, dim: int | None = None, *given: Any, dtype: Any = None, **_: Any
 ) -> Any:
-    """Softmax over a dim; over a split one the ranks exchange its maximum and its sum."""
+    """Computes softmax over a dim; over a split dim the ranks all-reduce its maximum and sum."""
     return _softmax(input, dim, _dtype(given, dtype), log=False)
 
 
@@ -49,7 +49,7 @@ def softmax(
 def log_softmax(
     input: ShardedTensor, dim: int | None = None, *given: Any, dtype: Any = None, **_: Any
 ) -> Any:
-    """Logarithm of the softmax."""
+    """Computes the logarithm of the softmax."""
     return _softmax(input, dim, _dtype(given, dtype), log=True)
 
 
@@ -58,17 +58,17 @@ def log_softmax(
 def softmin(
     input: ShardedTensor, dim: int | None = None, *given: Any, dtype: Any = None, **_: Any
 ) -> Any:
-    """Softmax of the negated values."""
+    """Computes softmax of the negated values."""
     return _softmax(-input, dim, _dtype(given, dtype), log=False)  # type: ignore[arg-type]
 
 
 def _dtype(given: tuple[Any, ...], dtype: torch.dtype | None) -> torch.dtype | None:
-    """A dtype given by position: after F's `_stacklevel`, or right after the dim."""
+    """Returns a dtype given by position: after F's `_stacklevel`, or directly after the dim."""
     return next((g for g in given if isinstance(g, torch.dtype)), dtype)
 
 
 def _keeps_the_shape(name: str, positional: tuple[str, ...] = ("dim",)) -> None:
-    """A call along one dim that has results of its input's extents in the others."""
+    """Registers a call along one dim whose results have the input's extents in the other dims."""
     func = getattr(torch, name)
 
     @implements(func, getattr(torch.Tensor, name))
@@ -79,9 +79,9 @@ def _keeps_the_shape(name: str, positional: tuple[str, ...] = ("dim",)) -> None:
         if not is_local(input, (d,)):
             raise refusal(func, (input,), {}, f"dim {d} is split")
         if any(isinstance(value, Tensor) for value in named.values()):
-            raise refusal(func, (input,), {}, "only numbers beside the tensor are possible")
+            raise refusal(func, (input,), {}, "all arguments but the input must be numbers")
         local = local_of(input)
-        if input.numel():  # else all ranks are equal
+        if input.numel():  # else all shards are empty
             local = with_elements(local)
         return _wrapped(func(local, **named), input, d)
 
@@ -110,7 +110,7 @@ def diff(
     prepend: Tensor | None = None,
     append: Tensor | None = None,
 ) -> Tensor:
-    """Differences of neighbors, `n` times; along a split dim the ranks exchange the first ones."""
+    """Computes `n`-th differences; along a split dim the ranks exchange their first elements."""
     if n < 0 or input.dim() == 0:
         raise RuntimeError(f"diff of order {n} and {input.dim()} dims: 0 and more, and 1 and more")
     d = canonical(dim, input.dim())

@@ -1,4 +1,4 @@
-"""Maxima and minima over any dims, their places, and gradients that know torch's rule for ties."""
+"""Maxima and minima over any dims, their indices, and gradients with torch's rule for ties."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _AFTER_ALL = torch.iinfo(torch.int64).max
 
 
 class _GradientOfSum(ExchangeFunction):
-    """Zeros, with the gradient of a sum over ranks: added to a value, it keeps the value's bits.
+    """Zeros with the gradient of a sum over ranks, to add to a value without changing its bits.
 
-    Forward exchanges nothing, so that it may be left out on a rank that makes no graph.
+    Forward has no exchange, so that a rank that records no graph may omit the call.
     """
 
     @staticmethod
@@ -47,7 +47,7 @@ def _worst(dtype: torch.dtype, op: ReduceOp) -> float | int | bool:
 
 
 def _best(x: ShardedTensor, dims: tuple[int, ...], op: ReduceOp) -> Tensor:
-    """The global extreme, with the reduced dims kept; no gradient."""
+    """Computes the global extreme without gradient, with the reduced dims kept."""
     local = local_of(x).detach()
     if all(local.shape[d] for d in dims):
         value = (torch.amax if op == "max" else torch.amin)(local, dims, keepdim=True).contiguous()
@@ -59,7 +59,7 @@ def _best(x: ShardedTensor, dims: tuple[int, ...], op: ReduceOp) -> Tensor:
 
 
 def _equals(local: Tensor, value: Tensor) -> Tensor:
-    """Where the extreme is taken; NaN is one, as torch has it."""
+    """Returns a mask of elements equal to the extreme; NaN equals NaN, as in torch."""
     hit = local == value
     return hit | (local.isnan() & value.isnan()) if local.is_floating_point() else hit
 
@@ -67,7 +67,7 @@ def _equals(local: Tensor, value: Tensor) -> Tensor:
 def _with_gradient(
     x: ShardedTensor, value: Tensor, dims: tuple[int, ...], keepdim: bool, hit: Tensor, count: Any
 ) -> Any:
-    """The extreme, whose gradient goes to the places in `hit`, in equal shares of 1 / count."""
+    """Returns the extreme with a gradient to the elements in `hit`, each with a share 1 / count."""
     if torch.is_grad_enabled() and local_of(x).requires_grad:
         share = (local_of(x) * hit).sum(dims, keepdim=True) / count
         value = value + _GradientOfSum.apply(share, x.mesh, axes_of(x._layout, dims))
@@ -75,7 +75,7 @@ def _with_gradient(
 
 
 def _extreme(x: ShardedTensor, dim: Dims, keepdim: bool, op: ReduceOp, of_all: bool = False) -> Any:
-    """Maximum or minimum; equal values share the gradient, as under torch.amax and torch.max()."""
+    """Reduces to the maximum or minimum; ties share the gradient, as in torch.amax, torch.max()."""
     dims = reduced_dims(x, dim)
     local = local_of(x)
     if is_local(x, dims):
@@ -92,17 +92,17 @@ def _extreme(x: ShardedTensor, dim: Dims, keepdim: bool, op: ReduceOp, of_all: b
 
 
 def reduce_amax(x: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Any:
-    """Maximum over dims."""
+    """Computes the maximum over dims."""
     return _extreme(x, dim, keepdim, "max")
 
 
 def reduce_amin(x: ShardedTensor, dim: Dims = (), keepdim: bool = False) -> Any:
-    """Minimum over dims."""
+    """Computes the minimum over dims."""
     return _extreme(x, dim, keepdim, "min")
 
 
 def _place(x: ShardedTensor, d: int, op: ReduceOp) -> tuple[Tensor, Tensor]:
-    """The global extreme along a split dim and its first global index, with the dim kept."""
+    """Finds the global extreme along a split dim and its first global index, keeping the dim."""
     local = local_of(x).detach()
     value = _best(x, (d,), op)
     if local.shape[d]:
@@ -116,7 +116,7 @@ def _place(x: ShardedTensor, d: int, op: ReduceOp) -> tuple[Tensor, Tensor]:
 
 
 def _along_dim(func: Callable[..., Any], x: ShardedTensor, dim: int, keepdim: bool) -> Any:
-    """Values and indices of torch.max or torch.min over one dim."""
+    """Computes values and indices of torch.max or torch.min over one dim."""
     d = canonical(dim, x.dim())
     kind: Any = torch.return_types.max if func is torch.max else torch.return_types.min
     local = local_of(x)
@@ -133,7 +133,7 @@ def _along_dim(func: Callable[..., Any], x: ShardedTensor, dim: int, keepdim: bo
 def _argument(
     func: Callable[..., Tensor], x: ShardedTensor, dim: int | None, keepdim: bool
 ) -> Tensor:
-    """torch.argmax and torch.argmin, of one dim or of all elements in the whole tensor's order."""
+    """Computes argmax or argmin over one dim, or over all elements in the global order."""
     op: ReduceOp = "max" if func is torch.argmax else "min"
     dims = reduced_dims(x, dim)
     local = local_of(x)
@@ -152,7 +152,7 @@ def _argument(
 
 
 def _order(x: ShardedTensor) -> Tensor:
-    """The global flat index of every element of the shard."""
+    """Returns the global flat index of each element of the shard."""
     box, shape = x._layout.box, x.shape
     total = torch.zeros((), dtype=torch.int64, device=x.device)
     for d in range(x.dim()):

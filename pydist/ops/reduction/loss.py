@@ -1,4 +1,4 @@
-"""Losses of sharded tensors: values on the shards, then one global sum and one global count."""
+"""Losses of sharded tensors: values on the shards, then a global sum and a global count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import _reduction as legacy
 
 from pydist.comm.interface.reduction import WIDER
 from pydist.layout import Layout
-from pydist.ops.pointwise.elementwise import broadcast_layout
+from pydist.ops.pointwise.elementwise import common_layout
 from pydist.ops.reduction.reduce import reduce_sum
 from pydist.tensor import HANDLERS, ShardedTensor, implements, refusal, wrap
 from pydist.tensor.operands import operand_for, refuse_shard_shaped
@@ -31,7 +31,7 @@ def _reduced(values: ShardedTensor, reduction: str, count: Any) -> Any:
         return values
     if reduction == "sum":
         return reduce_sum(values)
-    # In fp16 the sum of a whole volume would overflow before it is divided.
+    # In fp16 the sum of a full volume would overflow before the division.
     total = reduce_sum(values, dtype=WIDER.get(values.dtype))
     return (total / count).to(values.dtype)
 
@@ -48,16 +48,12 @@ def elementwise_loss(
     reduce: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """A loss with one value an element; the mean is over the global number of elements."""
+    """Computes a loss with one value per element; the mean is over the global element count."""
     if args:
         raise refusal(func, (input, target), kwargs, "give the options by keyword")
     reduction = _reduction(reduction, size_average, reduce)
     operands = [input, target]
-    try:
-        layout = broadcast_layout(operands)
-    except RuntimeError:
-        _name_shard_shaped(operands)
-        raise
+    layout = common_layout(operands)
     like = next(o for o in (*operands, weight, pos_weight) if isinstance(o, ShardedTensor))
     local = [operand_for(o, layout, layout.shape) for o in operands]
     for name, extra in (("weight", weight), ("pos_weight", pos_weight)):
@@ -73,26 +69,19 @@ def elementwise_loss(
     return _reduced(values, reduction, max(1, values.numel()))
 
 
-# The mean of these is over the weights; that of the others over the elements.
+# The mean of these losses divides by the sum of the weights, that of others by the element count.
 _WEIGHTED_MEAN = (F.mse_loss, F.l1_loss)
 
 
 @implements(F.l1_loss)
 def l1_loss(input: Tensor, target: Tensor, **kwargs: Any) -> Any:
-    """L1 loss. torch hands its `weight` to no override: it is found in torch's own frame."""
+    """Computes L1 loss. torch passes `weight` to no override: it is read from torch's frame."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code is not F.l1_loss.__code__:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is not None and "weight" not in kwargs:
         kwargs["weight"] = frame.f_locals.get("weight")
     return elementwise_loss(F.l1_loss, input, target, **kwargs)
-
-
-def _name_shard_shaped(operands: list[Tensor]) -> None:
-    sharded = next(o for o in operands if isinstance(o, ShardedTensor))
-    for operand in operands:
-        if not isinstance(operand, ShardedTensor):
-            refuse_shard_shaped(operand, sharded._layout)
 
 
 for _loss in (
@@ -120,7 +109,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Cross entropy over the channels, with class indices or probabilities."""
+    """Computes cross entropy over the channels, with class indices or probabilities."""
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     reduction = _reduction(reduction, size_average, reduce)
     return _class_loss(F.cross_entropy, input, target, weight, reduction, options)
@@ -136,7 +125,7 @@ def nll_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    """Negative log likelihood over the channels, with class indices."""
+    """Computes negative log likelihood over the channels, with class indices."""
     options = {"ignore_index": ignore_index}
     reduction = _reduction(reduction, size_average, reduce)
     return _class_loss(F.nll_loss, input, target, weight, reduction, options)

@@ -1,4 +1,4 @@
-"""Norms, products and log-sum-exp over any dims, and the distances that are made of them."""
+"""Norms, products and log-sum-exp over any dims, and distances computed from them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def reduce_norm(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """The p-norm over dims, of any p that is not negative, and the least absolute value (-inf)."""
+    """Computes the p-norm over dims; over split dims for p >= 0 and -inf only."""
     dims = reduced_dims(x, dim)
     if is_local(x, dims):
         norm = torch.linalg.vector_norm(local_of(x), p, dims, keepdim, dtype=dtype)
@@ -57,7 +57,7 @@ def _norm(x: ShardedTensor, p: float, dims: tuple[int, ...], keepdim: bool) -> A
         return reduce_sum(elementwise(torch.ne, x, 0), dims, keepdim).to(x.dtype)
     if p == 1:
         return reduce_sum(elementwise(torch.abs, x), dims, keepdim)
-    # Powers and roots have no gradient at 0, where torch takes the norm's to be 0.
+    # Powers and roots have no gradient at 0, where torch defines the norm's gradient as 0.
     if p == 2:
         total = reduce_sum(elementwise(torch.mul, x, x), dims, keepdim)
     else:
@@ -79,7 +79,7 @@ def norm(
     out: Any = None,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """torch.norm: a vector norm over the dims, whatever their number."""
+    """Computes torch.norm as a vector norm over any number of dims."""
     if p == "nuc" or out is not None:
         why = "the nuclear norm" if out is None else "out= would fill only this rank's block"
         raise refusal(torch.norm, (input,), {}, why)
@@ -96,7 +96,7 @@ def vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """torch.linalg.vector_norm."""
+    """Computes torch.linalg.vector_norm."""
     return reduce_norm(x, ord, dim, keepdim, dtype)
 
 
@@ -110,14 +110,14 @@ def linalg_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """torch.linalg.norm, where it is a vector norm."""
+    """Computes torch.linalg.norm, if it is a vector norm."""
     if ord is not None and len(reduced_dims(A, dim)) != 1:
         raise refusal(torch.linalg.norm, (A,), {}, "a matrix norm")
     return reduce_norm(A, 2 if ord is None else ord, dim, keepdim, dtype)
 
 
 def _parts(partial: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
-    """What each rank along `axes` has, stacked in rank order, on all of them."""
+    """Gathers the tensors of the ranks along `axes`, stacked in rank order; differentiable."""
     group = mesh.group(axes)
     mine = torch.arange(group.size, device=partial.device) == group.rank
     placed = torch.where(mine.view(-1, *(1 for _ in partial.shape)), partial, 0)
@@ -133,7 +133,7 @@ def prod(
     *,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Product over one dim or all elements."""
+    """Computes the product over one dim or all elements."""
     dims = reduced_dims(input, dim)
     if dim is not None and all(input.shape[d] == 1 for d in dims):
         return reduce_sum(input, dims, keepdim, dtype)
@@ -152,7 +152,7 @@ def _local_product(
     local = local_of(x)
     if local.numel():
         return local.prod(dtype=dtype) if dim is None else local.prod(dim, keepdim, dtype=dtype)
-    # torch's product of nothing has no second derivative; that of the other ranks waits for it.
+    # torch's product of an empty tensor has no second derivative, for which other ranks would wait.
     nothing = local.square().sum(reduced_dims(x, dim), keepdim, dtype=dtype)
     return nothing + 1
 
@@ -160,7 +160,7 @@ def _local_product(
 @implements(torch.logsumexp, torch.Tensor.logsumexp)
 @numpy_names
 def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Any:
-    """The logarithm of the sum of exponentials over dims."""
+    """Computes the logarithm of the sum of exponentials over dims."""
     dims = reduced_dims(input, dim)
     if is_local(input, dims):
         return result_of(torch.logsumexp(local_of(input), dims, keepdim), input, dims, keepdim)
@@ -178,7 +178,7 @@ def logsumexp(input: ShardedTensor, dim: Dims, keepdim: bool = False) -> Any:
 
 @implements(F.cosine_similarity, torch.cosine_similarity)
 def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Any:
-    """The cosine of the angle between vectors along a dim."""
+    """Computes the cosine of the angle between vectors along a dim."""
     layout = broadcast_layout([x1, x2])
     like = next(x for x in (x1, x2) if isinstance(x, ShardedTensor))
     one, two = (wrap(operand_for(x, layout, layout.shape), layout, like) for x in (x1, x2))
@@ -192,7 +192,7 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
     units = []
     for x in (one, two):
         length = reduce_norm(x, 2, d, keepdim=True)
-        # As torch: the bound holds for the value, the gradient does not see it.
+        # As in torch, the bound applies to the value but not to the gradient.
         units.append(x / (length + (length.detach().clamp_min(eps) - length.detach())))
     cosine = reduce_sum(units[0] * units[1], d)
     return cosine.to(rounded) if rounded else cosine
@@ -202,7 +202,7 @@ def cosine_similarity(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -
 def normalize(
     input: ShardedTensor, p: float = 2.0, dim: Dims = 1, eps: float = 1e-12, out: Any = None
 ) -> Any:
-    """Vectors along dims, divided by their norm."""
+    """Divides vectors along dims by their norm."""
     if out is not None:
         raise refusal(F.normalize, (input,), {}, "out= would fill only this rank's block")
     return input / reduce_norm(input, p, dim, keepdim=True).clamp_min(eps)
@@ -212,11 +212,11 @@ def normalize(
 def pairwise_distance(
     x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Any:
-    """The p-norm of the difference along the last dim."""
+    """Computes the p-norm of the difference along the last dim."""
     return reduce_norm(x1 - x2 + eps, p, -1, keepdim)  # type: ignore[arg-type]
 
 
 @implements(torch.dist, torch.Tensor.dist)
 def dist(input: Tensor, other: Tensor, p: float = 2) -> Any:
-    """The p-norm of the difference."""
+    """Computes the p-norm of the difference."""
     return reduce_norm(input - other, p)  # type: ignore[arg-type]

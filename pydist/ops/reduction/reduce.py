@@ -1,4 +1,4 @@
-"""Sums, means and variances over any dims: shards first, then the ranks that share the dims."""
+"""Sums, means and variances over any dims: first per shard, then over the ranks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Dims = int | Sequence[int] | None
 
 
 def reduced_dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
-    """The dims to reduce, non-negative and sorted; all for `None` or ().
+    """Returns the dims to reduce, non-negative and sorted; all for `None` or ().
 
-    A tensor without dims has none to reduce, but torch takes 0 and -1 for it.
+    A tensor without dims has no dims to reduce, but torch accepts 0 and -1 for it.
     """
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(x.dim()))
@@ -34,22 +34,22 @@ def reduced_dims(x: Tensor, dim: Dims) -> tuple[int, ...]:
 
 
 def axes_of(layout: Layout, dims: Sequence[int]) -> tuple[str, ...]:
-    """The mesh axes over which the given dims are cut; none for a tensor without dims."""
+    """Returns the mesh axes that split the given dims; none for a tensor without dims."""
     if not layout.splits:
         return ()
     return tuple(a for d in dims if (s := layout.splits[d]) is not None for a in s.axes)
 
 
 def is_local(x: ShardedTensor, dims: Sequence[int]) -> bool:
-    """Whether every rank can reduce `dims` on its own: torch's function on the shard is exact."""
+    """Returns whether each rank can reduce `dims` alone: torch's function is exact on shards."""
     return x.mesh.grid.size(axes_of(x._layout, dims)) == 1
 
 
 def in_full_precision(func: Callable[..., Tensor], x: ShardedTensor) -> torch.dtype | None:
-    """The dtype of `func`'s result where its parts must not be rounded to it, `None` elsewhere.
+    """Returns the dtype of `func`'s result if partial sums must be wider, else `None`.
 
-    bf16 and fp16 are summed in fp32 by torch; so are the parts of the ranks. Which dtype the result
-    has, autocast decides.
+    torch sums bf16 and fp16 in fp32; so the ranks' partial sums are in fp32 as well. The dtype of
+    the result depends on autocast.
     """
     if x.dtype not in WIDER:
         return None
@@ -59,7 +59,7 @@ def in_full_precision(func: Callable[..., Tensor], x: ShardedTensor) -> torch.dt
 def result_of(
     local: Tensor, x: ShardedTensor, dims: Sequence[int], keepdim: bool
 ) -> ShardedTensor | Tensor:
-    """Wraps what is left after `dims` were reduced; a scalar is plain, as a loss has to be."""
+    """Wraps a result in which `dims` were reduced; a scalar is plain, as a loss must be."""
     layout = x._layout
     if len(dims) >= len(layout.shape) and not keepdim:
         lead_to(local, layout.mesh, CAUSE.history, x._origin.sizes)
@@ -79,12 +79,12 @@ def result_of(
 def reduce_sum(
     x: ShardedTensor, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Any:
-    """Sum over dims."""
+    """Computes the sum over dims."""
     dims = reduced_dims(x, dim)
     local = local_of(x)
     if is_local(x, dims):
         return result_of(local.sum(dims, keepdim, dtype=dtype), x, dims, keepdim)
-    rounded = dtype if dtype in WIDER else None if dtype else in_full_precision(torch.sum, x)
+    rounded = _rounded_to(torch.sum, x, dtype)
     if rounded:
         dtype = WIDER.get(rounded, rounded)
     total = sum_ranks(local.sum(dims, keepdim, dtype=dtype), x.mesh, axes_of(x._layout, dims))
@@ -94,15 +94,24 @@ def reduce_sum(
 def reduce_mean(
     x: ShardedTensor, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Any:
-    """Mean over dims, by the global count."""
+    """Computes the mean over dims, by the global count."""
     dims = reduced_dims(x, dim)
     if is_local(x, dims) or not (dtype or x.dtype).is_floating_point:
-        mean = torch.mean(local_of(x), dims, keepdim, dtype=dtype)  # it refuses integers
+        mean = torch.mean(local_of(x), dims, keepdim, dtype=dtype)  # torch refuses integers
         return result_of(mean, x, dims, keepdim)
-    rounded = dtype if dtype in WIDER else None if dtype else in_full_precision(torch.mean, x)
+    rounded = _rounded_to(torch.mean, x, dtype)
     wide = WIDER.get(rounded, rounded) if rounded else dtype
     mean = reduce_sum(x, dims, keepdim, wide) / math.prod(x.shape[d] for d in dims)
     return mean.to(rounded) if rounded else mean
+
+
+def _rounded_to(
+    function: Callable[..., Any], x: ShardedTensor, dtype: torch.dtype | None
+) -> torch.dtype | None:
+    """Returns the dtype to which a wider result is rounded; `None` if it needs no rounding."""
+    if dtype is None:
+        return in_full_precision(function, x)
+    return dtype if dtype in WIDER else None
 
 
 @implements(torch.sum, torch.Tensor.sum)
@@ -174,10 +183,10 @@ def _all(input: ShardedTensor, dim: Dims = None, keepdim: bool = False) -> Any:
 
 
 class _SquaredDeviation(Function):
-    """(x - mean)², where the mean is that of all values that are summed.
+    """Function (x - mean)², where the mean is over all values that are summed afterwards.
 
-    The deviations then have the sum 0, and so has the mean's gradient, in all orders. It is left
-    out, as in torch: of an infinite gradient it would be inf - inf.
+    The deviations then add up to 0, so the mean's gradient is 0 in all orders. It is omitted, as in
+    torch: with an infinite gradient it would be inf - inf.
     """
 
     @staticmethod
@@ -200,20 +209,20 @@ def _moments(
     *,
     correction: float | None = None,
 ) -> tuple[Any, Any]:
-    """torch.var_mean and torch.std_mean, in two passes."""
+    """Computes torch.var_mean or torch.std_mean, in two passes."""
     if isinstance(dim, bool):
         dim, unbiased = None, dim
     dims = reduced_dims(input, dim)
     correction = float(unbiased) if correction is None else correction
-    if is_local(input, dims) and local_of(input).numel():  # of nothing torch warns
+    if is_local(input, dims) and local_of(input).numel():  # torch warns for an empty tensor
         both = func(local_of(input), dims, correction=correction, keepdim=keepdim)
         return tuple(result_of(part, input, dims, keepdim) for part in both)  # type: ignore[return-value]
     rounded = in_full_precision(torch.var, input)
     wide = input.to(WIDER[input.dtype]) if rounded else input
     mean = reduce_mean(wide, dims, keepdim=True)  # type: ignore[arg-type]
     with torch.no_grad():
-        # Exactly that of equal values, as torch's own mostly is: a deviation of rounding errors
-        # would have a gradient as large as any other.
+        # Corrects the mean to be exact for equal values, as torch's mostly is: deviations that are
+        # rounding errors would get a gradient as large as any other.
         deviation = elementwise(torch.sub, wide, mean)
         rounding = reduce_mean(deviation, dims, keepdim=True)
     exact = elementwise(torch.add, mean, rounding)
@@ -221,7 +230,7 @@ def _moments(
     count = math.prod(input.shape[d] for d in dims)
     var = reduce_sum(squares, dims, keepdim) / max(0.0, count - correction)
     if func is torch.std_mean:
-        # At 0 sqrt has no gradient; torch takes that of the deviation to be 0.
+        # sqrt has no gradient at 0; torch defines the gradient of the deviation as 0.
         zero = var == 0
         var = torch.where(zero, 0, torch.where(zero, 1, var).sqrt())
     if not keepdim:
@@ -245,27 +254,18 @@ _moment_handlers(torch.var_mean, torch.var)
 _moment_handlers(torch.std_mean, torch.std)
 
 
-def along_whole_dim(
-    func: Any, x: ShardedTensor, dim: int, keepdim: bool = False, **kwargs: Any
-) -> Any:
-    """Calls that reduce one dim and are exact on shards where that dim is whole."""
-    d = canonical(dim, x.dim())
-    if not is_local(x, (d,)):
-        raise refusal(func, (x,), {}, f"dim {d} is split")
-    result = func(local_of(x), d, keepdim, **kwargs)
-    if isinstance(result, Tensor):
-        return result_of(result, x, (d,), keepdim)
-    return type(result)([result_of(part, x, (d,), keepdim) for part in result])
-
-
-def _whole_dim_handler(func: Any) -> None:
+def _unsplit_dim_handler(func: Any) -> None:
     @implements(func, getattr(torch.Tensor, func.__name__))
     @numpy_names
     def handler(input: ShardedTensor, dim: Any = None, keepdim: bool = False) -> Any:
         if dim is None:
-            raise refusal(func, (input,), {}, "only along one dim, that is whole")
-        return along_whole_dim(func, input, dim, keepdim)
+            raise refusal(func, (input,), {}, "only along one dim, which must not be split")
+        d = canonical(dim, input.dim())
+        if not is_local(input, (d,)):
+            raise refusal(func, (input,), {}, f"dim {d} is split")
+        result = func(local_of(input), d, keepdim)
+        return type(result)([result_of(part, input, (d,), keepdim) for part in result])
 
 
 for _func in (torch.median, torch.nanmedian, torch.mode):
-    _whole_dim_handler(_func)
+    _unsplit_dim_handler(_func)

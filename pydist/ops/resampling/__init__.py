@@ -1,1 +1,1 @@
-"""Interpolation, padding, shifts: each output reads a few known inputs."""
+"""Interpolation, padding and shifts, whose outputs each read a few known inputs."""

@@ -15,22 +15,22 @@ from pydist.partition import Box
 from pydist.tensor import ShardedTensor, implements, local_of, wrap
 
 Rims = tuple[tuple[int, int], ...]
-"""What is added before and after each dim; negative: what is cut off."""
+"""Elements to add before and after each dim; negative numbers crop."""
 
 
 @implements(F.pad, torch._C._nn.pad)
 def pad(
     input: ShardedTensor, pad: Sequence[int], mode: str = "constant", value: float | None = None
 ) -> ShardedTensor:
-    """Pads or crops any dims. Outputs lie with their inputs; the outer ranks take the rims.
+    """Pads or crops any dims; outputs stay with their inputs, and outer ranks own the rims.
 
     Raises:
-        RuntimeError, ValueError, NotImplementedError: as torch on the whole tensor.
+        RuntimeError, ValueError, NotImplementedError: as torch on the full tensor.
     """
     layout = input._layout
 
     def make() -> Rims:
-        # torch's own checks and messages, on the whole shape.
+        # torch's own checks and messages, on the global shape.
         whole = torch.empty(layout.shape, dtype=input.dtype, device="meta")
         F.pad(whole, tuple(pad), mode, value)
         return _rims(pad, len(layout.shape))
@@ -40,7 +40,7 @@ def pad(
     if mode == "constant":
         return constant_pad(input, rims, value)
     if mode == "circular":
-        # As torch has it: cropped first, and what is left goes round.
+        # As in torch, the tensor is cropped first, and the rest is padded circularly.
         input = constant_pad(input, tuple((min(0, a), min(0, b)) for a, b in rims), None)
         return circular_pad(input, [(max(0, a), max(0, b)) for a, b in rims])
     return _mirrored(input, rims, mode, len(pad) // 2)
@@ -48,17 +48,17 @@ def pad(
 
 @implements(torch.constant_pad_nd)
 def constant_pad_nd(input: ShardedTensor, pad: Sequence[int], value: float = 0) -> ShardedTensor:
-    """The constant mode of `pad`."""
+    """Pads with a constant, as `pad` in that mode."""
     return F.pad(input, tuple(pad), "constant", value)  # type: ignore[return-value]
 
 
 def constant_pad(x: ShardedTensor, rims: Rims, value: float | None) -> ShardedTensor:
-    """Padding by a constant, and cropping, of the shards as they lie: nothing is exchanged."""
+    """Pads the shards with a constant, or crops them, without communication."""
     old, out = x._layout, padded_layout(x._layout, rims)
     local = local_of(x)
     added: list[int] = []
     for dim, (before, _) in enumerate(rims):
-        # The part of this rank's outputs that has inputs; it lies within the shard.
+        # The part of this rank's outputs that has inputs; it is within the shard.
         lo = max(old.box.lo[dim], out.box.lo[dim] - before)
         hi = max(lo, min(old.box.hi[dim], out.box.hi[dim] - before))
         first = lo - (out.box.lo[dim] - before) if hi > lo else out.box.shape[dim]
@@ -69,7 +69,7 @@ def constant_pad(x: ShardedTensor, rims: Rims, value: float | None) -> ShardedTe
 
 
 def padded_layout(layout: Layout, rims: Rims) -> Layout:
-    """The same points of every split dim, counted from where the padding starts."""
+    """Returns the layout after padding, with each split dim's points shifted by its padding."""
     shape = [n + before + after for n, (before, after) in zip(layout.shape, rims, strict=True)]
     moved = {
         dim: [p + rims[dim][0] for p in split.partition.points]
@@ -85,16 +85,16 @@ def _rims(pad: Sequence[int], dims: int) -> Rims:
 
 
 class _MirrorPlan:
-    """Where the outputs of a reflecting or replicating pad are read from, and by which code.
+    """Plan of a reflecting or replicating pad: the inputs to gather, and the code to run.
 
-    All ranks take the same way, as the backward of torch's kernels names their input, which in
-    second order is one more way back (for zeros) through the exchanges before.
+    All ranks use the same code: the backward of torch's kernels depends on their input, which in
+    double backward adds a path (for zeros) back through the preceding exchanges.
 
     Args:
         layout: of the input.
         rims: of every dim.
         mode: "reflect" or "replicate".
-        dims: how many of the last dims the call names; torch has a kernel for each number.
+        dims: number of last dims that the call pads; torch has a kernel for each number.
         device: of the input.
     """
 
@@ -120,7 +120,7 @@ class _MirrorPlan:
         self._pad = None if None in pads else pads[layout.mesh.sample_index]
 
     def run(self, box: Tensor) -> Tensor:
-        """This rank's outputs, from the inputs that they read."""
+        """Computes this rank's outputs from the inputs that they read."""
         if self._pad is not None:
             return F.pad(box, self._pad, self._mode)
         for dim, indices in self._indices.items():
@@ -128,7 +128,7 @@ class _MirrorPlan:
         return box if self._indices else box.clone()
 
     def _local_pad(self, box: Box, out: Box) -> list[int] | None:
-        """The pad of a rank's inputs that has its outputs, if there is one."""
+        """Returns the pad that gives a rank's outputs from its inputs, or `None`."""
         if box.empty or out.empty:
             return None
         added: list[int] = []
@@ -147,7 +147,7 @@ class _MirrorPlan:
 
 
 def source_of_pad(lo: int, hi: int, rim: tuple[int, int], mode: str) -> Tensor:
-    """Which of the indices lo, ..., hi - 1 each element of the padded interval copies: torch's."""
+    """Returns torch's source index in lo, ..., hi - 1 of each element of the padded interval."""
     indices = torch.arange(lo, hi, dtype=torch.float64)
     return F.pad(indices.view(1, 1, -1), rim, mode).flatten().long()
 
@@ -166,7 +166,7 @@ def _mirrored(x: ShardedTensor, rims: Rims, mode: str, dims: int) -> ShardedTens
 
 
 def _as_autocast(local: Tensor, dims: int, mode: str) -> Tensor:
-    """The shard in the type in which torch pads it under autocast, which differs by dims."""
+    """Converts the shard to the dtype in which torch pads it under autocast, by number of dims."""
     if not torch.is_autocast_enabled(local.device.type) or not local.is_floating_point():
         return local
     probe = local.detach().new_zeros((1,) * local.dim())

@@ -1,4 +1,4 @@
-"""Dims that go round, and dims that are turned: circular padding, roll and flip."""
+"""Periodic and reversed dims: circular padding, roll and flip."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
 
 
 def circular_pad(x: ShardedTensor, rims: Sequence[tuple[int, int]]) -> ShardedTensor:
-    """Padding with what lies at the other end; at most one round, and nothing is cut off.
+    """Pads dims circularly, by at most their extent; it does not crop.
 
     Raises:
-        UsageError: more than a round is asked for. (After a crop torch does not see it, and its
-            result holds what was never written.)
+        UsageError: the padding exceeds the extent. (After a crop torch does not check this, and
+            its result contains uninitialized memory.)
     """
     if any(max(rim) > n for rim, n in zip(rims, x.shape, strict=True)):
         raise UsageError(
@@ -41,7 +41,7 @@ def circular_pad(x: ShardedTensor, rims: Sequence[tuple[int, int]]) -> ShardedTe
 
 
 def _pad_around(x: ShardedTensor, dim: int, before: int, after: int) -> ShardedTensor:
-    """One split dim: the first rank gets what lies before it, the last what lies after it."""
+    """Pads a split dim circularly; the first part owns the rim before, the last the rim after."""
     layout = x._layout
     extent, split = layout.shape[dim], layout.splits[dim]
     assert split is not None
@@ -59,14 +59,14 @@ def _pad_around(x: ShardedTensor, dim: int, before: int, after: int) -> ShardedT
 def roll(
     input: ShardedTensor, shifts: int | Sequence[int], dims: int | Sequence[int] | None = None
 ) -> ShardedTensor:
-    """Shifts elements along dims; what leaves at one end comes in at the other."""
+    """Shifts elements along dims periodically."""
     amounts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
     along = () if dims is None else (dims,) if isinstance(dims, int) else tuple(dims)
     layout = input._layout
     if not along and layout.split_dims:
         raise refusal(torch.roll, (input,), {}, "without dims it rolls the flattened tensor")
     if len(along) != len(amounts) or not layout.split_dims:
-        # torch's own message, where the numbers of shifts and dims differ.
+        # torch raises its own error if the numbers of shifts and dims differ.
         return wrap(torch.roll(local_of(input), amounts, along), layout, input)
     total: dict[int, int] = {}
     for dim, shift in zip(along, amounts, strict=True):
@@ -76,7 +76,7 @@ def roll(
     far = {d: s for d, s in far.items() if s}
     here = {d: s for d, s in total.items() if d not in layout.split_dims}
     if here or not far:
-        # Dim 0 by nothing is a copy.
+        # A shift of dim 0 by 0 makes a copy.
         local = torch.roll(local_of(input), tuple(here.values()) or 0, tuple(here) or 0)
         input = wrap(local, layout, input)
     for dim, shift in far.items():
@@ -85,7 +85,7 @@ def roll(
 
 
 def _roll_split(x: ShardedTensor, dim: int, shift: int) -> ShardedTensor:
-    """What lies around the end comes in two exchanges: from before it and from after it."""
+    """Rolls a split dim by two exchanges: of elements before and after the wraparound."""
     layout = x._layout
     extent, split = layout.shape[dim], layout.splits[dim]
     assert split is not None
@@ -104,7 +104,7 @@ def _roll_split(x: ShardedTensor, dim: int, shift: int) -> ShardedTensor:
 
 @implements(torch.flip, torch.Tensor.flip)
 def flip(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
-    """Reverses dims; the layout stays."""
+    """Reverses dims; the layout does not change."""
     named = kw.get("dims", dims[0] if len(dims) == 1 else dims)
     asked = canonical_all((named,) if isinstance(named, int) else named, input.dim())
     layout = input._layout
@@ -123,7 +123,7 @@ def flip(input: ShardedTensor, *dims: Any, **kw: Any) -> ShardedTensor:
 
 
 def _gather(x: ShardedTensor, dim: int, intervals: Sequence[tuple[int, int]]) -> Tensor:
-    """An interval of a split dim for every part of it, of the other dims what a rank owns."""
+    """Gathers an interval of a split dim for each of its parts, within the rank's other dims."""
     layout = x._layout
     key = ("intervals", layout, dim, tuple(intervals))
 

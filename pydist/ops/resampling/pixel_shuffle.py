@@ -1,4 +1,4 @@
-"""Pixel and channel shuffles: channels that become voxels, on shards as they lie."""
+"""Pixel and channel shuffles, which run on the shards."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pydist.tensor.operands import redistribute
 
 @implements(torch.pixel_shuffle)
 def pixel_shuffle(input: ShardedTensor, upscale_factor: int) -> ShardedTensor:
-    """[*, C r², H, W] to [*, C, H r, W r]; every point of H and W is multiplied by r.
+    """Rearranges [*, C r², H, W] to [*, C, H r, W r]; all points of H and W are multiplied by r.
 
     Raises:
-        RuntimeError: as torch on the whole tensor.
+        RuntimeError: as torch on the full tensor.
     """
     return _rearranged(torch.pixel_shuffle, input, upscale_factor)
 
 
 @implements(torch.pixel_unshuffle)
 def pixel_unshuffle(input: ShardedTensor, downscale_factor: int) -> ShardedTensor:
-    """[*, C, H r, W r] to [*, C r², H, W]; cuts within a block of r move to its start.
+    """Rearranges [*, C, H r, W r] to [*, C r², H, W]; points within a block of r move to its start.
 
     Raises:
-        RuntimeError: as torch on the whole tensor.
+        RuntimeError: as torch on the full tensor.
     """
     return _rearranged(torch.pixel_unshuffle, input, downscale_factor)
 
@@ -48,13 +48,13 @@ def _rearranged(function: Callable[..., Any], x: ShardedTensor, factor: int) -> 
             changes[dim] = Split(split.axes, Partition(points))
     layout = x._layout.replace(shape, changes)
     local = local_of(x)
-    # torch gives empty tensors, and empty gradients, back with the shape that they had.
+    # torch returns empty tensors, and their gradients, with the old shape.
     local = function(local, factor) if local.numel() else local.reshape(layout.local_shape)
     return wrap(local, layout, x)
 
 
 def _in_blocks(layout: Layout, factor: int) -> Layout:
-    """The layout with every point of the last two dims at a multiple of the factor."""
+    """Returns the layout with all points of the last two dims at multiples of the factor."""
     changes = {}
     for dim in (len(layout.shape) - 2, len(layout.shape) - 1):
         split = layout.splits[dim]
@@ -66,10 +66,10 @@ def _in_blocks(layout: Layout, factor: int) -> Layout:
 
 @implements(torch.channel_shuffle)
 def channel_shuffle(input: ShardedTensor, groups: int) -> ShardedTensor:
-    """Deals the channels (dim 1) out over groups.
+    """Shuffles the channels (dim 1) over groups.
 
     Raises:
-        RuntimeError: as torch on the whole tensor.
+        RuntimeError: as torch on the full tensor.
     """
     if input._layout.splits[1] is not None:
         raise refusal(torch.channel_shuffle, (input,), {}, "the channels are split")

@@ -1,4 +1,4 @@
-"""Calls whose outputs read inputs at other places: who reads what, and how it gets there."""
+"""Inputs that outputs read at other positions: their boxes on each rank, and their exchange."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pydist.tensor import ShardedTensor, local_of
 
 
 class ReadRange(NamedTuple):
-    """The first and the last input that each output of a dim reads, in global indices.
+    """First and last input that each output of a dim reads, in global indices.
 
-    Both are int64, of the extent of the result; outputs of rising index may read falling inputs.
+    Both are int64, with the extent of the result; they need not increase with the output's index.
     """
 
     first: Tensor
@@ -27,16 +27,16 @@ class ReadRange(NamedTuple):
 
 
 class Reads:
-    """The inputs that each rank's outputs read, and the exchange that brings them.
+    """Inputs that each rank's outputs read, and the exchange that gathers them.
 
     Args:
         layout: of the input.
         out: of the result, with as many dims.
-        spans: what is read along the dims in which an output reads another place than its own.
+        spans: inputs read along the dims in which outputs read other positions than their own.
 
     Attributes:
-        boxes: what each rank's outputs read, in global indices of the input.
-        box: this rank's of them, which `gather` returns.
+        boxes: box that each rank's outputs read, in global indices of the input.
+        box: this rank's box, which `gather` returns.
     """
 
     def __init__(self, layout: Layout, out: Layout, spans: Mapping[int, ReadRange]) -> None:
@@ -53,13 +53,13 @@ class Reads:
         self._channels_last: bool | None = None
 
     def gather(self, x: ShardedTensor) -> Tensor:
-        """The inputs in `box`; exchanges nothing if no rank reads what it does not own."""
+        """Gathers the inputs in `box`; has no exchange if each rank owns all inputs it reads."""
         local = local_of(x)
         if not self._stays:
             return self._gatherer(local, self._is_channels_last(local))
         own = self.layout.box
         if any(extent > has for extent, has in zip(self.box.shape, own.shape, strict=True)):
-            # An empty box, as of a batch without samples, that is longer than the block.
+            # An empty box that is longer than the block, for example of a batch without samples.
             return local.flatten()[:0].reshape(self.box.shape)
         for dim, (lo, extent) in enumerate(zip(self.box.lo, self.box.shape, strict=True)):
             if extent != own.shape[dim]:
@@ -67,13 +67,13 @@ class Reads:
         return local
 
     def _is_channels_last(self, local: Tensor) -> bool:
-        """Whether inputs travel in that order: the ranks agree the first time, and stay with it."""
+        """Returns whether messages are channels-last: agreed by all ranks in the first call."""
         if self._channels_last is None:
             self._channels_last = all_channels_last(local, self.layout.mesh)
         return self._channels_last
 
     def local(self, dim: int, indices: Tensor) -> Tensor:
-        """Selects the indices that this rank's outputs of a dim read, relative to `box`.
+        """Returns the indices that this rank's outputs of a dim read, relative to `box`.
 
         Args:
             dim: the dim.
@@ -82,13 +82,13 @@ class Reads:
         return indices[..., self.out.box.lo[dim] : self.out.box.hi[dim]] - self.box.lo[dim]
 
     def copies_all(self, dim: int, indices: Tensor) -> bool:
-        """Whether these indices, made by `local`, are those of `box`, one after the other."""
+        """Returns whether these indices, made by `local`, are exactly those of `box`, in order."""
         return indices.equal(torch.arange(self.box.shape[dim]))
 
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """A context manager for making plans: outside inference mode, so that training can use them."""
+    """Disables inference mode while a plan is made, so that training can use its tensors."""
     with torch.inference_mode(False):
         yield
 
@@ -108,12 +108,12 @@ def _needs(own: Box, out: Box, spans: Mapping[int, ReadRange]) -> Box:
 def moved_points(
     layout: Layout, shape: Sequence[int], moved: Mapping[int, Sequence[int]]
 ) -> Layout:
-    """A layout of another shape whose split dims are cut at other points.
+    """Returns a layout of another shape whose split dims are split at other points.
 
     Args:
         layout: the layout to start from.
         shape: the new global shape.
-        moved: inner and outer points by dim; those of dims that are whole are left out.
+        moved: inner and outer points by dim; unsplit dims are ignored.
     """
     splits: dict[int, Split | None] = {}
     for dim, points in moved.items():
@@ -125,12 +125,12 @@ def moved_points(
 
 
 def select(x: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """`x.index_select(dim, indices)`, which keeps channels-last memory."""
+    """Computes `x.index_select(dim, indices)`, and keeps channels-last memory."""
     if not is_channels_last(x):
         return x.index_select(dim, indices)
-    return x.movedim(1, -1).index_select(_behind(dim, x.dim()), indices).movedim(-1, 1)
+    return x.movedim(1, -1).index_select(_after_move(dim, x.dim()), indices).movedim(-1, 1)
 
 
-def _behind(dim: int, dims: int) -> int:
-    """Where a dim lies once the channels have gone to the end."""
+def _after_move(dim: int, dims: int) -> int:
+    """Returns the position of a dim after the channels are moved to the end."""
     return dims - 1 if dim == 1 else dim - (dim > 1)

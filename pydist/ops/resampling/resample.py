@@ -1,4 +1,4 @@
-"""Interpolation of sharded tensors: the inputs that a shard's outputs lie between are gathered."""
+"""Interpolation of sharded tensors, from gathered neighbors of each shard's outputs."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> ShardedTensor:
-    """Resizes the spatial dims; split points are scaled with their dim, to the nearest output.
+    """Resizes the spatial dims; split points scale with their dim, rounded to the nearest output.
 
     Raises:
-        ValueError, RuntimeError, NotImplementedError: as torch on the whole tensor.
-        NotSupported: antialiasing, or integers that are blended, where a resized dim is split.
+        ValueError, RuntimeError, NotImplementedError: as torch on the full tensor.
+        NotSupported: antialiasing, or blending of integers, with a split dim.
     """
     layout, dims = input._layout, input.dim() - 2
     factors = (scale_factor,) * dims if isinstance(scale_factor, (int, float)) else scale_factor
@@ -48,7 +48,7 @@ def interpolate(
 
     def make() -> tuple[tuple[Resize, ...], Layout]:
         # torch's own checks and messages, and its rule for the size of the result.
-        # On meta it does not take a batch of nothing, which it takes elsewhere.
+        # On meta torch refuses an empty batch, which it accepts on other devices.
         sample = max(1, layout.shape[0]), *layout.shape[1:]
         meta = torch.empty(sample, dtype=input.dtype, device="meta")
         shape = F.interpolate(meta, **options).shape
@@ -64,7 +64,7 @@ def interpolate(
         return _AREA[dims](input, out.shape[2:])  # type: ignore[arg-type, return-value]
     local = local_of(input)
     if layout.shape[0] == 0:
-        # Nothing to exchange; the result stays in the graph.
+        # No exchange; the result stays in the graph.
         return wrap(local.new_zeros(out.local_shape) + local.sum(), out, input)
     if all(d == 0 for d in layout.split_dims):
         return wrap(F.interpolate(local, **options), out, input)
@@ -81,9 +81,9 @@ def interpolate(
 
 
 def _scaled(layout: Layout, sizes: Sequence[Resize]) -> Layout:
-    """Every split point at the output nearest to it: p of n becomes p·m/n of m, exact halves down.
+    """Scales the split points: p of n becomes p·m/n of m, rounded to nearest, halves down.
 
-    A dim that is doubled gets the points of the finer level back.
+    So doubling a dim restores the points of the finer level.
     """
     shape = (*layout.shape[:2], *(size.out for size in sizes))
     moved = {}
@@ -115,17 +115,17 @@ def _plan(
 
 @implements(F.grid_sample, torch.grid_sampler, torch.grid_sampler_2d, torch.grid_sampler_3d)
 def grid_sample(input: Tensor, grid: Tensor, *args: Any, **kw: Any) -> NoReturn:
-    """Refused: the grid's values, which no plan knows, say what is read."""
+    """Raises an error: the inputs read depend on the grid's values, which plans do not know."""
     raise refusal(F.grid_sample, (input, grid), {}, "any output may read any input")
 
 
 @implements(F.unfold)
 def unfold(input: Tensor, *args: Any, **kw: Any) -> NoReturn:
-    """Refused: blocks as columns belong to no place of the sample."""
+    """Raises an error: columns of blocks have no position in the sample."""
     raise refusal(F.unfold, (input,), {}, "columns of blocks have no place in the sample")
 
 
 @implements(F.fold)
 def fold(input: Tensor, *args: Any, **kw: Any) -> NoReturn:
-    """Refused, as `unfold` is."""
+    """Raises an error, as `unfold` does."""
     raise refusal(F.fold, (input,), {}, "columns of blocks have no place in the sample")

@@ -1,4 +1,4 @@
-"""How a shard's outputs of an interpolation are found: by torch's kernel, or tap by tap."""
+"""Plan of an interpolation of a shard: by torch's kernel, or tap by tap."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from pydist.ops.resampling.taps import (
     without_adjoint,
 )
 
-# A shard's first input is moved down by less than this to where an output of the whole starts
-# exactly, so that torch's own kernel can be called on the shard.
+# A shard's first input moves down by less than this, to an input at which a global output starts
+# exactly, so that torch's own kernel can run on the shard.
 _MOST_EXTRA = 4
 
 
 class ResamplePlan:
-    """What this rank's outputs are interpolated from, and by which code.
+    """Plan of an interpolation: the inputs to gather for this rank, and the code to run.
 
     Args:
         layout, out: of the input and of the result.
-        sizes: how each spatial dim changes.
-        mode: as of `interpolate`, but "area".
-        align_corners: as of `interpolate`.
+        sizes: old and new extent of each spatial dim.
+        mode: as in `interpolate`, except "area".
+        align_corners: as in `interpolate`.
         like: a tensor of the input's dtype and device.
 
     Attributes:
-        reads: who reads what.
+        reads: the inputs that each rank reads.
         not_adjoint: a size at which torch's forward and backward read different elements.
     """
 
@@ -67,14 +67,14 @@ class ResamplePlan:
 
     @property
     def is_torchs(self) -> bool:
-        """Whether torch's kernel finds this rank's outputs from the shard alone."""
+        """Whether torch's kernel computes this rank's outputs from its inputs alone."""
         return self._call is not None
 
     def run(self, box: Tensor) -> Tensor:
-        """This rank's outputs from the inputs that they read.
+        """Computes this rank's outputs from the inputs that they read.
 
-        By torch's kernel where it computes the same from the shard alone, else tap by tap, the
-        last dim first, as torch's kernel does.
+        It runs torch's kernel if that gives the same values from these inputs alone; otherwise it
+        adds up the taps, the last dim first, as torch's kernel does.
         """
         if self._call is not None:
             first, counts, scales = self._call
@@ -102,7 +102,7 @@ class ResamplePlan:
     def _own_call(
         self, sizes: Sequence[Resize], own: Mapping[int, Taps], like: Tensor
     ) -> tuple[list[int], list[int], list[float | None]] | None:
-        """First outputs to keep, extents and scale factors of a call of torch on the box."""
+        """Returns the first outputs to keep, extents and scales of a torch call on the box."""
         box, out = self.reads.box, self.reads.out.box
         if box.empty or out.empty:
             return None
@@ -128,14 +128,14 @@ class ResamplePlan:
 
 
 def _span(indices: Tensor, size: Resize) -> ReadRange:
-    """The inputs that outputs read, from one on at which an output of the whole starts."""
+    """Returns the inputs that outputs read, from one at which a global output starts."""
     first, last = indices.min(0).values, indices.max(0).values
     step = size.extent // math.gcd(size.extent, size.out)
     return ReadRange(first // step * step if step <= _MOST_EXTRA else first, last)
 
 
 def _output_at(start: int, size: Resize) -> int | None:
-    """The output that begins exactly where an input does."""
+    """Returns the output that begins exactly at an input, or `None`."""
     whole, rest = divmod(start * size.out, size.extent)
     return None if rest else whole
 
@@ -151,7 +151,7 @@ def _same(taps: Taps, keep: slice, others: Taps) -> bool:
 
 
 def _blend(x: Tensor, dim: int, taps: Taps) -> Tensor:
-    """The weighted sum of a dim's elements; differentiable to any order."""
+    """Computes weighted sums of a dim's elements; differentiable to any order."""
     if taps.weights is None:
         return select(x, dim, taps.indices[0])
     total = None

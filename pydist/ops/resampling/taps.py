@@ -1,7 +1,7 @@
-"""Which inputs an interpolation reads along one dim, with which weights: torch's own arithmetic.
+"""Taps of interpolations along one dim: input indices and weights, by torch's own arithmetic.
 
-Source: torch's `aten/src/ATen/native/UpSample.h` (scale, source index, cubic coefficients); the
-sources of nearest neighbors are asked of torch itself, as its kernels differ in how they round.
+Source: torch's `aten/src/ATen/native/UpSample.h` (scale, source index, cubic coefficients). For
+nearest neighbors torch itself is called to find the indices, as its kernels round differently.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _DIGIT = 128
 
 
 class Taps(NamedTuple):
-    """What every output of a dim is the weighted sum of.
+    """Input indices and weights whose weighted sums are the outputs of a dim.
 
     Attributes:
         indices: int64 [taps, extent of the result], global indices of the input.
-        weights: of the same shape, in the type in which torch computes; `None`: one tap, copied.
+        weights: of the same shape, in the dtype in which torch computes; `None`: one tap, copied.
     """
 
     indices: Tensor
     weights: Tensor | None
 
     def to(self, device: torch.device) -> Taps:
-        """The same on a device."""
+        """Copies the taps to a device."""
         return Taps(
             self.indices.to(device), None if self.weights is None else self.weights.to(device)
         )
 
 
 class Resize(NamedTuple):
-    """How one dim changes: extents, and the scale factor if it is to be used as it was given."""
+    """Old and new extent of one dim, and the scale factor if the given one is to be used."""
 
     extent: int
     out: int
@@ -54,7 +54,7 @@ class Resize(NamedTuple):
 def upsample(
     mode: str, x: Tensor, out: Sequence[int], scales: Sequence[float | None], align_corners: bool
 ) -> Tensor:
-    """The kernel of torch for a mode of `interpolate`, with any sizes and scale factors."""
+    """Runs torch's kernel for a mode of `interpolate`, with any sizes and scale factors."""
     kernel = _KERNELS[mode, x.dim() - 2]
     if mode.startswith("nearest"):
         return kernel(x, tuple(out), *scales)
@@ -62,12 +62,12 @@ def upsample(
 
 
 def taps_of(mode: str, size: Resize, align_corners: bool, dims: int, like: Tensor) -> Taps:
-    """The taps of one dim.
+    """Computes the taps of one dim.
 
     Args:
-        mode: as of `interpolate`, but "area".
+        mode: as in `interpolate`, except "area".
         size: extents and scale factor.
-        align_corners: as of `interpolate`.
+        align_corners: as in `interpolate`.
         dims: number of spatial dims of the call.
         like: a tensor of the dtype and device of the input.
     """
@@ -80,20 +80,20 @@ def taps_of(mode: str, size: Resize, align_corners: bool, dims: int, like: Tenso
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which torch forms weights and sums."""
+    """Returns the dtype in which torch computes weights and sums."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def without_adjoint(
     mode: str, sizes: Sequence[Resize], align_corners: bool, like: Tensor
 ) -> Resize | None:
-    """A size at which torch's backward is not the adjoint of its forward, if there is one.
+    """Returns a size at which torch's backward is not the adjoint of its forward, or `None`.
 
-    Nearest neighbors are found in the input's type forward and in float32 backward, and backward
-    copies where the extents are equal, whatever the scale factor; so does that of bicubic.
+    Forward computes nearest neighbors in the input's dtype, but backward in float32. Backward also
+    copies if the extents are equal, whatever the scale factor, and so does that of bicubic.
     """
     if mode == "bicubic" and not align_corners:
-        # One element is copied by any weights.
+        # A single element is copied, whatever the weights.
         given = [size for size in sizes if size.scale not in (None, 1.0) and size.extent > 1]
         return given[0] if given and all(size.extent == size.out for size in sizes) else None
     if not mode.startswith("nearest") or not like.is_floating_point():
@@ -117,9 +117,9 @@ def _scales(size: Resize, dims: int) -> list[float | None]:
 
 
 def _nearest(mode: str, size: Resize, dims: int, like: Tensor) -> Tensor:
-    """Sources of nearest neighbors: torch's answer where the input is its own index.
+    """Returns source indices of nearest neighbors, by running torch on the indices as input.
 
-    The digits of the index are channels, so that they are exact in every type.
+    The digits of the index are channels, so that they are exact in all dtypes.
     """
     index = torch.arange(size.extent)
     digits = [index // _DIGIT**place % _DIGIT for place in range(4)]
@@ -144,18 +144,18 @@ def _scale(size: Resize, align_corners: bool, dtype: torch.dtype) -> Tensor:
 
 
 def _source(size: Resize, align_corners: bool, dtype: torch.dtype) -> Tensor:
-    """The place of every output among the inputs, a real number."""
+    """Returns the position of each output among the inputs, as a real number."""
     scale = _scale(size, align_corners, dtype)
     index = torch.arange(size.out, dtype=dtype)
     if align_corners:
         return scale * index
-    # Rounded once, as by the fused multiply-add to which torch's kernels are compiled; in float64
-    # the second rounding is far below the bounds of the numerics.
+    # Rounded once, like the fused multiply-add in torch's compiled kernels; in float64 the second
+    # rounding is far below the tolerances of the numerics.
     return (scale.double() * (index + 0.5).double() - 0.5).to(dtype)
 
 
 def _linear(size: Resize, align_corners: bool, dtype: torch.dtype) -> Taps:
-    if size.extent == size.out:  # torch copies, whatever the scale factor says
+    if size.extent == size.out:  # torch copies, whatever the scale factor
         return Taps(torch.arange(size.out)[None], None)
     source = _source(size, align_corners, dtype).clamp(min=0)
     first = source.long().clamp(max=size.extent - 1)

@@ -1,1 +1,1 @@
-"""Shapes, slices, joins: the same elements elsewhere."""
+"""Reshaping, slicing, indexing and joining, which move elements without changing them."""

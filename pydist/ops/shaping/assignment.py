@@ -1,4 +1,4 @@
-"""Assigning to a part of a tensor, split or not."""
+"""Assignment to a part of a tensor, split or not."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _SET = torch.Tensor.__setitem__
 
 @implements(_SET)
 def setitem(x: Tensor, index: Any, value: Any) -> None:
-    """Assigns numbers or (plain or sharded) tensors to what an index selects.
+    """Assigns numbers or (plain or sharded) tensors to the elements that an index selects.
 
-    A plain tensor into which a sharded one is assigned becomes sharded, cut as that is.
+    A plain tensor to which a sharded one is assigned becomes sharded, with the same splits.
     """
     if isinstance(index, Tensor) and index.dtype == torch.bool and _is_number(value):
         mask = index.reshape((*index.shape, *[1] * (x.dim() - index.dim())))
@@ -52,13 +52,13 @@ def _assign(
 ) -> ShardedTensor:
     region = region_of(x._layout, entries)
     if is_view_at(value, x, entries):
-        return adopt_local(x, local_of(x))  # as in x[index] += 1: it is there already
+        return adopt_local(x, local_of(x))  # x[index] += 1 has already written the value
     written = written_back(x, value, entries)
     if isinstance(value, Tensor):
         value = _part_of(value, x.dtype, region.layout, region.removed)
     local = local_of(x)
-    # Through a view: where the selection is all of a block, torch would leave out what was there,
-    # and this rank's second-order graph would lack exchanges that the others have.
+    # Through a view: if the selection covers the block, torch would omit the old values from the
+    # graph, and this rank's double backward would lack exchanges of the other ranks.
     local.view_as(local)[region.local] = value
     adopt_local(x, local)
     if written is not None and written.storage is not None:
@@ -67,13 +67,13 @@ def _assign(
 
 
 def _part_of(value: Tensor, dtype: torch.dtype, layout: Layout, removed: Sequence[int]) -> Tensor:
-    """This rank's part of a value that is assigned to a selection.
+    """Returns this rank's part of a value that is assigned to a selection.
 
     Args:
-        value: broadcastable to the selection without the dims that integers removed.
-        dtype: of the tensor into which it is assigned.
-        layout: of the selection, these dims included.
-        removed: these dims.
+        value: broadcastable to the selection without the dims that integers remove.
+        dtype: of the tensor to which the value is assigned.
+        layout: of the selection, including the removed dims.
+        removed: dims that integers remove.
     """
     shape = [n for d, n in enumerate(layout.shape) if d not in removed]
     extra = value.dim() - len(shape)
@@ -94,7 +94,7 @@ def _part_of(value: Tensor, dtype: torch.dtype, layout: Layout, removed: Sequenc
 
 
 def _layout_around(value: ShardedTensor, entries: Sequence[Any], x: Tensor) -> Layout:
-    """The layout of a tensor that `value` becomes a part of: cut where whole dims of it are."""
+    """Returns the layout of a tensor of which `value` becomes a part, split in its full dims."""
     splits: list[Split | None] = [None] * x.dim()
     dim, at = x.dim(), value.dim()
     for entry in reversed(entries):

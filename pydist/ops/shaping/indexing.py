@@ -1,4 +1,4 @@
-"""Indexing with brackets, and with tensors of indices along dims that are whole."""
+"""Indexing with brackets, and with tensors of indices along unsplit dims."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _GET = torch.Tensor.__getitem__
 
 @implements(_GET)
 def getitem(x: Tensor, index: Any) -> ShardedTensor:
-    """Integers, slices and `None` along all dims; plain tensors of indices, and plain masks.
+    """Indexes with integers, slices, `None`, plain tensors of indices, and plain masks.
 
-    Indices along a split dim gather that dim first.
+    Tensors of indices along a split dim gather that dim first.
     """
     if not isinstance(x, ShardedTensor):
         raise refusal(_GET, (x, index), {}, "the index is sharded; torch.where keeps the shape")
@@ -35,12 +35,12 @@ def getitem(x: Tensor, index: Any) -> ShardedTensor:
 
 
 def entries_of(x: Tensor, index: Any) -> list[Any]:
-    """An index, written out: an integer, a slice or a tensor for every dim, and `None`.
+    """Expands an index to an integer, a slice or a tensor for each dim, and `None`.
 
     Raises:
         IndexError: there are more entries than dims.
     """
-    if isinstance(index, list):  # torch takes a list with more than integers as a tuple
+    if isinstance(index, list):  # in torch a list with more than integers means a tuple
         more = any(not isinstance(entry, (bool, int)) for entry in index)
         index = tuple(index) if more else torch.tensor(index)
     given = index if isinstance(index, tuple) else (index,)
@@ -48,7 +48,7 @@ def entries_of(x: Tensor, index: Any) -> list[Any]:
 
 
 def _as_torch(x: Tensor, entry: Any) -> Any:
-    """An entry of an index as an integer, a slice, `None`, an Ellipsis or a tensor."""
+    """Converts an entry of an index to an integer, a slice, `None`, an Ellipsis or a tensor."""
     if isinstance(entry, bool):
         raise refusal(_GET, (x,), {}, f"an index {entry}")
     if entry is None or isinstance(entry, (slice, ShardedTensor, type(...))):
@@ -65,9 +65,9 @@ def _as_torch(x: Tensor, entry: Any) -> Any:
 def _without_tensors(
     x: ShardedTensor, entries: Sequence[Any]
 ) -> tuple[list[Any], dict[int, Tensor]]:
-    """The index with full slices where tensors were, and the tensors by dim of the selection.
+    """Returns the index with full slices for tensors, and the tensors by dim of the selection.
 
-    A mask over some dims is as many tensors, with the indices of its ones.
+    A mask over several dims becomes as many tensors, with the indices of its ones.
     """
     basic: list[Any] = []
     tensors: dict[int, Tensor] = {}
@@ -97,13 +97,13 @@ def _without_tensors(
 
 
 def _at(x: ShardedTensor, indices: dict[int, Tensor]) -> ShardedTensor:
-    """Elements at plain indices along some dims."""
+    """Returns the elements at plain indices along some dims."""
     x = redistribute(x, x._layout.replace(changes=dict.fromkeys(indices)))
     for index in indices.values():
         prove_equal(index, x._layout)
     shape = torch.broadcast_shapes(*(index.shape for index in indices.values()))
     dims = sorted(indices)
-    # As torch orders the result: in place where the indexed dims are neighbors, else in front.
+    # Order of dims as in torch: in place if the indexed dims are adjacent, else in front.
     first = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     rest = [d for d in range(x.dim()) if d not in indices]
     old = x._layout
@@ -120,7 +120,7 @@ def _at(x: ShardedTensor, indices: dict[int, Tensor]) -> ShardedTensor:
 @implements(torch.index_select, torch.Tensor.index_select)
 @numpy_names
 def index_select(input: ShardedTensor, dim: int, index: Tensor) -> ShardedTensor:
-    """Elements of one dim; a split dim is gathered first."""
+    """Selects elements along one dim; a split dim is gathered first."""
     if isinstance(index, ShardedTensor):
         raise refusal(torch.index_select, (input, index), {}, "the index is sharded")
     return _at(input, {canonical(dim, input.dim()): index.reshape(-1)})
@@ -129,7 +129,7 @@ def index_select(input: ShardedTensor, dim: int, index: Tensor) -> ShardedTensor
 @implements(torch.gather, torch.Tensor.gather)
 @numpy_names
 def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False) -> ShardedTensor:
-    """Elements along a dim, by an index for each place of the others; that dim is gathered."""
+    """Selects elements along a dim, by one index per result element; the dim is gathered."""
     d = canonical(dim, input.dim())
     others = [i for i in range(input.dim()) if i != d]
     if index.dim() != input.dim() or any(index.shape[i] > input.shape[i] for i in others):
@@ -137,7 +137,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
             f"Size does not match at dimension {d}: expected index {list(index.shape)} to be no "
             f"larger than self {list(input.shape)} apart from dimension {d}"
         )
-    # Of the input torch reads only what lies under the index.
+    # In the other dims torch reads only the input within the extents of the index.
     input = input[tuple(slice(None) if i == d else slice(n) for i, n in enumerate(index.shape))]
     like = input if isinstance(input, ShardedTensor) else index
     assert isinstance(like, ShardedTensor)
@@ -150,7 +150,7 @@ def gather(input: Tensor, dim: int, index: Tensor, *, sparse_grad: bool = False)
 
 @implements(torch.take_along_dim, torch.Tensor.take_along_dim)
 def take_along_dim(input: Tensor, indices: Tensor, dim: int | None = None) -> ShardedTensor:
-    """Elements along a dim, by indices that broadcast over the others."""
+    """Selects elements along a dim, by indices that broadcast over the other dims."""
     if dim is None:
         return gather(input.reshape(-1), 0, indices.reshape(-1))
     d = canonical(dim, input.dim())
@@ -174,7 +174,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> ShardedTensor:
-    """A table's rows at sharded indices."""
+    """Looks up rows of a table at sharded indices."""
     if max_norm is not None or scale_grad_by_freq or sparse:
         raise refusal(F.embedding, (input, weight), {}, "only padding_idx is possible")
     if not isinstance(input, ShardedTensor) or isinstance(weight, ShardedTensor):

@@ -1,4 +1,4 @@
-"""Joining and repeating tensors, along dims that are whole and along dims that are split."""
+"""Joining and repeating of tensors, along unsplit and split dims."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from pydist.tensor.operands import prove_equal, redistribute, shard_of_plain
 @implements(torch.cat, torch.concat, torch.concatenate)
 @numpy_names
 def cat(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
-    """Joins tensors; all take the layout of the one that holds most.
+    """Joins tensors in the layout of the one with the most split dims, then the most elements.
 
-    Along a split dim the result's blocks are a share of the whole, and what they need of each
-    tensor moves to them.
+    Along a split dim each rank keeps its share of the extent, and the elements of all tensors move
+    to the ranks that own them in the result.
     """
-    # torch lets empty tensors of one dim pass, whatever the others look like.
+    # torch accepts empty tensors of one dim beside tensors of any shape.
     given = [t for t in tensors if t.dim() != 1 or t.numel() or isinstance(t, ShardedTensor)]
     sharded = [t for t in given if isinstance(t, ShardedTensor)]
     like = max(sharded, key=lambda t: (len(t._layout.split_dims), t.numel()))
@@ -42,7 +42,7 @@ def cat(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
     if like.dim() > 1:
         joined = torch.cat(parts, d)
     else:
-        # Of an empty vector torch.cat's backward has no graph, and ranks would part.
+        # torch.cat's backward has no graph for an empty vector, so ranks would diverge.
         joined = torch.cat([part.unsqueeze(1) for part in parts]).squeeze(1)
     return wrap_new(joined, _resized(like._layout, d, total, split), like)
 
@@ -57,7 +57,7 @@ def _check_fits(tensor: Tensor, like: Tensor, d: int) -> None:
 
 
 def _joined_split(like: ShardedTensor, d: int, total: int) -> Split | None:
-    """The joined dim's split: in the shares in which the tensor that holds most is split."""
+    """Returns the split of the joined dim, in the same proportions as in `like`."""
     split = like._layout.splits[d]
     if split is None:
         return None
@@ -72,7 +72,7 @@ def _resized(layout: Layout, d: int, extent: int, split: Split | None) -> Layout
 
 
 def _part_of(like: ShardedTensor, d: int, start: int, extent: int, split: Split | None) -> Layout:
-    """Where a tensor is needed that begins at `start` in the joined dim."""
+    """Returns the layout in which the result needs a tensor that begins at `start`."""
     if split is not None:
         points = [min(extent, max(0, p - start)) for p in split.partition.points]
         split = Split(split.axes, Partition(points))
@@ -93,7 +93,7 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> ShardedTensor:
 
 
 def _stacked(name: str, dim: int, lift: Callable[[Sequence[Tensor]], Any]) -> None:
-    """torch.{name}: joins along `dim` what `lift` has brought to enough dims."""
+    """Registers torch.{name}, which joins tensors along `dim` after `lift` has added dims."""
 
     @implements(getattr(torch, name))
     def handler(tensors: Sequence[Tensor]) -> ShardedTensor:
@@ -115,7 +115,7 @@ _stacked("column_stack", 1, _columns)
 
 @implements(torch.Tensor.repeat)
 def repeat(input: ShardedTensor, *repeats: Any, **named: Any) -> ShardedTensor:
-    """Copies of the tensor side by side, so many along every dim."""
+    """Repeats the tensor along each dim."""
     asked = given_as("repeats", repeats, named)
     times = (asked,) if isinstance(asked, int) else tuple(asked)
     if len(times) < input.dim():
@@ -141,7 +141,7 @@ def _nothing_of(x: ShardedTensor, d: int) -> ShardedTensor:
 
 @implements(torch.tile, torch.Tensor.tile)
 def tile(input: ShardedTensor, *dims: Any, **named: Any) -> ShardedTensor:
-    """As `repeat`; dims that are not given are not repeated."""
+    """Repeats the tensor as `repeat` does; leading dims that are not given are not repeated."""
     asked = given_as("dims", dims, named)
     times = (asked,) if isinstance(asked, int) else tuple(asked)
     return repeat(input, (*[1] * (input.dim() - len(times)), *times))
@@ -156,7 +156,7 @@ def repeat_interleave(
     *,
     output_size: int | None = None,
 ) -> ShardedTensor:
-    """Repeats the elements of a dim one by one; each rank those that it owns."""
+    """Repeats the elements of a dim one by one; each rank repeats those that it owns."""
     if dim is None:
         return repeat_interleave(input.reshape(-1), repeats, 0)  # type: ignore[arg-type]
     d = canonical(dim, input.dim())

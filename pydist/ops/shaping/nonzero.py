@@ -1,4 +1,4 @@
-"""Where a tensor is not zero: global indices, plain and equal on all ranks."""
+"""Global indices of nonzero elements, plain and equal on all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydist.tensor import ShardedTensor, implements, local_of
 
 
 def _indices(x: ShardedTensor) -> Tensor:
-    """The index of each nonzero element, [number, dims], in row-major order of the whole."""
+    """Returns the indices of nonzero elements, [number, dims], in global row-major order."""
     own = local_of(x).detach().nonzero()
     group, shape = x.mesh.group(x._layout.used_axes), x._layout.shape
     if group.size == 1:
@@ -24,12 +24,12 @@ def _indices(x: ShardedTensor) -> Tensor:
     place = torch.zeros(found.shape[0], dtype=torch.int64, device=found.device)
     for d, extent in enumerate(shape):
         place = place * extent + found[:, d]
-    return found[place.argsort()].t().contiguous().t()  # in memory dim by dim, as torch's
+    return found[place.argsort()].t().contiguous().t()  # column-major in memory, as in torch
 
 
 @implements(torch.nonzero, torch.Tensor.nonzero, torch.argwhere, torch.Tensor.argwhere)
 def nonzero(input: ShardedTensor, *, as_tuple: bool = False) -> Any:
-    """Indices of the nonzero elements; every rank gets those of the whole tensor."""
+    """Returns the indices of the nonzero elements of the full tensor on each rank."""
     if as_tuple and input.dim() == 0:
         input = input.unsqueeze(0)  # type: ignore[assignment]  # a sharded one
     indices = _indices(input)
@@ -38,7 +38,7 @@ def nonzero(input: ShardedTensor, *, as_tuple: bool = False) -> Any:
 
 @implements(torch.where)
 def where(condition: Tensor, *choices: Any, **named: Any) -> Any:
-    """Elements of one tensor or another; with the condition alone, the indices where it holds."""
+    """Selects elements of two tensors; with only the condition, returns the indices of its ones."""
     if not choices and not named:
         return nonzero(condition, as_tuple=True)  # type: ignore[arg-type]  # the only tensor
     return elementwise(torch.where, condition, *choices, **named)

@@ -1,4 +1,4 @@
-"""Merging and dividing dims: what is cut stays cut where the order of the elements allows it."""
+"""Merging and dividing of dims; split dims stay split if the order of the elements allows it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pydist.tensor.operands import redistribute
 
 
 def gathered_layout(layout: Layout) -> Layout:
-    """Where a sample goes that has to be whole: one sample a rank where there are enough.
+    """Returns the layout for samples that must be unsplit: data parallel if there are enough.
 
-    With at least as many samples as ranks in the group each rank takes its share of the batch
-    (data parallel), so that no work is done twice; with fewer every rank holds all of them.
+    With at least as many samples as ranks in the group, each rank owns its share of the batch, so
+    that no work is done twice. With fewer samples, each rank holds all of them.
     """
     mesh = layout.mesh
     splits: list[Split | None] = [None] * len(layout.shape)
@@ -35,13 +35,14 @@ def gathered_layout(layout: Layout) -> Layout:
 
 
 def reshaped(x: ShardedTensor, shape: Sequence[int], is_view: bool = False) -> ShardedTensor:
-    """`x` in another shape, its elements in the same (row-major) order.
+    """Reshapes `x`, with its elements in the same (row-major) order.
 
     Args:
         x: the tensor.
         shape: of the result; one entry may be -1.
-        is_view: whether torch never copies. Else merged dims are a view or a copy by the strides of
-            the whole, which shards need not show: after a change in place one side is refused.
+        is_view: whether torch never copies. Otherwise merging dims gives a view or a copy depending
+            on the global strides, which shards may not show: after an in-place change of one
+            tensor, use of the other raises an error.
     """
     out = _resolve(shape, x.shape)
     plan = x.mesh.session.plan(("reshape", x._layout, out), lambda: _plan(x._layout, out))
@@ -50,7 +51,7 @@ def reshaped(x: ShardedTensor, shape: Sequence[int], is_view: bool = False) -> S
     local = own.reshape(plan.out.local_shape)
     shares = shares_memory(local, own)
     if plan.hides_order and shares and not is_view:
-        local = local.clone()  # in torch it may be a copy, which may be changed though x is saved
+        local = local.clone()  # torch may return a copy, which may change while x is saved
     is_copy = moves(x, plan.source) or (plan.merges and not (is_view and shares))
     return view_of(x, local, plan.out, is_copy)
 
@@ -59,7 +60,7 @@ def _resolve(shape: Sequence[int], old: Sequence[int]) -> tuple[int, ...]:
     known = math.prod(n for n in shape if n != -1)
     if known:
         free = math.prod(old) // known
-    else:  # of a group without samples, as in x.view(x.size(0), -1): what the others have
+    else:  # a group without samples, as in x.view(x.size(0), -1): the extent of the other groups
         free = math.prod(n or 1 for n in old) // math.prod(n or 1 for n in shape if n != -1)
     out = tuple(free if n == -1 else int(n) for n in shape)
     if math.prod(out) != math.prod(old):
@@ -67,16 +68,16 @@ def _resolve(shape: Sequence[int], old: Sequence[int]) -> tuple[int, ...]:
     return out
 
 
-# -- where the blocks lie -------------------------------------------------------------------
+# -- layouts of the blocks ------------------------------------------------------------------
 
 
 class _Plan(NamedTuple):
-    """The layout from which every rank reshapes its own block, and the layout that this gives.
+    """Plan of a reshape, in which each rank reshapes its own block.
 
     Attributes:
-        source: from which every rank reshapes its own block.
-        out: of the result.
-        merges: whether dims are merged: the result is a view or not by their order in memory.
+        source: layout from which each rank reshapes its own block.
+        out: layout of the result.
+        merges: whether dims are merged; the result is then a view or not by their memory order.
         hides_order: whether there are ranks whose shards do not show that order.
     """
 
@@ -87,10 +88,10 @@ class _Plan(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Dims that are reshaped together: the fewest with equally many elements (dims of 1 left out).
+    """Smallest set of dims reshaped together, with equally many elements (without dims of 1).
 
-    An interval of the first old dim is an interval of the elements, and so one of the first new
-    dim, if its ends are multiples of `unit`. So a group can be cut along its first dim alone.
+    An interval of the first old dim is an interval of the elements, and also of the first new dim
+    if its ends are multiples of `unit`. So a group can be split only along its first dim.
     """
 
     old: list[int]
@@ -106,7 +107,7 @@ class _Group(NamedTuple):
         return [s for d in self.old if (s := layout.splits[d]) is not None]
 
     def keeps(self, layout: Layout) -> bool:
-        """Whether each rank's block of the old shape is one block of the new shape."""
+        """Returns whether each rank's block of the old shape is one block of the new shape."""
         first, *others = (layout.splits[d] for d in self.old)
         if any(others):
             return False
@@ -157,9 +158,9 @@ def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[_Group]:
 
 
 def _is_features(group: _Group, layout: Layout, shape: Sequence[int]) -> bool:
-    """Whether channels and space become the features of a linear layer.
+    """Returns whether channels and space become the features of a linear layer.
 
-    What follows needs them whole, so they are gathered instead of being cut along the channels.
+    The next layer needs all features, so they are gathered instead of being split by channels.
     """
     lead = group.old[0]
     return (
@@ -171,15 +172,14 @@ def _is_features(group: _Group, layout: Layout, shape: Sequence[int]) -> bool:
 
 
 def _moved(group: _Group, layout: Layout) -> Split | None:
-    """The group's first dim cut for all ranks among which its dims were cut.
+    """Returns a split of the group's first dim over all ranks that split its dims.
 
-    Cuts of the first dim stay where they are, or move to the next multiple of the unit; the blocks
-    between them are divided again. So the ranks that exchange are those that were cut apart
-    within such a block.
+    Points of the first dim stay, or move to the nearest multiple of the unit, and the blocks
+    between them are divided further. So only ranks that share such a block exchange data.
     """
     extent, unit = layout.shape[group.old[0]], group.unit
     if extent == unit:
-        return None  # nothing smaller than the whole: every rank takes it
+        return None  # can't be divided: replicated on all ranks
     first, axes = layout.splits[group.old[0]], [a for s in group.cuts(layout) for a in s.axes]
     blocks = [0, extent] if first is None else list(first.partition.points)
     blocks = [min(extent // unit, (p + unit // 2) // unit) for p in blocks]
@@ -195,10 +195,10 @@ def _moved(group: _Group, layout: Layout) -> Split | None:
 
 @implements(torch.reshape, torch.Tensor.reshape)
 def reshape(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
-    """Reshape.
+    """Reshapes a tensor.
 
-    Blocks are moved between ranks where a rank's elements would not be one block of the result;
-    dims that become the features of a linear layer are gathered.
+    Blocks move between ranks if a rank's elements would not be one block of the result. Dims that
+    become the features of a linear layer are gathered.
     """
     asked = given_as("size", shape, {("size" if n == "shape" else n): v for n, v in named.items()})
     return reshaped(input, (asked,) if isinstance(asked, int) else asked)
@@ -206,7 +206,7 @@ def reshape(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
 
 @implements(torch.Tensor.view)
 def view(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
-    """Reshape, which torch does without a copy or not at all."""
+    """Reshapes a tensor without a copy; raises an error if torch would."""
     if "dtype" in named or (shape and isinstance(shape[0], torch.dtype)):
         raise refusal(torch.Tensor.view, (input,), {}, "a view of another dtype")
     asked = given_as("size", shape, named)
@@ -217,20 +217,20 @@ def view(input: ShardedTensor, *shape: Any, **named: Any) -> ShardedTensor:
 def contiguous(
     input: ShardedTensor, memory_format: torch.memory_format = torch.contiguous_format
 ) -> ShardedTensor:
-    """Each shard in a memory format."""
+    """Converts each shard to a memory format."""
     local = local_of(input)
     return in_format(input, local.contiguous(memory_format=memory_format), memory_format)
 
 
 @implements(torch.Tensor.reshape_as)
 def reshape_as(input: Tensor, other: Tensor) -> Tensor:
-    """In the shape of another tensor."""
+    """Reshapes to the shape of another tensor."""
     return input.reshape(other.shape)
 
 
 @implements(torch.Tensor.view_as)
 def view_as(input: Tensor, other: Tensor) -> Tensor:
-    """In the shape of another tensor, without a copy."""
+    """Views the tensor in the shape of another tensor."""
     return input.view(other.shape)
 
 
@@ -246,7 +246,7 @@ def flatten(input: ShardedTensor, start_dim: int = 0, end_dim: int = -1) -> Shar
 
 @implements(torch.unflatten, torch.Tensor.unflatten)
 def unflatten(input: ShardedTensor, dim: int, sizes: Sequence[int]) -> ShardedTensor:
-    """Divides a dim."""
+    """Divides a dim into several."""
     d = canonical(dim, input.dim())
     return reshaped(
         input, (*input.shape[:d], *_resolve(sizes, input.shape[d : d + 1]), *input.shape[d + 1 :])

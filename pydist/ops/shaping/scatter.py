@@ -1,4 +1,4 @@
-"""Scattering along dims that are whole, one-hot labels, and counts of integers."""
+"""Scatter along unsplit dims, one-hot labels, and counts of integers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pydist.tensor.operands import operand_for, operand_in
 def _scatter(
     func: Callable[..., Any], input: Tensor, dim: int, index: Tensor, *src: Any, **kwargs: Any
 ) -> Any:
-    """A scatter of any kind, on aligned shards; all of them are whole along `dim`."""
+    """Runs any scatter call on aligned shards; `dim` must not be split."""
     d = canonical(dim, input.dim())
     tensors = [t for t in (input, index, *src, *kwargs.values()) if isinstance(t, Tensor)]
     like = next(t for t in tensors if isinstance(t, ShardedTensor))
@@ -53,7 +53,7 @@ def _scatter(
 def _scattered_layout(
     func: Callable[..., Any], input: Tensor, like: ShardedTensor, d: int
 ) -> Layout:
-    """The layout of the result: that of the input, or of what is scattered into a plain one."""
+    """Returns the layout of the result: that of the input, or of `like` for a plain input."""
     layout = input._layout if isinstance(input, ShardedTensor) else like._layout
     if layout.splits[d] is not None:
         raise refusal(func, (input, like), {}, f"dim {d} is split")
@@ -82,7 +82,7 @@ for _name in ("scatter", "scatter_add", "scatter_reduce"):
 
 @implements(F.one_hot)
 def one_hot(input: ShardedTensor, num_classes: int = -1) -> ShardedTensor:
-    """Labels as vectors of zeros and a one, along a new last dim."""
+    """Converts labels to one-hot vectors along a new last dim."""
     if num_classes < 0:
         num_classes = int(reduce_amax(input)) + 1
     old = input._layout
@@ -92,7 +92,7 @@ def one_hot(input: ShardedTensor, num_classes: int = -1) -> ShardedTensor:
 
 @implements(torch.bincount, torch.Tensor.bincount)
 def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """How often every integer occurs, or the sum of the weights of its places; plain, for all."""
+    """Counts each integer, or sums its weights; the result is plain and equal on all ranks."""
     operands = [input] if weights is None else [input, weights]
     layout = broadcast_layout(operands)
     own, *rest = (operand_for(t, layout, layout.shape).detach() for t in operands)
@@ -110,7 +110,7 @@ def bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -
 def isin(
     elements: Tensor, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> ShardedTensor:
-    """Which elements are among given ones; these are plain, and whole on every rank."""
+    """Returns a mask of elements that are among given ones, which are plain."""
     if not isinstance(elements, ShardedTensor) or isinstance(test_elements, ShardedTensor):
         raise refusal(torch.isin, (elements, test_elements), {}, "the elements to find are sharded")
     found = torch.isin(

@@ -32,7 +32,7 @@ def unsqueeze(input: ShardedTensor, dim: int) -> ShardedTensor:
 
 
 def _at_least(name: str, dims: int) -> None:
-    """torch.{name}: dims of extent 1 are added up to so many."""
+    """Registers torch.{name}, which adds dims of extent 1 up to `dims` dims."""
 
     @implements(getattr(torch, name), getattr(torch._VF, name))
     def handler(*tensors: Any) -> Any:
@@ -43,7 +43,7 @@ def _at_least(name: str, dims: int) -> None:
 
 
 def _lifted(x: Tensor, dims: int) -> Tensor:
-    """A vector becomes a row, a matrix the first slice of the last of three dims."""
+    """Adds dims of extent 1: after the dims of a matrix, before those of a vector."""
     while x.dim() < dims:
         x = x.unsqueeze(-1 if x.dim() == 2 else 0)
     return x
@@ -55,7 +55,7 @@ for _name, _dims in (("atleast_1d", 1), ("atleast_2d", 2), ("atleast_3d", 3)):
 
 @implements(torch.permute, torch.Tensor.permute)
 def permute(input: ShardedTensor, *dims: Any, **named: Any) -> ShardedTensor:
-    """Reorders the dims; the splits go with them."""
+    """Reorders the dims with their splits."""
     order = canonical_all(given_as("dims", dims, named), input.dim())
     old = input._layout
     layout = Layout(old.mesh, [old.shape[d] for d in order], [old.splits[d] for d in order])
@@ -71,24 +71,24 @@ def permute(input: ShardedTensor, *dims: Any, **named: Any) -> ShardedTensor:
     torch.Tensor.swapdims,
 )
 def transpose(input: ShardedTensor, *dims: int, **named: int) -> ShardedTensor:
-    """Exchanges two dims, named `dim0` and `dim1`, or `axis0` and `axis1`."""
+    """Swaps two dims, named `dim0` and `dim1`, or `axis0` and `axis1`."""
     first, second = (*dims, *(named[name] for name in sorted(named)))
     order = list(range(input.dim()))
     one, other = canonical(first, input.dim()), canonical(second, input.dim())
-    if order:  # torch takes 0 and -1 for the dims of a scalar
+    if order:  # torch accepts 0 and -1 as dims of a scalar
         order[one], order[other] = order[other], order[one]
     return permute(input, order)
 
 
 @implements(torch.Tensor.T.__get__)  # type: ignore[attr-defined]
 def reversed_dims(input: ShardedTensor) -> ShardedTensor:
-    """All dims in reverse order."""
+    """Reverses the order of all dims."""
     return permute(input, tuple(reversed(range(input.dim()))))
 
 
 @implements(torch.t, torch.Tensor.t)
 def t(input: ShardedTensor) -> ShardedTensor:
-    """The transpose of a matrix; tensors of fewer dims stay."""
+    """Transposes a matrix; tensors of fewer dims do not change."""
     if input.dim() > 2:
         raise RuntimeError(f"t() expects a tensor with <= 2 dimensions, but self is {input.dim()}D")
     return reversed_dims(input)
@@ -96,7 +96,7 @@ def t(input: ShardedTensor) -> ShardedTensor:
 
 @implements(torch.Tensor.mT.__get__)  # type: ignore[attr-defined]
 def matrix_transpose(input: ShardedTensor) -> ShardedTensor:
-    """Exchanges the last two dims."""
+    """Swaps the last two dims."""
     return transpose(input, -2, -1)
 
 
@@ -104,7 +104,7 @@ def matrix_transpose(input: ShardedTensor) -> ShardedTensor:
 def movedim(
     input: ShardedTensor, source: int | Sequence[int], destination: int | Sequence[int]
 ) -> ShardedTensor:
-    """Moves dims to other places; the rest keeps its order."""
+    """Moves dims to other positions; the other dims keep their order."""
     ndim = input.dim()
     start = canonical_all((source,) if isinstance(source, int) else source, ndim)
     end = canonical_all((destination,) if isinstance(destination, int) else destination, ndim)
@@ -120,7 +120,7 @@ def movedim(
 
 @implements(torch.broadcast_to, torch.Tensor.expand, torch.Tensor.broadcast_to)
 def expand(input: ShardedTensor, *size: Any, **named: Any) -> ShardedTensor:
-    """Repeats dims of extent 1, without copies; repeated dims are whole on every rank."""
+    """Repeats dims of extent 1 without copies; repeated dims are unsplit."""
     named.pop("implicit", None)
     asked = given_as("size", size, named)
     asked = (asked,) if isinstance(asked, int) else tuple(asked)
@@ -144,7 +144,7 @@ def expand(input: ShardedTensor, *size: Any, **named: Any) -> ShardedTensor:
 
 @implements(torch.Tensor.expand_as)
 def expand_as(input: Tensor, other: Tensor) -> Tensor:
-    """Repeats dims of extent 1 to the shape of another tensor, and cuts them as that is cut."""
+    """Repeats dims of extent 1 to the shape of another tensor, with the splits of that tensor."""
     if not isinstance(input, ShardedTensor):
         return input.expand(other.shape)
     layout = broadcast_layout([input, other])
@@ -155,7 +155,7 @@ def expand_as(input: Tensor, other: Tensor) -> Tensor:
 
 @implements(torch.broadcast_tensors)
 def broadcast_tensors(*tensors: Any) -> tuple[Tensor, ...]:
-    """All tensors in the shape to which they broadcast; plain ones stay plain views."""
+    """Broadcasts tensors to their common shape; plain tensors become plain views."""
     is_list = len(tensors) == 1 and not isinstance(tensors[0], Tensor)
     operands = tensors[0] if is_list else tensors
     layout = broadcast_layout(operands)

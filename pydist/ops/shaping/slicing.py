@@ -1,4 +1,4 @@
-"""Slices: along a split dim each rank keeps what it owns of them, and nothing moves."""
+"""Slices, which leave elements on the ranks that own them, also along split dims."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pydist.tensor.aliasing import Part, view_at
 from pydist.tensor.operands import redistribute
 
 Entry = int | slice | None
-"""The entry of one dim in an index; `None` is a new dim."""
+"""Entry of an index for one dim; `None` adds a dim."""
 
 
 class Region(NamedTuple):
-    """What an index of integers, slices and `None` selects, before integers remove their dim.
+    """Selection by an index of integers, slices and `None`, before integers remove their dim.
 
     Attributes:
         local: the index of this rank's part in its shard; an integer becomes a slice.
-        layout: of the selection, in which the dim of an integer has extent 1.
+        layout: of the selection, in which an integer's dim has extent 1.
         removed: the dims of the selection that integers remove.
         added: the dims of the selection that `None` adds.
     """
@@ -40,11 +40,11 @@ class Region(NamedTuple):
 
 
 def region_of(layout: Layout, entries: Sequence[Entry]) -> Region:
-    """Where the parts of a selection lie: on the ranks that own its elements.
+    """Returns the region of a selection, whose elements stay on the ranks that own them.
 
     Args:
         layout: of the tensor.
-        entries: one for every dim, in order, with `None` in between.
+        entries: one for each dim, in order, with `None` in between.
 
     Raises:
         IndexError: an integer is out of range.
@@ -82,7 +82,7 @@ def _checked(index: int, dim: int, extent: int) -> int:
 
 
 def _along(layout: Layout, dim: int, entry: slice) -> tuple[slice, int, Split | None]:
-    """This rank's part of a slice in its shard, the slice's extent, and its split."""
+    """Returns this rank's part of a slice in its shard, the slice's extent, and its split."""
     extent, split = layout.shape[dim], layout.splits[dim]
     if entry == slice(None):
         return entry, extent, split
@@ -101,9 +101,9 @@ def _along(layout: Layout, dim: int, entry: slice) -> tuple[slice, int, Split | 
 
 
 def sliced(x: ShardedTensor, entries: Sequence[Entry]) -> ShardedTensor:
-    """Integers, slices and `None`, one integer or slice for every dim.
+    """Indexes with one integer or slice for each dim, and `None`.
 
-    What an integer selects of a split dim goes to all ranks that the dim was split over.
+    An element that an integer selects along a split dim is sent to all ranks that split the dim.
     """
     region = region_of(x._layout, entries)
     layout, local = region.layout, local_of(x)[region.local]
@@ -119,7 +119,7 @@ def sliced(x: ShardedTensor, entries: Sequence[Entry]) -> ShardedTensor:
 
 
 def part_of(x: ShardedTensor, entries: Sequence[Entry]) -> Part:
-    """The box of `x` that contains what an index selects."""
+    """Returns the box of `x` that contains the selection of an index."""
     box = []
     for extent, entry in zip(x.shape, (e for e in entries if e is not None), strict=True):
         if isinstance(entry, int):
@@ -131,14 +131,14 @@ def part_of(x: ShardedTensor, entries: Sequence[Entry]) -> Part:
 
 
 def along(x: ShardedTensor, dim: int, entry: int | slice) -> ShardedTensor:
-    """A slice, or one element, of one dim."""
+    """Returns a slice, or one element, of one dim."""
     entries: list[Entry] = [slice(None)] * x.dim()
     entries[dim] = entry
     return sliced(x, entries)
 
 
 def full_index(index: Any, dims: int) -> list[Any]:
-    """An index with its Ellipsis, or what is missing at its end, written out as full slices.
+    """Expands an index's Ellipsis, or its missing entries at the end, to full slices.
 
     Raises:
         IndexError: there are more entries than dims.
@@ -156,7 +156,7 @@ def full_index(index: Any, dims: int) -> list[Any]:
 
 
 def _consumes(entry: Any) -> int:
-    """For how many dims an entry of an index stands."""
+    """Returns the number of dims that an entry of an index consumes."""
     if entry is None or isinstance(entry, EllipsisType):
         return 0
     is_mask = isinstance(entry, Tensor) and entry.dtype in (torch.bool, torch.uint8)
@@ -166,14 +166,14 @@ def _consumes(entry: Any) -> int:
 @implements(torch.select, torch.Tensor.select)
 @numpy_names
 def select(input: ShardedTensor, dim: int, index: int) -> ShardedTensor:
-    """One element of a dim."""
+    """Returns one element of a dim."""
     return along(input, canonical(dim, input.dim()), operator.index(index))
 
 
 @implements(torch.narrow, torch.Tensor.narrow)
 @numpy_names
 def narrow(input: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
-    """`length` elements of a dim."""
+    """Returns `length` elements of a dim."""
     d = canonical(dim, input.dim())
     extent = input.shape[d]
     begin = int(start)
@@ -188,7 +188,7 @@ def narrow(input: ShardedTensor, dim: int, start: int, length: int) -> ShardedTe
 
 
 def pieces(x: ShardedTensor, dim: int, points: Sequence[int]) -> tuple[ShardedTensor, ...]:
-    """The parts of a dim between each two neighboring points."""
+    """Returns the parts of a dim between consecutive points."""
     return tuple(along(x, dim, slice(a, max(a, b))) for a, b in itertools.pairwise(points))
 
 
@@ -197,7 +197,7 @@ def pieces(x: ShardedTensor, dim: int, points: Sequence[int]) -> tuple[ShardedTe
 def split(
     tensor: ShardedTensor, split_size_or_sections: Any = None, dim: int = 0, **named: Any
 ) -> tuple[ShardedTensor, ...]:
-    """Parts of equal (the last may be smaller) or given extents."""
+    """Splits a dim into parts of equal (the last may be smaller) or given extents."""
     asked = next(iter(named.values())) if named else split_size_or_sections
     d = canonical(dim, tensor.dim())
     extent = tensor.shape[d]
@@ -216,7 +216,7 @@ def split(
 @implements(torch.chunk, torch.Tensor.chunk)
 @numpy_names
 def chunk(input: ShardedTensor, chunks: int, dim: int = 0) -> tuple[ShardedTensor, ...]:
-    """At most `chunks` parts, all of the same extent but the last."""
+    """Splits a dim into at most `chunks` parts, all of the same extent except the last."""
     if chunks < 1:
         raise RuntimeError(f"chunk expects `chunks` to be greater than 0, got: {chunks}")
     d = canonical(dim, input.dim())
@@ -228,7 +228,7 @@ def chunk(input: ShardedTensor, chunks: int, dim: int = 0) -> tuple[ShardedTenso
 def tensor_split(
     input: ShardedTensor, *given: Any, dim: int = 0, **named: Any
 ) -> tuple[ShardedTensor, ...]:
-    """Parts as equal as possible, or cut at given indices."""
+    """Splits a dim into parts as equal as possible, or at given indices."""
     asked, *at = (*given, *named.values())
     d = canonical(at[0] if at else dim, input.dim())
     extent = input.shape[d]
@@ -245,7 +245,7 @@ def tensor_split(
 @implements(torch.unbind, torch.Tensor.unbind)
 @numpy_names
 def unbind(input: ShardedTensor, dim: int = 0) -> tuple[ShardedTensor, ...]:
-    """Every element of a dim; a split dim is gathered once for all."""
+    """Returns all elements of a dim; a split dim is gathered once for all of them."""
     d = canonical(dim, input.dim())
     whole = redistribute(input, input._layout.replace(changes={d: None}))
     is_copy = moves(input, whole._layout)

@@ -1,4 +1,4 @@
-"""What can be trained: a network with its loss, what validation measures, and what is reported."""
+"""Tasks: a network with its loss, its validation measures and its report."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Task", "Validation", "task_of"]
 
 
 def task_of(config: Config) -> Task:
-    """The task of a configuration: the table "model" names it.
+    """Returns the task of a configuration, as its table "model" names it.
 
     Raises:
-        UsageError: the loss, or an option of it, is not one of this network's; or its task can't
-            be imported.
+        UsageError: the network does not support the loss or an option of it, or the task can't be
+            imported.
     """
     model = config.model
     task: Task = imported(model.task, f"the task of model '{model.name}'")(model, config.train)

@@ -1,4 +1,4 @@
-"""What the training loop asks of a task."""
+"""The interface between the training loop and a task."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Validation:
-    """What a validation found, equal on all ranks."""
+    """Result of a validation, equal on all ranks."""
 
     samples: int
     loss: float
 
     def figures(self) -> dict[str, Any]:
-        """What the log says of it, besides the number of samples."""
+        """Returns the values for the log, besides the number of samples."""
         return {"loss": self.loss}
 
 
 class Task(Protocol):
-    """A network with its loss, what validation measures, and what is reported at the end."""
+    """Network with its loss, its validation measures and its final report."""
 
     @property
     def multiple(self) -> int | None:
-        """What the extents of volumes are multiples of, where `pydist predict` can predict them.
+        """Required divisor of the extents of volumes, for `pydist predict`.
 
-        `None` for tasks that predict no classes of voxels.
+        `None` for tasks that do not predict classes of voxels.
         """
         ...
 
@@ -42,27 +42,27 @@ class Task(Protocol):
         ...
 
     def network(self, manifest: Manifest) -> nn.Module:
-        """The network for a data set, with initial weights."""
+        """Creates the network for a data set, with initial weights."""
         ...
 
     def expression(self, manifest: Manifest) -> str:
-        """The same network, as one writes it in Python."""
+        """Returns the Python expression that creates the same network."""
         ...
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """The mean loss over the batch's samples, a scalar."""
+        """Computes the mean loss over the batch's samples, a scalar."""
         ...
 
     def measure(self, output: Tensor, batch: Batch) -> Tensor:
-        """What validation keeps of each sample: [N, ...] float64, equal on the group's ranks."""
+        """Measures each sample for validation: [N, ...] float64, equal on the group's ranks."""
         ...
 
     def judge(self, rows: Tensor) -> Validation:
-        """What all samples' rows, in the order of the data set, come to."""
+        """Computes the validation from all samples' rows, in the order of the data set."""
         ...
 
     def write_results(self, folder: Path, data: ShardDataset, validation: Validation) -> None:
-        """Writes the last validation's table. On rank 0."""
+        """Writes the table of the last validation. On rank 0."""
         ...
 
     def draw(
@@ -75,15 +75,15 @@ class Task(Protocol):
         """Draws `result.png` after `write_results`. On rank 0.
 
         Args:
-            folder: the run's.
+            folder: the run's folder.
             curves: training loss by step, by the name of the run.
             data: the training set.
-            spatial: how often depth, height and width were split.
+            spatial: number of parts along depth, height and width.
         """
         ...
 
 
 def call_of(network: type[nn.Module], arguments: Mapping[str, Any]) -> str:
-    """A call as one writes it in Python."""
+    """Returns the Python expression of a call."""
     given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
     return f"{network.__module__}.{network.__name__}({given})"

@@ -1,4 +1,4 @@
-"""CosmoFlow: the parameters of a universe, by their squared error."""
+"""The CosmoFlow task: predicts the parameters of a universe by least squares."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RegressionValidation(Validation):
-    """What was predicted for each sample."""
+    """Validation with the predictions for each sample."""
 
     mae: float
     predicted: Tensor
@@ -34,17 +34,17 @@ class RegressionValidation(Validation):
     """`[samples, outputs]`."""
 
     def figures(self) -> dict[str, Any]:
-        """Loss and mean absolute error."""
+        """Returns loss and mean absolute error."""
         return {"loss": self.loss, "mae": self.mae}
 
 
 class Regression:
-    """CosmoFlow on values of samples; see `Task`."""
+    """Task of CosmoFlow on values of samples; see `Task`."""
 
     multiple = None
 
     def __init__(self, config: CosmoFlowConfig, train: TrainConfig) -> None:
-        config.loss(train)  # there is one
+        config.loss(train)  # raises if it is unknown
         for option in ("class_weights", "ignore_label"):
             if getattr(train, option) is not None:
                 raise UsageError(
@@ -54,7 +54,7 @@ class Regression:
         self.config = config
 
     def check(self, data: ShardDataset) -> None:
-        """The samples must be cubes of the network's width, with values to predict."""
+        """Checks that the samples are cubes of the network's width, with values to predict."""
         if data.labelled:
             raise UsageError(
                 f"{data.root} has the class of each voxel to predict, and model.name is "
@@ -69,11 +69,11 @@ class Regression:
             )
 
     def network(self, manifest: Manifest) -> nn.Module:
-        """CosmoFlow."""
+        """Creates CosmoFlow."""
         return CosmoFlow(**self._arguments(manifest))
 
     def expression(self, manifest: Manifest) -> str:
-        """The call that makes CosmoFlow."""
+        """Returns the Python expression that creates CosmoFlow."""
         return call_of(CosmoFlow, self._arguments(manifest))
 
     def _arguments(self, manifest: Manifest) -> dict[str, Any]:
@@ -87,17 +87,17 @@ class Regression:
         }
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """Mean squared error."""
+        """Computes the mean squared error."""
         return F.mse_loss(output, batch.targets)
 
     def measure(self, output: Tensor, batch: Batch) -> Tensor:
-        """[N, 2, outputs]: predicted and true values."""
+        """Returns predicted and true values, [N, 2, outputs]."""
         if isinstance(output, ShardedTensor):
             output = output.full_tensor()
         return torch.stack([output.double(), batch.targets.double()], dim=1)
 
     def judge(self, rows: Tensor) -> RegressionValidation:
-        """Errors over all samples and outputs."""
+        """Computes the errors over all samples and outputs."""
         predicted, true = rows.unbind(1)
         error = predicted - true
         return RegressionValidation(
@@ -109,7 +109,7 @@ class Regression:
         )
 
     def write_results(self, folder: Path, data: ShardDataset, validation: Validation) -> None:
-        """A row a sample: each parameter's true and predicted value."""
+        """Writes one row per sample: each parameter's true and predicted value."""
         assert isinstance(validation, RegressionValidation)
         report.write_predictions(
             folder / report.PREDICTIONS_FILE,
@@ -125,5 +125,5 @@ class Regression:
         data: ShardDataset,
         spatial: tuple[int, int, int],
     ) -> Path:
-        """Loss, predictions, and a universe with its blocks."""
+        """Draws loss, predictions, and a universe with its blocks."""
         return report.draw_run(folder, curves, data.root, spatial)

@@ -1,4 +1,4 @@
-"""Segmentation: the class of each voxel, by cross-entropy, Dice or both."""
+"""The segmentation task: predicts the class of each voxel, by cross-entropy, Dice or both."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SegmentationValidation(Validation):
-    """How well each class was found."""
+    """Validation with the Dice of each class."""
 
     class_names: tuple[str, ...]
-    """Of the classes that have a Dice: all but background and an ignored one."""
+    """Names of the classes with a Dice: all but background and an ignored class."""
     dice: Tensor
-    """`[samples, classes]`: Dice of each volume and class; NaN where a class is neither there nor
+    """`[samples, classes]`: Dice of each volume and class; NaN where a class is neither present nor
     predicted."""
     pooled: Tensor
     """`[classes]`: Dice of the voxels of all volumes together."""
 
     def figures(self) -> dict[str, Any]:
-        """Loss, and by class the mean over the volumes and the Dice of all voxels."""
+        """Returns the loss and, by class, the mean Dice over volumes and the Dice of all voxels."""
         names = self.class_names
         return {
             "loss": self.loss,
@@ -54,18 +54,18 @@ class SegmentationValidation(Validation):
 
 
 class Segmentation:
-    """A network on volumes with labels; see `Task`. Subclasses say which one.
+    """Task of a network on volumes with labels; see `Task`. Subclasses choose the network.
 
     Args:
-        config: of the network.
-        train: of the loop; says what the loss is.
+        config: configuration of the network.
+        train: configuration of the loop, with the loss.
 
     Attributes:
-        network_type: its class.
-        multiple: what it wants the extents of volumes to be multiples of.
+        network_type: class of the network.
+        multiple: required divisor of the extents of volumes.
 
     Raises:
-        UsageError: the loss is none of the network's, or its options do not go together.
+        UsageError: the network does not support the loss, or its options conflict.
     """
 
     network_type: type[nn.Module]
@@ -89,7 +89,7 @@ class Segmentation:
         self._example: Tensor | None = None
 
     def check(self, data: ShardDataset) -> None:
-        """The extents must be halved as often as the network does, and there must be labels."""
+        """Checks that the extents are multiples of `multiple`, and that there are labels."""
         if not data.labelled:
             raise UsageError(
                 f"{data.root} has values of samples to predict, and model.name is "
@@ -116,30 +116,30 @@ class Segmentation:
         self._class_names = names
 
     def arguments(self, channels: int, classes: int) -> dict[str, Any]:
-        """What the network is made with, for images of so many channels."""
+        """Returns the arguments of the network, for given numbers of channels and classes."""
         raise NotImplementedError
 
     def network(self, manifest: Manifest) -> nn.Module:
-        """The network for a data set, with initial weights."""
+        """Creates the network for a data set, with initial weights."""
         try:
             return self.network_type(**self._arguments(manifest))
         except ValueError as error:
             raise UsageError(str(error)) from None
 
     def expression(self, manifest: Manifest) -> str:
-        """The call that makes the network."""
+        """Returns the Python expression that creates the network."""
         return call_of(self.network_type, self._arguments(manifest))
 
     def _arguments(self, manifest: Manifest) -> dict[str, Any]:
         return self.arguments(manifest.sample_shape[0], len(manifest.class_names))
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """The loss that was chosen; with weighted voxels, the same in all sample groups."""
+        """Computes the configured loss; with weighted voxels, equal in all sample groups."""
         counts = batch.count > 0
         return self._loss(output, batch.targets, batch.inputs.mesh, counts=counts)
 
     def measure(self, output: Tensor, batch: Batch) -> Tensor:
-        """[N, 3 + classes²]: sums for the cross-entropy, loss by Dice, and confusion."""
+        """Returns sums for the cross-entropy, Dice loss, and confusion, [N, 3 + classes²]."""
         labels, ignored = batch.targets, self._loss.ignore_label
         counts = confusion(output, labels, ignored).double()
         sums = counts.new_zeros(len(counts), 3)
@@ -154,11 +154,11 @@ class Segmentation:
         return torch.cat([sums, counts.flatten(1)], dim=1)
 
     def judge(self, rows: Tensor) -> SegmentationValidation:
-        """Dice by volume and of all voxels."""
+        """Computes the loss, and the Dice by volume and of all voxels."""
         classes = len(self._class_names)
         counts = rows[:, 3:].view(-1, classes, classes)
         sums = rows[:, :2]
-        # Where voxels differ in weight, the mean is over them, else over samples: as in training.
+        # As in training: the mean is over voxels if their weights differ, else over samples.
         entropy = ratio(sums.sum(0)) if self._loss.weighted else ratio(sums).mean()
         scored = [c - 1 for c in scored_classes(classes, self._loss.ignore_label)]
         return SegmentationValidation(
@@ -170,7 +170,7 @@ class Segmentation:
         )
 
     def write_results(self, folder: Path, data: ShardDataset, validation: Validation) -> None:
-        """A row a volume: the Dice of each class."""
+        """Writes one row per volume: the Dice of each class."""
         assert isinstance(validation, SegmentationValidation)
         files = [file.path for file in data.manifest.files if file.split == "val"]
         segmentation_report.write_dice(
@@ -187,13 +187,13 @@ class Segmentation:
         data: ShardDataset,
         spatial: tuple[int, int, int],
     ) -> Path:
-        """Loss, Dice, and a slice of a volume: image, truth, prediction."""
+        """Draws loss, Dice, and a slice of a volume: image, truth, prediction."""
         example = None if self._example is None else self._example.numpy()
         return segmentation_report.draw_run(folder, curves, data, example, spatial)
 
 
 class UNet3dSegmentation(Segmentation):
-    """The 3D U-Net on volumes with labels."""
+    """Task of the 3D U-Net on volumes with labels."""
 
     network_type = UNet3d
 
@@ -204,5 +204,5 @@ class UNet3dSegmentation(Segmentation):
         self._made = {"features": config.features, "levels": config.levels}
 
     def arguments(self, channels: int, classes: int) -> dict[str, Any]:
-        """Channels, classes, features and levels."""
+        """Returns channels, classes, features and levels."""
         return {"in_channels": channels, "classes": classes, **self._made}

@@ -1,4 +1,4 @@
-"""A bias that is added behind the convolution, with the ReLU: what CUDA does, run on the CPU."""
+"""A bias that is added after the convolution, with the ReLU: what CUDA does, run on the CPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ WEIGHT, BIAS = randn(3, 2, 3, 3, 3, seed=1), randn(3, seed=2)
 
 
 @pytest.fixture
-def behind(monkeypatch):
-    """The slopes with which biases were added behind."""
+def late(monkeypatch):
+    """The slopes with which biases were added after convolutions."""
     found = []
 
     def recording(y, added, slope):
@@ -27,7 +27,7 @@ def behind(monkeypatch):
 
     finish_ = bias.finish_
     for module in (conv, correction):
-        monkeypatch.setattr(module, "bias_behind", lambda x, b: None if b is None else b.detach())
+        monkeypatch.setattr(module, "deferred_bias", lambda x, b: None if b is None else b.detach())
     monkeypatch.setattr(relu, "finish_", recording)
     return found
 
@@ -48,7 +48,7 @@ USES = {
 @pytest.mark.parametrize("points", POINTS, ids=["split", "whole"])
 @pytest.mark.parametrize("slope", [1.0, 0.25])
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_split_equals_whole(use, slope, points, memory_format, behind):
+def test_split_equals_whole(use, slope, points, memory_format, late):
     check_function(
         lambda x, w, b: use(act(F.conv3d(x, w, b, padding=1), slope)),
         randn(2, 2, 7, 6, 5).to(memory_format=memory_format),
@@ -56,11 +56,11 @@ def test_split_equals_whole(use, slope, points, memory_format, behind):
         points,
         second_order=True,
     )
-    assert behind
-    assert set(behind) <= {slope, 1.0}
+    assert late
+    assert set(late) <= {slope, 1.0}
 
 
-def test_bias_and_relu_are_one_pass(behind):
+def test_bias_and_relu_are_one_pass(late):
     x = randn(2, 2, 8, 6, 5)
 
     def rank(mesh):
@@ -69,10 +69,10 @@ def test_bias_and_relu_are_one_pass(behind):
 
     expected = act(F.conv3d(x, WEIGHT, BIAS, padding=1), 0.25)
     for grid in ((1, 1, 1), (2, 1, 1)):
-        behind.clear()
+        late.clear()
         for found in on_ranks(grid, rank):
             assert_same(found, expected)
-        assert behind == [0.25] * grid[0]
+        assert late == [0.25] * grid[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

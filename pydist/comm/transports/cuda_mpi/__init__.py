@@ -1,1 +1,1 @@
-"""Ranks that are MPI processes with a CUDA device each, under an MPI that takes its memory."""
+"""The transport over a CUDA-aware MPI, with one CUDA device per rank."""

@@ -1,4 +1,4 @@
-"""Whether the MPI of this process takes memory of CUDA devices: it is asked, never assumed."""
+"""Queries whether the MPI of this process is CUDA-aware."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 from mpi4py import MPI
 
 _KINDS = "mpi_memory_alloc_kinds"
-"""What MPI 4.1 and newer say of the memory that they take: such as "mpi,system,cuda:device"."""
+"""The info key of MPI 4.1 for the supported kinds of memory, as in "mpi,system,cuda:device"."""
 _QUESTION = "MPIX_Query_cuda_support"
-"""An extension of Open MPI, MPICH and those made from them: 1 if built with CUDA, and usable."""
+"""An extension of Open MPI, MPICH and their derivatives: 1 if built with CUDA and usable."""
 _MAPS = Path("/proc/self/maps")
 
 
 def missing() -> str:
-    """Why this MPI carries no device memory, as one line; "" if it says that it does."""
+    """Returns why this MPI carries no device memory, on one line; "" if it is CUDA-aware."""
     if "cuda" in (kind.split(":")[0] for kind in memory_kinds().split(",")):
         return ""
     library = MPI.Get_library_version().split("\n")[0].split(",")[0].strip()
@@ -29,7 +29,7 @@ def missing() -> str:
 
 
 def memory_kinds() -> str:
-    """What the library says of the memory that it takes; "" if it says nothing."""
+    """Returns the kinds of memory that the library reports as supported; "" if it reports none."""
     info = MPI.COMM_WORLD.Get_info()
     try:
         return info.Get(_KINDS) or ""
@@ -38,7 +38,7 @@ def memory_kinds() -> str:
 
 
 def query() -> int | None:
-    """What the library answers to the question; None if it has no such function."""
+    """Returns the library's answer to the query function; None if it has no such function."""
     for library in _loaded():
         try:
             function = getattr(library, _QUESTION)
@@ -50,7 +50,7 @@ def query() -> int | None:
 
 
 def _loaded() -> list[ctypes.CDLL]:
-    """Handles of the MPI that this process has loaded, whoever did so, and of nothing else."""
+    """Returns handles of the MPI libraries that this process has loaded, and loads none."""
     libraries = [ctypes.CDLL(None)]
     if _MAPS.exists():
         files = {line.split(maxsplit=5)[-1].strip() for line in _MAPS.read_text().splitlines()}

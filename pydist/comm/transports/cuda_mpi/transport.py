@@ -1,8 +1,8 @@
-"""Ranks that are MPI processes with a CUDA device each, under an MPI that takes device memory.
+"""The transport over a CUDA-aware MPI, with one CUDA device per rank.
 
-MPI gets the addresses of tensors as they are, on the host or on a device: it tells them apart. It
-is asked before whether it can (`awareness`, beside), as one that can't would crash, or copy through
-the host unseen.
+MPI receives the addresses of host and device tensors unchanged and distinguishes them itself. The
+module `awareness` first queries whether it can, as a library without CUDA support would crash, or
+silently copy through the host.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from pydist.errors import NotSupported
 class CudaMpiTransport(MpiTransport):
     """One rank of an MPI communicator, on one CUDA device.
 
-    MPI knows no streams: it may read and write a buffer as soon as it has its address. So the host
-    waits, before every call with tensors of the device, until the caller's current stream has done
-    what was put on it. And what MPI has completed is in place for all that is put on a stream
-    later. The host's waiting keeps compute and launches from overlapping, and no CUDA graph can
-    hold an exchange: `nccl` and `ipc` have neither fault.
+    MPI knows no streams: it may access a buffer as soon as it has the address. So before every call
+    with device tensors, the host synchronizes with the caller's current stream. Results that MPI
+    has completed are in place for all work that is enqueued later. The synchronization keeps
+    kernels and launches from overlapping, and CUDA graphs can't capture an exchange; `nccl` and
+    `ipc` have neither limitation.
     """
 
     name = "cuda-mpi"
@@ -47,19 +47,19 @@ class CudaMpiTransport(MpiTransport):
         comm: MPI.Comm | None = None,
         engine: ProgressEngine | None = None,
     ) -> None:
-        """Duplicate a communicator. Collective.
+        """Duplicates a communicator. Collective.
 
         Args:
-            device: whose tensors are taken, beside those of host memory.
-            comm: the ranks of the group; all of the job if None.
-            engine: what drives the messages of this process; made if None.
+            device: the device whose tensors are accepted besides host tensors.
+            comm: the ranks of the group; all ranks of the job if None.
+            engine: the progress engine of this process; a new one if None.
         """
         super().__init__(comm, engine)
         self.device = device
 
     @classmethod
     def over(cls, host: Transport, local_rank: int) -> CudaMpiTransport:
-        """Choose this rank's device, and ask the MPI whether it takes its memory. Collective.
+        """Chooses this rank's device and checks that the MPI is CUDA-aware. Collective.
 
         Args:
             host: connects all ranks of the job; an `MpiTransport`.
@@ -84,7 +84,7 @@ class CudaMpiTransport(MpiTransport):
         return cls(device)
 
     def rest(self, tensors: Sequence[Tensor]) -> None:
-        """Waits for the caller's stream, if MPI is about to touch memory of the device."""
+        """Waits for the caller's stream if MPI is about to access device memory."""
         if any(self._on_device(each) for each in tensors):
             self._wait_for_stream()
 
@@ -136,7 +136,7 @@ class CudaMpiTransport(MpiTransport):
     def _reduce_scatter_async(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> Work:
         if not self._on_device(out):
             return super()._reduce_scatter_async(parts, out, divisor)
-        # The slices are summed here, by torch: the sums of `mpi` are made by the CPU.
+        # The base class sums the slices with torch; `mpi` sums on the CPU.
         return Transport._reduce_scatter_async(self, parts, out, divisor)
 
     def _reduce(self, tensor: Tensor, op: ReduceOp) -> None:
@@ -149,7 +149,7 @@ class CudaMpiTransport(MpiTransport):
 
 
 class _DeviceChannel(MpiChannel):
-    """Persistent requests, which start when the caller's stream has come to them."""
+    """Channel whose requests start when the caller's stream has reached them."""
 
     def __init__(
         self,
@@ -162,6 +162,6 @@ class _DeviceChannel(MpiChannel):
         self._transport, self._tensors = transport, [each for _, each in (*sends, *recvs)]
 
     def start(self) -> None:
-        """See `Channel.start`; waits on the host for what is to be sent."""
+        """See `Channel.start`; the host waits for the tensors to be sent."""
         self._transport.rest(self._tensors)
         super().start()

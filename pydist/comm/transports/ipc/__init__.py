@@ -1,1 +1,1 @@
-"""Ranks of one machine that write into the memory of each other's devices."""
+"""The transport for ranks of one machine that write into each other's device memory."""

@@ -1,7 +1,7 @@
-"""Exchanges by copies into the memory of other ranks' devices.
+"""Exchanges by copies into the device memory of other ranks.
 
-The native channel (`csrc/comm/ipc/channel.hpp`) puts the copies and the flags on a stream. Here the
-ranks tell each other, once a channel, where what goes: over the host's transport.
+The native channel (`csrc/comm/ipc/channel.hpp`) enqueues the copies and the flags on a stream. In
+this module the ranks exchange the target addresses, once per channel, over the host's transport.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from pydist.errors import RankLost
 
 
 class IpcLinks:
-    """What the channels of a group of ranks share.
+    """Shared state of the channels of a group of ranks.
 
     Args:
         group: the ranks and their stream.
         offers: connects the same ranks, in host memory, and carries nothing else.
-        device: where all tensors lie.
-        seconds: within which a peer has reached an exchange with this rank, the first time.
+        device: the device of all tensors.
+        seconds: the time limit for a peer to reach its first exchange with this rank.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class IpcLinks:
         self.group, self.offers, self.device = group, offers, device
         self.lock = threading.RLock()  # autograd's threads and the caller take turns
         self._seconds = seconds
-        self._first: _FirstRound | None = None  # it may not be on the stream yet
+        self._first: _FirstRound | None = None  # may not be enqueued yet
 
     def queue(self) -> int:
-        """The caller's current stream, as CUDA numbers it."""
+        """Returns the handle of the caller's current stream."""
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def capturing(self) -> bool:
-        """Whether a graph is captured on it."""
+        """Returns whether the caller's current stream is capturing a graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def keep(self, tensor: Tensor) -> None:
@@ -51,14 +51,14 @@ class IpcLinks:
             tensor.record_stream(torch.cuda.ExternalStream(self.group.stream, device=self.device))
 
     def begin(self, first: _FirstRound) -> None:
-        """Puts an exchange on the stream as soon as its peers have been heard."""
+        """Enqueues an exchange as soon as the offers of its peers have arrived."""
         self._first = first
         first.thread.start()
         if self.capturing():  # two threads may not add to one graph at a time
             self.settle()
 
     def settle(self) -> None:
-        """Returns when what has begun is on the stream: before anything else may be.
+        """Returns when the pending first round is enqueued, which must precede all else.
 
         Raises:
             RankLost: a peer has not reached it within the time limit.
@@ -87,10 +87,10 @@ class IpcLinks:
 
 
 class _FirstRound:
-    """The first round of a channel: it waits for the offers of its peers, on a thread.
+    """First round of a channel, which waits for the offers of its peers on a thread.
 
-    A rank starts an exchange whether or not others have come to it, and may wait for another one
-    before: so neither `start` nor a later `wait` is the place to hear them.
+    A rank starts an exchange whether or not its peers have reached it, and may wait for another
+    exchange first: so neither `start` nor a later `wait` can receive the offers.
     """
 
     def __init__(self, links: IpcLinks, channel: native.IpcChannel, tag: int) -> None:
@@ -98,7 +98,7 @@ class _FirstRound:
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.failure: BaseException | None = None
         self.awaited = -1
-        """The peer that is to be heard next."""
+        """The peer whose offer is received next."""
 
     def _run(self) -> None:
         try:
@@ -116,10 +116,10 @@ class _FirstRound:
 
 
 class IpcChannel(Channel):
-    """One native call puts a whole exchange on the group's stream; the host waits for nothing.
+    """Channel whose native call enqueues an entire exchange on the group's stream.
 
-    The first time, peers tell each other where to write: then the host waits for them, with a time
-    limit, where the result is awaited or where the group's next exchange starts.
+    The host does not wait, except in the first round, in which peers exchange target addresses: it
+    then waits for them, with a time limit, in `wait` or where the group's next exchange starts.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Which ranks can write into the memory of each other's devices: found by trying, agreed by all."""
+"""Finds out by trying which ranks can write into each other's device memory; all ranks agree."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pydist.comm.transports.ipc.channel import IpcLinks
 from pydist.errors import NotSupported, PydistError
 
 BLOCK_BYTES = 32 << 20
-"""Of the blocks that receive memory is cut from: each is allocated, exported and mapped once."""
+"""Size of the blocks of receive memory; each is allocated, exported and mapped once."""
 
 
 @dataclass
 class IpcPlace:
-    """What a rank has on its device for processes that write there.
+    """Memory of a rank's device that other processes write to.
 
     Attributes:
-        memory: what others write to, and theirs as it is seen here.
+        memory: the memory that other ranks write to, and the mappings of theirs.
         near: the ranks of the job that this one can reach, and that can reach it.
-        links: of all groups that were made and are not closed, in order.
+        links: the links of all open groups, in order of creation.
     """
 
     memory: native.IpcMemory
@@ -34,12 +34,12 @@ class IpcPlace:
 
 @dataclass(frozen=True)
 class Tried:
-    """What came of a rank's tries to map the memory of those on its machine.
+    """Result of a rank's attempts to map the memory of the other ranks of its machine.
 
     Attributes:
         machine: name of the machine.
         mapped: the ranks whose memory it has mapped.
-        failure: of the first that it could not, as one line; "" if there is none.
+        failure: the first failure, on one line; "" if there is none.
     """
 
     machine: str
@@ -48,12 +48,12 @@ class Tried:
 
 
 def agree(host: Transport, driver: native.CudaDriver, device: int, block_bytes: int) -> IpcPlace:
-    """Find out whose memory this rank can map. Collective over `host`.
+    """Finds out whose memory this rank can map. Collective over `host`.
 
     Args:
         host: connects all ranks of the job.
-        driver: CUDA's.
-        device: index of this rank's device; it is the current one.
+        driver: the CUDA driver.
+        device: index of this rank's device, the current one.
         block_bytes: see `BLOCK_BYTES`.
 
     Raises:
@@ -90,7 +90,7 @@ def _try(memory: native.IpcMemory, heard: Sequence[dict[str, str | int]], rank: 
     mine = heard[rank]
     mapped: list[int] = []
     for peer, each in enumerate(heard):
-        # CUDA maps no memory of the own process.
+        # CUDA can't map memory of the same process.
         if each["machine"] != mine["machine"] or each["process"] == mine["process"]:
             continue
         try:
@@ -109,11 +109,11 @@ def _refusal(rank: int, machine: str, reason: str) -> NotSupported:
 
 
 def reachable(tried: Sequence[Tried], rank: int) -> frozenset[int]:
-    """The ranks that one can reach and that can reach it.
+    """Returns the ranks that a rank can reach and that can reach it.
 
     Args:
-        tried: by all ranks, in rank order.
-        rank: the one.
+        tried: the results of all ranks, in rank order.
+        rank: the rank in question.
 
     Raises:
         NotSupported: there are several ranks, and none reaches another.

@@ -1,7 +1,7 @@
-"""Ranks of one machine that write into the memory of each other's devices, beside NCCL.
+"""The transport for ranks of one machine that write into each other's device memory.
 
-Halos and redistribution are copies between devices (CUDA IPC), made by the copy engines while all
-multiprocessors compute; collectives, and ranks that can't be reached, are left to NCCL.
+Halos and redistribution are copies between devices (CUDA IPC) by the copy engines, while all
+multiprocessors compute; NCCL carries collectives, and messages to ranks that can't be reached.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ _Pair: TypeAlias = tuple[int, Tensor]
 class IpcTransport(RoutedTransport):
     """One rank of a group, on one CUDA device.
 
-    Channels between ranks that can map each other's memory are `IpcChannel`s, in the order in which
-    ranks start them: of two exchanges between the same ranks, all start the same one first, and
-    where two ranks do not, the one that comes second raises. All else is that of the transport
-    below.
+    Channels between ranks that can map each other's memory are `IpcChannel`s. They match in the
+    order in which ranks start them: of two exchanges between the same ranks, all must start the
+    same one first, or the rank that starts second raises. The transport below does everything else.
     """
 
     name = "ipc"
 
     def __init__(self, base: Transport, place: IpcPlace, near: Sequence[int], world: bool) -> None:
-        """Make a group. Collective.
+        """Creates a group. Collective.
 
         Args:
-            base: connects the same ranks, in the memory of hosts and devices; closed with this one.
-            place: what this rank has on its device.
+            base: connects the same ranks, in host and device memory; closed with this one.
+            place: this rank's memory on its device.
             near: the ranks of the group that this one can reach, and that can reach it.
-            world: whether this is the transport over all ranks, with which all others end.
+            world: whether this is the transport over all ranks, whose `close` closes all others.
         """
         self.rank, self.size = base.rank, base.size
         self.device = base.device
@@ -57,7 +56,7 @@ class IpcTransport(RoutedTransport):
 
     @classmethod
     def over(cls, host: Transport, local_rank: int) -> IpcTransport:
-        """Choose this rank's device, connect it by NCCL, and map what can be mapped. Collective.
+        """Chooses this rank's device, connects it by NCCL and maps peer memory. Collective.
 
         Args:
             host: connects all ranks of the job.
@@ -108,7 +107,7 @@ class IpcTransport(RoutedTransport):
         return _Both(IpcChannel(self._links, sends, recvs, tag), far)
 
     def _divided(self, pairs: Sequence[_Pair]) -> tuple[list[_Pair], list[_Pair]]:
-        """Messages between this rank and those that it can reach, and the others."""
+        """Splits messages into those with reachable ranks and those with other ranks."""
         reached = {*self._near, self.rank}
         near = [pair for pair in pairs if pair[0] in reached]
         return near, [pair for pair in pairs if pair[0] not in reached]
@@ -121,11 +120,11 @@ class IpcTransport(RoutedTransport):
         self._base.progress()
 
     def abort(self, reason: str, exit_code: int) -> None:
-        """End the job, as the transport below does; what is on the device ends with the process."""
+        """Ends the job through the transport below; device work ends with the process."""
         self._base.abort(reason, exit_code)
 
     def close(self) -> None:
-        """See `Transport.close`; the transport over all ranks closes what was split off it too."""
+        """See `Transport.close`; the transport over all ranks also closes its subgroups."""
         if self._links is None:
             return
         links, self._links = self._links, None
@@ -134,9 +133,9 @@ class IpcTransport(RoutedTransport):
             each.rest()
         if self._world:
             place.links.clear()
-            self._base._barrier()  # from here on nobody writes to others
+            self._base._barrier()  # from here on no rank writes to others
             place.memory.unmap()
-            self._base._barrier()  # from here on nobody has what is others'
+            self._base._barrier()  # from here on no rank maps memory of others
             place.memory.release()
         elif links in place.links:
             place.links.remove(links)
@@ -145,7 +144,7 @@ class IpcTransport(RoutedTransport):
 
 
 class _Both(Channel):
-    """Messages to ranks that are near and to others, as one exchange."""
+    """Channel that combines messages to reachable ranks and to other ranks."""
 
     def __init__(self, near: Channel, far: Channel) -> None:
         self._parts = (near, far)

@@ -1,1 +1,1 @@
-"""Ranks that are threads of one process."""
+"""The transport between threads of one process."""

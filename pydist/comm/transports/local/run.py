@@ -1,4 +1,4 @@
-"""Starting ranks as threads of this process, and ending them together."""
+"""Starts ranks as threads of this process, and ends them together."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def run_local(
     latency: float = 0.0,
     **kwargs: object,
 ) -> list[R]:
-    """Run a function on `size` ranks, each a thread of this process.
+    """Runs a function on `size` ranks, each a thread of this process.
 
-    Grad mode, inference mode and autocast of the caller hold in each rank. Random state is one a
+    Grad mode, inference mode and autocast of the caller apply to each rank. Random state is per
     process: ranks that draw from it concurrently do not get reproducible numbers.
 
     Args:
@@ -39,15 +39,15 @@ def run_local(
         size: number of ranks.
         *args: passed on, the same objects to all ranks.
         timeout: seconds after which blocked ranks are released and `RankLost` is raised.
-        latency: seconds from sending to arrival, made by sleeping, to see what overlap hides.
+        latency: artificial delay in seconds from sending to arrival, to test what overlap hides.
         **kwargs: passed on.
 
     Returns:
         The results in rank order.
 
     Raises:
-        BaseException: the first exception that a rank raised on its own account, with a note that
-            names the rank.
+        BaseException: the first exception that another rank's failure did not cause, with a note
+            that names the rank.
         RankLost: a rank was still busy after `timeout`.
     """
     hub = native.LocalHub(size)
@@ -64,7 +64,7 @@ def run_local(
                 results[rank] = fn(transport, *args, **kwargs)
         except BaseException as error:
             failures.append((rank, error))
-            # While the exception is held its frames keep the buffers that others may be reading.
+            # The stored exception keeps, by its frames, the buffers that others may be reading.
             hub.abort(f"rank {rank} failed: {type(error).__name__}: {error}")
         finally:
             hub.leave(rank)
@@ -95,7 +95,7 @@ def _join(threads: Sequence[threading.Thread], timeout: float) -> None:
 
 
 def _place_of(thread: threading.Thread) -> str:
-    """Where a thread is: the innermost line outside of pydist and torch."""
+    """Returns a thread's position: its innermost line outside of pydist and torch."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
         frame = frame.f_back
@@ -132,8 +132,8 @@ class _Context:
             for device, dtype in self._autocast:
                 stack.enter_context(torch.autocast(device, dtype=dtype))
             if torch.cuda.is_available():
-                # Backward nodes of all ranks would queue up on the device's one engine thread, and
-                # one that waits there for another rank would never see it come.
+                # Backward nodes of all ranks would queue on the device's one engine thread: a node
+                # that waits there for another rank would block that rank's nodes forever.
                 stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 stack.enter_context(torch.cuda.stream(torch.cuda.Stream()))
             yield

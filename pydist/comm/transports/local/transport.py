@@ -1,8 +1,8 @@
-"""Ranks that are threads of one process: 64 ranks for a test on two cores, with no launcher.
+"""The transport between threads of one process: 64 ranks for a test on two cores, no launcher.
 
-The work is done by the native `LocalHub`; waiting releases the interpreter lock. A rank that raises
-makes every blocked call of the others raise `RankFailed`, and ranks that wait for each other in a
-circle, or for one that has ended, get `RankLost` at once with a list of who waits for what.
+The native `LocalHub` does the work; waiting releases the interpreter lock. If a rank raises, every
+blocked call of the others raises `RankFailed`. Ranks that wait for each other in a cycle, or for a
+rank that has ended, immediately get `RankLost` with a list of the ranks and what they wait for.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class LocalTransport(Transport):
         latency: Latency | None = None,
         lent: dict[tuple[int, int, int], object] | None = None,
     ) -> None:
-        """Join a hub.
+        """Joins a hub.
 
         Args:
-            hub: the meeting place of all ranks; None makes one for a single rank.
+            hub: the hub of all ranks; None makes one for a single rank.
             rank: index of this rank in the group.
             group: the hub's number for the group.
-            size: ranks in the group; those of the hub if None.
-            latency: delays what is sent; the same object on all ranks of the hub.
-            lent: buffers of collectives under way, by group, rank and ticket; the same object on
+            size: number of ranks in the group; all of the hub if None.
+            latency: delays all messages; the same object on all ranks of the hub.
+            lent: buffers of collectives in flight, by group, rank and ticket; the same object on
                 all ranks of the hub.
         """
         self._hub = hub or native.LocalHub(1)
@@ -54,8 +54,8 @@ class LocalTransport(Transport):
         self._latency = latency
         self._splits = 0
         self._collectives = 0
-        # The last rank to join a collective copies, into the buffers of all. So they outlive the
-        # `Work`, and a rank whose thread has ended meanwhile.
+        # The last rank to join a collective copies into the buffers of all ranks. So the buffers
+        # must outlive the `Work`, and a rank whose thread has ended meanwhile.
         self._lent = {} if lent is None else lent
 
     def _subgroup(self, members: Sequence[int]) -> LocalTransport:
@@ -148,20 +148,20 @@ class LocalTransport(Transport):
         return LocalWork(self, ticket, number, (inputs, outputs))
 
     def _join(self) -> int:
-        """The number of the collective that this rank is about to start, alike on all ranks."""
+        """Returns the number of the collective to be started, identical on all ranks."""
         self._collectives += 1
         if self._latency is not None:
             self._latency.join(self._group, self._collectives)
         return self._collectives
 
     def abort(self, reason: str, exit_code: int) -> None:
-        """Make every blocked or later call of the other ranks raise `RankFailed`, and return."""
-        del exit_code  # the threads' process decides by the exception that `run_local` raises
+        """Makes every blocked or later call of the other ranks raise `RankFailed`, and returns."""
+        del exit_code  # the exception that `run_local` raises decides
         self._hub.abort(reason)
 
 
 class LocalWork(Work):
-    """A collective of the hub that is under way."""
+    """Collective of the hub in flight."""
 
     def __init__(
         self, transport: LocalTransport, ticket: int, number: int, buffers: object
@@ -184,7 +184,7 @@ class LocalWork(Work):
 
 
 class LocalChannel(Channel):
-    """One native call starts all messages, one collects them."""
+    """Channel with one native call that starts all messages and one that completes them."""
 
     def __init__(
         self,

@@ -1,1 +1,1 @@
-"""Ranks that are MPI processes, for tensors in host memory."""
+"""The transport over MPI, for tensors in host memory."""

@@ -1,4 +1,4 @@
-"""Messages as MPI counts them, the requests that carry them, and those that are repeated."""
+"""Messages of a size that MPI can count, their requests, and persistent requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydist.comm.transports.mpi.progress import ProgressEngine
 from pydist.watchdog import waits
 
 MAX_BYTES = 1 << 30
-"""Longer messages are cut: counts are C ints in MPI libraries older than MPI-4."""
+"""Longer messages are split: counts are C ints in MPI libraries older than MPI-4."""
 
 _MPI_TYPES = {
     torch.float32: MPI.FLOAT,
@@ -27,7 +27,7 @@ _MPI_TYPES = {
 
 
 class MpiWork(Work):
-    """Requests under way and their buffers, which live until `wait`, even if nobody calls it."""
+    """Requests in flight, whose buffers the engine keeps until `wait`, even if it is never called."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class MpiWork(Work):
 
 
 class MpiChannel(Channel):
-    """Persistent requests: peers, buffers and tags are given to MPI once."""
+    """Channel of persistent requests: MPI gets peers, buffers and tags once."""
 
     def __init__(
         self,
@@ -96,18 +96,18 @@ class MpiChannel(Channel):
             request.Free()
 
     def __del__(self) -> None:
-        with contextlib.suppress(Exception):  # an interpreter that ends may have no MPI any more
+        with contextlib.suppress(Exception):  # MPI may be unloaded at interpreter exit
             if not MPI.Is_finalized():
                 self.close()
 
 
 def fits_one_message(tensor: Tensor) -> bool:
-    """Whether MPI can count its bytes."""
+    """Returns whether MPI can count the tensor's bytes."""
     return tensor.nbytes <= MAX_BYTES
 
 
 def parts_of(tensor: Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:
-    """The bytes of a tensor as messages that MPI can count; at least one, maybe empty."""
+    """Yields the bytes of a tensor as messages that MPI can count; at least one, maybe empty."""
     address, left = tensor.data_ptr(), tensor.nbytes
     while True:
         n = min(left, MAX_BYTES)
@@ -118,11 +118,11 @@ def parts_of(tensor: Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:
 
 
 def _numbers(tensor: Tensor) -> tuple[MPI.buffer, MPI.Datatype]:
-    """The elements of a tensor that MPI can count and add."""
+    """Returns the elements of a tensor as an MPI buffer with its datatype."""
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), _MPI_TYPES[tensor.dtype]
 
 
 def elements_of(tensor: Tensor) -> Iterator[tuple[MPI.buffer, MPI.Datatype]]:
-    """The elements of a tensor in pieces that MPI can count."""
+    """Yields the elements of a tensor in pieces that MPI can count."""
     for piece in tensor.view(-1).split(MAX_BYTES // tensor.element_size()):
         yield _numbers(piece)

@@ -1,12 +1,12 @@
-"""What keeps messages moving while a rank computes, for libraries that move them in calls only.
+"""The progress engine, for libraries that transfer messages only inside of calls.
 
-Two ways, chosen by the environment variable `PYDIST_PROGRESS`:
+The environment variable `PYDIST_PROGRESS` chooses how it works:
 
 - "calls" (the default): `Transport.progress()` is called between the library calls of a step, in
-  backward after each parameter's gradient; where nothing is under way it costs next to nothing;
-- "thread": a thread polls every `INTERVAL_S` while something is under way. It needs no calls, and
-  takes its time from the computation where there are no more cores than ranks;
-- "off": neither; what is under way advances inside of waits.
+  backward after each parameter's gradient; with nothing in flight its cost is negligible;
+- "thread": a thread polls every `INTERVAL_S` while something is in flight. It needs no calls, but
+  competes with the computation unless there are more cores than ranks;
+- "off": neither; operations in flight advance only inside of waits.
 
 `benchmarks/python/progress.py` measures them.
 """
@@ -25,22 +25,22 @@ VARIABLE = "PYDIST_PROGRESS"
 WAYS = ("calls", "thread", "off")
 
 INTERVAL_S = 0.0005
-"""Pause of the thread between two polls. A poll moves some 100 kB or a whole message."""
+"""Pause of the thread between two polls. A poll moves some 100 kB or an entire message."""
 
 
 class Advancing(Protocol):
-    """Something under way that takes steps of its own when the library has moved its messages."""
+    """Operation in flight with steps of its own after the library has moved its messages."""
 
     def advance(self) -> None:
-        """Takes the steps that are possible; does not wait. May be called by the thread."""
+        """Performs the steps that are possible without waiting. May be called by the thread."""
         ...
 
 
 class ProgressEngine:
-    """Counts what is under way in this process, and polls the library meanwhile.
+    """Counter of operations in flight in this process, which polls the library meanwhile.
 
     Args:
-        poll: lets the library advance everything that it has under way; cheap.
+        poll: lets the library advance all its operations in flight; cheap.
         way: one of `WAYS`.
     """
 
@@ -49,19 +49,19 @@ class ProgressEngine:
         self._polls_in_calls = way == "calls"
         self._under_way = 0
         self.works: set[object] = set()
-        """Collectives under way: MPI writes into their buffers, whether or not anybody waits."""
+        """Collectives in flight: MPI writes into their buffers even if nobody waits."""
         self._thread = _Thread(self._poll) if way == "thread" else None
 
     @classmethod
     def from_environment(cls, poll: Callable[[], None], threads: bool) -> ProgressEngine:
-        """The engine that `PYDIST_PROGRESS` asks for.
+        """Creates the engine that `PYDIST_PROGRESS` selects.
 
         Args:
             poll: see the class.
-            threads: whether the library may be called by several threads.
+            threads: whether several threads may call the library.
 
         Raises:
-            UsageError: there is no such way, or the library can't do it.
+            UsageError: the value is unknown, or the library does not support it.
         """
         way = os.environ.get(VARIABLE, WAYS[0])
         if way not in WAYS:
@@ -74,7 +74,7 @@ class ProgressEngine:
         return cls(poll, way)
 
     def started(self, what: Advancing | None = None) -> None:
-        """Something is under way from now on, and takes steps of its own or not."""
+        """Notes that an operation is in flight, with steps of its own if `what` is given."""
         self._under_way += 1
         if what is not None:
             counts = self._poll.advancing
@@ -83,7 +83,7 @@ class ProgressEngine:
             self._thread.busy.set()
 
     def ended(self, what: Advancing | None = None) -> None:
-        """One of what was under way has been waited for."""
+        """Notes that an operation is complete."""
         self._under_way -= 1
         if what is not None:
             counts = self._poll.advancing
@@ -94,7 +94,7 @@ class ProgressEngine:
             self._thread.busy.clear()
 
     def progress(self) -> None:
-        """Polls if something is under way."""
+        """Polls if an operation is in flight."""
         if self._under_way and self._polls_in_calls:
             self._poll()
 
@@ -106,11 +106,11 @@ class ProgressEngine:
 
 
 class _Poll:
-    """Lets everything advance; apart from the engine, which its thread must not keep alive."""
+    """Poll function, separate from the engine, which its thread must not keep alive."""
 
     def __init__(self, poll: Callable[[], None]) -> None:
         self._poll = poll
-        self.advancing: dict[Advancing, int] = {}  # how often each is under way
+        self.advancing: dict[Advancing, int] = {}  # number of operations in flight of each
 
     def __call__(self) -> None:
         self._poll()
@@ -119,7 +119,7 @@ class _Poll:
 
 
 class _Thread:
-    """Polls while `busy` is set."""
+    """Thread that polls while `busy` is set."""
 
     def __init__(self, poll: Callable[[], None]) -> None:
         self.busy = threading.Event()
@@ -127,7 +127,7 @@ class _Thread:
         self._thread = threading.Thread(
             target=_run, args=(poll, self.busy, self._over), name="pydist progress", daemon=True
         )
-        # A transport that nobody closed must not keep polling a library that has ended.
+        # A transport that was not closed must not keep polling a finalized library.
         self.close = weakref.finalize(self, _end, self._thread, self.busy, self._over)
         self._thread.start()
 

@@ -1,9 +1,9 @@
-"""Reduce-scatters over MPI's messages, in pieces that are summed while they lie in the cache.
+"""Reduce-scatters over MPI messages, in pieces that are summed while they are in the cache.
 
-A library's own reduce-scatter adds what it has received when all of it is there, and to divide the
-sum takes another pass through memory. Measured on 2 ranks of one machine, gradients of CosmoFlow
-(38 MB), with the division: 5.0 ms in pieces of 1 MB, 8.7 and 7.5 ms by MPI_Ireduce_scatter of Open
-MPI 5 and MPICH 4; an all-reduce takes 8.3 ms.
+A library's own reduce-scatter adds data only when all of it has arrived, and dividing the sum takes
+another pass through memory. Measured on 2 ranks of one machine, gradients of CosmoFlow (38 MB),
+with the division: 5.0 ms in pieces of 1 MB, 8.7 and 7.5 ms by MPI_Ireduce_scatter of Open MPI 5 and
+MPICH 4; an all-reduce takes 8.3 ms.
 """
 
 from __future__ import annotations
@@ -22,44 +22,44 @@ from pydist.comm.transports.mpi.progress import ProgressEngine
 from pydist.watchdog import waits
 
 PIECE_BYTES = 1 << 20
-"""Longest message: longer ones are no faster, and what is summed stays in the cache."""
+"""Longest message: longer ones are no faster, and pieces of this size stay in the cache."""
 _AHEAD = 2
 """Pieces that are received while one is summed."""
 _WINDOW_BYTES = 8 << 20
-"""Of all that is received ahead, from all peers: with many of them, pieces are smaller."""
+"""Memory for pieces received ahead, from all peers: with many peers, pieces are smaller."""
 SLICES = 2
-"""The tag of their messages."""
+"""The tag of the messages."""
 
 
 class SliceSums:
-    """The reduce-scatters of one communicator.
+    """Reduce-scatters of one communicator.
 
-    Ranks start them in one order, and pieces travel in that order, whichever is waited for. All
-    that others need of this rank is given to MPI at the start, out of the caller's memory. What is
-    received moves on in `advance` and in waiting.
+    Ranks start them in the same order, and pieces are sent in that order, whichever is waited for.
+    All sends are posted at the start, from the caller's memory. Receives advance in `advance` and
+    in `finish`.
     """
 
     def __init__(self, comm: MPI.Comm, engine: ProgressEngine) -> None:
-        """Sums of the ranks of `comm`, which is used with a tag of their own."""
+        """Uses the communicator `comm`, with a tag of its own."""
         self.comm, self.engine = comm, engine
         self.rank = comm.Get_rank()
         size = comm.Get_size()
-        # Each rank begins with the next one, so that none gets all messages first.
+        # Each rank begins with the next one, to spread the load.
         self.peers = [(self.rank + step) % size for step in range(1, size)]
         piece = min(PIECE_BYTES, _WINDOW_BYTES // (_AHEAD * max(1, size - 1)))
         self._piece_bytes = max(piece, 4096) // 64 * 64
-        self._idle: list[Tensor] = []  # of _AHEAD windows, [peers, piece]
-        self._waiting: deque[SliceSum] = deque()  # with pieces that are not received yet
+        self._idle: list[Tensor] = []  # free windows out of _AHEAD, each [peers, piece]
+        self._waiting: deque[SliceSum] = deque()  # with pieces whose receive is not posted yet
         self._receiving: deque[tuple[SliceSum, _Piece]] = deque()
-        # The engine's thread may advance what the caller waits for.
+        # The engine's thread may advance the operation that the caller waits for.
         self._lock = threading.Lock()
 
     def start(self, parts: Sequence[Tensor], out: Tensor, divisor: int) -> SliceSum:
-        """Starts one.
+        """Starts a reduce-scatter.
 
         Args:
-            parts: of each rank's slice, what this rank has; none of it changes until `wait`.
-            out: takes the sum of all ranks' parts of this rank's slice; apart from `parts`.
+            parts: this rank's contribution to each rank's slice; must not change until `wait`.
+            out: receives the sum of all contributions to this rank's slice; no memory of `parts`.
             divisor: the sum is divided by it.
         """
         with self._lock:
@@ -71,7 +71,7 @@ class SliceSums:
         return work
 
     def advance(self) -> None:
-        """Sums what has arrived; does not wait."""
+        """Sums the pieces that have arrived, without waiting."""
         if self._lock.acquire(blocking=False):
             try:
                 while self._receiving and MPI.Request.Testall(self._receiving[0][1].requests):
@@ -81,7 +81,7 @@ class SliceSums:
 
     @waits("a reduce-scatter")
     def finish(self, work: SliceSum) -> None:
-        """Waits for one of them."""
+        """Waits for a reduce-scatter."""
         with self._lock:
             while work.missing:
                 MPI.Request.Waitall(self._receiving[0][1].requests)
@@ -90,7 +90,7 @@ class SliceSums:
         self.engine.ended(self)
 
     def _receive(self) -> None:
-        """Asks for further pieces, as far as there is memory for them."""
+        """Posts receives of further pieces while windows are free."""
         while self._waiting and len(self._receiving) < _AHEAD:
             work = self._waiting[0]
             window = self._idle.pop() if self._idle else self._new_window()
@@ -102,7 +102,7 @@ class SliceSums:
         return torch.empty(len(self.peers), self._piece_bytes, dtype=torch.uint8)
 
     def _sum(self) -> None:
-        """Takes the piece that has arrived."""
+        """Adds the piece that has arrived."""
         work, piece = self._receiving.popleft()
         piece.add(work)
         self._idle.append(piece.window)
@@ -110,18 +110,18 @@ class SliceSums:
 
 
 class SliceSum(Work):
-    """One reduce-scatter."""
+    """Reduce-scatter in flight."""
 
     def __init__(
         self, sums: SliceSums, parts: Sequence[Tensor], out: Tensor, divisor: int, length: int
     ) -> None:
-        """Sends this rank's parts off, in pieces of `length` elements."""
+        """Posts the sends of this rank's parts, in pieces of `length` elements."""
         self._sums: SliceSums | None = sums
         self.own, self.out, self.divisor, self.length = parts[sums.rank], out, divisor, length
         self.asked = 0
-        """Elements that were asked for."""
+        """Elements whose receive was posted."""
         self.missing = len(out)
-        """Elements whose sum is not there."""
+        """Elements whose sum is missing."""
         self.sends: list[MPI.Request] = [
             sums.comm.Isend(as_buffer(piece), peer, SLICES)
             for peer in sums.peers
@@ -144,7 +144,7 @@ class SliceSum(Work):
 
 
 class _Piece:
-    """A piece of a slice that is being received from all peers."""
+    """Piece of a slice that is being received from all peers."""
 
     def __init__(self, sums: SliceSums, work: SliceSum, window: Tensor) -> None:
         self.window = window
@@ -161,7 +161,7 @@ class _Piece:
         self._values.insert(sums.rank, work.own[self.start : self.stop])
 
     def add(self, work: SliceSum) -> None:
-        """Sums the values in the order of ranks, in a wider dtype where theirs is narrow."""
+        """Sums the values in rank order, narrow dtypes in a wider one."""
         out = work.out[self.start : self.stop]
         dtype = WIDER.get(out.dtype, out.dtype)
         first, second, *others = self._values
@@ -178,5 +178,5 @@ class _Piece:
 
 
 def as_buffer(tensor: Tensor) -> tuple[MPI.buffer, MPI.Datatype]:
-    """The bytes of a tensor, as MPI takes them."""
+    """Returns the bytes of a tensor as an MPI buffer."""
     return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), MPI.BYTE

@@ -1,8 +1,8 @@
-"""Ranks that are MPI processes: mpi4py, persistent requests, host memory.
+"""The transport over MPI: mpi4py, persistent requests, host memory.
 
-No library is linked: mpi4py finds the MPI of the launcher. MPI moves nothing between calls, so a
-message that is under way advances while some rank is inside a call of this transport: `progress`
-is there to be called between long computations, or by a thread (see the module beside).
+No library is linked: mpi4py finds the MPI of the launcher. MPI transfers data only inside of calls,
+so messages in flight advance while some rank is inside a call of this transport: call `progress`
+between long computations, or from a thread (see the module `progress`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MPI_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 def _fits(
     function: Callable[Concatenate[MpiTransport, P], None],
 ) -> Callable[Concatenate[MpiTransport, P], None]:
-    """A decorator for collectives: a message of another length belongs to another call."""
+    """Decorates a collective: a message of another length belongs to another call."""
 
     @functools.wraps(function)
     def checked(self: MpiTransport, /, *args: P.args, **kwargs: P.kwargs) -> None:
@@ -59,19 +59,19 @@ def _fits(
 class MpiTransport(HostTransport):
     """One rank of an MPI communicator.
 
-    Point-to-point messages and collectives travel in communicators of their own: they can't meet
-    those of other libraries, nor each other.
+    Point-to-point messages and collectives use separate communicators: they can't match messages
+    of other libraries, nor each other.
     """
 
     name = "mpi"
 
     @waits("a new group")
     def __init__(self, comm: MPI.Comm | None = None, engine: ProgressEngine | None = None) -> None:
-        """Duplicate a communicator. Collective.
+        """Duplicates a communicator. Collective.
 
         Args:
-            comm: the ranks of the group; all of the job if None.
-            engine: what drives the messages of this process; made if None.
+            comm: the ranks of the group; all ranks of the job if None.
+            engine: the progress engine of this process; a new one if None.
         """
         self._comm = (comm or MPI.COMM_WORLD).Dup()
         self._messages = self._comm.Dup()
@@ -82,7 +82,7 @@ class MpiTransport(HostTransport):
             engine = ProgressEngine.from_environment(partial(_poll, self._comm), self.concurrent)
         self._engine = engine
         self._sums = SliceSums(self._comm, engine)
-        # Buffered sends that MPI has not finished: the requests, and the copy that they send.
+        # Buffered sends in flight: the requests and the copy that they send.
         self._pending: deque[tuple[list[MPI.Request], Tensor]] = deque()
 
     @waits("a new group")
@@ -94,7 +94,7 @@ class MpiTransport(HostTransport):
             part.Free()
 
     def _over(self, comm: MPI.Comm) -> MpiTransport:
-        """The same over another communicator."""
+        """Creates a transport of the same kind over another communicator."""
         return MpiTransport(comm, self._engine)
 
     def _channel(
@@ -111,7 +111,7 @@ class MpiTransport(HostTransport):
         self._post(tensor.clone(), dest, tag)
 
     def _post(self, copy: Tensor, dest: int, tag: int) -> None:
-        """Send what is kept until MPI has it."""
+        """Sends a copy and keeps it until MPI has sent it."""
         requests = [self._messages.Isend(part, dest, tag) for part in parts_of(copy)]
         self._pending.append((requests, copy))
 
@@ -188,7 +188,7 @@ class MpiTransport(HostTransport):
         self._engine.progress()
 
     def abort(self, reason: str, exit_code: int) -> None:
-        """End all processes of the job with `exit_code`."""
+        """Ends all processes of the job with `exit_code`."""
         del reason  # pydist.launch.failures has printed it
         MPI.COMM_WORLD.Abort(exit_code)
 
@@ -205,6 +205,6 @@ class MpiTransport(HostTransport):
 
 
 def _poll(comm: MPI.Comm) -> None:
-    # Any call drives all messages of the process. This one looks for a message that never comes, so
-    # that it changes nothing and may run beside other calls; on MPI_COMM_SELF, MPICH drives none.
+    # Any call drives all messages of the process. This one probes for a message that never comes,
+    # so it has no effect and may run concurrently; on MPI_COMM_SELF, MPICH drives none.
     comm.Iprobe(MPI.ANY_SOURCE, _NEVER_SENT)

@@ -1,1 +1,1 @@
-"""Ranks with a CUDA device each, connected by NCCL."""
+"""The transport over NCCL, with one CUDA device per rank."""

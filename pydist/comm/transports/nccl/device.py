@@ -1,8 +1,8 @@
-"""Tensors of one CUDA device between ranks: NCCL on a stream of its own.
+"""Communication of tensors of one CUDA device, by NCCL on a stream of its own.
 
-Nothing here waits for the device. An operation begins after what is on the caller's current
-stream, and `wait` puts what the caller does next after the operation: both by events. Until then
-the transport keeps the tensors, so that the allocator does not reuse their memory.
+The host never waits for the device. Events order an operation after the work on the caller's
+current stream, and `wait` orders the caller's next work after the operation. Until then the
+transport keeps the tensors, so that the allocator does not reuse their memory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pydist.errors import NotSupported, PydistError
 
 
 class DeviceTransport(HostTransport):
-    """The ranks of a communicator of NCCL, for tensors of this rank's device.
+    """Ranks of an NCCL communicator, for tensors of this rank's device.
 
-    What NCCL does not reduce as torch does (narrow dtypes, NaN in extrema) is treated as for the
+    Reductions in which NCCL differs from torch (narrow dtypes, NaN in extrema) are handled as for
     libraries of host memory, with torch's kernels on the device.
     """
 
@@ -33,12 +33,12 @@ class DeviceTransport(HostTransport):
     def __init__(
         self, group: native.NcclCommunicator, host: Transport, device: torch.device
     ) -> None:
-        """Use a communicator.
+        """Wraps a communicator.
 
         Args:
             group: connects the ranks of `host`, in the same order.
-            host: carries what has no place in NCCL.
-            device: where all tensors lie.
+            host: carries operations that NCCL does not support.
+            device: the device of all tensors.
         """
         self.rank, self.size = host.rank, host.size
         self.device = device
@@ -46,11 +46,11 @@ class DeviceTransport(HostTransport):
         self._under_way: set[NcclWork] = set()
 
     def queue(self) -> int:
-        """The caller's current stream, as CUDA numbers it."""
+        """Returns the handle of the caller's current stream."""
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def keep(self, tensor: Tensor) -> None:
-        """Tells the allocator that the stream of NCCL uses the tensor's memory."""
+        """Tells the allocator that NCCL's stream uses the tensor's memory."""
         if tensor.is_cuda:
             stream = torch.cuda.ExternalStream(self._group.stream, device=self.device)
             tensor.record_stream(stream)
@@ -63,7 +63,7 @@ class DeviceTransport(HostTransport):
         check_elements(call, tensor)
 
     def _note(self, *what: Hashable, waits: bool = True) -> None:
-        """Nothing: the transport above has entered the call in its ledger."""
+        """Does nothing: the transport above has entered the call in its ledger."""
 
     def _subgroup(self, members: Sequence[int]) -> Transport:
         raise AssertionError("groups are made from the host's, see NcclTransport")
@@ -77,8 +77,8 @@ class DeviceTransport(HostTransport):
         return NcclChannel(self, sends, recvs, tag)
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
-        # NCCL knows no tags, and holds a send back until its receiver has come: not for `send`,
-        # which is there for single messages. They take the way of the host.
+        # NCCL knows no tags, and blocks a send until its receiver is ready, which `send` must not
+        # do: single messages go through the host.
         self._host.send(tensor.cpu(), dest, tag)
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
@@ -129,15 +129,15 @@ class DeviceTransport(HostTransport):
         return NcclWork(self, ticket, [tensor])
 
     def abort(self, reason: str, exit_code: int) -> None:
-        """End what is under way on this rank's device; ends no process."""
+        """Aborts the operations in flight on this rank's device; ends no process."""
         del reason, exit_code
         self._group.abort()
 
     def check_order(self) -> None:
-        """Refuse to go on if ranks have started their exchanges in different orders. Collective.
+        """Checks that ranks have started their exchanges in the same order. Collective.
 
         Raises:
-            PydistError: they have, and numbers went where they do not belong.
+            PydistError: the orders differ, so that messages have gone to wrong buffers.
         """
         said = [torch.tensor([_signed(each)], device="cpu") for each in self._group.sent]
         heard = [torch.empty_like(each) for each in said]
@@ -151,7 +151,7 @@ class DeviceTransport(HostTransport):
                 )
 
     def forget_capture(self) -> None:
-        """See `Transport.forget_capture`; a step has waited for all that came before it."""
+        """See `Transport.forget_capture`; a step has waited for all earlier operations."""
         super().forget_capture()
         self._under_way.clear()
 
@@ -162,7 +162,7 @@ class DeviceTransport(HostTransport):
 
 
 class NcclWork(Work):
-    """An operation on NCCL's stream."""
+    """Operation on NCCL's stream."""
 
     def __init__(
         self, transport: DeviceTransport, ticket: native.NcclTicket, buffers: Sequence[Tensor]
@@ -180,7 +180,7 @@ class NcclWork(Work):
         transport = self._transport
         queue = transport.queue()
         ticket.wait(queue)
-        if queue != self._queue:  # the memory may go back to a stream that does not wait
+        if queue != self._queue:  # the memory may be returned to a stream that does not wait
             for each in self._buffers:
                 transport.keep(each)
         transport._under_way.discard(self)
@@ -188,7 +188,7 @@ class NcclWork(Work):
         self._finish()
 
     def _finish(self) -> None:
-        """What comes after the operation, on the caller's stream."""
+        """Enqueues work after the operation, on the caller's stream."""
 
     def done(self) -> bool:
         """See `Work.done`."""
@@ -196,7 +196,7 @@ class NcclWork(Work):
 
 
 class _Divided(NcclWork):
-    """A sum that becomes a mean."""
+    """Sum that is divided into a mean when it is complete."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class _Divided(NcclWork):
 
 
 class NcclChannel(Channel):
-    """One native call starts a whole exchange: events, and all messages in one group."""
+    """Channel whose native call starts an entire exchange: events, and one NCCL group."""
 
     def __init__(
         self,
@@ -243,12 +243,12 @@ class NcclChannel(Channel):
 
 
 def as_messages(pairs: Sequence[tuple[int, Tensor]]) -> list[tuple[int, int, int]]:
-    """Peer, address and bytes of each buffer."""
+    """Returns peer, address and byte count of each buffer."""
     return [(peer, each.data_ptr(), each.nbytes) for peer, each in pairs]
 
 
 def _address(parts: Sequence[Tensor]) -> int:
-    """Where slices that follow each other begin; empty ones have no address of their own."""
+    """Returns the start of contiguous slices; empty slices have no address of their own."""
     before = 0
     for each in parts:
         if each.numel():
@@ -258,7 +258,7 @@ def _address(parts: Sequence[Tensor]) -> int:
 
 
 def _signed(number: int) -> int:
-    """64 bits as torch has them."""
+    """Reinterprets an unsigned 64-bit number as signed, as torch stores it."""
     return number - (1 << 64) if number >> 63 else number
 
 

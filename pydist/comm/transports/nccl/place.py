@@ -1,4 +1,4 @@
-"""Which CUDA device each rank takes, and whether NCCL can connect them: one answer for all."""
+"""Chooses each rank's CUDA device and checks that NCCL can connect them; all ranks agree."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from pydist.comm.transports.nccl.device import DeviceTransport
 from pydist.errors import NotSupported, PydistError, UsageError
 
 SHARE = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""Set to 1, it lets NCCL connect ranks that share a GPU."""
+"""Environment variable that, set to 1, lets NCCL connect ranks that share a GPU."""
 SHARING = 23000
-"""The first NCCL that knows `SHARE`."""
+"""The first version of NCCL that supports `SHARE`."""
 
 
 @dataclass
 class Place:
-    """A rank's device, and the libraries that drive it.
+    """Rank's device, and the libraries that drive it.
 
     Attributes:
         library: NCCL.
-        driver: CUDA's.
+        driver: the CUDA driver.
         device: the device.
-        groups: what was connected on the device and is not closed, in the order in which all ranks
-            did so; when a rank fails, all of it ends.
-        graphs: those that hold operations of groups, for which NCCL would wait without limit where
-            a group closes. Not owned: who lets go of one has destroyed it.
+        groups: the open communicators on the device, in the order in which all ranks have connected
+            them; when a rank fails, all are aborted.
+        graphs: CUDA graphs with operations of groups; NCCL would wait for them forever when a group
+            closes. Weak references: a graph without other references is destroyed.
     """
 
     library: native.NcclLibrary
@@ -48,14 +48,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank has found on its machine.
+    """Devices and libraries that a rank has found on its machine.
 
     Attributes:
-        missing: what it lacks, as one line; "" if nothing.
+        missing: the missing requirement, on one line; "" if none.
         machine: name of the machine.
-        gpus: how many GPUs the rank sees, or that its machine has where torch sees none.
-        gpu: identity of the one that it would take.
-        version: of NCCL, such as 22705.
+        gpus: number of GPUs that the rank sees, or that its machine has if torch sees none.
+        gpu: UUID of the GPU that the rank would use.
+        version: version of NCCL, such as 22705.
     """
 
     missing: str = ""
@@ -66,10 +66,10 @@ class Found:
 
 
 def open_nccl() -> native.NcclLibrary:
-    """NCCL: torch's if it has loaded one, else that of the wheel nvidia-nccl, else the system's.
+    """Opens NCCL: the copy that torch has loaded, else the wheel nvidia-nccl, else the system's.
 
     Raises:
-        NotSupported: there is none, or it is too old; names what was tried.
+        NotSupported: there is none, or it is too old; names the paths that were tried.
     """
     return native.NcclLibrary([*_wheel_paths(), "libnccl.so.2"])
 
@@ -82,7 +82,7 @@ def _wheel_paths() -> list[str]:
 
 
 def device_missing() -> str:
-    """What this process lacks to compute on a device, as one line; "" if nothing."""
+    """Returns why this process can't compute on a device, on one line; "" if it can."""
     if not torch.cuda.is_available():
         built = f"torch {torch.__version__}"
         return f"{built} has no CUDA" if torch.version.cuda is None else f"{built} sees no GPU"
@@ -92,14 +92,14 @@ def device_missing() -> str:
 
 
 def present() -> int:
-    """How many CUDA devices this process could have, whether or not torch can use them."""
+    """Counts the CUDA devices of this machine, whether or not torch can use them."""
     if torch.cuda.is_available():
         return torch.cuda.device_count()
     return sum(path.name.removeprefix("nvidia").isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
 def missing() -> str:
-    """What this process lacks for NCCL, as one line; "" if nothing."""
+    """Returns why this process can't use NCCL, on one line; "" if it can."""
     lacks = device_missing()
     if lacks:
         return lacks
@@ -112,7 +112,7 @@ def missing() -> str:
 
 
 def refusal(reason: str, transport: str = "nccl") -> NotSupported:
-    """Says why there is no NCCL, and what there is."""
+    """Returns the error for missing NCCL, which names alternatives."""
     return NotSupported(
         f"transport '{transport}' carries device memory: {reason}; use 'mpi' or 'c10d', which carry"
         " host memory"
@@ -120,18 +120,18 @@ def refusal(reason: str, transport: str = "nccl") -> NotSupported:
 
 
 def look(host: Transport, local_rank: int) -> list[Found]:
-    """What each rank finds on its machine, in rank order. Collective over `host`."""
+    """Gathers the findings of each rank, in rank order. Collective over `host`."""
     rows = host.all_gather_bytes(json.dumps(asdict(_look(local_rank))).encode())
     return [Found(**json.loads(row)) for row in rows]
 
 
 def agree(host: Transport, local_rank: int, transport: str) -> Place:
-    """Find this rank's device, and check that all ranks have one. Collective over `host`.
+    """Chooses this rank's device, and checks that all ranks have one. Collective over `host`.
 
     Args:
         host: connects all ranks.
         local_rank: index among the ranks of this machine.
-        transport: for which; messages name it.
+        transport: name of the transport, for messages.
 
     Raises:
         NotSupported: a rank has no device or no NCCL.
@@ -153,12 +153,12 @@ def _look(local_rank: int) -> Found:
 
 
 def check(found: Sequence[Found], environment: Mapping[str, str], transport: str = "nccl") -> None:
-    """Refuses what NCCL can't connect; the same on all ranks, as all have the same list.
+    """Refuses devices that NCCL can't connect; identical on all ranks, as all have the same list.
 
     Args:
-        found: what each rank has found, in rank order.
-        environment: that of the process.
-        transport: for which; messages name it.
+        found: the findings of each rank, in rank order.
+        environment: the environment of the process.
+        transport: name of the transport, for messages.
 
     Raises:
         NotSupported: a rank has no device or no NCCL.
@@ -171,7 +171,7 @@ def check(found: Sequence[Found], environment: Mapping[str, str], transport: str
 
 
 def lack(found: Sequence[Found]) -> str:
-    """What the first rank lacks that has not all it needs; "" if none lacks anything."""
+    """Returns the missing requirement of the first rank that has one; "" if none has."""
     for rank, each in enumerate(found):
         if each.missing:
             return (f"rank {rank} on {each.machine}: " if len(found) > 1 else "") + each.missing
@@ -179,7 +179,7 @@ def lack(found: Sequence[Found]) -> str:
 
 
 def conflict(found: Sequence[Found], environment: Mapping[str, str]) -> str:
-    """Why devices of ranks that lack nothing can't be connected; "" if they can."""
+    """Returns why the ranks' devices can't be connected, given all requirements; "" if they can."""
     versions = [each.version for each in found]
     for rank, version in enumerate(versions):
         if version // 100 != versions[0] // 100:

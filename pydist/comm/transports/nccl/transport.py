@@ -1,7 +1,7 @@
-"""Ranks with a CUDA device each: tensors there travel by NCCL, others over the host's transport.
+"""The transport over NCCL for device tensors, and over the host's transport for host tensors.
 
-NCCL is opened when it is needed, the copy that torch has loaded if there is one; nothing links to
-it. What ranks need to find each other in it travels over the host's transport.
+NCCL is opened when it is needed, preferably the copy that torch has loaded; nothing links to it.
+Its unique ids are broadcast over the host's transport.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from pydist.comm.transports.routed import RoutedTransport
 from pydist.errors import UsageError
 
 CONNECT_SECONDS = 120.0
-"""Within which all ranks have come to a new group, or those that have raise `RankLost`."""
+"""Time limit for all ranks to join a new group; those that have joined then raise `RankLost`."""
 ISSUE_SECONDS = 600.0
-"""Within which an operation is on its way: at the first one, ranks wait for those they talk to."""
+"""Time limit to issue an operation: in the first one, a rank waits for its peers to connect."""
 _ABORT_SECONDS = 5.0
 
 
 class NcclTransport(RoutedTransport):
     """One rank of a group, on one CUDA device.
 
-    Tensors of the device are carried by NCCL, in the order in which ranks start to: of two
-    exchanges between the same ranks, all start the same one first, whatever their tags, and on the
-    same side of a `barrier`, which looks whether they have. Tensors of host memory, bytes, and
-    single messages (`send`, `recv`) travel over the host's transport.
+    NCCL carries device tensors and matches them in the order in which ranks start: of two exchanges
+    between the same ranks, all start the same one first, regardless of tags, and on the same side
+    of a `barrier`, which checks this. Host tensors, bytes, and single messages (`send`, `recv`) use
+    the host's transport.
 
-    Each group has a communicator and a stream of its own, so that gradients, which have a group for
-    themselves, do not queue behind halos.
+    Each group has a communicator and a stream of its own, so that gradients, which have their own
+    group, do not queue after halos.
     """
 
     name = "nccl"
     device: torch.device
 
     def __init__(self, host: Transport, place: Place, *, owns_host: bool = False) -> None:
-        """Connect the devices of all ranks of a transport. Collective.
+        """Connects the devices of all ranks of a transport. Collective.
 
         Args:
             host: connects the same ranks, in host memory.
@@ -52,17 +52,17 @@ class NcclTransport(RoutedTransport):
         self.rank, self.size = host.rank, host.size
         self.host, self.device = host, place.device
         self._place, self._owns_host = place, owns_host
-        # A rank on its own may never need it.
+        # A group of one rank may never need it.
         self._made: DeviceTransport | None = self._connect() if self.size > 1 else None
 
     @classmethod
     def over(cls, host: Transport, local_rank: int, name: str = "nccl") -> NcclTransport:
-        """Choose this rank's device and connect it to those of the others. Collective.
+        """Chooses this rank's device and connects it to the other ranks' devices. Collective.
 
         Args:
             host: connects all ranks of the job.
             local_rank: index among the ranks of this machine; chooses among its devices.
-            name: of the transport that stands on this one, for messages.
+            name: name of the transport that is built on this one, for messages.
 
         Raises:
             NotSupported: a rank has no device or no NCCL; the same on all ranks.
@@ -103,8 +103,8 @@ class NcclTransport(RoutedTransport):
         return NcclTransport(self.host._subgroup(members), self._place, owns_host=True)
 
     def _barrier(self) -> None:
-        # Comes before files are written: a place to see whether what they will hold is right.
-        # The transport over all ranks looks at all groups: where it waits, all are at rest.
+        # Barriers precede the writing of files, so they check that the data is valid. The
+        # transport over all ranks checks all groups: at its barrier no exchange is in flight.
         made = [] if self._made is None else [self._made]
         for each in made if self._owns_host else self._place.groups:
             each.check_order()
@@ -115,7 +115,7 @@ class NcclTransport(RoutedTransport):
         self.host.progress()
 
     def abort(self, reason: str, exit_code: int) -> None:
-        """End what is under way on the device, then the job as the host's transport does."""
+        """Aborts operations in flight on the device, then ends the job by the host's transport."""
         # On a thread: a device that hangs must not keep the job from ending.
         thread = threading.Thread(target=_abort_all, args=(list(self._place.groups),), daemon=True)
         thread.start()
@@ -123,7 +123,7 @@ class NcclTransport(RoutedTransport):
         self.host.abort(reason, exit_code)
 
     def captured_in(self, graph: torch.cuda.CUDAGraph) -> None:
-        """See `Transport.captured_in`; holds for all groups of the device."""
+        """See `Transport.captured_in`; applies to all groups of the device."""
         self._place.graphs.add(graph)
 
     def forget_capture(self) -> None:
@@ -133,14 +133,14 @@ class NcclTransport(RoutedTransport):
             self._made.forget_capture()
 
     def close(self) -> None:
-        """See `Transport.close`; the transport over all ranks closes what was split off it too."""
+        """See `Transport.close`; the transport over all ranks also closes its subgroups."""
         for graph in list(self._place.graphs):
             graph.reset()
         self._place.graphs.clear()
         groups = self._place.groups
         made = [] if self._made is None else [self._made]
         self._made = None
-        # The last one first, as on all ranks: each waits for the others.
+        # In reverse order on all ranks, as each `close` waits for the other ranks.
         for each in made if self._owns_host else reversed(groups[:]):
             if each in groups:
                 groups.remove(each)
