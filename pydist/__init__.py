@@ -5,7 +5,7 @@
     mesh = pydist.init(data=2, spatial=(2, 1, 1))
     model = pydist.parallelize(network, mesh)
 
-See the README for the whole walk, and `docs/architecture.md` for how it works.
+See the README for a tutorial, and `docs/architecture.md` for how pydist works.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
         importlib.import_module("pydist.ops")
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name == "tensor":
-        importlib.import_module("pydist.ops")  # what users register comes after its own handlers
+        importlib.import_module("pydist.ops")  # users' handlers are registered after pydist's own
     if name in _MODULES:
         return importlib.import_module(f"pydist.{name}")
     raise AttributeError(f"module 'pydist' has no attribute {name!r}")

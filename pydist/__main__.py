@@ -1,4 +1,4 @@
-"""`python -m pydist`, for launchers that start a Python module."""
+"""Entry point of `python -m pydist`, for launchers that start a Python module."""
 
 from __future__ import annotations
 

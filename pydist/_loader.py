@@ -1,7 +1,7 @@
-"""Loads the native module, or says why it is not there.
+"""The loader of the native module, which explains why it can't be loaded.
 
-In a source tree without a built one, as after `make demo`, that of an installed pydist serves if it
-has the same interface: Python in the tree's root imports the tree.
+In a source tree without a built module, as after `make demo`, the module of an installed pydist is
+loaded if it has the same interface, as Python in the tree's root imports the tree.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _INTERFACE = "_native.pyi"
 
 
 def load_native() -> ModuleType:
-    """The module `pydist._native`.
+    """Loads the module `pydist._native`.
 
     Raises:
-        ImportError: it was not built, or built for another Python; the message says what to do.
+        ImportError: it was not built, or for another Python; the message says what to do.
     """
     try:
         return importlib.import_module("pydist._native")
@@ -37,7 +37,7 @@ def load_native() -> ModuleType:
 
 
 def _installed_beside(package: Path, places: Iterable[str]) -> Path | None:
-    """The native module of an installed pydist with the interface of this source tree, if any."""
+    """Returns the native module of an installed pydist with this tree's interface, if any."""
     if not (package.parent / "pyproject.toml").exists() or any(package.glob("_native.*.so")):
         return None
     interface = (package / _INTERFACE).read_bytes()
@@ -62,7 +62,7 @@ def _load(file: Path) -> ModuleType:
 
 
 def _explain(package: Path, error: ImportError) -> str:
-    """One line on why the module in `package` can't be imported and how to mend it."""
+    """Returns one line on why the module in `package` can't be imported and how to fix this."""
     version = f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}"
     built = sorted(path.name for path in package.glob("_native.*") if path.suffix == ".so")
     if not (package.parent / "pyproject.toml").exists():

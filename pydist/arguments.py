@@ -1,4 +1,4 @@
-"""Volumes in the arguments of a model, however lists, dicts and dataclasses nest them."""
+"""Volumes in the arguments of a model, also nested in lists, dicts and dataclasses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def leaves(values: Iterable[Any]) -> Iterator[Any]:
-    """All values that are no containers, in order; each container once."""
+    """Yields all values that are no containers, in order; visits each container once."""
     seen: set[int] = set()
 
     def walk(value: Any) -> Iterator[Any]:
@@ -26,20 +26,20 @@ def leaves(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def mapped(fn: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with `fn` of its leaves; a container in which nothing changes stays the same object.
+    """Returns `value` with `fn` applied to its leaves; unchanged containers stay the same object.
 
-    The others become copies: what the caller holds is not changed. Within a cycle nothing changes.
+    Changed containers become copies: the caller's objects do not change. Cycles are not followed.
     """
     return _mapped(fn, value, set())
 
 
 def is_container(value: Any) -> bool:
-    """Whether `leaves` looks into it."""
+    """Returns whether `leaves` treats a value as a container."""
     return _items(value) is not None
 
 
 def _items(value: Any) -> list[tuple[Any, Any]] | None:
-    """Keys and values of a container; `None` for anything else."""
+    """Returns the keys and values of a container; `None` for anything else."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, list | tuple):
@@ -64,7 +64,7 @@ def _mapped(fn: Callable[[Any], Any], value: Any, above: set[int]) -> Any:
 
 
 def _replaced(value: Any, changed: dict[Any, Any], whole: list[Any]) -> Any:
-    """A copy of a container with some of its values replaced."""
+    """Returns a copy of a container with some of its values replaced."""
     if isinstance(value, tuple):
         return value._make(whole) if hasattr(value, "_make") else type(value)(whole)
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):

@@ -1,8 +1,8 @@
-"""Layers whose result depends on the whole batch, where they are given plain tensors.
+"""Layers that depend on the global batch (batch norm, dropout), applied to plain tensors.
 
-Such is a branch for a table beside a volume, or a head after `full_tensor()`. Batch norm and
-dropout run there on a sharded tensor that is not cut: statistics and masks are then those of the
-whole batch over all sample groups, as they are for volumes.
+Examples are a branch for a table next to a volume, or a head after `full_tensor()`. These layers
+run on a sharded tensor that is not cut: statistics and masks are then of the global batch over all
+sample groups, as for volumes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pydist.tensor import ShardedTensor
 from pydist.tensor.aliasing import as_result
 
 _UNBATCHED: dict[type[nn.Module], int] = {nn.Dropout1d: 2, nn.Dropout3d: 4}
-"""Numbers of dims that layers take for a sample without a batch; 1 for others."""
+"""Numbers of dims that layers interpret as a sample without a batch; 1 for others."""
 
 Wrapper = Callable[[Tensor], ShardedTensor]
 
 
 class BatchLayers:
-    """The hooks of these layers.
+    """The hooks of layers that depend on the global batch.
 
     Args:
-        wrapper: makes a sharded tensor, in the running batch, of a plain one.
-        batch_norm: whether statistics are those of several ranks.
+        wrapper: wraps a plain tensor as a sharded one of the running batch.
+        batch_norm: whether statistics span several ranks.
     """
 
     def __init__(self, wrapper: Wrapper, *, batch_norm: bool) -> None:
@@ -44,7 +44,7 @@ class BatchLayers:
                 layer.register_forward_hook(self.leave, prepend=True, always_call=True)
 
     def enter(self, layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """A forward pre-hook: the input as a sharded tensor."""
+        """Wraps the input as a sharded tensor; a forward pre-hook."""
         x = inputs[0] if inputs else None
         mixes = layer.training or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
         if (
@@ -59,8 +59,8 @@ class BatchLayers:
         return (self._wrapper(x), *inputs[1:])
 
     def leave(self, layer: nn.Module, inputs: Any, output: Any) -> Any:
-        """A forward hook, also called when the layer raises: the result as a plain tensor."""
+        """Returns a plain result; a forward hook, also called when the layer raises."""
         taken = bool(self._taken) and self._taken.pop()
         if not taken or not isinstance(output, ShardedTensor):
             return None
-        return as_result(output.full_tensor())  # an activation in place may follow
+        return as_result(output.full_tensor())  # an in-place activation may follow

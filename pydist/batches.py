@@ -1,4 +1,4 @@
-"""The batches that enter a parallelized model over several sample groups, and leave it."""
+"""Tracking of the batches that several sample groups pass to a parallelized model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def refuse_pickling(hook: object, protocol: object) -> NoReturn:
-    """Stops torch.save of a model, whose hooks know its mesh."""
+    """Refuses to pickle a model, whose hooks refer to its mesh."""
     raise NotSupported(
         "a parallelized model can't be pickled (torch.save): save its state_dict(), which a model "
         "that is not parallelized loads too, or use pydist's checkpoints"
@@ -30,17 +30,17 @@ def refuse_pickling(hook: object, protocol: object) -> NoReturn:
 
 
 class Batches:
-    """Tells the groups of each other's batch sizes, and each backward pass of its batch's.
+    """Hooks that exchange batch sizes between groups, and assign them to backward passes.
 
-    The sizes travel from the entry of a training forward on, and are there when it ends. In a
-    forward pass without gradients in evaluation mode nothing travels: groups evaluate at their own
-    pace. With gradients in evaluation mode the sizes travel in backward.
+    The exchange starts when a training forward begins, and is complete when it ends. A forward pass
+    without gradients in evaluation mode exchanges nothing: groups evaluate at their own pace. With
+    gradients in evaluation mode, backward exchanges the sizes.
 
-    A batch enters with a call of the model, or of a part of the model from outside of it.
+    A batch enters with a call of the model, or of a part of the model from outside.
 
     Args:
         mesh: the mesh.
-        weighs: whether the loss of a group weighs by its samples.
+        weighs: whether the loss of a group is weighted by its samples.
     """
 
     def __init__(self, mesh: Mesh, weighs: bool) -> None:
@@ -56,11 +56,11 @@ class Batches:
         return copy
 
     def enter(self, module: nn.Module, inputs: Iterable[Any]) -> GroupSizes | None:
-        """What a forward hook before the model does; the sizes of the batch that enters.
+        """Begins a call of the model, and returns the sizes of its batch.
 
         Args:
             module: the model.
-            inputs: its arguments, and what containers among them hold; volumes are sharded.
+            inputs: its arguments, also from containers among them; volumes are sharded.
 
         Returns:
             The sizes; `None` with one sample group, or without a tensor.
@@ -79,13 +79,13 @@ class Batches:
 
     @property
     def running(self) -> GroupSizes | None:
-        """The sizes of the batch that the model is called with."""
+        """The sizes of the batch of the running call."""
         return self._inside[-1][1] if self._inside else None
 
     def is_inside(self, module: nn.Module) -> bool:
-        """Whether a part of the model is called from within it.
+        """Returns whether a part of the model is called from within the model.
 
-        In backward, where a checkpointed region runs again, whether it last was in forward.
+        In backward, where a checkpointed region is recomputed, the last forward call counts.
         """
         if self._inside:
             self._by_themselves.discard(module)
@@ -95,15 +95,15 @@ class Batches:
         return module not in self._by_themselves
 
     def enter_part(self, module: nn.Module, batch: ShardedTensor) -> GroupSizes | None:
-        """What a forward hook before a part of the model does, unless it `is_inside`.
+        """Begins a call of a part of the model from outside.
 
         Args:
             module: the part.
-            batch: the sharded tensor among its arguments that tells the number of samples.
+            batch: the sharded tensor among its arguments that determines the number of samples.
 
         Returns:
-            The sizes of the batch: those with which it has entered the model before, if it comes
-            from another part, or new ones. `None` if the part calls itself.
+            The sizes of the batch: the earlier ones, if it comes from another part, or new ones.
+            `None` if the part calls itself.
         """
         sizes = None
         if not self._inside:
@@ -115,7 +115,7 @@ class Batches:
         return sizes
 
     def note_replaced(self, module: nn.Module) -> None:
-        """Notes what has taken the place of parameters, as by `torch.func.functional_call`."""
+        """Records tensors that replace parameters, as by `torch.func.functional_call`."""
         if self._mesh.size == 1:
             return
         for tensor in _in_places_of_parameters(module):
@@ -130,9 +130,9 @@ class Batches:
         return sizes
 
     def _begin(self, module: nn.Module, sizes: GroupSizes) -> None:
-        # In backward a checkpointed part runs again, whose batch has entered already.
+        # In backward, a checkpointed part is recomputed, whose batch has already entered.
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            # A frozen network's gradients need no weights: its group may be alone.
+            # A frozen network has no gradients to weight: its group may be alone.
             together = module.training and any(p.requires_grad for p in module.parameters())
             sizes.in_features = self._weighs and not together
             weights_of(self._mesh).begin(sizes, together=together)
@@ -140,9 +140,9 @@ class Batches:
                 sizes.start()
 
     def leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """A forward hook, also called when the model or the part raises."""
+        """Ends a call of the model or a part; a forward hook, also called when it raises."""
         if not self._inside or self._inside[-1][0] is not module:
-            return  # a part within, or the inputs were refused
+            return  # called from within the model, or the inputs were refused
         _, sizes = self._inside.pop()
         if sizes is None or output is None or not torch.is_grad_enabled():
             return
@@ -163,7 +163,7 @@ class Batches:
 def _in_places_of_parameters(module: nn.Module) -> Iterator[Tensor]:
     """Yields a module's parameters, and its parts', that are not plain `nn.Parameter`s.
 
-    Every forward pass asks, so it takes a third of the time of `module.modules()`.
+    Every forward pass calls this, so it is optimized: a third of the time of `module.modules()`.
     """
     parts, seen = [module], {module}
     while parts:
@@ -180,8 +180,8 @@ def _in_places_of_parameters(module: nn.Module) -> Iterator[Tensor]:
 def batch_of(inputs: Iterable[Any]) -> Tensor | None:
     """Returns the input of a model whose dim 0 counts the samples.
 
-    The first sharded tensor, or else the first tensor with dims; but rather one whose extent in
-    dim 0 is not 1: what has 1, such as an atlas, is given to all samples.
+    This is the first sharded tensor, or else the first tensor with dims. Tensors whose extent in
+    dim 0 is not 1 are preferred: an extent of 1, as of an atlas, may be shared by all samples.
     """
     tensors = [x for x in inputs if isinstance(x, Tensor) and x.dim()]
     tensors = [x for x in tensors if isinstance(x, ShardedTensor)] or tensors

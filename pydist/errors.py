@@ -1,8 +1,8 @@
-"""What can go wrong, by whose fault it is, and the exit code that says so.
+"""The error classes of pydist, by cause, with their exit codes.
 
-Every error that a user can cause or meet is one of these classes, and its message is one line that
-names what was given and what is possible. The exit codes are part of the public interface: job
-scripts act on them (75, for one, means "requeue me").
+Every error that a user can cause or encounter is one of these classes, and its message is one line
+that names the given and the possible values. The exit codes are part of the public interface: job
+scripts act on them (for example, 75 means "requeue me").
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ALLOCATION = re.compile(
     r"|(can't|can not|cannot|unable to|failed to|could not) allocate",
     re.IGNORECASE,
 )
-"""What torch, CUDA, cuBLAS, cuDNN, oneDNN and HDF5 say where there is no memory left."""
+"""Out-of-memory messages of torch, CUDA, cuBLAS, cuDNN, oneDNN and HDF5."""
 
 
 _SIGPIPE = 141
@@ -26,13 +26,13 @@ _SIGPIPE = 141
 
 
 class PydistError(Exception):
-    """Base of all errors that pydist raises on purpose."""
+    """Base class of all errors that pydist raises deliberately."""
 
     exit_code = 71
 
 
 class UsageError(PydistError, ValueError):
-    """The call or the configuration asks for something impossible."""
+    """A call or a configuration that requests something impossible."""
 
     exit_code = 2
 
@@ -40,7 +40,7 @@ class UsageError(PydistError, ValueError):
 class NotSupported(PydistError, NotImplementedError):
     """A call that is valid in torch but has no exact form on sharded tensors.
 
-    It is a `RuntimeError` (through `NotImplementedError`): torch would turn a `TypeError` raised
+    A `RuntimeError` (through `NotImplementedError`), as torch would turn a `TypeError` raised
     inside an operator into "unsupported operand" and hide the reason.
     """
 
@@ -48,51 +48,51 @@ class NotSupported(PydistError, NotImplementedError):
 
 
 class DataError(PydistError, ValueError):
-    """A file or a sample is missing, damaged or not what it should be."""
+    """A file or a sample that is missing, damaged or not as expected."""
 
     exit_code = 65
 
 
 class DoesNotFit(PydistError, MemoryError):
-    """The work does not fit into the memory of the ranks it was given."""
+    """Work that does not fit into the memory of its ranks."""
 
     exit_code = 66
 
 
 class RankFailed(PydistError, RuntimeError):
-    """Another rank raised, so that this one can't go on."""
+    """An error on another rank, after which this one can't continue."""
 
     exit_code = 71
 
 
 class RankLost(PydistError, RuntimeError):
-    """A rank died or hangs."""
+    """A rank that died or hangs."""
 
     exit_code = 72
 
 
 class CheckpointError(PydistError, RuntimeError):
-    """A checkpoint is missing, incomplete, damaged or does not match the model."""
+    """A checkpoint that is missing, incomplete, damaged or does not match the model."""
 
     exit_code = 73
 
 
 class DiskError(PydistError, OSError):
-    """Writing or reading failed: disk full, permission, quota."""
+    """A failed write or read: disk full, permission, quota."""
 
     exit_code = 74
 
 
 class Stopped(PydistError):
-    """Stopped by a signal after a checkpoint was saved."""
+    """A stop by a signal, after a checkpoint was saved."""
 
     exit_code = 75
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory, of the host or of a device, could not be had.
+    """Returns whether an error means that host or device memory could not be allocated.
 
-    torch and HDF5 raise errors of other kinds then, which only their text tells from the rest.
+    torch and HDF5 then raise errors of other types, which only the text distinguishes.
     """
     if isinstance(error, MemoryError):
         return True
@@ -104,7 +104,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def in_words(error: BaseException) -> str:
-    """What an error of a user's program says, on one line."""
+    """Returns one line that describes an error of a user's program."""
     if isinstance(error, SystemExit):
         return f"it calls sys.exit({'' if error.code is None else repr(error.code)})"
     lines = str(error).strip().splitlines()
@@ -112,12 +112,12 @@ def in_words(error: BaseException) -> str:
 
 
 def disk_is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk, or this user's part of it, is full."""
+    """Returns whether an error means that a disk, or this user's quota, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def output_is_gone(error: BaseException) -> bool:
-    """Whether an error means that the reader of this process's output has ended: `| head` does."""
+    """Returns whether an error means that this process's output is no longer read (`| head`)."""
     if not isinstance(error, BrokenPipeError):
         return False
     poll = select.poll()
@@ -131,12 +131,12 @@ def output_is_gone(error: BaseException) -> bool:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """The exit code with which a process that ends with `error` should end."""
+    """Returns the exit code for a process that ends with `error`."""
     if isinstance(error, PydistError):
         return error.exit_code
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        # A launcher ends the other ranks for it, so it is no success where the system cuts it to 0.
+        # A launcher ends the other ranks for it, so a code that the system cuts to 0 is no success.
         return code if code == 0 or code & 0xFF else PydistError.exit_code
     if isinstance(error, KeyboardInterrupt):
         return 130

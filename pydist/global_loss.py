@@ -1,4 +1,4 @@
-"""Losses that are not means over samples: sums over the sample groups, and closures."""
+"""Losses of the global batch: sums over the sample groups, and closures of optimizers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 def sum_over_groups(x: Tensor, mesh: Mesh) -> Tensor:
     """Sums a tensor over the sample groups, differentiably.
 
-    A loss that is formed of such sums is that of the whole batch, equal on all ranks, and so are
-    the gradients of parameters:
+    A loss computed from such sums is the loss of the global batch, equal on all ranks, and the
+    gradients of parameters are those of this loss:
     `sum_over_groups(losses.sum(), mesh) / sum_over_groups(weights.sum(), mesh)` is the mean that
-    one device finds with class weights, ignored labels or a mask. Use it after the forward pass of
-    the model (or within), before that of the next batch. Collective over the groups. Gradients of
-    inputs and activations are those of one device times N / n, with N samples in all and n in this
-    group, so that the weighted mean over the groups is the true gradient of a parameter.
+    one device computes with class weights, ignored labels or a mask. Call it after (or within) the
+    forward pass of the model, and before that of the next batch. Collective over the groups.
+    Gradients of inputs and activations are those of one device times N / n, with N samples in all
+    and n in this group, so the weighted mean over the groups is a parameter's true gradient.
 
     Args:
         x: plain or sharded, of the same shape in every group and equal on all ranks of a group.
@@ -57,15 +57,15 @@ def sum_over_groups(x: Tensor, mesh: Mesh) -> Tensor:
 
 
 _models: list[tuple[weakref.ref[nn.Module], Mesh]] = []
-"""Models that learn from several sample groups."""
+"""Models that are trained on several sample groups."""
 _lock = threading.Lock()
 
 
 def agree_on_closures_of(model: nn.Module, mesh: Mesh) -> None:
-    """Lets optimizers that decide by the loss of a closure see that of the whole batch.
+    """Passes the loss of the global batch to optimizers that depend on a closure's loss.
 
-    A line search (LBFGS) compares losses. Those of the groups differ, so that each rank would take
-    other steps. The mean over the groups, weighted as gradients are, is the same on all ranks.
+    A line search (LBFGS) compares losses. The groups' losses differ, so ranks would take different
+    steps. The mean over the groups, weighted like gradients, is the same on all ranks.
     """
     with _lock:
         if not _models:
@@ -89,13 +89,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _decides(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may look at the loss; torch's own but LBFGS only return it."""
+    """Returns whether the optimizer may use the loss; torch's own, except LBFGS, only return it."""
     home = type(optimizer).step.__module__
     return isinstance(optimizer, LBFGS) or not home.startswith(("torch.optim.", "pydist."))
 
 
 def _mesh_of(optimizer: Optimizer) -> Mesh | None:
-    """The mesh of a model that the optimizer steps."""
+    """Returns the mesh of a model that the optimizer steps."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     with _lock:
         known = [(reference(), mesh) for reference, mesh in _models]
@@ -126,7 +126,7 @@ def _agreed(closure: Callable[[], Any], mesh: Mesh) -> Callable[[], Any]:
         with torch.no_grad():
             weight = seen[0].weight if seen else 1.0
             value = loss.item() if isinstance(loss, Tensor) else float(loss)
-            # Of nothing a mean loss is NaN.
+            # The mean loss of an empty batch is NaN.
             mine = torch.tensor([weight and weight * value], dtype=torch.float64)
             mesh.data.all_reduce(mine)
             mean = float(mine) / mesh.data_size

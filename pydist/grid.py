@@ -1,4 +1,4 @@
-"""The grid of ranks with its named axes, without the ranks: sizes, coordinates, groups."""
+"""The geometry of the grid of ranks: named axes, sizes, coordinates and groups."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 SPATIAL_AXES = ("depth", "height", "width")
 SAMPLE_AXES = ("channel", *SPATIAL_AXES)
-"""The axes over which one sample is split: those of its dims."""
+"""The axes over which one sample is split."""
 AXES = ("data", *SAMPLE_AXES)
-"""All axes, the slowest first. An axis more is a name here; see `docs/extending.md`."""
+"""All axes, the slowest first. To add an axis, add its name here; see `docs/extending.md`."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """How many ranks there are along each axis.
+    """The number of ranks along each axis.
 
     Ranks count row by row, the last axis fastest:
     ``rank = (((data * C + channel) * D + depth) * H + height) * W + width``.
@@ -29,7 +29,7 @@ class Grid:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> Grid:
-        """The grid with these sizes; an axis that is not named has one rank."""
+        """Returns the grid with these sizes; an axis that is not named has one rank."""
         return cls(tuple(sizes.get(axis, 1) for axis in AXES))
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Grid:
         return " × ".join(split) or "1 rank"
 
     def size(self, axes: Sequence[str] = AXES) -> int:
-        """Number of ranks that differ along `axes` only."""
+        """Returns the number of ranks that differ along `axes` only."""
         axes = tuple(axes)
         found = self._sizes.get(axes)
         if found is None:
@@ -46,25 +46,25 @@ class Grid:
         return found
 
     def split(self, axes: Sequence[str] = AXES) -> tuple[str, ...]:
-        """Those of `axes` along which there are several ranks, in the order of `AXES`."""
+        """Returns the axes among `axes` with several ranks, in the order of `AXES`."""
         return tuple(a for a in AXES if a in axes and self.size((a,)) > 1)
 
     def coords(self, index: int, axes: Sequence[str] = AXES) -> dict[str, int]:
-        """The coordinates of the rank that has this index among those along `axes`."""
+        """Returns the coordinates of the rank with this index among the ranks along `axes`."""
         found = {}
         for axis in reversed(axes):
             index, found[axis] = divmod(index, self.size((axis,)))
         return {axis: found[axis] for axis in axes}
 
     def index(self, coords: Mapping[str, int], axes: Sequence[str] = AXES) -> int:
-        """The index of coordinates among the ranks along `axes`; the inverse of `coords`."""
+        """Returns the index of coordinates among the ranks along `axes`; inverts `coords`."""
         index = 0
         for axis in axes:
             index = index * self.size((axis,)) + coords[axis]
         return index
 
     def groups(self, axes: Sequence[str]) -> list[list[int]]:
-        """The ranks of each group along `axes`, in order; of the whole grid."""
+        """Returns the ranks of every group along `axes` in the grid, in order."""
         others = tuple(a for a in AXES if a not in axes)
         found: list[list[int]] = [[] for _ in range(self.size(others))]
         for rank in range(self.size()):

@@ -1,4 +1,4 @@
-"""How many samples each sample group has in a global batch, and what its loss weighs."""
+"""Numbers of samples of the sample groups in a global batch, and weights of their losses."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _numbers = itertools.count()
 class GroupSizes:
     """The number of samples of each sample group in one global batch.
 
-    Each group knows its own number; the others' travel in one small all-gather over the data axis,
-    which runs on host memory. It starts with `start`, or where a value is first read.
+    Each group knows its own number; one small all-gather over the data axis, in host memory,
+    exchanges the others. It starts with `start`, or when a value is first read.
 
     Args:
         mesh: the mesh.
         own: samples of this rank's group.
-        first_sample: index in the global batch of the group's first sample, where the caller knows
+        first_sample: index in the global batch of the group's first sample, if the caller knows
             it; by default the sum of the sizes of the groups before this one.
         agreed: whether all groups process their batches together. Groups that evaluate at their
-            own pace exchange nothing, and each takes the others to have as many samples as itself.
-        weighs: whether a group's loss weighs by its samples; else all groups weigh the same.
-        use: what the sizes are needed for, to be compared between the groups.
+            own pace exchange nothing, and assume that the other groups have equal sizes.
+        weighs: whether a group's loss is weighted by its samples; else all weights are equal.
+        use: the purpose of the sizes, which the groups compare.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class GroupSizes:
         self._use = f"batch sizes of {use}"
         self._number = next(_numbers)
         self.in_features = False
-        """Whether all results of the forward pass are marked as the batch's, and not outputs only:
-        one group may make it alone, so it must be told by the graph."""
+        """Whether all results of the forward pass, not only its outputs, are marked with the batch:
+        one group may run it alone, so only the graph can identify the batch."""
         self._weight: float | None = None
         self._first = self.given_first = first_sample
-        """Index of the first sample, where the caller has given it."""
+        """Index of the first sample, if the caller has given it."""
         self._index = mesh.data_index
         self._group, self._timers = mesh.data, mesh.session.timers
         self._weighs = weighs
@@ -67,12 +67,12 @@ class GroupSizes:
         self.agreed = agreed
         """Whether the counts are those of all groups."""
         self.entered: object | None = None
-        """What has taken the batch into a model (`pydist.batches.Batches`)."""
+        """The `pydist.batches.Batches` of the model that the batch has entered."""
         self._parts = mesh.data_size
         self.own = own
         """Samples of this rank's group."""
         self._started: tuple[Work, torch.Tensor] | None = None
-        """The exchange under way, and where it puts the counts."""
+        """The exchange in flight, and its buffer for the counts."""
 
     def start(self) -> None:
         """Starts the exchange. Collective over the data axis."""
@@ -83,13 +83,13 @@ class GroupSizes:
             self._started = work, counts
 
     def finish(self) -> None:
-        """Waits for the exchange, if it has been started."""
+        """Waits for the exchange, if it was started."""
         if self._started is not None:
             _ = self.counts
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Samples of each group; collective over the data axis where it is read first."""
+        """Samples of each group; the first read is collective over the data axis."""
         if self._counts is None:
             self.start()
             assert self._started is not None
@@ -99,8 +99,8 @@ class GroupSizes:
             self._counts, self._started = tuple(counts.tolist()), None
         return self._counts
 
-    # Kept by hand: `cached_property` holds one lock for all objects in Python 3.11, and ranks that
-    # are threads would wait for each other within it.
+    # Cached manually: `cached_property` holds one lock for all objects in Python 3.11, on which
+    # ranks that are threads would wait for each other.
 
     @property
     def first_sample(self) -> int:
@@ -111,70 +111,69 @@ class GroupSizes:
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """What the groups' losses weigh, relative to each other."""
+        """The relative weights of the groups' losses."""
         if self._weighs and any(self.counts):
             return self.counts
         return (1,) * self._parts
 
     @property
     def weight(self) -> float:
-        """What the group's mean loss weighs: its samples over the mean of all groups' samples."""
+        """The weight of the group's mean loss: its samples over the mean of all groups' samples."""
         if self._weight is None:
             shares = self.shares
             self._weight = shares[self._index] * len(shares) / sum(shares)
         return self._weight
 
     def weighs_as(self, other: GroupSizes) -> bool:
-        """Whether every group has the same weight in both; all ranks find the same."""
+        """Returns whether every group has the same weight in both; equal on all ranks."""
         mine, others = self.shares, other.shares
         pairs = zip(mine, others, strict=True)
         return all(a * sum(others) == b * sum(mine) for a, b in pairs)
 
 
 def mark_batch(tensor: Tensor, sizes: GroupSizes) -> None:
-    """Notes on a tensor's graph from which batch it was computed."""
+    """Marks a tensor's graph with the batch from which it was computed."""
     marks.mark(tensor, _MARK, sizes)
 
 
 def mark_rows(tensor: Tensor, sizes: GroupSizes) -> None:
-    """Notes the sizes of the sharded tensor that it comes from, entered into a model or not."""
+    """Marks a tensor with the sizes of its sharded source, entered into a model or not."""
     marks.mark(tensor, _ROWS, sizes)
 
 
 def _last_of(nodes: Iterable[Any], key: str) -> GroupSizes | None:
-    """Of the sizes that a graph is marked with, those that were made last."""
+    """Returns the latest of the sizes with which a graph is marked."""
     found = (sizes for _, sizes in marks.below(nodes, key) if sizes is not None)
     return max(found, key=lambda sizes: sizes._number, default=None)
 
 
 class GroupWeights:
-    """Which weights of the sample groups hold in the running backward pass.
+    """The weights of the sample groups in the running backward pass.
 
     A group's script computes the mean loss of the group's own samples, and gradients are averaged
     over the groups. Weighted by `GroupSizes.weight`, they are the gradients of the mean over all
-    samples. A backward pass has the weights of the batch whose output it comes from: the one that
-    it reaches first or, until then (parameters of a criterion come earlier), that the graph has.
-    Where there is none it has those of the sharded tensors that the loss was computed from, or of
-    the latest batch of all groups. Weights have the mean 1, so
-    a gradient that is equal in all groups, such as that of a penalty on parameters, is the same
-    with any.
+    samples. A backward pass uses the weights of the batch whose output it reaches first or, until
+    then (parameters of a criterion come earlier), of the batch that its graph is marked with.
+    Without such a batch, it uses the weights of the sharded tensors from which the loss was
+    computed, or of the latest batch of all groups. The mean of the weights is 1, so a gradient that
+    is equal in all groups, such as that of a penalty on parameters, does not depend on them.
     """
 
     def __init__(self) -> None:
         self.weighs = True
-        """Whether no model on the mesh has its groups weigh the same."""
+        """Whether no model on the mesh uses equal weights."""
         self.latest: GroupSizes | None = None
         """The last batch that all groups have entered together."""
         self._used: dict[int, GroupSizes | None] = {}  # by the number of the backward pass
         self.seen: list[GroupSizes] | None = None
-        """Lists the batches that enter while a closure is evaluated, else `None`."""
+        """The batches that enter while a closure is evaluated; `None` otherwise."""
 
     def begin(self, sizes: GroupSizes, *, together: bool) -> None:
-        """A batch enters a model, and may be trained.
+        """Records a batch that enters a model with gradients.
 
         Args:
             sizes: of the batch.
-            together: whether all groups enter theirs now; else one may evaluate alone.
+            together: whether all groups enter now; else one may evaluate alone.
         """
         if together:
             if self.latest is not None:
@@ -184,10 +183,10 @@ class GroupWeights:
             self.seen.append(sizes)
 
     def reached(self, sizes: GroupSizes) -> None:
-        """The running backward pass has reached an output of this batch.
+        """Records that the running backward pass has reached an output of this batch.
 
         Raises:
-            NotSupported: it has used other weights already.
+            NotSupported: the pass has already used other weights.
         """
         used = self._used_or(sizes)
         if used is sizes:
@@ -205,11 +204,11 @@ class GroupWeights:
             )
 
     def weight(self, roots: Iterable[Any], detached: GroupSizes | None) -> float:
-        """This rank's weight in the running backward pass.
+        """Returns this rank's weight in the running backward pass.
 
         Args:
-            roots: the nodes where it starts.
-            detached: the last batch, if its outputs have no graph that would lead to it.
+            roots: the nodes where the pass starts.
+            detached: the last batch, if its outputs have no graph.
         """
         task = torch._C._current_graph_task_id()
         known = task in self._used
@@ -219,10 +218,10 @@ class GroupWeights:
     def batch_of(
         self, roots: Iterable[Any], detached: GroupSizes | None = None
     ) -> GroupSizes | None:
-        """The batch that these nodes of a graph come from; else `detached` or the latest.
+        """Returns the batch from which these graph nodes come; else `detached` or the latest.
 
-        What entered no model, as where a script calls functions with parameters, has the weights of
-        the tensor that was cut.
+        A tensor that entered no model, as in a script that calls functions with parameters, has the
+        weights of the sharded tensor from which it was computed.
         """
         roots = list(roots)
         entered = _last_of(roots, _MARK) or detached
@@ -231,7 +230,7 @@ class GroupWeights:
         return entered or self.latest
 
     def _used_or(self, sizes: GroupSizes | None) -> GroupSizes | None:
-        """The batch whose weights the running backward pass has; from now on `sizes`, if none."""
+        """Returns the batch whose weights the running backward uses; sets `sizes` if unset."""
         task = torch._C._current_graph_task_id()
         if task not in self._used:
             if len(self._used) >= _NESTED:
@@ -241,5 +240,5 @@ class GroupWeights:
 
 
 def weights_of(mesh: Mesh) -> GroupWeights:
-    """What the losses of the sample groups of a mesh weigh in the running backward pass."""
+    """Returns the weights of a mesh's sample groups in the running backward pass."""
     return mesh.session.service(GroupWeights, GroupWeights)

@@ -1,4 +1,4 @@
-"""Arrays of other libraries as tensors, without a copy where that is possible."""
+"""Conversion of other libraries' arrays to tensors, without a copy where possible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ arrays of NumPy, CuPy, JAX and others."""
 
 
 def is_array(x: object) -> bool:
-    """Whether `as_tensor` takes it."""
+    """Returns whether `as_tensor` accepts an object."""
     return isinstance(x, Tensor) or any(
         hasattr(x, name)
         for name in ("__dlpack__", "__cuda_array_interface__", "__array_interface__")
@@ -25,12 +25,12 @@ def is_array(x: object) -> bool:
 
 
 def as_tensor(x: ArrayLike) -> Tensor:
-    """The array as a tensor on its device, sharing its memory where it can be written to.
+    """Returns the array as a tensor on its device, sharing its memory if that is writable.
 
-    What is computed on the current CUDA stream comes after what its owner has queued.
+    The current CUDA stream waits for the work that the array's owner has queued.
 
     Raises:
-        UsageError: it is no array, or one of a type that torch does not have.
+        UsageError: `x` is no array, or has a type that torch does not support.
     """
     if isinstance(x, Tensor):
         return x
@@ -38,12 +38,12 @@ def as_tensor(x: ArrayLike) -> Tensor:
         if isinstance(x, np.ndarray):
             return _of_numpy(x)
         if hasattr(x, "__dlpack__"):
-            return from_dlpack(x)  # tells the owner which stream will use it
+            return from_dlpack(x)  # passes the stream to the owner
         if hasattr(x, "__cuda_array_interface__"):
             return _of_cuda_interface(x)
         if hasattr(x, "__array_interface__"):
             return _of_numpy(np.asarray(x))
-    # torch without CUDA answers with an AssertionError.
+    # torch without CUDA raises an AssertionError.
     except (TypeError, ValueError, BufferError, RuntimeError, AssertionError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"an array of {type(x).__name__} can't be a tensor: {reason}") from error
@@ -54,7 +54,7 @@ def as_tensor(x: ArrayLike) -> Tensor:
 
 
 def _of_numpy(x: np.ndarray[Any, Any]) -> Tensor:
-    """Native byte order, forward strides and memory that may be written to: else a copy."""
+    """Converts a NumPy array; copies it unless native, writable and without negative strides."""
     plain = x.dtype.isnative and x.flags.writeable and all(step >= 0 for step in x.strides)
     return torch.from_numpy(x if plain else np.array(x, dtype=x.dtype.newbyteorder("="), order="C"))
 
@@ -65,7 +65,7 @@ def _of_cuda_interface(x: Any) -> Tensor:
     stream = interface.get("stream")
     if stream:  # version 3: where the owner's work is queued
         with torch.cuda.device(device):
-            # 1 is the default stream there, and no handle that torch takes.
+            # 1 is the default stream in the protocol, and no handle that torch accepts.
             owner = (
                 torch.cuda.ExternalStream(stream) if stream != 1 else torch.cuda.default_stream()
             )
@@ -86,7 +86,7 @@ class _FirstByte:
 
 
 def _device_of(interface: dict[str, Any]) -> torch.device:
-    """Where an array lies: there torch shares its memory, elsewhere it would make a copy."""
+    """Returns the device of an array, on which torch shares its memory instead of copying it."""
     here = torch.cuda.current_device()
     if 0 not in interface["shape"]:
         for index in sorted(range(torch.cuda.device_count()), key=lambda i: i != here):

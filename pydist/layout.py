@@ -1,4 +1,4 @@
-"""The layout of a sharded tensor: which dims lie on which mesh axes, and where they are cut."""
+"""The layout of a sharded tensor: the mesh axes of its dims, and the points of the cuts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pydist.partition import Box, Partition
 
 @dataclass(frozen=True)
 class Split:
-    """How one dim is split: over which mesh axes (jointly, the last fastest), at which points."""
+    """The split of one dim: the mesh axes (jointly, the last fastest), and the points."""
 
     axes: tuple[str, ...]
     partition: Partition
 
 
 class Layout:
-    """Where the elements of a global tensor lie on the ranks of a sample group.
+    """The distribution of a global tensor's elements over the ranks of a sample group.
 
-    A dim without a split is whole on every rank. Axes that split no dim hold equal
+    A dim without a split is complete on every rank. Ranks along axes that split no dim hold equal
     copies: `replicas` counts them.
 
     Args:
         mesh: the mesh whose sample group holds the tensor.
         shape: the global shape (that of the sample group's batch).
-        splits: one entry a dim, `None` where the dim is whole.
+        splits: one entry per dim, `None` if the dim is not split.
 
     Raises:
         UsageError: a split names an axis twice, or does not fit the dim or the axes.
@@ -64,7 +64,7 @@ class Layout:
 
     @cached_property
     def replicas(self) -> int:
-        """How many ranks of the sample group hold equal copies of an element."""
+        """Number of ranks of the sample group that hold equal copies of an element."""
         return self.mesh.sample_size // self.mesh.grid.size(self.used_axes)
 
     @cached_property
@@ -95,25 +95,25 @@ class Layout:
 
     @property
     def split_dims(self) -> tuple[int, ...]:
-        """The dims that are really cut: those that lie on more than one rank."""
+        """The dims that are cut into more than one part."""
         return tuple(d for d, s in enumerate(self.splits) if s and s.partition.parts > 1)
 
     def part(self, dim: int, sample_index: int) -> int:
-        """Which part of a dim a rank of the sample group has; 0 where the dim is whole."""
+        """Returns the index of a rank's part of a dim; 0 if the dim is not split."""
         split, grid = self.splits[dim], self.mesh.grid
         return grid.index(grid.coords(sample_index, SAMPLE_AXES), split.axes) if split else 0
 
     def replace(
         self, shape: Sequence[int] | None = None, changes: Mapping[int, Split | None] | None = None
     ) -> Layout:
-        """A layout with another shape and some splits exchanged."""
+        """Returns a layout with another shape and some splits replaced."""
         splits = list(self.splits)
         for dim, split in (changes or {}).items():
             splits[dim] = split
         return Layout(self.mesh, self.shape if shape is None else shape, splits)
 
     def whole(self) -> Layout:
-        """The layout of the same tensor, whole on every rank."""
+        """Returns the layout in which every rank has the full tensor."""
         return Layout(self.mesh, self.shape, (None,) * len(self.shape))
 
     def _box_at(self, sample_index: int) -> Box:
@@ -141,7 +141,7 @@ class Layout:
 
 
 def even_split(mesh: Mesh, extent: int, axis: str) -> Split | None:
-    """The even split of an extent along a mesh axis; `None` where the axis has one rank."""
+    """Returns the even split of an extent along a mesh axis; `None` if the axis has one rank."""
     parts = mesh.grid.size((axis,))
     return Split((axis,), Partition.even(extent, parts)) if parts > 1 else None
 
@@ -149,7 +149,7 @@ def even_split(mesh: Mesh, extent: int, axis: str) -> Split | None:
 def layout_for_sample(
     mesh: Mesh, shape: Sequence[int], dims: Mapping[int, str] | None = None
 ) -> Layout:
-    """The layout of a batch of samples, split evenly over the mesh's spatial axes.
+    """Returns the layout of a batch of samples, split evenly over the mesh's spatial axes.
 
     Args:
         mesh: the mesh.
@@ -157,7 +157,7 @@ def layout_for_sample(
         dims: which dim is cut along which axis; by default {2: "depth", 3: "height", 4: "width"}.
 
     Raises:
-        UsageError: a dim is missing, or the default was asked for a shape that is not 5-D.
+        UsageError: a dim does not exist, or the default is used for a shape that is not 5-D.
     """
     if dims is None:
         if len(shape) != 5:

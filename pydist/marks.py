@@ -1,4 +1,4 @@
-"""Marks on autograd's graph: what a tensor was computed from, without a walk to the leaves."""
+"""Marks on autograd's graph, which record a tensor's origin without a walk to the leaves."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 def mark(tensor: Tensor, key: str, value: object) -> None:
-    """Marks the node that a tensor comes from, if it has one."""
+    """Marks the graph node of a tensor, if it has one."""
     node: Any = tensor.grad_fn
     if node is not None:
         node.metadata[key] = value
 
 
 def below(roots: Iterable[Any], key: str) -> Iterator[tuple[Any, Any]]:
-    """Every node of a graph once, with its mark of that name or `None`.
+    """Yields every node of a graph once, with its mark of that name or `None`.
 
     Args:
-        roots: nodes where the walk starts; `None` is left out.
-        key: name of the mark. What is below a marked node is left out.
+        roots: nodes where the walk starts; `None` is skipped.
+        key: name of the mark. Nodes below a marked node are skipped.
     """
     stack, seen = list(roots), set[Any]()
     while stack:

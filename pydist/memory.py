@@ -1,16 +1,16 @@
-"""What the C library's allocator does with memory that a training step frees.
+"""Settings of the C library's allocator for memory that a training step frees.
 
-By default glibc gives large blocks back to the system at once. A step allocates and frees the same
-gigabytes again and again, and the system has to clear every page anew. `pydist.init()` therefore
-calls `keep_freed_memory`; `init(keep_freed_memory=False)` or PYDIST_KEEP_FREED_MEMORY=0 in the
-environment leaves the allocator's settings as they are, for those who are short of memory. Then
-backward on several ranks also gives back what is free on the way (`relieve`), since glibc keeps
-blocks below 32 MiB: shards are small, so that the gaps that deep layers leave would add a fifth to
-the peak, which comes when backward gets to the first layers.
+By default glibc returns large blocks to the system immediately. A step allocates and frees the same
+gigabytes repeatedly, and the system must clear every page again. `pydist.init()` therefore calls
+`keep_freed_memory`; `init(keep_freed_memory=False)` or PYDIST_KEEP_FREED_MEMORY=0 in the
+environment leaves the allocator's settings unchanged, for use where memory is scarce. Then backward
+on several ranks also returns free memory during the pass (`relieve`), since glibc keeps blocks
+below 32 MiB: shards are small, so gaps that deep layers leave would add a fifth to the peak, which
+occurs when backward reaches the first layers.
 
-Measured on CosmoFlow (variant "paper", batch 4, at 128³ batch 2; Adam; one thread a rank; split
-over the depth; a thread that makes the batches), glibc 2.36, as it comes → kept. Faults and system
-time are those of one step of one rank:
+Measured on CosmoFlow (variant "paper", batch 4, at 128³ batch 2; Adam; one thread per rank; split
+over the depth; a thread that makes the batches), glibc 2.36, default → kept. Faults and system time
+are those of one step of one rank:
 
 =====  =====  ==================  ====================  =================  ==================
 cube   ranks  page faults         system time           peak RSS           RSS between steps
@@ -23,14 +23,14 @@ cube   ranks  page faults         system time           peak RSS           RSS b
 128³   2      136,500 → 35        0.331 → 0.013 s       1126 → 1309 MiB    730 → 1309 MiB
 =====  =====  ==================  ====================  =================  ==================
 
-So the cost is resident memory: what was once used stays, and gaps between blocks of different sizes
-add up to a fifth to the peak. `give_back` returns what is free.
+So the cost is resident memory: used memory stays resident, and gaps between blocks of different
+sizes add up to a fifth to the peak. `give_back` returns free memory.
 
-The settings act on the heap of the main thread. What other threads allocate (a loader's batches)
-still comes from the system where it is larger than 64 MiB: the 16,400 faults are such a batch. One
-heap for all threads (M_ARENA_MAX = 1) saves most of these and costs more memory: 2404 MiB where it
-is 2085 MiB without (plain torch, 128³). Raising the mmap threshold instead is not enough: 32 MiB is
-its limit, and that run still had 309,000 faults a step.
+The settings apply to the heap of the main thread. Blocks of other threads (a loader's batches)
+still come from the system if they exceed 64 MiB: the 16,400 faults are such a batch. One heap for
+all threads (M_ARENA_MAX = 1) avoids most of these but costs more memory: 2404 MiB instead of
+2085 MiB (plain torch, 128³). Raising the mmap threshold instead is not enough: its limit is 32 MiB,
+and that run still had 309,000 faults per step.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from pydist.errors import UsageError
 VARIABLE = "PYDIST_KEEP_FREED_MEMORY"
 
 _GROWTH_BYTES = 4 << 20
-"""From so much on it is worth looking for free memory: that takes about a millisecond."""
+"""Growth from which a search for free memory pays, which takes about a millisecond."""
 
 _PROBE_BYTES = 8 << 20
-"""Of a block that is allocated to see where from: no other thread frees as much meanwhile."""
+"""Size of a test allocation, more than other threads free during the test."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _SETTINGS = ("mmap_max", "mmap_threshold", "trim_threshold", "top_pad")
 
 
 _kept: list[bool] = []
-"""Whether freed memory is kept, once somebody asked for that."""
+"""Whether freed memory is kept; empty until `keep_freed_memory` has set it."""
 
 
 class _DlInfo(ctypes.Structure):
-    """`Dl_info` of <dlfcn.h>: in which library a symbol lies."""
+    """`Dl_info` of <dlfcn.h>: the library that contains a symbol."""
 
     _fields_ = (
         ("dli_fname", ctypes.c_char_p),
@@ -81,17 +81,16 @@ class _MallInfo2(ctypes.Structure):
     )  # fmt: skip
 
     def in_use(self) -> int:
-        """Bytes that are allocated."""
+        """Returns the number of allocated bytes."""
         return int(self.uordblks + self.hblkhd)
 
 
 def keep_freed_memory() -> bool:
     """Keeps freed memory in the process, from now on.
 
-    Nothing is done where the allocator is not glibc's own (musl, a preloaded jemalloc), where the
-    user has set one of the same values (MALLOC_MMAP_MAX_, GLIBC_TUNABLES=glibc.malloc.mmap_max=...,
-    or those of the mmap threshold, the trim threshold and the top pad), and where
-    PYDIST_KEEP_FREED_MEMORY is 0.
+    Does nothing if the allocator is not glibc's own (musl, a preloaded jemalloc), if the user has
+    set one of the same values (MALLOC_MMAP_MAX_, GLIBC_TUNABLES=glibc.malloc.mmap_max=..., or those
+    of the mmap threshold, the trim threshold and the top pad), or if PYDIST_KEEP_FREED_MEMORY is 0.
 
     Returns:
         Whether memory is kept.
@@ -107,29 +106,29 @@ def keep_freed_memory() -> bool:
     libc = _glibc_in_use()
     if libc is None:
         return False
-    # Blocks of any size come from the heap, and its end stays where it is. Either alone is not
-    # enough: a large block at the end of the heap would be given back as soon as it is free.
+    # Blocks of any size come from the heap, and the heap never shrinks. Either setting alone is not
+    # enough: a large block at the end of the heap would be returned as soon as it is free.
     _kept[:] = [bool(libc.mallopt(_M_MMAP_MAX, 0) and libc.mallopt(_M_TRIM_THRESHOLD, -1))]
     return is_kept()
 
 
 def is_kept() -> bool:
-    """Whether freed memory stays in this process, as `keep_freed_memory` has it."""
+    """Returns whether freed memory stays in this process, as `keep_freed_memory` has set."""
     return any(_kept)
 
 
 def give_back() -> bool:
-    """Returns free memory to the system, once, as after training in a notebook.
+    """Returns free memory to the system, once, for example after training in a notebook.
 
     Returns:
-        Whether there was any; False as well where the allocator is not glibc's own.
+        Whether any memory was returned; False also if the allocator is not glibc's own.
     """
     libc = _glibc_in_use()
     return libc is not None and bool(libc.malloc_trim(ctypes.c_size_t(0)))
 
 
 class _Relief:
-    """Gives memory back when the process has grown."""
+    """A callable that returns free memory to the system when the process has grown."""
 
     def __init__(self, libc: ctypes.CDLL) -> None:
         self._trim = libc.malloc_trim
@@ -150,14 +149,14 @@ class _Relief:
 
 
 _relief: list[_Relief] = []
-"""The one of this process, once it is allowed."""
+"""The instance of this process, if relief is allowed."""
 
 
 def allow_relief(allowed: bool = True) -> None:
-    """Lets `relieve` act, from now on; not on another allocator or under settings of the user.
+    """Enables `relieve`, unless another allocator is used or the user has changed settings.
 
     Args:
-        allowed: False takes it back.
+        allowed: False disables it.
     """
     libc = None if _set_by_user() or not allowed else _glibc_in_use()
     if libc is not None and not Path("/proc/self/statm").exists():
@@ -166,9 +165,9 @@ def allow_relief(allowed: bool = True) -> None:
 
 
 def relieve() -> None:
-    """Returns free memory to the system where it is not to be kept and the process has grown.
+    """Returns free memory to the system if `allow_relief` was called and the process has grown.
 
-    For places at which much has just been freed. It takes 3 µs to see that it has not.
+    For places where much memory was just freed. If the process has not grown, it takes 3 µs.
     """
     for each in _relief:
         each()
@@ -183,7 +182,7 @@ def _set_by_user() -> bool:
 
 
 def _glibc_in_use() -> ctypes.CDLL | None:
-    """The C library, if it is glibc and the process allocates from it."""
+    """Returns the C library, if it is glibc and the process allocates from it."""
     if not sys.platform.startswith("linux"):
         return None
     process = ctypes.CDLL(None)
@@ -199,9 +198,10 @@ def _glibc_in_use() -> ctypes.CDLL | None:
 
 
 def _allocates_here(process: ctypes.CDLL) -> bool:
-    """Whether `malloc` takes memory from glibc, by glibc's own count.
+    """Returns whether `malloc` takes memory from glibc, by glibc's own count.
 
-    In an executable at a fixed address, as Debian has Python, the symbol is a jump that names none.
+    In an executable at a fixed address, such as Debian's Python, the symbol is a jump without a
+    library.
     """
     if os.environ.get("LD_PRELOAD") or not hasattr(process, "mallinfo2"):
         return False
@@ -215,7 +215,7 @@ def _allocates_here(process: ctypes.CDLL) -> bool:
 
 
 def _library_of(process: ctypes.CDLL, symbol: str) -> int:
-    """Where the library begins that the process takes a symbol from, preloaded ones first."""
+    """Returns the base address of the library that provides a symbol, preloaded ones first."""
     info = _DlInfo()
     address = ctypes.cast(getattr(process, symbol), ctypes.c_void_p)
     process.dladdr(address, ctypes.byref(info))

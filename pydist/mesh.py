@@ -24,17 +24,17 @@ _OTHER_AXES = tuple(axis for axis in AXES if axis not in ("data", *SPATIAL_AXES)
 class Mesh:
     """The grid of ranks: data × channel × depth × height × width.
 
-    The ranks with one data index form a *sample group*: together they hold one batch of samples,
-    each its shard. The group's size is written S in the code. Ranks count row by row, width
-    fastest; see `pydist.grid.Grid`.
+    The ranks with the same data index form a *sample group*: together they hold one batch of
+    samples, each rank one shard. The group's size is called S in the code. Ranks are numbered row
+    by row, width fastest; see `pydist.grid.Grid`.
 
     Args:
         world: the transport over all ranks.
-        data: number of sample groups; by default as many as the world holds.
-        spatial: how often depth, height and width of a sample are split.
-        seed: start of all random numbers that pydist draws.
-        keep_thin_blocks: never move a tensor onto fewer ranks where its blocks become thinner
-            than a layer's halo; by default that is done where it is estimated to be faster.
+        data: number of sample groups; by default as many as the world has ranks for.
+        spatial: numbers of parts of a sample's depth, height and width.
+        seed: seed of all random numbers that pydist draws.
+        keep_thin_blocks: never move a tensor to fewer ranks when its blocks become thinner than a
+            layer's halo; by default this is done where it is estimated to be faster.
         axes: number of ranks along other axes, such as {"channel": 2}; 1 by default. A layout may
             cut a dim along "channel"; ranks along an axis that cuts nothing hold equal copies.
 
@@ -45,10 +45,10 @@ class Mesh:
         grid: the named axes with their sizes.
         coords: this rank's coordinates, by axis.
         sample_size: S, the number of ranks that hold one sample.
-        sample_index: this rank's place in its sample group.
-        sample: the ranks that hold one sample with this one, in the order of the sample's axes.
-        data: the ranks at this rank's place in all sample groups.
-        session: what the job keeps while it runs.
+        sample_index: this rank's index in its sample group.
+        sample: transport over this rank's sample group, in the order of the sample's axes.
+        data: transport over the ranks with this rank's index in all sample groups.
+        session: the state of the running job.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Mesh:
         keep_thin_blocks: bool = False,
         axes: Mapping[str, int] | None = None,
     ) -> None:
-        if not hasattr(world, "all_reduce"):  # others may stand in for a transport
+        if not hasattr(world, "all_reduce"):  # other classes may act as a transport
             raise UsageError(
                 f"Mesh({type(world).__name__}): expected the transport over all ranks, as "
                 "pydist.init() and pydist.comm.LocalTransport() make it"
@@ -80,7 +80,7 @@ class Mesh:
         self.sample = self._split_off(world, AXES, self.grid.split(SAMPLE_AXES))
         self.data = self.group(("data",))
         self.ranks_per_core = _ranks_per_core(world)
-        """More than 1 where ranks share cores: there, work that all of them repeat costs more."""
+        """More than 1 if ranks share cores: then work that all of them repeat costs more."""
 
     def __repr__(self) -> str:
         return f"Mesh({self.grid}, rank {self.rank} of {self.size}, {self.world.name})"
@@ -92,21 +92,21 @@ class Mesh:
 
     @property
     def data_index(self) -> int:
-        """Which sample group this rank is in."""
+        """Index of this rank's sample group."""
         return self.coords["data"]
 
     @property
     def spatial(self) -> tuple[int, int, int]:
-        """How often depth, height and width are split."""
+        """Numbers of parts of depth, height and width."""
         depth, height, width = (self.grid.size((axis,)) for axis in SPATIAL_AXES)
         return depth, height, width
 
     def group(self, axes: Sequence[str]) -> Transport:
-        """The ranks that differ from this one along `axes` only.
+        """Returns the transport over the ranks that differ from this one along `axes` only.
 
-        A group costs memory, above all on devices, so it is made when it is first asked for. That
-        is collective over the sample group, or over all ranks where the data axis is among `axes`.
-        `grid.size` tells the size of a group without making it.
+        A group costs memory, especially on devices, so it is created on first use. This is
+        collective over the sample group, or over all ranks if the data axis is among `axes`.
+        `grid.size` returns the size of a group without creating it.
         """
         axes = tuple(axes)
         found = self._asked.get(axes)
@@ -119,18 +119,18 @@ class Mesh:
 
     @property
     def groups(self) -> dict[tuple[str, ...], Transport]:
-        """The groups of several ranks that there are by now, by the axes that they differ along."""
+        """The groups of several ranks that exist so far, by the axes along which they differ."""
         return {axes: group for axes, group in self._groups.items() if axes}
 
     @property
     def transports(self) -> list[Transport]:
-        """Those of all groups that there are by now."""
+        """The transports of all groups that exist so far."""
         return list(self._groups.values())
 
     def _split_off(
         self, parent: Transport, parent_axes: tuple[str, ...], split: tuple[str, ...]
     ) -> Transport:
-        """The group along the axes `split`, made once; collective over its parent."""
+        """Returns the group along the axes `split`, created once; collective over its parent."""
         if split not in self._groups:
             others = tuple(a for a in parent_axes if a not in split)
             color = self.grid.index(self.coords, others)
@@ -141,10 +141,10 @@ class Mesh:
 def counts_of(
     data: int | None, spatial: Sequence[int], seed: int
 ) -> tuple[int | None, tuple[int, ...], int]:
-    """Arguments of a mesh as whole numbers, of whatever integer type they are.
+    """Converts arguments of a mesh, of any integer types, to ints.
 
     Raises:
-        UsageError: one is of another type, or `spatial` is not three counts >= 1.
+        UsageError: an argument has another type, or `spatial` is not three counts >= 1.
     """
     try:
         found = tuple(operator.index(n) for n in spatial)
@@ -187,7 +187,7 @@ def _fit(world: int, data: int | None, spatial: tuple[int, ...], more: Mapping[s
 
 
 def _ranks_per_core(world: Transport) -> float:
-    """Ranks for each core of the fullest machine, the same number on all ranks."""
+    """Returns the ranks per core of the fullest machine, the same number on all ranks."""
     hosts = world.all_gather_bytes(socket.gethostname().encode())
     mine = hosts.count(hosts[world.rank]) / (os.cpu_count() or 1)
     most = torch.tensor([mine], dtype=torch.float64)

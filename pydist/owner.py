@@ -1,8 +1,8 @@
-"""Which process made a file, and whether that process still runs.
+"""Tags that identify the process that made a file, and whether that process still runs.
 
 Locks, temporary files and private directories carry the tag of the process that made them. A tag
-names the process for good: process ids are used again, so its start time is part of the tag, and
-they differ between machines, restarts and containers, so these are part of it too.
+is unique: process ids are reused, so it includes the start time, and they are only valid on one
+machine, until its restart, and in one container, so it includes these too.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import uuid
 from pathlib import Path
 
 FOREIGN_AGE = 86_400.0
-"""Seconds without a change after which a temporary file of an unknown process is abandoned: one of
-another machine or container, or one that carries no tag."""
+"""Seconds without a change after which a temporary file of an unknown process is abandoned: of
+another machine or container, or without a tag."""
 
 _TAG = re.compile(r"([0-9a-f]{8})-([0-9a-z]{1,8})-([0-9a-z]{1,10})")
 _TEMPORARY = re.compile(
     r".+\.tmp-(?:(?P<tag>[0-9a-f]{8}-[0-9a-z]+-[0-9a-z]+)-[0-9a-f]{8}|[0-9a-f]{12}|[0-9a-f]{32})"
 )
-"""With a tag, or as pydist named them before there were tags."""
+"""Names with a tag, or of older versions of pydist without tags."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 @functools.cache
 def kernel() -> str:
-    """The running kernel: another machine has another, and so has this one after a restart."""
+    """Returns the id of the running kernel, which differs between machines and restarts."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{socket.gethostname()}-{sys.platform}"
@@ -41,7 +41,7 @@ def kernel() -> str:
 
 @functools.cache
 def _realm() -> str:
-    """The set of processes whose ids mean the same as here: one kernel, one pid namespace."""
+    """Returns the id of this kernel and pid namespace, in which process ids are comparable."""
     namespace = ""
     with contextlib.suppress(OSError):
         namespace = str(Path("/proc/self/ns/pid").readlink())
@@ -49,19 +49,19 @@ def _realm() -> str:
 
 
 def tag() -> str:
-    """The tag of this process: at most 28 letters, digits and hyphens."""
+    """Returns the tag of this process: at most 28 letters, digits and hyphens."""
     return _tag_of(os.getpid())  # a fork is another process
 
 
 def runs(owner: str) -> bool | None:
-    """Whether the process with a tag runs.
+    """Returns whether the process with a tag runs.
 
     Args:
         owner: see `tag`.
 
     Returns:
-        True or False; None where this process can't know it: the other one belongs to another
-        machine, to another container, or to the time before this machine's restart.
+        True or False; None if this is unknown, as the process belongs to another machine or
+        container, or to the time before this machine's restart.
     """
     match = _TAG.fullmatch(owner)
     if match is None or match[1] != _realm():
@@ -72,27 +72,27 @@ def runs(owner: str) -> bool | None:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass  # it runs, for another user
+        pass  # the process runs, for another user
     found = _start_of(pid)
     return found is None or found == started
 
 
 def temporary(path: Path) -> Path:
-    """A name beside `path` for what is not complete yet; `remove_temporaries` knows it."""
+    """Returns a temporary name next to `path`, which `remove_temporaries` recognizes."""
     return path.with_name(f"{path.name}.tmp-{tag()}-{uuid.uuid4().hex[:8]}")
 
 
 def remove_temporaries(folder: Path) -> list[Path]:
-    """Removes the temporary files and folders in a folder that dead processes left there.
+    """Removes the temporary files and folders that dead processes left in a folder.
 
-    Those of processes that run stay. Those of unknown processes stay until nothing has changed
-    them for a day.
+    Files of running processes stay. Files of unknown processes stay until they have not changed
+    for a day.
 
     Args:
-        folder: not searched deeper; it need not exist.
+        folder: the folder, without subfolders; it need not exist.
 
     Returns:
-        What was removed.
+        The removed paths.
     """
     removed = []
     with contextlib.suppress(OSError):
@@ -106,7 +106,7 @@ def remove_temporaries(folder: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Removes a file, a link (not what it leads to), or a folder with all that is in it."""
+    """Removes a file, a link (not its target), or a folder with its contents."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -128,13 +128,13 @@ def _tag_of(pid: int) -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process started, in ticks after the kernel did; 0 if it has ended, None if unknown."""
+    """Returns a process's start, in ticks after the kernel's; 0 if ended, None if unknown."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None  # no such file system, or the process is hidden from this user
     fields = text.rpartition(")")[2].split()
-    # A process that was killed stays in the table as long as its parent does not ask for it.
+    # A killed process stays in the table until its parent waits for it.
     return 0 if fields[0] in "ZX" else int(fields[19])
 
 

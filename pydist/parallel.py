@@ -1,4 +1,4 @@
-"""parallelize: an unmodified network on a mesh."""
+"""`parallelize`, which trains an unmodified network on a mesh."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pydist.tensor import Origin, ShardedTensor, local_of
 from pydist.tensor.aliasing import view_at
 from pydist.tensor.distribute import distribute_tensor
 
-# Not all frames of that file: torch.utils.checkpoint has one that switches the compiler off.
+# Not all frames of this file: torch.utils.checkpoint has one that disables the compiler.
 _COMPILER = ("torch/_dynamo/eval_frame.py", "compile_wrapper")
 
 _ENTRY = "_pydist_entry"
@@ -57,40 +57,40 @@ GROUP_WEIGHTS = ("samples", "equal")
 def parallelize(
     model: _M, mesh: Mesh, batch_norm: str = "global", group_weight: str = "samples"
 ) -> _M:
-    """Trains `model` on a mesh: on split samples, over several groups, or both.
+    """Prepares `model` for training on a mesh: on split samples, over several groups, or both.
 
     The model keeps its class, its hooks and its `state_dict` keys; only hooks are added. All ranks
-    start from the parameters and buffers of rank 0. Inputs may be sharded (as a `Loader` gives
-    them) or plain 5-D tensors or arrays, equal on all ranks of a sample group, which are cut on
-    entry; where no argument is one, those in lists, tuples, dicts and dataclasses are. With several
-    groups parts of the model that are called by themselves take them too. After
-    `backward()` every gradient is the mean over the sample groups, each weighted by its number of
-    samples: where the loss is a mean over samples, that of the whole batch. For losses that are
-    other means see `pydist.sum_over_groups`. This holds for these parameters and for any other
+    start from the parameters and buffers of rank 0. Inputs may be sharded (from a `Loader`) or
+    plain 5-D tensors or arrays, equal on all ranks of a sample group, which are cut on entry; if no
+    argument is such, those in lists, tuples, dicts and dataclasses are cut. With several groups,
+    parts of the model that are called separately accept the same inputs.
+
+    After `backward()`, every gradient is the mean over the sample groups, weighted by their numbers
+    of samples: if the loss is a mean over samples, the gradient of the global batch. For other
+    losses see `pydist.sum_over_groups`. This holds for the model's parameters and any other
     `nn.Parameter` that feeds or follows a sharded call, or is trained on the outputs of a frozen
-    model; not for one that follows `detach()` or `no_grad()` only. It holds as well for plain
-    tensors in the place of parameters, as `torch.func.functional_call` puts them there; any other
-    plain tensor is data of its group, with the gradient of the group's own loss. Hooks on
-    parameters see that mean. The optimizer may be made before or after; `pydist.optim.sharded` lets
-    the ranks share its step. `model.no_sync()` postpones the reduction, and hooks, to accumulate
-    gradients.
+    model; not for one that only follows `detach()` or `no_grad()`. It also holds for plain tensors
+    that replace parameters, as in `torch.func.functional_call`; any other plain tensor is data of
+    its group, with the gradient of the group's own loss. Hooks on parameters see the mean.
+
+    The optimizer may be made before or after; `pydist.optim.sharded` partitions its step over the
+    ranks. `model.no_sync()` defers the reduction, and hooks, to accumulate gradients.
 
     Args:
         model: any `nn.Module`; its calls on sharded tensors must have handlers.
         mesh: the mesh, from `pydist.init`.
-        batch_norm: over which ranks batch norm forms its statistics in training: "global" (all;
-            what one device with the whole batch computes), "group" (the sample group) or "rank".
-            Running statistics are the mean over the ranks in each case.
-        group_weight: what the loss of a sample group weighs: "samples" (its number of samples in
-            dim 0 of the first sharded, 5-D or other tensor that the model is called with; an
-            extent of 1 counts only where all have it), or "equal" (all groups the same, as under
-            DDP).
+        batch_norm: the ranks over which batch norm forms its statistics in training: "global" (all;
+            as one device with the global batch), "group" (the sample group) or "rank". Running
+            statistics are the mean over the ranks in each case.
+        group_weight: the weight of a sample group's loss: "samples" (its number of samples in dim 0
+            of the model's first sharded, 5-D or other tensor argument; an extent of 1 counts only
+            if all have it), or "equal" (all groups the same, as under DDP).
 
     Returns:
         The same object.
 
     Raises:
-        UsageError: an argument is none of these, the model or a part of it is parallelized already,
+        UsageError: an argument is none of these, the model or a part of it is already parallelized,
             ranks have different models, or can't send a parameter or buffer to each other.
         NotSupported: a part of the model is compiled, or reduces gradients itself.
     """
@@ -103,14 +103,14 @@ def parallelize(
     entry.adopt(model)
     model.register_forward_pre_hook(entry, with_kwargs=True)
     if mesh.data_size > 1:
-        # First, so that other hooks are given what it returns, and when the forward pass raises.
+        # First, so that other hooks get its result; also called when the forward pass raises.
         model.register_forward_hook(entry.batches.leave, prepend=True, always_call=True)
         agree_on_closures_of(model, mesh)
         parametrizations = {
             id(part)
             for module in model.modules()
             if isinstance(module, ParametrizationList)
-            for part in module.modules()  # they run where a parameter is read, on no batch
+            for part in module.modules()  # called when a parameter is read, without a batch
         }
         for layer in model.modules():
             if layer is not model and id(layer) not in parametrizations:
@@ -125,7 +125,7 @@ def parallelize(
 
 
 def _check(model: nn.Module, mesh: Mesh, batch_norm: str, group_weight: str) -> None:
-    """What `parallelize` raises before ranks compare anything."""
+    """Checks the arguments of `parallelize`, before ranks compare anything."""
     if not isinstance(model, nn.Module) or not isinstance(mesh, Mesh):
         raise UsageError(
             f"parallelize({type(model).__name__}, {type(mesh).__name__}); possible are a "
@@ -149,10 +149,10 @@ def _check(model: nn.Module, mesh: Mesh, batch_norm: str, group_weight: str) -> 
 
 
 def entry_of(model: nn.Module) -> Entry:
-    """What `parallelize` has added to a model.
+    """Returns the entry hook that `parallelize` has added to a model.
 
     Raises:
-        UsageError: nothing.
+        UsageError: the model is not parallelized.
     """
     entry = model.__dict__.get(_ENTRY)
     if not isinstance(entry, Entry):
@@ -163,7 +163,7 @@ def entry_of(model: nn.Module) -> Entry:
 
 
 class Entry:
-    """The hook at the model's entry: counts the forward passes, and wraps the inputs."""
+    """The hook at a model's entry, which counts forward passes and wraps the inputs."""
 
     def __init__(self, mesh: Mesh, statistics: str, group_weight: str) -> None:
         self.mesh, self.statistics = mesh, statistics
@@ -171,8 +171,8 @@ class Entry:
         self._lane: Lane | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
-        # A copy of the model (an average of its weights, say) runs on the same mesh; its
-        # parameters become the reducer's if they are ever trained.
+        # A copy of the model (such as an average of its weights) runs on the same mesh; its
+        # parameters become members of the reducer if they are ever trained.
         copy = memo[id(self)] = Entry(self.mesh, self.statistics, "samples")
         copy.batches = deepcopy(self.batches, memo)
         return copy
@@ -180,16 +180,16 @@ class Entry:
     __reduce_ex__ = refuse_pickling
 
     def refuse_script(self) -> NoReturn:
-        """Stops torch.jit.script, which calls this instead of the model."""
+        """Refuses torch.jit.script, which calls this instead of the model."""
         raise NotSupported(_NO_SCRIPT.format("jit.script"))
 
     @property
     def reducer(self) -> Reducer:
-        """What reduces the gradients: one for all models on the mesh."""
+        """The gradient reducer, which is shared by all models on the mesh."""
         return reducer_of(self.mesh)
 
     def adopt(self, module: nn.Module) -> None:
-        """Makes the module's parameters and buffers those of rank 0, and reduces gradients."""
+        """Broadcasts parameters and buffers from rank 0, and adds the module to the reducer."""
         if self.mesh.size > 1:
             _broadcast(_state(module), self.mesh)
             self._lane = self.reducer.add_lane(module.named_parameters())
@@ -198,7 +198,7 @@ class Entry:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A forward pre-hook: arguments as the model takes them."""
+        """Prepares the arguments of the model; a forward pre-hook."""
         _refuse_transforms()
         args = tuple(self._cut(a) for a in args)
         kwargs = {name: self._cut(a) for name, a in kwargs.items()}
@@ -220,7 +220,7 @@ class Entry:
     def enter_part(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """A forward pre-hook of the parts: arguments as a part called by itself takes them."""
+        """Prepares the arguments of a part that is called separately; a forward pre-hook."""
         if self.batches.is_inside(module):
             return None
         self.batches.note_replaced(module)
@@ -237,12 +237,12 @@ class Entry:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients accumulate on each rank; the next backward outside reduces their sum."""
+        """Accumulates gradients without reduction; the next backward outside reduces the sum."""
         with nullcontext() if self.mesh.size == 1 else self.reducer.paused(self._lane):
             yield
 
     def of_batch(self, x: Tensor) -> ShardedTensor:
-        """A plain tensor of the running batch as a sharded one that is not cut."""
+        """Wraps a plain tensor of the running batch as a sharded one that is not cut."""
         entered: ShardedTensor = self._enter(
             distribute_tensor(x, self.mesh, {}), self.batches.running
         )
@@ -254,13 +254,13 @@ class Entry:
         return x
 
     def _cut_nested(self, x: Any) -> Any:
-        # Kernels are 5-D too, and come in lists: what learns is left as it is, and so is all beside
-        # a volume that is an argument by itself.
+        # Kernels are 5-D too, and passed in lists: tensors that require gradients are not cut, and
+        # no nested tensor is if a direct argument is a volume.
         return self._cut(x) if isinstance(x, Tensor) and not x.requires_grad else x
 
     def _enter(self, x: Any, sizes: GroupSizes | None, forward: int | None = None) -> Any:
         if is_container(x):
-            # In place: a model may write into a dict that it is given, for its caller to read.
+            # In place: a model may write into a dict argument for its caller to read.
             for each in leaves((x,)):
                 if isinstance(each, ShardedTensor):
                     origin = self._origin_of(each, sizes, forward)
@@ -285,10 +285,10 @@ class Entry:
 
 
 def _refuse_transforms() -> None:
-    """Stops a call through torch.func, torch.compile, torch.jit.trace or torch.export.
+    """Refuses calls through torch.func, torch.compile, torch.jit.trace or torch.export.
 
     While the compiler traces, an error raised here only makes it fall back to running this call
-    as it is, still inside of it: so its frames are looked for.
+    uncompiled, still below its frames: so the stack is searched for them.
     """
     if torch._C._are_functorch_transforms_active():
         raise NotSupported(_NO_FUNC)
@@ -308,7 +308,7 @@ def _refuse_transforms() -> None:
 
 
 def _obstacle_of_kind(module: nn.Module) -> str | None:
-    """Why a part of a model can't be split because of what was made of it, if it can't."""
+    """Returns why the type or state of a part of a model prevents splitting it, or `None`."""
     compiler = sys.modules.get("torch._dynamo")  # nothing is compiled before its import, a slow one
     wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
     if wrapped or module._compiled_call_impl is not None:
@@ -321,13 +321,13 @@ def _obstacle_of_kind(module: nn.Module) -> str | None:
 
 
 def _state(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers; one that several modules share comes once."""
+    """Yields parameters and buffers; shared ones once."""
     yield from module.parameters()
     yield from module.buffers()
 
 
 def obstacle(tensor: Tensor) -> str | None:
-    """Why ranks can't send a parameter or buffer to each other, if they can't."""
+    """Returns why ranks can't send a parameter or buffer to each other, or `None`."""
     if is_lazy(tensor):
         return "has no shape yet: call the network once on a plain tensor before it is parallelized"
     if tensor.is_meta:
@@ -340,7 +340,7 @@ def obstacle(tensor: Tensor) -> str | None:
 
 
 def _broadcast(tensors: Iterable[Tensor], mesh: Mesh) -> None:
-    """Overwrites tensors with those of rank 0."""
+    """Broadcasts tensors from rank 0."""
     if mesh.size == 1:
         return
     with torch.no_grad():

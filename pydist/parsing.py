@@ -1,4 +1,4 @@
-"""JSON from files that strangers may have written: whatever is wrong with it is a `ValueError`."""
+"""Parsing of JSON from untrusted files; every error is a `ValueError`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import json
 from typing import Any
 
 DEPTH = 64
-"""How deep lists and tables may be nested. Python's own limit is higher, and depends on the caller:
-beyond it reading, comparing and printing raise `RecursionError`."""
+"""Largest nesting depth of lists and tables. Python's own limit is higher, and depends on the
+caller: beyond it reading, comparing and printing raise `RecursionError`."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says.
+    """Returns the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or nested deeper than `DEPTH`.
+        ValueError: the text is not JSON, or nested deeper than `DEPTH`.
     """
     try:
         value = json.loads(text)

@@ -1,9 +1,9 @@
 """Geometry: boxes, partitions and footprints, computed by the native core.
 
 A `Box` is half open and in global indices. A `Partition` holds the split points of one dim, even
-or not; a part may be empty. A `Footprint` says which inputs an interval of outputs reads (kernel,
-stride, dilation, padding). `plan_exchange` intersects what every rank needs with what every rank
-owns and so finds every message of an exchange.
+or not; a part may be empty. A `Footprint` computes which inputs an interval of outputs reads
+(kernel, stride, dilation, padding). `plan_exchange` intersects the boxes that every rank needs with
+the boxes that every rank owns, and so finds every message of an exchange.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Named implementations, to which other packages add theirs by entry points."""
+"""Registries of named implementations, which other packages extend by entry points."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pydist.errors import UsageError
 
 
 class Registry:
-    """Implementations by name: pydist's own, and those that installed packages declare.
+    """A registry of named implementations: pydist's own, and those of installed packages.
 
-    A package declares one in its pyproject.toml, and none is imported before it is asked for:
+    A package declares one in its pyproject.toml; it is imported on first use:
 
         [project.entry-points."pydist.transports"]
         ucx = "my_package.ucx:UcxTransport"
 
     Args:
-        kind: what the implementations are, in messages, such as "transport".
+        kind: name of the kind of implementation, such as "transport".
         own: pydist's own by name, as "module:attribute".
     """
 
@@ -38,10 +38,10 @@ class Registry:
         return (*self._own, *sorted(self._points.keys() - self._own.keys()))
 
     def get(self, name: str) -> Any:
-        """The implementation with a name.
+        """Returns the implementation with a name.
 
         Raises:
-            UsageError: there is none, or the package that declares it can't be imported.
+            UsageError: the name is unknown, or the package that declares it can't be imported.
         """
         point = self._points.get(name)
         if point is None:
@@ -50,18 +50,18 @@ class Registry:
 
 
 def imported(path: str, what: str) -> Any:
-    """What a path such as "module:attribute" names.
+    """Imports the object that a path such as "module:attribute" names.
 
     Args:
         path: the path.
-        what: what is there, for errors.
+        what: description of the object, for errors.
 
     Raises:
-        UsageError: it is no such path, or there is nothing that can be imported.
+        UsageError: the path has another form, or can't be imported.
     """
     try:
         return EntryPoint(what, path, "").load()
-    except Exception as error:  # whatever its module does when it is imported
+    except Exception as error:  # the import of a module may raise anything
         raise UsageError(f"{what} ({path}): {' '.join(str(error).split())}") from error
 
 
@@ -94,9 +94,9 @@ TRANSPORTS = Registry(
         "cuda-mpi": "pydist.comm.transports.cuda_mpi.transport:CudaMpiTransport",
     },
 )
-"""Subclasses of `pydist.comm.Transport` that their class method `over` makes over another one."""
+"""Subclasses of `pydist.comm.Transport` whose class method `over` builds on another transport."""
 
 
 def transport_names() -> tuple[str, ...]:
-    """What `pydist.init(transport=...)` takes."""
+    """Returns the names that `pydist.init(transport=...)` accepts."""
     return *JOINS, *TRANSPORTS.names

@@ -1,4 +1,4 @@
-"""Joining the job that this process is part of, whichever launcher started it."""
+"""`connect`, which joins the job that this process is part of, under any launcher."""
 
 from __future__ import annotations
 
@@ -36,36 +36,36 @@ from pydist.watchdog import BLOCKED, end_of_program, phase
 _CLAIM = "pydist/failed"
 _CLAIM_TIMEOUT = timedelta(seconds=3)
 
-_declined: list[str] = []  # why "auto" has not taken the devices that are there
+_declined: list[str] = []  # why "auto" does not use the existing devices
 
 _worlds: dict[str, Transport] = {}  # a process joins its job once
 _stores: list[Store] = []  # of the process group, if pydist made it
 
 
 def connect(transport: str = "auto") -> Transport:
-    """Join the job and make the transport over all its ranks.
+    """Joins the job and makes the transport over all its ranks.
 
-    Initialises torch.distributed (gloo) as well, so that DeviceMesh, samplers and profilers work
-    as users know them; sets the number of threads of this rank; and from now on ends all ranks
-    when one of them fails (see `pydist.launch.failures`). Collective, the first time.
+    Also initializes torch.distributed (gloo), so that DeviceMesh, samplers and profilers work as
+    usual; sets the number of threads of this rank; and from now on ends all ranks when one of them
+    fails (see `pydist.launch.failures`). Collective, the first time.
 
     Args:
         transport: a name of `pydist.registry.transport_names`. "host" follows the launcher:
-            "mpi" under `mpirun`, "c10d" under `torchrun`, one rank if there is none. "nccl" is that
-            one and, for tensors on CUDA devices, NCCL; each rank has a device of its own. "auto" is
-            "nccl" where every rank of several has one, else "host"; all ranks decide together, see
+            "mpi" under `mpirun`, "c10d" under `torchrun`, one rank without a launcher. "nccl" is
+            "host" plus NCCL for tensors on CUDA devices; each rank has a separate device. "auto" is
+            "nccl" if each of several ranks has one, else "host"; all ranks decide together, see
             `why_no_devices`. "ipc" is "nccl" with exchanges by copies between devices of one
-            machine. "cuda-mpi" is an MPI that takes device memory. "cuda" is "nccl" where that is
-            possible, else "cuda-mpi". "local" is one rank on its own, whatever the launcher.
+            machine. "cuda-mpi" is a CUDA-aware MPI. "cuda" is "nccl" if that is possible, else
+            "cuda-mpi". "local" is one rank alone, under any launcher.
 
     Returns:
         The transport; the same one on every call.
 
     Raises:
-        UsageError: no such transport, the launcher and the MPI library do not fit, or there are
-            fewer GPUs than ranks for "nccl" and "ipc".
-        NotSupported: a rank has no GPU, or not what carries its memory: NCCL, a device that
-            another rank can map, a CUDA-aware MPI.
+        UsageError: the transport does not exist, the launcher and the MPI library do not match, or
+            there are fewer GPUs than ranks for "nccl" and "ipc".
+        NotSupported: a rank has no GPU, or no means to send its memory: NCCL, a device that another
+            rank can map, a CUDA-aware MPI.
     """
     if transport not in (possible := transport_names()):
         raise UsageError(f"transport '{transport}' is none of {', '.join(possible)}")
@@ -91,7 +91,7 @@ def _join(transport: str) -> Transport:
     with phase("joining the job", BLOCKED):
         world = _join_mpi(who) if transport == "mpi" else _join_c10d(who)
         world.barrier()
-    if who is None and world.size > 1:  # a launcher that is not known
+    if who is None and world.size > 1:  # an unknown launcher
         who = Identity("mpi", world.rank, world.size, local_rank=0, local_size=1)
         watch.start(who)
         world.barrier()
@@ -108,24 +108,24 @@ def _join(transport: str) -> Transport:
 
 
 def why_no_devices() -> str:
-    """Why `connect("auto")` took no CUDA devices although a rank has one; the same on all ranks.
+    """Returns why `connect("auto")` uses no CUDA devices although a rank has one.
 
     Returns:
-        The reason, on one line; "" if it took them, if there are none, or if there is one rank,
-        which needs no transport for its device.
+        The reason, on one line, the same on all ranks; "" if devices are used, if there are none,
+        or if there is one rank, which needs no transport for its device.
     """
     return _declined[-1] if _declined else ""
 
 
 def _join_auto(who: Identity | None) -> Transport:
-    """NCCL if every rank has a device of its own, else the transport of the host's memory."""
+    """Joins with NCCL if every rank has a separate device, else with the host's transport."""
     from pydist.comm.transports.nccl import place as nccl_place
 
     host = connect("host")
     if host.size == 1:
         return host
     found = nccl_place.look(host, 0 if who is None else who.local_rank)
-    # Without an environment: that ranks may share a device does not say that they should.
+    # Without an environment: variables that permit sharing a device do not request it.
     reason = nccl_place.lack(found) or nccl_place.conflict(found, {})
     if not reason:
         return connect("nccl")
@@ -135,7 +135,7 @@ def _join_auto(who: Identity | None) -> Transport:
 
 
 def _join_cuda(who: Identity | None) -> Transport:
-    """The first transport that carries the devices' memory here; the same on all ranks."""
+    """Joins with the first transport that supports device memory; the same on all ranks."""
     reasons = []
     for transport in ("nccl", "cuda-mpi") if _follow(who) == "mpi" else ("nccl",):
         try:
@@ -146,17 +146,17 @@ def _join_cuda(who: Identity | None) -> Transport:
 
 
 def _join_over(transport: str, who: Identity | None) -> Transport:
-    """A transport of the registry, over that of the launcher."""
+    """Joins with a transport of the registry, over the launcher's transport."""
     kind = TRANSPORTS.get(transport)
     world: Transport = kind.over(connect(kind.below), 0 if who is None else who.local_rank)
     failures.install(world.rank, world.size, abort=_abort(world))
     _list_mapped()
-    forks.at_exit(world.close)  # before that of the host's transport
+    forks.at_exit(world.close)  # before the host's transport is closed
     return world
 
 
 def _follow(who: Identity | None) -> str:
-    """The transport that fits the launcher."""
+    """Returns the transport that matches the launcher."""
     if who is None or who.launcher in ("torchrun", "pydist"):
         return "c10d"
     if who.launcher == "slurm":  # srun starts ranks with or without an MPI
@@ -222,14 +222,14 @@ def _init_process_group(store: Store, rank: int, size: int) -> None:
 
 
 def _stay_on_this_machine(alone: bool) -> None:
-    """Keep gloo off the network when all ranks are here: host names often resolve to nothing."""
+    """Keeps gloo off the network if all ranks are local, as host names often do not resolve."""
     if alone:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _store_through(world: Transport) -> Store:
-    """A store whose address travels over a transport: no fixed port that may be taken."""
+    """Makes a store whose address is broadcast over a transport, without a fixed port."""
     here = os.environ.get("GLOO_SOCKET_IFNAME", "").startswith("lo")
     host = "127.0.0.1" if here else _address()
     if world.rank == 0:
@@ -241,7 +241,7 @@ def _store_through(world: Transport) -> Store:
 
 
 def _address() -> str:
-    """An address of this machine that others can reach, without sending anything."""
+    """Returns an address of this machine that others can reach, without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # reserved for documentation
@@ -264,7 +264,7 @@ def _store_from_environment(who: Identity) -> Store:
 
 
 def first_host(nodelist: str) -> str:
-    """The first machine of a SLURM node list, such as "n07" of "n[07-09,12],m3"."""
+    """Returns the first machine of a SLURM node list, such as "n07" of "n[07-09,12],m3"."""
     match = re.match(r"([^\[,]+)(?:\[([^\]]+)\]([^,\[]*))?", nodelist)
     if match is None:
         raise UsageError(f"can't read the SLURM node list '{nodelist}'")
@@ -273,9 +273,9 @@ def first_host(nodelist: str) -> str:
 
 
 def _set_threads(world: Transport) -> None:
-    """Share the cores of a machine among its ranks, unless the user or the launcher has done so.
+    """Divides the cores of a machine among its ranks, unless the user or the launcher has.
 
-    torch counts the cores that the process may use, whether or not other ranks use the same.
+    torch counts the cores that the process may use, even if other ranks use the same ones.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
@@ -292,7 +292,7 @@ def _set_threads(world: Transport) -> None:
 
 
 def _list_mapped() -> None:
-    """Lists the shared memory of this rank, which the next job removes if this one is killed."""
+    """Records the shared memory of this rank, which the next job removes if this one is killed."""
     job = os.environ.get(lifeline.VARIABLE)
     made = leftovers.list_mapped(None if job is None else Path(job).parent)
     if made is not None:
@@ -300,7 +300,7 @@ def _list_mapped() -> None:
 
 
 def _hear_of_other_machines(who: Identity | None, world: Transport) -> None:
-    """Lets reports of hangs say what ranks of other machines do. Collective."""
+    """Includes ranks of other machines in reports of hangs. Collective."""
     if who is None or who.local_size >= world.size or watch.listens():  # the same on all ranks
         return
     mine = json.dumps(asdict(watch.place())).encode()
@@ -312,7 +312,7 @@ def _hear_of_other_machines(who: Identity | None, world: Transport) -> None:
 
 
 def _plain(store: Store) -> Store:
-    """The store that others only give prefixes to."""
+    """Returns the store below all prefix stores."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store
@@ -325,16 +325,16 @@ def _affinity() -> set[int]:
 
 
 def _claim(world: Transport) -> Callable[[int], bool] | None:
-    """Decides which of several failing ranks speaks: the first one to come to the store."""
+    """Returns a function that elects the failing rank that reports: the first at the store."""
     if world.size == 1 or "PYDIST_SUPERVISOR" in os.environ or not _stores:
-        return None  # the launcher decides, or nobody can
+        return None  # the launcher elects it, or no election is possible
     store = _stores[-1]
 
     def claim(_: int) -> bool:
         try:
             store.set_timeout(_CLAIM_TIMEOUT)
             return bool(store.add(_CLAIM, 1) == 1)
-        except RuntimeError:  # the store's rank is gone, and may have gone silently
+        except RuntimeError:  # the store's rank has ended, perhaps silently
             return True
 
     return claim
@@ -345,7 +345,7 @@ def _abort(world: Transport) -> Callable[[int], object] | None:
 
 
 def _leave(world: Transport) -> None:
-    """The normal end of a rank."""
+    """Leaves the job at the normal end of a rank."""
     end_of_program()
     world.close()
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""The state of a running job on one mesh: plans, counters, and services, apart from the mesh."""
+"""The state of a running job on one mesh: plans, counters and services."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ _T = TypeVar("_T")
 
 
 class Session:
-    """What a job keeps while it runs.
+    """The state of a running job on one mesh.
 
-    A service, such as the gradient reducer, is an object that a session makes once. The modules
-    of services are above this one, which knows none of them, so a service is found by its type.
+    A service, such as the gradient reducer, is an object that a session creates once. Services are
+    found by their types, as this module must not import theirs.
     """
 
     def __init__(self) -> None:
         self.timers = Timers()
         self.plans: dict[Hashable, Any] = {}
-        """Every plan, by what it does; see `plan`."""
+        """All plans, by key; see `plan`."""
         self.at_backward: list[Callable[[], None]] = []
-        """Called by the backward of each exchange: a backward pass is running."""
+        """Functions that the backward of each exchange calls, as a backward pass is running."""
         self._services: dict[type, Any] = {}
         self._forwards = 0
 
@@ -35,14 +35,14 @@ class Session:
     @forwards.setter
     def forwards(self, count: int) -> None:
         self._forwards = count
-        at_step(count)  # a report of a hang names it
+        at_step(count)  # for reports of hangs
 
     def plan(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """The plan with a key, made at the first call.
+        """Returns the plan with a key, and creates it on first use.
 
         Args:
-            key: what the plan does, and all that it depends on.
-            make: makes it; may be collective, as ranks make their plans in one order.
+            key: the plan's purpose, and everything that it depends on.
+            make: creates the plan; may be collective, as ranks create plans in the same order.
         """
         try:
             found: _T = self.plans[key]
@@ -51,12 +51,12 @@ class Session:
         return found
 
     def service(self, kind: type[_T], make: Callable[[], _T]) -> _T:
-        """The service of a type, made at the first call."""
+        """Returns the service of a type, and creates it on first use."""
         found: _T | None = self._services.get(kind)
         if found is None:
             found = self._services[kind] = make()
         return found
 
     def find(self, kind: type[_T]) -> _T | None:
-        """The service of a type; `None` if nobody has asked for it."""
+        """Returns the service of a type; `None` if it was not created."""
         return self._services.get(kind)

@@ -1,4 +1,4 @@
-"""init: joins the job, whoever launched it, and lays the mesh over its ranks."""
+"""`init`, which joins the job under any launcher and makes the mesh of its ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pydist.runtime import connect
 _OF_A_RANK = frozenset(
     {"PYDIST_RANK", "PYDIST_STORE", "PYDIST_SUPERVISOR", "PYDIST_CACHE", "PYDIST_TRACEBACK"}
 )
-"""Variables that may differ between ranks: they change nothing that ranks exchange."""
+"""Variables that may differ between ranks, as they do not affect exchanges."""
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -35,41 +35,42 @@ def init(
     seed: int = 0,
     keep_freed_memory: bool = True,
 ) -> Mesh:
-    """Joins the job that this process is part of and lays a mesh over its ranks.
+    """Joins the job that this process is part of and makes a mesh of its ranks.
 
-    Works under `mpirun`, `torchrun`, `pydist run`, and alone (one rank). From here on an exception
+    Works under `mpirun`, `torchrun`, `pydist run`, and alone (one rank). From here on, an exception
     on one rank ends all of them.
 
-    Tells the C library's allocator to keep what a step frees for the next one, which takes page
-    faults out of the step and leaves its peak resident; see `pydist.memory`.
+    Sets the C library's allocator to keep the memory that a step frees for the next step. This
+    avoids page faults and leaves the peak resident; see `pydist.memory`.
 
     Args:
-        data: number of sample groups (data parallelism); by default what the ranks allow.
-        spatial: how often depth, height and width of every sample are split.
-        transport: "auto", "host", "mpi", "c10d"; for tensors on CUDA devices "nccl" (one device a
-            rank, which is what "auto" takes where it can), "ipc", "cuda-mpi" or "cuda"; see
+        data: number of sample groups (data parallelism); by default as many as the ranks allow.
+        spatial: numbers of parts of every sample's depth, height and width.
+        transport: "auto", "host", "mpi", "c10d"; for tensors on CUDA devices "nccl" (one device per
+            rank, which "auto" uses if possible), "ipc", "cuda-mpi" or "cuda"; see
             `pydist.runtime.connect`.
-        seed: start of all random numbers that pydist draws (dropout, shuffling).
-        keep_freed_memory: False leaves the allocator's settings alone and keeps the peak low, as
-            PYDIST_KEEP_FREED_MEMORY=0 in the environment does.
+        seed: seed of all random numbers that pydist draws (dropout, shuffling).
+        keep_freed_memory: False leaves the allocator's settings unchanged and keeps the peak low,
+            like PYDIST_KEEP_FREED_MEMORY=0 in the environment.
 
     Returns:
-        The mesh, with this rank's place in it.
+        The mesh, with this rank's position.
 
     Raises:
-        UsageError: a count is no whole number, the mesh does not fit the number of ranks that were
-            started, or ranks differ in versions, mesh, seed or the environment variables of pydist,
-            or one of these variables holds what it cannot.
-        NotSupported: one for CUDA devices, and a rank has no GPU or not what carries its memory.
+        UsageError: a count is no integer, the mesh does not fit the number of ranks, ranks differ
+            in versions, mesh, seed or the environment variables of pydist, or one of these
+            variables has an invalid value.
+        NotSupported: the transport is for CUDA devices, and a rank has no GPU or can't send its
+            memory.
     """
     data, spatial, seed = counts_of(data, spatial, seed)
-    watch.limit()  # checked where it is of no use too: a mistake is one on every number of ranks
+    watch.limit()  # validates the variable on any number of ranks, also where it is not used
     records.is_wanted()
     native.cpu_isa()
     if not (keep_freed_memory and memory.keep_freed_memory()):
         memory.allow_relief()
     if transport != "local" and identity.detect() is not None:
-        # First where every rank is: ranks that ask for different transports join different ones.
+        # First on the host, which all ranks join: different transports join different ranks.
         host = connect("host")
         require_same(host, _facts(host.size, transport, data, spatial, seed))
         world = connect(transport)
@@ -85,7 +86,7 @@ def init(
 def _facts(
     size: int, transport: str, data: int | None, spatial: Sequence[int], seed: int
 ) -> dict[str, object]:
-    """What has to be equal on all ranks from the start."""
+    """Returns the facts that must be equal on all ranks from the start."""
     if data is None:
         data = size // max(1, math.prod(spatial))
     facts: dict[str, object] = {
@@ -98,7 +99,7 @@ def _facts(
         "the seed": seed,
         "torch's default dtype": torch.get_default_dtype(),
     }
-    # Under names of their own, so that one that is not set everywhere is named.
+    # One fact per variable, so that the error names one that is not set everywhere.
     for name in sorted(os.environ):
         if name.startswith("PYDIST_") and name not in _OF_A_RANK:
             facts[f"the environment variable {name}"] = os.environ[name]
@@ -106,15 +107,15 @@ def _facts(
 
 
 def _mpi_library() -> str:
-    """Name, version and build of the MPI that connects the ranks, on one line."""
+    """Returns name, version and build of the MPI that connects the ranks, on one line."""
     if "pydist.comm.transports.mpi.transport" not in sys.modules:
-        return "none"  # a program's own mpi4py says nothing of the ranks
+        return "none"  # a program's own mpi4py does not connect the ranks
     library: str = sys.modules["mpi4py.MPI"].Get_library_version()
     return " ".join(library.split("\0", maxsplit=1)[0].split())
 
 
 def _device_facts() -> dict[str, object]:
-    """What has to be equal where ranks compute on CUDA devices; NCCL is compared where it joins."""
+    """Returns the facts that must be equal on CUDA devices; NCCL is compared where it joins."""
     try:
         found = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
     except OSError:

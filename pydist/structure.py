@@ -1,4 +1,4 @@
-"""What ranks must have equal of a model."""
+"""The facts of a model that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch.nn.parameter import is_lazy
 
 
 def facts_of(model: nn.Module) -> dict[str, str]:
-    """The structure of a model: its modules with their modes, its parameters and buffers.
+    """Describes the structure of a model: its modules with modes, its parameters and buffers.
 
-    Ranks that differ in any of this exchange different things: one waits for good, or gradients
-    are summed with others.
+    Ranks with different structures exchange different messages: one waits forever, or gradients
+    of different parameters are summed.
 
     Args:
         model: the network.
@@ -22,7 +22,7 @@ def facts_of(model: nn.Module) -> dict[str, str]:
     for path, module in model.named_modules():
         kind, name = type(module), f"module {path!r}" if path else "the model"
         facts[name] = f"{kind.__qualname__} ({'train' if module.training else 'eval'})"
-        if kind.__module__.startswith("torch.nn."):  # others may say what is this rank's alone
+        if kind.__module__.startswith("torch.nn."):  # others may print rank-local facts
             facts[f"{name}'s settings"] = module.extra_repr()
     for path, parameter in model.named_parameters():
         frozen = "" if parameter.requires_grad else ", frozen"

@@ -1,4 +1,4 @@
-"""Where a rank's time goes: seconds by part of a step, and spans for recorders."""
+"""Timers of a rank: seconds by part of a step, and spans for recorders."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from pydist._loader import native
 
 _SPAN = native.PHASE_SPAN
-# Own code of pydist, which returns soon unless a device or another rank does not answer. What is
-# measured as "compute" may call the user's.
+# Parts that run only pydist's own code, which returns soon unless a device or another rank does not
+# respond. "compute" may call the user's code.
 _OWN = (
     "convolution", "dgrad", "wgrad", "boundary", "pack", "halo", "statistics", "gradients",
     "optimizer", "redistribute",
@@ -19,114 +19,114 @@ _KINDS = dict.fromkeys(_OWN, native.PHASE_BLOCKED)
 _enter_phase, _leave_phase = native.enter_phase, native.leave_phase
 
 COMPUTATION = frozenset({"compute", "convolution", "dgrad", "wgrad"})
-"""The parts that are a layer's own work, and neither communication nor waiting."""
+"""The parts that are a layer's computation, without communication and waiting."""
 
 
 class Arriving(Protocol):
-    """A halo on its way, as a recorder waits for it; `pydist.comm.Channel` is one."""
+    """A halo in flight, for which a recorder waits; `pydist.comm.Channel` is one."""
 
     stream: int | None
 
     def wait(self) -> None:
-        """Returns when it is there."""
+        """Waits until the halo has arrived."""
 
 
 class Recorder(Protocol):
-    """Takes the spans of one rank, in the order in which they end."""
+    """Receiver of the spans of one rank, in the order in which they end."""
 
     def begin(self, part: str, layer: str) -> Any:
-        """A span begins.
+        """Begins a span.
 
         Args:
-            part: what is done; see `Timers`.
-            layer: path of the module it is done for, "" if none.
+            part: part of the step; see `Timers`.
+            layer: path of the module, "" if none.
 
         Returns:
-            What `end` is given when the span is over.
+            A handle for `end`.
         """
         ...
 
     def end(self, begun: Any, part: str, layer: str, start: float, stop: float, own: float) -> None:
-        """A span has ended.
+        """Ends a span.
 
         Args:
-            begun: what `begin` returned; `None` if the span is older than the recording.
-            part: what was done.
-            layer: path of the module it was done for, "" if none.
-            start: `time.perf_counter` when it began.
-            stop: when it ended.
-            own: seconds of it that no nested span took.
+            begun: the result of `begin`; `None` if the span is older than the recording.
+            part: part of the step.
+            layer: path of the module, "" if none.
+            start: `time.perf_counter` at the start.
+            stop: at the end.
+            own: seconds without nested spans.
         """
         ...
 
     def launch(self, layer: str) -> Any:
-        """A halo is posted; returns what `land` is given for it."""
+        """Records that a halo is posted; returns a handle for `land`."""
         ...
 
     def land(self, flight: Any, channel: Arriving) -> None:
-        """Waits for a halo, and records for how long it was on its way, beside other spans."""
+        """Waits for a halo, and records how long it was in flight, concurrent to other spans."""
         ...
 
 
 class Timers:
     """Seconds that a rank has spent in the parts of a step, summed since the last `reset`.
 
-    Spans nest, and a part's seconds leave out what nested spans took. So the parts add up to no
-    more than the step, and the exchange inside of a layer counts as exchange, not as computation.
+    Spans nest, and a part's seconds exclude nested spans. So the sum of the parts is at most the
+    step, and the exchange inside a layer counts as exchange, not as computation.
 
     ==============  ============================================================================
-    part            what it is
+    part            contents
     ==============  ============================================================================
-    compute         a layer's own work, but for these of a convolution:
-    convolution     the main one, on the shard
-    dgrad           its gradient by the input
-    wgrad           its gradient by the weight
-    pack            a halo is packed and posted
-    halo            waiting for a halo (what computation did not hide), and unpacking it
-    halo in flight  from posting to arrival, beside the others: recorded, not summed
-    boundary        what the halo contributes to the planes at a shard's faces
+    compute         a layer's computation, except these parts of a convolution:
+    convolution     the main convolution, on the shard
+    dgrad           its gradient with respect to the input
+    wgrad           its gradient with respect to the weight
+    pack            packing and posting a halo
+    halo            waiting for a halo (not hidden by computation), and unpacking it
+    halo in flight  time from posting to arrival, concurrent to the others: recorded, not summed
+    boundary        the halo's contribution to the planes at a shard's faces
     statistics      sums over ranks for a norm or a reduction
-    gradients       reducing the gradients of parameters
+    gradients       reduction of the gradients of parameters
     optimizer       the optimizer's step
     data            waiting for the next batch
-    redistribute    moving a tensor into another layout
-    profiler        what a profiler does for itself between the others
+    redistribute    redistribution of a tensor to another layout
+    profiler        a profiler's own work between the others
     ==============  ============================================================================
 
-    These are seconds of the host. On a CUDA device a recorder measures its own beside them.
+    These are seconds of the host. On a CUDA device, a recorder also measures device time.
 
     A rank measures in its own thread, or in the one that runs its backward while the first waits:
-    an object serves one at a time.
+    an object is used by one thread at a time.
     """
 
     def __init__(self) -> None:
         self.layer = ""
-        """Path of the module that is being called; "" unless a profiler keeps it up to date."""
+        """Path of the module that is being called; "" unless a profiler updates it."""
         self.recorder: Recorder | None = None
-        """Takes every span while it is set."""
+        """The receiver of all spans, if there is one."""
         self._seconds: dict[str, float] = defaultdict(float)
         self._nested = 0.0
-        """Seconds that the spans inside of the innermost open one have taken."""
+        """Seconds of the spans inside the innermost open one."""
 
     def measure(self, part: str, layer: str = "") -> Measurement:
-        """A context manager that adds its block's time, less that of nested spans, to `part`.
+        """Returns a context manager that adds its time, without nested spans, to `part`.
 
         Args:
-            part: what is done; see above.
-            layer: path of the module it is done for; by default `self.layer`.
+            part: part of the step; see above.
+            layer: path of the module; by default `self.layer`.
         """
         return Measurement(self, part, layer)
 
     def add(self, part: str, start: float, stop: float, begun: Any = None) -> None:
         """Adds a span that the caller has measured and that contains no other one.
 
-        As `measure` for the layer at work, in half the time.
+        Like `measure` for the current layer, with half the overhead.
 
         Args:
-            part: what was done; see above.
-            start: `time.perf_counter` when it began.
-            stop: when it ended.
-            begun: what the recorder's `begin` returned, if there is one.
+            part: part of the step; see above.
+            start: `time.perf_counter` at the start.
+            stop: at the end.
+            begun: the result of the recorder's `begin`, if there is a recorder.
         """
         self._seconds[part] += stop - start
         self._nested += stop - start
@@ -134,16 +134,16 @@ class Timers:
             self.recorder.end(begun, part, self.layer, start, stop, stop - start)
 
     def snapshot(self) -> dict[str, float]:
-        """Seconds by part."""
+        """Returns the seconds by part."""
         return dict(self._seconds)
 
     def reset(self) -> None:
-        """Starts all sums at zero again."""
+        """Resets all sums to zero."""
         self._seconds.clear()
 
 
 class Measurement:
-    """One measurement under way, made by `Timers.measure`; a class, as it opens faster."""
+    """One running measurement of `Timers.measure`; a class, as its entry is faster."""
 
     __slots__ = ("_begun", "_layer", "_outer", "_part", "_start", "_timers")
 

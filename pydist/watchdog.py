@@ -1,10 +1,10 @@
-"""What a rank tells its watchdog: which phase it is in, and whether it waits for other ranks.
+"""Reports of a rank to its watchdog: its phase, and whether it waits for other ranks.
 
 The watchdog is native (`csrc/watchdog`): one thread per rank, without the interpreter's lock, and
 a page of shared memory per machine. A job hangs if no rank makes progress for the limit,
 `PYDIST_HANG_LIMIT` seconds, while at least one rank waits in an exchange. Then the watchdog names
-the ranks, writes their stacks and ends the job with exit code 72. Nothing here does anything in a
-process without a watchdog. `pydist.launch.watch` starts it.
+the ranks, writes their stacks and ends the job with exit code 72. `pydist.launch.watch` starts the
+watchdog; without one, these functions have no effect.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import ParamSpec, TypeVar
 from pydist._loader import native
 
 SPAN: int = native.PHASE_SPAN
-"""The rank does something that has a name; what is within says whether it waits."""
+"""The rank is in a named phase; nested phases determine whether it waits."""
 WAIT: int = native.PHASE_WAIT
 """The rank waits for other ranks, at most the limit without progress."""
 BLOCKED: int = native.PHASE_BLOCKED
-"""A call that returns soon, unless a file, a device or the launcher does not answer."""
+"""A call that returns soon, unless a file, a device or the launcher does not respond."""
 WORK: int = native.PHASE_WORK
 """The rank works, or all ranks do, and may be silent for three times the limit."""
 END: int = native.PHASE_END
@@ -31,10 +31,10 @@ R = TypeVar("R")
 
 
 def waits(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator for functions that return when other ranks have done their part.
+    """Decorates functions that return when other ranks have done their part.
 
     Args:
-        name: what is waited for, at most 48 characters; the report shows it.
+        name: description of the wait, at most 48 characters; the report shows it.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -52,13 +52,13 @@ def waits(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class phase:  # noqa: N801  a context manager, used as a function
-    """A context manager that tells the watchdog what its block does.
+    """A context manager that reports the phase of its block to the watchdog.
 
     Args:
         name: at most 48 characters; the report shows it.
         kind: `WORK` for blocks that may be silent for longer than the limit: autotuning, capture,
-            saving, opening data. `WAIT` for those that wait for other ranks, `BLOCKED` for others,
-            `SPAN` for those that only have a name.
+            saving, opening data. `WAIT` for blocks that wait for other ranks, `BLOCKED` for others,
+            `SPAN` for blocks that only have a name.
     """
 
     __slots__ = ("_kind", "_name")
@@ -74,15 +74,15 @@ class phase:  # noqa: N801  a context manager, used as a function
 
 
 def end_of_program() -> None:
-    """Tells the watchdog that this rank's program has ended."""
+    """Reports to the watchdog that this rank's program has ended."""
     native.enter_phase("the end of the program", END)
 
 
 def at_step(step: int) -> None:
-    """Tells the watchdog the number of the training step."""
+    """Reports the number of the training step to the watchdog."""
     native.mark_step(step)
 
 
 def ended_ranks() -> list[int]:
-    """The ranks of this machine that have reached the end of their program, as far as known."""
+    """Returns the ranks of this machine that are known to have ended their program."""
     return native.ended_ranks()

@@ -1,13 +1,13 @@
-"""Hypothesis profiles, and `@pytest.mark.ranks(n)`: a test module that runs as a job of n ranks.
+"""Hypothesis profiles, and `@pytest.mark.ranks(n)`: test modules that run as jobs of n ranks.
 
     pytestmark = pytest.mark.ranks(4)  # also: mpi=("openmpi", "mpich", "gloo"), seconds=120
 
     def test_something(world):                    # `world` is the transport over all ranks
         ...
 
-Plain `pytest` starts one job for the whole module and takes each test's result from it. Within the
-job a failure on any rank ends all ranks, since the others may be waiting for it; the tests after it
-are reported as not run. `PYDIST_TEST_MPI=mpich pytest ...` chooses the launcher.
+Plain `pytest` starts one job for all tests of the module and reads each test's result from it.
+A failure on any rank ends all ranks of the job, since others may be waiting for it; later tests
+are reported as not run. `PYDIST_TEST_MPI=mpich pytest ...` selects the launcher.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from pydist.comm import Transport
 
 _REPORT = "PYDIST_TEST_REPORT"
-"""Within a job: the file to which rank 0 appends the outcome of each test."""
+"""Variable, set within a job: the file to which rank 0 appends the outcome of each test."""
 
 _JOB_SECONDS = 120
 
 hypothesis.settings.register_profile("dev", max_examples=50, deadline=None)
-# The same examples in every run: to find more, `dev` draws others each time, `nightly` many.
+# The same examples in every run; `dev` draws new ones each time, `nightly` draws many.
 hypothesis.settings.register_profile("ci", max_examples=100, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
 # Ranks must draw the same examples; a database would be shared while they run.
@@ -57,7 +57,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", _default_p
 
 @pytest.fixture(scope="session")
 def world() -> Transport:
-    """The transport over all ranks of the job."""
+    """Returns the transport over all ranks of the job."""
     if _REPORT not in os.environ:
         pytest.fail("the fixture `world` needs the mark `ranks`", pytrace=False)
     from pydist.runtime import connect
@@ -67,18 +67,17 @@ def world() -> Transport:
 
 def pytest_configure(config: pytest.Config) -> None:
     _keep_freed_memory()
-    # Convolutions go by the rule: what a loaded machine measures is not the same twice. And what
-    # the tests of measuring remember is not for the user's cache. Processes that tests start
-    # inherit both.
+    # Convolutions use the fixed rule: autotuning on a loaded machine is not reproducible. The
+    # autotune tests must not write to the user's cache. Child processes inherit both variables.
     if _REPORT not in os.environ:
         os.environ["PYDIST_TUNE"] = "0"
         os.environ["PYDIST_CACHE"] = str(_directory(config) / "cache")
 
 
 def _keep_freed_memory() -> None:
-    """Has the allocator of glibc keep what is freed, up to 1 GiB: the system clears no page twice.
+    """Makes glibc's allocator keep up to 1 GiB of freed memory, so that no page is cleared twice.
 
-    Rank-threads share one heap; their own would give large blocks back.
+    Rank-threads share one arena; per-thread arenas would return large blocks to the system.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -90,8 +89,8 @@ def _keep_freed_memory() -> None:
 
 
 def pytest_collection_finish() -> None:
-    # The modules and tests that are there now stay to the end: no collection has to look at them.
-    # They are nearly all objects of the process, and a third of the time went into that.
+    # Modules and tests loaded by now stay alive to the end: excluding these objects, nearly all
+    # of the process, from garbage collection saves a third of the time.
     gc.collect()
     gc.freeze()
 
@@ -139,7 +138,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
                 when=when,
             )
         )
-    # As after a test that ran here: what earlier ones kept for this folder is not for the next.
+    # As after a test in this process: fixtures that earlier tests left in this folder end here.
     item.session._setupstate.teardown_exact(nextitem)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
@@ -197,7 +196,7 @@ def _run_job(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C, and a second one, after which the launcher kills all ranks."""
+    """Sends Ctrl-C, and a second one, after which the launcher kills all ranks."""
     for _ in range(2):
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
@@ -217,7 +216,7 @@ def _directory(config: pytest.Config) -> Path:
 
 
 def _verdict(nodeid: str, jobs: Sequence[_Job]) -> tuple[str, object]:
-    """The outcome of a test over all its jobs, and what to show."""
+    """Returns the outcome of a test over all its jobs, and the text to show."""
     if not jobs:
         return "skipped", (nodeid, 0, "Skipped: none of its MPI launchers is installed")
     for job in jobs:

@@ -1,4 +1,4 @@
-"""The pages of the documentation: each decision is listed, and paths that they name exist."""
+"""Tests of the documentation: the index lists every decision, and all named paths exist."""
 
 from __future__ import annotations
 

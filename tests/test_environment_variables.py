@@ -65,7 +65,7 @@ def test_an_unknown_instruction_set_is_refused() -> None:
 def run_with_isa(value: str, *program: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *(program or ("-c", PRINT))],
-        cwd=Path(__file__).parent,  # where no folder pydist hides the installed package
+        cwd=Path(__file__).parent,  # here no folder named pydist hides the installed package
         env={**os.environ, "PYDIST_ISA": value, "PYTHONPATH": ":".join(filter(None, sys.path))},
         capture_output=True,
         text=True,

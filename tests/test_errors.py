@@ -1,4 +1,4 @@
-"""Errors: one line, the right kind, the right exit code; and no rank waits for a failed one."""
+"""Tests of errors: one line, the right class and exit code; no rank waits for a failed rank."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def large_file(size: int) -> None:
 
 @pytest.mark.parametrize("allocate", [torch.empty, np.empty, large_file])
 def test_memory_that_can_not_be_had_is_one_line(allocate):
-    """As torch, NumPy and HDF5 say so."""
+    """torch, NumPy and HDF5 each report it with an error of their own."""
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         allocate(1 << 46)
     assert exit_code_of(caught.value) == 66
@@ -75,7 +75,7 @@ def test_memory_that_can_not_be_had_is_one_line(allocate):
 
 
 def test_a_refusal_stays_visible_inside_operators():
-    """A TypeError would become "unsupported operand"."""
+    """Python would turn a TypeError into "unsupported operand"."""
     assert issubclass(NotSupported, RuntimeError)
 
     def body(mesh):
@@ -87,7 +87,7 @@ def test_a_refusal_stays_visible_inside_operators():
 
 
 class Fault(Exception):
-    """What goes wrong in a test."""
+    """Error that a test raises."""
 
 
 def in_forward(model, x, rank):

@@ -1,4 +1,4 @@
-"""One sample group evaluates alone, with gradients enabled, while the others train."""
+"""Tests in which one sample group evaluates with gradients enabled while the others train."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ SIZES = [1, 2]
 
 
 def train(mesh, loss, alone, tuned):
-    """Gradients after three backward passes.
+    """Returns the gradients after three backward passes.
 
     Args:
-        mesh: the ranks, in two groups; None is one device.
-        loss: which one.
+        mesh: the ranks, in two groups; None means one device.
+        loss: the kind of loss.
         alone: whether the second group evaluates between forward and backward.
         tuned: whether the model trains in evaluation mode.
     """
@@ -40,7 +40,7 @@ def train(mesh, loss, alone, tuned):
         if alone and mesh is not None and mesh.data_index == 1:
             model.eval()(cut(10))
             kept.pop()
-        if loss == "learned":  # whose gradient comes before the output is reached
+        if loss == "learned":  # its gradient arrives before backward reaches the output
             value = (y * learned).square().mean()
         elif loss == "feature":
             value = feature.square().mean()

@@ -1,4 +1,4 @@
-"""Grids of named axes: indices, coordinates and groups."""
+"""Tests of grids of named axes: indices, coordinates and groups."""
 
 import math
 
@@ -14,7 +14,7 @@ some_axes = st.lists(st.sampled_from(AXES), unique=True).map(tuple)
 @given(grids, some_axes)
 def test_coordinates_and_indices_are_inverse(grid, axes):
     found = [tuple(grid.coords(i, axes).values()) for i in range(grid.size(axes))]
-    assert found == sorted(set(found))  # the last axis fastest
+    assert found == sorted(set(found))  # the last axis varies fastest
     assert [grid.index(grid.coords(i, axes), axes) for i in range(grid.size(axes))] == list(
         range(grid.size(axes))
     )

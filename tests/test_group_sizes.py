@@ -1,4 +1,4 @@
-"""Sample groups of unequal size: gradients, masks and losses are those of the whole batch."""
+"""Tests of unequal sample groups: gradients, masks and losses equal those of the global batch."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SIZES = [(2, 1), (3, 2, 0), (1, 4)]
 
 
 class Net(nn.Module):
-    """With batch norm over all groups, dropout, and a second output that is used within."""
+    """Network of two outputs, with batch norm over all groups and dropout."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.conv = nn.Conv3d(2, 4, 3, padding=1, bias=False)  # before a norm it is noise
+        self.conv = nn.Conv3d(2, 4, 3, padding=1, bias=False)  # before a norm its gradient is noise
         self.norm = nn.BatchNorm3d(4)
         self.drop = nn.Dropout3d(dropout)
         self.last = nn.Conv3d(4, 3, 3, padding=1, stride=2)
@@ -59,7 +59,7 @@ def test_gradients_masks_and_statistics_are_those_of_the_whole_batch(make, sizes
 
 
 def deep_network() -> nn.Sequential:
-    """Ends in blocks thinner than the halo and a norm over all groups; its work depends on N."""
+    """Returns a network with blocks thinner than the halo and a norm; its work depends on N."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv3d(2, 64, 3, stride=3, padding=1, bias=False),
@@ -77,7 +77,7 @@ def test_thin_blocks_have_the_same_layout_in_groups_of_different_sizes():
 
 
 def test_a_head_a_criterion_and_a_feature_outside_of_the_model():
-    """Parameters that a loss meets before the model's output, and a loss that passes it by."""
+    """Backward reaches some parameters before the model's output, and one loss bypasses it."""
 
     class Learned(nn.Module):
         def __init__(self):
@@ -101,7 +101,7 @@ def test_a_head_a_criterion_and_a_feature_outside_of_the_model():
 
 
 def test_a_criterion_that_learns_and_belongs_to_no_model():
-    """Its gradient arrives before backward has reached an output of the model."""
+    """Its gradient arrives before backward reaches an output of the model."""
 
     def step(model, rows, mesh):
         noise = nn.Parameter(torch.full((3,), 0.5, dtype=torch.float64))
@@ -131,7 +131,7 @@ def test_accumulation_over_batches_of_different_sizes(no_sync):
 
 
 def test_second_derivatives():
-    """A gradient penalty: the inner gradient is of the group's own samples."""
+    """In a gradient penalty the inner gradient covers the samples of the group."""
 
     def make():
         torch.manual_seed(0)
@@ -140,9 +140,9 @@ def test_second_derivatives():
     def step(model, rows, mesh):
         x = cut(inputs(3)[rows], mesh).requires_grad_()
         (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        inner.square().sum((1, 2, 3, 4)).mean((0,)).backward()  # it reaches no last bias
+        inner.square().sum((1, 2, 3, 4)).mean((0,)).backward()  # does not reach the last bias
         found = results(model)
-        # Of parameters: the gradient of the whole batch, and through it.
+        # Gradients of parameters cover the global batch, also in double backward.
         model.zero_grad()
         grads = torch.autograd.grad(
             model(inputs(3)[rows]).square().mean(), list(model.parameters()), create_graph=True
@@ -217,7 +217,7 @@ def test_backward_passes_through_a_retained_graph_have_the_weights_of_their_batc
         y = plain(model(x)[1])
         y.square().mean().backward(retain_graph=True)
         model.conv.weight.square().sum().backward()  # has no batch
-        (factor * y.sin().mean()).backward(retain_graph=True)  # the factor's gradient comes first
+        (factor * y.sin().mean()).backward(retain_graph=True)  # the factor's gradient arrives first
         total = summed(y.cos().mean((1, 2, 3, 4)).sum(), mesh)
         (factor * (total / 3)).backward()
         return results(model) | {"factor": factor.grad}
@@ -226,7 +226,7 @@ def test_backward_passes_through_a_retained_graph_have_the_weights_of_their_batc
 
 
 def test_class_weights_ignored_labels_and_a_mask():
-    """Means over the global batch, by sums over the groups; gradients included."""
+    """Sums over the groups give means over the global batch, and their gradients."""
     labels = randint(3, 5, 3, 3, 2, seed=1)
     labels[0, :2] = 255
     weight = randn(3, seed=2).abs()
@@ -241,7 +241,7 @@ def test_class_weights_ignored_labels_and_a_mask():
         loss = summed(entropy, mesh) / summed(counted.sum(), mesh)
         kept = cut(mask[rows], mesh)
         loss = loss + summed((y.square() * kept).sum(), mesh) / summed(kept.sum(), mesh)
-        # What is not linear in the sums, and what is an ordinary mean.
+        # One term is nonlinear in the sums, the other is an ordinary mean.
         per_class = summed(y.sigmoid().sum((0, 2, 3, 4)), mesh)
         loss = loss + plain(per_class).log().sum() + y.sin().mean()
         loss.backward()
@@ -292,7 +292,7 @@ def test_one_backward_through_batches_that_weigh_differently_is_refused():
         with pytest.raises(NotSupported, match=r"share as \[.*\] and as \[.*call backward"):
             (first.square().mean() + second.square().mean()).backward()
         model.zero_grad()
-        # An older batch by itself has its own weights.
+        # An older batch keeps its own weights.
         older = model(inputs(3)[parts(mesh, (2, 1))])[1]
         model(inputs(4)[parts(mesh, (2, 2))])
         older.square().mean().backward()
@@ -350,7 +350,7 @@ def test_a_line_search_keeps_ranks_together(data, spatial, as_number):
 def test_an_exchange_that_did_not_start_is_started_again():
     def body(mesh):
         sizes = GroupSizes(mesh, 1 + mesh.data_index)
-        with pytest.raises(RuntimeError, match="storage"):  # no tensor in there has any
+        with pytest.raises(RuntimeError, match="storage"):  # functorch's tensors have none
             torch.func.grad(lambda _: sizes.start())(torch.ones(()))
         sizes.finish()
         return sizes.counts

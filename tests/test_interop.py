@@ -1,4 +1,4 @@
-"""Arrays of other libraries where a tensor is taken."""
+"""Tests of arrays from other libraries in the place of tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydist.layout import layout_for_sample
 
 
 class Exported:
-    """All it has is DLPack."""
+    """Array that offers only DLPack."""
 
     def __init__(self, values):
         self._values = values
@@ -30,10 +30,10 @@ class Exported:
 
 
 class Described:
-    """All it has is NumPy's array interface."""
+    """Array that offers only NumPy's array interface."""
 
     def __init__(self, values):
-        self._values = values  # the memory
+        self._values = values  # keeps the memory alive
         self.__array_interface__ = values.__array_interface__
 
 
@@ -61,7 +61,7 @@ def test_memory_is_shared(kind, dtype):
 def test_what_torch_can_not_share_is_copied(values):
     tensor = as_tensor(values)
     np.testing.assert_array_equal(tensor, values)
-    tensor.zero_()  # the copy is not read-only
+    tensor.zero_()  # the copy is writable
 
 
 def test_tensors_are_themselves():

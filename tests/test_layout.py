@@ -1,4 +1,4 @@
-"""Layouts: every element lies where the layout says, once or in equal copies."""
+"""Tests of layouts: every element is stored where the layout says, once or in equal copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The message of a missing native module names the situation and the way out."""
+"""Tests of the error for a missing native module: it names the situation and the remedy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_source_tree_that_hides_the_install_is_named(tmp_path):
 
 
 def test_a_source_tree_without_a_module_takes_that_of_an_install_of_the_same_interface(tmp_path):
-    """Python in the root of a clone, after `make demo`."""
+    """This happens when Python runs in the root of a clone after `make demo`."""
     tree, place = tmp_path / "tree", tmp_path / "site"
     shutil.copytree(
         _loader.PACKAGE, tree / "pydist", ignore=shutil.ignore_patterns("*.so", "__pycache__")

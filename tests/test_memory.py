@@ -1,4 +1,4 @@
-"""Memory that a step frees stays in the process for the next one, unless somebody has a say."""
+"""Tests of memory reuse: freed memory stays in the process unless settings say otherwise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ print(sum(faults() for _ in range(10)) // 10)
 
 
 def run(program: str, folder, **variables: str) -> str:
-    """What a fresh process prints, with no allocator settings but the given ones."""
+    """Returns the output of a fresh process with only the given allocator settings."""
     environment = child_environment(**{VARIABLE: "1", **variables})
     for name in list(environment):
         if name not in variables and name.startswith(("MALLOC_", "GLIBC_TUNABLES", "LD_PRELOAD")):
@@ -49,12 +49,12 @@ def run(program: str, folder, **variables: str) -> str:
 
 
 def faults_after(setup: str, folder, **variables: str) -> int:
-    """Page faults of a block of 64 MiB that was allocated and freed a few times before."""
+    """Returns the page faults of a 64 MiB block after a few allocations and frees of it."""
     return int(run(f"{FAULTS}{setup}\n{REPEATED}", folder, **variables))
 
 
 def test_large_blocks_fault_as_the_allocator_comes(tmp_path):
-    """What the other tests compare with."""
+    """This is the baseline of the other tests."""
     assert faults_after("", tmp_path) >= PAGES
 
 
@@ -147,7 +147,7 @@ torch.ones(7 << 20)  # from now on blocks below 32 MiB come from the heap
 relieve()
 before = resident()
 blocks = [torch.ones(2 << 20) for _ in range(8)]
-last = torch.ones(1 << 18)  # behind them: the heap's end stays where it is
+last = torch.ones(1 << 18)  # after them, so the end of the heap stays in place
 del blocks
 free = resident() - before
 relieve()

@@ -1,4 +1,4 @@
-"""The mesh: ranks and groups are where they are said to be, and what does not fit is refused."""
+"""Tests of the mesh: positions of ranks and groups, and refusals of impossible meshes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_an_axis_that_does_not_fit_is_named(axes, named):
 
 
 def test_groups_are_made_for_the_axes_that_are_used():
-    """Each of them costs memory on a device."""
+    """Each group costs memory on a device."""
 
     def body(world):
         mesh = Mesh(world, 2, (2, 2, 2))

@@ -1,4 +1,4 @@
-"""The stub lists what the native module has: every public name, kind, argument and default."""
+"""Tests of the stub: it lists all public names, kinds, arguments and defaults of the module."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TYPE_ALIASES = {"Lendable"}
 
 
 def signature(function: ast.FunctionDef) -> list[str]:
-    """Argument names in order; those with a default end in `=`."""
+    """Returns the argument names in order; a name with a default ends in `=`."""
     arguments = function.args.posonlyargs + function.args.args
     required = len(arguments) - len(function.args.defaults)
     return [a.arg + "=" * (i >= required) for i, a in enumerate(arguments)]
 
 
 def stub_members(body: list[ast.stmt]) -> dict[str, list[str] | str | dict]:
-    """Public names of a stub: arguments of functions, members of classes, else the kind."""
+    """Maps a stub's public names to arguments of functions, members of classes, or the kind."""
     members: dict[str, list[str] | str | dict] = {}
     for node in body:
         if isinstance(node, ast.ClassDef):
@@ -41,7 +41,7 @@ def is_public(name: str) -> bool:
 
 
 def native_signature(routine) -> list[str]:
-    """Parsed from the first line of the docstring, where pybind11 writes it."""
+    """Parses the signature that pybind11 writes in the first line of the docstring."""
     line = routine.__doc__.splitlines()[0]
     assert not line.startswith("Overloaded"), f"overloads of {routine} need a look by hand"
     assert "::" not in line, f"a C++ type has no form in Python: {line}"

@@ -1,4 +1,4 @@
-"""Volumes within lists, dicts and dataclasses enter a model as those that are arguments do."""
+"""Tests of volumes in lists, dicts and dataclasses: models treat them as direct arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Batch:
 
 
 class Subject(dict):
-    """As TorchIO has it: a dict of a class of its own."""
+    """Subclass of dict, as TorchIO's Subject is."""
 
 
 WRAPS = {
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def trained(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
-    """Gradients and running statistics after one backward pass."""
+    """Returns the gradients and running statistics after one backward pass."""
     model(batch).pow(2).mean().backward()
     found = {name: p.grad for name, p in model.named_parameters()}
     return found | {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point()}
@@ -102,7 +102,7 @@ def test_statistics_follow_the_argument_of_parallelize():
 
 
 def test_a_dict_stays_the_callers():
-    """What the model writes there is seen; plain volumes of the caller are not replaced."""
+    """The caller sees what the model writes; plain volumes of the caller are not replaced."""
 
     class Writes(Net):
         def forward(self, batch):

@@ -1,4 +1,4 @@
-"""Who made a file, and whether that process still runs."""
+"""Tests of owner tags: which process made a file, and whether it still runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DAY = 86_400
 
 
 def tag_of_a_child(and_then: str = "") -> tuple[subprocess.Popen[str], str]:
-    """Another process, and the tag that it gives itself."""
+    """Starts another process; returns it and its own tag."""
     source = f"from pydist import owner; print(owner.tag(), flush=True){and_then}"
     child = subprocess.Popen(
         [sys.executable, "-c", source],
@@ -35,7 +35,7 @@ def test_a_process_runs_until_it_is_killed_even_if_its_parent_does_not_ask_for_i
     assert len(tag) <= 28
     assert owner.runs(tag) is True
     child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, and still in the table
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # ended, still in the process table
     assert owner.runs(tag) is False
     child.communicate()
     assert owner.runs(tag) is False
@@ -73,7 +73,7 @@ def test_temporaries_of_dead_processes_go_and_all_others_stay(tmp_path: Path) ->
     (dead_folder / "model.safetensors").touch()
     dead_link = tmp_path / f"last.tmp-{tag}-00000000"
     dead_link.symlink_to("data.hdf5")
-    abandoned = tmp_path / ".other.tmp-00000000-1-1-01234567"  # of another machine, long ago
+    abandoned = tmp_path / ".other.tmp-00000000-1-1-01234567"  # from another machine, long ago
     untagged = tmp_path / f".older.tmp-{'0' * 12}"
     stay = [
         owner.temporary(tmp_path / "mine"),

@@ -1,4 +1,4 @@
-"""parallelize: the same network, the same numbers, the same habits."""
+"""Tests of `parallelize`: same network, same numbers, same nn.Module behavior."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_one_step(task_and_answer, data, spatial, keep_thin_blocks):
 
 
 def train(model, steps, batch, make=torch.optim.Adam, lr=1e-2):
-    """Losses of some steps on the rows `batch` of each step's data."""
+    """Trains on the rows `batch` of each step's data; returns the losses."""
     optimizer = make(model.parameters(), lr=lr)
     losses = []
     for step in range(steps):
@@ -280,7 +280,7 @@ def test_evaluation_mode_with_groups_of_unequal_size():
 
 
 def test_a_copy_runs_and_trains_on_its_own():
-    """An average of weights, a target network."""
+    """Weight averages and target networks are such copies."""
 
     def body(mesh):
         model = parallelize(small(), mesh)
@@ -348,7 +348,7 @@ def with_sparse(module):
 def test_what_ranks_can_not_send_is_named_before_anything_is_sent(said, make):
     def body(mesh):
         model = make()
-        for _ in range(2):  # nothing remains that says it were parallelized
+        for _ in range(2):  # the refusal leaves no mark of parallelization
             with pytest.raises(UsageError, match=said):
                 parallelize(model, mesh)
 

@@ -1,4 +1,4 @@
-"""Networks beyond a chain of layers: several at once, shared weights, skips, other precisions."""
+"""Tests of networks beyond chains: several networks, shared weights, skips, other precisions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.networks.small import BATCH, SHAPE, initialised, small
 
 
 def test_several_models_on_one_mesh():
-    """One trains through the other, and each by itself."""
+    """One network trains through the other, and each by itself."""
 
     def losses(first, second, x):
         (F.mse_loss(first(x), randn(BATCH, 3)) * 2).backward()
@@ -49,7 +49,7 @@ def test_several_models_on_one_mesh():
 
 
 def test_a_weight_used_on_shards_and_plain():
-    """Its gradient is a mixture of partial sums and of equal values."""
+    """Its gradient mixes partial sums and replicated values."""
 
     class Mixed(nn.Module):
         def __init__(self):
@@ -78,7 +78,7 @@ def test_a_weight_used_on_shards_and_plain():
 
 
 def adversaries(generator, critic, mesh=None):
-    """Some steps of a generative adversarial network; the critic is frozen every other time."""
+    """Trains an adversarial network for 3 steps; the generator's updates freeze the critic."""
     optimizers = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (generator, critic)]
     for step in range(3):
         noise, real = (randn(*SHAPE, seed=s + step) for s in (200, 300))
@@ -112,7 +112,7 @@ def test_two_networks_that_train_against_each_other(data, spatial):
 
 
 class Residual(nn.Module):
-    """Skips, in-place sums, sizes asked of the tensor, constants made like it."""
+    """Network with skips, in-place sums, and sizes read from the tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ def test_a_residual_network(spatial):
 
 @st.composite
 def chains(draw: st.DrawFn) -> list[tuple[str, dict[str, int]]]:
-    """Layers that do not care for the extents they meet, in any order."""
+    """Draws a list of layers that accept any extents."""
     layers = []
     for _ in range(draw(st.integers(1, 5))):
         kind = draw(st.sampled_from(["conv", "avg", "max", "norm", "skip", "act", "cat"]))
@@ -153,13 +153,13 @@ def chains(draw: st.DrawFn) -> list[tuple[str, dict[str, int]]]:
 
 
 def run_chain(layers, x, weight, scale):
-    """Applies a chain; windows larger than what is left of the input are passed over."""
+    """Applies a chain of layers; skips windows larger than the remaining input."""
     for kind, o in layers:
         reach = (o["k"] - 1) * o["dilation"] + 1
         if kind in ("conv", "avg", "max") and min(x.shape[2:]) < reach:
             continue
         if kind == "norm" and x[0, 0].numel() < 16:
-            continue  # over few values it amplifies noise beyond any bound
+            continue  # over few values a norm amplifies noise beyond any bound
         if kind == "conv":
             w = weight[:, : x.shape[1], : o["k"], : o["k"], : o["k"]]
             x = F.conv3d(x, w, scale, o["stride"], reach // 2, o["dilation"])
@@ -180,7 +180,7 @@ def run_chain(layers, x, weight, scale):
 
 @given(data=st.data(), layers=chains(), thin=st.booleans())
 def test_any_chain_of_layers_under_any_split(data, layers, thin):
-    """First and second order: placements, corrections and gathered halos feed one another."""
+    """Backward and double backward combine placements, corrections and gathered halos."""
     extents = tuple(data.draw(st.integers(2, 7), "extent") for _ in range(3))
     check_function(
         lambda x, w, s: run_chain(layers, x, w, s),
@@ -193,7 +193,7 @@ def test_any_chain_of_layers_under_any_split(data, layers, thin):
 
 
 def test_parametrized_weights():
-    """Weight norm computes the weights from other parameters, plain on every rank."""
+    """Weight norm computes the weights from other parameters, which are plain on every rank."""
     model = nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Conv3d(2, 3, 3, padding=1)),
         nn.LeakyReLU(inplace=True),

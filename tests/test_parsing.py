@@ -1,4 +1,4 @@
-"""Text that strangers wrote: nested without end, or with numbers that are none."""
+"""Tests of untrusted text: endless nesting, and numbers that are not finite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a parallelized model, called by themselves on sample groups of unequal size."""
+"""Tests of direct calls to parts of a parallelized model, on sample groups of unequal size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.equivalence.groups import cut, inputs, on_groups, parts, results
 
 
 class Coder(nn.Module):
-    """An encoder with dropout and batch norm, and a decoder."""
+    """Encoder with batch norm and dropout, followed by a decoder."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Coder(nn.Module):
         return self.decoder(self.encode(x))
 
     def encode(self, x):
-        """Calls the layers, not the encoder."""
+        """Applies the layers one by one instead of the encoder."""
         for layer in self.encoder:
             x = layer(x)
         return x
@@ -49,7 +49,7 @@ def test_a_step_through_parts_is_that_of_the_whole_batch(make, sizes, given, spa
     def step(model, rows, mesh):
         factor = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
         x = inputs(sum(sizes))[rows]
-        is_cut = given == "sharded" or (mesh is not None and mesh.size == 1)  # which cuts nothing
+        is_cut = given == "sharded" or (mesh is not None and mesh.size == 1)  # 1 rank: uncut
         x = cut(x, mesh) if is_cut else x
         hidden = model.encoder(x)
         loss = model.decoder(hidden).square().mean() + hidden.sin().mean()
@@ -115,7 +115,7 @@ def test_parts_in_other_ways(call):
 
 
 def test_groups_may_weigh_the_same():
-    """The options of the model hold for its parts: here each group is a process of DDP."""
+    """The options of the model hold for its parts: here each group acts as a DDP process."""
     made = Coder()
 
     def body(mesh):

@@ -1,4 +1,4 @@
-"""Models over several sample groups that compute on plain tensors too, or outside of models."""
+"""Tests of computation on plain tensors or outside of models, over several sample groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ groups = pytest.mark.parametrize("rows", GROUPS.values(), ids=GROUPS)
 
 
 class Branches(nn.Module):
-    """A volume and a table; the table's layers mix samples."""
+    """Network of a volume and a table, with table layers that mix samples."""
 
     def __init__(self, layer):
         super().__init__()
@@ -32,7 +32,7 @@ class Branches(nn.Module):
 
 
 def check(model, loss, inputs, rows, parallel=True):
-    """Gradients and buffers over two sample groups of two ranks, against one device."""
+    """Compares gradients and buffers of two sample groups of two ranks with one device."""
     model = model.double()
     whole = copy.deepcopy(model)
     loss(whole, *inputs).backward()
@@ -125,7 +125,7 @@ def test_a_parametrized_kernel_is_no_batch(rows):
 
 @groups
 def test_functions_with_parameters_weigh_samples_alike(rows):
-    """No model is called: the tensor that was cut tells how many samples there are."""
+    """No model is called: the number of samples comes from the sharded tensor."""
 
     def loss(model, x):
         if len(x) < 4:
@@ -137,7 +137,7 @@ def test_functions_with_parameters_weigh_samples_alike(rows):
 
 @pytest.mark.parametrize("size", [(2, 1, 1), (1, 1, 1)], ids=str)
 def test_one_batch_norm_on_a_pooled_tensor_and_on_the_map(size):
-    """torch's node saves the running statistics that the second call moves."""
+    """torch's autograd node saves the running statistics, which the second call updates."""
     layer = nn.BatchNorm3d(4).double()
     x = randn(3, 4, 32, 16, 16)
 

@@ -1,4 +1,4 @@
-"""The package's names: what type checkers see, what `__all__` lists, and what is there."""
+"""Tests of the package's names: type checkers, `__all__` and the modules agree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_public_name_is_there() -> None:
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_no_module_has_the_name_of_what_its_package_exports(name: str) -> None:
-    """Else documentation and type checkers find one where the other was meant."""
+    """Otherwise documentation and type checkers confuse the module and the export."""
     package = importlib.import_module(name)
     for public in package.__all__:
         assert not inspect.ismodule(getattr(package, public))

@@ -1,4 +1,4 @@
-"""Registries: what other packages declare is found by its name, without an edit in pydist."""
+"""Tests of registries: entries of other packages are found by name, without edits in pydist."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ batch = 1
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an installed package; some of what it declares can't be imported."""
+    """Returns a folder with an installed package; some of its entry points can't be imported."""
     root = tmp_path_factory.mktemp("package")
     (root / "my_transports.py").write_text(TRANSPORT)
     (root / "my_tables.py").write_text(TABLES)
@@ -196,7 +196,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(package: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command of pydist where the package is installed."""
+    """Runs a pydist command with the package installed."""
     environment = child_environment(OMP_NUM_THREADS="1", PYDIST_TUNE="0")
     environment["PYTHONPATH"] = f"{package}:{environment.get('PYTHONPATH', '')}"
     return subprocess.run(

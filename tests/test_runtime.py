@@ -1,4 +1,4 @@
-"""Joining a job: what `connect` makes of each launcher's environment."""
+"""Tests of `connect`: how it joins a job from each launcher's environment."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ def test_a_process_group_of_the_user_is_kept() -> None:
 
 
 def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
-    """The commonest broken set-up: each rank believes that it is alone."""
+    """In this most common broken setup each rank believes that it is alone."""
     backends = {each.name: each for each in available() if each.library is not None}
     if len(backends) < 2:
         pytest.skip("needs two MPI libraries")
-    # As under `mpirun` of Open MPI, with the library of MPICH.
+    # Open MPI's `mpirun` with MPICH's library.
     result = run(
         "from pydist.runtime import connect; connect()",
         OMPI_COMM_WORLD_RANK="0",
@@ -105,7 +105,7 @@ def test_an_mpi_that_is_not_the_launchers_is_named() -> None:
 
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_plain_mpirun_gets_the_library_that_fits(name: str, tmp_path: Path) -> None:
-    """Two MPIs are installed, and nobody tells mpi4py which one has started it."""
+    """Two MPIs are installed, and no variable tells mpi4py which one started the job."""
     backend = {each.name: each for each in available()}.get(name)
     if backend is None:
         pytest.skip(f"{name} is not installed")

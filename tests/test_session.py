@@ -1,4 +1,4 @@
-"""A session makes each plan and each service once, and finds services by their type."""
+"""Tests of sessions: each plan and service is made once, and services are found by type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks with different models are told before anything is exchanged."""
+"""Tests of model comparison: ranks with different models get an error before any exchange."""
 
 from __future__ import annotations
 

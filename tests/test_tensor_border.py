@@ -1,6 +1,6 @@
-"""The border where tensors become native views, through all its ways in.
+"""Tests of the conversion of tensors to native views, through every entry point.
 
-`crc32c` is the probe: it borrows, checks and reads every byte.
+The probe is `crc32c`, which borrows, checks and reads every byte.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def exchange_table(request):
 
 
 def reference_crc(data: bytes) -> int:
-    """CRC-32C bit by bit."""
+    """Computes CRC-32C bit by bit."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc ^= byte
@@ -96,7 +96,7 @@ def test_numpy_arrays_and_buffers_are_lent(array):
 
 
 class Wrapper(torch.Tensor):
-    """A tensor without storage, as `ShardedTensor` is."""
+    """Tensor without storage, like `ShardedTensor`."""
 
     @staticmethod
     def __new__(cls):
@@ -160,7 +160,7 @@ def test_the_environment_chooses_the_way_in(value, expected):
     code = "from pydist import _native; print(_native.use_exchange_table(True))"
     run = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=Path(__file__).parent,  # not the checkout's folder, where sources hide the package
+        cwd=Path(__file__).parent,  # not the checkout, whose sources hide the package
         env=env,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""Timers: sums that add up, and spans for whoever records them."""
+"""Tests of timers: exclusive sums, and spans for recorders."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Recorder:
 
 @pytest.fixture
 def timers(monkeypatch) -> Timers:
-    """By a clock that shows 0, 1, 2, ... each time it is read."""
+    """Returns timers with a clock that reads 0, 1, 2, ..."""
     ticks = iter(range(100))
     monkeypatch.setattr(module, "perf_counter", lambda: float(next(ticks)))
     return Timers()
@@ -83,7 +83,7 @@ def test_without_a_recorder_a_span_is_three_calls_and_two_looks_at_the_clock(tim
         pass
     sys.setprofile(None)
     called = [frame.f_code.co_name for event, frame in seen if event == "call"]
-    # The clock of these tests is a Python function.
+    # The clock of these tests is a Python function, which the profile counts.
     clock = ["<lambda>"]
     assert called == ["measure", "__init__", "__enter__", *clock, "__exit__", *clock]
 

@@ -1,4 +1,4 @@
-// Half-open boxes in global indices: the one notion from which every message is derived.
+// Half-open boxes in global indices, from which every message is derived.
 //
 // A rank owns a box; an operator needs a box; the halo is needed minus owned, and a slab is the
 // halo's intersection with the box of another rank (docs/architecture.md has the drawing).
@@ -11,7 +11,7 @@
 
 namespace pydist {
 
-// The indices lo[d] <= i[d] < hi[d]. May be empty, and may reach outside the domain (padding).
+// The indices lo[d] <= i[d] < hi[d]; may be empty, and may reach outside the domain (padding).
 class Box {
  public:
   Box() = default;
@@ -39,7 +39,7 @@ class Box {
     return shape;
   }
 
-  // The common indices. Where two boxes are disjoint the result is empty, with hi = lo.
+  // The common indices; empty, with hi = lo, if the boxes are disjoint.
   Box intersect(const Box& other) const {
     require_same_ndim(other);
     Coords lo(ndim()), hi(ndim());
@@ -71,7 +71,7 @@ class Box {
     return Box(lo, hi);
   }
 
-  // Whether this box has every index of `other`; true for an empty `other`.
+  // Whether this box contains every index of `other`; true for an empty `other`.
   bool contains(const Box& other) const {
     require_same_ndim(other);
     if (other.empty()) return true;
@@ -111,9 +111,9 @@ inline std::size_t hash_of(const Box& box) {
 // largest slabs are contiguous in C order:
 //
 //   +-----------+
-//   |     0     |      0, 1: over the whole extent of dim 1
+//   |     0     |      0, 1: over the full extent of dim 1
 //   +---+---+---+
-//   | 2 |   | 3 |      2, 3: over what dim 0 has left
+//   | 2 |   | 3 |      2, 3: over the rest of dim 0
 //   +---+---+---+
 //   |     1     |
 //   +-----------+

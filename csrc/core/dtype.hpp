@@ -1,5 +1,5 @@
-// Element types that the kernels know. Half types have no C++ type here: ops/common/half.hpp has
-// them, and ops/common/dispatch.hpp goes from a DType to a C++ type.
+// Element types of the kernels. The C++ types of half precision are in ops/common/half.hpp, and
+// ops/common/dispatch.hpp maps a DType to a C++ type.
 #pragma once
 
 #include <cstdint>

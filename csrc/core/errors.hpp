@@ -1,4 +1,4 @@
-// Errors of the native core, by whose fault they are, and the checks that raise them.
+// Errors of the native core, of the caller and of pydist itself, and the checks that raise them.
 #pragma once
 
 #include <stdexcept>
@@ -20,8 +20,8 @@ class InternalError : public std::logic_error {
 
 }  // namespace pydist
 
-// Refuses a call. `message` is any expression that gives a std::string; it is evaluated on failure
-// only, names what was given and says what is possible.
+// Refuses a call. `message` is an expression of type std::string that names the given and the
+// possible values; it is evaluated only on failure.
 #define PYDIST_EXPECT(condition, message)               \
   do {                                                  \
     if (!(condition)) [[unlikely]]                      \

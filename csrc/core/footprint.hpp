@@ -1,4 +1,4 @@
-// Footprint: which inputs an interval of outputs needs, along one dim.
+// Footprint: the inputs that an interval of outputs needs, along one dim.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,11 @@
 namespace pydist {
 
 // Output o reads the inputs o * stride - padding_lo + k * dilation, 0 <= k < kernel.
-// Intervals are not clipped: what lies outside the domain is padding. Convolution arithmetic as in
+// Intervals are not clipped: inputs outside the domain are padding. Convolution arithmetic as in
 // Dumoulin & Visin (2016), arXiv:1603.07285. Negative padding crops.
 //
-// An adaptive one cuts a dim of `inputs` into `outputs` windows of almost equal length, which may
-// share inputs: output o reads [floor(o * inputs / outputs), ceil((o + 1) * inputs / outputs)).
+// An adaptive footprint cuts a dim of `inputs` into `outputs` windows of almost equal length, which
+// may overlap: output o reads [floor(o * inputs / outputs), ceil((o + 1) * inputs / outputs)).
 class Footprint {
  public:
   Footprint(index_t kernel, index_t stride = 1, index_t dilation = 1, index_t padding_lo = 0,
@@ -46,7 +46,7 @@ class Footprint {
     return footprint;
   }
 
-  // Of adaptive windows: the longest one's length, and the steps between them, rounded down.
+  // Of adaptive windows: the longest length, and the steps between windows, rounded down.
   index_t kernel() const { return kernel_; }
   index_t stride() const { return stride_; }
   index_t dilation() const { return dilation_; }
@@ -84,8 +84,8 @@ class Footprint {
     return {first(lo), end(hi - 1)};
   }
 
-  // The outputs whose needs meet the inputs [lo, hi): the adjoint of `needs`. A dilated kernel
-  // counts as reading the whole interval that it spans.
+  // The outputs whose needs intersect the inputs [lo, hi): the adjoint of `needs`. A dilated kernel
+  // counts as reading the full interval that it spans.
   Interval feeds(index_t lo, index_t hi) const {
     if (is_adaptive()) {
       const index_t start = floor_div(checked_mul(lo, outputs_), inputs_);
@@ -97,8 +97,8 @@ class Footprint {
     return {first, std::max(first, ceil_div(checked_add(hi, padding_lo_), stride_))};
   }
 
-  // Gives each output to the part that holds the input at its kernel's center (clamped to the
-  // domain), so that halos come from both sides alike and a strided layer stays in place.
+  // Assigns each output to the part that holds the input at its kernel's center (clamped to the
+  // domain), so that halos on both sides are equally wide and a strided layer stays in place.
   Partition output_partition(const Partition& input) const {
     const index_t outputs = output_extent(input.extent());
     std::vector<index_t> points;
@@ -118,7 +118,7 @@ class Footprint {
   // The first output with its center at `point` or after it.
   index_t first_centred_at(index_t point) const {
     if (!is_adaptive()) return ceil_div(point - (span_ - 1) / 2 + padding_lo_, stride_);
-    index_t o = floor_div(checked_mul(point, outputs_), inputs_);  // its window holds the point
+    index_t o = floor_div(checked_mul(point, outputs_), inputs_);  // its window contains the point
     while (o > 0 && (first(o - 1) + end(o - 1) - 1) / 2 >= point) --o;
     while (o < outputs_ && (first(o) + end(o) - 1) / 2 < point) ++o;
     return o;

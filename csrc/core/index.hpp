@@ -47,7 +47,7 @@ constexpr index_t ceil_div(index_t dividend, index_t divisor) {
   return dividend / divisor + (dividend % divisor > 0 ? 1 : 0);
 }
 
-// One index a dim: a position, a shape, an offset or strides. Holds its values in place.
+// One index per dim: a position, a shape, an offset or strides. Holds its values in place.
 class Coords {
  public:
   Coords() = default;

@@ -1,4 +1,4 @@
-// Partition: the split points of one dim, even or not. A layout has one per dim that is cut.
+// Partition: the split points of one dim, even or uneven. A layout has one per cut dim.
 //
 //   points  0     4     8   11        extent 11 in 3 parts
 //   part    | 0   | 1   | 2 |

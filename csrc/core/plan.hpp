@@ -1,10 +1,9 @@
-// The exchange planner: from what each rank owns and needs to every message, by intersection.
+// The exchange planner: intersects owned and needed boxes of all ranks to find every message.
 //
 //   message(source -> receiver) = owned(source) ∩ needed(receiver, slot), for each of its slots
 //
-// Every rank evaluates this for its own row (what it receives) and column (what it sends) of that
-// matrix, from the same spec: nothing is negotiated, and both ends list the same boxes in the same
-// order.
+// Every rank evaluates its own row (receives) and column (sends) of that matrix from the same spec:
+// nothing is negotiated, and both ends list the same boxes in the same order.
 // Proof: tests/property/test_geometry.py, tests/native/test_core_plan.cpp.
 #pragma once
 
@@ -19,8 +18,8 @@
 
 namespace pydist {
 
-// One box on its way. `source` is in global indices as the owner knows them; `target` is where the
-// receiver wants it, which differs for periodic images only. `slot`: which needed box it fills.
+// The transfer of one box. `source` is in the owner's global indices; `target` is in the receiver's,
+// which differ only for periodic images. `slot`: the needed box that it fills.
 struct Transfer {
   Box source;
   Box target;
@@ -28,8 +27,8 @@ struct Transfer {
   friend bool operator==(const Transfer&, const Transfer&) = default;
 };
 
-// All that travels between this rank and `peer` in one direction. Both sides list the same
-// transfers in the same order, so that their concatenation is the message.
+// The message between this rank and `peer` in one direction: the concatenation of its transfers,
+// which both sides list in the same order.
 struct Message {
   int peer = 0;
   std::vector<Transfer> transfers;
@@ -47,12 +46,12 @@ struct Message {
 // The messages of one exchange as seen by `rank`. Immutable, holds no buffers.
 struct Plan {
   int rank = 0;
-  std::vector<Transfer> copies;  // what this rank gives itself
+  std::vector<Transfer> copies;  // within this rank
   std::vector<Message> sends;    // sorted by peer, never empty
   std::vector<Message> recvs;    // sorted by peer, never empty
 };
 
-// What an exchange is planned from; equal on all ranks.
+// The input of the planner; equal on all ranks.
 struct ExchangeSpec {
   std::vector<Box> owned;                // by rank; equal boxes are replicas, others are disjoint
   std::vector<std::vector<Box>> needed;  // by rank, then slot
@@ -63,7 +62,7 @@ struct ExchangeSpec {
 // Plans for the ranks of one spec.
 class Planner {
  public:
-  // Checks the whole spec, so that every rank refuses a wrong one, not only those it touches.
+  // Checks the full spec, so that every rank refuses a wrong one, not only the affected ranks.
   explicit Planner(const ExchangeSpec& spec) : spec_(spec) {
     PYDIST_EXPECT(!spec.owned.empty() && spec.owned.size() == spec.needed.size(),
                   "owned boxes for " + std::to_string(spec.owned.size()) + " ranks, needed for " +
@@ -127,7 +126,7 @@ class Planner {
     return holders[static_cast<std::size_t>(receiver) % holders.size()];
   }
 
-  // What `receiver` takes out of `box`, ordered by slot, then by periodic image.
+  // The transfers from `box` to `receiver`, ordered by slot, then by periodic image.
   std::vector<Transfer> transfers_between(const Box& box, int receiver) const {
     std::vector<Transfer> transfers;
     const std::vector<Box>& slots = spec_.needed[static_cast<std::size_t>(receiver)];
@@ -224,7 +223,7 @@ class Planner {
 
   const ExchangeSpec& spec_;
   int ndim_ = 0;
-  std::map<Box, std::vector<int>> holders_;  // distinct owned boxes and who holds them, ascending
+  std::map<Box, std::vector<int>> holders_;  // ranks of each distinct owned box, ascending
 };
 
 // The plan of one exchange for `rank`. Received and copied targets cover, disjointly, what `rank`

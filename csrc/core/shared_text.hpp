@@ -11,8 +11,8 @@
 
 namespace pydist {
 
-// Text of a fixed size; longer text is cut. A reader may see a text that is half old, half new: it
-// goes into a report, not into a decision. Memory of zeros is an empty text.
+// Text of a fixed size; longer text is cut. A reader may see a text that is half old, half new, so
+// it is for reports, not for decisions. Memory of zeros is an empty text.
 template <std::size_t Words>
 class SharedText {
  public:

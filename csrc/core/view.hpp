@@ -1,8 +1,8 @@
-// TensorView: memory that someone else owns, seen as a strided array.
+// TensorView: borrowed memory as a strided array.
 //
 // Element i is data[sum_d i_d * strides[d]]. Strides may be 0 (an expanded dim; bindings refuse to
-// write to it) or negative, and need not be in the order of the dims: channels-last is the order of
-// memory alone.
+// write to it) or negative, and need not be in the order of the dims: channels-last is only an order
+// of memory.
 #pragma once
 
 #include <string>

@@ -1,4 +1,4 @@
-// CRC-32C by the CPU's instruction where there is one, else by tables, eight bytes at a time.
+// CRC-32C by the CPU's instruction if it has one, else by tables, eight bytes at a time.
 #include "io/crc32c.hpp"
 
 #include <array>
@@ -52,7 +52,7 @@ std::uint32_t portable(const unsigned char* bytes, std::size_t size, std::uint32
 }
 
 #if defined(__x86_64__)
-// What so many zero bytes make of a CRC. That is linear in its bits: a table for each of its bytes.
+// The effect of many zero bytes on a CRC. It is linear in the CRC's bits: one table per byte of it.
 class Zeros {
  public:
   explicit Zeros(std::size_t size) {

@@ -10,7 +10,7 @@ namespace pydist::io {
 // `crc`: crc32c(b, m, crc32c(a, n)) is the checksum of a followed by b.
 std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t crc = 0);
 
-// The table-driven path that runs where the CPU has no CRC instruction; open to tests.
+// The table-driven path for CPUs without a CRC instruction; public for tests.
 std::uint32_t crc32c_portable(const void* data, std::size_t size, std::uint32_t crc = 0);
 
 }  // namespace pydist::io

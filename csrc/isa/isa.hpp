@@ -1,6 +1,6 @@
-// Which of the instruction sets, for which the inner loops are compiled, the CPU kernels use.
+// The instruction set of the CPU kernels, among those for which the inner loops are compiled.
 //
-// The best one that this CPU has; PYDIST_ISA=base|x86_64_v3|x86_64_v4 in the environment lowers it.
+// It is the best one of this CPU; PYDIST_ISA=base|x86_64_v3|x86_64_v4 in the environment lowers it.
 // All functions throw UsageError if PYDIST_ISA is none of these: commands and pydist.init() call
 // name() before any thread of a kernel does.
 #pragma once

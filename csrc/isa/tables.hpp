@@ -1,9 +1,9 @@
-// How a family declares the tables of its inner loops, of which there is one per instruction set.
+// Declares the tables of a family's inner loops, one per instruction set.
 //
-// A family's isa_tables.hpp says what its loops take, and declares the table with PYDIST_ISA_TABLE.
-// CMake compiles its isa_*.cpp once per instruction set, with -march and PYDIST_ISA_NAME set; each
-// defines the table in the namespace of that set. Its cpu*.cpp take the one in use by
-// isa::chosen(PYDIST_ISA_TABLES(name)); see isa/isa.hpp.
+// A family's isa_tables.hpp has the signatures of its loops, and declares the table with
+// PYDIST_ISA_TABLE. CMake compiles its isa_*.cpp once per instruction set, with -march and
+// PYDIST_ISA_NAME set; each defines the table in the namespace of that set. Its cpu*.cpp get the
+// table in use from isa::chosen(PYDIST_ISA_TABLES(name)); see isa/isa.hpp.
 //
 // This header and every isa_tables.hpp are compiled for all instruction sets, so they must not
 // contain inline functions (see PYDIST_HD).

@@ -1,4 +1,4 @@
-// Vectors of one instruction set, for the isa_*.cpp of the families and for them alone.
+// Vectors of one instruction set, only for the isa_*.cpp of the families.
 //
 // Types are GCC's and Clang's vector extension: arithmetic, comparisons and `? :` work on them, and
 // `scalar - Vector{}` is a broadcast. Everything is in an anonymous namespace inside of the
@@ -38,8 +38,8 @@ PYDIST_HD typename VectorOf<T>::type load(const T* address) {
   return *reinterpret_cast<const typename VectorOf<T>::type*>(address);
 }
 
-// Whether the instruction set converts that many fp16 by one instruction. If not, widen and narrow
-// convert lane by lane, by the scalar code of half.hpp.
+// Whether one instruction converts that many fp16. If not, widen and narrow convert lane by lane,
+// with the scalar code of half.hpp.
 template <class Storage, int kLanes>
 constexpr bool has_half_vector() {
 #if defined(__AVX512F__)
@@ -64,7 +64,7 @@ struct BFloatVectors {
   typedef std::uint32_t Words __attribute__((vector_size(4 * kLanes)));
 };
 
-// Loads kLanes elements and converts them to the type that sums are formed in.
+// Loads kLanes elements and converts them to the accumulator type.
 template <int kLanes, class T, class Storage>
 PYDIST_HD typename VectorOf<T, kLanes>::type widen(const Storage* address) {
   using Vector = typename VectorOf<T, kLanes>::type;

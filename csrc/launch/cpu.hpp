@@ -17,7 +17,7 @@ namespace pydist::launch {
 // Work below which a second thread costs more than it gains: it takes 5 to 20 us to wake one.
 inline constexpr index_t kBytesPerThread = 256 * 1024;
 
-// The loop that the launcher hands to RunBody::each.
+// The loop that the launcher passes to RunBody::each.
 struct VectorLoop {
   template <class At>
   PYDIST_HD void operator()(index_t count, const At& at) const {
@@ -29,13 +29,13 @@ struct VectorLoop {
   }
 };
 
-// Runs `body` on the CPU. `bytes`: memory traffic of the whole launch, to choose the threads.
+// Runs `body` on the CPU. `bytes`: memory traffic of the full launch, to choose the threads.
 template <RunBody Body>
 void run_on_cpu(const Body& body, index_t bytes) {
   const index_t rows = body.rows();
   const index_t threads =
       std::clamp<index_t>(bytes / kBytesPerThread, 1, std::min<index_t>(num_threads(), rows + 1));
-  // A few chunks a thread even out rows of different length.
+  // A few chunks per thread balance rows of different length.
   const index_t chunks = threads == 1 ? 1 : std::min(rows, 4 * threads);
   parallel_for(chunks, chunks / threads, [&](index_t chunk) {
     const index_t end = (chunk + 1) * rows / chunks;

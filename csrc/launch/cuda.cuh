@@ -1,8 +1,8 @@
 // The CUDA launcher: the only place with <<<>>>. Launches go to the stream given and return without
 // waiting. With PYDIST_CUDA=EMULATED, tests/native/emulated/launch/cuda.cuh is included instead.
 //
-// Three launches, one per concept of decomposition.hpp. Bodies travel by value, as the parameter of
-// the kernel (__grid_constant__: it is read where it is, and not copied by each thread), so a
+// Three launches, one per concept of decomposition.hpp. Bodies are passed by value, as the parameter
+// of the kernel (__grid_constant__: it is read in place, and not copied by each thread), so a
 // launch allocates nothing and a captured graph can hold it.
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace pydist::launch {
 
-// Blocks that share a multiprocessor: 64 registers a thread. Left to itself, the compiler spills
-// some of them for the sake of more blocks. A body that needs more says how many blocks it leaves.
+// Blocks per multiprocessor: 64 registers per thread. Without this bound, the compiler spills some
+// registers for the sake of more blocks. A body that needs more registers sets fewer blocks.
 inline constexpr int kRunBlocks = 4;
 
 template <class Body>
@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(kRunThreads, run_blocks<Body>())
   run_thread(body, grid, static_cast<index_t>(blockIdx.x) * kRunThreads + threadIdx.x);
 }
 
-// Runs `body` in one launch; none for a body without rows. `words`: accesses of an average row, by
-// which the lanes per row are chosen (run_grid).
+// Runs `body` in one launch; none for a body without rows. `words`: accesses of an average row,
+// which determine the lanes per row (run_grid).
 template <RunBody Body>
 cudaError_t run_on_cuda(const Body& body, index_t words, cudaStream_t stream) {
   if (body.rows() == 0) return cudaSuccess;
@@ -42,8 +42,8 @@ cudaError_t run_on_cuda(const Body& body, index_t words, cudaStream_t stream) {
   return cudaGetLastError();  // of this launch; clears it
 }
 
-// A block per tile. The first barrier makes what was loaded visible, the second keeps the next load
-// from overwriting what others still read.
+// A block per tile. The first barrier makes loaded data visible, the second keeps the next load
+// from overwriting data that other threads still read.
 template <TileBody Body>
 __global__ void __launch_bounds__(Body::kThreads) tile_kernel(const __grid_constant__ Body body) {
   __shared__ typename Body::Shared shared;
@@ -77,8 +77,8 @@ struct AsyncCopies {
 #if defined(__CUDA_ARCH__)
     const auto address = static_cast<unsigned>(__cvta_generic_to_shared(to));
     const int bytes = inside ? kBytes : 0;  // the rest becomes zero
-    // Through the L1 cache: copies of 16 bytes share sectors of 32, and kernel indices that are
-    // next to each other read the same places.
+    // Through the L1 cache: copies of 16 bytes share sectors of 32, and adjacent kernel indices
+    // read the same elements.
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(address), "l"(from),
                  "n"(kBytes), "r"(bytes)
                  : "memory");
@@ -92,12 +92,12 @@ struct AsyncCopies {
   }
 };
 
-// Blocks of four warps that share a multiprocessor: 168 registers a thread (see kRunBlocks).
+// Blocks of four warps per multiprocessor: 168 registers per thread (see kRunBlocks).
 inline constexpr int kWarpTileBlocks = 3;
 
 // A block per tile, with two stages: step s + 1 is fetched while step s is multiplied. One barrier
-// a step is enough: it makes the fetched stage visible, and nobody fetches into a stage before all
-// have left it.
+// per step is enough: it makes the fetched stage visible, and no thread fetches into a stage before
+// all have left it.
 template <WarpTileBody Body>
 __global__ void __launch_bounds__(Body::kThreads, kWarpTileBlocks)
     warp_tile_kernel(const __grid_constant__ Body body) {

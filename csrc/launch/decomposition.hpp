@@ -1,13 +1,13 @@
-// How bodies are cut into threads on a device. cuda.cuh runs this on a GPU, emulate.hpp on the
-// host.
+// The decomposition of bodies into threads on a device. cuda.cuh runs it on a GPU, emulate.hpp on
+// the host.
 //
 //   concept        work                            threads
 //   RunBody        independent runs of elements    a warp or less per run, lanes along it
 //   TileBody       tiles, in steps                 a block per tile: load | compute | load | ...
 //   WarpTileBody   tiles, with tensor cores        a block per tile: two stages, warps multiply
 //
-// A body has no barrier and no warp intrinsic: these belong to the launcher, so the same code runs
-// on the host, thread by thread.
+// A body has no barrier and no warp intrinsic: those are in the launcher, so the same code runs on
+// the host, thread by thread.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@ namespace pydist::launch {
 
 inline constexpr int kWarp = 32;
 inline constexpr int kRunThreads = 256;     // of a block
-inline constexpr int kMaxRunBlocks = 4096;  // threads walk on from there: enough to fill any device
+inline constexpr int kMaxRunBlocks = 4096;  // fills any device; threads loop over more runs
 
 // The threads of one launch: groups of `lanes` neighbors take one run at a time.
 struct RunGrid {
@@ -39,13 +39,13 @@ inline RunGrid run_grid(index_t rows, index_t words) {
   return {static_cast<int>(std::min<index_t>(blocks, kMaxRunBlocks)), lanes};
 }
 
-// How many elements a lane reads before it writes the first: what 64 bytes of registers hold. A
-// memory of 4 TB/s and 700 ns needs 20 KB under way on each multiprocessor; 32 warps with one
-// 16-byte word a lane have 16 KB, with one 2-byte element 2 KB.
+// Elements that a lane reads before it writes the first: 64 bytes of registers. A memory of 4 TB/s
+// and 700 ns needs 20 KB in flight on each multiprocessor; 32 warps with one 16-byte word per lane
+// have 16 KB, with one 2-byte element 2 KB.
 template <class Value>
 inline constexpr int kReadAhead = std::clamp(static_cast<int>(64 / sizeof(Value)), 2, 8);
 
-// The loop that one lane hands to RunBody::each: neighboring lanes make neighboring accesses.
+// The loop that one lane passes to RunBody::each: neighboring lanes make neighboring accesses.
 struct LaneLoop {
   int lane, lanes;
 
@@ -54,8 +54,8 @@ struct LaneLoop {
     if constexpr (TakenApart<At>) {
       constexpr int kAhead = kReadAhead<decltype(at.read(index_t{}))>;
       index_t first = lane;
-      // Whole batches have no bounds checks: with them, a compiler would put each use of what is
-      // read under the same condition as its load, and so the loads one after the other.
+      // Full batches have no bounds checks: otherwise a compiler would put each use of a value under
+      // the same condition as its load, and so serialize the loads.
       for (; first + (kAhead - 1) * lanes < count; first += kAhead * lanes) {
         batch<kAhead, true>(first, count, at);
       }
@@ -80,7 +80,7 @@ struct LaneLoop {
   }
 };
 
-// All that one thread does.
+// The work of one thread.
 template <RunBody Body>
 PYDIST_HD void run_thread(const Body& body, const RunGrid& grid, index_t thread) {
   const int lane = static_cast<int>(thread % grid.lanes);
@@ -91,8 +91,8 @@ PYDIST_HD void run_thread(const Body& body, const RunGrid& grid, index_t thread)
 }
 
 // Work in blocks of threads that share memory. Every block makes steps(block) steps of two phases,
-// load and compute, with a barrier after each; the barrier belongs to the launcher, so the body
-// has none to forget. `Thread` is what a thread keeps in registers from begin to end.
+// load and compute, with a barrier after each; the barrier is in the launcher, so a body can't
+// forget it. `Thread` is the state of a thread in registers, from begin to end.
 template <class Body>
 concept TileBody = requires(const Body body, index_t block, index_t step, int thread,
                             typename Body::Shared& shared, typename Body::Thread& state) {
@@ -113,8 +113,8 @@ struct Warp {
   Thread* lanes;
 };
 
-// A stand-in for a launcher's copies into shared memory, to state the concept. They are under way
-// until the launcher waits for them; what is not `inside` becomes zero.
+// A placeholder for a launcher's copies into shared memory, to state the concept. They are in flight
+// until the launcher waits for them; bytes that are not `inside` become zero.
 struct AnyCopies {
   template <int kBytes>
   void copy(void*, const void*, bool) const {}
@@ -123,7 +123,7 @@ struct AnyCopies {
 // Work in blocks of warps whose lanes compute together. `begin` fills a table that the block
 // shares; then step s + 1 is fetched into one of two stages while step s is computed from the
 // other, slice by slice: every lane loads its part, then the warp multiplies. Barriers and waits
-// belong to the launcher.
+// are in the launcher.
 template <class Body>
 concept WarpTileBody = requires(const Body body, index_t block, index_t step, int thread,
                                 typename Body::Table& table, typename Body::Stage& stage,

@@ -1,4 +1,4 @@
-// The number of CUDA devices, 0 where there is no driver.
+// The number of CUDA devices, 0 without a driver.
 #include "launch/runtime.cuh"
 
 namespace pydist::cuda {

@@ -1,4 +1,4 @@
-// Devices, errors and streams of CUDA, without its headers: what the bindings may see.
+// Devices, errors and streams of CUDA for the bindings, without CUDA's headers.
 #pragma once
 
 #include <stdexcept>
@@ -12,11 +12,11 @@ class CudaError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Devices that this process can use; 0 where there is no driver.
+// Devices that this process can use; 0 without a driver.
 int device_count();
 
-// A stream of the caller's framework on one device (a cudaStream_t). Kernels are ordered after what
-// was put on it before, and nothing waits for them here.
+// A stream of the caller's framework on one device (a cudaStream_t). Kernels run after earlier work
+// on it, and the host does not wait for them.
 struct Queue {
   int device;
   void* stream;

@@ -1,9 +1,9 @@
 // The emulating launcher: the decomposition of cuda.cuh, thread by thread on the host.
 //
-// With AddressSanitizer it finds missing bounds guards; because threads run one after the other in
-// several orders, and shared memory is poisoned before each step, it finds data that is used
-// without a barrier in between. It does not find races within one phase. Where warps compute
-// together, each warp does all that lies between two barriers before the next one begins.
+// With AddressSanitizer it finds missing bounds guards. Threads run one after the other in several
+// orders, and shared memory is poisoned before each step, which reveals missing barriers. It does
+// not find races within one phase. Where warps compute together, each warp does all work between
+// two barriers before the next warp begins.
 #pragma once
 
 #include <cstdint>
@@ -41,13 +41,13 @@ void in_order(ThreadOrder order, index_t count, const F& f) {
   }
 }
 
-// As run_kernel of cuda.cuh.
+// Emulates run_kernel of cuda.cuh.
 template <RunBody Body>
 void emulate_runs(const Body& body, const RunGrid& grid, ThreadOrder order) {
   in_order(order, grid.threads(), [&](index_t thread) { run_thread(body, grid, thread); });
 }
 
-// What the threads of a block keep in registers: as on a device, nothing before they write it.
+// The registers of the threads of a block, uninitialized as on a device.
 template <class Thread>
 std::vector<Thread> fresh_threads(int count) {
   static_assert(std::is_trivially_copyable_v<Thread>);
@@ -56,9 +56,8 @@ std::vector<Thread> fresh_threads(int count) {
   return threads;
 }
 
-// As tile_kernel of cuda.cuh: all threads of a block do one phase before any does the next one.
-// Shared memory is poisoned before each step, so data that should have been loaded in this step
-// shows as NaN.
+// Emulates tile_kernel of cuda.cuh: all threads of a block do one phase before any does the next.
+// Shared memory is poisoned before each step, so data that this step fails to load is NaN.
 template <TileBody Body>
 void emulate_tiles(const Body& body, ThreadOrder order) {
   using Shared = typename Body::Shared;
@@ -80,7 +79,7 @@ void emulate_tiles(const Body& body, ThreadOrder order) {
   });
 }
 
-// Copies into shared memory that happen when they are waited for, and not before.
+// Copies into shared memory that are done when the launcher waits for them, and not before.
 class DeferredCopies {
  public:
   template <int kBytes>
@@ -109,8 +108,7 @@ class DeferredCopies {
   std::vector<Pending> pending_;
 };
 
-// As warp_tile_kernel of cuda.cuh, warp after warp. A stage is poisoned after the step that used
-// it.
+// Emulates warp_tile_kernel of cuda.cuh, warp after warp. A stage is poisoned after its step.
 template <WarpTileBody Body>
 void emulate_warp_tiles(const Body& body, ThreadOrder order) {
   struct Memory {

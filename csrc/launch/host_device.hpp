@@ -1,4 +1,4 @@
-// Words for code that runs on the host and, where nvcc compiles it, on the device.
+// Macros for code that runs on the host and, where nvcc compiles it, on the device.
 #pragma once
 
 // PYDIST_HD: host and device, always inlined. Inlining is a matter of correctness, not only of
@@ -26,7 +26,7 @@
 #define PYDIST_ROLLED
 #endif
 
-// Before a loop over what is held in registers: they can't be indexed by a variable.
+// Before a loop over values in registers, which can't be indexed by a variable.
 #if defined(__CUDA_ARCH__)
 #define PYDIST_UNROLLED _Pragma("unroll")
 #else

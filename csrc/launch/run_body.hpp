@@ -1,4 +1,4 @@
-// RunBody: what the launchers can run. One body, three launchers (cpu.hpp, cuda.cuh, emulate.hpp).
+// RunBody: the concept of bodies for the three launchers (cpu.hpp, cuda.cuh, emulate.hpp).
 #pragma once
 
 #include <concepts>
@@ -8,7 +8,7 @@
 
 namespace pydist::launch {
 
-// A stand-in for a launcher's loop, to state the concept.
+// A placeholder for a launcher's loop, to state the concept.
 struct AnyLoop {
   template <class At>
   void operator()(index_t, At) const {}
@@ -17,13 +17,13 @@ struct AnyLoop {
 // Work that consists of independent runs of elements.
 //
 // `row(r)` does all index arithmetic of run r (divisions, table look-ups), once. `each(run, loop)`
-// then picks the access pattern (contiguous words, strided, ...), again once a run, and calls
-// `loop(count, at)` for each piece of the run: the launcher decides in which order or by which lane
-// `at(j)`, 0 <= j < count, is called; `at` is pure addressing by strides. The calls for one run,
-// and those for different rows, must be independent of each other.
+// then picks the access pattern (contiguous words, strided, ...), also once per run, and calls
+// `loop(count, at)` for each piece of the run: the launcher determines the order and the lanes of
+// the calls `at(j)`, 0 <= j < count; `at` is pure addressing by strides. The calls for one run, and
+// the calls for different rows, must be independent of each other.
 //
-// Measured on a D face of a 16 x 128^3 float tensor: 39.5 GB/s with bodies in this shape, 0.84 GB/s
-// with one call and its div/mod an element.
+// Measured on a D face of a 16 x 128^3 float tensor: 39.5 GB/s with bodies of this form, 0.84 GB/s
+// with one call and its div/mod per element.
 template <class Body>
 concept RunBody = requires(const Body body, index_t r) {
   { body.rows() } -> std::convertible_to<index_t>;
@@ -46,7 +46,7 @@ Move(Read, Write) -> Move<Read, Write>;
 template <class At>
 concept TakenApart = requires(const At at, index_t j) { at.write(j, at.read(j)); };
 
-// A launcher's loop may offer to copy a contiguous run whole (memcpy on the CPU).
+// A launcher's loop may offer to copy a contiguous run in one call (memcpy on the CPU).
 template <class Loop>
 concept BulkLoop = requires(const Loop loop, char* to, const char* from, index_t bytes) {
   loop.copy(to, from, bytes);

@@ -1,7 +1,7 @@
-// What the families' .cu files share: streams, errors of the runtime, the current device.
+// Code shared by the families' .cu files: streams, errors of the runtime, the current device.
 //
-// Kernels leave no trace: the device that was current is current again, and an error is cleared
-// before it is thrown.
+// Calls have no side effects: the current device is restored, and an error is cleared before it is
+// thrown.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,12 +18,12 @@ inline cudaStream_t stream_of(const Queue& queue) {
 
 inline void check(cudaError_t status, const char* what) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // an error that is not sticky must not surface in somebody else's call
+  cudaGetLastError();  // an error that is not sticky must not surface in an unrelated call
   throw CudaError(std::string(what) + ": " + cudaGetErrorName(status) + ", " +
                   cudaGetErrorString(status));
 }
 
-// Makes a device current and restores the one before.
+// Makes a device current, and restores the previous one.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

@@ -11,7 +11,7 @@
 
 namespace pydist::cpu {
 
-// Grows as needed and stays with the thread that asked; one block at a time in each of them.
+// One block of memory that grows as needed and belongs to the requesting thread.
 class Scratch {
  public:
   // `count` elements of T, aligned to a cache line, with any content. Valid until the next call.

@@ -1,7 +1,7 @@
 // The pool of threads that kernels share.
 //
-// One caller has the pool at a time and works on its own tasks too. Others that come meanwhile do
-// theirs alone: nobody waits for the pool. Tasks are handed out one by one, by an atomic counter.
+// One caller owns the pool at a time and also works on its tasks. Concurrent callers run their tasks
+// alone: no caller waits for the pool. Tasks are handed out one by one, by an atomic counter.
 #include "launch/thread_pool.hpp"
 
 #include <pthread.h>
@@ -71,7 +71,7 @@ class Pool {
     wake_.notify_all();
     job.work();
     std::unique_lock<std::mutex> lock(mutex_);
-    invited_ = 0;  // who has not woken by now need not come
+    invited_ = 0;  // workers that have not woken by now are not needed
     done_.wait(lock, [this] { return active_ == 0; });
     job_ = nullptr;
     return true;

@@ -1,4 +1,4 @@
-// The native core's own threads. Kernels ask for them through cpu.hpp.
+// The native core's own threads. Kernels use them through cpu.hpp.
 #pragma once
 
 #include <algorithm>
@@ -7,20 +7,20 @@
 
 namespace pydist::launch {
 
-// Threads that one kernel may use, the calling one included; for the whole process. Starts as
-// OMP_NUM_THREADS, else the CPUs this process may run on. Results never depend on it.
+// Threads that one kernel may use, the calling one included; for the full process. The initial value
+// is OMP_NUM_THREADS, else the CPUs of this process. Results never depend on it.
 int num_threads();
 void set_num_threads(int threads);  // >= 1
 
 using Task = void (*)(void* context, index_t index);
 
 // Calls task(context, i) for 0 <= i < count on up to `threads` threads and returns when all are
-// done. Tasks must not throw. May be called from several threads at once: the pool serves one
-// caller at a time, the others work through their tasks themselves. Threads are made on first use,
-// and anew in a forked child.
+// done. Tasks must not throw. May be called from several threads concurrently: the pool serves one
+// caller at a time, the others run their tasks themselves. Threads are made on first use, and again
+// in a forked child.
 void run_tasks(index_t count, int threads, Task task, void* context);
 
-// Calls body(i) for 0 <= i < count. `grain`: how many of them are worth waking a thread for.
+// Calls body(i) for 0 <= i < count. `grain`: the least number of calls worth waking a thread for.
 template <class Body>
 void parallel_for(index_t count, index_t grain, const Body& body) {
   const index_t useful = count / std::max<index_t>(grain, 1);

@@ -1,4 +1,4 @@
-"""Is a network right when it is split? Runs it split and whole, and compares layer by layer."""
+"""Verification of partitioned networks: compares each layer with the unpartitioned network."""
 
 from pydist.check.factory import load_factory
 from pydist.check.report import Report, format_report

@@ -1,4 +1,4 @@
-"""The calls that a network makes on sharded tensors, and what each of them exchanges."""
+"""The calls that a network makes on sharded tensors, and their exchanges."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pydist.tensor import ShardedTensor
 from pydist.tensor.operands import shard_of_plain
 from pydist.tensor.refusals import module_path, name_of
 
-# Asked for, not computed.
+# Queries, which compute nothing.
 _QUESTIONS = frozenset(
     "is_floating_point is_complex numel nelement is_contiguous stride storage_offset element_size "
     "is_pinned is_cuda has_names get_device".split()
@@ -30,15 +30,15 @@ _QUESTIONS = frozenset(
 
 @dataclass
 class Call:
-    """One call on sharded tensors.
+    """Call on sharded tensors.
 
     Attributes:
-        name: of the function, as users write it.
-        module: path of the module that made it.
+        name: name of the function, as users write it.
+        module: path of the module that made the call.
         halo: the widest slabs received before and after the own block, by dim of the input.
-        moved: elements that this rank received, halo or otherwise.
+        moved: number of elements that this rank received, halo or otherwise.
         is_global: whether numbers were reduced over ranks.
-        refusal: why it has no exact form; then it was computed on whole tensors.
+        refusal: why it has no exact form; if set, it was computed on full tensors.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Call:
 
 
 class CallRecorder(TorchFunctionMode):
-    """Records the calls on sharded tensors of this thread; refused ones are computed whole.
+    """Recorder of this thread's calls on sharded tensors; computes refused ones on full tensors.
 
     Args:
-        mesh: whose exchanges are attributed to them.
+        mesh: the mesh whose exchanges are attributed to the calls.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -75,7 +75,7 @@ class CallRecorder(TorchFunctionMode):
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Computes refused calls whole within the block, where checkpoints repeat them."""
+        """Computes refused calls on full tensors in the block, where checkpoints repeat them."""
         calls = list(self.calls)
         with self:
             yield
@@ -104,7 +104,7 @@ class CallRecorder(TorchFunctionMode):
     def _on_whole(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The call on whole tensors; a result that looks like a sample is cut again."""
+        """Computes a call on full tensors; a result that looks like a sample is sharded again."""
         like = next(x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_sharded(x))
         args, kwargs = tree_map(_whole, args), tree_map(_whole, kwargs)
         result = func(*args, **kwargs)
@@ -123,7 +123,7 @@ class CallRecorder(TorchFunctionMode):
         if call is None:
             return
         if isinstance(moved, Tensor):
-            # Ranks also agree on plans, by integers.
+            # Integers are excluded: ranks reduce them to agree on plans.
             call.is_global |= moved.is_floating_point()
             return
         call.moved += sum(message.elements for message in moved.plan.recvs)
@@ -140,7 +140,7 @@ class CallRecorder(TorchFunctionMode):
 
 
 def sample_layout(mesh: Mesh, shape: Sequence[int]) -> Layout:
-    """[N, C, ...] with its spatial dims over depth, height and width, as many as there are."""
+    """Returns the layout of [N, C, ...] with its spatial dims over depth, height and width."""
     return layout_for_sample(mesh, shape, dict(enumerate(SPATIAL_AXES[: len(shape) - 2], 2)))
 
 

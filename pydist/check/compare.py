@@ -1,4 +1,4 @@
-"""Runs a network whole and split, and takes the difference of every layer and gradient."""
+"""Runs a network unpartitioned and partitioned, and compares every layer and gradient."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from pydist.tensor import ShardedTensor
 from pydist.tensor.operands import shard_of_plain
 
 NOISE = 1e-3
-"""A tensor that noise in the last bit moves by more, relative to itself, is nothing but noise."""
+"""A tensor that noise in the last bit changes by more, relative to itself, is only noise."""
 
 INPUT = "input"
-"""The name under which the gradient with respect to the sample is listed."""
+"""The name of the gradient with respect to the sample."""
 
 
 @dataclass
 class Differences:
-    """Largest differences, relative to the largest value of the tensor that is compared with.
+    """Largest differences, relative to the largest value of the reference tensor.
 
     Attributes:
         outputs: by module path, over all calls of the module and all tensors that it returns.
-        gradients: by parameter name, and of the input.
+        gradients: by parameter name, and for the input.
         buffers: by name.
     """
 
@@ -59,17 +59,17 @@ class Differences:
 
 
 class WholeRun:
-    """Forward and backward on one device as `Reference`; keeps what others are compared with.
+    """Reference run of forward and backward on one device, with its tensors for comparison.
 
     Args:
         model: the network; it is copied.
         x: the samples [N, C, ...].
 
     Attributes:
-        casts: the narrower types that the network itself casts to.
+        casts: the narrower types to which the network itself casts.
 
     Raises:
-        UsageError: nothing of this network can be compared.
+        UsageError: the network can't be compared.
     """
 
     def __init__(self, model: nn.Module, x: Tensor) -> None:
@@ -79,11 +79,11 @@ class WholeRun:
         net = copy.deepcopy(model).double()
 
         def keep(path: str, call: int, number: int, value: Tensor) -> None:
-            # A copy: what comes next may work in place.
+            # A copy, as later calls may work in place.
             self._outputs[path, call, number] = value.detach().clone()
 
         for path, module in net.named_modules():
-            module.__dict__["_pydist_path"] = path or type(net).__name__  # to be named by
+            module.__dict__["_pydist_path"] = path or type(net).__name__  # for error messages
         leaf = self.x.clone().requires_grad_()
         with Reference() as reference, _watching(net, keep):
             loss = loss_of(net(leaf))
@@ -105,7 +105,7 @@ class WholeRun:
 
     @cached_property
     def scales(self) -> Differences:
-        """The largest absolute value of each tensor; of a module's, that of the smallest."""
+        """The largest absolute value of each tensor; the smallest of these for a module."""
         outputs: dict[str, float] = {}
         for (path, _, _), value in self._outputs.items():
             outputs[path] = min(outputs.get(path, math.inf), _largest(value))
@@ -118,7 +118,7 @@ class WholeRun:
         return max(map(_largest, (self.x, *self._outputs.values())))
 
     def differences(self, model: nn.Module, x: Tensor) -> Differences:
-        """Of another run on one device."""
+        """Computes the differences of another run on one device."""
         net, found = copy.deepcopy(model), Differences()
         leaf = x.detach().clone().requires_grad_()
         with _watching(net, partial(self._compare, found)):
@@ -127,7 +127,7 @@ class WholeRun:
         return found
 
     def split_differences(self, model: nn.Module, x: Tensor, mesh: Mesh) -> SplitRun:
-        """Of a run on a mesh; collective. What this rank finds of its own blocks."""
+        """Computes the differences of a run on a mesh for this rank's blocks. Collective."""
         net, found = parallelize(copy.deepcopy(model), mesh), Differences()
         layout = sample_layout(mesh, x.shape)
         local = shard_of_plain(x.detach(), layout).clone().requires_grad_()
@@ -156,11 +156,11 @@ class WholeRun:
 
 @dataclass
 class SplitRun:
-    """What one rank found.
+    """Result of one rank of a partitioned run.
 
     Attributes:
-        differences: of its blocks.
-        calls: on sharded tensors, in order.
+        differences: the differences of its blocks.
+        calls: the calls on sharded tensors, in order.
     """
 
     differences: Differences
@@ -168,11 +168,11 @@ class SplitRun:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """max|Δ| / max|expected|, of this rank's block where `found` is sharded; NaN for other shapes.
+    """Computes max|Δ| / max|expected|, over this rank's block if `found` is sharded.
 
     Args:
-        found: plain, or sharded.
-        expected: whole, in float64.
+        found: plain or sharded; the result is NaN if its shape differs.
+        expected: the full tensor, in float64.
     """
     if tuple(found.shape) != tuple(expected.shape):
         return math.nan
@@ -188,9 +188,9 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def _run_backward(loss: Tensor) -> None:
-    """Backward with torch's function modes on, where checkpoints run parts of the network again.
+    """Runs backward with torch's function modes active, for checkpoints that recompute parts.
 
-    `loss.backward()` is a call that modes are handed, and are off in.
+    `loss.backward()` is itself passed to the modes, which are disabled inside of it.
     """
     Variable._execution_engine.run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True,
@@ -203,10 +203,10 @@ def _largest(value: Tensor) -> float:
 
 
 def loss_of(outputs: Any) -> Any:
-    """A number on which every element of every floating-point output weighs differently.
+    """Computes a sum of all floating-point outputs in which each element has another weight.
 
     Returns:
-        A scalar; 0.0 where there is no such output.
+        A scalar; 0.0 without such outputs.
     """
     total: Any = 0.0
     for number, y in enumerate(_floating(outputs)):
@@ -222,7 +222,7 @@ def _floating(values: Any) -> list[Tensor]:
 
 @contextmanager
 def _watching(net: nn.Module, tell: Callable[[str, int, int, Tensor], None]) -> Iterator[None]:
-    """Tells of every result of every layer: path, number of the call, number of the tensor."""
+    """Calls `tell` with each output of each layer: path, index of the call, index of the tensor."""
     calls: dict[str, int] = {}
 
     def after(path: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:
@@ -250,5 +250,5 @@ def _buffers(net: nn.Module) -> dict[str, Tensor]:
 
 
 def _larger(a: float, b: float) -> float:
-    """The larger one; NaN if either is."""
+    """Returns the larger number; NaN if either is NaN."""
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)

@@ -1,4 +1,4 @@
-"""A network's factory, named as FILE.py:NAME or MODULE:NAME."""
+"""Loading of a network's factory by FILE.py:NAME or MODULE:NAME."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pydist.errors import DoesNotFit, UsageError, in_words, out_of_memory
 
 
 def load_factory(name: str) -> Callable[[], nn.Module]:
-    """Finds what makes the network.
+    """Loads the function that creates the network.
 
     Args:
         name: FILE.py:NAME or MODULE:NAME; NAME is a function without arguments, a class that needs
-            none, or a module that is there already.
+            none, or an existing `nn.Module`.
 
     Raises:
         UsageError: there is no such file, module or name, or it can't be called.
@@ -54,7 +54,7 @@ def _load(where: str) -> ModuleType:
         if where.endswith(".py"):
             return _load_file(Path(where).resolve())
         return importlib.import_module(where)
-    except (Exception, SystemExit) as error:  # whatever a file of the user's raises
+    except (Exception, SystemExit) as error:  # a user's file may raise anything
         kind = DoesNotFit if out_of_memory(error) else UsageError
         raise kind(f"can't import {where}: {in_words(error)}") from error
 
@@ -64,7 +64,7 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # its neighbors, as when it is run
+    sys.path.insert(0, str(path.parent))  # for imports of its neighbors, as if it were run
     try:
         spec.loader.exec_module(module)
     finally:

@@ -1,4 +1,4 @@
-"""What a check compares with: float64 throughout, and norms written out."""
+"""The reference of a check: float64 throughout, and norms as elementary calls."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _CASTS = {
 
 
 class Reference(TorchFunctionMode):
-    """Computes a network without rounding of its own or of torch's kernels, as far as possible.
+    """Function mode that computes a network in float64 with as little rounding as possible.
 
-    Casts to narrower floating-point types become casts to float64. Norms are formed of elementary
-    calls, in two passes: torch's fused kernels lose digits in float64 as well, where a mean is
-    large or a variance small.
+    Casts to narrower floating-point types become casts to float64. Norms consist of elementary
+    calls, in two passes: torch's fused kernels lose digits in float64 as well, if a mean is large
+    or a variance small.
 
     Attributes:
-        casts: the types that the network itself casts to.
-        draws: what draws random numbers of the process, each named with its module and line.
+        casts: the types to which the network itself casts.
+        draws: calls that draw random numbers of the process, each with its module and line.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _normalized(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean) / sqrt(var + eps), mean and biased variance over `dims`, which are kept."""
+    """Returns (x - mean) / sqrt(var + eps), mean and biased variance over `dims`, keeping dims."""
     mean = x.mean(dims, keepdim=True)
     centered = x - mean
     var = centered.square().mean(dims, keepdim=True)

@@ -1,4 +1,4 @@
-"""What a check found, and how it is printed."""
+"""The result of a check, and its formatting."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _AXES = {1: "C", 2: "D", 3: "H", 4: "W"}
 
 @dataclass
 class Report:
-    """What `check` found.
+    """Result of `check`.
 
     Attributes:
         sample: shape of one sample.
-        spatial: the split.
-        batch: samples.
-        dtype: of the split run.
+        spatial: the partition.
+        batch: number of samples.
+        dtype: dtype of the partitioned run.
         found: largest differences over all ranks.
-        bounds: how large each may be.
-        calls: of every rank, in order.
+        bounds: the largest allowed differences.
+        calls: the calls of every rank, in order.
         kinds: class of each module, by path.
-        dropout_off: modules that were switched off for the comparison.
-        casts: narrower types that the network itself casts to; what they round is judged by them.
-        noise: bound from which on a tensor is nothing but noise.
-        unsteady: whether nothing can be said, as noise in the last bit changes the whole output on
-            one device as well: it is drawn at random, or chaotic.
+        dropout_off: dropout modules that were switched off for the comparison.
+        casts: narrower types to which the network itself casts; bounds take them into account.
+        noise: bound above which a tensor is only noise.
+        unsteady: whether the check is inconclusive, as noise in the last bit changes the entire
+            output on one device as well: the network is random, or chaotic.
     """
 
     sample: tuple[int, ...]
@@ -49,16 +49,16 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was refused and nothing differs by more than its bound."""
+        """Whether no call was refused and no tensor differs by more than its bound."""
         return not self.refusals and not self.failures and not self.unsteady
 
     @property
     def refusals(self) -> list[str]:
-        """What has no exact form, each once."""
+        """Refusals of calls without an exact form, without duplicates."""
         return list(dict.fromkeys(c.refusal for c in self.calls[0] if c.refusal))
 
     def is_noise(self, bound: float) -> bool:
-        """Whether a tensor with this bound is nothing but noise."""
+        """Returns whether a tensor with this bound is only noise."""
         return bound > self.noise
 
     @property
@@ -78,7 +78,7 @@ class Report:
 
     @property
     def largest(self) -> float:
-        """The largest difference of all tensors that are more than noise."""
+        """The largest difference of all tensors that are not only noise."""
         found, bounds = self.found, self.bounds
         every = [
             value
@@ -95,7 +95,7 @@ class Report:
 
 @dataclass
 class _Kind:
-    """Calls of one function, together."""
+    """Summary of all calls of one function."""
 
     count: int = 0
     refused: int = 0
@@ -105,7 +105,7 @@ class _Kind:
 
 
 def format_report(report: Report) -> str:
-    """The tables: calls, layers, verdict."""
+    """Formats the tables of calls and layers, and the verdict."""
     grid = "×".join(map(str, report.spatial))
     shape = ", ".join(map(str, report.sample))
     kind = str(report.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""`check`: a network split over ranks-as-threads against the same network whole."""
+"""`check`: compares a network partitioned over rank threads with the unpartitioned network."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from pydist.mesh import Mesh
 from pydist.parallel import obstacle
 
 _FLOORS = {torch.float64: 1e-12, torch.float32: 1e-6}
-"""Never asked for less than that."""
+"""Smallest bounds."""
 _UNSTEADY = {torch.float64: NOISE, torch.float32: 0.1}
-"""A network's output that is so far from itself on one device is drawn at random, or chaotic."""
+"""If a network's output varies by more on one device, the network is random or chaotic."""
 _TIMES = 4.0
-"""How many times as far as one device is from float64 (or from itself, with noise in the last bit)
-a split run may be."""
+"""Allowed difference of a partitioned run, as a multiple of one device's difference from float64
+(or from itself, with noise in the last bit)."""
 
 _MOST_RUNS = 16
-"""How often one device runs, with different noise, before a difference counts as a failure."""
+"""Number of runs on one device, with different noise, before a difference counts as a failure."""
 _ROUNDED = 100.0
-"""How many times the floor a tensor is off where the network itself rounds to a narrower type."""
+"""Multiple of the floor above which the network's own casts have affected a tensor."""
 
 _MOST_RANKS = 1024
-"""Ranks that run as threads of one process."""
+"""Most ranks that run as threads of one process."""
 
 _Dropout = nn.modules.dropout._DropoutNd
 
@@ -48,30 +48,30 @@ def check(
     seed: int = 0,
     timeout: float = 3600.0,
 ) -> Report:
-    """Runs forward and backward of a network split and whole, and compares every layer.
+    """Compares forward and backward of a network partitioned and unpartitioned, by layer.
 
-    Ranks are threads of this process: nothing has to be launched. Every activation is kept once in
+    Ranks are threads of this process: no launcher is needed. Every activation is kept once in
     float64, so the sample should be as small as the network allows.
 
     Args:
-        factory: makes the network.
+        factory: creates the network.
         sample: shape of one sample: channels, then one to three spatial dims.
-        spatial: how often depth, height and width are split (the sample's spatial dims in order).
-        batch: samples.
-        dtype: torch.float64, or torch.float32: then the split run may be four times as far from
-            float64 as the whole one.
-        train: in training mode, with dropout off; else in evaluation mode.
-        tolerance: largest difference, relative to the largest value of the tensor; by default
-            float64: max(1e-12, 4 × what noise in the last bit does), float32 as above.
-        seed: of the sample.
-        timeout: seconds after which ranks that wait for each other are given up.
+        spatial: number of parts along each of the sample's spatial dims (depth, height, width).
+        batch: number of samples.
+        dtype: torch.float64 or torch.float32; in float32 the partitioned run may differ four times
+            as much from float64 as the unpartitioned one.
+        train: whether to use training mode, with dropout off, or evaluation mode.
+        tolerance: largest difference, relative to the largest value of the tensor; the default is
+            max(1e-12, 4 × the effect of noise in the last bit) in float64, and as above in float32.
+        seed: seed of the sample.
+        timeout: time limit in seconds for ranks that wait for each other.
 
     Returns:
-        What was called and how far the layers are apart; `report.ok` is the verdict.
+        The calls and the differences of all layers; `report.ok` is the verdict.
 
     Raises:
-        UsageError: sample, split, dtype or tolerance make no sense, or the network is one of
-            which nothing can be compared.
+        UsageError: sample, partition, dtype or tolerance are invalid, or the network can't be
+            compared.
         PydistError: a rank failed.
     """
     _check_arguments(sample, spatial, batch, dtype)
@@ -109,8 +109,8 @@ def check(
     for number in range(2, _MOST_RUNS):
         if tolerance is not None or not report.failures:
             break
-        # One run on one device says little of a single number, or of a ReLU whose input is as good
-        # as zero; what is wrong stays wrong.
+        # A single run underestimates the noise of a single number, or of a ReLU with an input near
+        # zero; more runs do not hide real errors.
         scale.join(_own_differences(whole, model, x, (number,)))
         report.bounds = _bounds(found, scale, whole, dtype, tolerance)
     return report
@@ -119,7 +119,7 @@ def check(
 def _own_differences(
     whole: WholeRun, model: nn.Module, x: Tensor, numbers: Iterable[int]
 ) -> Differences:
-    """How far one device is from the reference, as it is (0) and with noise in the last bit."""
+    """Computes one device's differences from the reference: plain (0) or with last-bit noise."""
     found = Differences()
     for number in numbers:
         try:
@@ -137,12 +137,12 @@ def _own_differences(
 
 
 def _cast_error(whole: WholeRun) -> float:
-    """By how much values are off that the network itself rounds to a narrower type."""
+    """Returns the error of values that the network itself rounds to a narrower type."""
     return max((8 * torch.finfo(narrow).eps for narrow in whole.casts), default=0.0)
 
 
 def _noise(whole: WholeRun) -> float:
-    """The bound from which on a tensor is nothing but noise."""
+    """Returns the bound above which a tensor is only noise."""
     return max(NOISE, _TIMES * _cast_error(whole))
 
 
@@ -180,7 +180,7 @@ def _check_network(model: nn.Module) -> None:
 
 
 def _jittered(model: nn.Module, x: Tensor, seed: int) -> tuple[nn.Module, Tensor]:
-    """Network and sample with noise of one unit in the last place."""
+    """Returns network and sample with noise of one unit in the last place."""
     noisy = copy.deepcopy(model)
     generator = torch.Generator().manual_seed(seed)
 
@@ -216,8 +216,8 @@ def _bounds(
             limits[name] = max(lowest, _TIMES * seen)
             size = own.get(name, 0.0)
             if limits[name] > _noise(whole) or size <= _FLOORS[torch.float64] * largest:
-                # Of what cancels to zero only the size is known: that of rounding, in a sum of
-                # numbers as large as the others. Relative to itself, noise is any multiple of it.
+                # A tensor that cancels to zero consists of rounding errors of a sum of terms as
+                # large as the other tensors. So its bound is relative to those, not to itself.
                 limits[name] = max(limits[name], lowest * largest / (size or 1.0))
         return limits
 

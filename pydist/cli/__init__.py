@@ -1,1 +1,1 @@
-"""The command line: `pydist data`, `train`, `profile`, `run` and `demo`."""
+"""The command line: `pydist data`, `train`, `profile`, `run`, `demo` and others."""

@@ -1,4 +1,4 @@
-"""`pydist check`: is a network the same when it is split?"""
+"""`pydist check`: compares a partitioned network with the unpartitioned one."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from pydist.launch.failures import describe
 
 @dataclass(frozen=True)
 class _Check:
-    """Runs a network split and whole, with ranks as threads, and compares layer by layer.
+    """Compares a network partitioned over ranks (threads) with itself unpartitioned, by layer.
 
-    Exits with 0 if nothing is refused and all differences are within their bounds, else with 1.
+    Exits with 0 if no call is refused and all differences are within their bounds, else with 1.
     """
 
     factory: tyro.conf.Positional[str]
-    """FILE.py:NAME or MODULE:NAME of a function without arguments that makes the network."""
+    """FILE.py:NAME or MODULE:NAME of a function without arguments that creates the network."""
     sample: str
     """Shape of one sample: channels and one to three extents, as in 1,32,32,32."""
     spatial: str = "2,1,1"
-    """How often depth, height and width are split."""
+    """Number of parts along depth, height and width."""
     batch: int = 2
-    """Samples."""
+    """Number of samples."""
     dtype: Literal["float64", "float32"] = "float64"
-    """What the split run computes in; it is compared with float64."""
+    """Precision of the partitioned run; the reference is float64."""
     eval: bool = False
-    """In evaluation mode instead of training (where dropout is off for the comparison)."""
+    """Use evaluation mode instead of training mode (which has dropout off for the comparison)."""
     tolerance: float | None = None
-    """Largest relative difference; by default 4 times what one device has."""
+    """Largest relative difference; by default 4 times that of one device."""
     seed: int = 0
-    """Of the sample."""
+    """Seed of the sample."""
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -66,7 +66,7 @@ def check(arguments: Sequence[str]) -> int:
     except PydistError:
         raise
     except KeyboardInterrupt as error:
-        # Ranks are threads that still compute, and the interpreter can't end in order beside them.
+        # Ranks are threads that still compute, so the interpreter can't end in an orderly way.
         sys.stderr.write(describe(error))
         sys.stderr.flush()
         os._exit(exit_code_of(error))

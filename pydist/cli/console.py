@@ -1,4 +1,4 @@
-"""Where commands print to."""
+"""The console of the commands."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from rich.console import Console as RichConsole
 
 
 class Console(RichConsole):
-    """A console whose errors reach `pydist.cli.main`, as those of `print` do."""
+    """Console whose errors reach `pydist.cli.main`, like those of `print`."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Raises `BrokenPipeError` anew; rich's own ends the process with code 1."""
+        """Re-raises `BrokenPipeError`; rich's own method ends the process with code 1."""
         error = sys.exc_info()[1]
         assert error is not None
         raise error

@@ -1,4 +1,4 @@
-"""`pydist data ...`: makes, converts and verifies data sets."""
+"""`pydist data`: generates, converts and verifies data sets."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ Told = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class _Universes:
-    """Makes synthetic universes for CosmoFlow: HDF5 files and dataset.json in FOLDER."""
+    """Generates synthetic universes for CosmoFlow: HDF5 files and dataset.json in FOLDER."""
 
     folder: tyro.conf.Positional[Path]
-    """Where to write the data set."""
+    """Folder of the data set."""
     universes: tyro.conf.OmitArgPrefixes[UniverseOptions] = field(default_factory=UniverseOptions)
-    """What to make."""
+    """Options of the generation."""
 
 
 @dataclass(frozen=True)
 class _CT:
-    """Makes synthetic CT volumes with labels, for the U-Net: HDF5 or NIfTI files in FOLDER."""
+    """Generates synthetic CT volumes with labels, for the U-Net: HDF5 or NIfTI files in FOLDER."""
 
     folder: tyro.conf.Positional[Path]
-    """Where to write the data set."""
+    """Folder of the data set."""
     volumes: tyro.conf.OmitArgPrefixes[CTOptions] = field(default_factory=CTOptions)
-    """What to make."""
+    """Options of the generation."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class _Nifti:
     """Converts NIfTI images with labels to HDF5 files and dataset.json in FOLDER."""
 
     source: tyro.conf.Positional[Path]
-    """A folder of nnU-Net or of the Medical Segmentation Decathlon (with dataset.json), or one with
-    images; then --labels says where the labels are."""
+    """Folder of nnU-Net or of the Medical Segmentation Decathlon (with dataset.json), or a folder
+    of images, with --labels for the labels."""
     folder: tyro.conf.Positional[Path]
-    """Where to write the data set."""
+    """Folder of the data set."""
     conversion: tyro.conf.OmitArgPrefixes[NiftiOptions] = field(default_factory=NiftiOptions)
-    """How to convert."""
+    """Options of the conversion."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class _Verify:
     """Reads every file of a data set and compares it with the manifest's checksums."""
 
     folder: tyro.conf.Positional[Path]
-    """The data set."""
+    """Folder of the data set."""
 
 
 def universes(arguments: Sequence[str]) -> int:
@@ -111,7 +111,7 @@ def verify(arguments: Sequence[str]) -> int:
 
 
 def make(folder: Path, options: UniverseOptions, console: Console) -> None:
-    """Makes a set of universes, with a progress bar; one that is there already is kept."""
+    """Generates a set of universes, with a progress bar; an existing one is kept."""
     began = time.perf_counter()
     with _told(console) as told:
         manifest = generate_universes(folder, options, told)
@@ -120,7 +120,7 @@ def make(folder: Path, options: UniverseOptions, console: Console) -> None:
 
 
 def make_ct(folder: Path, options: CTOptions, console: Console) -> None:
-    """Makes a set of CT volumes, with a progress bar; one that is there already is kept."""
+    """Generates a set of CT volumes, with a progress bar; an existing one is kept."""
     began = time.perf_counter()
     with _told(console) as told:
         manifest = generate_ct(folder, options, told)
@@ -130,7 +130,7 @@ def make_ct(folder: Path, options: CTOptions, console: Console) -> None:
 
 @contextmanager
 def _told(console: Console) -> Iterator[Told]:
-    """What draws the progress of making a data set."""
+    """Draws the progress of making a data set; yields the callback."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("data      ", total=None)
         yield lambda done, total, what: bar.update(task, completed=done, total=total)
@@ -139,7 +139,7 @@ def _told(console: Console) -> Iterator[Told]:
 def _say(
     console: Console, what: str, manifest: Manifest | None, folder: Path, began: float
 ) -> None:
-    """One line on what was made and where it is."""
+    """Prints one line about a new data set."""
     made = ""
     if manifest is not None:
         splits = ", ".join(f"{count} {split}" for split, count in manifest.splits.items())

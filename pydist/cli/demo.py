@@ -1,8 +1,8 @@
-"""`pydist demo`: the product's promise, shown in a minute on a laptop.
+"""`pydist demo`: demonstrates equivalence to one rank in a minute on a laptop.
 
-Trains CosmoFlow on 4 ranks, two groups that each hold their universes in two blocks, then does the
-same steps on one rank, and shows how far the two loss curves are apart; beside it, for scale, how
-far one rank is from itself when its initial weights move by a millionth.
+Trains CosmoFlow on 4 ranks (two groups, each with universes in two blocks), repeats the same steps
+on one rank, and shows the difference of the two loss curves. For scale it also shows the difference
+on one rank if the initial weights are perturbed by a millionth.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ RANKS = 4
 EPOCHS = 2
 WIDTH: Literal[32] = 32
 WHOLE, MOVED = "one-rank", "one-rank-moved"
-"""Folders of the runs to compare with."""
+"""Folders of the runs for comparison."""
 _MARK = "demo.toml"
-"""The file that tells a demo's folder from another run's."""
+"""The file that marks a demo's folder."""
 _RUNS = ("ckpt", WHOLE, MOVED)
 _RESULTS = ("log.jsonl", "result.png", "predictions.csv", "dice.csv")
 
@@ -56,9 +56,9 @@ class _Arguments:
     """Trains CosmoFlow on 4 ranks, compares the run with one rank, and draws the result."""
 
     folder: Path = Path("runs/demo")
-    """Where data, log, checkpoint and picture go; what an earlier demo left there is replaced."""
+    """Folder of data, log, checkpoint and figure; files of an earlier demo are replaced."""
     universes: int = 160
-    """Synthetic universes of 32³ voxels to make; a fifth of them is for validation."""
+    """Number of synthetic universes of 32³ voxels; a fifth of them is for validation."""
     mpi: str = "auto"
     """Which MPI starts the ranks: openmpi, mpich, gloo (none), or auto."""
 
@@ -66,7 +66,7 @@ class _Arguments:
 def demo(arguments: Sequence[str]) -> int:
     """Runs `pydist demo`; see `pydist demo --help`."""
     options = parse(_Arguments, arguments, "pydist demo")
-    # Threads that spin while they wait for each other crawl when the cores are busy otherwise.
+    # Threads that spin while they wait for each other are very slow on oversubscribed cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     began = time.perf_counter()
     console = Console()
@@ -88,11 +88,11 @@ def _config(folder: Path) -> Config:
         model=CosmoFlowConfig(width=WIDTH),
         data=DataConfig(path=folder / "data", normalize="standardize"),
         mesh=MeshConfig(data=2, spatial=(2, 1, 1)),
-        # A tenth of the paper's decay; and at its rate Adam, which divides by what rounding
-        # decides where gradients vanish, would soon drive any two runs apart.
+        # A tenth of the paper's decay and learning rate: where gradients vanish Adam divides by
+        # rounding errors, which would soon separate any two runs at the paper's rate.
         optimizer=AdamConfig(lr=1e-4, decay_epochs=10.0),
-        # With seed 0 an activation of the first step is within rounding of a ReLU's kink: which
-        # slope it takes is chance, and 6e-4 of the loss.
+        # With seed 0 an activation of the first step is within rounding of a ReLU's kink: its
+        # slope depends on rounding, and changes the loss by 6e-4.
         train=TrainConfig(epochs=EPOCHS, batch=8, seed=1),
         checkpoint=CheckpointConfig(resume="never"),
         output=OutputConfig(folder=folder, plot=False),
@@ -101,16 +101,16 @@ def _config(folder: Path) -> Config:
 
 @contextmanager
 def prepared(config: Config) -> Iterator[Path]:
-    """Removes what an earlier demo wrote, but for the data, which are kept if they still fit.
+    """Removes an earlier demo's files, except for the data, which are kept if they still fit.
 
-    In the `with` block, where the data are made, the folder is this process's.
+    This process locks the folder within the `with` block, where the data are made.
 
     Yields:
-        The configuration, as a file for the ranks to read.
+        The configuration file for the ranks.
 
     Raises:
-        UsageError: a value of the configuration is out of range, or another run writes into the
-            folder, or one that is no demo has; nothing is changed then.
+        UsageError: a value of the configuration is out of range, or the folder belongs to another
+            run, or one that is no demo; nothing is changed then.
         DiskError: the folder can't be written.
     """
     from pydist.data.lock import FolderLock
@@ -120,7 +120,7 @@ def prepared(config: Config) -> Iterator[Path]:
     with ExitStack() as stack:
         with _writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            # A demo's last runs hold folders of their own.
+            # The comparison runs of a demo lock folders of their own.
             held = [folder, *(each for name in (WHOLE, MOVED) if (each := folder / name).is_dir())]
         for each in held:
             stack.enter_context(FolderLock(each))
@@ -139,7 +139,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _require_demo(folder: Path) -> None:
-    """Raises `UsageError` if a folder has what a demo would remove, and no demo has made it."""
+    """Raises `UsageError` if a demo would remove files that no demo has made."""
     if (folder / _MARK).exists():
         return
     for name in (*_RUNS, *_RESULTS, "data"):
@@ -150,7 +150,7 @@ def _require_demo(folder: Path) -> None:
 
 
 def _cleared(folder: Path, config: str) -> Path:
-    """Removes an earlier demo's runs and results, and writes the configuration of the next."""
+    """Removes an earlier demo's runs and results, and writes the new configuration."""
     for name in _RUNS:
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in _RESULTS:
@@ -163,7 +163,7 @@ def _cleared(folder: Path, config: str) -> Path:
 def _universes(count: int) -> UniverseOptions:
     from pydist.data.universes import UniverseOptions
 
-    # Large cells: in a small cube the parameters show best on large scales.
+    # Large cells: in a small cube the parameters are most visible on large scales.
     return UniverseOptions(
         count=count,
         width=WIDTH,
@@ -176,7 +176,7 @@ def _universes(count: int) -> UniverseOptions:
 
 
 def _compare(split: Config, console: Console) -> None:
-    """Repeats the run on one rank, twice, and says and draws how far the curves are apart."""
+    """Repeats the run twice on one rank; prints and draws the differences of the curves."""
     from pydist.train import report
     from pydist.train.log import losses
 
@@ -198,7 +198,7 @@ def _compare(split: Config, console: Console) -> None:
 
 
 def _move(model: Module) -> None:
-    """Changes every weight by up to a millionth of itself, about what rounding does to a sum."""
+    """Changes every weight by up to a millionth of itself, about the rounding error of a sum."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
@@ -213,7 +213,7 @@ def _train_alone(
     console: Console,
     prepare: Callable[[Module], None] | None = None,
 ) -> dict[int, float]:
-    """The loss by step of the same run on one rank, in this process."""
+    """Trains the same run on one rank in this process; returns the loss by step."""
     from pydist.setup import init
     from pydist.train.folder import LOG_FILE
     from pydist.train.log import losses
@@ -236,6 +236,6 @@ def _train_alone(
 
 
 def _distance(one: Mapping[int, float], other: Mapping[int, float]) -> float:
-    """Largest difference of two loss curves over the same steps."""
+    """Computes the largest difference of two loss curves over the same steps."""
     assert one.keys() == other.keys()
     return max(abs(one[step] - other[step]) for step in one)

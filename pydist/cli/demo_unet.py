@@ -1,7 +1,6 @@
-"""`pydist demo unet`: segmentation learnt from synthetic CT, on 2 ranks, in a few minutes.
+"""`pydist demo unet`: learns segmentation from synthetic CT, on 2 ranks, in a few minutes.
 
-Each volume is cut into two blocks, one per rank. What was learnt is tried on volumes that were not
-trained on.
+Each volume is split into two blocks, one per rank. The trained network is tested on unseen volumes.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ if TYPE_CHECKING:
 
 RANKS = 2
 _MULTIPLE = 8
-"""Of voxels along a side: the network halves them three times."""
+"""Divisor of the voxels along a side: the network halves them three times."""
 
 GOALS = {"liver": 0.90, "tumour": 0.60}
-"""Dice that the demo promises on unseen volumes, mean over them."""
+"""Mean Dice over unseen volumes that the demo must reach."""
 
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Trains a small 3D U-Net on synthetic CT over 2 ranks, and draws what it finds."""
+    """Trains a small 3D U-Net on synthetic CT on 2 ranks, and draws its predictions."""
 
     folder: Path = Path("runs/demo-unet")
-    """Where data, log, checkpoint and picture go; what an earlier demo left there is replaced."""
+    """Folder of data, log, checkpoint and figure; files of an earlier demo are replaced."""
     volumes: int = 52
-    """Synthetic CT volumes to make; a quarter of them is for validation."""
+    """Number of synthetic CT volumes; a quarter of them is for validation."""
     width: int = 48
     """Voxels along a side of a volume, a multiple of 8."""
     epochs: int = 16
@@ -67,7 +66,7 @@ def demo_unet(arguments: Sequence[str]) -> int:
     options = parse(_Arguments, arguments, "pydist demo unet")
     if options.width % _MULTIPLE or options.width < 1:
         raise UsageError(f"--width {options.width}: multiples of {_MULTIPLE} are possible")
-    # Threads that spin while they wait for each other crawl when the cores are busy otherwise.
+    # Threads that spin while they wait for each other are very slow on oversubscribed cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     began = time.perf_counter()
     console = Console()
@@ -82,7 +81,7 @@ def demo_unet(arguments: Sequence[str]) -> int:
         return code
     folder = options.folder
     last = [event for event in read(folder / "log.jsonl") if event["event"] == "validation"][-1]
-    # null in the log: a class that is neither there nor predicted.
+    # null in the log: a class that is neither present nor predicted.
     dice = last["dice"]
     found = {name: math.nan if dice[name] is None else dice[name] for name in GOALS}
     told = ", ".join(f"{name} {dice:.3f}" for name, dice in found.items())
@@ -102,8 +101,8 @@ def _config(options: _Arguments) -> Config:
         model=UNet3dConfig(features=8),
         data=DataConfig(path=options.folder / "data", normalize="ct"),
         mesh=MeshConfig(spatial=(RANKS, 1, 1)),
-        # Few steps for a small network: ten times the paper's rate, and Dice beside cross-entropy,
-        # which alone hardly sees tumours that fill a hundredth of a volume.
+        # Few steps for a small network: ten times the paper's rate, and Dice plus cross-entropy,
+        # which alone is insensitive to tumors that fill a hundredth of a volume.
         optimizer=AdamConfig(lr=1e-2, decay_epochs=float(options.epochs), end_lr=1e-4),
         train=TrainConfig(epochs=options.epochs, batch=2, loss="dice_ce", validate_every=4),
         checkpoint=CheckpointConfig(resume="never"),

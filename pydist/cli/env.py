@@ -1,4 +1,4 @@
-"""`pydist env`: what a bug report says about a machine and an installation."""
+"""`pydist env`: reports the machine and the installation, for bug reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = (
     "monai", "nibabel", "matplotlib",
 )  # fmt: skip
 _FOREIGN = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "NCCL_MULTI_RANK_GPU_ENABLE")
-"""Variables of others that change what pydist does."""
+"""Variables of other software that affect pydist."""
 _GIB = 2**30
 
 
@@ -35,7 +35,7 @@ def env(arguments: Sequence[str]) -> int:
 
 
 def report() -> Iterator[tuple[str, str]]:
-    """The lines of the report: a name, which is empty where it is that of the line before."""
+    """Yields the lines of the report as (name, value); an empty name continues the previous one."""
     import torch
 
     from pydist._loader import PACKAGE, native
@@ -103,7 +103,7 @@ def _cuda() -> str:
 
 
 def _automatic() -> Iterator[tuple[str, str]]:
-    """What `auto` takes for ranks that `pydist run` starts here."""
+    """Yields the choices of `auto` for ranks that `pydist run` starts here."""
     import torch
 
     from pydist.comm.transports.nccl.place import device_missing, missing

@@ -1,4 +1,4 @@
-"""Follows a run that other processes do, through a pipe."""
+"""Follows a run of other processes through a pipe."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _TICK = 0.1
 
 @contextlib.contextmanager
 def followed(listener: Listener) -> Iterator[None]:
-    """Hands the events of the run that the `with` block starts to `listener`, in a thread.
+    """Passes the events of the run that the `with` block starts to `listener`, in a thread.
 
-    Rank 0 of the job finds the pipe's name in its environment. All that it wrote is handed over
-    before the block ends. If `listener` raises, as where the terminal is no longer read (`| head`)
-    or a disk is full, the run is stopped, as SIGTERM stops it, and the error is raised at the
-    block's end.
+    Rank 0 of the job finds the pipe's name in its environment. All its events are delivered before
+    the block ends. If `listener` raises, for example because the terminal is no longer read
+    (`| head`) or a disk is full, the run is stopped as by SIGTERM, and the block raises the error
+    at its end.
     """
     with private_directory() as folder:
         path = folder / "events"
         os.mkfifo(path, 0o600)
-        # Open for writing as well: so the pipe does not end when a writer leaves.
+        # Open for writing as well, so that the pipe does not end when a writer leaves.
         handle = os.open(path, os.O_RDWR | os.O_NONBLOCK)
         over = threading.Event()
         failed: list[Exception] = []
@@ -54,7 +54,7 @@ def _follow(
     poll = select.poll()  # unlike select(), for handles above 1,023 too
     poll.register(handle, select.POLLIN)
     while True:
-        # Asked before looking: what was written before the end is still there to be read after it.
+        # Checked before polling, so that events written before the end are still read.
         last = over.is_set()
         if poll.poll(0 if last else _TICK * 1000):
             *lines, unread = (unread + os.read(handle, 65536)).split(b"\n")

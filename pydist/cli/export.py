@@ -1,4 +1,4 @@
-"""`pydist export`: takes a network's weights out of a checkpoint."""
+"""`pydist export`: extracts a network's weights from a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Arguments:
     checkpoint: tyro.conf.Positional[Path]
     """Folder of a run, or one of its checkpoints."""
     output: tyro.conf.Positional[Path]
-    """Ends in .safetensors."""
+    """File to write, ending in .safetensors."""
 
 
 def export(arguments: Sequence[str]) -> int:

@@ -1,6 +1,6 @@
-"""The `pydist` command: finds the sub-command, and turns errors into one line and an exit code.
+"""The `pydist` command: dispatches subcommands, turns errors into one line and an exit code.
 
-Sub-commands are imported when they are called: `pydist --help` must not wait for torch.
+Subcommands are imported when they are called: `pydist --help` must not wait for torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydist.launch import failures, identity
 
 
 class Command(NamedTuple):
-    """A sub-command: `function(arguments)` in `module` runs it and returns the exit code."""
+    """Subcommand: `function(arguments)` in `module` runs it and returns the exit code."""
 
     module: str
     function: str
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line.
 
     Args:
-        arguments: what follows the program's name; by default that of this process.
+        arguments: the arguments after the program's name; by default those of this process.
 
     Returns:
         The exit code (see `pydist.errors`).
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if identity.detect() is None:
             return _flushed(arguments)
-        # One of several ranks: an error here has to end the others too.
+        # This process is a rank: an error must end the other ranks too.
         with failures.guarded():
             return _flushed(arguments)
     except (Exception, KeyboardInterrupt) as error:
@@ -71,14 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with contextlib.suppress(OSError):
             sys.stderr.write(failures.describe(error))
         if output_is_gone(error) or disk_is_full(error):
-            # The interpreter would try to write the rest once more when it ends.
+            # The interpreter would try to flush the rest again when it ends.
             with contextlib.suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code
 
 
 def _flushed(arguments: Sequence[str]) -> int:
-    """Runs a command, and writes what it printed: the interpreter's end would be too late."""
+    """Runs a command and flushes its output while errors can still be handled."""
     try:
         return _dispatch(arguments)
     finally:
@@ -95,7 +95,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
         print(f"pydist {pydist.__version__}")
         return 0
-    native.cpu_isa()  # refuses a PYDIST_ISA that names none
+    native.cpu_isa()  # raises an error for an unknown PYDIST_ISA
     for words in (2, 1):
         command = COMMANDS.get(" ".join(arguments[:words]))
         if command is not None:
@@ -114,7 +114,7 @@ def _described(names: Iterable[str]) -> list[str]:
 
 
 def _group_usage(word: str, names: Sequence[str]) -> str:
-    """The help of commands that begin with one word."""
+    """Returns the help of commands that share their first word."""
     lines = [f"usage: pydist {word} COMMAND ...", "", "commands:", *_described(names)]
     return "\n".join([*lines, "", f"pydist {word} COMMAND --help tells more"])
 

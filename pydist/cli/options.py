@@ -1,4 +1,4 @@
-"""Command line options made from dataclasses, with errors of one line."""
+"""Command line options from dataclasses, with one-line errors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _T = TypeVar("_T")
 
 
 def parse(kind: type[_T], arguments: Sequence[str], prog: str, default: _T | None = None) -> _T:
-    """Makes a dataclass of command line arguments.
+    """Parses command line arguments into a dataclass.
 
     Args:
         kind: the dataclass; its fields are the options.
         arguments: the command line. ``--help`` prints all options and exits.
         prog: the command's name in help.
-        default: where options that are not given take their values from.
+        default: the values of options that are not given.
 
     Raises:
-        UsageError: an unknown option (with what was probably meant) or a wrong value.
+        UsageError: an unknown option (with a likely correction) or an invalid value.
     """
     complaint = io.StringIO()
-    # Of tables that exclude each other (the networks') the default's options are shown.
+    # Of mutually exclusive tables (the networks') only the default's options are shown.
     settings = (tyro.conf.AvoidSubcommands,)
     try:
         with redirect_stderr(complaint):
@@ -52,7 +52,7 @@ def override(config: Config, arguments: Sequence[str], prog: str) -> Config:
 
 
 def _with_chosen(config: Config, arguments: Sequence[str]) -> Config:
-    """The configuration with other classes of the tables whose `name` is given, such as "sgd".
+    """Replaces the tables whose `name` is given, such as "sgd", by tables of that class.
 
     Settings that both classes have keep their values.
     """
@@ -71,9 +71,9 @@ def _with_chosen(config: Config, arguments: Sequence[str]) -> Config:
 
 
 def _plain(box: str) -> str:
-    """One line out of the framed text that tyro prints."""
+    """Extracts one line from the framed text that tyro prints."""
     lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
-    lines = [line for line in lines if line.strip("-")]  # where only ASCII goes, rules are dashes
+    lines = [line for line in lines if line.strip("-")]  # rules are dashes in ASCII output
     text = " ".join(" ".join(lines[1:]).split())  # after the frame's title
     text = re.split(r" Argument helptext| For full helptext| Got errors", text)[0]
     text = re.sub(r"^Error parsing [a-z._]+: ", "", text)  # of a table: the rest names the option

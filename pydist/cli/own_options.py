@@ -1,4 +1,4 @@
-"""The few options of commands that hand all others on: read without waiting for a heavy import."""
+"""The parser of commands that forward most options, without heavy imports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydist.errors import UsageError
 
 
 class OwnOptions(argparse.ArgumentParser):
-    """An argument parser that complains in one line."""
+    """Argument parser with one-line errors."""
 
     def error(self, message: str) -> NoReturn:
         """Raises `UsageError`."""

@@ -20,28 +20,29 @@ PROG = "pydist predict"
 class _Arguments:
     """Segments a volume in NIfTI files, or every volume in a folder, with a trained network.
 
-    Each volume is spread over the ranks. Labels are written on the volume's own grid.
+    Each volume is partitioned over the ranks. Labels are written on the volume's own grid.
     """
 
     checkpoint: tyro.conf.Positional[Path]
     """Folder of a run, or one of its checkpoints."""
     images: tyro.conf.Positional[tuple[Path, ...]]
-    """A volume's files, one a channel; or a folder with volumes, whose files end in _0000, _0001,
+    """A volume's files, one per channel; or a folder of volumes, whose files end in _0000, _0001,
     ... where there are several channels."""
     output: Annotated[Path, tyro.conf.arg(aliases=["-o"])]
-    """Where labels go: a file ending in .nii or .nii.gz, or a folder if images come in one."""
+    """Labels: a file ending in .nii or .nii.gz, or a folder if the images are in one."""
     ranks: Annotated[int | None, tyro.conf.arg(aliases=["-n"])] = None
-    """Start so many ranks on this machine."""
+    """Number of ranks to start on this machine."""
     mpi: str = "auto"
     """Which MPI starts them: openmpi, mpich, gloo (none), or auto."""
     spatial: tuple[int, int, int] | None = None
-    """How often depth, height and width are split; by default the depth, over all ranks."""
+    """Number of parts along depth, height and width; by default the depth is split over all
+    ranks."""
     sliding: int | None = None
-    """Predict window by window, of so many voxels along a side, what does not fit as a whole."""
+    """Voxels along a side of sliding windows, for volumes that do not fit into memory."""
     overlap: float | None = None
-    """Part that neighboring windows share; by default a quarter."""
+    """Overlap of neighboring windows, as a fraction; by default a quarter."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the network computes; "auto" is CUDA where each rank has a device of its own."""
+    """Device of the network; "auto" is CUDA where each rank has a device of its own."""
 
 
 def predict(arguments: Sequence[str]) -> int:
@@ -51,7 +52,7 @@ def predict(arguments: Sequence[str]) -> int:
         raise UsageError(
             "no image was given, as in: pydist predict RUN case.nii.gz -o labels.nii.gz"
         )
-    _check(options)  # errors show here, before any rank starts or predicts
+    _check(options)  # raises errors before any rank starts or predicts
     if options.ranks is None:
         return _predict_here(options)
     from pydist.launch import launch
@@ -68,12 +69,12 @@ def predict(arguments: Sequence[str]) -> int:
 
 
 def _check(options: _Arguments) -> None:
-    """What can be known before the network is read.
+    """Checks the options before the network is read.
 
     Raises:
-        UsageError: options that do not go together, or an output of another kind than the input.
-        DataError: an image is not there.
-        DiskError: there is no folder for the output, or its links form a circle.
+        UsageError: conflicting options, or an output of another kind than the input.
+        DataError: an image does not exist.
+        DiskError: there is no folder for the output, or its links form a cycle.
     """
     from pydist.data.medical.nifti import require_suffix
     from pydist.data.publish import real_path, refuse_overwriting
@@ -136,7 +137,7 @@ def _predict_here(options: _Arguments) -> int:
 
 
 def _cases(images: Sequence[Path], output: Path) -> list[tuple[tuple[Path, ...], Path]]:
-    """Each volume's files, and where its labels go."""
+    """Returns each volume's files and its output path."""
     from pydist.data.medical.layouts import find_images
 
     if len(images) == 1 and images[0].is_dir():

@@ -1,4 +1,4 @@
-"""`pydist profile`: where a training step goes, by layer and part."""
+"""`pydist profile`: measures a training step by layer and part."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ def profile(arguments: Sequence[str]) -> int:
 
 
 def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Profiler:
-    """Trains for some steps, and writes nothing. Collective.
+    """Trains for some steps without writing anything. Collective.
 
     Args:
-        config: as for `pydist train`; how long it trains, what it saves and whether it validates
-            does not matter.
+        config: as for `pydist train`; its settings of length, checkpoints and validation are
+            ignored.
         mesh: the mesh.
-        steps: how many are measured.
-        warmup: how many come before.
+        steps: number of measured steps.
+        warmup: number of steps before them.
 
     Raises:
-        PydistError: a signal ended it; see `pydist.train.run.train` for the rest.
+        PydistError: a signal ended it, or an error as for `pydist.train.run.train`.
     """
     from pydist.comm.consensus import together
     from pydist.profile import Profiler
@@ -61,7 +61,7 @@ def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Pro
 
     class Unsaved(Trainer):
         def _save(self) -> None:
-            """A profile leaves no checkpoint."""
+            """Saves no checkpoint."""
 
     total = warmup + steps
     length = replace(config.train, epochs=total, steps=total, validate_every=0)
@@ -114,7 +114,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, overrides = parser.parse_known_args(arguments)
     if options.config is None and not {"-h", "--help"} & set(overrides):
         raise UsageError(f"no configuration file was given; usage: {PROG} [--train.batch 8 ...]")
-    for given in overrides:  # before the configuration's options are searched for what was meant
+    for given in overrides:  # before the configuration's options are searched for close matches
         own = difflib.get_close_matches(
             given.partition("=")[0], parser._option_string_actions, 1, 0.8
         )

@@ -1,4 +1,4 @@
-"""Draws a run's events on the terminal: a bar with ETA, speed, and where a step's time goes."""
+"""Draws a run's events on the terminal: a bar with ETA, speed, and the parts of a step's time."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _PART_NAMES = {
     "gradients": "gradients",
     "data": "waiting for data",
 }
-_OTHER = "other"  # what is exchanged for statistics and for redistribution: little as a rule
+_OTHER = "other"  # exchanges for statistics and redistribution, usually short
 _RECENT_STEPS = 50
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 class ProgressView:
-    """Follows one run. On a terminal a live bar; else a line now and then, as logs want it.
+    """View of a run's progress: a live bar on a terminal, else a line every 10 seconds.
 
     Args:
-        console: where to draw; by default standard output.
+        console: the console; by default standard output.
         label: first word of each line.
-        verbose: show the resolved configuration as well.
+        verbose: whether to show the resolved configuration as well.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class ProgressView:
         self._task: TaskID | None = None
 
     def __call__(self, event: Event) -> None:
-        """Takes one event."""
+        """Handles one event."""
         handler = getattr(self, f"_on_{event['event']}", None)
         if handler is not None:
             handler(event)
 
     def close(self) -> None:
-        """Leaves the terminal as it was; safe to call twice."""
+        """Restores the terminal. Idempotent."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -150,7 +150,7 @@ class ProgressView:
 
 
 def describe_place(facts: Mapping[str, Any]) -> str:
-    """Device, transport and precision of a run as one line; see `pydist.train.device`."""
+    """Describes device, transport and precision of a run on one line; see `pydist.train.device`."""
     where = ", ".join(f"{fact} {facts[fact]}" for fact in ("device", "transport", "precision"))
     if facts["unused_device"]:
         where += f"; a CUDA device is there and not used: {facts['unused_device']}"
@@ -158,13 +158,13 @@ def describe_place(facts: Mapping[str, Any]) -> str:
 
 
 def mean_parts(parts: list[Mapping[str, float]]) -> dict[str, float]:
-    """Mean seconds by part over some steps; a part that a step lacks counts as zero."""
+    """Computes the mean seconds by part over steps; a missing part counts as zero."""
     names = dict.fromkeys(name for step in parts for name in step)
     return {name: sum(step.get(name, 0.0) for step in parts) / len(parts) for name in names}
 
 
 def describe_parts(parts: Mapping[str, float], seconds: float) -> str:
-    """The parts of a step as one line: "step 94 ms: compute 71 % · halo 9 % · ..."."""
+    """Describes the parts of a step on one line: "step 94 ms: compute 71 % · halo 9 % · ..."."""
     shares = {_PART_NAMES[name]: 0.0 for name in _PART_NAMES if name in parts}
     for name, spent in parts.items():
         shown = _PART_NAMES.get(name, _OTHER)

@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _split(arguments: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """The launcher's own options, and the program with its arguments, whatever they look like."""
+    """Splits off the launcher's options from the program and its arguments."""
     i = 0
     while i < len(arguments) and arguments[i] in _OPTIONS:
         i += 2

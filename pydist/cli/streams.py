@@ -1,4 +1,4 @@
-"""The standard streams of a command: always open, and never unable to print a character."""
+"""The standard streams of a command: always open, and able to print every character."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ _RAISING = ("strict", "surrogateescape", "surrogatepass")
 
 _WIDTH = "COLUMNS"
 _NARROWEST = 40
-"""Characters a line; with 0, tables would be printed as nothing, and with few of them never end."""
+"""Least characters per line: at width 0 tables are empty, and at small widths they never end."""
 
 
 def prepare() -> None:
-    """Makes the standard streams safe to write to, for this process and those it starts.
+    """Makes the standard streams safe to write to, for this process and its children.
 
-    A stream that was closed (`2>&-`) becomes the null device: its number would otherwise go to the
-    next file that is opened, and messages into that file. A character that the encoding of stdout
-    or stderr does not have is printed as an escape. A width that is none, or too narrow, is not
-    taken from the environment.
+    A closed stream (`2>&-`) becomes the null device: otherwise the next opened file would get its
+    descriptor, and receive the messages. Characters outside the encoding of stdout or stderr are
+    printed as escapes. A width in the environment that is invalid or too narrow is ignored.
     """
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(handle, True)

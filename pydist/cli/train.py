@@ -1,4 +1,4 @@
-"""`pydist train`: one training run, alone, as a rank of a job, or as the job's launcher."""
+"""`pydist train`: trains as a single process, as a rank of a job, or as the job's launcher."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def train(arguments: Sequence[str]) -> int:
     if options.ranks is not None:
         from pydist.cli.progress import ProgressView
 
-        load_config(options.config, overrides, PROG)  # errors show here, before any rank starts
+        load_config(options.config, overrides, PROG)  # raises errors before any rank starts
         view = ProgressView(verbose=True)
         return launch_training(options.config, overrides, options.ranks, options.mpi, view)
     from pydist.train.signals import ending_at_once
@@ -39,7 +39,7 @@ def train(arguments: Sequence[str]) -> int:
 def launch_training(
     config: Path, overrides: Sequence[str], ranks: int, mpi: str, view: ProgressView
 ) -> int:
-    """Trains on several ranks of this machine; this process draws what rank 0 tells of it.
+    """Trains on several ranks of this machine; this process draws the events of rank 0.
 
     Args:
         config: the configuration file.
@@ -90,7 +90,7 @@ def _train_here(config: Config) -> int:
 
 
 def transport_for(config: Config) -> str:
-    """The transport to ask for: one that takes no devices, where the run uses none."""
+    """Returns the transport to request: a host transport if the run uses no devices."""
     if config.mesh.transport == "auto" and config.train.device == "cpu":
         return "host"
     return config.mesh.transport
@@ -108,15 +108,15 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def load_config(path: Path | None, overrides: Sequence[str], prog: str) -> Config:
-    """The configuration of a file with options such as ``--train.steps 20`` applied to it.
+    """Loads a configuration and applies options such as ``--train.steps 20``.
 
     Args:
-        path: the file; None if only help is asked for.
+        path: the file; None if only help is requested.
         overrides: the options. ``--help`` prints them all and exits.
         prog: the command's name in help.
 
     Raises:
-        UsageError: an unknown key or option, or a wrong value.
+        UsageError: an unknown key or option, or an invalid value.
     """
     from pydist.cli.options import override
     from pydist.train import config_io

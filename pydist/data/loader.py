@@ -87,8 +87,8 @@ class Loader:
         dataset: the source of samples.
         mesh: determines the blocks and samples of this rank.
         batch_size: samples in a global batch, over all groups.
-        training: use a new order each epoch, and pad groups so that they step together. Otherwise,
-            for evaluation, use the data set's order, each sample once; a group may get fewer batches.
+        training: use a new order each epoch, and pad groups so that they step together. Otherwise
+            (evaluation) use the data set's order, each sample once; groups may get fewer batches.
         seed: of the order; by default the mesh's.
         drop_last: leave out a last batch that is short.
         prefetch: batches read ahead, 1 to `MOST_AHEAD`; each takes the memory of one local input.

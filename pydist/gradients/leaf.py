@@ -161,7 +161,7 @@ class Leaf:
         if self._before.users() or self._after.users():
             raise NotSupported(
                 f"hooks on the parameter {self.name}, whose gradient is partitioned over the ranks "
-                "(pydist.optim.sharded): remove them, or step this parameter unshared with "
+                "(pydist.optim.sharded): remove them, or step this parameter with "
                 'use="never"'
             )
 

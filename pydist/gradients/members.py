@@ -1,4 +1,4 @@
-"""Registration of parameters with the reducer, where sharded tensors are combined with plain ones."""
+"""Registration of parameters with the reducer, where sharded tensors meet plain ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _make(mesh: Mesh) -> Reducer:
 
 
 def follow(tensor: Tensor, mesh: Mesh) -> None:
-    """Registers the parameters from which a sharded call's plain operand was computed, or itself."""
+    """Registers a sharded call's plain operand, or the parameters that it was computed from."""
     if mesh.size == 1 or not tensor.requires_grad or not torch.is_grad_enabled():
         return
     known = leaf_of(tensor)

@@ -128,7 +128,7 @@ class Reducer:
         self._newcomers[id(tensor)] = Leaf(tensor, name, self)
 
     def follow(self, tensor: Tensor) -> None:
-        """Registers the parameters from which a plain operand was computed, or itself."""
+        """Registers a plain operand, or the parameters that it was computed from."""
         if tensor.grad_fn is None:
             self.register(tensor)
             return

@@ -141,9 +141,8 @@ class ScatteredGradient(Tensor):
 
 def _refusal(what: str) -> NotSupported:
     return NotSupported(
-        f"{what} of a gradient of which each rank has a part, as the optimizer's step is shared by "
-        "the ranks (pydist.optim.sharded): call pydist.optim.gather_gradients(model) before, on "
-        "all ranks"
+        f"{what} of a gradient that is partitioned over the ranks, like its optimizer "
+        "(pydist.optim.sharded): call pydist.optim.gather_gradients(model) before, on all ranks"
     )
 
 
@@ -238,8 +237,8 @@ def refuse_pending(grad: ScatteredGradient) -> None:
     """Refuses a gradient with a part that is not reduced yet."""
     if grad.pending is not None or grad.arriving:
         raise NotSupported(
-            "gradients to which a backward() under no_sync(), or one that raised, has added, while "
-            "the optimizer's step is shared by the ranks: they are known after the next backward() "
+            "gradients that are partitioned over the ranks, and to which a backward() under "
+            "no_sync(), or one that raised, has added: they are known after the next backward() "
             "outside of no_sync(); after an error zero_grad() clears them"
         )
 

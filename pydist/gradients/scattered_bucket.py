@@ -188,7 +188,7 @@ class ScatteredBucket(Bucket):
             parameter.grad, grad.pending = grad.pending, None
 
     def put_back(self, parameter: Tensor) -> None:
-        """Restores the gradient set aside, with the accumulated part, not yet reduced, as pending."""
+        """Restores the gradient set aside, with the newly accumulated one as pending."""
         earlier = self.kept.pop(id(parameter), None)
         if earlier is not None:
             parameter.grad, earlier.pending = earlier, parameter.grad

@@ -55,8 +55,8 @@ def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
                     continue
                 raise NotSupported(
                     f"a step with the parameter {leaf.name}, whose gradient was accumulated under "
-                    "no_sync() or by a backward() that raised, and is this rank's part: let a "
-                    "backward() outside of no_sync() come before the step, or zero_grad()"
+                    "no_sync() or by a backward() that raised, and is this rank's part: call "
+                    "backward() outside of no_sync() before the step, or zero_grad()"
                 )
     mesh = _meshes[own[0]]() if own else None
     if mesh is not None:

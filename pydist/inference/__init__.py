@@ -1,4 +1,4 @@
-"""Prediction with trained networks: whole volumes across ranks, and export to plain torch."""
+"""Prediction of volumes with trained networks across ranks, and export to plain torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes the weights out of a checkpoint, for use without pydist."""
+"""Extracts the weights from a checkpoint, for use without pydist."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from pydist.train.checkpoint import is_checkpoint
 
 
 def export_weights(checkpoint: str | Path, path: str | Path) -> str:
-    """Writes a network's weights as a safetensors file that torch's own loaders read.
+    """Writes a network's weights to a safetensors file for use with plain torch.
 
-    Keys are those of the plain network's `state_dict`. The file's metadata say how the network is
-    made, and what was done to its inputs.
+    The keys are those of the plain network's `state_dict`. The file's metadata contain the Python
+    expression of the network and the normalization of its inputs.
 
     Args:
         checkpoint: see `pydist.train.about.load_trained`.
-        path: ends in .safetensors; appears whole or not at all.
+        path: file ending in .safetensors; written atomically.
 
     Returns:
-        The network, as one writes it in Python.
+        The Python expression that creates the network.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
         UsageError: another suffix, or a file within a checkpoint.
         DiskError: the disk is full, or the folder can't be written.
     """

@@ -1,4 +1,4 @@
-"""Segments volumes with a trained network, each volume spread over the ranks."""
+"""Segments volumes with a trained network, each volume partitioned over the ranks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from pydist.train.gather import from_first_rank, on_first_rank
 
 @dataclass(frozen=True)
 class Sliding:
-    """Prediction window by window, by MONAI's `sliding_window_inference`.
+    """Options of prediction by sliding windows, with MONAI's `sliding_window_inference`.
 
-    For volumes whose activations do not fit; a window sees nothing beyond its border, so results
-    differ from those of the whole volume.
+    For volumes whose activations do not fit into memory. A window has no context beyond its border,
+    so results differ from those of the full volume.
 
     Attributes:
-        window: voxels along each side, a multiple of what the network halves (8).
-        overlap: part that neighboring windows share; there they are averaged, with weights that
-            fall towards a window's border.
+        window: voxels along each side, a multiple of the network's downsampling factor (8).
+        overlap: fraction shared by neighboring windows, which are averaged there with weights that
+            decrease toward a window's border.
     """
 
     window: int
@@ -61,21 +61,21 @@ class Sliding:
 
 
 class Predictor:
-    """A trained network that stays ready: the ranks predict one volume after another.
+    """Trained network that predicts one volume after another.
 
-    Collective over a sample group: all its ranks make the predictor and call it alike. Sample
-    groups may predict different volumes.
+    Collective over a sample group: all its ranks create the predictor and make the same calls.
+    Sample groups may predict different volumes.
 
     Args:
-        checkpoint: of a segmentation; see `pydist.train.about.load_trained`.
-        mesh: its spatial axes say how volumes are cut.
-        sliding: window by window instead of the whole volume; each window then is cut.
-        device: "cpu", "cuda", or "auto": CUDA wherever that is possible, as in training.
+        checkpoint: checkpoint of a segmentation; see `pydist.train.about.load_trained`.
+        mesh: the ranks; its spatial axes determine the partition of volumes.
+        sliding: sliding windows, each of them partitioned; None predicts the full volume.
+        device: "cpu", "cuda", or "auto" for CUDA where possible, as in training.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or its network is not one for segmentation.
+        CheckpointError: there is no checkpoint, it is damaged, or its network does not segment.
         UsageError: a window that the network can't halve, MONAI is missing, or "cuda" where it is
-            not possible.
+            impossible.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Predictor:
     ) -> None:
         with together(mesh.world):
             self.device = choose_device(device, mesh, "device")
-            """Where this rank computes."""
+            """The device of this rank."""
             about, weights = load_trained(checkpoint)
             task = about.task()
             if task.multiple is None:
@@ -99,14 +99,14 @@ class Predictor:
             try:
                 network.load_state_dict(weights)
             except RuntimeError as error:
-                reason = shorten(str(error), 200)  # it may name every parameter
+                reason = shorten(str(error), 200)  # the error may name every parameter
                 raise CheckpointError(f"{checkpoint}: its weights do not fit: {reason}") from error
             self._multiple = task.multiple
             if sliding is not None:
                 _check_sliding(sliding, self._multiple)
         self.mesh = mesh
         self.class_names = about.manifest.class_names
-        """In the order of the labels."""
+        """Names of the classes, in the order of the labels."""
         self._manifest = about.manifest
         self._sliding = sliding
         data = about.config.data
@@ -116,7 +116,7 @@ class Predictor:
 
     @property
     def grid(self) -> GridOptions:
-        """The grid that volumes are brought to: that of the training data."""
+        """The grid to which volumes are resampled: that of the training data."""
         record = self._manifest.origin.get("grid")
         grid = GridOptions() if record is None else grid_options(record)
         return replace(grid, multiple=math.lcm(grid.multiple, self._multiple))
@@ -127,12 +127,12 @@ class Predictor:
         The first rank of the group reads and writes.
 
         Args:
-            images: a file a channel, or one with all.
-            output: ends in .nii or .nii.gz; affine, codes, spacing and extents are those of the
-                first image.
+            images: one file per channel, or one with all channels.
+            output: file ending in .nii or .nii.gz; affine, codes, spacing and extents are those of
+                the first image.
 
         Raises:
-            DataError: a file is damaged, or has other channels than the network.
+            DataError: a file is damaged, or its channels differ from the network's.
             UsageError: nibabel is missing, `output` has another suffix or is one of the images.
             DiskError: `output` can't be written.
         """
@@ -156,20 +156,20 @@ class Predictor:
 
         Args:
             image: on the first rank of the group [C, D, H, W], in the units of the training data
-                (Hounsfield units, not normalized), extents multiples of what the network halves
-                (8): an array of NumPy, torch, CuPy or the like; None on the others.
+                (Hounsfield units, not normalized), extents multiples of the network's downsampling
+                factor (8): an array of NumPy, torch, CuPy or the like; None on the others.
 
         Returns:
             On the first rank the class of each voxel, [D, H, W] int64; None on the others.
 
         Raises:
-            DataError: another number of channels, or values that do not fit or are not finite.
-            UsageError: it is no array.
+            DataError: a wrong number of channels, or values that do not fit or are not finite.
+            UsageError: the image is no array.
         """
         return self._predict(image, "the image")
 
     def _predict(self, image: ArrayLike | None, name: str) -> npt.NDArray[np.generic] | None:
-        """See `predict`; `name` says in errors whose image it is."""
+        """Implements `predict`; `name` identifies the image in errors."""
         with torch.no_grad():
             if self._sliding is None:
                 scores = self.model(self._input(image, name, self.device))
@@ -183,7 +183,7 @@ class Predictor:
         return None if whole is None else whole[0].numpy()
 
     def _input(self, image: ArrayLike | None, name: str, device: torch.device) -> ShardedTensor:
-        """The normalized volume on a device; each rank has its block of it."""
+        """Returns the normalized volume on a device, partitioned over the ranks."""
         group = self.mesh.sample
         facts = b""
         whole = None
@@ -204,7 +204,7 @@ class Predictor:
         return ShardedTensor.from_local(block[None].to(device), layout)
 
     def _checked(self, image: npt.NDArray[np.generic], name: str) -> npt.NDArray[np.generic]:
-        """The image as the training data were stored."""
+        """Checks an image's shape and converts it to the dtype of the stored training data."""
         channels = self._manifest.sample_shape[0]
         if image.ndim != 4 or image.shape[0] != channels:
             raise DataError(
@@ -217,7 +217,7 @@ class Predictor:
         return as_stored(image, self._manifest.dtype, name, ", as which training data were stored")
 
     def _by_windows(self, x: ShardedTensor, sliding: Sliding) -> Tensor:
-        """Scores of the whole volume, on every rank: in host memory, where there is most room."""
+        """Computes scores of the full volume on every rank, in host memory, which is larger."""
         from monai.inferers.utils import sliding_window_inference
 
         def scores_of(window: Tensor) -> Tensor:
@@ -234,12 +234,12 @@ class Predictor:
             sw_device=self.device,
             device="cpu",
         )
-        assert isinstance(found, Tensor)  # a network with several outputs would give a tuple
+        assert isinstance(found, Tensor)  # only networks with several outputs give a tuple
         return found
 
 
 def _values_of(image: ArrayLike, name: str) -> npt.NDArray[np.generic]:
-    """The real numbers of an image in host memory."""
+    """Returns an image as an array of real numbers in host memory."""
     tensor = as_tensor(image)
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_complex():
         kind = "meta" if tensor.is_meta else f"{tensor.layout} {tensor.dtype}"
@@ -252,6 +252,6 @@ def _check_sliding(sliding: Sliding, multiple: int) -> None:
     if sliding.window % multiple:
         raise UsageError(f"a window of {sliding.window} voxels; multiples of {multiple} can be had")
     try:
-        import monai.inferers  # noqa: F401  only whether it is there, before anything is read
+        import monai.inferers  # noqa: F401  checks that it is installed, before anything is read
     except ImportError:
         raise UsageError("sliding windows need MONAI: pip install 'pydist[medical]'") from None

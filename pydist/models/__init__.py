@@ -1,4 +1,4 @@
-"""Reference networks: plain `torch.nn`, no word of parallelism."""
+"""Reference networks in plain `torch.nn`, without parallelism."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""CosmoFlow: a universe (a cube of particle counts) in, its cosmological parameters out.
+"""CosmoFlow: predicts cosmological parameters from a universe, a cube of particle counts.
 
-Two networks carry that name. "paper" is the one of Oyama et al. (2021), "The Case for Strong
-Scaling in Deep Learning: Training Large 3D CNNs With Hybrid Parallelism", as its authors
-published it in LBANN; "mlperf" is the one of the MLPerf HPC benchmark. Both take cubes
-`[N, in_channels, width, width, width]` and give `[N, outputs]`.
+Two networks have that name. "paper" is that of Oyama et al. (2021), "The Case for Strong Scaling in
+Deep Learning: Training Large 3D CNNs With Hybrid Parallelism", as its authors published it in
+LBANN; "mlperf" is that of the MLPerf HPC benchmark. Both map cubes
+`[N, in_channels, width, width, width]` to `[N, outputs]`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import nn
 WIDTHS = (32, 64, 128, 256, 512)
 Variant = Literal["paper", "mlperf"]
 
-# The paper's seven convolutions: (output channels, stride, smallest width whose network pools
-# after it). The pools that a width lacks or adds keep the flattened features at 256 * 2^3.
+# The paper's seven convolutions: (output channels, stride, smallest width with a pool after it).
+# So the flattened features are 256 * 2^3 at every width.
 _PAPER_CONVS = (
     (16, 1, 32),
     (32, 1, 32),
@@ -33,36 +33,36 @@ _MLPERF_HIDDEN = (128, 64)
 
 
 class ScaledTanh(nn.Module):
-    """`scale * tanh(x)`: bounds the prediction a little beyond the targets' range of -1 to 1."""
+    """Activation `scale * tanh(x)`, a bound slightly beyond the targets' range of -1 to 1."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
         self.scale = scale
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Element-wise; any shape."""
+        """Applies the activation to each element of a tensor of any shape."""
         return self.scale * torch.tanh(x)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
+        """Returns the arguments for `print(model)`."""
         return f"scale={self.scale}"
 
 
 class CosmoFlow(nn.Module):
-    """The CosmoFlow network.
+    """CosmoFlow network.
 
     Args:
         width: edge of the input cube in voxels: 32, 64, 128, 256 or 512.
-        in_channels: channels of the input (redshifts).
-        outputs: parameters to predict.
-        batch_norm: put batch normalization between each convolution and its activation (only
-            variant "paper", where the authors made it an option).
-        dropout: probability of zeroing; None takes the variant's own, 0.2 ("paper", before each
-            fully connected layer) or 0.5 ("mlperf", after the first two).
+        in_channels: number of input channels (redshifts).
+        outputs: number of parameters to predict.
+        batch_norm: whether to put batch normalization between each convolution and its activation
+            (only variant "paper", where it is the authors' option).
+        dropout: dropout probability; None for the variant's own, 0.2 ("paper", before each fully
+            connected layer) or 0.5 ("mlperf", after the first two).
         variant: "paper" (9,437,636 parameters at every width) or "mlperf" (8,907,556 at 128).
 
     Raises:
-        ValueError: a width or a variant that does not exist, or batch norm with "mlperf".
+        ValueError: an unknown width or variant, or batch norm with "mlperf".
 
     Source: LBANN, applications/physics/cosmology/cosmoflow/cosmoflow.py of 2020 ("paper");
     mlcommons/hpc, cosmoflow, closed division since 1.0 ("mlperf"; widths other than 128 follow
@@ -95,7 +95,7 @@ class CosmoFlow(nn.Module):
         self.reset_parameters(fc_bias=0.1 if variant == "paper" else 0.0)
 
     def reset_parameters(self, fc_bias: float) -> None:
-        """Glorot-uniform weights; biases of convolutions 0, of linear layers `fc_bias`."""
+        """Draws Glorot-uniform weights; sets biases to 0, those of linear layers to `fc_bias`."""
         for module in self.modules():
             if isinstance(module, nn.Conv3d | nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -103,7 +103,7 @@ class CosmoFlow(nn.Module):
                     nn.init.constant_(module.bias, fc_bias if isinstance(module, nn.Linear) else 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Predicts.
+        """Predicts the parameters.
 
         Args:
             x: `[N, in_channels, width, width, width]`.
@@ -112,7 +112,7 @@ class CosmoFlow(nn.Module):
             `[N, outputs]`.
 
         Raises:
-            ValueError: another shape than the network was made for.
+            ValueError: the shape differs from the network's.
         """
         if tuple(x.shape[1:]) != self.input_shape:
             raise ValueError(
@@ -126,7 +126,7 @@ def _paper_features(width: int, channels: int, batch_norm: bool) -> tuple[nn.Seq
     for i, (out, stride, pooled_from) in enumerate(_PAPER_CONVS, start=1):
         layers[f"conv{i}"] = nn.Conv3d(channels, out, 3, stride=stride, padding=1, bias=False)
         if batch_norm:
-            # The authors' running statistics decay by 0.999 a step, which torch calls 0.001.
+            # The authors' running statistics decay by 0.999 per step: momentum 0.001 in torch.
             layers[f"bn{i}"] = nn.BatchNorm3d(out, eps=1e-5, momentum=0.001)
         layers[f"act{i}"] = nn.LeakyReLU(0.01, inplace=True)
         if width >= pooled_from:

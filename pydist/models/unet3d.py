@@ -1,8 +1,8 @@
-"""3D U-Net: a volume in, a class for each of its voxels out.
+"""3D U-Net: predicts the class of each voxel of a volume.
 
 The network of Çiçek et al. (2016), "3D U-Net: Learning Dense Volumetric Segmentation from Sparse
-Annotation", as the authors of Oyama et al. (2021) built it in LBANN: "same" padding in place of
-cropped skips, so that input and output have one shape.
+Annotation", as the authors of Oyama et al. (2021) built it in LBANN: "same" padding instead of
+cropped skips, so that input and output have the same extents.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from torch import nn
 
 
 class UNet3d(nn.Module):
-    """The 3D U-Net.
+    """3D U-Net.
 
-    Down: two convolutions (3³, no bias; the first has half the channels), each with batch norm and
-    ReLU, then max pooling by 2. Up: a transposed convolution (2³, stride 2, no bias) that keeps the
-    channels, joined behind it those of the same width on the way down, then two convolutions. At
-    the end a 1³ convolution to the classes. The defaults are the paper's network: 19,070,560
-    parameters.
+    Each level down has two convolutions (3³, no bias; the first has half the channels), each with
+    batch norm and ReLU, then max pooling by 2. Each level up has a transposed convolution (2³,
+    stride 2, no bias) that keeps the channels, concatenation with the skip connection, then two
+    convolutions. The last layer is a 1³ convolution to the classes. The defaults are the paper's
+    network: 19,070,560 parameters.
 
     Args:
-        in_channels: channels of the input.
-        classes: classes to tell apart, background included.
-        features: channels after the second convolution of the first level, an even number; they
-            double from level to level.
-        levels: how often the width is halved.
+        in_channels: number of input channels.
+        classes: number of classes, including background.
+        features: channels after the second convolution of the first level, an even number; each
+            level doubles them.
+        levels: number of times that the width is halved.
 
     Raises:
         ValueError: `features` is odd, or a number is below 1.
 
-    Source: LBANN, applications/segmentation/unet3d/unet3d.py of 2020. Weights start as LBANN's
-    modules do by default: He-normal, batch norm at scale 1 and bias 0.
+    Source: LBANN, applications/segmentation/unet3d/unet3d.py of 2020. Weights are initialized as by
+    LBANN's defaults: He-normal, batch norm with scale 1 and bias 0.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class UNet3d(nn.Module):
 
     @property
     def multiple(self) -> int:
-        """What every extent of the input must be a multiple of."""
+        """Required divisor of every extent of the input."""
         return 1 << self.levels
 
     def reset_parameters(self) -> None:
-        """He-normal weights."""
+        """Draws He-normal weights."""
         for module in self.modules():
             if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
                 nn.init.kaiming_normal_(module.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores; softmax over dim 1 makes them probabilities.
+        """Computes scores, which softmax over dim 1 converts to probabilities.
 
         Args:
             x: `[N, in_channels, D, H, W]`, the extents multiples of 2 ** levels (8).
@@ -83,7 +83,7 @@ class UNet3d(nn.Module):
             `[N, classes, D, H, W]`.
 
         Raises:
-            ValueError: another number of channels, or extents that can't be halved so often.
+            ValueError: a wrong number of channels, or extents that can't be halved `levels` times.
         """
         if x.dim() != 5 or x.shape[1] != self.in_channels:
             raise ValueError(

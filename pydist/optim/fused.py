@@ -1,4 +1,4 @@
-"""Prepares optimizer state as torch's fused steps need it, which they do not check."""
+"""Preparation of optimizer state for torch's fused steps, which do not check it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pydist.gradients.rows import in_order_of
 
 
 def start_momentum(optimizer: SGD) -> None:
-    """Gives a fused SGD a momentum of zeros, from which its first step is that of none.
+    """Sets the momentum of a fused SGD to zeros, with which the first step is as without one.
 
-    torch's fused step takes unset memory for it and, where `GradScaler` finds an overflow, as in
-    the first steps of fp16, leaves that as it is: the next step would start from it.
+    torch's fused step allocates uninitialized memory and, if `GradScaler` finds an overflow, as in
+    the first steps of fp16, leaves it unset: the next step would start from it.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -22,10 +22,10 @@ def start_momentum(optimizer: SGD) -> None:
 
 
 def lie_as_parameters(optimizer: Optimizer) -> None:
-    """Brings the state into the memory order of the parameters, after it was loaded.
+    """Converts loaded state to the memory order of the parameters.
 
-    A fused step goes through both as they lie. Where the orders differ it refuses on a device, and
-    on a CPU takes one element's state for another's.
+    A fused step reads both in memory order. If the orders differ, it raises on a device, and on a
+    CPU uses the state of other elements.
     """
     for parameter, values in optimizer.state.items():
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""An optimizer whose step the ranks share: each does its own part of the parameters."""
+"""The partitioned optimizer (ZeRO-1): each rank steps its own part of the parameters."""
 
 from __future__ import annotations
 
@@ -35,42 +35,41 @@ from pydist.watchdog import SPAN, phase
 Use = Literal["auto", "always", "never"]
 
 ELEMENTWISE = (Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, SGD)
-"""Optimizers that treat each element by itself, so that a part is stepped as the whole is."""
+"""Optimizers that treat each element separately, so a part can be stepped alone."""
 
 WORTHWHILE = 1 << 20
-"""Elements from which on "auto" shares the step. Adam takes 4.5 ns an element on one core, so that
-two ranks save 2.4 ms and more: what the second message of each bucket may cost."""
+"""Number of elements from which "auto" partitions the step. Adam takes 4.5 ns per element on one
+core, so two ranks save at least 2.4 ms: the possible cost of each bucket's second message."""
 
 
 def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimizer:
-    """Lets the ranks share the optimizer's step.
+    """Partitions the optimizer's step and state over the ranks (ZeRO-1).
 
-    All ranks hold equal parameters and do the same step, each for all of them. Shared, each rank
-    gets the mean gradient of its own part only (reduce-scatter), keeps the optimizer's state for
-    it, steps it, and hands it to the others (all-gather). Both messages together carry what the
-    all-reduce of gradients carries; the step takes 1/ranks of the time, and the state 1/ranks of
-    the memory. The parameters are those of the unshared step.
+    All ranks hold equal parameters, and without partitioning each rank steps all of them. With it,
+    each rank gets the mean gradient of its own part only (reduce-scatter), keeps the optimizer's
+    state for it, steps it, and sends it to the others (all-gather). Both messages together are as
+    large as the all-reduce of gradients; the step takes 1/ranks of the time, and the state 1/ranks
+    of the memory. The resulting parameters are the same.
 
-    The loop stays as it is, with what this function returns in the place of the optimizer:
-    schedulers, closures, `no_sync`, `GradScaler`, `nn.utils.clip_grad_norm_`, `zero_grad` and
-    `autograd.grad` work unchanged. Only between `backward()` and `zero_grad()` the numbers in
-    `p.grad` are not there to be read: they lie on all ranks. Whatever wants them is refused;
-    `gather_gradients(model)` brings them together. `state_dict()` is collective and is that of the
-    plain optimizer: it loads with any number of ranks, or none.
+    The training loop stays the same, with the returned optimizer: schedulers, closures, `no_sync`,
+    `GradScaler`, `nn.utils.clip_grad_norm_`, `zero_grad` and `autograd.grad` work unchanged. But
+    between `backward()` and `zero_grad()`, the values of `p.grad` are partitioned over the ranks
+    and can't be read; `gather_gradients(model)` gathers them. `state_dict()` is collective and is
+    that of the plain optimizer, which loads on any number of ranks, also without pydist.
 
     Args:
-        optimizer: as torch makes it, over parameters of the model; give the returned one to
-            schedulers, and register hooks there. A state that it has is kept.
+        optimizer: torch's optimizer over parameters of the model; give the returned one to
+            schedulers, and register hooks there. Existing state is kept.
         model: the parallelized model.
-        use: "always", "never", or "auto": where it is estimated to be faster, that is on two ranks
-            or more, from a million parameters on, with an optimizer that can be shared. The
-            estimate rests on counts alone, not on measured time: a rerun decides the same.
+        use: "always", "never", or "auto": if it is estimated to be faster, that is on two ranks or
+            more, from a million parameters on, with a supported optimizer. The estimate depends on
+            counts alone, not on measured time: a rerun decides the same.
 
     Returns:
-        A `ShardedOptimizer`, or the optimizer as it is.
+        A `ShardedOptimizer`, or the unchanged optimizer.
 
     Raises:
-        UsageError: the model is not parallelized, or "always" and the optimizer can't be shared.
+        UsageError: the model is not parallelized, or "always" with an unsupported optimizer.
     """
     if use not in get_args(Use):
         raise UsageError(f"use={use!r}; possible are {', '.join(get_args(Use))}")
@@ -87,10 +86,10 @@ def sharded(optimizer: Optimizer, model: nn.Module, use: Use = "auto") -> Optimi
 
 
 def gather_gradients(model: nn.Module) -> None:
-    """Makes every gradient whole: final and equal on all ranks, an ordinary tensor. Collective.
+    """Gathers the full gradients as ordinary tensors, equal on all ranks. Collective.
 
-    Needed with a shared optimizer step alone (see `sharded`), where something reads gradients
-    between `backward()` and `step()`; else it does nothing.
+    Needed only with a partitioned optimizer (see `sharded`), to read gradients between `backward()`
+    and `step()`; otherwise it does nothing.
     """
     entry_of(model).reducer.gather_gradients()
 
@@ -98,29 +97,29 @@ def gather_gradients(model: nn.Module) -> None:
 class ShardedOptimizer(Optimizer):
     """An optimizer of torch, applied by each rank to its own part of the parameters.
 
-    See `sharded`. It shares the parameter groups of the optimizer that it was made from; their
-    settings may be changed on either. Parameters that the model does not have, or that are not
-    dense in memory, are stepped whole by every rank.
+    See `sharded`. It shares the parameter groups of the wrapped optimizer; their settings may be
+    changed on either. Parameters that the model does not have, or that are not dense in memory, are
+    stepped in full by every rank.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Take over an optimizer.
+        """Wraps an optimizer.
 
         Args:
-            optimizer: one of `ELEMENTWISE`; not to be stepped by itself any more.
+            optimizer: one of `ELEMENTWISE`; must no longer be stepped directly.
             model: the parallelized model.
 
         Raises:
-            UsageError: the optimizer can't be shared, or the model is not parallelized.
+            UsageError: the optimizer is not supported, or the model is not parallelized.
         """
         obstacle = _obstacle(optimizer)
         if obstacle is not None:
-            raise UsageError(f"{type(optimizer).__name__} can't be shared by the ranks: {obstacle}")
+            raise UsageError(f"{type(optimizer).__name__} can't be partitioned: {obstacle}")
         self._entry = entry_of(model)
         self._inner = optimizer
         self._parts: dict[Tensor, Tensor] = {}
         self._layout: dict[int, Part] = {}
-        self._source: Mapping[int, Part] | None = None  # of the layout: the reducer's
+        self._source: Mapping[int, Part] | None = None  # the reducer's parts, for `_layout`
         super().__init__(optimizer.param_groups, optimizer.defaults)
         optimizer.param_groups = self.param_groups
         self._reducer.scatter(self._parameters())
@@ -130,24 +129,22 @@ class ShardedOptimizer(Optimizer):
         return f"Sharded{self._inner!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        raise NotSupported(
-            "copying or pickling an optimizer whose step is shared: use state_dict()"
-        )
+        raise NotSupported("copying or pickling a partitioned optimizer: use state_dict()")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; on all ranks."""
         super().add_param_group(param_group)
-        if self._source is not None:  # not while the groups of the optimizer are taken over
+        if self._source is not None:  # not while the base class adds the optimizer's groups
             self._reducer.scatter(self.param_groups[-1]["params"])
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of all parameters. Collective.
+        """Steps all parameters. Collective.
 
         Args:
-            closure: evaluates the loss anew, with gradients; called once.
+            closure: re-evaluates the loss, with gradients; called once.
 
         Returns:
-            What the closure returned; None without one.
+            The result of the closure; None without one.
         """
         loss = None
         if closure is not None:
@@ -157,7 +154,7 @@ class ShardedOptimizer(Optimizer):
         rest = {id(p): p for p in self._parameters()}
         for parameter in rest.values():
             if isinstance(parameter.grad, ScatteredGradient):
-                refuse_pending(parameter.grad)  # before a first message leaves
+                refuse_pending(parameter.grad)  # before the first message is sent
         started = []
         failure: Exception | None = None
         for bucket in reducer.scattered:
@@ -165,8 +162,8 @@ class ShardedOptimizer(Optimizer):
             some = {id(p) for p in alive if rest.pop(id(p), None) is not None}
             if some:
                 failure = failure or self._step_some(some)
-                # Its values travel while the next one is stepped; after a failure as well, as
-                # other ranks, which may have nothing of what failed, wait for them.
+                # The values are in flight while the next bucket is stepped. They are sent after a
+                # failure as well, as other ranks, which may own none of its parts, wait for them.
                 reducer.start_gathering_values(bucket)
                 started.append((bucket, some))
         failure = failure or self._step_some(rest.keys())
@@ -177,10 +174,10 @@ class ShardedOptimizer(Optimizer):
         return loss
 
     def _step_some(self, some: Collection[int]) -> Exception | None:
-        """Steps this rank's parts of some parameters, which are given by their ids.
+        """Steps this rank's parts of some parameters, given by their ids.
 
         Returns:
-            What the optimizer raised.
+            The exception of the optimizer, if it raised.
         """
         with self._mesh.session.timers.measure("optimizer"), self._on_own_parts(some) as there_are:
             try:
@@ -191,10 +188,10 @@ class ShardedOptimizer(Optimizer):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's state, whole on every rank. Collective."""
+        """Returns the plain optimizer's full state on every rank. Collective."""
         world = self._mesh.world
         with phase("state_dict(), to be called on all ranks", SPAN):
-            if world.size > 1:  # by its name, for the error where one rank alone calls it
+            if world.size > 1:  # named, for the error if one rank alone calls it
                 world.ledger.note(world, ("state_dict() of a partitioned optimizer",), waits=True)
             self._follow_reducer()
             own = self.state
@@ -205,9 +202,9 @@ class ShardedOptimizer(Optimizer):
             self.state = own
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state, that of a plain optimizer or of any number of ranks."""
+        """Loads the state of a plain optimizer, or of a partitioned one on any number of ranks."""
         super().load_state_dict(state_dict)
-        # The optimizer fixes what older versions of it have saved.
+        # The optimizer converts the state of its older versions.
         self._inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
         self._take(dict(self._inner.state))
 
@@ -223,13 +220,13 @@ class ShardedOptimizer(Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
     def _follow_reducer(self) -> Reducer:
-        """The reducer; with other buckets, parts have changed hands."""
+        """Returns the reducer, after redistributing the state if its buckets have changed."""
         if self._reducer.parts is not self._source:
             self._take(self._whole_state())
         return self._reducer
 
     def _take(self, whole: dict[Tensor, State]) -> None:
-        """Makes the parts that the reducer has for this rank, with their state."""
+        """Makes this rank's parts, as the reducer assigns them, with their state."""
         self._source = self._reducer.parts
         parts = {id(p): self._reducer.part_of(p) for p in self._parameters()}
         self._layout = {key: part for key, part in parts.items() if part is not None}
@@ -250,17 +247,17 @@ class ShardedOptimizer(Optimizer):
         self.state = self._inner.state = state
 
     def _whole_state(self) -> dict[Tensor, State]:
-        """The state by parameter, whole on every rank. Collective."""
+        """Returns the full state by parameter, on every rank. Collective."""
         return gather_state(
             self._mesh.world, self._parameters(), self._parts, self._layout, self.state
         )
 
     @contextmanager
     def _on_own_parts(self, some: Collection[int]) -> Iterator[bool]:
-        """Puts this rank's parts, with their gradients, in the place of the parameters.
+        """Replaces the parameters by this rank's parts, with their gradients.
 
         Yields:
-            Whether there are any.
+            Whether this rank has any parts.
         """
         given = [group["params"] for group in self.param_groups]
         own: list[Tensor] = []
@@ -274,7 +271,7 @@ class ShardedOptimizer(Optimizer):
             for group, parameters in zip(self.param_groups, given, strict=True):
                 group["params"] = parameters
             for part in own:
-                if id(part) not in some:  # which would be a parameter itself
+                if id(part) not in some:  # else it is the parameter itself
                     part.grad = None
 
     def _prepared(self, parameters: list[nn.Parameter]) -> Iterator[Tensor]:
@@ -295,7 +292,7 @@ class ShardedOptimizer(Optimizer):
 
 
 def _obstacle(optimizer: Optimizer) -> str | None:
-    """Why an optimizer can't be shared, if it can't."""
+    """Returns why an optimizer can't be partitioned, or `None`."""
     if type(optimizer) not in ELEMENTWISE:
         names = ", ".join(each.__name__ for each in ELEMENTWISE)
         return f"it may look at more than one element at a time; possible are {names}"
@@ -307,7 +304,7 @@ def _obstacle(optimizer: Optimizer) -> str | None:
 
 
 def _own(value: Any, parameter: Tensor, part: Part | None) -> Any:
-    """Of one value of a whole state (moments, a count of steps), what a rank keeps."""
+    """Returns this rank's part of a value of the full state (moments, a count of steps)."""
     if not isinstance(value, Tensor):
         return value
     if part is None or value.shape != parameter.shape:

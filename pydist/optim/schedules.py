@@ -1,4 +1,4 @@
-"""Learning-rate schedules, put together from `torch.optim.lr_scheduler`."""
+"""Learning-rate schedules, composed of those in `torch.optim.lr_scheduler`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def linear_decay(
     warmup_steps: int = 0,
     warmup_start: float = 0.01,
 ) -> LRScheduler:
-    """Linear warm-up, then linear decay, then constant: CosmoFlow's schedule.
+    """Returns a schedule with linear warm-up, linear decay, then a constant rate (CosmoFlow's).
 
     Args:
         optimizer: its groups' `lr` is the peak, reached when the warm-up ends.
         decay_steps: steps from the peak to `end_lr`, >= 1.
         end_lr: learning rate after decay, in the optimizer's unit (not a factor).
         warmup_steps: steps of the warm-up; 0 starts at the peak.
-        warmup_start: factor on the peak at the first step of the warm-up.
+        warmup_start: factor of the peak at the first step of the warm-up.
 
     Returns:
         A scheduler to be stepped once after every optimizer step.
 
     Raises:
-        UsageError: a peak below `end_lr`, or no decay step.
+        UsageError: the peak is below `end_lr`, or there is no decay step.
     """
     peak = optimizer.param_groups[0]["lr"]
     if end_lr > peak:

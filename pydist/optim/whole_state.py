@@ -1,4 +1,4 @@
-"""The state of an optimizer, put together from the parts that the ranks have."""
+"""Gathering of the full state of a partitioned optimizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pydist.comm import Transport
 
 State: TypeAlias = "dict[str, Any]"
-"""Of one parameter: moments and the like, by name."""
+"""The state of one parameter, such as moments, by name."""
 
 
 def gather_state(
@@ -27,18 +27,18 @@ def gather_state(
     parts: Mapping[int, Part],
     state: Mapping[Tensor, State],
 ) -> dict[Tensor, State]:
-    """The state by parameter, whole on every rank. Collective.
+    """Gathers the full state by parameter, on every rank. Collective.
 
     Args:
         world: connects the ranks that have the parts.
-        parameters: the same ones on all ranks, in one order.
-        owned: this rank's part of a parameter, if it has one; the parameter itself if it is whole.
-        parts: of scattered parameters, by id: which part is whose.
-        state: by what is in `owned`. What has the shape of the part is a part itself; the rest (a
-            count of steps) is equal on all ranks.
+        parameters: the same ones on all ranks, in the same order.
+        owned: this rank's part of a parameter, if it has one; the parameter if not partitioned.
+        parts: the parts of partitioned parameters, by id.
+        state: by the tensors in `owned`. Values with the shape of the part are parts themselves;
+            others (a count of steps) are equal on all ranks.
 
     Returns:
-        States of parameters that have one.
+        The states of parameters that have one.
     """
     mine = [
         _describe(state.get(owned[p], {}), owned[p]) if p in owned and id(p) in parts else None
@@ -65,7 +65,7 @@ def gather_state(
 
 
 def _describe(state: State, part: Tensor) -> dict[str, tuple[str, str, Any]]:
-    """What a rank's state of one parameter consists of, and the values that are no parts."""
+    """Describes a rank's state of one parameter, with the values that are no parts."""
     described = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -81,7 +81,7 @@ def _describe(state: State, part: Tensor) -> dict[str, tuple[str, str, Any]]:
         else:
             raise NotSupported(
                 f"the optimizer's state {name!r} of shape {tuple(value.shape)}, for a part of "
-                f"shape {tuple(part.shape)}: it can't be put together"
+                f"shape {tuple(part.shape)}: it can't be gathered"
             )
     return described
 

@@ -1,6 +1,6 @@
-"""Where a training step goes: per layer and part, as a table and as a trace.
+"""The profiler: time of a training step by layer and part, as a table and as a trace.
 
-Around a loop of one's own, as `Profiler` shows; for CosmoFlow there is `pydist profile`.
+`Profiler` measures any training loop; `pydist profile` measures configured runs.
 """
 
 from pydist.profile.profiler import Profiler

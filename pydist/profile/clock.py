@@ -1,13 +1,13 @@
-"""What a rank's device did in its spans: events around them, on the host's clock.
+"""Device times of a rank's spans, from events around them, converted to the host's clock.
 
-The host only queues work, so its own times say when that was queued. Here an event is recorded on
-the current stream when a span begins and another when it ends. They are read when the device has
-reached them, without waiting for it before the profile is over, and set to the host's clock by one
-event that is awaited at the start. What the device lies idle for within a span counts as the
-span's: then the host is what is too slow.
+The host only enqueues work, so its own times are those of enqueueing. This module records an event
+on the current stream when a span begins and another when it ends. It reads them when the device has
+reached them, without waiting before the end of the profile, and aligns them to the host's clock by
+one event that it waits for at the start. Idle time of the device within a span counts for the span:
+the host is then the bottleneck.
 
-While a CUDA graph is captured nothing is recorded: its events would be part of the graph, and
-have no time.
+Nothing is recorded while a CUDA graph is captured: the events would be part of the graph and have
+no time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAIN_STREAM = 1
 
 @dataclass(slots=True)
 class Mark:
-    """A point in the work of a stream, and the anchor before it."""
+    """Point in the work of a stream, and the anchor before it."""
 
     event: Any
     stream: int
@@ -39,7 +39,7 @@ class Mark:
 
 @dataclass(slots=True, eq=False)
 class DeviceSpan:
-    """A span under way, or one whose events the device has yet to reach."""
+    """Span that has not ended, or whose events the device has not reached yet."""
 
     outer: DeviceSpan | None
     start: Mark | None
@@ -50,14 +50,14 @@ class DeviceSpan:
 
 
 class DeviceClock:
-    """The spans of one rank on its device.
+    """Clock of one rank's spans on its device.
 
     Args:
-        device: the device; it is awaited here, and again in `finish`.
+        device: the device; the constructor and `finish` wait for it.
 
     Attributes:
-        bounds: where steps begin and end; complete after `finish`.
-        spans: that the device has gone through, in time of the host's `time.perf_counter`.
+        bounds: times at which steps begin and end; complete after `finish`.
+        spans: the spans that the device has completed, in `time.perf_counter` of the host.
     """
 
     def __init__(self, device: Device) -> None:
@@ -67,7 +67,7 @@ class DeviceClock:
         self._open: DeviceSpan | None = None
         self._unread: deque[tuple[DeviceSpan, Mark, Mark]] = deque()
         self._streams: list[int] = []
-        # Times are read from the anchor before them: a float of milliseconds reaches only so far.
+        # Times are relative to the anchor before: a float32 of milliseconds has limited precision.
         self._anchors: list[Any] = []
         self._anchor_times: list[float] = []
         self._steps: list[int] = []
@@ -87,13 +87,13 @@ class DeviceClock:
                 self._anchors, self._anchor_times = [recorded[0]], [(before + after) / 2]
 
     def begin(self, part: str, layer: str) -> DeviceSpan:
-        """A span begins on the current stream; returns what `end` is given."""
+        """Begins a span on the current stream; returns the argument for `end`."""
         self._device.push(f"{layer} {part}" if layer else part)
         self._open = DeviceSpan(self._open, self.mark(), part, layer)
         return self._open
 
     def end(self, span: DeviceSpan) -> None:
-        """A span ends on the current stream, and with it those in it that an exception left."""
+        """Ends a span on the current stream, and nested spans that an exception has left open."""
         if not self._is_open(span):
             return
         while self._open is not span:
@@ -116,19 +116,19 @@ class DeviceClock:
             self._open = self._open.outer
 
     def mark(self, stream: int | None = None) -> Mark | None:
-        """A point in the work of a stream, by default the current one."""
+        """Records a point in the work of a stream, by default the current one."""
         recorded = self._device.record(stream)
         return None if recorded is None else Mark(*recorded, len(self._anchors) - 1)
 
     def flight(self, layer: str, start: Mark | None, stream: int | None) -> None:
-        """A halo has been on its way since `start`, and arrives behind the work of `stream`."""
+        """Records a halo in flight from `start` until the work of `stream` so far is done."""
         stop = self.mark(stream)
         if start is not None and stop is not None:
             span = DeviceSpan(None, start, IN_FLIGHT, layer, in_backward())
             self._unread.append((span, start, stop))
 
     def step(self) -> None:
-        """A step ends on the current stream, and the next begins."""
+        """Ends a step on the current stream, and begins the next."""
         recorded = self._device.record()
         if recorded is not None:
             self._anchors.append(recorded[0])
@@ -138,14 +138,14 @@ class DeviceClock:
         self._read(wait=False)
 
     def forget(self) -> None:
-        """Drops all that was recorded so far: it belongs to the warm-up."""
+        """Drops everything recorded so far, which belongs to the warm-up."""
         self._read(wait=False)
         self._unread.clear()
         self.spans.clear()
         self._steps.clear()
 
     def finish(self) -> None:
-        """Waits for the device; then `bounds` and `spans` are complete."""
+        """Waits for the device and completes `bounds` and `spans`."""
         self._read(wait=True)
         self.bounds = [self._anchor_time(step) for step in self._steps]
 

@@ -1,4 +1,4 @@
-"""The device that a profile asks for the time: events on its streams, ranges for its tools."""
+"""The device interface of the profiler: events on streams, and ranges for tracing tools."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Device(Protocol):
-    """A device with streams, whose events have a time. `CudaDevice` is one."""
+    """Device with streams and timed events, such as `CudaDevice`."""
 
     def record(self, stream: int | None = None) -> tuple[Any, int] | None:
-        """An event behind what a stream has been given so far.
+        """Records an event after the work enqueued on a stream so far.
 
         Args:
             stream: the stream; by default the current one.
@@ -25,32 +25,32 @@ class Device(Protocol):
         ...
 
     def seconds(self, start: Any, stop: Any) -> float:
-        """From one event that was reached to another."""
+        """Returns the seconds between two events that were reached."""
         ...
 
     def reached(self, event: Any) -> bool:
-        """Whether the device has come to an event."""
+        """Returns whether the device has reached an event."""
         ...
 
     def wait(self, event: Any) -> None:
-        """Returns when it has."""
+        """Waits until the device has reached an event."""
         ...
 
     def free(self, event: Any) -> None:
-        """An event is not needed any more."""
+        """Returns an event for reuse."""
         ...
 
     def push(self, name: str) -> None:
-        """A range begins in the trace of a tool that watches this process, if one does."""
+        """Begins a range in the trace of a tool that profiles this process, if any."""
         ...
 
     def pop(self) -> None:
-        """The innermost range ends."""
+        """Ends the innermost range."""
         ...
 
 
 class CudaDevice:
-    """A CUDA device: timed events, and NVTX ranges for Nsight Systems."""
+    """CUDA device with timed events, and NVTX ranges for Nsight Systems."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -69,7 +69,7 @@ class CudaDevice:
         return event, int(queue.cuda_stream)
 
     def seconds(self, start: torch.cuda.Event, stop: torch.cuda.Event) -> float:
-        """See `Device.seconds`; to half a microsecond."""
+        """See `Device.seconds`; the resolution is half a microsecond."""
         return float(start.elapsed_time(stop)) / 1e3
 
     def reached(self, event: torch.cuda.Event) -> bool:
@@ -94,6 +94,6 @@ class CudaDevice:
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> Device | None:
-    """The device that a rank's tensors lie on, if it is one that works behind the host's back."""
+    """Returns the device of a rank's tensors if it is asynchronous to the host; else `None`."""
     found = next((t.device for t in tensors if t.is_cuda), None)
     return None if found is None else CudaDevice(found)

@@ -1,4 +1,4 @@
-"""The spans of all ranks on rank 0, by one clock."""
+"""Gathering of the spans of all ranks to rank 0, in one clock."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans by one clock."""
+    """Spans in one clock."""
 
     bounds: Sequence[float]
-    """Where steps begin and end: one more than there are steps."""
+    """Times at which steps begin and end: one more than steps."""
     spans: Sequence[Span]
 
 
 @dataclass(frozen=True)
 class RankSpans:
-    """What one rank, or its device, did in the steps that were measured."""
+    """Spans of one rank, or of its device, in the measured steps."""
 
     rank: int
     layers: list[str]
-    """In the order of their first call."""
+    """Paths of the layers, in the order of their first call."""
     bounds: list[float]
-    """Where steps begin and end: one more than there are steps."""
+    """Times at which steps begin and end: one more than steps."""
     spans: list[Span]
     device: RankSpans | None = None
-    """What the rank's device did meanwhile, if it has one that works behind the host's back."""
+    """Spans of the rank's device, if it is asynchronous to the host."""
 
     @property
     def steps(self) -> int:
@@ -52,16 +52,16 @@ class RankSpans:
 def gather_spans(
     world: Transport, layers: Sequence[str], host: Timeline, device: Timeline | None = None
 ) -> list[RankSpans]:
-    """Brings what every rank recorded to rank 0, in time of rank 0. Collective.
+    """Gathers the spans of all ranks to rank 0, in the clock of rank 0. Collective.
 
     Args:
         world: the ranks.
-        layers: in the order of their first call.
-        host: what the rank did.
-        device: what its device did, by the same clock.
+        layers: paths of the layers, in the order of their first call.
+        host: spans of the rank.
+        device: spans of its device, in the same clock.
 
     Returns:
-        On rank 0 one entry a rank, in rank order; elsewhere none.
+        On rank 0 one entry per rank, in rank order; elsewhere none.
     """
     offset = clock_offset(world)
     mine = {
@@ -74,7 +74,7 @@ def gather_spans(
 
 def _encode(timeline: Timeline, offset: float) -> tuple[list[float], list[Span]]:
     bounds = timeline.bounds
-    # A span that began in a step and was not over at its end belongs to none.
+    # A span that is not over at the end of the last step is dropped.
     inside = [s for s in timeline.spans if bounds and bounds[0] <= s.start and s.stop <= bounds[-1]]
     return [bound + offset for bound in bounds], [span.shifted(offset) for span in inside]
 
@@ -91,10 +91,10 @@ def _decode(rank: int, text: str) -> RankSpans:
 
 
 def clock_offset(world: Transport) -> float:
-    """Seconds to add to this rank's `time.perf_counter` to get that of rank 0. Collective.
+    """Returns the seconds to add to this rank's `time.perf_counter` for rank 0's. Collective.
 
-    Ranks of one machine share a clock. Between machines all ranks read theirs when they leave a
-    barrier, several times over; the median difference is off by about the time that leaving takes.
+    Ranks of one machine share a clock. Between machines all ranks repeatedly read their clocks when
+    they leave a barrier; the error of the median difference is about the time of leaving.
     """
     differences = []
     for _ in range(_ROUNDS):
@@ -108,7 +108,7 @@ def clock_offset(world: Transport) -> float:
 
 
 def _machine() -> bytes:
-    """What ranks have in common whose `time.perf_counter` is one clock; empty if unknown."""
+    """Returns an id shared by ranks with the same `time.perf_counter`; empty if unknown."""
     try:
         return _BOOT.read_bytes()
     except OSError:
@@ -116,7 +116,7 @@ def _machine() -> bytes:
 
 
 def _gather(world: Transport, text: str) -> list[str]:
-    """The texts of all ranks on rank 0; nothing elsewhere."""
+    """Returns the texts of all ranks on rank 0; an empty list elsewhere."""
     data = text.encode()
     lengths = world.all_gather(torch.tensor([len(data)])).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""Says which layer is at work, in forward and in backward, and measures its computation.
+"""Hooks that track the current layer in forward and backward, and measure its computation.
 
-Forward: hooks around every module's call. Backward: when a module has been called, the nodes that
-its call added to the graph, those between its outputs and its inputs, are marked as its own and
-get hooks that measure them. Both sit on this rank's shards and exchange nothing, so ranks can't
-part over them; full backward hooks of modules would put nodes of their own into the graph.
+In forward, hooks surround every module's call. For backward, the nodes that a call has added to the
+graph, those between its outputs and its inputs, are marked as the module's after the call and get
+hooks that measure them. Both work on this rank's shards and exchange nothing, so they can't make
+ranks diverge; full backward hooks of modules would add nodes of their own to the graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 _MARK = "pydist.profile"
-"""Key in the metadata of a node that has been given to a layer."""
+"""Key in the metadata of a node that is assigned to a layer."""
 _LEAF = "torch::autograd::AccumulateGrad"
 
 
@@ -31,14 +31,14 @@ class LayerHooks:
 
     Args:
         model: the model, parallelized or not.
-        timers: told of the layer, and given its "compute" spans.
+        timers: receives the current layer and its "compute" spans.
     """
 
     def __init__(self, model: nn.Module, timers: Timers) -> None:
         self.paths: list[str] = []
-        """Of the layers, in the order of their first call."""
+        """Paths of the layers, in the order of their first call."""
         self._timers = timers
-        # What the calls under way have to undo: the layer around them, and their measurement.
+        # For each call in progress: the layer around it, and its measurement.
         self._open: list[tuple[str, AbstractContextManager[None]]] = []
         self._names = {
             module: module.__dict__.get("_pydist_path", path or type(model).__name__)
@@ -54,13 +54,13 @@ class LayerHooks:
         ]
 
     def remove(self) -> None:
-        """Takes the hooks off the modules. Nodes of a graph keep theirs until it is freed."""
+        """Removes the hooks from the modules. Nodes of a graph keep theirs until it is freed."""
         for handle in self._handles:
             handle.remove()
 
     def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         timers, path = self._timers, self._names[module]
-        # What was done to the inputs since the last call of a module was done around this one.
+        # Operations on the inputs since the last call of a module belong to the outer layer.
         self._claim((args, kwargs), timers.layer)
         if path not in self.paths:
             self.paths.append(path)
@@ -76,7 +76,7 @@ class LayerHooks:
         self._timers.layer = outer
 
     def _claim(self, values: Any, layer: str) -> None:
-        """Gives a layer the nodes behind some tensors that no layer has yet."""
+        """Assigns the graph nodes of tensors that have no layer yet to a layer."""
         with self._timers.measure("profiler", layer):
             self._claim_nodes(values, layer)
 
@@ -96,15 +96,15 @@ class LayerHooks:
 def _shards(values: Any) -> Iterator[Tensor]:
     for leaf in tree_leaves(values):
         if isinstance(leaf, ShardedTensor):
-            yield leaf._shard  # as it is: only its graph is looked at
+            yield leaf._shard  # directly: only its graph is needed
         elif isinstance(leaf, Tensor):
             yield leaf
 
 
 def _measure_node(node: torch.autograd.graph.Node, layer: str, timers: Timers) -> None:
-    """Measures what a node does in backward as the computation of its layer."""
-    # Nodes run one after the other, but one may recompute a checkpointed part, and in there
-    # run a backward of its own.
+    """Measures a node in backward as computation of its layer."""
+    # A stack: nodes run one after the other, but a node may recompute a checkpointed part, which
+    # runs a nested backward.
     open_: list[tuple[str, AbstractContextManager[None]]] = []
 
     def before(_: Any) -> None:

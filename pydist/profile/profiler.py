@@ -32,28 +32,28 @@ if TYPE_CHECKING:
 
 
 class Profiler:
-    """Measures where the steps of a training loop go, on all ranks of a mesh.
+    """Profiler of the steps of a training loop, on all ranks of a mesh.
 
         with pydist.profile.Profiler(mesh, model) as profiler:
             for batch in loader:
-                ...                              # the step, as ever
+                ...                              # the usual step
                 profiler.step()
         print(profiler.table())
         profiler.write_trace("trace.json")       # for chrome://tracing or ui.perfetto.dev
 
     In the `with` block every module of the model, every node of its graph and every optimizer has
-    hooks that measure it; that costs some 40 µs a module and step. Entering and leaving the block
-    is collective: all ranks profile, or none. Results are on rank 0, after the block.
+    hooks that measure it, at a cost of some 40 µs per module and step. Entering and leaving the
+    block is collective: all ranks profile, or none. Results are on rank 0, after the block.
 
-    Where the model lies on a CUDA device, all times are the device's, from events around the same
-    spans on the streams that they queue work on (the trace has both); and the spans are NVTX
-    ranges, for Nsight Systems. A step that is profiled is never one CUDA graph.
+    For a model on a CUDA device, all times are device times, from events around the same spans on
+    their streams (the trace has both), and the spans are NVTX ranges, for Nsight Systems. A
+    profiled step is never a CUDA graph.
 
     Args:
-        mesh: the mesh that the model was parallelized on.
+        mesh: the mesh on which the model was parallelized.
         model: the model.
-        warmup: steps at the beginning that are left out: they make plans and buffers, and
-            check what later ones trust.
+        warmup: number of first steps that are excluded: they make plans and buffers, and run the
+            consistency checks that later steps skip.
 
     Raises:
         UsageError: the mesh is being profiled already, or `warmup` is negative.
@@ -71,7 +71,7 @@ class Profiler:
     def __enter__(self) -> Profiler:
         if self.mesh.session.timers.recorder is not None:
             raise UsageError("this mesh is being profiled already")
-        # Rank-threads share torch's table of optimizer hooks: none may be stepping while it grows.
+        # Rank threads share torch's table of optimizer hooks: no step may run while it grows.
         self.mesh.world.barrier()
         self._layers = LayerHooks(self.model, self.mesh.session.timers)
         self._optimizers = _OptimizerHooks(self.mesh)
@@ -85,8 +85,8 @@ class Profiler:
         return self
 
     def step(self) -> None:
-        """A step has ended, and the next begins."""
-        self.mesh.session.timers.layer = ""  # a call that raised left its own
+        """Ends a step, and begins the next."""
+        self.mesh.session.timers.layer = ""  # a call that has raised leaves its layer set
         if self._left_out < self.warmup:
             self._left_out += 1
             self._bounds.clear()
@@ -118,10 +118,10 @@ class Profiler:
 
     @property
     def ranks(self) -> list[RankSpans]:
-        """What each rank did, on rank 0; empty elsewhere.
+        """The spans of each rank, on rank 0; empty elsewhere.
 
         Raises:
-            UsageError: the block is not over, or no step after the warm-up was marked in it.
+            UsageError: the block has not ended, or contained no step after the warm-up.
         """
         if self._ranks is None:
             raise UsageError("the profile is there once its `with` block has ended without error")
@@ -133,19 +133,19 @@ class Profiler:
         return self._ranks
 
     def summary(self) -> Summary | None:
-        """Mean seconds by layer and part, on rank 0; None elsewhere. Raises as `ranks`.
+        """Returns mean seconds by layer and part, on rank 0; None elsewhere. Raises as `ranks`.
 
-        Of the ranks' devices, if all of them have one.
+        The times are device times if all ranks have a device.
         """
         return summarize(self.ranks) if self.ranks else None
 
     def table(self) -> str:
-        """The table of layers and parts, on rank 0; "" elsewhere. Raises as `ranks`."""
+        """Returns the table of layers and parts, on rank 0; "" elsewhere. Raises as `ranks`."""
         summary = self.summary()
         return "" if summary is None else format_table(summary, _described(self.mesh))
 
     def write_trace(self, path: str | Path) -> None:
-        """Writes a trace for chrome://tracing or ui.perfetto.dev; on rank 0, else does nothing.
+        """Writes a trace for chrome://tracing or ui.perfetto.dev on rank 0.
 
         Raises:
             DiskError: the file can't be written.
@@ -165,7 +165,7 @@ def _described(mesh: Mesh) -> str:
 
 
 class _OptimizerHooks:
-    """Measures the steps of all optimizers that this rank's thread uses."""
+    """Hooks that measure the steps of all optimizers that this rank's thread uses."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._timers = mesh.session.timers
@@ -181,7 +181,7 @@ class _OptimizerHooks:
             handle.remove()
 
     def _before(self, *_: Any) -> None:
-        # The hooks are the process's: another rank's thread may be stepping.
+        # The hooks are global to the process: the step may be that of another rank's thread.
         if threading.get_ident() == self._thread:
             measured = self._timers.measure("optimizer")
             self._open.append(measured)

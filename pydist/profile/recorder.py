@@ -1,4 +1,4 @@
-"""Records the spans of one rank."""
+"""The recorder of one rank's spans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydist.timers import Arriving
 
 
 class Flight(NamedTuple):
-    """A halo on its way."""
+    """Halo in flight."""
 
     layer: str
     posted: float
@@ -19,12 +19,12 @@ class Flight(NamedTuple):
 
 
 class SpanRecorder:
-    """Keeps spans in the order in which they end, so a nested one precedes what it lies in.
+    """Recorder that keeps spans in the order of their ends, nested ones before their outer one.
 
     See `pydist.timers.Recorder` for the methods.
 
     Args:
-        clock: records the same on the rank's device; `None` where it computes on the host.
+        clock: records the same spans on the rank's device; `None` for the host.
     """
 
     def __init__(self, clock: DeviceClock | None = None) -> None:
@@ -32,21 +32,21 @@ class SpanRecorder:
         self._clock = clock
 
     def begin(self, part: str, layer: str) -> DeviceSpan | None:
-        """A span begins."""
-        if self._clock is None or part == "profiler":  # that is nothing to the device
+        """Begins a span."""
+        if self._clock is None or part == "profiler":  # the profiler does no device work
             return None
         return self._clock.begin(part, layer)
 
     def end(
         self, begun: DeviceSpan | None, part: str, layer: str, start: float, stop: float, own: float
     ) -> None:
-        """A span has ended."""
+        """Ends a span."""
         self.spans.append(Span(part, layer, in_backward(), start, stop, own))
         if self._clock is not None and begun is not None:
             self._clock.end(begun)
 
     def launch(self, layer: str) -> Flight:
-        """A halo is posted."""
+        """Records that a halo is posted."""
         return Flight(layer, perf_counter(), None if self._clock is None else self._clock.mark())
 
     def land(self, flight: Flight, channel: Arriving) -> None:

@@ -1,4 +1,4 @@
-"""Sums spans up to mean seconds by layer and part."""
+"""Summary of spans: mean seconds by layer and part."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ COLUMNS = (
     "data", "other",
 )  # fmt: skip
 """Computation in forward and in backward; the halo, posted and waited for; the other parts; and
-the rest: redistribution, the profiler, what nothing measures (the loop, the loss, the engine)."""
+the rest: redistribution, the profiler, and unmeasured time (the loop, the loss, the engine)."""
 _COLUMN_ON_HOST = {"pack": "posted", "halo": "exposed"}
-# There the wait is measured by itself, and what else "halo" is unpacks what came.
+# On a device the wait is measured separately, and the rest of "halo" is unpacking.
 _COLUMN_ON_DEVICE = {"pack": "posted", HALO_WAIT: "exposed", "halo": "boundary"}
 
 Seconds = Mapping[str, float]
-"""By column."""
+"""Seconds by column."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Where a step goes. All times are seconds a step, means over the steps that were measured.
+    """Summary of a step's time, in seconds per step, averaged over the measured steps.
 
     Attributes:
-        steps: how many were measured.
+        steps: number of measured steps.
         ranks: number of ranks.
-        step: of a whole step, mean over ranks. The columns of `total` add up to it.
-        layers: by path, in the order of their first call, mean over ranks; "" is outside of all.
-        total: over all layers, mean over ranks.
-        least: of `total`, column by column, that of the rank with the least.
-        most: that of the rank with the most.
-        in_flight: time in which halos were on their way, mean over ranks.
-        hidden: part of it in which the rank did not wait; None if no halo was.
+        step: duration of a step, mean over ranks. The columns of `total` add up to it.
+        layers: by path, in the order of their first call, mean over ranks; "" is outside of layers.
+        total: sum over all layers, mean over ranks.
+        least: minimum of `total` over ranks, by column.
+        most: maximum of `total` over ranks, by column.
+        in_flight: time in which halos were in flight, mean over ranks.
+        hidden: fraction of `in_flight` in which the rank did not wait; None without halos.
         on_device: whether the times are those of the ranks' devices.
     """
 
@@ -56,7 +56,7 @@ class Summary:
 
 
 def summarize(ranks: Sequence[RankSpans]) -> Summary:
-    """Sums up what all ranks did, or their devices, if all have one."""
+    """Summarizes the spans of all ranks, or of their devices, if all have one."""
     devices = [rank.device for rank in ranks if rank.device is not None]
     if len(devices) == len(ranks):
         return replace(summarize(devices), on_device=True)
@@ -85,11 +85,11 @@ def summarize(ranks: Sequence[RankSpans]) -> Summary:
 
 
 def _of_rank(rank: RankSpans) -> defaultdict[str, defaultdict[str, float]]:
-    """Seconds a step of one rank, by layer and column."""
+    """Computes seconds per step of one rank, by layer and column."""
     rows: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     rest = rank.bounds[-1] - rank.bounds[0]
     for span in rank.spans:
-        if span.stream > MAIN_STREAM:  # beside the others
+        if span.stream > MAIN_STREAM:  # concurrent to the steps
             continue
         rows[span.layer][_column(span)] += span.own / rank.steps
         rest -= span.own
@@ -106,13 +106,13 @@ def _column(span: Span) -> str:
 
 
 def _waited(rank: RankSpans) -> float:
-    """Seconds in which a rank waited for halos that were on their way."""
+    """Computes the seconds in which a rank waited for halos in flight."""
     waits = sorted(
         (s.start, s.stop) for s in rank.spans if s.part == (HALO_WAIT if s.stream else "halo")
     )
     waited = 0.0
     for flight in (s for s in rank.spans if s.part == IN_FLIGHT):
-        # Waits follow each other, so none that begins before the one found here reaches further.
+        # Waits do not overlap, so none that begins before the one found here ends later.
         first = max(0, bisect_right(waits, (flight.start, 0.0)) - 1)
         for start, stop in waits[first:]:
             if start >= flight.stop:

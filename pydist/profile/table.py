@@ -1,4 +1,4 @@
-"""The profile as a table of text."""
+"""Formatting of a profile as a text table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _LEAST_SHARE = 0.005
 
 
 def format_table(summary: Summary, mesh: str) -> str:
-    """A row a layer and a column a part, in ms a step.
+    """Formats one row per layer and one column per part, in ms per step.
 
     Args:
-        summary: what to show.
-        mesh: what the profile was made on, for the first line.
+        summary: the summary.
+        mesh: description of the mesh, for the first line.
     """
     rows = _rows(summary)
     extremes = {"least of ranks": summary.least, "most of ranks": summary.most}
@@ -47,7 +47,7 @@ def format_table(summary: Summary, mesh: str) -> str:
 
 
 def _rows(summary: Summary) -> list[tuple[str, Seconds]]:
-    """The layers worth a row, the others together, and what lies outside of all."""
+    """Returns rows of the large layers, of the small ones together, and of time outside layers."""
     inside = {path: row for path, row in summary.layers.items() if path}
     large = {p: r for p, r in inside.items() if sum(r.values()) >= _LEAST_SHARE * summary.step}
     small = [row for path, row in inside.items() if path not in large]

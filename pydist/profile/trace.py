@@ -1,4 +1,4 @@
-"""A trace in the format of Chrome's tracing, which Perfetto reads as well.
+"""Writing of a trace in the format of Chrome's tracing, which Perfetto reads as well.
 
 Source: "Trace Event Format", the JSON object form with complete ("X"), asynchronous ("b", "e") and
 metadata ("M") events; times in µs.
@@ -18,7 +18,7 @@ from pydist.profile.spans import IN_FLIGHT, Span
 
 
 def write_trace(path: Path, ranks: Sequence[RankSpans]) -> None:
-    """Writes a trace with a row a rank, and one a stream of its device.
+    """Writes a trace with one row per rank, and one per stream of its device.
 
     Names are layers, categories are parts.
 
@@ -44,11 +44,11 @@ def _of_rank(rank: RankSpans, zero: float) -> Iterator[dict[str, Any]]:
 
 
 def _events(rank: RankSpans, zero: float, main: int) -> Iterator[dict[str, Any]]:
-    """Of the host, or of its device.
+    """Yields the events of the host, or of its device.
 
     Args:
-        rank: what was done.
-        zero: where the trace begins, in seconds.
+        rank: the spans.
+        zero: start of the trace, in seconds.
         main: the row of the steps.
     """
 
@@ -72,7 +72,7 @@ def _events(rank: RankSpans, zero: float, main: int) -> Iterator[dict[str, Any]]
             "pid": rank.rank, "tid": span.stream,
         }  # fmt: skip
         if span.part == IN_FLIGHT:
-            # Beside the row, not in it: it overlaps what the rank does meanwhile.
+            # Asynchronous, as it overlaps other work of the rank.
             key = {"id": f"{rank.rank}.{main}.{number}"}
             yield {"ph": "b", **about, **key, "ts": us(span.start)}
             yield {"ph": "e", **about, **key, "ts": us(span.stop)}

@@ -57,7 +57,7 @@ def refusal(
 def _way_on(name: str) -> str:
     if name == "aten::detach":
         return (
-            "take the inner one of nested checkpoints away, or whatever copies the wrapper itself"
+            "remove the inner one of nested checkpoints, or the code that copies the wrapper itself"
         )
     if "::" in name or name == "torch._make_dual":
         return (

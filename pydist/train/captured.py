@@ -89,7 +89,7 @@ class CapturedStep:
 
 @contextmanager
 def _captured(graph: torch.cuda.CUDAGraph, device: torch.device) -> Iterator[None]:
-    """Captures the block; an error of the block takes precedence over that of ending the capture."""
+    """Captures the block; an error of the block takes precedence over one of ending the capture."""
     failure: Exception | None = None
     try:
         # Thread-local: the loader's thread continues on its own stream meanwhile.

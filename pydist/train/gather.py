@@ -15,7 +15,7 @@ from pydist.tensor import ShardedTensor
 
 
 def on_first_rank(x: ShardedTensor) -> Tensor | None:
-    """Gathers the full tensor on the first rank of each sample group; None on others. Collective."""
+    """Gathers the full tensor on each sample group's first rank; None on others. Collective."""
     group, layout = x.mesh.sample, x.layout
     local = x.to_local().detach().contiguous()
     if group.rank != 0:

@@ -161,7 +161,7 @@ def scored_classes(classes: int, ignore_label: int | None) -> tuple[int, ...]:
 
 
 def _runs(numbers: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Converts ascending numbers to slices: index lists would be copied to the device every step."""
+    """Converts ascending numbers to slices: index lists would be copied to the device each step."""
     runs: list[tuple[int, int]] = []
     for n in numbers:
         if runs and runs[-1][1] == n:

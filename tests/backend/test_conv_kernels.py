@@ -1,7 +1,7 @@
-"""Every kernel that a convolution may run on gives torch's float64 numbers, whatever the geometry.
+"""Tests of every kernel of convolutions against torch in float64, over all geometries.
 
-Of torch 2.13's oneDNN kernels some crash, and some read memory that nobody wrote. So memory is
-soiled before each call, and tensors come with all strides that their shapes allow.
+Some oneDNN kernels of torch 2.13 crash, and some read uninitialized memory. So NaN fills freed
+memory before each call, and tensors have all strides that their shapes allow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydist.backend.problem import ConvProblem
 
 ROLES = ("forward", "dgrad", "wgrad")
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1.2e-2, torch.float64: 1e-11}
-"""max|Δ| / max|expected|: of bf16 three roundings of the result."""
+"""Bounds of max|Δ| / max|expected|; for bf16, three roundings of the result."""
 NAMED = {
     "3³": ((1, 4, 6, 6, 6), (8, 4, 3, 3, 3), (1, 1, 1), (1, 1, 1), (1, 1, 1), 1),
     "1³": ((1, 16, 4, 5, 6), (8, 16, 1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1),
@@ -77,13 +77,13 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
 
 
 def restrided(x: Tensor, how: str) -> Tensor:
-    """The same values lying otherwise: in a larger tensor, with the dims in another order, ..."""
+    """Returns the same values in another memory layout: a slice, permuted dims, free strides."""
     if how == "slice":
         room = x.new_zeros([n + 1 for n in x.shape])
         view = room[tuple(slice(1, None) for _ in x.shape)]
         view.copy_(x)
         return view
-    if how == "ones":  # strides of extents of 1 mean nothing, and may be anything
+    if how == "ones":  # strides of dims of extent 1 are arbitrary
         strides = [1 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
         return x.as_strided(x.shape, strides)
     order = {"plain": range(x.dim()), "last": (0, *range(2, x.dim()), 1)}[how]
@@ -92,12 +92,12 @@ def restrided(x: Tensor, how: str) -> Tensor:
 
 
 def soil(*tensors: Tensor) -> None:
-    """Leaves NaN in memory that is about to be allocated again."""
+    """Leaves NaN in memory that the next allocations reuse."""
     _ = [torch.full((t.numel(),), math.nan, dtype=t.dtype) for t in tensors for _ in range(2)]
 
 
 def errors(problem: ConvProblem, strides: tuple[str, str, str]) -> Iterator[tuple[str, float]]:
-    """The error of every kernel in every format."""
+    """Yields the error of every kernel in every format."""
     p = problem
     x, weight = normal(p.input, p.dtype, 0), normal(p.weight, p.dtype, 1)
     grad, bias = normal(p.output, p.dtype, 2), normal(p.weight[:1], p.dtype, 3)
@@ -188,7 +188,7 @@ def test_what_onednn_does_not_take_goes_to_torch():
 
 @pytest.mark.parametrize("channels", [1, 3, 4, 8, 12, 16])
 def test_wgrad_is_as_close_to_fp64_as_torchs(channels):
-    # Inputs of one sign, as counts are: the sums are long, and rounding adds up.
+    # Inputs of one sign, like counts, make long sums in which rounding errors add up.
     case = ((2, channels, 24, 32, 32), (16, channels, 3, 3, 3), (1,) * 3, (1,) * 3, (1,) * 3, 1)
     p = ConvProblem(*case, torch.float32)
     x, weight = normal(p.input, p.dtype, 0).abs().log1p(), normal(p.weight, p.dtype, 1)
@@ -213,7 +213,7 @@ def test_wgrad_is_as_close_to_fp64_as_torchs(channels):
 
 def test_wgrad_of_thin_shards_is_never_left_to_torch_itself():
     thin = [NAMED[name] for name in ("3³", "1³", "3×1×1")]
-    # One tap: however large it is, on one thread.
+    # With one tap torch uses one thread, at any size.
     large = ((1, 64, 16, 24, 8), (8, 64, 1, 1, 1), (1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
     for case in (*thin, large):
         problem = ConvProblem(*case, torch.float32)

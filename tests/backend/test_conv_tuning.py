@@ -1,4 +1,4 @@
-"""The kernels of convolutions: measured, the same on all ranks, remembered, never in the way."""
+"""Tests of the convolution autotuner: measurement, agreement of ranks, cache, fallbacks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVEN, UNEVEN = [0, 6, 12], [0, 5, 12]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch) -> Path:
-    """An empty cache, and convolutions that are all worth measuring."""
+    """Returns an empty cache folder; every convolution counts as worth measuring."""
     monkeypatch.setenv("PYDIST_TUNE", "1")
     monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(conv_tuning, "_MEASURED_FLOPS", 0)
@@ -43,13 +43,13 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 class Clock:
-    """Stands in for measuring.
+    """Replacement of measurements by given times.
 
     Attributes:
         visits: the problems and candidates that were measured.
-        seconds: by candidate; by default kernels are the faster the later they are listed, and
-            plain ones twice as fast.
-        load: what times are multiplied by, as where other processes keep the machine busy.
+        seconds: by candidate; by default later kernels in the list are faster, and plain ones
+            twice as fast.
+        load: factor on the times, as on a busy machine.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ def clock(monkeypatch) -> Clock:
 
 @pytest.fixture
 def forbidden(monkeypatch):
-    """Measuring fails."""
+    """Returns a function that makes every further measurement fail."""
 
     def visit(*args):
         raise AssertionError("measured")
@@ -92,7 +92,7 @@ def forbidden(monkeypatch):
 def step(
     mesh: Mesh, points: Sequence[int], grad: bool = True, shape: Sequence[int] = SHAPE
 ) -> ConvKernels:
-    """One convolution, and what this rank computed it with."""
+    """Runs one convolution; returns the kernels that this rank used."""
     cut = [points if mesh.sample_size > 1 else None, None, None]
     x = shard(randn(*shape).float(), layout_at(mesh, shape, cut))
     weight = randn(*WEIGHT, seed=1).float().requires_grad_()
@@ -129,7 +129,7 @@ def names(kernels: ConvKernels) -> tuple[object, ...]:
 @pytest.mark.parametrize("points", [EVEN, UNEVEN, [0, 1, 2, 11, 12]])
 def test_what_measures_best_is_used_by_all(clock, points):
     found = on_ranks((len(points) - 1, 1, 1), lambda mesh: step(mesh, points))
-    assert {k.channels_last for k in found} == {False}  # the rule would say channels-last
+    assert {k.channels_last for k in found} == {False}  # the rule would choose channels-last
     assert ruled(points, 0).channels_last
     for rank, kernels in enumerate(found):
         assert kernels.problem == problem(points[rank + 1] - points[rank])
@@ -139,7 +139,7 @@ def test_what_measures_best_is_used_by_all(clock, points):
 
 
 def seconds(plain: float, last: float, blocked: float = 1.0, convert: float = 0.0):
-    """Of forward in both formats, of the wgrad "blocked" beside 1.5 of "folded" and "native"."""
+    """Returns times of forward in both formats, and of wgrad by "blocked" and "folded" (1.5)."""
     found = {}
     for channels_last, forward in ((True, last), (False, plain)):
         kernels = {
@@ -155,7 +155,7 @@ def seconds(plain: float, last: float, blocked: float = 1.0, convert: float = 0.
 
 
 def test_the_memory_format_is_the_best_for_all_ranks_together():
-    """Not for most of them."""
+    """The total time decides, not the majority of ranks."""
     problems = [problem(6), problem(5), problem(4)]
     picked = pick(problems, [seconds(1, 2), seconds(9, 1), seconds(1, 2)])
     assert [k.channels_last for k in picked] == [True] * 3
@@ -175,7 +175,7 @@ def test_conversion_counts():
 
 
 def test_ranks_with_equal_blocks_share_what_they_measure(monkeypatch, folder):
-    """And so take equal kernels, whatever each has measured."""
+    """They use equal kernels, whatever each rank measured."""
 
     def visit(self, name):
         return 1.0 + hash((id(self), name)) % 7
@@ -189,11 +189,11 @@ def test_ranks_with_equal_blocks_share_what_they_measure(monkeypatch, folder):
 def test_split_ranks_measure_for_real_and_agree():
     found = on_ranks((3, 1, 1), lambda mesh: step(mesh, [0, 5, 10, 12]))
     assert len({k.channels_last for k in found}) == 1
-    assert names(found[0]) == names(found[1])  # as their blocks are equal
+    assert names(found[0]) == names(found[1])  # their blocks are equal
 
 
 def test_all_ranks_measure_at_the_same_time(clock):
-    """Each candidate begins when all ranks have come to it."""
+    """Each candidate begins when all ranks have reached it."""
     at = []
     visit = clock.visit
     clock.visit = lambda *given: (at.append(len(clock.visits)), visit(*given))[1]
@@ -218,7 +218,7 @@ def test_every_candidate_is_measured_for_real():
 
 @pytest.mark.parametrize("edge", [24, 64, 256])
 def test_a_large_convolution_is_measured_on_a_part(edge):
-    """Whose kernels are chosen from the same candidates."""
+    """The part has the same candidates."""
     whole = problem(edge, edge, 16)
     part = part_of(whole)
     if edge == 24:
@@ -258,7 +258,7 @@ def test_a_mesh_measures_once(clock):
 
 
 def test_a_choice_made_on_a_busy_machine_is_revised(clock):
-    """Within a run it stays."""
+    """The choice stays the same within a run."""
     quiet = on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))
     for path in records.Records()._folder.iterdir():
         path.unlink()
@@ -281,13 +281,13 @@ def test_what_was_measured_often_is_measured_no_more(clock):
 
 
 def test_records_are_shared_between_meshes(clock, folder):
-    """A block of one size is one problem, whichever rank has it."""
+    """Blocks of one size are one problem on every rank."""
     on_ranks((2, 1, 1), lambda mesh: step(mesh, [0, 5, 12]))
     visits = len(clock.visits)
     on_ranks((2, 1, 1), lambda mesh: step(mesh, [0, 7, 12]))
     assert len(clock.visits) - visits <= 2 * autotuner._REVISED
     assert len(list(folder.glob("conv-*.json"))) == 2
-    assert len(list(folder.iterdir())) == 2  # nothing half-written is left
+    assert len(list(folder.iterdir())) == 2  # no partly written file remains
 
 
 DAMAGED = {
@@ -332,14 +332,14 @@ def test_pinned_choices_are_taken_whatever_the_records_say(clock, forbidden, tmp
     (first, choices), *_ = on_ranks((2, 1, 1), trained, data=2)
     file = tmp_path / "tuning.json"
     file.write_text(json.dumps(choices))
-    assert len(choices) == 2  # of each sample group
+    assert len(choices) == 2  # one per sample group
     for path in records.Records()._folder.iterdir():
         path.unlink()
     forbidden()
     monkeypatch.setenv("PYDIST_TUNING", str(file))
     found = on_ranks((2, 1, 1), trained, data=2)
     assert found[0] == (first, choices)
-    # What the file does not know is chosen by the rule.
+    # The rule chooses for problems that are not in the file.
     others = on_ranks((2, 1, 1), lambda mesh: step(mesh, [0, 4, 12]))
     assert [names(k) for k in others] == [names(ruled([0, 4, 12], rank)) for rank in (0, 1)]
 
@@ -407,7 +407,7 @@ def test_by_rule_if_told_so(clock, folder, monkeypatch):
     visits = len(clock.visits)
     monkeypatch.setenv("PYDIST_TUNE", "0")
     for rank, kernels in enumerate(on_ranks((2, 1, 1), lambda mesh: step(mesh, UNEVEN))):
-        assert kernels == ruled(UNEVEN, rank)  # what is remembered is not read either
+        assert kernels == ruled(UNEVEN, rank)  # the cache is not read either
     assert len(clock.visits) == visits
     assert {path: path.read_bytes() for path in folder.iterdir()} == kept
 
@@ -478,7 +478,7 @@ def test_the_chosen_number_of_threads_computes_and_is_put_back(monkeypatch):
 
 @pytest.fixture
 def as_on_a_device(monkeypatch):
-    """Convolutions go the way of a device, on the CPU."""
+    """Makes convolutions on the CPU take the code path of a device."""
     of_device = partial(ConvProblem, device="cuda")
     for module in (conv, conv_transpose):
         monkeypatch.setattr(module, "ConvProblem", lambda *given: of_device(*given[:7]))
@@ -488,7 +488,7 @@ def as_on_a_device(monkeypatch):
 @pytest.mark.parametrize("padding", [1, 0], ids=["corrected", "gathered"])
 @pytest.mark.parametrize("function", [F.conv3d, F.conv_transpose3d])
 def test_a_device_keeps_the_memory_format_of_the_operands(as_on_a_device, function, padding, lies):
-    """On all ranks alike, as halos travel in it, and forward as backward."""
+    """All ranks use one format, forward and backward, since halos are sent in it."""
     last = torch.channels_last_3d
     whole, kernel = randn(*SHAPE).float(), randn(8, 8, 3, 3, 3, seed=1).float()
     plain = kernel.clone().requires_grad_()
@@ -515,7 +515,7 @@ def test_a_device_keeps_the_memory_format_of_the_operands(as_on_a_device, functi
 
 
 def test_a_device_is_given_the_weight_as_its_activations_lie(as_on_a_device):
-    """Or the library would copy it in every call."""
+    """Otherwise the library would copy it in every call."""
     seen = []
     forward = FORWARD["torch"]
 

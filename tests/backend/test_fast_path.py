@@ -1,6 +1,6 @@
-"""No convolution takes torch's own path, which is up to twenty times slower than oneDNN's.
+"""Tests that no convolution uses torch's own path, which is up to 20× slower than oneDNN's.
 
-By what torch's profiler and its dispatcher see, not by a clock.
+They look at torch's profiler and dispatcher, not at a clock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLOW = re.compile(r"slow_conv|thnn|unfold|vol2col|im2col")
 
 
 class _Backends(TorchDispatchMode):
-    """Sees which implementation torch picks for each convolution that it is asked for.
+    """Recorder of the implementation that torch picks for each convolution.
 
     The profiler has no name for torch's own three-dimensional backward.
     """
@@ -54,7 +54,7 @@ class _Backends(TorchDispatchMode):
 
 
 def operators(body: Callable[[], object]) -> set[str]:
-    """Names of all operators that a call runs, and of the libraries behind its convolutions."""
+    """Returns the names of all operators that a call runs, and the libraries of convolutions."""
     with profile(activities=[ProfilerActivity.CPU]) as profiled, _Backends() as backends:
         body()
     return {event.key for event in profiled.key_averages()} | set(backends.seen)
@@ -86,7 +86,7 @@ CONVS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("kernel", "stride", "padding", "extents"), CONVS.values(), ids=CONVS)
 def test_thin_shards(kernel, stride, padding, extents, dtype, parts):
-    """Whole, by correction, and from a gathered input; forward and backward."""
+    """Covers unsplit, corrected and gathered inputs, forward and backward."""
     conv = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}[len(kernel)]
     points = [[0, extents[0] // 2, extents[0]], *[None] * (len(extents) - 1)]
     whole = randn(1, 4, *extents).to(dtype)
@@ -105,7 +105,7 @@ def test_thin_shards(kernel, stride, padding, extents, dtype, parts):
     assert_fast(on_ranks((parts, 1, 1), body, keep_thin_blocks=True)[0])
 
 
-# Kernel and options: nothing exchanged, by correction, gathered, and in two dims and one.
+# Kernel and options: no exchange, corrected, gathered; two dims and one dim.
 TRANSPOSED = {
     "k2 s2": ((2, 2, 2), {"stride": 2}),
     "k3 s2": ((3, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}),
@@ -158,7 +158,7 @@ def test_a_training_step_of_cosmoflow(spatial, dtype):
 
 
 def test_plain_torch_would_be_slow_here():
-    """Else the tests above would prove nothing."""
+    """Otherwise the tests above would prove nothing."""
     x = torch.randn(1, 4, 6, 6, 6, requires_grad=True)
     weight = torch.randn(8, 4, 3, 3, 3, requires_grad=True)
 

@@ -1,4 +1,4 @@
-"""What slabs add: torch's convolution of the slab against the native kernel, and the choice."""
+"""Tests of slab kernels: torch's convolution against the native kernel, and their autotuning."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ triples = st.tuples(*[st.integers(1, 3)] * 3)
 
 @st.composite
 def problems(draw) -> SlabProblem:
-    """Slabs that lie before, behind and within the outputs, or do not reach them at all."""
+    """Draws slabs before, after and within the outputs, or out of their reach."""
     kernel = draw(st.tuples(*[st.integers(1, 4)] * 3))
     stride, dilation = draw(triples), draw(triples)
     padding = draw(st.tuples(*[st.integers(0, 2)] * 3))
@@ -82,10 +82,10 @@ SHAPE, WEIGHT = (1, 3, 9, 6, 5), (4, 3, 3, 3, 3)
 
 @pytest.fixture
 def chosen(monkeypatch, tmp_path) -> list[SlabProblem]:
-    """Two kernels to choose from on the CPU, of which the library's seems the faster.
+    """Offers two kernels on the CPU and makes the library's appear faster.
 
     Returns:
-        What is measured from now on.
+        The problems measured from now on.
     """
     monkeypatch.setenv("PYDIST_TUNE", "1")
     monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
@@ -102,7 +102,7 @@ def chosen(monkeypatch, tmp_path) -> list[SlabProblem]:
 
 @pytest.fixture
 def calls(monkeypatch) -> list[tuple[str, str]]:
-    """(kernel, role) of the slabs added from now on."""
+    """Returns the list of (kernel, role) of the slabs added from now on."""
     made: list[tuple[str, str]] = []
     run = slabs.run
 
@@ -179,7 +179,7 @@ def test_evaluation_measures_nothing(chosen, calls):
     assert {name for name, _ in calls} == {"plain"}
 
 
-# -- tensor-core kernels, as far as they can be asked without a device -----------------------
+# -- tensor-core kernels, as far as they are testable without a device -----------------------
 
 
 def plan(dtype=torch.bfloat16, ci=4, kernel="mma", taps=3):
@@ -202,7 +202,7 @@ def test_a_plan_says_what_a_kernel_takes():
     assert not refusal
     # 36 x 32 sums in 16 parts, as 4096 positions are 128 steps of 32.
     assert (workspace, useful) == (36 * 32 * 16, 36 / 48)
-    assert plan(torch.float32)["forward"][2] == 36 / 40 / 3  # three products for one
+    assert plan(torch.float32)["forward"][2] == 36 / 40 / 3  # three products per product
     assert plan(torch.float32, kernel="tf32")["forward"][2] == 36 / 40
 
 

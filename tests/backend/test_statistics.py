@@ -1,4 +1,4 @@
-"""Statistics of rows: of blocks, of parts and of the whole; against two passes in fp64."""
+"""Tests of row statistics of blocks, parts and full tensors against two passes in fp64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ shapes = st.lists(st.integers(1, 6), min_size=2, max_size=5).map(tuple)
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    """Parts of 16 elements, so that small tensors have many."""
+    """Reduces the part size to 16 elements, so that small tensors have many parts."""
     monkeypatch.setattr(statistics, "PART", 16)
 
 
@@ -45,7 +45,7 @@ def two_passes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def union_of(parts: list[Tensor]) -> Moments:
-    """The merged moments of tensors [N, C, ...]."""
+    """Returns the merged moments of tensors [N, C, ...]."""
     n = torch.tensor([[part.numel() / part.shape[1]] for part in parts], dtype=torch.float64)
     return Moments(*merged(Moments(n, *torch.stack([moments(part) for part in parts], 1))))
 
@@ -61,7 +61,7 @@ def test_moments(change, shape):
 
 @given(extents=st.lists(st.integers(0, 3), min_size=1, max_size=5).filter(any))
 def test_parts_merge_to_the_whole(extents):
-    """Parts of unequal size, empty ones among them."""
+    """The parts have unequal sizes; some are empty."""
     x = randn(sum(extents), 3, 4) + 1000
     found = union_of(list(x.split(extents)))
     mean, m2 = two_passes(x)
@@ -76,7 +76,7 @@ def test_nothing_merges_to_nothing():
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
 def test_a_million_float32_values_keep_their_digits(memory_format, monkeypatch):
-    """Where torch's channels-last batch norm has errors of 1e-4 in mean and variance."""
+    """torch's channels-last batch norm has errors of 1e-4 in mean and variance here."""
     monkeypatch.undo()
     x = (randn(1, 2, 128, 128, 64) + 10).float().to(memory_format=memory_format)
     (found_mean, found_m2), (mean, m2) = moments(x), two_passes(x)

@@ -1,4 +1,4 @@
-"""The benchmark of what the checks cost measures every variant; times of a test mean nothing."""
+"""Test that the benchmark of check costs measures every variant; its times mean nothing here."""
 
 from __future__ import annotations
 

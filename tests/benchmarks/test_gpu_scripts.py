@@ -1,5 +1,6 @@
-"""Each GPU benchmark goes through on the CPU at a tiny size: no session on a GPU ends in a typing
-error. Times of a test run mean nothing, and are never written as those of a GPU.
+"""Tests that each GPU benchmark completes on the CPU at a tiny size.
+
+They find typos before a GPU session does. Their times mean nothing and are marked as a CPU's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "python"
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """Runs a script in this process, which has torch already; returns what it writes."""
+    """Yields a function that runs a script in this process and returns its JSON result."""
     known = set(sys.modules)
     monkeypatch.syspath_prepend(str(FOLDER))
     monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
@@ -41,7 +42,7 @@ def run(monkeypatch, tmp_path):
     yield main
     for name in set(sys.modules) - known:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(FOLDER)):
-            del sys.modules[name]  # their names are nobody's own
+            del sys.modules[name]  # their module names are too general to keep
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,4 +1,4 @@
-"""The benchmark of what moves MPI's messages measures every way; times of a test mean nothing."""
+"""Test that the benchmark of MPI progress measures every way; its times mean nothing here."""
 
 from __future__ import annotations
 

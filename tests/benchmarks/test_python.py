@@ -1,4 +1,4 @@
-"""Each script of benchmarks/python runs at a tiny size, its contestants agree, its JSON is whole.
+"""Tests that each script of benchmarks/python runs at a tiny size and writes complete JSON.
 
 The scripts themselves refuse contestants whose results differ. Times of a test run mean nothing.
 """
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    """What a script writes."""
+    """Runs a script; returns the JSON that it writes."""
     written = folder / "result.json"
     command = [sys.executable, str(SCRIPTS / f"{name}.py"), "--quick", "--json", str(written)]
     ended = subprocess.run(
@@ -52,7 +52,7 @@ def check_times(row: dict[str, Any]) -> None:
 
 
 def test_conv_stack(tmp_path):
-    """Of each kind one: ours, by hand, a bound, and a package, which need not be installed."""
+    """Covers one contestant of each kind; the package need not be installed."""
     by_hand, package = "handwritten, gloo + malloc + oneDNN", "physicsnemo ShardTensor + malloc"
     bounds = ["no exchange, pydist", "no exchange, oneDNN-blocked + malloc"]
     result = run("conv_stack", tmp_path, "--only", by_hand, package, *bounds)
@@ -76,10 +76,10 @@ def test_cosmoflow_step(tmp_path):
     )
     for name in ("plain torch, 2 threads", split, local, silent):
         check_times(rows[name])
-        # Those that exchange everything, and only those, are compared.
+        # Only contestants that exchange everything are compared.
         assert (rows[name]["error"] is None) == (name in (local, silent))
     assert rows[split]["error"] < 1e-4
-    parameters = 9_437_636  # of the model, all of which have gradients
+    parameters = 9_437_636  # of the model; all have gradients
     kept = result["bytes_kept"]
     assert kept[silent] > kept[local] >= 4 * parameters
     (cost,) = result["costs"]
@@ -140,7 +140,7 @@ def test_memory(tmp_path):
     assert rows["plain torch", 1, default]["step_mb"] > 0
     assert rows["pydist", 2, given_back]["step_mb"] > 0
     assert one["ratio"] == 1
-    # Whoever shares the optimizer's step holds half of its state; the rest must have shrunk too.
+    # The partitioned optimizer holds half of the state per rank; the rest must shrink too.
     assert 0 < two["step_mb"] < one["step_mb"]
     for row in rows.values():
         assert row["peak_mb"] == pytest.approx(row["model_mb"] + row["step_mb"])
@@ -153,8 +153,8 @@ def test_activations(tmp_path):
     rows = {(row["name"], row["ranks"]): row for row in result["rows"]}
     assert rows.keys() == {("plain torch", 1), ("pydist", 1), ("pydist", 2)}
     assert rows["plain torch", 1]["peak_mb"] > 0
-    # The deepest weights' gradients, which are not cut, outweigh shards of so small a cube: what
-    # two ranks save over one is little, what they save over plain torch is not.
+    # In so small a cube the unsplit gradients of the deepest weights outweigh the shards: two ranks
+    # save little over one, but much over plain torch.
     assert rows["pydist", 2]["peak_mb"] < 0.6 * rows["plain torch", 1]["peak_mb"]
 
 
@@ -167,7 +167,7 @@ def test_fusions(tmp_path):
         assert row["step"]["median"] > 0
     assert len(variants) == 6
     assert all({"all on", "all off"} < found for found in variants.values())
-    # A fusion that is off leaves memory to the activation that it would have spared.
+    # Without a fusion the activation that it would avoid takes memory.
     peaks = {(row["network"], row["ranks"], row["variant"]): row["peak_mb"] for row in rows}
     on, off = (peaks["MONAI UNet 96³", 2, v] for v in ("all on", "without norm + PReLU"))
     assert on < off
@@ -178,7 +178,7 @@ def test_tuning(tmp_path):
     first, busy, *later = result["corrected"]
     assert first["measured"] > 0
     assert busy["measured"] > 0
-    assert len(later) == 4  # two later runs, then one with either cache
+    assert len(later) == 4  # two later runs, then one with each cache
     assert all(row["step"] > 0 for row in later)
     assert len(result["cost"]["steps"]) == 12
     assert result["cost"]["measuring"] > 0

@@ -1,4 +1,4 @@
-"""docs/performance.md says what benchmarks/results holds."""
+"""Test that docs/performance.md agrees with benchmarks/results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pydist.check` compares with, and which networks it examines or refuses by name."""
+"""Tests of `pydist.check`: its reference, and the networks that it examines or refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLE = (1, 8, 8, 6)
 
 
 class Net(nn.Module):
-    """Two convolutions and what is between."""
+    """Network of two convolutions with a given function in between."""
 
     def __init__(self, between=lambda y: y, norm=None, middle: int = 4) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def seeded(make):
-    """A check of a network and a sample that depend on a seed."""
+    """Returns a check of a network and a sample that depend on a seed."""
 
     def run(seed: int, dtype=torch.float64):
         torch.manual_seed(seed)
@@ -43,7 +43,7 @@ def seeded(make):
 
 @pytest.mark.parametrize(("seed", "dtype"), [(0, torch.float64), (4, torch.float32)], ids=str)
 def test_a_buffer_that_is_nothing_but_rounding_is_judged_by_its_size(seed, dtype):
-    """The running mean of what has mean zero."""
+    """The buffer is the running mean of zero-mean values."""
     norm = nn.Sequential(nn.InstanceNorm3d(1), nn.BatchNorm3d(1, affine=False))
     report = seeded(lambda: Net(norm=norm, middle=1))(seed, dtype)
     assert report.ok, report.failures
@@ -57,7 +57,7 @@ def test_a_buffer_that_is_nothing_but_rounding_is_judged_by_its_size(seed, dtype
     ids=lambda norm: type(norm).__name__,
 )
 def test_norms_are_compared_with_explicit_ones(norm):
-    """Far from zero torch's fused ones are less exact than the split ones."""
+    """Far from zero torch's fused norms are less exact than the split ones."""
     run = seeded(lambda: Net(lambda y: y + 1e4, norm))
     for seed in (3, 4):
         report = run(seed)
@@ -68,7 +68,7 @@ def test_norms_are_compared_with_explicit_ones(norm):
 
 @pytest.mark.parametrize(("seed", "dtype"), [(1, torch.float64), (6, torch.float32)], ids=str)
 def test_attention_unet(seed, dtype):
-    """Its gates have gradients of one number each, which one run on one device says little of."""
+    """Its gates have one-number gradients, whose error one run on one device hardly shows."""
     networks = pytest.importorskip("monai.networks.nets")
     torch.manual_seed(seed)
     report = check(
@@ -139,7 +139,7 @@ def checkpointed(function):
 
 
 def test_checkpoints_are_examined():
-    """Explicit norms and refused calls as well, which backward computes again."""
+    """So are explicit norms and refused calls that backward computes again."""
 
     class Again(nn.BatchNorm3d):
         def forward(self, y):

@@ -1,4 +1,4 @@
-"""`pydist.check`: it finds what differs, names what is refused, and says what is exchanged."""
+"""Tests of `pydist.check`: it finds differences, and reports refusals and exchanges."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def network() -> nn.Module:
 
 
 def kinds(report: Report) -> dict[str, dict[int, tuple[int, int]]]:
-    """The widest halo of each call over all ranks."""
+    """Returns the widest halo of each call over all ranks."""
     found: dict[str, dict[int, tuple[int, int]]] = {}
     for call in (c for calls in report.calls for c in calls):
         for dim, (before, after) in call.halo.items():
@@ -57,7 +57,7 @@ def kinds(report: Report) -> dict[str, dict[int, tuple[int, int]]]:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_a_gradient_that_is_nothing_but_rounding_is_judged_by_its_size(dtype, monkeypatch):
-    """That of a bias before a norm: relative to itself it is any number."""
+    """The gradient of a bias before a norm has an arbitrary relative error."""
 
     def network() -> nn.Module:
         torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_evaluation_mode_and_other_dims():
 
 
 def test_a_wrong_handler_is_found(monkeypatch):
-    """One that computes a norm of each shard, as code that knows nothing of ranks does."""
+    """The handler normalizes each shard by itself, like code unaware of ranks."""
     key = F.batch_norm
     correct = HANDLERS[key]
 

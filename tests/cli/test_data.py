@@ -1,4 +1,4 @@
-"""`pydist data`: what is made is said in a line, and what is wrong is named."""
+"""Tests of `pydist data`: one line reports the result or the mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo does what the README says of it."""
+"""Test that the demo does what the README says."""
 
 from __future__ import annotations
 

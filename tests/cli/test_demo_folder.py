@@ -1,4 +1,4 @@
-"""A demo refuses what it can't do, or should not, before it removes anything."""
+"""Tests that a demo refuses impossible or unsafe folders before it removes anything."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydist.data.lock import FolderLock
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What an earlier demo has left."""
+    """Returns the folder that an earlier demo left."""
     folder = tmp_path / "demo"
     (folder / "ckpt").mkdir(parents=True)
     (folder / "one-rank").mkdir()

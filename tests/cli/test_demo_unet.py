@@ -1,4 +1,4 @@
-"""The U-Net's demo, made small: it trains on 2 ranks, draws, and its network predicts a volume."""
+"""Test of a small U-Net demo: it trains on 2 ranks, draws, and its network predicts a volume."""
 
 from __future__ import annotations
 

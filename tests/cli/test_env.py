@@ -1,4 +1,4 @@
-"""`pydist env` says what there is, and what `auto` takes."""
+"""Tests of `pydist env`: it reports the installation and the choices of `auto`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pydist train` as it is used: as a launcher, under other launchers, interrupted, failing."""
+"""Tests of `pydist train` as a launcher, under other launchers, interrupted and failing."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(data, tmp_path, monkeypatch) -> Path:
-    """A folder with a space in its name, a configuration and data; the current one."""
+    """Returns the current folder: a space in its name, a configuration, and data."""
     folder = tmp_path / "a place"
     folder.mkdir()
     (folder / "data").symlink_to(data)
@@ -71,7 +71,7 @@ def losses() -> list[float]:
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory) -> list[float]:
-    """The losses of the same run on one rank."""
+    """Returns the losses of the same run on one rank."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "data").symlink_to(data)
     (folder / "run.toml").write_text(CONFIG)
@@ -138,7 +138,7 @@ def test_ctrl_c_saves_a_checkpoint_ends_with_75_and_the_run_goes_on(place):
 
 
 def test_a_second_run_in_a_folder_is_refused_and_a_killed_one_blocks_nobody(place):
-    """The first is a single process; it is killed where it can't clean up."""
+    """The first run is a single process and is killed without a chance to clean up."""
     command = [sys.executable, "-m", "pydist", "train", "run.toml"]
     options = ["--train.epochs", "1000", "--checkpoint.every", "1"]
     process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
@@ -187,7 +187,7 @@ def test_an_error_of_all_ranks_is_printed_once_with_its_exit_code(place):
 
 
 def test_a_full_disk_ends_with_74(place):
-    """A limit on file sizes stands in for it: no checkpoint fits, all else does."""
+    """A limit on file sizes simulates it: everything but a checkpoint fits."""
     limited = (
         "import resource, runpy, sys; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000)); "

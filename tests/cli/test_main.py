@@ -1,4 +1,4 @@
-"""The command line answers at once, says in one line what is wrong, and ends with its code."""
+"""Tests of the command line: quick answers, one-line errors, and exit codes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_help_does_not_wait_for_torch(tmp_path, arguments):
     )
     ended = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=tmp_path,  # where no folder pydist hides the installed package
+        cwd=tmp_path,  # here no folder named pydist hides the installed package
         capture_output=True,
         text=True,
         timeout=60,
@@ -106,7 +106,7 @@ def test_a_mistake_is_one_line_and_the_right_exit_code(tmp_path, arguments, code
 
 
 def test_a_handler_can_be_registered_right_after_the_import(tmp_path):
-    """As refusals and docs/extending.md have it."""
+    """Refusals and docs/extending.md promise this."""
     program = (
         "import torch, pydist\n"
         "@pydist.tensor.implements(torch.fft.fftn)\n"

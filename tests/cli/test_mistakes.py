@@ -1,4 +1,4 @@
-"""Wrong input to commands: one line that says what was given and what is possible."""
+"""Tests of wrong input to commands: one line names the value and the possible ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def leaves_in_a_call(): return Through(lambda x: exit())
 
 @pytest.fixture(scope="module")
 def scans(tmp_path_factory) -> Path:
-    """Two volumes in the folders of nnU-Net."""
+    """Returns a data set of two volumes in nnU-Net's folder layout."""
     folder = tmp_path_factory.mktemp("scans")
     generate_ct(folder, CTOptions(count=2, shape=(8, 8, 8), format="nifti"))
     return folder
@@ -63,7 +63,7 @@ def place(scans, tmp_path, monkeypatch) -> Path:
 
 
 def refused(capsys, arguments: list[str], code: int) -> str:
-    """The one line that a command ends with."""
+    """Runs a command that must fail; returns its one-line error."""
     assert main(arguments) == code
     said = capsys.readouterr().err
     assert len(said.strip().splitlines()) == 1

@@ -1,4 +1,4 @@
-"""Commands whose output goes nowhere: to a reader that has ended, or to a full disk."""
+"""Tests of commands whose output fails: the reader has ended, or the disk is full."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ended(folder: Path, output: int, *arguments: str) -> subprocess.CompletedPro
 
 @pytest.fixture
 def unread() -> int:
-    """A pipe that is no longer read."""
+    """Yields the write end of a pipe whose reader has ended."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer

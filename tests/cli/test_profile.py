@@ -1,4 +1,4 @@
-"""`pydist profile` as it is used: alone, as a launcher, and wrongly."""
+"""Tests of `pydist profile`: alone, as a launcher, and with wrong arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def place(data, tmp_path, monkeypatch) -> Path:
-    """A folder with a configuration and data; the current one."""
+    """Returns the current folder, which has a configuration and data."""
     (tmp_path / "data").symlink_to(data)
     (tmp_path / "run.toml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""What the terminal shows of a run, and how it gets there."""
+"""Tests of the progress display: its text, and how events reach the terminal."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_events_go_through_the_pipe_whole_and_in_order(count):
     numbers = [event["step"] for event in heard]
     assert heard == [step(number) for number in numbers]
     assert numbers == sorted(set(numbers))
-    # A burst that fills the pipe may lose events, for the run must not wait for the screen.
+    # A burst that fills the pipe may lose events: the run must not wait for the screen.
     assert len(numbers) == count if count <= 100 else len(numbers) > 100
     assert log.PIPE_VARIABLE not in os.environ
 

@@ -17,7 +17,7 @@ SHAPE = (BATCH, 1, 6, 5, 4)
 
 
 class Times(torch.autograd.Function):
-    """What a sharded tensor is refused for: an autograd function of the user's own."""
+    """User-defined autograd function, which a sharded tensor refuses."""
 
     @staticmethod
     def forward(ctx, x, k):
@@ -31,7 +31,7 @@ class Times(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """A network with some local computation between two convolutions."""
+    """Network with local computation between two convolutions."""
 
     def __init__(self, middle):
         super().__init__()
@@ -57,13 +57,13 @@ def back(shard, y):
 
 
 def shared(net, x, y):
-    """One local result goes back twice."""
+    """Uses one local result in two sharded tensors."""
     scaled = local(y) * net.k
     return back(scaled * 2, y) + back(scaled.sin(), y)
 
 
 def computed(net, x, y):
-    """A computed weight, used on shards and on the sharded tensor."""
+    """Uses a computed weight on shards and on the sharded tensor."""
     weight = net.k.sin() * 2
     return back(local(y) * weight, y) * weight
 
@@ -74,13 +74,13 @@ def nested(net, x, y):
 
 
 def with_whole(net, x, y):
-    """A plain tensor that comes from sharded ones is whole, too."""
+    """Uses a plain full tensor that comes from a sharded one."""
     whole = y.full_tensor() if isinstance(y, ShardedTensor) else y
     return back(local(y) * whole.sin().sum((2, 3, 4), keepdim=True) * net.k, y)
 
 
 def own_part(net, x, y):
-    """Each rank cuts its part out of a whole tensor by itself."""
+    """Lets each rank slice its own part from a full tensor."""
     if not isinstance(y, ShardedTensor):
         return y * net.k
     box = y.layout.box
@@ -89,7 +89,7 @@ def own_part(net, x, y):
 
 
 def mixed(net, y):
-    """A part of the network on a plain tensor, which backward calls again."""
+    """Runs part of the network on a plain tensor, which backward calls again."""
     return back(net.mix(local(y) * net.k), y)
 
 
@@ -153,7 +153,7 @@ def test_a_shard_of_a_replicated_tensor_is_not_scaled():
 def test_one_graph_for_layouts_with_other_copies_is_refused():
     def use(mesh):
         k = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-        # 2 x 2 ranks: cut in depth (two copies), and in depth and height.
+        # 2 x 2 ranks: split in depth (two copies), and in depth and height.
         thin = layout_at(mesh, SHAPE, (even_points(6, 2), None, None))
         x = shard(randn(*SHAPE), thin).requires_grad_()
         scaled = x.to_local() * k
@@ -167,7 +167,7 @@ def test_one_graph_for_layouts_with_other_copies_is_refused():
 
 
 def test_a_shard_of_another_tensor_with_copies_is_refused():
-    """For example channel attention by hand: every rank holds the whole pooled tensor."""
+    """In hand-written channel attention, for example, every rank holds the full pooled tensor."""
 
     def use(mesh):
         y = distribute_tensor(randn(*SHAPE), mesh).requires_grad_()
@@ -182,7 +182,7 @@ def test_a_shard_of_another_tensor_with_copies_is_refused():
 @pytest.mark.parametrize("penalized", [False, True])
 @pytest.mark.parametrize("detached", [False, True])
 def test_a_gradient_of_a_shard_goes_back(penalized, detached):
-    """A penalty on the gradient of a leaf shard, whose graph leads to sharded calls."""
+    """The loss has a penalty on the gradient of a leaf shard, whose graph has sharded calls."""
 
     def use(model, mesh):
         x = randn(*SHAPE)
@@ -239,7 +239,7 @@ def test_fast_weights_on_shards(copies, groups):
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("of_input", [False, True])
 def test_a_shard_that_changes_in_place(of_input, groups):
-    """Behind `to_local`; then the sharded tensor itself is used."""
+    """The shard changes after `to_local`; then the sharded tensor itself is used."""
 
     def use(model, mesh):
         x = randn(*SHAPE)

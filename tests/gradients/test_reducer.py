@@ -1,4 +1,4 @@
-"""The gradient reducer: the mean over all ranks, whatever was used, by whom, and how often."""
+"""Gradient reducer: the mean over all ranks, for any use of parameters on any of them."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_parameters_unfrozen_later_are_reduced():
 
 
 class Branches(nn.Module):
-    """Parameters that some forwards leave out."""
+    """Network with parameters that some forwards leave out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def test_unused_parameters_stay_none_everywhere():
 
 
 def test_a_parameter_used_by_one_group_alone():
-    """Zero counts for the others: the mean over the groups is that of the whole batch."""
+    """The other groups contribute zero: the mean over the groups is that of the full batch."""
     model = Branches()
     halves = [slice(0, 2), slice(2, 4)]
     (sum(_group_loss(model, halves[i], use=i == 0) for i in (0, 1)) / 2).backward()
@@ -167,7 +167,7 @@ def test_a_parameter_used_by_one_group_alone():
 @pytest.mark.parametrize("early", [True, False])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_hooks_where_one_group_alone_uses_a_parameter_after_a_pass_with_a_graph(early):
-    """Hooks of the group that does not use it see the mean as well."""
+    """On the group that does not use the parameter, hooks see the mean as well."""
 
     def body(mesh):
         model = parallelize(Branches(), mesh)
@@ -189,7 +189,7 @@ def test_hooks_where_one_group_alone_uses_a_parameter_after_a_pass_with_a_graph(
 
 
 def test_a_parameter_that_one_group_alone_begins_to_use():
-    """The other group has what it had before, and learns of it all the same."""
+    """The other group uses the same parameters as before, and still gets the gradient."""
 
     def body(mesh):
         model = parallelize(Branches(), mesh)
@@ -212,7 +212,7 @@ def _group_loss(model, rows, use):
 
 
 def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatch):
-    """Its bucket starts at the end there, in the middle elsewhere: statistics must not mix in."""
+    """Its bucket starts at the end there and in the middle elsewhere: statistics must not mix in."""
     monkeypatch.setattr(pydist.gradients.buckets, "BUCKET_BYTES", 1)
 
     class Normed(nn.Module):
@@ -237,14 +237,14 @@ def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatc
 
 
 def test_a_last_layer_used_by_one_group_alone_beside_global_batch_norm():
-    """Its bucket starts before the norm's exchange there, and after it elsewhere."""
+    """Its bucket starts before the norm's exchange there, and after the exchange elsewhere."""
 
     class Normed(nn.Module):
         def __init__(self):
             super().__init__()
             self.conv = nn.Conv3d(2, 2, 1)
             self.norm = nn.BatchNorm3d(2)
-            self.last = nn.Linear(2 * 12 * 10 * 9, 20)  # large enough to travel alone
+            self.last = nn.Linear(2 * 12 * 10 * 9, 20)  # large enough for a message of its own
 
         def forward(self, x, use):
             y = self.norm(self.conv(x)).tanh().flatten(1)
@@ -261,7 +261,7 @@ def test_a_last_layer_used_by_one_group_alone_beside_global_batch_norm():
 
 
 def test_an_input_of_a_shape_that_leaves_ranks_empty_at_depth():
-    """Eight ranks, two voxels: most reach the parameters through empty blocks only."""
+    """With two voxels on eight ranks, most reach the parameters through empty blocks only."""
 
     def use(model, mesh):
         model(randn(1, 2, 2, 3, 3)).square().sum().backward()
@@ -358,7 +358,7 @@ def test_a_backward_that_raised_does_not_spoil_the_next():
 
         handle = model[4].weight.register_hook(fail)
         model.zero_grad()
-        # Both ranks are interrupted at the same place, as by an out-of-memory that is caught.
+        # Both ranks stop at the same place, as after a caught out-of-memory error.
         with pytest.raises(Interrupted):
             loss_of(model, mesh).backward()
         handle.remove()
@@ -396,7 +396,7 @@ def test_hooks_of_the_user_see_partial_or_final_gradients_only():
 
 
 def test_messages_advance_after_each_gradient():
-    """Transports that move bytes in calls only are called during backward."""
+    """Transports that progress only inside calls are called during backward."""
 
     def body(mesh):
         model = parallelize(small(), mesh)
@@ -406,7 +406,7 @@ def test_messages_advance_after_each_gradient():
         loss_of(model, mesh).backward()
         return calls
 
-    # Eight parameters; that of the first layer is the last to get its gradient.
+    # Of eight parameters, that of the first layer is the last to get its gradient.
     calls = on_ranks((2, 1, 1), body)[0]
     assert len(calls) == 8
     assert any(calls)
@@ -416,7 +416,7 @@ def test_a_large_gradient_travels_out_of_its_own_memory():
     def body(mesh):
         model = parallelize(nn.Linear(300, 300, bias=False), mesh)
         places = []
-        # Registered after the reducer's hooks: the sum is under way.
+        # Registered after the reducer's hooks: the all-reduce is in flight.
         model.weight.register_post_accumulate_grad_hook(lambda p: places.append(p.grad.data_ptr()))
         model(torch.full((2, 300), 1.0 + mesh.rank)).sum().backward()
         assert places == [model.weight.grad.data_ptr()]
@@ -426,7 +426,7 @@ def test_a_large_gradient_travels_out_of_its_own_memory():
 
 
 def test_gradients_that_share_memory_are_copied():
-    """Backward hands both parameters views of one tensor: summed in place it would be twice."""
+    """Both gradients are views of one tensor: an in-place sum would add it twice."""
 
     def body(mesh):
         a, b = (nn.Parameter(torch.zeros(300, 300)) for _ in range(2))
@@ -440,7 +440,7 @@ def test_gradients_that_share_memory_are_copied():
 
 
 def _with_other_memory(model, x):
-    """The gradient of the bias arrives in two parts: torch knows two nodes for it."""
+    """Runs a backward in which the bias's gradient has two parts: torch has two nodes for it."""
     y = model(x)
     with torch.no_grad():
         model.bias.set_((model.bias * 0.8).detach())

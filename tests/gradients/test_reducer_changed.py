@@ -69,7 +69,7 @@ def test_changes_after_parallelize(change, grid):
 
 @pytest.fixture
 def swaps():
-    """Modules swap tensors where they change their parameters."""
+    """Modules swap tensors when they change their parameters."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
@@ -100,7 +100,7 @@ def test_swapped_parameters(change, grid):
 
 @pytest.mark.parametrize("among", ["one model", "two models", "a plain one"])
 def test_tensors_swapped_by_hand(among):
-    """torch takes users' hooks along; handles that were given out go on to remove them."""
+    """torch moves users' hooks with the tensor; existing handles still remove them."""
 
     def script(ready, cut):
         model, other = ready(network()), ready(network())
@@ -222,13 +222,13 @@ def test_frozen_before_a_backward_after_no_sync(paused):
 
 
 def test_frozen_in_turn():
-    """As a GAN in one module: first one part trains, then the other."""
+    """As in a GAN in one module, first one part trains, then the other."""
 
     def script(ready, cut):
         model = ready(network())
         found = []
         for step in range(10):
-            long = step in range(4, 9)  # long enough to be sent no longer
+            long = step in range(4, 9)  # long enough to leave the buckets
             model[0].requires_grad_(step % 2 == 0 and not long)
             found += step_of(model, cut, step)
         return found
@@ -250,7 +250,7 @@ def test_functional_call():
 
 @pytest.mark.parametrize("how", ["set", "data", "mul"])
 def test_a_frozen_bias_that_changes_before_backward_loses_no_other_gradient(how):
-    """`set_` gives it another node: the first to come, it was not expected to."""
+    """`set_` gives the bias a new node, which arrives first and unexpectedly."""
 
     def use(model, mesh):
         loss = loss_of(model, mesh)
@@ -304,7 +304,7 @@ def test_a_gradient_dtype_that_is_set_between_passes():
 
 
 class Upcast(torch.autograd.Function):
-    """A conversion whose gradient stays in the higher precision."""
+    """Conversion whose gradient stays in the higher precision."""
 
     @staticmethod
     def forward(ctx, weight):
@@ -316,7 +316,7 @@ class Upcast(torch.autograd.Function):
 
 
 def test_a_gradient_of_any_dtype():
-    """With `grad_dtype = None` torch keeps what arrives: no message has a place for that."""
+    """With `grad_dtype = None` torch keeps any dtype, for which no message has room."""
 
     def use(mesh):
         weight = nn.Parameter(torch.ones(3, dtype=torch.float32))

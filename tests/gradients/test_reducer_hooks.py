@@ -1,4 +1,4 @@
-"""Hooks on parameters see the mean, and what raises in a backward spoils no later one."""
+"""Hooks on parameters see the mean, and an exception in a backward does not affect later ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def backward(model, cut, seed=0, **options):
 
 
 def with_hooks(ready, early, add):
-    """A network with what `add(model)` registers, before it is parallelized or after."""
+    """Returns a network with hooks from `add(model)`, before or after it is parallelized."""
     model = network()
     if early:
         add(model)
@@ -66,7 +66,7 @@ def test_clamp_sign_and_norm(early, grid):
             model[2].weight.register_hook(lambda g: seen.append(g.norm()))
 
         model = with_hooks(ready, early, add)
-        for seed in range(3):  # accumulated: each hook sees what a backward adds
+        for seed in range(3):  # accumulated: each hook sees one backward's gradient
             backward(model, cut, seed)
         return [*gradients(model), *seen]
 
@@ -119,7 +119,7 @@ def test_multi_grad_hooks():
 
 
 def test_hooks_wait_while_gradients_accumulate():
-    """What `no_sync` has gathered is shown once, in the backward that reduces it."""
+    """Hooks see the gradients of `no_sync` once, in the backward that reduces them."""
 
     def script(ready, cut):
         model, seen = ready(network()), []
@@ -192,7 +192,7 @@ def test_hooks_follow_a_parameter_to_another_dtype():
     check_script(script, (2, (2, 1, 1)))
 
 
-# -- hooks on one rank alone, hooks that raise ---------------------------------------------------
+# -- hooks on one rank alone, hooks that raise --------------------------------------------------
 
 
 @pytest.mark.parametrize("only", [0, 3])
@@ -230,7 +230,7 @@ FORWARDS = ["same graph", "evaluation", "none", "training"]
 
 
 def test_a_hook_that_looks_on_one_rank_leaves_equal_bits():
-    """Gradients accumulate; of base + (sum - base) the last bits may differ from the sum's."""
+    """Gradients accumulate; base + (sum - base) may differ from sum in the last bits."""
 
     def body(mesh):
         model = parallelize(network(), mesh)
@@ -275,7 +275,7 @@ def test_after_a_backward_that_raised(forward, where, grid):
 
 @pytest.mark.parametrize("after", [False, True])
 def test_a_hook_that_raises(after):
-    """All gradients are final by then, and the next backward is as any other."""
+    """All gradients are final by then, and the next backward is unaffected."""
 
     def script(ready, cut):
         model = ready(network())
@@ -356,7 +356,7 @@ def test_hooks_on_partitioned_gradients_are_refused(early):
 @pytest.mark.parametrize("graph", [False, True], ids=["", "graph"])
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_hooks_of_parameters_frozen_after_the_forward_pass(graph, accumulates, grid):
-    """As under torch they are called: with what arrives, and with the gradient as it was."""
+    """As in torch, hooks get the arriving gradient, and later ones the unchanged `.grad`."""
 
     def script(ready, cut):
         model, seen = ready(network()), {}
@@ -384,7 +384,7 @@ def test_hooks_of_parameters_frozen_after_the_forward_pass(graph, accumulates, g
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
 @pytest.mark.parametrize("renewed", [False, True], ids=["known", "converted"])
 def test_hooks_of_parameters_that_no_lane_has(renewed, grid):
-    """A parameter that was converted is new to the reducer, and one often frozen has no place."""
+    """A converted parameter is new to the reducer; one that is often frozen has no lane."""
 
     def script(ready, cut):
         model, seen = ready(network().float()).double() if renewed else ready(network()), []
@@ -406,7 +406,7 @@ def test_hooks_of_parameters_that_no_lane_has(renewed, grid):
 
 
 def test_a_hook_after_accumulation_that_returns_something():
-    """torch raises, as what is returned would be ignored."""
+    """torch raises because it would ignore the returned value."""
 
     def body(mesh):
         model = parallelize(network(), mesh)

@@ -1,4 +1,4 @@
-"""Any parameter that feeds or follows a sharded call is reduced, in any model or none."""
+"""Parameters that feed or follow a sharded call: reduced in any model, or without one."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_one_parameter_in_two_models(alone, monkeypatch):
 
 
 def test_two_models_that_train_in_turn():
-    """A GAN: each step uses both and changes one; the other's gradients are not asked for."""
+    """In a GAN each step uses both models and changes one; the other's gradients are not needed."""
 
     def script(ready, cut):
         maker, judge = ready(network()), ready(copy_of(nn.Conv3d(3, 1, 3, padding=1), 1))
@@ -114,7 +114,7 @@ def test_two_models_that_train_in_turn():
 
 
 class LowRank(nn.Module):
-    """A frozen convolution with a trained product beside it (LoRA)."""
+    """Frozen convolution with a trained low-rank product added to its weight (LoRA)."""
 
     def __init__(self):
         super().__init__()

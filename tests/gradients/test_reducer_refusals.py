@@ -1,4 +1,4 @@
-"""What can't be reduced is named on all ranks, and what needs no reduction sends nothing."""
+"""Gradients that can't be reduced are named on all ranks; those that needn't be send nothing."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_step_of_a_plain_tensor_that_groups_would_part_over_is_named():
         own = torch.full((), 1.0 + mesh.data_index, dtype=torch.float64, requires_grad=True)
         x = distribute_tensor(batch(mesh.data_index), mesh)
         (x * scale * own).square().mean().backward()
-        torch.optim.SGD([own], 0.1).step()  # data of the group
+        torch.optim.SGD([own], 0.1).step()  # own data of the group
         with pytest.raises(UsageError, match=r"plain tensor of shape \[\] .* torch.nn.Parameter"):
             torch.optim.SGD([scale], 0.1).step()
 
@@ -151,7 +151,7 @@ def test_a_backward_that_reaches_inputs_only_belongs_to_its_group():
 
 @pytest.mark.parametrize("vectorized", [True, False])
 def test_several_gradients_at_once(vectorized):
-    """torch computes them by its vmap, which the exchanges of a pass are not made for."""
+    """torch computes them with its vmap, which the exchanges do not support."""
 
     def body(mesh):
         model = parallelize(network(), mesh)

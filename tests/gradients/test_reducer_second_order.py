@@ -1,4 +1,4 @@
-"""Penalties on parameters and gradients: what autograd.grad gives is reduced, differentiably."""
+"""Penalties on parameters and gradients: results of autograd.grad are reduced differentiably."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.networks.small import BATCH, SHAPE, check_use, gradients_of, loss_o
 
 @pytest.fixture(params=[1, 1 << 30], ids=["alone", "together"], autouse=True)
 def sizes(request, monkeypatch):
-    """Gradients travel out of their own memory, or copied together."""
+    """Gradients are sent from their own memory, or copied into one message."""
     monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", request.param)
 
 
@@ -31,7 +31,7 @@ def test_a_penalty_written_by_hand():
 
 
 def test_a_penalty_alone():
-    """No exchange at all in this backward."""
+    """This backward needs no exchange."""
 
     def use(model, mesh):
         sum(p.square().sum() for p in model.parameters()).backward()
@@ -52,7 +52,7 @@ def input_of(mesh):
 
 @pytest.mark.parametrize(("data", "spatial"), GRIDS)
 def test_gradient_penalty_on_the_input(data, spatial):
-    """Wasserstein GANs: the norm of the input's gradient is part of the loss."""
+    """In Wasserstein GANs, the norm of the input's gradient is part of the loss."""
 
     def use(model, mesh):
         x = input_of(mesh)
@@ -88,7 +88,7 @@ def test_gradient_penalty_on_the_parameters(data, spatial):
 
 @pytest.mark.parametrize(("data", "spatial"), GRIDS)
 def test_a_gradient_that_meets_shards_again(data, spatial):
-    """What flows back into it then differs between the ranks."""
+    """The gradient with respect to it then differs between the ranks."""
 
     def use(model, mesh):
         x = input_of(mesh)
@@ -101,7 +101,7 @@ def test_a_gradient_that_meets_shards_again(data, spatial):
 
 @pytest.mark.parametrize(("data", "spatial"), GRIDS)
 def test_a_gradient_that_is_used_with_shards_again(data, spatial):
-    """As in meta-learning: a step is taken inside the loss, and the new weights see the batch."""
+    """As in meta-learning, the loss contains a step, and the new weights are applied to the batch."""
 
     def use(model, mesh):
         names, parameters = zip(*model.named_parameters(), strict=True)
@@ -126,7 +126,7 @@ def test_backward_with_create_graph_leaves_differentiable_gradients():
 
 
 def penalty_on_gradients(model, mesh):
-    """What is added to gradients with a graph is a part of this rank's."""
+    """Adds to gradients with a graph a rank-local part."""
     loss_of(model, mesh).backward(create_graph=True)
     sum(p.grad.square().sum() for p in model.parameters()).backward()
 
@@ -174,7 +174,7 @@ def test_passes_with_and_without_a_graph_accumulate(passes, data, spatial):
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize(("data", "spatial"), GRIDS)
 def test_hooks_after_accumulation_see_the_mean_of_a_gradient_with_a_graph(data, spatial):
-    """And what they change is in the graph, as torch has it, and in no message."""
+    """As in torch, the hook's changes are in the graph; they are in no message."""
     seen = []
 
     def halve(parameter):
@@ -235,7 +235,7 @@ def test_autograd_grad_on_the_input_reduces_no_parameters():
 
 
 def test_second_order_of_a_block_without_samples():
-    """torch's own convolution gives none there."""
+    """torch's own convolution gives no second derivative there."""
     x, weight = randn(4, 2, 8), randn(3, 2, 3, seed=1)
 
     def second(x, w):

@@ -1,4 +1,4 @@
-"""Plain tensors in the place of parameters: their gradients are those of the whole batch, too."""
+"""Plain tensors in place of parameters: they also get the gradients of the full batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATE = 0.3
 
 
 class Net(nn.Module):
-    """With a part that meets sharded tensors elementwise, and a head on plain ones."""
+    """Network whose scale meets sharded tensors elementwise, with a head on plain tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ def loss_of(model, weights, x):
 
 
 def computed(weights, grads):
-    """Steps that the outer gradient goes through."""
+    """Returns weights after a step that the outer gradient passes through."""
     return {n: w - RATE * g for (n, w), g in zip(weights.items(), grads, strict=True)}
 
 
 def detached(weights, grads):
-    """Steps on copies that are leaves."""
+    """Returns weights after a step, as leaf copies."""
     return {n: w.detach().requires_grad_() for n, w in computed(weights, grads).items()}
 
 
@@ -78,7 +78,7 @@ def test_fast_weights(after, spatial, sizes):
 
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 1)], ids=str)
 def test_backward_of_copies(sizes):
-    """By `.grad`, also where two passes accumulate."""
+    """The gradients are read from `.grad`, including after two accumulating passes."""
 
     def step(model, rows, mesh):
         x = inputs(sum(sizes))[rows]
@@ -92,7 +92,7 @@ def test_backward_of_copies(sizes):
 
 @pytest.mark.parametrize("into", ["returned", "grad"])
 def test_weights_of_a_function(into):
-    """A network without modules: weights in a list, one of them computed."""
+    """The network has no modules: its weights are in a list, and one is computed."""
     weights = [randn(4, 2, 3, 3, 3, seed=1), randn(4, seed=2), randn(3, 4, 1, 1, 1, seed=3)]
 
     def step(model, rows, mesh):
@@ -125,7 +125,7 @@ def test_parts_called_by_themselves():
 
 
 def test_saving_and_copying():
-    """What pydist notes of plain tensors is not a part of them."""
+    """pydist's notes on plain tensors are not saved or copied with them."""
 
     def body(mesh):
         model = parallelize(network(), mesh)
@@ -171,7 +171,7 @@ def test_weights_of_one_group_are_named(leaf):
 
 
 def test_inputs_stay_those_of_their_group():
-    """What a network is called with, such as noise that is sought, is no weight."""
+    """Inputs of a network, such as optimized noise, are not weights."""
 
     made = network()
 

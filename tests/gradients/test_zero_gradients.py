@@ -1,4 +1,4 @@
-"""Zeros of torch's double backward formulas, which have no memory, on some ranks alone."""
+"""Zeros without memory from torch's double backward formulas, on some ranks alone."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LAYERS = {
 
 
 def rounding(layer):
-    """The gradients of what a norm subtracts or divides by are zero but for rounding."""
+    """Returns the bound on zero gradients: a norm's subtracted or divided terms leave rounding."""
     return 1e-14 if layer.startswith("norm") else 0.0
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_zeros_without_memory_reach_every_layer(layer):
-    """The second derivative of |y|."""
+    """The zeros come from the second derivative of |y|."""
 
     def script(ready, cut):
         model = ready(copy_of(nn.Sequential(nn.Conv3d(2, 4, 1), LAYERS[layer]())))
@@ -47,7 +47,7 @@ def test_zeros_without_memory_reach_every_layer(layer):
 
 
 def test_zeros_without_memory_are_gradients():
-    """Of a parameter, and of a sharded tensor with which sharded calls go on."""
+    """They are gradients of a parameter, and of a sharded tensor that later calls use."""
 
     def script(ready, cut):
         model = ready(copy_of(nn.Sequential(nn.Conv3d(2, 3, 3, padding=1))))
@@ -67,7 +67,7 @@ def test_zeros_without_memory_are_gradients():
 
 
 class Scaled(nn.Module):
-    """A parameter for each place along the depth, by torch's own product."""
+    """Parameter for each depth position, multiplied by torch itself."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +78,7 @@ class Scaled(nn.Module):
 
 
 class Head(nn.Module):
-    """A plain layer after `full_tensor()`."""
+    """Plain layer after `full_tensor()`."""
 
     def __init__(self):
         super().__init__()
@@ -117,13 +117,13 @@ def penalty(loss, layer, prepared=lambda model: None):
 @pytest.mark.parametrize("loss", [torch.sum, lambda y: y.abs().mean()], ids=["linear", "abs"])
 @pytest.mark.parametrize("layer", NAMED)
 def test_no_gradient_is_none_and_not_zeros(layer, loss):
-    """Optimizers leave alone what has no gradient; with zeros they decay it."""
+    """Optimizers skip a parameter without a gradient; with a zero gradient they decay it."""
     check_script(penalty(loss, layer), zero=rounding(layer))
 
 
 @pytest.mark.parametrize("name", ["halo", "average", "plain head"])
 def test_a_hook_on_one_rank_makes_zeros_of_none_there_and_changes_no_exchange(name):
-    """torch's own function for hooks of modules does so."""
+    """torch's own function for module hooks creates the zeros."""
     expected = penalty(torch.sum, name)(lambda module: module, lambda x: x)
 
     def rank(mesh):

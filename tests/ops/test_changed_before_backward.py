@@ -1,4 +1,4 @@
-"""Weights change past autograd between forward and backward: the gradients are torch's."""
+"""Weights that change without autograd between forward and backward: gradients are torch's."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHANGES = {
 
 
 class Scaled(nn.Module):
-    """A parameter for each channel and place along the depth, by torch's own product."""
+    """Parameter for each channel and depth position, multiplied by torch itself."""
 
     def __init__(self):
         super().__init__()
@@ -134,7 +134,7 @@ def test_another_dtype_between_forward_and_backward_is_refused():
     on_ranks((2, 1, 1), rank)
 
 
-# Whether the weights train in the forward pass, in the one with create_graph, in the last one.
+# Whether the weights train in forward, in the pass with create_graph, in the last pass.
 MOMENTS = {
     "frozen before the penalty": (True, False, False),  # found by seed 4001182
     "frozen for the penalty": (True, False, True),
@@ -146,7 +146,7 @@ MOMENTS = {
 
 
 def penalty(model, x, moments, checkpointed=False):
-    """The gradients of a penalty, then those of an ordinary step."""
+    """Returns the gradients of a penalty, then those of an ordinary step."""
     trains = iter(moments)
     model.requires_grad_(next(trains))
     x.requires_grad_()

@@ -1,4 +1,4 @@
-"""What a call has used changes before its result is: the result is torch's, by any road."""
+"""Operands that change after a call and before its result is used: the result is torch's."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def model_of(name):
 
 @torch.no_grad()
 def changed_after(model, x, change, last):
-    """The model's result; what it has used changes before that is used, or its last module has."""
+    """Returns the result after operands changed, before its use or before the last module ran."""
     y = x
     for module in model[: len(model) - last]:
         y = module(y)
     for t in (*model.parameters(), *(b for b in model.buffers() if b.is_floating_point())):
         change(t)
-    # Shallow: these are called with what has changed, as torch's are.
+    # The last modules run with the changed operands, as torch's do.
     for module in model[len(model) - last :]:
         y = module(y)
     return y
@@ -102,7 +102,7 @@ def test_weights_and_buffers(name, change):
 
 
 def test_in_a_forward():
-    """An average of the weights is moved inside of forward, and before each use."""
+    """Forward itself moves an average of the weights, before each use."""
 
     class Moving(nn.Module):
         def __init__(self):
@@ -149,7 +149,7 @@ def test_gradients_after_a_change_that_torch_does_not_see():
 
 @pytest.mark.parametrize("slopes", [1, 2])
 def test_prelu_after_a_norm_goes_back_through_the_slopes_as_they_are(slopes):
-    """As torch's own, which saves them without a copy."""
+    """torch saves the slopes without a copy."""
     whole = randn(2, 2, 4, 3, 2)
 
     def gradients(x):
@@ -168,7 +168,7 @@ def test_prelu_after_a_norm_goes_back_through_the_slopes_as_they_are(slopes):
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("grid", [(1, 1, 1), (2, 1, 1)], ids=str)
 def test_instance_norm_goes_back_through_the_weight_that_it_had(grid, samples):
-    """As torch's own, which copies it: one sample on one rank is another path here."""
+    """torch copies the weight; one sample on one rank has a code path of its own."""
     whole = randn(samples, 2, 4, 3, 2)
 
     def gradient(x):
@@ -229,11 +229,11 @@ def test_a_bias_may_change_before_backward_as_with_torch(function):
 
 
 def memory_of(x):
-    """The tensor itself, or the shard that it holds."""
+    """Returns the tensor itself, or its shard."""
     return x.to_local() if isinstance(x, ShardedTensor) else x
 
 
-# What gives a tensor h, and what else can change its memory.
+# Sources of a tensor h, and of another tensor that can change its memory.
 ALIASES = {
     "itself": lambda x: (x * 1.0,) * 2,
     "its input": lambda x: (x.detach(), x),

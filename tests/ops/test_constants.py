@@ -1,4 +1,4 @@
-"""What plans hand to kernels is on the device that uses it, and is made once."""
+"""Constants that plans pass to kernels: made once, on the device that uses them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_counts_of_a_norm(layout):
 
 
 def test_norms_of_gradients_travel_where_these_are():
-    """This transport has host memory only, and says what it was given."""
+    """This transport accepts host memory only, and its error names the given device."""
     family = Family(LocalTransport())
     family.add(torch.empty(5, device=META))
     family.add(torch.empty(0, device=META))

@@ -1,4 +1,4 @@
-"""Types of operands that torch refuses together are refused on a mesh as well."""
+"""Operand dtypes that torch refuses to combine: a mesh refuses them as well."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LAYERS = {
 
 
 def outcome(layer, x):
-    """The type of the result, or "refused"."""
+    """Returns the dtype of the result, or "refused"."""
     try:
         return str(layer(x).dtype)
     except (RuntimeError, UsageError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""What ranks must hold equally: differences are named, whenever they begin."""
+"""Operands that must be equal on all ranks: differences are named, whenever they begin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydist.exchange.contents import REPEATED_SHARES, REPEATS, SHARES, WHOLE, Co
 
 
 class Noise(nn.Module):
-    """Adds what it is given a function for, by the number of the forward."""
+    """Module that adds `noise(n)` in the n-th forward."""
 
     def __init__(self, noise) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class LayerScale(nn.Module):
 
 
 def train(t: Transport, noise, steps: int = 6, data: int = 1, change=None, reached=None) -> None:
-    """Steps of a network; `change(model, step)` comes before each."""
+    """Trains a network for some steps and calls `change(model, step)` before each."""
     mesh = Mesh(t, data=data, spatial=(t.size // data, 1, 1))
     torch.manual_seed(0)
     scales = [LayerScale(4) for _ in range(3)]
@@ -82,7 +82,7 @@ def test_random_numbers_of_other_libraries_are_noticed(library: str) -> None:
 
 
 def test_constants_are_not_compared() -> None:
-    """So that one rank may compute with them alone, as it looks at something."""
+    """One rank may compute with constants alone, for example to print a value."""
 
     def body(t: Transport) -> None:
         model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(2, 1, 1)))
@@ -238,7 +238,7 @@ def test_what_is_used_without_a_backward_is_compared_within_fifty_steps(step) ->
 
 
 def test_shares_of_operands_that_recur_follow_each_other() -> None:
-    """Also with several of one kind in a step each of them is summed whole in 50 steps."""
+    """With several operands of a kind per step, each is fully summed within 50 steps."""
     for number in (1, 2, 3, 4, 8, 12, 24):
         contents, seen = Contents(), [set[int]() for _ in range(number)]
         for _ in range(50):

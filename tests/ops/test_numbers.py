@@ -1,4 +1,4 @@
-"""Calls whose result holds indices, counts, addresses or strides: global, or refused by name."""
+"""Calls that return indices, counts, addresses or strides: global values, or refused by name."""
 
 import numpy as np
 import pytest

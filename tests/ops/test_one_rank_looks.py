@@ -1,7 +1,7 @@
-"""A tensor that is read on one rank alone: that rank fuses less, all ranks get the same numbers.
+"""Tensors that are read on one rank alone: that rank fuses less, all ranks get equal numbers.
 
-Reading makes what waits for the tensor (a halo, a ReLU, a norm's result) be done there, so that the
-next call finds nothing to fuse with. What is exchanged must not depend on it, forward or backward.
+A read completes pending work on the tensor (a halo, a ReLU, a norm's result), so the next call has
+nothing to fuse with. The exchanges must not depend on reads, in forward or in backward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ UNEVEN_2 = [[0, 2, 7], None, None]
 
 
 class Looking:
-    """Looks at the n-th tensor that it is shown, on one rank alone."""
+    """Reader of the n-th tensor it is given, on one rank alone."""
 
     def __init__(self, look, rank, at):
         self._look, self._rank, self._at = look, rank, at
@@ -81,7 +81,7 @@ def norm_and_prelu(x, w, see):
 
 
 def norms_in_another_order(x, w, see):
-    """Backward runs the activations in one order and the norms' exchanges in another."""
+    """Computes a network whose backward runs activations in one order and norms in another."""
     first = F.instance_norm(conv(x, w))
     second = F.batch_norm(conv(x, 2 * w), None, None, training=True)
     see(0, first)
@@ -112,8 +112,9 @@ def test_all_ranks_agree_to_second_order(network, stage, points):
 
 @pytest.mark.parametrize("act", ["relu", "leaky", "prelu"])
 def test_what_depends_on_what_is_the_same_to_second_order(act):
-    """After the last activation the gradient is a constant: whether the bias's has a graph decides
-    whether its mean is differentiated.
+    """After the last activation the gradient is constant.
+
+    Whether the bias's gradient has a graph decides whether its mean is differentiated.
     """
     see = Looking(repr, 1, 0)
 
@@ -141,7 +142,7 @@ def test_ways_to_look(network, look):
 
 
 def test_hooks_on_saved_tensors_on_one_rank():
-    """They keep the pool of that rank from fusing."""
+    """The hooks keep the pool of that rank from fusing."""
     x, w = randn(1, 2, 8, 4, 4), randn(3, 2, 3, 3, 3, seed=1)
 
     def gradient(x, own):
@@ -187,7 +188,7 @@ def as_whole(t):
 
 
 def test_a_processor_without_bf16_decides_for_all_ranks(monkeypatch):
-    """The memory format of halos follows from what oneDNN takes."""
+    """The memory format of halos depends on the dtypes that oneDNN supports."""
     here = threading.local()
     monkeypatch.setattr(local_conv, "onednn_has", lambda dtype: here.rank != 1)
     x, w = randn(1, 4, 8, 6, 6).bfloat16(), randn(4, 4, 3, 3, 3, seed=1).bfloat16()
@@ -207,7 +208,7 @@ def test_a_processor_without_bf16_decides_for_all_ranks(monkeypatch):
 @pytest.mark.parametrize("look", [0, 1])
 @pytest.mark.parametrize(("data", "parts"), [(2, 1), (1, 2), (2, 2)])
 def test_a_look_before_a_backward_that_raises_and_trains_nothing(data, parts, look):
-    """Nothing was to be reduced, so no rank tidies up in the next pass."""
+    """No gradient was to be reduced, so no rank cleans up in the next pass."""
 
     def interrupt(_grad):
         raise ArithmeticError
@@ -234,7 +235,7 @@ def test_a_look_before_a_backward_that_raises_and_trains_nothing(data, parts, lo
 
 
 def test_a_backward_hook_on_one_rank_hides_no_change_in_place():
-    """Here `v` is a copy of `x`: its change makes `x` stale, on all ranks."""
+    """`v` is a copy of `x`: changing `v` makes `x` stale on all ranks."""
 
     def body(mesh):
         x = distribute_tensor(randn(3, 3, 1, 2, 1), mesh).requires_grad_() * 1
@@ -252,7 +253,7 @@ def test_a_backward_hook_on_one_rank_hides_no_change_in_place():
 
 @pytest.mark.parametrize("looking", [0, 1])
 def test_a_hook_on_a_parametrization_of_one_rank_changes_no_order(looking):
-    """There gradients of the parametrization's parameters arrive in another order."""
+    """On that rank the parametrization's gradients arrive in another order."""
     whole = nn.utils.parametrizations.weight_norm(nn.Conv3d(2, 3, 3, padding=1).double())
     x = randn(1, 2, 5, 4, 3)
 

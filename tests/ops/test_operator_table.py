@@ -1,4 +1,4 @@
-"""docs/operators.md says what calls do, all of them."""
+"""docs/operators.md lists the behavior of every call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.operators.table import TORCH, all_texts, handled, names_in, page
 
 PAGE = Path(__file__).parents[2] / "docs" / "operators.md"
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # torch's, of what it will take away
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's deprecations
 
 
 def test_the_page_is_what_is_found():
@@ -24,6 +24,6 @@ def test_the_page_is_what_is_found():
 
 
 def test_every_function_with_a_handler_is_in_it():
-    """A new one needs a call in tests/lib/support/operators/cases.py."""
+    """A new handler needs a call in tests/lib/support/operators/cases.py."""
     texts = [text for family in all_texts().values() for text in family]
     assert handled() - names_in(texts) == set()

@@ -1,4 +1,4 @@
-"""Thin blocks: when a tensor goes onto fewer ranks, and that the numbers do not depend on it."""
+"""Thin blocks: when a tensor moves to fewer ranks, with results that don't depend on it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_where_computing_costs_much_the_blocks_stay():
 
 
 def test_between_the_two_neighbors_share(monkeypatch: pytest.MonkeyPatch):
-    # Only messages and computing count: 4 of them with blocks of 1, 2 with 2, 1 with 4, but then
-    # the computing takes 4 times as long.
+    # Only messages and computing have a cost: 4 messages with blocks of 1, 2 with 2, 1 with 4, but
+    # the last takes 4 times as long to compute.
     monkeypatch.setattr(placement, "EXCHANGE_S", 0.0)
     monkeypatch.setattr(placement, "MESSAGE_S", 1.0)
 

@@ -298,8 +298,8 @@ def test_an_optimizer_that_has_stepped_already_is_taken_over():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (torch.optim.LBFGS, "LBFGS can't be shared by the ranks: it may look at more than one"),
-        (type("Mine", (Adam,), {}), "Mine can't be shared"),
+        (torch.optim.LBFGS, "LBFGS can't be partitioned: it may look at more than one"),
+        (type("Mine", (Adam,), {}), "Mine can't be partitioned"),
         (lambda p: Adam(p, differentiable=True), "differentiable=True"),
     ],
 )

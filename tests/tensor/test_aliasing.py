@@ -1,4 +1,4 @@
-"""What torch gives as a view: split equals whole after changes in place, or the use is refused."""
+"""Views in torch: after in-place changes, split runs equal the one-device run or refuse use."""
 
 import gc
 
@@ -98,11 +98,11 @@ x[:, :, 1:3].flatten(1)
 x.to(memory_format=torch.channels_last_3d)
 x.contiguous(memory_format=torch.channels_last_3d)
 """.strip().splitlines()
-"""Copies in torch by the strides of the whole tensor, which shards need not show."""
+"""Calls that copy in torch depending on the full tensor's strides, unknown to the shards."""
 
 
 def _after_change(call, change, x, y):
-    """The tensors that did not change themselves, after a change in place of the other side."""
+    """Returns the unchanged side's tensors, after an in-place change of the other side."""
     with torch.no_grad():
         results = [t for t in tree_leaves(eval(call)) if isinstance(t, torch.Tensor)]
         if change == "base":
@@ -158,7 +158,7 @@ def test_changes_of_a_base_and_of_its_view_reach_the_other_or_refuse_its_use(whe
 
 
 def _refusal(error):
-    """What is refused: a stale use by pydist, in place on an expanded tensor by both."""
+    """Returns the kind of refusal: stale use (pydist), or in place on an expanded tensor (both)."""
     if isinstance(error, NotSupported) and STALE in str(error):
         return "stale"
     if "single memory location" in str(error):

@@ -1,4 +1,4 @@
-"""Changes in place of a sharded tensor that is cut from a plain one, which is no parameter."""
+"""In-place changes of sharded tensors that are split from plain ones other than parameters."""
 
 import copy
 
@@ -38,7 +38,7 @@ def _gradients(ready, first, given, after=lambda h: 0.0):
     model = ready(model)
     x = randn(*SHAPE).requires_grad_()
     h = given(x)
-    before = 2 * h.sum()  # saves nothing that the change would spoil
+    before = 2 * h.sum()  # saves no tensor that the change affects
     loss = model(h).sin().sum() + before + after(h)
     loss.backward()
     return [x.grad, *(p.grad for p in model.parameters())]
@@ -76,7 +76,7 @@ class _Subclass(torch.Tensor):
 
 @pytest.mark.parametrize("kind", [torch.Tensor, _Subclass])
 def test_the_plain_tensor_has_no_gradient_after_the_change(kind):
-    """Each rank changed its own block of it alone; on one rank that is all of it."""
+    """Each rank changes only its own block; on a single rank the block is the full tensor."""
 
     def given(x):
         return (x * 1).as_subclass(kind)
@@ -107,7 +107,7 @@ CHANGING = {
 
 @pytest.mark.parametrize("make", CHANGING.values(), ids=CHANGING)
 def test_a_plain_batch_that_the_model_changes_in_place(make):
-    """Calls that need no more than the block of a rank see the change, as in torch."""
+    """Calls that need only the block of a rank see the change, as in torch."""
 
     def losses(model, x):
         found = [model(x).square().mean(), F.mse_loss(model(x), x), (model(x) * x).mean()]
@@ -131,7 +131,7 @@ def test_a_plain_batch_that_the_model_changes_in_place(make):
 
 
 def test_a_change_without_gradients_leaves_the_leaf():
-    """Also on ranks whose block is an empty view."""
+    """The leaf also stays a leaf on ranks whose block is an empty view."""
 
     def gradient(x):
         x.requires_grad_()

@@ -1,4 +1,4 @@
-"""Operands on their way into shards."""
+"""Operands of sharded calls, converted to shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cut(mesh, points):
 
 
 def test_a_plain_operand_of_extent_one_is_no_shard():
-    """On rank 0 it has the shape of the shard as well."""
+    """On rank 0 the operand happens to have the shape of the shard."""
 
     def body(mesh):
         x = shard(randn(3, 4), cut(mesh, [0, 1, 4]))
@@ -41,7 +41,7 @@ def test_a_plain_operand_in_the_shape_of_the_shard_is_named():
 
 
 def test_channels_last_shards_stay_so():
-    """Forward and backward, and one that was plain stays plain."""
+    """The format holds in forward and backward; plain strides stay plain, too."""
     shape, dims = (2, 3, 6, 4, 2), (0, 2, 3, 4, 1)
 
     def body(mesh):
@@ -65,7 +65,7 @@ def test_channels_last_shards_stay_so():
 
 
 def test_a_plain_operand_in_a_segment_that_only_some_ranks_compute_again():
-    """Rank 1 holds all that it needs, saves nothing and has nothing to compute again."""
+    """Rank 1 holds all inputs, saves nothing, and has nothing to recompute."""
 
     def segment(x):
         x = x + torch.ones(1, 1, 3, 4, dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""What has no exact form on shards is refused by name, and gradients never vanish."""
+"""Calls without an exact form on shards: refused by name, and gradients never vanish."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Doubled(torch.autograd.Function):
 
 
 class ToPlain(torch.autograd.Function):
-    """Takes a sharded tensor, returns a plain one: the gradient would end in the wrapper."""
+    """Function from a sharded to a plain tensor: its gradient would end in the wrapper."""
 
     @staticmethod
     def forward(ctx, x):
@@ -61,7 +61,7 @@ def test_a_custom_function_from_sharded_to_sharded_is_refused_by_name():
 
 
 def test_a_custom_function_from_sharded_to_plain_raises_in_backward():
-    """Its gradient must not vanish into the wrapper."""
+    """The function's gradient must not vanish into the wrapper."""
 
     def body(x, mesh):
         with pytest.raises((NotSupported, RuntimeError), match="sharded"):
@@ -115,7 +115,7 @@ def test_what_has_no_exact_form_is_refused(call):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_forward_mode_is_refused():
-    """On one rank: its levels are one stack a process."""
+    """The test runs on one rank: forward-mode levels form one stack per process."""
 
     def body(x, mesh):
         with pytest.raises(NotSupported):
@@ -149,7 +149,7 @@ def test_a_refusal_names_the_call_the_module_the_shapes_and_a_way_on():
 
 
 def test_a_type_error_inside_an_operator_keeps_its_reason(monkeypatch):
-    """Python would make of it "unsupported operand type(s)"."""
+    """Without care, Python would replace the reason by "unsupported operand type(s)"."""
 
     def wrong(x, other):
         raise TypeError("the reason")
@@ -204,7 +204,7 @@ def test_plain_operands_that_differ_between_the_ranks_are_refused(call):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpointing_is_refused():
-    """It hides the graph in a function of its own."""
+    """Reentrant checkpointing hides the graph in an autograd function of its own."""
 
     def body(x, mesh):
         y = checkpoint(lambda v: v * 2, x, use_reentrant=True)

@@ -1,4 +1,4 @@
-"""ShardedTensor: what it shows, what it does in autograd, and what it refuses rather than guess."""
+"""ShardedTensor: its attributes, its behavior in autograd, and its refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = (2, 3, 5, 4, 3)
 GRID = (2, 1, 1)
 
 
-# -- what it shows --------------------------------------------------------------------------
+# -- attributes and values ------------------------------------------------------------------
 
 
 def test_it_is_a_tensor_of_the_global_shape():
@@ -52,7 +52,7 @@ def test_it_is_a_tensor_of_the_global_shape():
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_memory_format(channels_last):
-    """A network may ask for it; sharded tensors keep it."""
+    """A network may choose a memory format; sharded tensors keep it."""
 
     def body(x, mesh):
         if channels_last:
@@ -91,7 +91,7 @@ def test_distribute_and_back():
 
 
 def test_gradient_of_a_distributed_plain_tensor():
-    """On every rank the whole of it, as the tensor itself."""
+    """Every rank gets the full gradient, as it holds the full tensor."""
 
     def body(mesh):
         whole = randn(*SHAPE).requires_grad_()
@@ -275,7 +275,7 @@ def test_a_removed_hook_is_silent():
 
 @pytest.mark.parametrize("spatial", [(2, 1, 1), (2, 2, 2)])
 def test_gradients_of_replicated_leaves_are_the_true_ones(spatial):
-    """Split over the depth alone, each block is on several ranks; all show the same gradient."""
+    """Split over the depth alone, each block is on several ranks; all show equal gradients."""
 
     def body(mesh):
         sliced = distribute_tensor(randn(*SHAPE), mesh, dims={2: "depth"})
@@ -393,7 +393,7 @@ def test_checkpointing_with_empty_shards(spatial):
 
 
 def test_handlers_are_there_for_every_rank_thread():
-    """The first call imports them; the others must not find them half registered."""
+    """The first call imports the handlers; other threads must not find them half registered."""
     code = """
 import torch, torch.nn.functional as F
 from pydist.comm import run_local

@@ -1,4 +1,4 @@
-"""Calls whose operands depend on one another, in second order."""
+"""Calls with operands that depend on one another, in double backward."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def norm_shared_by_layers(x, weight, bias):
 )
 @pytest.mark.parametrize("keep", [True, False])
 def test_second_order(function, points, keep):
-    """As correction, from gathered inputs, and whole on one rank."""
+    """The call uses correction, gathered inputs, or the full tensor on one rank."""
     check_function(
         function,
         randn(1, 2, 4, 4, 3),

@@ -1,7 +1,7 @@
-"""Gradients that users look at on one rank alone: none hangs, and each is the true one there.
+"""Gradients that users read on one rank alone: none hangs, and each is the true gradient.
 
-Ranks that hold a tensor alike each find a part of its gradient where it meets what differs between
-them. What shows a gradient must not put the parts together itself: the other ranks may not look.
+Ranks with copies of a tensor each compute a part of its gradient, at its uses with tensors that
+differ between them. Reading a gradient must not sum the parts: other ranks may not read it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.networks.small import small
 
 SHAPE = (2, 3, 5, 4, 3)
 GRIDS = [(2, 1, 1), (3, 1, 1), (2, 2, 1), (8, 1, 1)]
-"""Even, uneven (5 = 2 + 2 + 1), over two dims, and with empty shards."""
+"""Grids with even blocks, uneven ones (5 = 2 + 2 + 1), two split dims, and empty shards."""
 
 Watch = Callable[[str, Tensor], Tensor]
 
@@ -33,7 +33,7 @@ def full(x: Tensor) -> Tensor:
 
 
 def in_cut(x: Tensor, dims: dict[int, str]) -> Tensor:
-    """The tensor cut along some of the mesh's axes only."""
+    """Returns the tensor split along some of the mesh's axes only."""
     if not isinstance(x, ShardedTensor):
         return x * 1
     return x.redistribute(layout_for_sample(x.mesh, x.shape, dims))
@@ -43,11 +43,11 @@ def weight(*shape: int) -> Tensor:
     return randn(*shape, seed=9) / 4
 
 
-# -- what is watched ------------------------------------------------------------------------
+# -- watched tensors ------------------------------------------------------------------------
 
 
 def results_of_reductions(x: Tensor, watch: Watch) -> Tensor:
-    """Used by shards, by another copy, and by plain numbers."""
+    """Reduces a tensor to results that shards, another copy, and plain numbers use."""
     some = watch("some", x.mean((2, 4), keepdim=True))
     every = watch("every", x.square().mean())
     channels = watch("channels", x.sum((0, 2, 3, 4)))
@@ -75,7 +75,7 @@ def a_plain_loss(x: Tensor, watch: Watch) -> Tensor:
 
 
 def plain_operands(x: Tensor, watch: Watch) -> Tensor:
-    """A leaf that is no parameter, and what is computed of one."""
+    """Uses a plain leaf other than a parameter, and plain tensors computed from one."""
     leaf = watch("leaf", weight(3, 1, 1, 1).requires_grad_())
     scale = watch("scale", leaf.square() + 1)
     slope = watch("slope", scale.flatten() / 8)
@@ -84,7 +84,7 @@ def plain_operands(x: Tensor, watch: Watch) -> Tensor:
 
 
 def computed_weights(x: Tensor, watch: Watch) -> Tensor:
-    """As weight norm has them."""
+    """Computes weights from others, as weight norm does."""
     raw = weight(4, 3, 3, 3, 3).requires_grad_()
     kernel = watch("kernel", raw / raw.norm())
     bias = watch("bias", raw.sum((1, 2, 3, 4)))
@@ -94,7 +94,7 @@ def computed_weights(x: Tensor, watch: Watch) -> Tensor:
 
 
 def windows_on_copies(x: Tensor, watch: Watch) -> Tensor:
-    """Each block lies on two ranks of four; messages leave from one of them."""
+    """Applies windows to blocks that are on two ranks of four each; one of the two sends."""
     x = watch("by height", in_cut(x, {3: "height"}))
     y = watch("conv", F.conv3d(x, weight(2, 3, 3, 3, 3), padding=1))
     z = watch("even kernel", F.conv3d(y.tanh(), weight(2, 2, 3, 2, 3), padding=1))
@@ -104,14 +104,14 @@ def windows_on_copies(x: Tensor, watch: Watch) -> Tensor:
 
 
 def between_copies(x: Tensor, watch: Watch) -> Tensor:
-    """From copies along one axis to copies along another, and to all."""
+    """Redistributes copies along one axis to copies along another, and to all ranks."""
     by_depth = watch("by depth", in_cut(x, {2: "depth"}))
     by_height = watch("by height", in_cut(by_depth, {3: "height"}) * 1)
     return (by_height * in_cut(by_depth.exp(), {})).square().mean()
 
 
 def under_checkpoint(x: Tensor, watch: Watch) -> Tensor:
-    """Where a rank without elements saves nothing that would make it compute again."""
+    """Checkpoints blocks; a rank without elements saves nothing that makes it recompute."""
 
     def block(v: Tensor) -> Tensor:
         v = F.leaky_relu(v - v.mean((2, 3, 4), keepdim=True) * v.sum())
@@ -133,7 +133,7 @@ FUNCTIONS = [
 ]
 
 
-# -- where it is watched --------------------------------------------------------------------
+# -- ways to watch --------------------------------------------------------------------------
 
 
 def by_hooks(seen: dict[str, Tensor]) -> Watch:
@@ -145,7 +145,7 @@ def by_hooks(seen: dict[str, Tensor]) -> Watch:
 
 
 def by_retaining(seen: dict[str, Tensor]) -> Watch:
-    """`seen` gets the tensors themselves, for their `.grad`."""
+    """Returns a watch that retains gradients; `seen` gets the tensors for their `.grad`."""
 
     def watch(name: str, x: Tensor) -> Tensor:
         seen[name] = x
@@ -229,7 +229,7 @@ def test_gradients_asked_for_are_true_on_every_rank(function):
 @pytest.mark.parametrize("spatial", GRIDS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_hooks_on_one_rank_in_second_order(function, spatial):
-    """The gradient's own gradient passes the same tensors again."""
+    """The gradient's own gradient passes through the same tensors again."""
 
     def penalty(x: Tensor, watch: Watch) -> Tensor:
         (grad,) = torch.autograd.grad(function(x, watch), x, create_graph=True)
@@ -250,7 +250,7 @@ def test_hooks_on_one_rank_in_second_order(function, spatial):
 
 
 def network_run(model: nn.Module, x: Any, watched: bool) -> tuple[dict[str, Tensor], nn.Module]:
-    """One step with tensor hooks on output and loss, and backward hooks on every module."""
+    """Runs one step with tensor hooks on output and loss, and backward hooks on every module."""
     seen: dict[str, Tensor] = {}
     watch = by_hooks(seen) if watched else no_watch
     for path, module in model.named_children() if watched else ():
@@ -267,7 +267,7 @@ def network_run(model: nn.Module, x: Any, watched: bool) -> tuple[dict[str, Tens
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("spatial", GRIDS)
 def test_a_network_watched_on_one_rank(spatial, batch):
-    """With one sample its output lies whole on every rank, with four each has its own."""
+    """One sample's output is replicated on every rank; of four samples, each rank holds its own."""
     whole = randn(batch, *NETWORK_SHAPE[1:])
     model = small(norm=True)
     expected, reference = network_run(copy.deepcopy(model), whole.clone().requires_grad_(), True)
@@ -289,7 +289,7 @@ def test_a_network_watched_on_one_rank(spatial, batch):
 
 @pytest.mark.parametrize("given", ["as it is", "cut otherwise", "plain"])
 def test_a_given_gradient_in_any_layout(given):
-    """Of a cube cut along two of its edges, all blocks have one shape."""
+    """All blocks of a cube that is split along two of its edges have one shape."""
     shape = (1, 1, 4, 4, 4)
     seed = randn(*shape, seed=1)
 
@@ -331,7 +331,7 @@ def test_backward_into_some_inputs_only(by_function):
 
 
 def test_a_hook_on_a_view_that_was_changed_past_autograd():
-    """torch's own call crashes there (2.13)."""
+    """torch's own call crashes in this case (2.13)."""
 
     def body(mesh):
         x = distribute_tensor(randn(*SHAPE), mesh).requires_grad_()
@@ -349,7 +349,7 @@ def test_a_hook_on_a_view_that_was_changed_past_autograd():
 
 @pytest.mark.parametrize("loss", [torch.Tensor.sum, torch.Tensor.amax, lambda y: y.square().sum()])
 def test_a_hook_is_not_called_where_a_second_derivative_does_not_lead(loss):
-    """The gradient of the penalty with respect to a pool's output is none, as under torch."""
+    """As in torch, the penalty has no gradient with respect to a pool's output."""
 
     def calls(ready, cut):
         model = ready(nn.AvgPool3d(2, 1))

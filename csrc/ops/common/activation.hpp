@@ -1,4 +1,4 @@
-// ReLU, leaky ReLU and PReLU, for scalars and vectors: what kernels do along with other work.
+// ReLU, leaky ReLU and PReLU for scalars and vectors, which kernels fuse with other work.
 //
 // `V` is a scalar or a vector of GCC's extension: comparisons of vectors give masks, and `? :`
 // selects by lane, so one expression serves both.
@@ -13,7 +13,7 @@ namespace pydist::ops {
 // PReLU is a leaky ReLU whose slope is learned: each row has its own.
 enum class Activation { kNone, kRelu, kLeakyRelu, kPrelu };
 
-// The activation that takes negative values times `slope`.
+// The activation that multiplies negative values by `slope`.
 PYDIST_HD Activation activation_of(double slope) {
   if (slope == 1) return Activation::kNone;
   return slope == 0 ? Activation::kRelu : Activation::kLeakyRelu;
@@ -29,8 +29,8 @@ PYDIST_HD V activated(V value, [[maybe_unused]] V slope) {
   return value;
 }
 
-// The gradient through activated(value): grad where value > 0, else grad * slope. As in torch, 0
-// has no gradient, or the slope's.
+// The gradient through activated(value): grad where value > 0, else grad * slope. As in torch, the
+// gradient at 0 is that of negative values.
 template <Activation kActivation, class V>
 PYDIST_HD V activation_gradient([[maybe_unused]] V value, V grad, [[maybe_unused]] V slope) {
   if constexpr (kActivation == Activation::kRelu) return value <= V{} ? V{} : grad;

@@ -1,4 +1,4 @@
-// Arrays of samples with channels and three spatial dims, as kernels get them.
+// Arrays of samples with channels and three spatial dims, as passed to kernels.
 #pragma once
 
 #include "core/view.hpp"
@@ -8,7 +8,7 @@ namespace pydist::ops {
 inline constexpr int kSpatialDims = 3;
 
 // An array [batch, channels, 3 spatial dims], or a weight [out, in / groups, 3 kernel dims].
-// Strides in elements. Plain data: it travels to a device by value.
+// Strides in elements. Plain data, passed to a device by value.
 struct SpatialArray {
   void* data;
   index_t strides[2 + kSpatialDims];

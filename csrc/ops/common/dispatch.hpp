@@ -1,8 +1,8 @@
-// From a dtype known at run time to a type known at compile time.
+// Dispatches a dtype known at run time to a type known at compile time.
 //
 // Each kernel is compiled once per type that it is dispatched to, so the number of instances of one
-// call is the product over its dispatches: floating-point kernels have 4 of them, copies none (they
-// move words, see ops/common/word.hpp).
+// call is the product over its dispatches: floating-point kernels have 4 instances, copies do not
+// dispatch (they move words, see ops/common/word.hpp).
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ void dispatch(DType dtype, F&& f) {
   throw InternalError("dtype " + std::to_string(static_cast<int>(dtype)));
 }
 
-// As dispatch, for the floating-point types; others must have been refused before.
+// Dispatches the floating-point types; others must have been refused before.
 template <class F>
 void dispatch_floating(DType dtype, F&& f) {
   switch (dtype) {

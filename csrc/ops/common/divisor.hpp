@@ -1,4 +1,4 @@
-// Division that costs a product and a shift: a device divides in some dozens of instructions.
+// Division by a product and a shift: a device's own division takes dozens of instructions.
 //
 // Proof: the kernels that use it are compared with plain loops, which divide.
 #pragma once
@@ -11,8 +11,8 @@
 
 namespace pydist::ops {
 
-// Division by a number that is known when a kernel is launched: a product and a shift
-// (Granlund and Montgomery 1994), exact for 0 <= n < 2^31.
+// Division by a number that is known at launch (Granlund and Montgomery 1994), exact for
+// 0 <= n < 2^31.
 //
 // With l = ceil(log2 d): multiplier = floor(2^(31 + l) / d) + 1, which fits into 32 bits, and
 // n / d = n * multiplier >> (31 + l).

@@ -1,4 +1,4 @@
-// float16 and bfloat16 as storage: arithmetic is done in float, as torch does it on a device.
+// float16 and bfloat16 as storage types: arithmetic is in float, as in torch on a device.
 //
 // Kernels are templates over the storage type `T`. They read with load_as<T>, compute in
 // accumulator_t<T> (float for both half types) and write with store_as<T>, which rounds once.
@@ -21,7 +21,7 @@ PYDIST_HD To bits_as(From value) {
   return __builtin_bit_cast(To, value);
 }
 
-// The upper half of a float. Rounds to nearest even; every NaN becomes the quiet one.
+// bfloat16: the upper half of a float. Rounds to nearest even; every NaN becomes the quiet one.
 //
 // Rounding: adding 0x7fff, and 1 more where the kept part is odd, carries into the kept part
 // exactly where the dropped 16 bits are above a half, or equal to a half and the kept part is odd.
@@ -83,7 +83,7 @@ struct Float16 {
   }
 };
 
-// The type that sums of T are formed in.
+// The accumulator type of T.
 template <class T>
 struct Accumulator {
   using type = T;
@@ -99,7 +99,7 @@ struct Accumulator<BFloat16> {
 template <class T>
 using accumulator_t = typename Accumulator<T>::type;
 
-// Into and out of the accumulator type.
+// Conversions to and from the accumulator type.
 template <class T>
 PYDIST_HD accumulator_t<T> load_as(const T& value) {
   if constexpr (requires { value.to_float(); }) {

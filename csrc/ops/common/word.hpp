@@ -1,4 +1,4 @@
-// Words of 1 to 16 bytes: what one load or store of a kernel moves.
+// Words of 1 to 16 bytes, which a kernel moves by one load or store.
 #pragma once
 
 #include <cstdint>

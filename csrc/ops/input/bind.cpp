@@ -1,4 +1,4 @@
-// From stored numbers to a network's input, for Python.
+// Conversion of stored values to a network's input, for Python.
 #include <string>
 
 #include "bindings/bindings.hpp"
@@ -12,7 +12,7 @@ namespace {
 
 using namespace py::literals;
 
-// What both kernels ask of a block, its input, and where they say that something is not finite.
+// Checks of both kernels: the block, its input, and the flag for values that are not finite.
 void check_block(const TensorView& stored, const TensorView& out, const TensorView& found) {
   require_ndim("stored", stored, ops::kBlockDims);
   require_ndim("out", out, ops::kBlockDims);

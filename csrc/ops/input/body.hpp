@@ -1,7 +1,7 @@
-// From stored numbers to a network's input, in one pass: int16 counts to float, log1p, normalized.
+// Converts stored values to a network's input in one pass: int16 counts to float, log1p, normalized.
 //
-// Two bodies. Integers of 8 and 16 bits take any map by a table of all their values (LookUp); all
-// other types compute it (Rescale). Both set a flag where a result is not finite, in the same pass.
+// Two bodies. Integers of 8 and 16 bits use a table of all their values, for any map (LookUp); all
+// other types compute it (Rescale). Both set a flag if a result is not finite, in the same pass.
 #pragma once
 
 #include <cstdint>
@@ -54,7 +54,7 @@ PYDIST_HD ConvertRun find_convert_run(const ConvertGrid& grid, index_t r) {
   return run;
 }
 
-// Several threads may find something; all of them write the same value.
+// Several threads may set the flag; all of them write the same value.
 PYDIST_HD void report(std::int32_t* found, std::uint32_t is_bad) {
   if (!is_bad) return;
 #if defined(__CUDA_ARCH__)
@@ -66,14 +66,14 @@ PYDIST_HD void report(std::int32_t* found, std::uint32_t is_bad) {
 
 // to[c, i] = table[c, bits of from[c, i]] / divisor: any map of 8 and 16 bit integers.
 //
-// Bits: those of the table, on every device; the table is made once, on the host.
+// Bits: the table's, on every device; the table is made once, on the host.
 // Threads: CPU, rows (the last dim) over threads; CUDA, a warp per row, lanes along it.
-// Traffic: 1 or 2 bytes read and 4 or 8 written an element; the table's entries that occur (256 KB
-//   of floats at most) stay in the caches.
+// Traffic: 1 or 2 bytes read and 4 or 8 written per element; the used entries of the table (at most
+//   256 KB of floats) stay in the caches.
 // Proof: tests/native/test_input.cpp, tests/kernels/test_convert.py (against NumPy).
 template <class From, class To>
 struct LookUp {
-  static constexpr int kRunBlocks = sizeof(To) == 4 ? 4 : 2;  // divisions in double take registers
+  static constexpr int kRunBlocks = sizeof(To) == 4 ? 4 : 2;  // divisions in double use registers
 
   const From* from;  // unsigned, as wide as the stored type
   To* to;
@@ -93,7 +93,7 @@ struct LookUp {
     const To* const entries = table + run.channel * table_stride;
     const index_t step = grid.from_stride[3], target_step = grid.to_stride[3];
     const To by = divisor;
-    const bool divides = by != To{1};  // a loop of its own without: divisions take half the time
+    const bool divides = by != To{1};  // a separate loop if not: divisions take half the time
     std::uint32_t bad = 0;
     loop(grid.extent[3], [=, &bad](index_t j) {
       const To entry = entries[source[j * step]];
@@ -111,7 +111,7 @@ struct LookUp {
 // Threads and proof: as LookUp.
 // Traffic: one element read, one written; some 25 operations in double for the logarithm, 4
 // without.
-// CPU code: this body; floats take the same formula compiled per instruction set (isa_rescale.cpp),
+// CPU code: this body; floats use the same formula compiled per instruction set (isa_rescale.cpp),
 //   5 times as fast with the logarithm and AVX-512 as without.
 template <class From, class To>
 struct Rescale {

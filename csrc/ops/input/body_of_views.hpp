@@ -1,4 +1,4 @@
-// The bodies of body.hpp, from views whose dtypes are known at run time.
+// Makes the bodies of body.hpp from views whose dtypes are known at run time.
 #pragma once
 
 #include <type_traits>

@@ -1,4 +1,4 @@
-// Stored numbers to inputs on the CPU: the shared bodies; floats with a loop per instruction set.
+// Stored values to inputs on the CPU: the shared bodies; floats with a loop per instruction set.
 #include "launch/cpu.hpp"
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 namespace pydist::cpu {
 namespace {
 
-// Both cost arithmetic or look-ups more than memory: an element takes as long as moving so many
+// Both are bound by arithmetic or look-ups, not memory: an element costs as much as moving so many
 // bytes.
 constexpr index_t kBytesWorth = 16;
 

@@ -1,4 +1,4 @@
-// Stored numbers to inputs on CUDA devices: the shared bodies, one launch each.
+// Stored values to inputs on CUDA devices: the shared bodies, one launch each.
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"
 #include "ops/input/body_of_views.hpp"
@@ -7,7 +7,7 @@
 namespace pydist::cuda {
 namespace {
 
-// What launches a body: dispatch by dtype is in body_of_views.hpp, for both backends.
+// Launches a body: dispatch by dtype is in body_of_views.hpp, for both backends.
 auto on_device(const TensorView& out, const Queue& queue, const char* what) {
   return [&out, &queue, what](const auto& body) {
     const DeviceGuard guard(queue.device);

@@ -21,7 +21,7 @@ struct RescaleLine {
   std::uint32_t* bad;  // becomes 1 if a result is not finite
 };
 
-// From stored numbers to inputs.
+// Converts stored values to inputs.
 struct ConvertTable {
   void (*rescale_f32)(const RescaleLine&);
 };

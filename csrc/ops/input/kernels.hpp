@@ -1,4 +1,4 @@
-// From stored numbers to a network's input, in one pass; body.hpp says what is computed.
+// Converts stored values to a network's input in one pass; body.hpp has the formulas.
 #pragma once
 
 #include "core/view.hpp"
@@ -6,7 +6,7 @@
 
 namespace pydist::cpu {
 
-// out[c, i] = table[c, bits of stored[c, i]] / divisor; `found` becomes 1 where that is not finite.
+// out[c, i] = table[c, bits of stored[c, i]] / divisor; `found` becomes 1 if a result is not finite.
 void look_up(const TensorView& stored, const TensorView& table, double divisor,
              const TensorView& out, const TensorView& found);
 
@@ -18,7 +18,7 @@ void rescale(const TensorView& stored, const TensorView& maps, bool log, double 
 
 namespace pydist::cuda {
 
-// As on the CPU: look_up gives the same bits, rescale is within the error of log1p_of
+// As on the CPU: look_up returns the same bits, rescale is within the error of log1p_of
 // (rescaled.hpp). `table` and `maps` are in device memory.
 void look_up(const TensorView& stored, const TensorView& table, double divisor,
              const TensorView& out, const TensorView& found, const Queue& queue);

@@ -1,4 +1,4 @@
-// The input that a stored number becomes: clip, log1p, shift, scale, divide.
+// Computes the input from a stored value: clip, log1p, shift, scale, divide.
 //
 // Compiled for every instruction set (see isa/tables.hpp): every function in here, and in what it
 // includes, must be inlined.
@@ -11,7 +11,7 @@
 
 namespace pydist::ops {
 
-// 1 for NaN and the infinities. By the bits, so that no option of the compiler can drop the test.
+// 1 for NaN and the infinities; tests the bits, so that no compiler option can drop the test.
 PYDIST_HD std::uint32_t not_finite(float value) {
   return (bits_as<std::uint32_t>(value) & 0x7f800000u) == 0x7f800000u;
 }
@@ -29,7 +29,7 @@ PYDIST_HD float log1p_of(float value) {
   constexpr std::uint64_t kRootHalf = 0x3fe6a09e00000000u;
   const auto bits = bits_as<std::uint64_t>(u);
   const std::uint64_t exponent = (bits - kRootHalf + (std::uint64_t{1023} << 52)) >> 52;
-  // As the last bits of 2^52: few vector units convert 64-bit integers.
+  // Through the last bits of 2^52: few vector units convert 64-bit integers.
   const double k = bits_as<double>(exponent | 0x4330000000000000u) - (4503599627370496.0 + 1023.0);
   const double m = bits_as<double>(bits - ((exponent - 1023) << 52));
   const double s = (m - 1.0) / (m + 1.0), q = s * s;
@@ -61,7 +61,7 @@ PYDIST_HD double log1p_of(double value) {
 struct ChannelMap {
   double lower, upper, shift, scale;
 
-  // Whether it does more than the logarithm.
+  // Whether the map does more than the logarithm.
   PYDIST_HD bool moves() const {
     return lower != -__builtin_inf() || upper != __builtin_inf() || shift != 0 || scale != 1;
   }

@@ -1,4 +1,4 @@
-// Boxes of tensors to and from buffers, for Python.
+// Copies boxes of tensors to and from buffers, for Python.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -24,8 +24,8 @@ using namespace py::literals;
 using cpu::PreparedTransfer;
 using cpu::Transfer;
 
-// Memory traffic that is not worth giving up the interpreter lock for: another thread that takes it
-// keeps it for as long.
+// Memory traffic below which the interpreter lock is not released: another thread that takes it
+// holds it for as long.
 constexpr index_t kBytesUnderLock = 256 * 1024;
 
 Coords permuted(const Coords& coords, const Coords& order) {
@@ -59,9 +59,8 @@ void transfer_on_cuda(Transfer transfer, const Borrowed& tensor,
   }
 }
 
-// The class `Regions` of Python: boxes in the order in which a buffer holds them, and the plans of
-// the last transfers. An exchange is repeated with tensors of the same layout, so the plans mostly
-// fit.
+// The class `Regions` of Python: boxes in the order of a buffer, and the plans of the last
+// transfers. An exchange is repeated with tensors of the same layout, so the plans mostly fit.
 class Regions {
  public:
   Regions(const std::vector<Box>& boxes, const std::optional<Coords>& order)
@@ -81,7 +80,7 @@ class Regions {
       check_view(transfer, name, view);
       return transfer_on_cuda(transfer, tensor, view, regions_, buffer.view());
     }
-    // Shared, as another thread may replace it while this one works without the interpreter lock.
+    // Shared: another thread may replace it while this one works without the interpreter lock.
     std::shared_ptr<const PreparedTransfer>& last = last_[static_cast<std::size_t>(transfer)];
     std::shared_ptr<const PreparedTransfer> prepared = last;
     if (prepared == nullptr || !prepared->fits(view, buffer.view())) {

@@ -1,6 +1,6 @@
 // Bodies of pack, unpack and unpack_add.
 //
-// Both bodies walk the rows of a run table (runs.hpp). The element type matters to AddRuns alone:
+// Both bodies walk the rows of a run table (runs.hpp). Only AddRuns depends on the element type:
 // CopyRuns moves words.
 #pragma once
 
@@ -16,8 +16,8 @@ namespace pydist::ops {
 
 enum class Direction { kPack, kUnpack };
 
-// Where a body finds its boxes: through a pointer on the host; on a device by value, in the
-// kernel's parameters, so that nothing is allocated or copied there.
+// The boxes of a body: a pointer on the host; by value in the kernel's parameters on a device, so
+// that nothing is allocated or copied there.
 struct HostTable {
   const RunBox* data;
   int count;
@@ -37,12 +37,12 @@ struct ValueTable {
 // Index formula: buffer[offset(box) + C-order index i in the box] <-> view[sum_d (lo_d + i_d)
 //   stride_d], after dims have been coalesced and, for short pieces, elements fused into units.
 // Threads: CPU, rows over threads, each run a vectorized loop or one memcpy; CUDA, a warp (or less)
-//   per run, lanes over 16-byte words where both sides have the same alignment, else over the
-//   widest word for which they have.
+//   per run, lanes over 16-byte words if both sides have the same alignment, else over the widest
+//   word for which they do.
 // Traffic: 2 bytes moved per byte packed (one read, one written); no arithmetic on elements.
 // Proof: tests/kernels/test_pack.py against NumPy; tests/native/test_pack.cpp emulates the CUDA
 //   decomposition.
-// CPU code: this body, but for short rows on one thread (cpu.cpp).
+// CPU code: this body, except for short rows on one thread (cpu.cpp).
 template <Direction kDirection, class Table>
 struct CopyRuns {
   static constexpr int kRunBlocks = 3;  // what is read ahead takes registers
@@ -84,7 +84,7 @@ struct CopyRuns {
   }
 
  private:
-  // Chooses the widest word for which source and target are aligned at the same places.
+  // Chooses the widest word for which source and target have the same alignment.
   template <class Loop>
   static PYDIST_HD void contiguous(char* to, const char* from, index_t bytes, const Loop& loop) {
     const auto difference =
@@ -96,7 +96,7 @@ struct CopyRuns {
     return words<1>(to, from, bytes, loop);
   }
 
-  // Bytes up to the first aligned word, the words, the bytes left over.
+  // Bytes up to the first aligned word, the words, the remaining bytes.
   template <int N, class Loop>
   static PYDIST_HD void words(char* to, const char* from, index_t bytes, const Loop& loop) {
     const index_t misaligned = static_cast<index_t>(reinterpret_cast<std::uintptr_t>(to) % N);
@@ -134,7 +134,7 @@ struct CopyRuns {
   }
 };
 
-// a + b in the arithmetic of dtype T: fp16 and bf16 by way of fp32, integers wrap, bool is "or".
+// a + b in the arithmetic of dtype T: fp16 and bf16 in fp32, integers wrap, bool is "or".
 template <class T>
 PYDIST_HD T add_values(T a, T b) {
   if constexpr (std::is_same_v<T, bool>) {
@@ -182,10 +182,10 @@ struct AddRuns {
  private:
   static constexpr index_t kVector = 16 / sizeof(T);
 
-  // Elements up to the first aligned vector, the vectors, the elements left over.
+  // Elements up to the first aligned vector, the vectors, the remaining elements.
   template <class Loop>
   static PYDIST_HD void contiguous(T* to, const T* from, index_t count, const Loop& loop) {
-    // A CPU's compiler makes vectors itself; single bytes would take more registers than there are.
+    // On CPUs the compiler vectorizes; vectors of single bytes would need too many registers.
     if constexpr (!launch::BulkLoop<Loop> && sizeof(T) > 1) {
       const auto address = reinterpret_cast<std::uintptr_t>(to);
       const index_t beyond = static_cast<index_t>(address % 16 / sizeof(T));

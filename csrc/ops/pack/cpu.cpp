@@ -1,7 +1,7 @@
 // pack, unpack and unpack_add on the CPU.
 //
-// unpack_add and long copies run the shared bodies (body.hpp). Short rows on one thread do not: to
-// find each row by CopyRuns can take as long as to copy it, so copy_rows walks them by strides.
+// unpack_add and long copies run the shared bodies (body.hpp). Short rows on one thread do not:
+// finding a row by CopyRuns can take as long as copying it, so copy_rows walks them by strides.
 // Measured on a float array 16 x 64 x 128 x 128, one thread: CopyRuns takes 1.9 times as long for
 // rows of 64 bytes (a W face of 16), and as long (0.8 to 1.2) for D and H faces.
 // Proof: tests/native/test_pack.cpp, tests/kernels/test_pack.py.
@@ -26,7 +26,7 @@ using ops::RunBox;
 using ops::RunOptions;
 using ops::RunTable;
 
-// Both addresses modulo 16: all that a plan depends on.
+// Both addresses modulo 16: a plan depends on nothing else of them.
 std::uintptr_t alignment_of(const TensorView& view, const TensorView& buffer) {
   return (reinterpret_cast<std::uintptr_t>(view.data) |
           reinterpret_cast<std::uintptr_t>(buffer.data)) %
@@ -61,7 +61,7 @@ void copy_line(char* view, index_t view_stride, char* buffer, index_t buffer_str
   }
 }
 
-// The rows of a box: the innermost outer dim by strides (a line), the others by division, once a
+// The rows of a box: the innermost outer dim by strides (a line), the others by division, once per
 // line.
 template <Direction kDirection>
 void copy_rows(const TensorView& view, const RunBox& box, const TensorView& buffer) {
@@ -120,7 +120,7 @@ PreparedTransfer::PreparedTransfer(Transfer transfer, const TensorView& view,
     traffic_ += (transfer == Transfer::kUnpackAdd ? 3 : 2) * groups_.back().bytes();
   };
   if (transfer == Transfer::kPack) {
-    prepare({0, regions.parts().size()});  // what is read may overlap
+    prepare({0, regions.parts().size()});  // reads may overlap
   } else {
     for (const Regions::Group group : regions.disjoint_groups()) prepare(group);
   }

@@ -1,7 +1,7 @@
 // pack, unpack and unpack_add on CUDA devices: run tables as kernel parameters, and the launches.
 //
 // The host cuts a table into pieces that fit into a kernel's parameters; each is one launch.
-// Nothing is allocated on the device and no host waits, so a captured graph can hold these
+// Nothing is allocated on the device and the host does not wait, so a captured graph can hold these
 // launches.
 #include "launch/cuda.cuh"
 #include "launch/runtime.cuh"

@@ -18,14 +18,14 @@ enum class Transfer {
   kUnpackAdd,  // the boxes of the view += buffer, box after box where they overlap
 };
 
-// A transfer between boxes of a view and a buffer, planned once for all pairs that differ in their
-// addresses only: planning takes as long as moving some 20 KB. Immutable, so threads may share one.
+// A transfer between boxes of a view and a buffer, planned once for all pairs that differ only in
+// their addresses: planning takes as long as moving some 20 KB. Immutable, so threads may share it.
 class PreparedTransfer {
  public:
   PreparedTransfer(Transfer transfer, const TensorView& view, const ops::Regions& regions,
                    const TensorView& buffer);
 
-  // Whether it was planned for such a view and buffer: dtype, shape, strides and alignment.
+  // Whether the plan fits a view and buffer: dtype, shape, strides and alignment.
   bool fits(const TensorView& view, const TensorView& buffer) const;
 
   // Memory that is read and written.
@@ -58,8 +58,8 @@ inline void unpack_add(const TensorView& buffer, const ops::Regions& regions,
 
 namespace pydist::cuda {
 
-// Launched per group of disjoint boxes, in the boxes' order; up to 128 boxes travel in the
-// parameters of one launch. Planned anew in each call, while the device works on what came before.
+// Launched per group of disjoint boxes, in the boxes' order; up to 128 boxes fit into the parameters
+// of one launch. Planned in each call, while the device does earlier work.
 void pack(const TensorView& src, const ops::Regions& regions, const TensorView& buffer,
           const Queue& queue);
 void unpack(const TensorView& buffer, const ops::Regions& regions, const TensorView& dst,

@@ -11,11 +11,11 @@
 namespace pydist::ops {
 
 // Boxes in local indices of a view. In the buffer the boxes follow each other without gaps, each in
-// C order of its indices, whatever the strides of the view: those of sender and receiver may
-// differ.
+// C order of its indices, whatever the strides of the view: sender and receiver may have different
+// strides.
 class Regions {
  public:
-  // One box and the place of its first element in the buffer, in elements.
+  // One box and the offset of its first element in the buffer, in elements.
   struct Part {
     Box box;
     index_t offset;

@@ -1,4 +1,4 @@
-// From boxes to runs: which elements of a view and of a buffer are copied together, and how far.
+// Converts boxes to runs: elements of a view and of a buffer that are copied together.
 //
 // A box of a strided view is a nest of loops. The table picks the loop that becomes the run (one
 // contiguous or strided copy), orders the others by the view's strides, and cuts long runs into
@@ -26,7 +26,7 @@
 
 namespace pydist::ops {
 
-// One box as rows of runs. Plain data: it travels to a device by value. Offsets and strides are in
+// One box as rows of runs. Plain data, passed to a device by value. Offsets and strides are in
 // bytes. Row r = segment number * outer_rows + outer index, whose last dim varies fastest.
 struct RunBox {
   index_t first_row;
@@ -52,8 +52,8 @@ struct Run {
   PYDIST_HD bool contiguous() const { return view_stride == unit && buffer_stride == unit; }
 };
 
-// The row's run: a binary search over the boxes, then one division per outer dim but the first.
-// This is all index arithmetic of a row, for some 100 bytes or more that are copied.
+// The row's run: a binary search over the boxes, then one division per outer dim except the first.
+// This is all index arithmetic of a row, for some 100 copied bytes or more.
 PYDIST_HD Run find_run(const RunBox* boxes, int count, index_t r) {
   int lo = 0, hi = count;
   while (hi - lo > 1) {
@@ -86,7 +86,7 @@ PYDIST_HD Run find_run(const RunBox* boxes, int count, index_t r) {
   return run;
 }
 
-// How a launcher wants its runs.
+// A launcher's requirements on runs.
 struct RunOptions {
   index_t segment_bytes;  // longest run
   bool fuse;              // may move several adjacent elements as one unit (plain copies only)
@@ -95,11 +95,11 @@ struct RunOptions {
 
 // Long enough to be a copy at memory speed, short enough to spread a face over the threads.
 inline constexpr index_t kCpuSegmentBytes = 64 * 1024;
-// Eight 16-byte accesses a lane: a D face of 128 x 128 floats gives 16 warps, not one.
+// Eight 16-byte accesses per lane: a D face of 128 x 128 floats gives 16 warps, not one.
 inline constexpr index_t kCudaSegmentBytes = 4 * 1024;
 
-// The runs of some boxes over one view and its buffer. Of the addresses only the alignment counts,
-// so that a table serves all views of the same dtype, strides and alignment.
+// The runs of some boxes over one view and its buffer. A table depends only on the alignment of the
+// addresses, so that it serves all views of the same dtype, strides and alignment.
 class RunTable {
  public:
   RunTable(const TensorView& view, const Regions& regions, Regions::Group group,
@@ -165,8 +165,8 @@ class RunTable {
     return dims;
   }
 
-  // Short contiguous pieces (a W face two elements wide) move as units of up to 16 bytes, if every
-  // address at which one starts is aligned to that. The run is then free for a longer dim.
+  // Short contiguous pieces (a W face two elements wide) are moved as units of up to 16 bytes, if
+  // all their addresses are aligned to that. The run is then free for a longer dim.
   void fuse(const void* view, const void* buffer, std::vector<Dim>& dims, RunBox& box) const {
     Dim& inner = dims.back();
     if (inner.view_stride != size_ || inner.extent * size_ >= kLongRunBytes) return;

@@ -1,4 +1,4 @@
-// Random numbers keyed by position: a box of a global array, whichever rank holds it.
+// Random numbers keyed by global position, for a box of a global array.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace pydist::ops {
 
-// A key, or where it will be when the numbers are drawn: every replay of a captured step draws with
-// a new one. Plain data.
+// A key, or its address when the numbers are drawn: every replay of a captured step draws with a
+// new key. Plain data.
 struct UniformKey {
   std::uint64_t value = 0;
   const std::uint64_t* at = nullptr;
@@ -66,10 +66,10 @@ PYDIST_HD KeyedRun find_keyed_run(const KeyedBox& box, index_t r) {
 // Index formula: counter = sum_d (lo_d + i_d) * prod_{e > d} shape_e, as a 64-bit Philox counter.
 // Threads: CPU, rows over threads, vectorized along the last dim; CUDA, a warp per row, lanes along
 //   it.
-// Traffic: one element written, nothing read; about 60 integer operations an element.
+// Traffic: one element written, nothing read; about 60 integer operations per element.
 // Proof: tests/kernels/test_uniform.py (Random123's vectors, independence of the cut),
 //   tests/native/test_random.cpp (emulated warps against the CPU).
-// CPU code: this body; contiguous rows take the same formula compiled per instruction set
+// CPU code: this body; contiguous rows use the same formula compiled per instruction set
 //   (isa_uniform.cpp), twice as fast with AVX-512 as without.
 template <class T>
 struct KeyedUniform {

@@ -11,7 +11,7 @@
 namespace pydist::cpu {
 namespace {
 
-// The generator costs arithmetic, not memory: a byte written takes as long as so many bytes moved.
+// The generator is bound by arithmetic, not memory: writing a byte costs as much as moving so many.
 constexpr index_t kBytesWorth = 8;
 
 // KeyedUniform, with the loop along contiguous runs from the table of the instruction set in use.

@@ -1,4 +1,4 @@
-// Random numbers keyed by the place of an element in a global array.
+// Random numbers keyed by the index of an element in a global array.
 #pragma once
 
 #include "core/view.hpp"

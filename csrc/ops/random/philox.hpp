@@ -1,7 +1,7 @@
 // Philox4x32-10: random numbers as a function of (key, counter), no state.
 //
-// Ten rounds of two 32 x 32 -> 64 bit products; the key moves on by the golden ratio and sqrt(3) -
-// 1.
+// Ten rounds of two 32 x 32 -> 64 bit products; the key is incremented by the golden ratio and
+// sqrt(3) - 1.
 // Proof: tests/native/test_random.cpp has the vectors of Random123.
 //
 // Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).

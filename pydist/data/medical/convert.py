@@ -69,7 +69,7 @@ class NiftiOptions:
         """Returns the options that determine the content of a volume's file."""
         names = ("dtype", "storage", "compression", "keep_header")
         found = {"grid": asdict(self.grid), **{name: getattr(self, name) for name in names}}
-        # Only if set, to keep the recipes of data sets of earlier versions, which had no such option.
+        # Only if set: earlier versions had no such option, and their recipes stay valid.
         return found if self.ignore_label is None else {**found, "ignore_label": self.ignore_label}
 
 

@@ -116,7 +116,7 @@ class UniverseOptions:
 
     @property
     def validation_count(self) -> int:
-        """Universes in "val": the fraction, rounded, with at least one in each split if possible."""
+        """Universes in "val": the rounded fraction, with at least one per split if possible."""
         if self.validation == 0 or self.count == 1:
             return 0
         return min(max(round(self.count * self.validation), 1), self.count - 1)

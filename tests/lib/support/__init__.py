@@ -1,14 +1,14 @@
-"""What tests share: this folder's parent is on pytest's path, so `from support.x import y` works.
+"""Code shared by tests; its parent is on pytest's path, so `from support.x import y` works.
 
-- `equivalence`: functions, networks and scripts split against whole
-- `operators`: every function that pydist handles, called once; docs/operators.md
-- `networks`, `random_networks`: networks that tests train, written and drawn
+- `equivalence`: functions, networks and scripts compared between a split and a one-device run
+- `operators`: one call of every function that pydist handles; docs/operators.md
+- `networks`, `random_networks`: networks that tests train, written by hand and generated
 - `training`: training runs and programs
 - `jobs`: processes that tests start, and programs for them
-- `transports`: what every transport must do
-- `stand_ins`: what takes the place of a device (docs/stand-ins.md)
-- `kernels`, `data`: cases for native kernels; data sets, read and damaged
-- `hunter`: random training programs, split against whole (`tools/hunt`)
+- `transports`: the contract of every transport
+- `stand_ins`: replacements for devices (docs/stand-ins.md)
+- `kernels`, `data`: cases for native kernels; reading and damaging data sets
+- `hunter`: random training programs, run split and on one device (`tools/hunt`)
 """
 
 from __future__ import annotations
@@ -19,4 +19,4 @@ LIBRARY = Path(__file__).parents[1]
 """The folder to put on `PYTHONPATH` for processes that import this package."""
 
 ROOT = LIBRARY.parents[1]
-"""The checkout."""
+"""The root folder of the checkout."""

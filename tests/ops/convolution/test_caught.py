@@ -1,4 +1,4 @@
-"""A call that raised on all ranks and was caught: the next one is as if there had been none."""
+"""Convolution after a caught exception: a call that raised on all ranks leaves no trace."""
 
 from __future__ import annotations
 

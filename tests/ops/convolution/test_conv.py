@@ -1,4 +1,4 @@
-"""Convolution of split samples is that of the whole: forward, every gradient, second order."""
+"""Split convolution equals the one-device run: forward, every gradient, double backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.equivalence import check_function, layout_at, on_ranks, randn, shar
 from support.equivalence.strategies import WindowCase, cuts, windows
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-# Where an even kernel can't be centred, torch's "same" pads a copy and says so.
+# For an even kernel, torch's "same" pads a copy and warns about it.
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
 channels = st.integers(1, 2)
@@ -53,7 +53,7 @@ def test_padding_by_name(padding, data, kernel, dilation):
     )
 
 
-# By correction, where the blocks line up with the stride; by gathering, where they do not.
+# Blocks that line up with the stride use correction; the others use gathering.
 LINED_UP = {
     "k3": ({"padding": 1}, 3, [[0, 4, 8], None, None]),
     "k5": ({"padding": 2}, 5, [[0, 4, 8], None, None]),
@@ -99,7 +99,7 @@ def test_groups_with_bias_over_two_dims():
 
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
 def test_what_needs_no_gradient_gets_none(frozen):
-    """Each part of the corrected backward is left out for itself."""
+    """Backward skips each part of the correction independently."""
     whole = dict(
         input=randn(1, 2, 6, 4, 4), weight=randn(2, 2, 3, 3, 3, seed=1), bias=randn(2, seed=2)
     )

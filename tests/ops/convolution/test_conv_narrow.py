@@ -1,4 +1,4 @@
-"""Convolution of split samples in float32 and bfloat16, whose kernels and formats are chosen."""
+"""Split convolution in float32 and bfloat16, where pydist chooses kernels and memory formats."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_no_bias(dtype, case):
 @pytest.mark.parametrize("penalty", [False, True], ids=["first", "second"])
 @pytest.mark.parametrize("groups", [1, 8])
 def test_any_strides(dtype, penalty, groups):
-    """Input and weight channels-last, whatever is chosen."""
+    """Input and weight are channels-last, whichever format pydist chooses."""
     check(
         (1, 8, 12, 8, 8), (8, 8 // groups, 3, 3, 3), [[0, 6, 12], None, None], dtype,
         change=lambda t: t.contiguous(memory_format=CL), penalty=penalty, padding=1,
@@ -110,20 +110,20 @@ def test_any_strides(dtype, penalty, groups):
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("points", [[[0, 1, 2, 3, 4], None, None], [[0, 2, 4], [0, 1, 4], None]])
 def test_on_fewer_ranks(dtype, points):
-    """Blocks are too thin: the tensor moves onto some of the ranks."""
+    """Blocks are too thin: the tensor moves to a subset of the ranks."""
     check((1, 8, 4, 4, 4), (8, 8, 3, 3, 3), points, dtype, keep_thin_blocks=False, padding=1)
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_a_plain_input_gives_a_channels_last_output(dtype):
-    """Activations outweigh the weights: they are converted once, and stay."""
+    """Activations outweigh the weights: pydist converts them once and keeps the format."""
     for case in (GEOMETRIES["two ranks"], GEOMETRIES["three uneven"], GEOMETRIES["gathered"]):
         shape, weight, points, options = case
         assert set(check(shape, weight, points, dtype, **options)) == {"last"}
 
 
 def test_a_layer_converts_no_channels_last_input():
-    """The shard that comes is the one that is saved, and the gradient that comes the one used."""
+    """Autograd saves the given shard itself, and backward uses the given gradient itself."""
     seen: list[Tensor] = []
 
     def body(mesh):
@@ -150,7 +150,7 @@ def test_a_layer_converts_no_channels_last_input():
 
 @pytest.mark.parametrize("name", ["two ranks", "gathered", "two dims"])
 def test_nothing_is_converted_between_channels_last_layers(name, monkeypatch):
-    """What is gathered is gathered in that format."""
+    """Gathered blocks keep the channels-last format."""
     copied = conversions(monkeypatch)
     step_in_channels_last(GEOMETRIES[name], CONV)
     assert copied == []
@@ -160,7 +160,7 @@ def test_nothing_is_converted_between_channels_last_layers(name, monkeypatch):
     "factory", [torch.ones_like, torch._efficientzerotensor], ids=["expanded", "zeros of autograd"]
 )
 def test_gradients_that_lie_nowhere(factory):
-    """An expanded one (of a sum), and zeros that autograd knows of."""
+    """Gradients without memory: an expanded one (from a sum), and autograd's efficient zeros."""
 
     def body(mesh):
         layout = layout_at(mesh, (1, 4, 12, 8, 8), [[0, 6, 12], None, None])

@@ -1,4 +1,4 @@
-"""Transposed convolution of split samples is that of the whole, at every order of derivative."""
+"""Split transposed convolution equals the one-device run, at every order of derivative."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ channels = st.integers(1, 2)
 
 @dataclass(frozen=True)
 class Case:
-    """A transposed convolution that leaves an output, and where its input is cut."""
+    """Transposed convolution with at least one output, and the split points of its input."""
 
     extents: tuple[int, ...]
     window: TransposedWindow
@@ -120,7 +120,7 @@ def test_geometries_by_name(options, kernel, points, second_order):
 @pytest.mark.parametrize("points", [[0, 2, 2], [0, 1, 2], [0, 0, 2]], ids=str)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_a_call_in_place_may_follow(dims, points):
-    """Of what is cut from a larger result as well, and of nothing."""
+    """The result may be cut from a larger one, or be empty."""
     check_function(
         lambda x, w: F.relu(CONV[dims](x * 1, w, None, 3, 1, 1, dilation=2), inplace=True),
         randn(2, 1, *[2] * dims),
@@ -132,7 +132,7 @@ def test_a_call_in_place_may_follow(dims, points):
 
 @pytest.mark.parametrize("name", ["2x2x1", "kernel = stride, empty ranks", "most of it cropped"])
 def test_axes_along_which_ranks_hold_copies(name):
-    """Gradients are neither doubled nor halved, of either order."""
+    """Gradients of both orders are neither doubled nor halved."""
     options, kernel, _ = NAMED[name]
 
     def gradients(x, weight, mean=lambda g: g):
@@ -157,7 +157,7 @@ def test_axes_along_which_ranks_hold_copies(name):
             assert error(mine.detach(), theirs.detach()) <= 1e-12
 
 
-# -- where outputs lie, and what travels -----------------------------------------------------
+# -- output layouts and messages -------------------------------------------------------------
 
 PAIRS = {
     "MONAI UNet": ((3, 2, 1), DECODER, 3, [0, 4, 8, 12]),
@@ -187,7 +187,7 @@ def test_a_decoder_comes_back_to_its_encoders_partition(encoder, decoder, kernel
 
 
 def _step(options, kernel, points):
-    """Forward and backward of 3-D and 1-D transposed convolutions."""
+    """Runs forward and backward of 3-D and 1-D transposed convolutions."""
 
     def body(mesh):
         for dims in (1, 3):
@@ -233,7 +233,7 @@ def test_where_blocks_line_up_nothing_is_gathered(monkeypatch):
 
 
 class Decoder(nn.Module):
-    """A U-Net of two levels, as MONAI's (k3 s2) or nnU-Net's (k2 s2)."""
+    """U-Net of two levels with MONAI's (k3 s2) or nnU-Net's (k2 s2) upsampling."""
 
     def __init__(self, kernel: int, skip_first: bool) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ class Decoder(nn.Module):
         return self.last(two)
 
 
-# In the second row of extents the partitions of skips and decoders do not match.
+# In the second row of extents, the partitions of skips and decoders differ.
 @pytest.mark.parametrize("extents", [(16, 8, 8), (12, 12, 4)], ids=str)
 @pytest.mark.parametrize("spatial", [(2, 1, 1), (2, 2, 1), (8, 1, 1)], ids=str)
 @pytest.mark.parametrize("keep_thin_blocks", [False, True], ids=["placed", "kept"])

@@ -1,4 +1,4 @@
-"""Transposed convolution of split samples in float32 and bfloat16."""
+"""Split transposed convolution in float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_plain_input_gives_a_channels_last_output(name, dtype):
 
 @pytest.mark.parametrize("name", ["kernel = stride", "decoder", "three uneven", "two dims, wide"])
 def test_nothing_is_converted_between_channels_last_layers(name, monkeypatch):
-    """What is gathered is gathered in that format."""
+    """Gathered blocks keep the channels-last format."""
     copied = conversions(monkeypatch)
     step_in_channels_last(GEOMETRIES[name], TRANSPOSED)
     assert copied == []

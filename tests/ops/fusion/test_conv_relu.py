@@ -1,4 +1,4 @@
-"""ReLUs in place after a convolution: deferred until their result is used."""
+"""In-place ReLUs after a convolution: deferred until their result is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ReLUs in place, fused with the norm before them."""
+"""In-place ReLUs, fused with the norm before them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPLIT = [[0, 2, 5], [0, 1, 4], None]
 EMPTY = [[0, 2, 5], None, [0, 0, 3]]
 SLOPES = [0.0, 0.3]
 FORMATS = [torch.contiguous_format, torch.channels_last_3d]
-# Of a product: a norm waits where its input is in memory that no other tensor shares.
+# The input is a product: a norm is deferred only if no other tensor shares its input's memory.
 NORMS = {
     "batch": lambda x, w, b: F.batch_norm(x * 1.0, None, None, w, b, training=True),
     "instance": lambda x, w, b: F.instance_norm(x * 1.0, None, None, w, b),
@@ -33,7 +33,7 @@ def with_relu(y, slope):
 
 @pytest.fixture
 def slopes(monkeypatch):
-    """The negative slopes with which norms were written: 1 without a ReLU."""
+    """Records the negative slopes with which norms are written: 1 without a ReLU."""
     found = []
 
     def recording(out, x, transform):
@@ -62,7 +62,7 @@ def test_split_equals_whole_to_second_order(function, points, slope, memory_form
 
 @pytest.fixture
 def large(monkeypatch):
-    """Small tensors as large ones, for which torch's kernels are left."""
+    """Treats small tensors as large ones, for which pydist replaces torch's kernels."""
     monkeypatch.setattr(norm_common, "_WORTH_A_PASS", 0)
 
 
@@ -80,7 +80,7 @@ def test_on_one_rank_to_second_order(function, slope, slopes, large):
 
 
 class Doubling(nn.Module):
-    """A product, in new memory."""
+    """Product in new memory."""
 
     def forward(self, x):
         return x * 2.0
@@ -129,7 +129,7 @@ def test_out_of_place_both_results_are_there(out_of_place, slopes):
 
 
 def ranks_see(function, x):
-    """What `function(part)` returns on one of two ranks."""
+    """Returns the result of `function(part)` on one of two ranks."""
     return on_ranks((2, 1, 1), lambda mesh: function(shard(x, layout_for_sample(mesh, x.shape))))[0]
 
 
@@ -152,7 +152,7 @@ def test_who_looks_in_between_sees_the_linear_result(slopes):
 
 
 def test_a_hook_on_the_norm_gets_the_gradient_behind_the_relu():
-    """The norm's own gradient, not that of the two together."""
+    """The hook gets the norm's own gradient, not that of the fused pair."""
     x, grad = randn(2, 3, 6, 4, 4), randn(2, 3, 6, 4, 4, seed=1)
 
     def hooked(x, grad, whole):
@@ -171,7 +171,7 @@ def test_a_hook_on_the_norm_gets_the_gradient_behind_the_relu():
 
 
 def test_a_relu_without_graph_keeps_the_norms(slopes):
-    """As torch has it: the values change, the gradient is that of the norm alone."""
+    """As in torch, the values change and the gradient is that of the norm alone."""
     x, grad = randn(2, 3, 6, 4, 4), randn(2, 3, 6, 4, 4, seed=1)
 
     def gradient(x, grad):
@@ -191,7 +191,7 @@ def test_a_relu_without_graph_keeps_the_norms(slopes):
 
 
 def test_the_norms_node_is_where_it_is_without_fusing():
-    """It exchanges sums in backward, and its place in the graph gives the order of exchanges."""
+    """The node exchanges sums in backward, and its graph position sets the order of exchanges."""
 
     def nodes(part):
         y = F.relu_(normed(part.requires_grad_()))
@@ -203,7 +203,7 @@ def test_the_norms_node_is_where_it_is_without_fusing():
 
 
 def test_where_values_differ_by_rounding_only_both_passes_agree_on_the_sign():
-    """A constant channel is normalized to what rounding leaves of 0."""
+    """A constant channel is normalized to the rounding error of 0."""
     x = torch.full((1, 2, 6, 8, 8), 0.1) + torch.tensor([0.0, 1e-7]).view(1, 2, 1, 1, 1)
     x[0, 1, 0, 0, 0] = 0.2
 
@@ -285,7 +285,7 @@ def test_a_norm_without_graph_keeps_none_behind_a_relu_with_one():
 
 @pytest.mark.parametrize("alias", ["slice", "chunk", "detach", "contiguous"])
 def test_memory_of_the_input_that_others_change(alias):
-    """Where nothing learns, torch lets them."""
+    """Without gradients, torch allows such changes."""
     x = randn(1, 4, 6, 4, 4)
 
     @torch.no_grad()

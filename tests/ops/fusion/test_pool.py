@@ -1,4 +1,4 @@
-"""A ReLU in place between convolution and average pool, left to the pool; all may be asked for."""
+"""In-place ReLUs between convolution and average pool, deferred to the pool."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def act(y, slope):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The slopes of ReLUs that were made apart from a pool."""
+    """Records the slopes of ReLUs that ran separately from a pool."""
     found = []
 
     def recording(pending):
@@ -78,7 +78,7 @@ def net(x):
 
 
 def results(x, function, whole=lambda t: t):
-    """Result and gradient of `function`, whole."""
+    """Returns the full result and gradient of `function`."""
     y = function(x.requires_grad_())
     (y * y * y).sum().backward()
     return whole(y).detach(), whole(x.grad)
@@ -101,7 +101,7 @@ def test_the_relu_is_not_made(grid, made):
     assert made == []
 
 
-# What else reads the ReLU's result z, beside the pool.
+# Other readers of the ReLU's result z, besides the pool.
 def skip_after(x):
     z = act(conv(x), 0.3)
     return F.avg_pool3d(z, 3, 2, 1) + F.max_pool3d(z, 3, 2, 1)
@@ -242,7 +242,7 @@ def test_without_gradients(mode):
     def rank(mesh):
         with mode():
             part = shard(x, layout_for_sample(mesh, x.shape))
-            twice = act(act(conv(part), 0.3), 0.5)  # the second one comes too late to be put off
+            twice = act(act(conv(part), 0.3), 0.5)  # the second can't be deferred
             return net(part).full_tensor(), F.avg_pool3d(twice, 3, 2, 1).full_tensor()
 
     expected = net(x), F.avg_pool3d(act(act(conv(x), 0.3), 0.5), 3, 2, 1)

@@ -1,4 +1,4 @@
-"""PReLU, fused with the norm before it: each may be asked for, in any order."""
+"""PReLU fused with the norm before it: either result may be read, in any order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pydist.ops.normalization import norm
 from support.equivalence import assert_same, check_function, on_ranks, randn, shard
 from support.equivalence.strategies import cuts
 
-# Of a product: a norm waits where its input is in memory that no other tensor shares.
+# The input is a product: a norm is deferred only if no other tensor shares its input's memory.
 NORMS = {
     "batch": lambda x, w, b: F.batch_norm(x * 1.0, None, None, w, b, training=True),
     "instance": lambda x, w, b: F.instance_norm(x * 1.0, None, None, w, b),
@@ -31,7 +31,7 @@ FORMATS = [torch.contiguous_format, torch.channels_last_3d]
 
 @pytest.fixture
 def written(monkeypatch):
-    """How many values the rows had of what was written: 3 for a norm, 4 with its PReLU."""
+    """Records the values per row in each write: 3 for a norm, 4 for a norm with its PReLU."""
     found = []
 
     def recording(out, x, transform):
@@ -65,7 +65,7 @@ def test_split_equals_whole(data, kind, of_channels, memory_format, second_order
 
 
 def ranks_see(function, x):
-    """What `function(part)` returns on one of two ranks."""
+    """Returns the result of `function(part)` on one of two ranks."""
     return on_ranks((2, 1, 1), lambda mesh: function(shard(x, layout_for_sample(mesh, x.shape))))[0]
 
 
@@ -91,7 +91,7 @@ def test_nobody_asks_for_the_norm(written):
     assert "Normalize" in names[1]
 
 
-# What is done with y, the norm's result, before or after PReLU has used it.
+# Uses of y, the norm's result, before or after PReLU has used it.
 USES = {
     "a hook before": (lambda y, seen: y.register_hook(seen.append), None),
     "a hook after": (None, lambda y, seen: y.register_hook(seen.append)),
@@ -342,7 +342,7 @@ def test_second_order_where_a_rank_has_nothing():
 
 @pytest.mark.parametrize("norm_of", [nn.BatchNorm3d, lambda c: nn.GroupNorm(1, c)])
 def test_a_norm_in_a_graph_of_its_own_is_refused(norm_of):
-    """What reentrant checkpointing returns has no graph of shards: gradients would be lost."""
+    """Reentrant checkpointing returns no graph of shards: gradients would be lost."""
 
     def rank(mesh):
         inner = nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), norm_of(2)).double()

@@ -1,4 +1,4 @@
-"""Layer, RMS and local response norm over ranks are those of one device."""
+"""Split layer, RMS and local response norms equal the one-device run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Over the last one to all dims; up to three are split over 2 to 8 ranks."""
+    """Draws norms over the last one to all dims; up to three dims are split over 2 to 8 ranks."""
     extents = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 3)), *extents)
     normalized = shape[draw(st.integers(0, len(shape) - 1)) :]
-    assume(math.prod(normalized) > 1)  # of one value there is nothing but rounding
+    assume(math.prod(normalized) > 1)  # a norm of one value is pure rounding
     affine = [randn(*normalized, seed=seed) for seed in range(1, 1 + draw(st.integers(0, 2)))]
     return Case(randn(*shape) + 3, draw(cuts(extents)), normalized, affine)
 
@@ -73,7 +73,7 @@ def test_every_name(call, points):
 @pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm])
 @pytest.mark.parametrize("points", [EMPTY, [[0, 3, 5], None, None]])
 def test_over_channels_behind_a_permutation(norm, points):
-    """As ConvNeXt does: nothing to exchange there."""
+    """As in ConvNeXt, no exchange is needed."""
     check_function(
         lambda x, w: norm(x.permute(0, 2, 3, 4, 1), (4,), w).permute(0, 4, 1, 2, 3),
         randn(*SHAPE), [randn(4, seed=1)], points, second_order=True,
@@ -124,12 +124,12 @@ def test_float32_far_from_zero_is_as_exact_as_on_one_device():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("affine", [False, True])
 def test_narrow_values_have_statistics_in_float32(affine, dtype, autocast):
-    """Under autocast on CPU as well, where torch leaves these calls alone."""
+    """This also holds under autocast on CPU, where torch leaves these calls alone."""
     x, over = (randn(*SHAPE) + 8).to(dtype), SHAPE[2:]
     weight = randn(*over, seed=1).to(dtype) if affine else None
     norms = (F.layer_norm, F.rms_norm)
     wide = None if weight is None else weight.double()
-    # Where none is given, RMS norm takes eps of the type it computes in.
+    # Without a given eps, RMS norm uses that of the compute dtype.
     exact = [norms[0](x.double(), over, wide), norms[1](x.double(), over, wide, 2.0**-23)]
 
     def body(mesh):

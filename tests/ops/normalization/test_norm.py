@@ -1,4 +1,4 @@
-"""Batch norm over ranks is that of one device: statistics, gradients, buffers, evaluation."""
+"""Split batch norm equals the one-device run: statistics, gradients, buffers, evaluation."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_module_with_global_statistics(options, data, spatial):
 
 
 def test_group_statistics_are_those_of_each_groups_samples():
-    """As on one device that has the group's samples only; running statistics are their mean."""
+    """Each group equals one device with its samples; running statistics are the groups' mean."""
     given = task(network())
     halves = [
         given._replace(model=copy.deepcopy(given.model), x=given.x[i : i + 2]) for i in (0, 2)
@@ -132,7 +132,7 @@ def test_rank_statistics_are_those_of_each_block():
 
 
 def test_sample_groups_of_unequal_size():
-    """A short last batch: the statistics weigh every voxel alike."""
+    """In a short last batch, the statistics weigh every voxel equally."""
     given = task(network(), batch=3)
     parts = [slice(0, 2), slice(2, 3)]
     expected = given.model(given.x).detach()
@@ -254,13 +254,13 @@ def test_one_exchange_in_forward_and_one_in_backward(over, monkeypatch):
 
     for forward, backward in on_ranks((2, 1, 1), body, data=2):
         assert forward == ["all_gather_async"] * 4
-        # The batch sizes of the groups travel once: this tensor has entered no model.
+        # The groups gather their batch sizes once: this tensor has not entered a model.
         sizes = ["all_gather_async"] * 4 if over == "global" else []
         assert sorted(backward) == sizes + ([] if over == "rank" else ["all_reduce_async"] * 4)
 
 
 class Allocations(TorchDispatchMode):
-    """Counts results of at least so many bytes that are neither views nor in place."""
+    """Counter of results of at least `least` bytes that are neither views nor in place."""
 
     def __init__(self, least: int) -> None:
         super().__init__()

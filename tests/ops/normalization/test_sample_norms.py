@@ -1,4 +1,4 @@
-"""Instance and group norm over ranks are those of one device."""
+"""Split instance and group norms equal the one-device run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """1-D to 3-D, over 2 to 8 ranks, in either memory format, with scale, shift, both or none."""
+    """Draws 1-D to 3-D cases on 2 to 8 ranks, in either memory format, with any affine part."""
     groups = draw(st.sampled_from([1, 2, 3]))
     channels = groups * draw(st.integers(1, 2))
     extents = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3).filter(lambda e: max(e) > 1))
@@ -57,7 +57,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(change(x), draw(cuts(extents)), groups, affine)
 
 
-# Two values always become -1 and 1: without eps their gradient is nothing but rounding.
+# Two values always become -1 and 1: without eps their gradient is pure rounding.
 EPS = {"eps": 0.1}
 
 
@@ -101,7 +101,7 @@ def test_every_name(call, points):
 @pytest.mark.parametrize("norm", ["instance", "group"])
 @pytest.mark.parametrize("points", [[0, 0, 1, 3], [0, 1, 2, 3]])
 def test_samples_on_several_ranks_to_second_order(norm, points):
-    """Then each normalizes its own, with nothing to exchange; one has none."""
+    """Each rank normalizes its own samples without an exchange; one rank has no samples."""
     function = {
         "instance": lambda x, w: F.instance_norm(x, weight=w),
         "group": lambda x, w: F.group_norm(x, 2, w),
@@ -155,7 +155,7 @@ def test_running_statistics_after_steps_and_evaluation_by_them(data):
 
     def body(mesh):
         model = parallelize(network(**MODULES["tracked and affine"]), mesh)
-        # The last sample group has fewer.
+        # The last sample group has fewer samples.
         mine = slice(None) if data == 1 else [slice(0, 2), slice(2, 3)][mesh.data_index]
         for x in batches:
             model(x[mine])
@@ -175,7 +175,7 @@ def test_running_statistics_after_steps_and_evaluation_by_them(data):
 @pytest.mark.parametrize("after", [nn.Identity, nn.Tanh], ids=["last", "not last"])
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (3, 1, 1)])
 def test_running_statistics_in_a_checkpoint(kind, after, samples, spatial):
-    """Where instance norm is the last to save a tensor, torch updates once, else twice."""
+    """If instance norm is the last to save a tensor, torch updates once, otherwise twice."""
     x = randn(samples, 3, 4, 4, 3)
 
     def norm_after_a_step(change):
@@ -228,7 +228,7 @@ NORMS = {
 @pytest.mark.parametrize("change", [torch.Tensor.contiguous, channels_last])
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_float32_far_from_zero_is_as_exact_as_on_one_device(norm, change):
-    """Mean 1e4, standard deviation 1: by E[x²] - E[x]² nothing would be left."""
+    """With mean 1e4 and standard deviation 1, E[x²] - E[x]² would lose all digits."""
     x, g = change((randn(2, 4, 24, 16, 16) + 1e4).float()), randn(2, 4, 24, 16, 16, seed=1).float()
 
     def results(x, g):
@@ -256,7 +256,7 @@ def test_float32_far_from_zero_is_as_exact_as_on_one_device(norm, change):
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_channels_last_on_one_rank_is_as_exact_as_contiguous_on_one_device(norm):
-    """pydist chooses the format, so it answers for it: torch's own is up to 1,000 times worse."""
+    """pydist chooses this format, in which torch's own kernel is up to 1,000 times less exact."""
     x = (randn(1, 4, 16, 16, 16) + 8).float()
     exact = norm(x.double())
     own = (norm(x).double() - exact).abs().max()
@@ -273,7 +273,7 @@ def test_channels_last_on_one_rank_is_as_exact_as_contiguous_on_one_device(norm)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("norm", ["instance", "group"])
 def test_narrow_values_have_statistics_in_float32(norm, dtype, autocast):
-    """Under autocast on CPU as well, where torch leaves these calls alone."""
+    """This also holds under autocast on CPU, where torch leaves these calls alone."""
     x, w = (randn(2, 4, 8, 6, 6) + 8).to(dtype), randn(4, seed=1).float()
     exact = NORMS[norm](x.double(), weight=w.double())
 
@@ -289,7 +289,7 @@ def test_narrow_values_have_statistics_in_float32(norm, dtype, autocast):
 
 
 def test_autocast_to_float32_is_followed(monkeypatch):
-    """As torch does on CUDA, where group norm is on its list."""
+    """On CUDA, torch's autocast list contains group norm."""
     plain = torch.group_norm
     monkeypatch.setattr(torch, "group_norm", lambda x, *args: plain(x.float(), *args))
     x = randn(*SHAPE).bfloat16()
@@ -301,7 +301,7 @@ def test_autocast_to_float32_is_followed(monkeypatch):
         assert error(y, F.group_norm(x.float(), 2)) < 1e-5
 
 
-# -- how it is done -------------------------------------------------------------------------
+# -- exchanges and memory -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("norm", "statistics"), [("batch", 4), ("instance", 8), ("group", 4)])
@@ -346,7 +346,7 @@ def test_memory_format_is_kept(norm, change):
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_a_whole_tensor_goes_to_torch(norm):
-    """The same nodes, so the same bits."""
+    """Equal autograd nodes give equal bits."""
     x = randn(*SHAPE).float()
     expected = norm(x.clone().requires_grad_())
 
@@ -360,7 +360,7 @@ def test_a_whole_tensor_goes_to_torch(norm):
 
 
 def in_any_strides(seed: int, *shape: int) -> Tensor:
-    """Dense, the dims in random order in memory, with any strides for those of extent 1."""
+    """Returns a dense tensor: random dim order in memory, any strides for dims of extent 1."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(len(shape), generator=generator).tolist()
     x = randn(*(shape[d] for d in order), seed=seed).permute([order.index(d) for d in range(4)])
@@ -372,7 +372,7 @@ def in_any_strides(seed: int, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("norm", [*NORMS, "evaluated batch"])
 def test_gradients_of_whole_tensors_are_right_in_any_strides(norm):
-    """Where dims of extent 1 leave the memory format open, torch's own are not (2.13)."""
+    """torch's own gradients are wrong if dims of extent 1 leave the format ambiguous (2.13)."""
     mean, var = randn(3, seed=1), randn(3, seed=2).abs() + 0.5
     function = {**NORMS, "group": lambda x: F.group_norm(x, 3)}.get(
         norm, lambda x: F.batch_norm(x, mean, var)
@@ -408,7 +408,7 @@ def test_one_value_is_refused_in_torchs_words_by_the_global_count(norm, shape, w
     def body(mesh):
         with pytest.raises(UsageError, match=words):
             norm(shard(torch.ones(shape), layout_at(mesh, shape, [[0, 1, 1], None, None])))
-        # Of two, each rank has one.
+        # Each rank has one of two values.
         pair = randn(1, 3, 2, 1, 1)
         y = norm(shard(pair, layout_at(mesh, pair.shape, [[0, 1, 2], None, None])))
         assert error(y.full_tensor().detach(), norm(pair)) < 1e-12
@@ -434,7 +434,7 @@ def test_what_does_not_fit_is_named():
     on_ranks((2, 1, 1), body)
 
 
-# -- beside other layers --------------------------------------------------------------------
+# -- next to other layers --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", [nn.InstanceNorm3d(4), nn.GroupNorm(2, 4), nn.BatchNorm3d(4)])
@@ -443,7 +443,7 @@ def test_what_does_not_fit_is_named():
     [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm],
 )
 def test_behind_convolutions_with_normed_weights(norm, parametrized):
-    """Norms of weights are plain calls on plain tensors; power iterations agree on all ranks."""
+    """Weight norms run on plain tensors; power iterations agree on all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(
         parametrized(nn.Conv3d(2, 4, 3, padding=1)), copy.deepcopy(norm), nn.LeakyReLU(),

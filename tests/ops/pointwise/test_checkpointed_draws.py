@@ -1,4 +1,4 @@
-"""Random numbers in checkpointed functions: those of forward, or a refusal by name."""
+"""Random numbers in checkpointed functions: equal to those of forward, or refused by name."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def block(x):
 
 
 class Net(nn.Module):
-    """A part that draws, in a function or a method, checkpointed or not."""
+    """Network with a random part, in a function or a method, checkpointed or not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Dropout's mask is a function of the voxel: no split and no rerun changes it."""
+"""Dropout, whose mask is a function of the voxel: splits and recomputation don't change it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GRIDS = [
 
 
 class Net(nn.Module):
-    """Ones go in, what is kept comes out."""
+    """Two dropout layers that map ones to their scaled masks."""
 
     def __init__(self, kind: type[nn.Module] = nn.Dropout, p: float = 0.4) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def masks(data, spatial, *, kind=nn.Dropout, steps=1, seed=0, p=0.4, shape=SHAPE):
-    """The whole masks of both layers at every step, put together from all sample groups."""
+    """Returns the global masks of both layers at every step, joined over all sample groups."""
 
     def body(mesh):
         model = parallelize(Net(kind, p), mesh)
@@ -164,7 +164,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1), (2, 2, 2), (8, 1, 1)])
 def test_checkpointing_draws_the_same_mask_again(spatial):
-    """Empty blocks included: 6 voxels over 8 ranks."""
+    """Blocks may be empty: there are 6 voxels on 8 ranks."""
     blocks = [_block(), _block()]
 
     def gradients(mesh, use):
@@ -183,7 +183,7 @@ def test_checkpointing_draws_the_same_mask_again(spatial):
 
 
 def test_two_draws_of_one_module_under_checkpointing_are_refused():
-    """Which of them runs again can't be known."""
+    """It is unknown which of the draws runs again."""
 
     class Shared(nn.Module):
         def __init__(self):
@@ -214,7 +214,7 @@ def test_other_probabilities_are_refused(p):
     ("function", "shape"), [(F.dropout1d, (3, 8)), (F.dropout3d, (3, 8, 4, 4))]
 )
 def test_samples_without_a_batch_are_refused(function, shape):
-    """Their channels are the first dim, where others have the batch."""
+    """Their first dim holds the channels instead of the batch."""
 
     def body(mesh):
         x = distribute_tensor(torch.ones(shape), mesh, {1: "depth"})
@@ -225,7 +225,7 @@ def test_samples_without_a_batch_are_refused(function, shape):
 
 
 class Random(nn.Module):
-    """Everything else that draws."""
+    """Module that makes one random call other than dropout."""
 
     def __init__(self, draw):
         super().__init__()
@@ -265,7 +265,7 @@ def test_all_draws_are_the_same_under_every_split(draw):
 
 
 def test_moments_of_the_draws():
-    """Alpha dropout keeps mean and variance; the others have those of their distribution."""
+    """Alpha dropout keeps mean and variance; other draws have their distribution's moments."""
 
     def body(mesh):
         x = distribute_tensor(randn(2, 8, 16, 16, 16), mesh)

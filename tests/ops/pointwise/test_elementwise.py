@@ -156,13 +156,13 @@ OTHER_LAYOUTS = {
 @pytest.mark.parametrize("other", OTHER_LAYOUTS.values(), ids=OTHER_LAYOUTS)
 @pytest.mark.parametrize("function", BINARY.values(), ids=BINARY)
 def test_with_a_sharded_tensor_of_another_layout(function, other):
-    """The result follows one of them; the other is redistributed, and so is its gradient."""
+    """The result has the layout of one operand; the other and its gradient are redistributed."""
     check_function(function, randn(*SHAPE), (), POINTS, beside=[other])
 
 
 @given(data=st.data())
 def test_broadcasting_between_two_sharded_tensors_to_second_order(data):
-    """Each is expanded over dims in which the other is cut."""
+    """Each tensor is expanded over dims in which the other is split."""
     x, y = randn(2, 3, 5, 1, 3), randn(2, 1, 1, 4, 3, seed=1)
     points = data.draw(cuts((5, 1, 3)))
     spatial = [len(p) - 1 for p in points]

@@ -1,4 +1,4 @@
-"""In place on a plain tensor with sharded arguments: the object becomes sharded, or is filled."""
+"""In-place calls on plain tensors with sharded arguments: the object becomes sharded or filled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in place on empty shards: gradients of gradients reach the calls before."""
+"""In-place calls on empty shards: double backward reaches the calls before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls in place are noticed by whoever kept the numbers before."""
+"""In-place calls on tensors that checkpointing has saved: the change is detected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_a_checkpoint_kept(change):
-    """It would compute anew from the changed input."""
+    """Recomputation would start from the changed input."""
 
     def run(x):
         def part(y):

@@ -1,4 +1,4 @@
-"""Adaptive pooling of split samples is that of the whole, to any size."""
+"""Split adaptive pooling equals the one-device run, for any output size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX = {1: F.adaptive_max_pool1d, 2: F.adaptive_max_pool2d, 3: F.adaptive_max_poo
 
 @st.composite
 def cases(draw, dims):
-    """Extents, split points and output sizes: fewer, equal and more outputs than inputs."""
+    """Draws extents, split points and output sizes below, at and above the input's extents."""
     extents = tuple(draw(st.integers(1, 9)) for _ in range(dims))
     sizes = tuple(draw(st.sampled_from([1, 2, 3, n, n + 2])) for n in extents)
     return extents, draw(cuts(extents)), sizes

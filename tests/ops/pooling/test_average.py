@@ -1,4 +1,4 @@
-"""Means over windows, box by box: against torch's pooling of the whole, and the adjoint's test."""
+"""Window means by box: equal to torch's pooling of the full tensor, with exact adjoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ POOLS = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
 def boxes(shape, points) -> list[Box]:
-    """The blocks of a tensor that is cut at points of its last dims."""
+    """Returns the blocks of a tensor that is split at points of its last dims."""
     cuts = [[0, n] for n in shape[: len(shape) - len(points)]] + points
     intervals = [list(itertools.pairwise(cut)) for cut in cuts]
     return [Box(*zip(*block, strict=True)) for block in itertools.product(*intervals)]
@@ -60,7 +60,7 @@ def test_parts_add_up_to_the_whole_and_spread_is_the_adjoint(dims, data):
 
 
 def cut_somewhere(box: Box) -> list[Box]:
-    """The halves of a box along each spatial dim."""
+    """Returns the halves of a box along each spatial dim."""
     found = []
     for dim in range(2, len(box.lo)):
         middle = (box.lo[dim] + box.hi[dim]) // 2

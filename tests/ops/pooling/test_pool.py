@@ -1,4 +1,4 @@
-"""Pooling of split samples is that of the whole, with torch's way of counting."""
+"""Split pooling equals the one-device run, including torch's way of counting."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 
 
 def in_format(x: Tensor, channels_last: bool) -> Tensor:
-    """The tensor with its channels varying fastest, or plain."""
+    """Returns the tensor channels-last or unchanged."""
     return x.movedim(1, -1).contiguous().movedim(-1, 1) if channels_last else x
 
 
@@ -98,7 +98,7 @@ def test_channels_last_stays_channels_last(pool):
 
 
 def spans_of(pool, points, backward=True):
-    """The parts of every rank's step in the order in which they ended, and what it saved."""
+    """Returns every rank's spans in the order in which they ended, and its saved element count."""
 
     def body(mesh):
         x = shard(randn(1, 2, 8, 8, 8), layout_at(mesh, (1, 2, 8, 8, 8), points))
@@ -157,7 +157,7 @@ def test_maxima_and_indices_of_equal_values_are_torchs(dims, data):
         x = -1 - x.abs()  # the padding must not win
     if kind != "equal":
         x[whole_numbers(*x.shape, seed=1) > 0] = float(kind)
-    if kind != "-inf" or dims != 3:  # torch errs there: outside the window
+    if kind != "-inf" or dims != 3:  # torch's indices are outside the window there
         x = in_format(x, data.draw(st.booleans(), "channels last"))
     check_exact(
         lambda x: MAX[dims](

@@ -1,4 +1,4 @@
-"""Maximum unpooling of split values is that of the whole, wherever the indices point."""
+"""Split maximum unpooling equals the one-device run, for any indices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNPOOL = {1: F.max_unpool1d, 2: F.max_unpool2d, 3: F.max_unpool3d}
 @given(data=st.data())
 @settings(max_examples=25)
 def test_back_to_where_a_pooling_found_them(dims, data):
-    """Overlapping windows may name one place several times, with other values than the maxima."""
+    """Overlapping windows may name one position several times, with values other than maxima."""
     case: WindowCase = data.draw(windows(dims=dims, dilations=1, pooling=True))
     geometry = case.kernel, case.stride, case.padding
 
@@ -34,7 +34,7 @@ def test_back_to_where_a_pooling_found_them(dims, data):
 
     x = whole_numbers(2, 2, *case.extents)
     _, indices = MAX[dims](x, *geometry, return_indices=True)
-    # Where torch can't be asked for the input's extents, the indices would mean other places.
+    # If torch refuses the input's extents as the output size, the indices mean other positions.
     extents = [
         n if abs(n - (usual := (m - 1) * s + k - 2 * p)) < s else usual
         for n, m, k, s, p in zip(case.extents, indices.shape[2:], *geometry, strict=True)
@@ -57,7 +57,7 @@ def test_to_any_place(dims, data):
 
 
 def test_the_last_value_stays_whatever_the_order_in_which_they_are_written():
-    """As on a GPU: what is there first is a scatter's that wrote in another order."""
+    """As on a GPU, `found` starts from a scatter that wrote in another order."""
     generator = torch.Generator().manual_seed(1)
     values = torch.rand(2, 3, 40, generator=generator, requires_grad=True)
     places = torch.randint(12, (2, 3, 40), generator=generator)

@@ -1,4 +1,4 @@
-"""Products of matrices: partial sums over split dims, and no attention over split tokens."""
+"""Matrix products: partial sums over split dims, and refused attention over split tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def squeeze_and_excitation(x, w, v):
 
 
 def global_context(x):
-    """A softmax over all voxels, and the mean that it weights."""
+    """Computes a softmax over all voxels and adds the mean that it weights."""
     attention = x[:, :1].flatten(2).softmax(-1)
     context = torch.bmm(x.flatten(2), attention.transpose(1, 2))
     return x + context.view(2, 3, 1, 1, 1).expand_as(x)
@@ -115,7 +115,7 @@ def test_a_summed_dim_of_one_tensor_alone_is_split():
 @pytest.mark.parametrize("batch", [1, 3, 4, 5])
 @pytest.mark.parametrize("points", POINTS.values(), ids=POINTS)
 def test_features_then_two_linear_layers(batch, points):
-    """Replicated where the batch is smaller than the group, else its samples are shared out."""
+    """Outputs are replicated if the batch is smaller than the group, else split by sample."""
     check_function(
         lambda x, w, b, v: F.linear(F.leaky_relu(F.linear(x.flatten(1), w, b)), v),
         randn(batch, *SHAPE[1:]),

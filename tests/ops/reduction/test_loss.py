@@ -142,7 +142,7 @@ def test_nll(target, options, reduction):
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
 def test_of_gathered_features(batch):
-    """The head of a classifier: logits [N, K] are replicated or shared out over the batch."""
+    """A classifier's head: logits [N, K] are replicated, or split over the batch."""
     check_function(
         lambda x, w: F.cross_entropy(F.linear(x.flatten(1), w), randint(4, batch)),
         randn(batch, 2, 4, 3), [randn(4, 24, seed=1)], [[0, 1, 4], None], second_order=True,
@@ -212,7 +212,7 @@ def test_refusals(kind, message, call):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_means_in_half_precision_are_rounded_once(dtype):
-    """The sum of all voxels would be infinite in fp16, and their number is no bf16 number."""
+    """The sum of all voxels overflows fp16, and their count is not a bf16 number."""
     x = (randn(1, 2, 41, 10, 9) * 20).to(dtype)
     labels = randint(2, 1, 41, 10, 9)
     calls = [

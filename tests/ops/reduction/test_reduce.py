@@ -1,4 +1,4 @@
-"""Reductions of split tensors, over any dims, are those of the whole."""
+"""Split reductions over any dims equal the one-device run."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_equal_elements_are_treated_as_torch_does(reduce, points):
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("op", ["amax", "amin", "max", "min"])
 def test_an_extreme_has_the_bits_of_an_element(op, seed):
-    """Also where several ranks hold it, and it is infinite or no number."""
+    """This holds even if several ranks hold the extreme, and if it is infinite or NaN."""
     whole = (randint(4, *SHAPE, seed=seed) * 0.1).double()
     whole[0, 0, 1:3], whole[0, 1, 3], whole[1, 1, 2] = torch.inf, -torch.inf, torch.nan
 
@@ -225,7 +225,7 @@ def test_extremes_of_any_dtype(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_half_precision_is_rounded_once(dtype):
-    """The parts of the ranks are summed in fp32: a mean of large values is finite."""
+    """Partial sums of the ranks are added in fp32: a mean of large values is finite."""
     whole = (randn(2, 3, 40, 4, 3).abs() * 2000).to(dtype)
 
     def body(mesh):
@@ -241,7 +241,7 @@ def test_half_precision_is_rounded_once(dtype):
 
 @pytest.mark.parametrize("reduce", [torch.std, torch.var], ids=["std", "var"])
 def test_infinite_gradient_of_a_deviation(reduce):
-    """As of an overflow that a gradient scaler finds: infinities, and no NaN among them."""
+    """After an overflow, as a gradient scaler sees it, gradients are infinities without NaN."""
     whole = randn(*SHAPE)
 
     def gradient(x):
@@ -260,7 +260,7 @@ def test_infinite_gradient_of_a_deviation(reduce):
 
 @pytest.mark.parametrize("value", [0.1, -0.7, 1e5 / 3, 1.1e-9, 0.2, 0.9])
 def test_equal_values_have_no_deviation_and_no_gradient_of_it(value):
-    """As torch's own: a mean that is off by rounding would give deviations, and gradients."""
+    """A mean with a rounding error would give nonzero deviations and gradients."""
     whole = torch.full((2, 3, 10, 5, 3), value, dtype=torch.float64)
 
     def body(mesh):
@@ -290,7 +290,7 @@ def test_nan_is_the_extreme(reduce):
 
 
 def test_partial_reductions_in_a_product_of_several_layouts():
-    """Statistics by slice and by column meet the tensor and each other again."""
+    """Statistics by slice and by column meet the tensor and one another again."""
     check_function(
         lambda x, y: (
             x * y.mean((3, 4), keepdim=True) + x.amax(2, keepdim=True) * y.sum((0, 3)).mean()

@@ -1,4 +1,4 @@
-"""Padding and cropping of split samples is that of the whole, and moves no more than the rims."""
+"""Split padding and cropping equal the one-device run and move no more than the rims."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODES = ["constant", "reflect", "replicate", "circular"]
 
 @st.composite
 def pads(draw: st.DrawFn, mode: str, extents: list[int]) -> list[int]:
-    """Pads of the last dims, in torch's order, which leave something of each and are allowed."""
+    """Draws valid pads of the last dims, in torch's order, that keep part of each dim."""
     most = {"constant": 9, "reflect": -1, "replicate": 9, "circular": 0}[mode]
     found: list[int] = []
     for extent in reversed(extents):
@@ -37,7 +37,7 @@ def pads(draw: st.DrawFn, mode: str, extents: list[int]) -> list[int]:
         low = max(-extent + 1, 1 - extent - before)
         after = draw(st.integers(low, high))
         if mode == "circular" and min(before, after) < 0:
-            # What is left goes round once at most; torch refuses more only for the whole.
+            # The rest may wrap once at most; torch checks this for the full extent only.
             left = extent + min(0, before) + min(0, after)
             before, after = min(before, left), min(after, left)
         found += [before, after]
@@ -87,7 +87,7 @@ def test_by_name_to_second_order(call, points):
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_a_padded_convolution_in_second_order(mode):
-    """The exchange before the padding runs as often on ranks that hold nothing."""
+    """The exchange before the padding also runs on ranks with empty shards."""
     check_function(
         lambda x, w: F.conv3d(F.pad(F.conv3d(x, w, padding=1), (1,) * 6, mode), w),
         randn(1, 2, 6, 4, 4), [randn(2, 2, 3, 3, 3, seed=1)], [[0, 0, 2, 6], None, [0, 4, 4]],
@@ -197,7 +197,7 @@ def test_what_torch_refuses_is_refused_with_its_words(amounts, mode, error):
     "amounts", [(0, 0, 0, 0, -4, 3), (0, 0, -4, 2, 0, 0)], ids=["split", "whole"]
 )
 def test_more_than_a_round_after_a_crop_is_refused(amounts):
-    """Torch compares with the extent before the crop, and reads what was never written."""
+    """torch checks the extent before the crop, and reads uninitialized memory."""
 
     def body(mesh):
         split = shard(
@@ -220,7 +220,7 @@ HELD_ALIKE = {
 
 @pytest.mark.parametrize("call", HELD_ALIKE.values(), ids=HELD_ALIKE)
 def test_of_tensors_that_ranks_hold_alike(call):
-    """Two ranks hold each half: gradients are the true ones, on both."""
+    """Two ranks hold each half: both get the true gradients."""
     x = randn(1, 2, 6, 4, 4)
 
     def gradients(leaf):

@@ -1,4 +1,4 @@
-"""Rolled and turned dims of split samples are those of the whole."""
+"""Split rolls and flips equal the one-device run."""
 
 from __future__ import annotations
 

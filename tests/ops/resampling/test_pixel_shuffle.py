@@ -1,4 +1,4 @@
-"""Channels that become pixels, and back, on shards as they lie."""
+"""Pixel shuffle and unshuffle, which run on the shards."""
 
 from __future__ import annotations
 

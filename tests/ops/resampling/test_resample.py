@@ -1,4 +1,4 @@
-"""Interpolation of split samples is that of the whole: torch's index arithmetic, at any size."""
+"""Split interpolation equals the one-device run: torch's index arithmetic, at any size."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FACTORS = [0.5, 0.7, 1.0, 1.1, 1.5, 2, 2.3, 3, 4]
 
 @st.composite
 def resizes(draw: st.DrawFn, mode: str, extents: list[int]) -> dict[str, object]:
-    """Options of `interpolate` for given extents."""
+    """Draws options of `interpolate` for given extents."""
     dims = len(extents)
     options: dict[str, object] = {"mode": LINEAR[dims] if mode == "linear" else mode}
     if not mode.startswith("nearest"):
@@ -43,7 +43,7 @@ def resizes(draw: st.DrawFn, mode: str, extents: list[int]) -> dict[str, object]
     if draw(st.booleans()):
         options["size"] = draw(st.lists(st.integers(1, 13), min_size=dims, max_size=dims))
         return options
-    # Each dim keeps an element.
+    # Each dim keeps at least one element.
     options["scale_factor"] = [
         draw(st.sampled_from([f for f in FACTORS if int(n * f) >= 1])) for n in extents
     ]
@@ -68,7 +68,7 @@ def test_any_size(mode, dims, data):
 
 
 def has_true_gradient(options, x) -> bool:
-    """Whether torch's gradient is that of its result: the sums over both are equal."""
+    """Returns whether torch's gradient matches its result: the sums over both are equal."""
     leaf = torch.ones_like(x).requires_grad_()
     y = F.interpolate(leaf * x, **options)
     (grad,) = torch.autograd.grad(y.sum(), leaf)
@@ -150,7 +150,7 @@ def test_only_what_lies_across_a_cut_travels(options, elements, monkeypatch):
     ],
 )
 def test_torch_computes_on_the_shard_where_its_numbers_are_the_same(options, own):
-    """Else tap by tap; in fp32 as near to torch on the whole as its own rounding allows."""
+    """Other cases go tap by tap; in fp32 both agree within torch's own rounding."""
     x = randn(1, 2, 8, 8, 8).float().to(memory_format=torch.channels_last_3d)
     expected = F.interpolate(x, **options)
 
@@ -169,7 +169,7 @@ def test_torch_computes_on_the_shard_where_its_numbers_are_the_same(options, own
 @settings(max_examples=40)
 @given(data=st.data())
 def test_taps_are_those_of_torch(mode, dims, dtype, data):
-    """Found by its kernel from an identity: every column holds the weights of an output."""
+    """torch's kernel applied to an identity gives the weights of each output in a column."""
     extent, factor = data.draw(st.integers(1, 40)), data.draw(st.sampled_from([None, *FACTORS]))
     out = data.draw(st.integers(1, 90)) if factor is None else int(extent * factor)
     size = Resize(extent, max(1, out), factor)
@@ -182,7 +182,7 @@ def test_taps_are_those_of_torch(mode, dims, dtype, data):
     weights = torch.ones_like(taps.indices, dtype=dtype) if taps.weights is None else taps.weights
     found = torch.zeros(extent, size.out, dtype=dtype).scatter_add_(0, taps.indices, weights)
     eps = torch.finfo(dtype).eps
-    # A place near an integer may end up on its other side: the weights are continuous.
+    # A position near an integer may be rounded to its other side: the weights are continuous.
     assert float((found - expected.view(extent, -1)).abs().max()) <= 8 * eps * (extent + 2)
 
 
@@ -205,7 +205,7 @@ def test_labels(mode, dtype):
     ("shape", "options"),
     [
         ((2,), {"scale_factor": 1.3}),  # forward repeats an element, backward copies
-        ((6,), {"size": 74}),  # sources are found in two types, which round otherwise
+        ((6,), {"size": 74}),  # source indices in two dtypes, rounded differently
         ((3, 3), {"scale_factor": 1.3, "mode": "bicubic"}),
     ],
 )

@@ -1,4 +1,4 @@
-"""Joining and repeating: along whole dims and along split ones."""
+"""Joining and repeating, along unsplit dims and split ones."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_to_second_order(call, points):
 @given(data=st.data())
 @settings(max_examples=25)
 def test_any_cat(data):
-    """Of tensors with different extents and partitions, and a plain one."""
+    """The tensors have different extents and partitions; one is plain."""
     extents = data.draw(st.tuples(*[st.integers(1, 5)] * 3))
     grid = data.draw(st.sampled_from(GRIDS[3]))
     dim = data.draw(st.integers(0, 2))
@@ -88,7 +88,7 @@ def test_joined_with_a_plain_tensor_and_one_of_another_layout(points):
 
 
 def _moved(points):
-    """Other points of the same extent."""
+    """Returns other split points of the same extent."""
     return points and [0, *(min(p + 1, points[-1]) for p in points[1:-1]), points[-1]]
 
 

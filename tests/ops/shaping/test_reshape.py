@@ -1,4 +1,4 @@
-"""Merging and dividing dims: what is cut stays cut where it can, and gradients follow."""
+"""Merging and dividing dims: splits stay in place if possible, and gradients follow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POINTS = {
 
 
 def pixel_shuffle(x):
-    """As MONAI's SubpixelUpsample does it."""
+    """Shuffles pixels as MONAI's SubpixelUpsample does."""
     n, c, *extents = x.shape
     x = x.reshape(n, c // 8, 2, 2, 2, *extents).permute(0, 1, 5, 2, 6, 3, 7, 4)
     return x.reshape(n, c // 8, *(2 * e for e in extents))
@@ -69,7 +69,7 @@ def test_to_second_order(call, points):
 @given(data=st.data())
 @settings(max_examples=40)
 def test_any_reshape(data):
-    """Factors of the extents are divided and merged in any way."""
+    """The call divides and merges factors of the extents in any way."""
     factors = st.lists(st.sampled_from([2, 2, 3]), max_size=2)
     drawn = data.draw(st.lists(factors, min_size=3, max_size=5))
     old = [math.prod(each) for each in drawn]
@@ -185,9 +185,9 @@ def _then_in_place(copy, use_both):
     "copy", [lambda t: t.flatten(1, 2), lambda t: t.contiguous()], ids=["merged", "contiguous"]
 )
 def test_what_torch_copies_is_a_copy_on_ranks_with_nothing_to_move_too(copy, points):
-    """With one plane or none the shard itself is in the asked order: in place would change y.
+    """With at most one plane the shard already has the new order: in place would change y.
 
-    Backward of relu reads y. All ranks refuse the use of both: shards do not show what is a view.
+    Backward of relu reads y. All ranks refuse to use both: shards don't show which is a view.
     """
     x, where = randn(1, 2, 4, 3, 2), [points, None, None]
     check_function(_then_in_place(copy, use_both=False), x, (), where)
@@ -221,7 +221,7 @@ FLATTENED = {
 
 @pytest.mark.parametrize("call", FLATTENED.values(), ids=FLATTENED)
 def test_inferred_dims_in_a_group_without_samples(call):
-    """Where torch would not infer them, as its batch is not empty."""
+    """torch does not infer these dims only because its batch is not empty."""
 
     def body(mesh):
         samples = torch.zeros(2, 4, 1, 1, 1), torch.zeros(0, 4, 1, 1, 1)
@@ -253,5 +253,5 @@ OVER_THE_BATCH = {
 )
 @pytest.mark.parametrize("call", OVER_THE_BATCH.values(), ids=OVER_THE_BATCH)
 def test_of_a_split_batch(call, points):
-    """As features are laid out when every rank takes some samples."""
+    """Features have this layout if every rank holds some samples."""
     check_function(call, randn(4, 2, 8), [randn(3, 2, 3, seed=1)], points, second_order=True)

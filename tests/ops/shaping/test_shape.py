@@ -1,4 +1,4 @@
-"""Reordering, adding and expanding dims: the splits go with them."""
+"""Reordering, adding and expanding dims: the splits move with their dims."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_parameter_expanded_as_a_sharded_tensor():
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_torch_is_wrong_here(call, kind):
-    """With torch's kind of error, not with a wrong result."""
+    """The error has torch's kind, and there is no wrong result."""
     with pytest.raises(kind):
         call(randn(*SHAPE))
 

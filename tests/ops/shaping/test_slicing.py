@@ -1,4 +1,4 @@
-"""Slices, indices and assignments: of whole dims and of split ones."""
+"""Slices, indices and assignments, of unsplit dims and split ones."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_slices_of_gathered_features():
 
 
 def test_gather_by_indices_of_another_layout():
-    """And from a plain tensor."""
+    """The source is sharded or plain."""
     check_function(
         lambda x, i, p: x.gather(1, i) + p.gather(1, i),
         randn(*SHAPE), [randn(*SHAPE, seed=2)], [[0, 2, 5], None, [0, 1, 3]],
@@ -160,7 +160,7 @@ def test_assigned_to_second_order(call, points):
 
 
 def test_assigned_into_a_plain_tensor():
-    """It becomes sharded, as what is assigned."""
+    """The plain tensor becomes sharded with the layout of the assigned value."""
 
     def call(x):
         y = torch.zeros(2, 5, 5, 4, 3, dtype=torch.float64)

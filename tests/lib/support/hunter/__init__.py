@@ -1,6 +1,6 @@
-"""Hunter: random training programs, run whole and split, compared, and made small.
+"""Hunter: generates random training programs, runs them on one device and split, and compares.
 
-A program is a list of Python statements that one device and a mesh can both run. `generator` makes
-one from a seed, `world` gives the statements their names, `judge` runs and compares, `shrink` makes
-a failing program small, `hunt` is the command (`tools/hunt`).
+A program is a list of Python statements that one device and a mesh can both run. `generator`
+generates it from a seed, `world` provides the names in its statements, `judge` runs and compares,
+`shrink` minimizes a failing program, `hunt` and `command` implement `tools/hunt`.
 """

@@ -1,4 +1,4 @@
-"""How far apart are what two runs of a program saw, and how far noise alone drives them."""
+"""Distances between the values of two runs of a program, and the distances that noise causes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from support.equivalence import FP64_BOUND, error
 from support.hunter.world import Seen
 
 Values: TypeAlias = dict[str, list[Seen]]
-"""What a run saw, by name, in the order in which it did."""
+"""The values that a run saw, by name, in order."""
 
 UNDECIDED = 1e-4
-"""A value that noise in the last bit moves further says nothing when it differs."""
+"""A value that noise in the last bit moves further than this can't be judged."""
 
 ZERO = 1e-13
-"""So far beside the largest gradient of a program, or beside its inputs, a value is rounding: its
-terms may cancel."""
+"""A difference this small relative to the program's largest gradient, or to its inputs, is
+rounding: its terms may cancel."""
 
 CLIPPED = 1e3
-"""Gradients that are seen after they were clipped may have been so much larger."""
+"""Gradients seen after clipping may have been larger by this factor."""
 
 
 IN_HOOKS = ("hook", "dx", "dy", "into")
-"""Gradients that hooks see, by the start of their names: beside all gradients of a program."""
+"""Name prefixes of gradients that hooks see; their scale is that of all gradients of a program."""
 
 
 class Noise:
-    """What noise in the last bit does to the values of a run.
+    """The effect of noise in the last bit on the values of a run.
 
     Attributes:
-        whole: those values.
+            whole: the values of the run without noise.
     """
 
     def __init__(self, whole: Values) -> None:
@@ -43,7 +43,7 @@ class Noise:
         self._flipped: dict[tuple[str, int], Tensor] = {}
 
     def add(self, noisy: Values, most: float) -> None:
-        """Adds a run with noise; larger errors than `most` are not its doing."""
+        """Adds a run with noise; ignores errors larger than `most`, which have other causes."""
         for name, i, e in differences(noisy, self.whole):
             if self._is_discrete(name, i):
                 flipped = _unequal(noisy[name][i].value, self.whole[name][i].value)
@@ -52,19 +52,19 @@ class Noise:
                 self._errors[name, i] = max(self._errors[name, i], e)
 
     def bound(self, name: str, i: int) -> float:
-        """The largest error that noise explains."""
+        """Returns the largest error that noise explains."""
         return max(FP64_BOUND, 16 * self._errors[name, i])
 
     def decides(self, name: str, i: int, seen: Values) -> bool:
-        """Whether noise, too, gives a value that differs, so that nothing can be said."""
+        """Returns whether noise also changes a value, so that it can't be judged."""
         if (name, i) in self._flipped and i < len(seen.get(name, ())):
-            # Of equal maxima, noise and ranks need not take the same ones.
+            # Of equal maxima, the noisy run and the ranks may choose different ones.
             differ = _unequal(seen[name][i].value, self.whole[name][i].value)
             return bool(differ.sum() <= 2 * self._flipped[name, i].sum())
         return self._errors[name, i] > UNDECIDED
 
     def _is_discrete(self, name: str, i: int) -> bool:
-        """Whether a value holds indices or truth, which a maximum or a threshold decides."""
+        """Returns whether a value holds indices or booleans, chosen by a maximum or a threshold."""
         value = self.whole[name][i].value if i >= 0 and name in self.whole else None
         return isinstance(value, Tensor) and not value.is_floating_point()
 
@@ -76,7 +76,7 @@ def _unequal(a: Any, b: Tensor) -> Tensor:
 
 
 def differences(found: Values, expected: Values) -> Iterator[tuple[str, int, float]]:
-    """Name, number and error of each value; infinite where something else than values differs."""
+    """Yields name, number and error of each value; infinite for differences other than values."""
     for name in {**expected, **found}:
         a, b = found.get(name, []), expected.get(name, [])
         if len(a) != len(b):
@@ -103,9 +103,10 @@ def by_place(differences: Iterator[tuple[str, int, float]]) -> dict[tuple[str, i
 
 
 def is_zero(name: str, i: int, found: Values, whole: Values) -> bool:
-    """Whether values differ by nothing but rounding of what cancels.
+    """Returns whether two values differ only by rounding of terms that cancel.
 
-    Gradients do so before a norm. Others are beside inputs of about 1, as a norm's of equal values.
+    Gradients cancel before a norm; other values, such as a norm of equal values, are compared with
+    inputs of about 1.
     """
     if i < 0:
         return False
@@ -118,7 +119,7 @@ def is_zero(name: str, i: int, found: Values, whole: Values) -> bool:
 
 
 def _largest(name: str, i: int, whole: Values) -> float:
-    """The largest finite gradient; not much larger than those of the same model and step."""
+    """Returns the largest finite gradient, limited by those of the same model and step."""
     model, dot, _ = name.partition(".")
     gradients = {k: v for k, v in whole.items() if _is_gradient(k)}
     largest = _finite(each for values in gradients.values() for each in values)
@@ -143,7 +144,7 @@ def _finite(seen: Iterable[Seen]) -> float:
 
 
 def found_instead(name: str, i: int, e: float, seen: Values, whole: Values) -> str:
-    """What differs where not values do, for the verdict."""
+    """Returns a text for the verdict about a difference other than values."""
     return (
         "" if e < float("inf") else f", {_facts(seen, name, i)} instead of {_facts(whole, name, i)}"
     )

@@ -1,4 +1,4 @@
-"""What a program is made with: chance, templates, and the lines so far."""
+"""Random draws of a program, its templates, and its lines so far."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 from collections.abc import Collection, Iterable
 
 FEW = 4
-"""Programs that may have so few ingredients look for something: they have them more often."""
+"""Programs limited to so few ingredients get each of them more often."""
 
 
 class Draws:
-    """Random choices, each from one seeded generator, and the lines that they make.
+    """Random choices from one seeded generator, and the program lines that result.
 
     Attributes:
-        ingredients: what the program may have.
-        lines: its statements so far.
-        model: name of the network that templates call `M`.
-        parameters: expression for what the optimizer gets, `P` in templates.
+            ingredients: allowed ingredients of the program.
+            lines: the program's statements so far.
+            model: name of the network that templates call `M`.
+            parameters: expression for the optimizer's parameters, `P` in templates.
     """
 
     def __init__(self, seed: int, ingredients: Collection[str]) -> None:
@@ -27,21 +27,21 @@ class Draws:
         self.model, self.parameters = "m0", "params(m0)"
 
     def maybe(self, probability: float) -> bool:
-        """True that often."""
+        """Returns True with this probability."""
         return self.numbers.random() < probability
 
     def takes(self, ingredient: str, probability: float) -> bool:
-        """True that often, if the program may have the ingredient; more often among few."""
+        """Returns True with this probability if the ingredient is allowed; more often among few."""
         if len(self.ingredients) <= FEW:
             probability = 1 - (1 - probability) ** 4
         return ingredient in self.ingredients and self.maybe(probability)
 
     def any(self, options: Iterable[str]) -> str:
-        """One of the options."""
+        """Returns one of the options."""
         return self.numbers.choice(list(options))
 
     def fill(self, template: str, **names: str) -> str:
-        """A template with its capital letters replaced."""
+        """Returns a template with its capital letters replaced."""
         known = {
             "M": self.model, "X": "x", "Y": "y", "E": "e", "K": str(self.numbers.randint(0, 9)),
             "D": str(self.numbers.randint(1, 3)), "P": self.parameters, **names,
@@ -54,5 +54,5 @@ class Draws:
         self.lines.append(self.fill(template, **names))
 
     def averages(self) -> bool:
-        """Whether there is an average `e` of the weights."""
+        """Returns whether an average `e` of the weights exists."""
         return any(re.match(r"e = ", line) for line in self.lines)

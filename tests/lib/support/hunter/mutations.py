@@ -1,7 +1,7 @@
-"""Known faults of pydist, put back one at a time: the hunter has to find each of them.
+"""Known faults of pydist, reintroduced one at a time: the hunter has to find each of them.
 
-A mutation replaces functions of pydist by older or careless ones, in this process and in those that
-it forks. It names the ingredients of the programs that look for it, as a user who suspects that
+A mutation replaces functions of pydist by older or careless versions, in this process and in its
+forks. It lists the ingredients of the programs that search for it, as a user who suspects that
 part of pydist would.
 """
 
@@ -42,11 +42,11 @@ class Mutation:
     """A known fault.
 
     Attributes:
-        name: on the command line.
-        point: the promise that it breaks, by its number in the issue.
-        only: ingredients of the programs that look for it.
-        fault: a sentence.
-        patches: contexts in which pydist has the fault.
+            name: the command-line name.
+            point: number, in the issue, of the guarantee that the fault breaks.
+            only: ingredients of the programs that search for the fault.
+            fault: a sentence that describes it.
+            patches: contexts in which pydist has the fault.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Mutation:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Pydist has the fault inside."""
+        """Applies the fault to pydist inside the context."""
         with ExitStack() as stack:
             for each in self.patches():
                 stack.enter_context(each)
@@ -76,11 +76,11 @@ def _mutation(name: str, point: int, *only: str) -> Callable[[Callable[[], Patch
     return keep
 
 
-# -- 1: what a rank sees alone decides what travels ---------------------------------------------
+# -- 1: rank-local inspection decides which messages are sent -----------------------------------
 
 
 @_mutation("pool-looked-at", 1, "look")
-def _pool_sends_before_the_relu() -> Patches:
+"""Sends the halo of a fused pool before the ReLU; that of an unfused pool, after the ReLU."""
     """A pool that fuses a ReLU sends its halo before the ReLU; one that does not, after."""
 
     def pool(self: AveragePlan, x: Tensor, negative_slope: float = 1.0) -> Tensor:
@@ -100,7 +100,7 @@ def _pool_sends_before_the_relu() -> Patches:
 
 @_mutation("cast-unreduced", 2, "surgery")
 def _ignores_other_dtypes() -> Patches:
-    """Parameters of another dtype than at `parallelize` keep this rank's part of the gradient."""
+    """Does not reduce gradients of parameters whose dtype changed after `parallelize`."""
 
     def forgotten(self: Reducer, leaf: Leaf, parameter: Tensor) -> Leaf:
         return leaf if leaf.describes(parameter) else leaf.renewed(parameter)
@@ -110,7 +110,7 @@ def _ignores_other_dtypes() -> Patches:
 
 @_mutation("hooks-local", 2, "hooks")
 def _hooks_see_the_local_part() -> Patches:
-    """Users' hooks on parameters run before the mean is formed, on this rank's part."""
+    """Runs users' hooks on parameters before the mean is formed, on this rank's part."""
     before = Reducer.before
 
     def without_waiting(self: Reducer, leaf: Leaf, grad: Tensor | None) -> Tensor | None:
@@ -126,7 +126,7 @@ def _hooks_see_the_local_part() -> Patches:
 
 @_mutation("outside-unreduced", 2, "outside")
 def _ignores_parameters_outside_of_models() -> Patches:
-    """A parameter in no parallelized model, such as one of a criterion, is not reduced."""
+    """Does not reduce a parameter outside of parallelized models, such as one of a criterion."""
     register = Reducer.register
 
     def only_plain(self: Reducer, tensor: Tensor) -> None:
@@ -138,7 +138,7 @@ def _ignores_parameters_outside_of_models() -> Patches:
 
 @_mutation("graph-unreduced", 2, "penalty")
 def _leaves_gradients_with_a_graph_alone() -> Patches:
-    """What is added to a gradient with a graph (create_graph) is not reduced."""
+    """Does not reduce additions to a gradient with a graph (create_graph)."""
     finish = Bucket.finish
 
     def without_graphs(self: Bucket, *given: Any) -> None:
@@ -153,7 +153,7 @@ def _leaves_gradients_with_a_graph_alone() -> Patches:
 
 @_mutation("tied-twice", 2, "tied")
 def _second_model_takes_members_again() -> Patches:
-    """A parameter of two parallelized models is a member of both, and is reduced in both."""
+    """Makes a parameter of two parallelized models a member of both, and reduces it in both."""
     add_lane = Reducer.add_lane
 
     def anew(self: Reducer, parameters: Any) -> Any:
@@ -169,7 +169,7 @@ def _second_model_takes_members_again() -> Patches:
 
 @_mutation("caught-forgotten", 2, "raise")
 def _forgets_interrupted_passes() -> Patches:
-    """After a backward that raised and was caught, the next one finds buckets half filled."""
+    """Leaves buckets half filled for the next backward after one that raised and was caught."""
 
     def leave(self: Reducer, *, interrupted: bool) -> None:
         self._runs.pop()
@@ -182,7 +182,7 @@ def _forgets_interrupted_passes() -> Patches:
 
 @_mutation("norm-reads-late", 3, "data")
 def _norms_read_their_weights_late() -> Patches:
-    """The result of a norm is written from the weight and bias as they are when it is used."""
+    """Computes the result of a norm from the weight and bias at the time of its use."""
 
     def late(method: Any) -> Any:
         def read(self: Normalization, *given: Any) -> Any:
@@ -202,12 +202,12 @@ def _norms_read_their_weights_late() -> Patches:
 
 @_mutation("views-stale", 4, "views")
 def _stale_views_are_used() -> Patches:
-    """A copy in place of a view is used after a change of its base."""
+    """Allows uses of a copy in place of a view after a change of its base."""
     return [patch.object(Storage, "change_after", lambda self, memory, part: "")]
 
 
 @_mutation("indices-local", 5, "indices")
-def _indices_of_the_shard() -> Patches:
+"""Returns indices into this rank's shard from `torch.where(condition)` and similar calls."""
     """`torch.where(condition)` and its kin return indices into this rank's shard."""
     return [patch.object(nonzero, "_indices", lambda x: local_of(x).detach().nonzero())]
 
@@ -217,7 +217,7 @@ def _indices_of_the_shard() -> Patches:
 
 @_mutation("checks-used-up", 6, "different")
 def _three_checks_for_each_shape() -> Patches:
-    """Plain operands are compared three times for each shape, parameters never."""
+    """Compares plain operands three times per shape, and parameters never."""
     used: Counter[tuple[int, torch.Size]] = Counter()
     add = Contents.add
 
@@ -233,7 +233,7 @@ def _three_checks_for_each_shape() -> Patches:
 
 @_mutation("numbers-unseen", 6, "different")
 def _numbers_of_one_rank() -> Patches:
-    """What calls and numbers make of sharded tensors is not compared."""
+    """Does not compare calls on sharded tensors and their numbers."""
     return [patch.object(sharded, "history_of", lambda *_: NO_HISTORY)]
 
 
@@ -242,14 +242,14 @@ def _numbers_of_one_rank() -> Patches:
 
 @_mutation("groups-equal", 7, "groups", "unequal")
 def _groups_weigh_alike() -> Patches:
-    """Each sample group weighs the same, whatever its number of samples."""
+    """Weights all sample groups equally, independent of their number of samples."""
     shares = property(lambda self: (1,) * self._parts)
     return [patch.object(GroupSizes, "shares", shares)]
 
 
 @_mutation("first-sample-equal", 7, "groups", "unequal", "dropout")
 def _first_sample_as_of_equal_groups() -> Patches:
-    """The first sample of a group is found as if all groups had as many samples as this one."""
+    """Computes the first sample of a group as if all groups had as many samples as this one."""
 
     def first_sample(self: GroupSizes) -> int:
         return self._index * self.own if self._first is None else self._first
@@ -259,7 +259,7 @@ def _first_sample_as_of_equal_groups() -> Patches:
 
 @_mutation("closures-alone", 7, "groups", "lbfgs")
 def _line_search_by_the_loss_of_a_group() -> Patches:
-    """A line search compares the losses of its own sample group, and no checksum notices."""
+    """Compares the losses of each rank's own sample group in a line search, without a checksum."""
     return [
         patch.object(global_loss, "_agreed", lambda closure, *_: closure),
         patch.object(Parameters, "share", lambda self, *_: ()),
@@ -268,7 +268,7 @@ def _line_search_by_the_loss_of_a_group() -> Patches:
 
 @_mutation("fast-weights-alone", 7, "groups", "fast")
 def _fast_weights_of_a_group() -> Patches:
-    """Plain tensors in the place of parameters have the gradient of their group's own loss."""
+    """Gives plain tensors in place of parameters the gradient of their group's own loss."""
     return [patch.object(replaced, "note", lambda *_: None)]
 
 
@@ -277,7 +277,7 @@ def _fast_weights_of_a_group() -> Patches:
 
 @_mutation("saved-read-twice", 10, "penalty", "checkpoint")
 def _prelu_reads_saved_tensors_twice() -> Patches:
-    """Second-order backward of PReLU after a norm reads twice what a checkpoint makes anew."""
+    """Reads saved tensors twice in the double backward of a PReLU in a checkpoint."""
     by_composition = prelu._by_composition
 
     def twice(ctx: Any, *given: Any) -> Any:

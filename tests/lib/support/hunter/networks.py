@@ -1,4 +1,4 @@
-"""Networks of programs: what real networks are made of, and random blocks between."""
+"""Networks of programs: motifs of real networks, and random blocks between them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Blocks = list[Source]
 Motif = list[Callable[[Spot], Source]]
 
 MOST_VALUES = 900
-"""Of an input, of one sample."""
+"""Maximum number of values in one sample of an input."""
 
 
 def sample_shape(numbers: random.Random) -> tuple[int, ...]:
-    """Channels and extents; mostly three dims."""
+    """Draws channels and extents of a sample; mostly three dims."""
     dims = numbers.choice((3, 3, 3, 3, 3, 2, 1))
     extents = [numbers.randint(2, {1: 16, 2: 9, 3: 8}[dims]) for _ in range(dims)]
     extents[0] = max(extents[0], numbers.randint(2, 12))
@@ -28,13 +28,13 @@ def sample_shape(numbers: random.Random) -> tuple[int, ...]:
 
 
 def wide_network(numbers: random.Random, shape: tuple[int, ...]) -> Blocks:
-    """Two convolutions whose weights are large, for an input of [N, C, ...]."""
+    """Returns two convolutions with large weights for an input of [N, C, ...]."""
     first = Spot(numbers, shape, 0).layer("Conv", shape[1], 32, 1)
     return [first, Spot(numbers, shape, 0).layer("Conv", 32, 48, 3, padding=1)]
 
 
 def plain_network(numbers: random.Random, shape: tuple[int, ...]) -> tuple[Blocks, tuple[int, ...]]:
-    """Layers that torch computes of no samples, too."""
+    """Returns layers that torch can also compute for zero samples, and their result's shape."""
     layers: Blocks = []
     for _ in range(numbers.randint(1, 3)):
         found, shape = chosen(numbers, shape)
@@ -43,7 +43,7 @@ def plain_network(numbers: random.Random, shape: tuple[int, ...]) -> tuple[Block
 
 
 def network(numbers: random.Random, shape: tuple[int, ...]) -> tuple[Blocks, tuple[int, ...]]:
-    """Layers for an input of [N, C, ...], and the shape of their result."""
+    """Returns layers for an input of [N, C, ...], and the shape of their result."""
     layers: Blocks = []
     for _ in range(numbers.randint(1, 3)):
         if numbers.random() < 0.35:
@@ -64,14 +64,14 @@ def _with_weight(
 
 
 def chosen(numbers: random.Random, shape: tuple[int, ...]) -> tuple[Blocks, tuple[int, ...]]:
-    """One of the motifs, as far as it fits the shape."""
+    """Returns the layers of a random motif that fit the shape, and the shape of their result."""
     return fitted(numbers, shape, numbers.choice(MOTIFS))
 
 
 def fitted(
     numbers: random.Random, shape: tuple[int, ...], motif: Motif
 ) -> tuple[Blocks, tuple[int, ...]]:
-    """The layers of a motif that fit the shape."""
+    """Returns the layers of a motif that fit the shape, and the shape of their result."""
     kept: Blocks = []
     for make_layer in motif:
         layer = make_layer(Spot(numbers, shape, 0))
@@ -88,7 +88,7 @@ def plain_conv(s: Spot) -> Source:
 
 
 def reaching_conv(s: Spot) -> Source:
-    """A convolution along one dim that reaches far: wide, dilated, padded."""
+    """Returns a convolution along one dim that reaches far: wide, dilated, padded."""
     kernel, dilation, padding = [1] * s.dims, [1] * s.dims, [0] * s.dims
     d = s.pick(0, 0, s.number(0, s.dims - 1))
     kernel[d], dilation[d] = s.pick(2, 3, 3, 4, 5, 5), s.pick(1, 2, 2, 3)
@@ -99,7 +99,10 @@ def reaching_conv(s: Spot) -> Source:
 
 
 def far_conv(s: Spot) -> Source:
-    """Along the first dim, as many outputs as inputs; slabs may reach none of a thin block's."""
+    """Returns a far-reaching convolution along the first dim, with as many outputs as inputs.
+
+    Slabs may reach none of a thin block's outputs.
+    """
     kernel, dilation = s.pick(3, 5, 5), s.pick(1, 2, 2, 3)
     rest = (1,) * (s.dims - 1)
     sizes = {
@@ -160,7 +163,7 @@ def residual(s: Spot) -> Source:
 
 
 FAR: Motif = [far_conv, relu_in_place, average]
-"""What fuses on some ranks only where a block is thinner than the convolution's dilation."""
+"""Layers that fuse only on some ranks, if a block is thinner than the convolution's dilation."""
 
 MOTIFS: list[Motif] = [
     [plain_conv, in_place, overlapping],

@@ -1,7 +1,7 @@
-"""What a program may do between its forward, loss, backward and step, in the names of `World`.
+"""The statements of programs, as templates in the names of `World`.
 
-`M` is one of the networks, `Y` an output, `X` an input, `K` a number, `D` a dim. A statement need
-not be legal everywhere: what torch refuses is taken out of the program.
+`M` is a network, `Y` an output, `X` an input, `K` a number, `D` a dim. A statement need not be
+legal everywhere: statements that torch refuses are removed from the program.
 """
 
 # ruff: noqa: E501  a statement is a line
@@ -34,7 +34,7 @@ if here: M.state_dict()
 if here: [p.grad is None or p.grad.shape for p in M.parameters()]
 if here: (Y.shape, Y.dtype, Y.requires_grad, Y.is_leaf, Y.grad_fn)
 """.strip().splitlines()
-"""Looking, mostly on one rank: it never changes anything."""
+"""Inspections, mostly on one rank, that never change anything."""
 
 DATA = """
 for p in M.parameters(): p.data.mul_(0.9)
@@ -66,13 +66,13 @@ with torch.no_grad(): pick(M, K).set_((pick(M, K) * 0.8).detach())
 v = nn.utils.parameters_to_vector(M.parameters()) * 0.9\\nnn.utils.vector_to_parameters(v.detach(), M.parameters())
 for a, b in zip(E.parameters(), M.parameters()): a.data, b.data = b.data, a.data
 """.strip().splitlines()
-"""Values that change past autograd, `E` being an average of the weights of `M`."""
+"""Changes that bypass autograd; `E` is an average of the weights of `M`."""
 
 REPLACING = """
 X.data.add_(0.3)
 Y.data.mul_(0.5)
 """.strip().splitlines()
-"""Activations that autograd saved changed past it."""
+"""Changes, bypassing autograd, of activations that autograd saved."""
 
 SURGERY = """
 M.requires_grad_(True)
@@ -91,7 +91,7 @@ M.zero_grad()
 M.zero_grad(set_to_none=False)
 pick(M, K).grad = None
 """.strip().splitlines()
-"""The network itself changes."""
+"""Changes of the network itself."""
 
 SAVING = """
 states = reloaded((M.state_dict(), opt.state_dict()))
@@ -105,14 +105,14 @@ opt.load_state_dict(reloaded(opt.state_dict()))
 M.load_state_dict(states[0])\\nopt.load_state_dict(states[1])
 M.load_state_dict(reloaded(M.state_dict()), assign=True)\\nopt = torch.optim.SGD(P, 0.05, momentum=0.9)
 """.strip().splitlines()
-"""Checkpoints are written and read in the middle of training."""
+"""Checkpoints saved and loaded in the middle of training."""
 
 CASTING = """
 M.float().double()\\nstir(M)
 M.half().double()\\nstir(M)
 M.to(torch.float32).to(torch.float64)\\nstir(M)
 """.strip().splitlines()
-"""Parameters get other memory: changes of the network."""
+"""Casts that give parameters new memory: changes of the network."""
 
 HOOKS = """
 pick(M, K).register_hook(lambda g: g.clamp(-1e-3, 1e-3))
@@ -134,7 +134,7 @@ part(M, K).register_forward_pre_hook(lambda m, a: (a[0] * 0.5,))
 part(M, K).register_full_backward_hook(lambda m, i, o: see('into', i[0], into(m)))
 part(M, K).register_full_backward_hook(lambda m, i, o: (i[0] * 0.5,))
 """.strip().splitlines()
-"""Hooks that change or keep what they are given, on all ranks."""
+"""Hooks that change or record their arguments, on all ranks."""
 
 VIEWS = """
 v = Y.flatten(2)
@@ -193,7 +193,7 @@ v += 1
 v[:, :1] = 0
 F.relu(v, inplace=True)
 """.strip().splitlines()
-"""Bases and views changed in place."""
+"""In-place changes of bases and views."""
 
 INDICES = """
 torch.where(Y > 0.1)
@@ -258,7 +258,7 @@ torch.nn.utils.parameters_to_vector(M.parameters())
 torch.tril_indices(3, 3)
 Y.storage_offset()
 """.strip().splitlines()
-"""Expressions whose result holds indices, counts or sizes."""
+"""Expressions whose results hold indices, counts or sizes."""
 
 LOSSES = """
 Y.square().mean()
@@ -276,7 +276,7 @@ F.binary_cross_entropy_with_logits(Y, (like(Y, K) > 0).to(Y.dtype))
 Y.mean(dim=tuple(range(2, Y.dim()))).square().mean()
 Y.flatten(1).logsumexp(1).mean()
 """.strip().splitlines()
-"""Means over samples: a group's loss then is the mean over its own."""
+"""Means over samples: a group's loss is the mean over its own samples."""
 
 SUMS = """
 Y.square().sum()
@@ -286,7 +286,7 @@ Y.amax()
 Y.std()
 (Y.square().sum() / (1 + (Y > 0).sum()))
 """.strip().splitlines()
-"""Losses that are no means: for one group."""
+"""Losses that are not means: only for one group."""
 
 OUTSIDE = """
 (head(Y)).square().mean()
@@ -297,7 +297,7 @@ head(full(Y)).square().mean()
 (full(Y) * learned).square().mean()
 (head(Y) * learned).square().mean() + full(Y).mean()
 """.strip().splitlines()
-"""Losses with parameters in no parallelized model."""
+"""Losses with parameters outside of parallelized models."""
 
 FORWARDS = """
 Y = M(X)
@@ -329,7 +329,7 @@ FAST = """
 see('fast', adapted(M, X, K % 3, computed=False))
 see('fast', adapted(M, X, K % 3, computed=True))
 """.strip().splitlines()
-"""Gradients of plain tensors in the place of parameters."""
+"""Gradients with plain tensors in place of parameters."""
 
 PENALTIES = """
 g, = torch.autograd.grad(L, X, create_graph=True)\\n(L + g.square().sum()).backward(retain_graph=True)
@@ -337,7 +337,7 @@ g, = torch.autograd.grad(L, X, create_graph=True)\\ng.square().sum().backward(re
 gs = torch.autograd.grad(L, trained(M), create_graph=True)\\nsum(g.square().sum() for g in gs).backward(retain_graph=True)
 L.backward(create_graph=True)\\n(L + sum(p.grad.square().sum() for p in trained(M) if p.grad is not None)).backward(retain_graph=True)
 """.strip().splitlines()
-"""Second derivatives, for one group."""
+"""Second derivatives, only for one group."""
 
 OPTIMIZERS = """
 torch.optim.SGD(P, 0.05)
@@ -371,7 +371,7 @@ part(M, K).register_full_backward_hook|M(X).square().mean().backward()
 part(M, K).register_forward_hook|M(X).square().mean().backward()
 part(M, K).register_forward_pre_hook|M(X)
 """.strip().splitlines()
-"""Where a hook that raises is registered, and the pass that it interrupts."""
+"""Points where a raising hook is registered, and the pass that it interrupts."""
 
 RAISING_LATER = """
 Y.register_hook|Y.square().mean().backward(retain_graph=True)
@@ -390,7 +390,7 @@ if here and t == K: pick(M, K).data.view(-1)[K % pick(M, K).numel()] += 1e-3
 if here and t == K: part(M, K).eps = 0.1; pick(M, K).data.add_(0.1)
 y = y + like(y, 100 * t + (7 if here and t >= K else 0))
 """.strip().splitlines()
-"""One rank has other data from step `K` on."""
+"""Different data on one rank from step `K` on."""
 
 OTHER_NUMBERS = """
 y = y * (0.5 if here and t >= K else 2)
@@ -398,4 +398,4 @@ y = y.sin() if here and t >= K else y
 y = F.leaky_relu(y, 0.1 if here and t == K else 0.2)
 y = y[:, (1 if here and t >= K else 0) % y.shape[1]] * 1 if y.shape[1] > 1 else y * (t if here else -t)
 """.strip().splitlines()
-"""One rank computes something else with its part of a sample from step `K` on."""
+"""Different computations of one rank on its part of a sample, from step `K` on."""

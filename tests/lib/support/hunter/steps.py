@@ -1,4 +1,4 @@
-"""The steps of a program: forward, loss, backward, optimizer, and what happens between them."""
+"""Steps of a program: forward, loss, backward, optimizer, and statements between them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from support.random_networks.spot import Source
 
 
 class Steps(Draws):
-    """Writes steps.
+    """Generator of a program's steps.
 
     Attributes:
-        groups, spatial, networks: as of the program.
-        themes: what happens between the calls of a step.
-        accumulates: whether steps may accumulate gradients.
-        checkpointed: whether all forward passes are checkpoints.
-        leaf: whether the input requires a gradient.
-        is_plain: whether the model cuts the input itself.
-        second: the call of a second network; "" where there is none.
-        outside: whether parameters outside of networks are trained.
-        scaled: whether a GradScaler makes the steps.
-        waiting: whether a graph waits for its backward.
-        called: the latest forward pass.
+            groups, spatial, networks: those of the program.
+            themes: kinds of statements between the calls of a step.
+            accumulates: whether steps may accumulate gradients.
+            checkpointed: whether all forward passes are checkpoints.
+            leaf: whether the input requires a gradient.
+            is_plain: whether the model cuts the input itself.
+            second: the call of a second network, or "".
+            outside: whether parameters outside of networks are trained.
+            scaled: whether a GradScaler makes the steps.
+            waiting: whether a graph waits for its backward.
+            called: the latest forward pass.
     """
 
     groups: tuple[int, ...]
@@ -43,7 +43,7 @@ class Steps(Draws):
     called = ""
 
     def step(self) -> None:
-        """One step of training, or a forward pass without a graph."""
+        """Adds one step of training, or a forward pass without a graph."""
         self.gap(before=True)
         if self.maybe(0.15):
             self.lines.append(self.any(("m0.eval()", "m0.train()")))
@@ -57,7 +57,7 @@ class Steps(Draws):
             self.closed_step()
             return
         self.called = forward = self.fill(self.any(self.forwards()))
-        # Of outputs without a graph a head keeps the gradients of its own group, as documented.
+        # For outputs without a graph, a head keeps the gradients of its own group, as documented.
         grouped = self.outside and len(self.groups) > 1
         if grouped:
             forward += "\ngraph = torch.is_grad_enabled()"
@@ -85,8 +85,8 @@ class Steps(Draws):
         self.after_backward()
 
     def backward(self) -> None:
-        """Gradients of the loss."""
-        # Where a checkpointed part is called again, torch has put the model's own weights back.
+        """Adds the gradients of the loss."""
+        # When a checkpointed part is called again, torch has restored the model's own weights.
         if "Checkpointed" not in str(self.networks) and self.takes("fast", 0.1):
             self.add(self.any(words.FAST))
         often = 0.7 if self.checkpointed else 0.1
@@ -94,22 +94,22 @@ class Steps(Draws):
             self.add(self.any(words.PENALTIES))
         else:
             self.add(self.any(s for s in words.BACKWARDS if self.leaf or "X" not in s))
-            self.waiting = "raise" in self.themes  # whose backwards use older graphs
+            self.waiting = "raise" in self.themes  # its backwards use older graphs
 
     def forwards(self) -> list[str]:
-        """Ways of calling the network."""
+        """Returns ways of calling the network."""
         if self.checkpointed:
             return [s for s in words.FORWARDS if "checkpoint" in s]
-        # A part that is called by itself has no group weights, as documented; and with a plain
-        # input it is torch's own, which would see what layers in place did to a block of that.
+        # A part called by itself has no group weights, as documented. With a plain input it is
+        # torch's own, which would see the changes that in-place layers make to a block.
         whole_only = self.is_plain or len(set(self.groups)) > 1
-        # Such a hook changes weights again where they are computed anew, past what torch has saved.
+        # Such a hook changes weights again in the recomputation, unlike the ones torch has saved.
         hooked = any("forward_hook" in s and "in m.parameters()" in s for s in self.lines)
         left_out = ["each in M"] * whole_only + ["checkpoint"] * hooked
         return [s for s in words.FORWARDS if not any(each in s for each in left_out)]
 
     def loss(self) -> str:
-        """An expression."""
+        """Returns an expression for the loss."""
         pool = list(words.LOSSES)
         if len(self.groups) == 1:
             pool += words.SUMS
@@ -121,7 +121,7 @@ class Steps(Draws):
         return text
 
     def after_backward(self) -> None:
-        """Looks at gradients, changes them, takes the step."""
+        """Adds inspections and changes of gradients, and the optimizer step."""
         if self.leaf and self.maybe(0.5):
             self.lines.append("see('x.grad', x.grad, 'share')")
         if self.maybe(0.7):
@@ -136,7 +136,7 @@ class Steps(Draws):
         self.gap()
 
     def closed_step(self) -> None:
-        """A step whose optimizer calls forward and backward itself."""
+        """Adds a step whose optimizer calls forward and backward itself."""
         self.add(
             "def closure():\\n    opt.zero_grad()\\n    y = M(X)\\n"
             f"    L = {self.loss()}\\n    L.backward()\\n    return L"
@@ -146,12 +146,12 @@ class Steps(Draws):
         self.gap()
 
     def scaled_step(self) -> None:
-        """A step by a GradScaler, which now and then overflows."""
+        """Adds a step by a GradScaler, which sometimes overflows."""
         factor = ""
         if self.maybe(0.3):
             factor = " * float('inf')"
-            # Of groups with one rank each, one alone may overflow, if its samples count. The
-            # gradients are then not those of one device, so nothing may see them.
+            # A group with one rank may overflow alone, if its samples count. The gradients then
+            # differ from those of one device, so nothing may see them.
             alone = math.prod(self.spatial) == 1 and min(self.groups) and "hooks" not in self.themes
             if alone and self.maybe(0.5):
                 factor = " * (float('inf') if here else 1.0)"
@@ -171,7 +171,7 @@ class Steps(Draws):
         self.see_models()
 
     def see_models(self) -> None:
-        """Keeps all parameters, gradients and buffers."""
+        """Adds records of all parameters, gradients and buffers."""
         self.lines.append("see_model('m0', m0)")
         if self.second:
             self.lines.append("see_model('m1', m1)")
@@ -181,7 +181,7 @@ class Steps(Draws):
     # -- between the calls ------------------------------------------------------------------
 
     def gap(self, before: bool = False) -> None:
-        """Some statements of the program's themes."""
+        """Adds some statements of the program's themes."""
         for theme in self.themes:
             if not self.maybe(0.45) or (theme == "data" and self.recomputes()):
                 continue
@@ -213,7 +213,7 @@ class Steps(Draws):
             self.lines.append("see('average', e(x), 'rows')")
 
     def surgery(self) -> list[str]:
-        """Changes of the network: recomputed in another mode, or frozen, it saves other tensors."""
+        """Returns changes of the network; a recomputation in another mode saves other tensors."""
         kinds = [*words.SURGERY, *self.unless_waiting(words.CASTING)]
         if not self.recomputes():
             return kinds
@@ -221,31 +221,31 @@ class Steps(Draws):
         return [s for s in kinds if not any(change in s for change in changing)]
 
     def changes(self) -> list[str]:
-        """Changes past autograd; in a forward pass only where it runs once."""
+        """Returns changes that bypass autograd; in a forward pass only if it runs once."""
         once = self.computes_once()
         return [s for s in words.DATA if once or "forward_hook" not in s]
 
     def computes_once(self) -> bool:
-        """Whether no part of a network is computed anew in a backward pass."""
+        """Returns whether no part of a network is recomputed in a backward pass."""
         layers = "".join(map(str, itertools.chain(*self.networks.values())))
         again = "Checkpointed" in layers or self.checkpointed or "checkpoint" in self.called
         return not again
 
     def recomputes(self) -> bool:
-        """Whether a checkpoint waits for its backward, for which torch wants the same weights."""
+        """Returns whether a waiting checkpoint needs the same weights for its backward."""
         return self.waiting and "checkpoint" in self.called
 
     def looks(self) -> list[str]:
-        """Ways of looking; a hook on a parameter whose gradient is partitioned is refused."""
+        """Returns inspections; pydist refuses hooks on parameters with partitioned gradients."""
         partitioned = "opt = share(opt, m0)" in self.lines
         looks = [s for s in words.LOOKING if not (partitioned and "pick(M, K).register" in s)]
         return self.recomputable(looks)
 
     def recomputable(self, statements: list[str]) -> list[str]:
-        """Those that let a part be computed anew as it was before they came.
+        """Returns the statements that do not change the recomputation of a part.
 
-        A full backward hook saves more. A forward hook that changes what a layer takes or returns
-        does so in the second computation only, where the result depends on what torch has saved.
+        A full backward hook saves more. A forward hook that changes arguments or results of a layer
+        affects only the recomputation if the result depends on tensors that torch has saved.
         """
         if not self.waiting or self.computes_once():
             return statements
@@ -253,30 +253,31 @@ class Steps(Draws):
         return [s for s in statements if not any(change in s for change in changing)]
 
     def hooks(self) -> list[str]:
-        """Hooks. A clamp of an activation's gradient shows that this is of the group's own loss.
+        """Returns hooks, without clamps that show the scale of an activation's gradient.
 
-        Under a GradScaler it also shows which gradients are infinite and which are no numbers.
+        A clamp shows that this gradient is of the group's own loss, and, under a GradScaler, which
+        gradients are infinite and which are NaN.
         """
         several, raising = len(self.groups) > 1, "raise" in self.themes
         return [
             s
             for s in self.recomputable(words.HOOKS)
             if not ((several or self.scaled) and s.startswith("Y.") and "clamp" in s)
-            # How far an interrupted pass came is not as in torch.
+            # The point that an interrupted pass reaches differs from torch's.
             and not (raising and ("see(" in s or "i[0]" in s))
         ]
 
     def unless_waiting(self, changes: list[str]) -> list[str]:
-        """Other memory for parameters: by default not while a graph waits for its backward."""
+        """Returns the changes of parameters' memory; by default none while a graph waits."""
         return changes if "replaced" in self.ingredients or not self.waiting else []
 
     def noticed(self, statements: list[str], y: str) -> list[str]:
-        """By default not `.data` of what a waiting graph has saved: torch would not notice."""
+        """Excludes, by default, `.data` of tensors that a waiting graph saved: torch misses it."""
         unseen = statements if y != "y" else self.unless_waiting(statements)
         return unseen or [s for s in statements if ".data" not in s]
 
     def views(self) -> None:
-        """A view, changes of it or its base, and a look at both."""
+        """Adds a view, changes of it or its base, and records of both."""
         y = "y"
         if self.maybe(0.4):
             y = "w"
@@ -290,9 +291,9 @@ class Steps(Draws):
         self.lines.append(f"see('base', {y} * 1)")
 
     def raising(self) -> None:
-        """A hook that raises, in a pass whose error the program catches.
+        """Adds a hook that raises, in a pass whose error the program catches.
 
-        How far that pass came shows in buffers of what it computed anew.
+        The point that this pass reaches shows in buffers of its recomputed parts.
         """
         if not self.computes_once():
             return

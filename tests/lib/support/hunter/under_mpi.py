@@ -1,4 +1,4 @@
-"""The hunt under MPI: programs for so many ranks, on rank-threads and then as processes."""
+"""The hunt under MPI: programs of one number of ranks, on rank-threads and then as processes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from support.hunter.judge import Run, Verdict, run_whole, verdict_of
 from support.hunter.program import Program
 
 BATCH = 100
-"""Programs of one MPI job."""
+"""Number of programs per MPI job."""
 
 
 def hunt_mpi(
     tasks: Iterable[Task], seconds: float, workers: int, ranks: int, mpi: str, programs: int
 ) -> Tally:
-    """Examines programs for so many ranks; those that are equal on threads run as an MPI job too.
+    """Examines programs with `ranks` ranks; those equal on rank-threads also run as an MPI job.
 
     Args:
-        tasks: those for other numbers of ranks are left out.
-        seconds: after which no further one is examined on threads.
-        workers: processes at a time, on threads.
-        ranks: of the programs.
-        mpi: openmpi, mpich or gloo.
-        programs: at most so many.
+            tasks: those with other numbers of ranks are skipped.
+            seconds: time after which no further program starts on rank-threads.
+            workers: concurrent processes, on rank-threads.
+            ranks: ranks of the programs.
+            mpi: openmpi, mpich or gloo.
+            programs: maximum number of programs.
 
     Returns:
-        what the programs gave under MPI, and failures on threads.
+            Counts of the outcomes under MPI, and failures on rank-threads.
     """
     warm_up()
     deadline = time.monotonic() + seconds
@@ -62,7 +62,7 @@ def hunt_mpi(
 def judged_under_mpi(
     programs: Sequence[tuple[int, Program]], ranks: int, mpi: str
 ) -> Iterator[tuple[int, Verdict]]:
-    """The verdicts on programs that run one after another in MPI jobs of so many ranks."""
+    """Yields the verdicts on programs that run one after another in MPI jobs."""
     rest = list(programs)
     while rest:
         with tempfile.TemporaryDirectory(prefix="pydist-hunt-") as folder:
@@ -71,7 +71,7 @@ def judged_under_mpi(
             ((_, verdict),) = each_isolated(_compared, [(program, found)], LIMIT)
             yield seed, verdict
         rest = rest[len(runs) :]
-        if rest:  # the job ended at the next one
+        if rest:  # the job ended at the next program
             yield rest[0][0], Verdict("crash", f"under {mpi}: {output[-800:]}")
             rest = rest[1:]
 

@@ -1,4 +1,4 @@
-"""The names that a program's statements use: on one device, or on one rank of a mesh."""
+"""The namespace of a program's statements, on one device or on one rank of a mesh."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from support.networks.small import initialised
 from support.random_networks.blocks import checkpointed, make
 
 OVER = ("same", "rows", "share", "mean", "together")
-"""How the values of the data groups make the value of one device: `same` are equal to it, `rows`
-follow one another, `share` are rows of a gradient of the group's mean loss, `mean` are means over
-the group's samples. `together` are only compared with each other."""
+"""Relations between the values of the data groups and the value of one device: `same` are equal to
+it, `rows` are concatenated, `share` are rows of a gradient of the group's mean loss, `mean` are
+means over the group's samples. `together` are only compared with each other."""
 
 
 POOLS_1D = (nn.AvgPool1d, nn.MaxPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d)
-"""torch's results of them are views of its own: it drops hooks of a view that changes in place."""
+"""Pools whose results are views made by torch: it drops their hooks when they change in place."""
 
 
 class Boom(KeyError):
-    """Raised by a program's own hooks, and caught by the program."""
+    """Error that a program's own hooks raise, and that the program catches."""
 
 
 class Seen(NamedTuple):
     """A value as the program saw it.
 
     Attributes:
-        over: of `OVER`.
-        value: a whole tensor, or anything that `==` compares.
-        facts: shape, dtype and the like, which must be equal.
+            over: a value of `OVER`.
+            value: a full tensor, or anything that `==` compares.
+            facts: shape, dtype and other properties that must be equal.
     """
 
     over: str
@@ -51,7 +51,7 @@ class Seen(NamedTuple):
 
 
 class World:
-    """What a program runs in: plain torch where `mesh` is None."""
+    """The environment of one run of a program: plain torch if `mesh` is None."""
 
     def __init__(self, program: Program, mesh: Mesh | None, noise: int | None = None) -> None:
         self.program, self.mesh, self.noise = program, mesh, noise
@@ -65,7 +65,7 @@ class World:
         self._names: dict[str, Any] = {}
 
     def names(self) -> dict[str, Any]:
-        """The namespace of the statements."""
+        """Returns the namespace of the statements."""
         tools = {name: getattr(self, name) for name in TOOLS}
         looker = self.program.looker
         mesh = self.mesh
@@ -80,7 +80,7 @@ class World:
         }  # fmt: skip
 
     def run(self) -> tuple[int, Exception] | None:
-        """Runs the statements; the number of one that raised, and its error."""
+        """Runs the statements; returns the number and the error of one that raised."""
         names = self._names = self.names()
         for i, statement in enumerate(self.program.statements):
             try:
@@ -90,13 +90,13 @@ class World:
         return None
 
     def has_changed_plain_tensors(self) -> bool:
-        """Whether a call in place has changed this rank's block of a plain tensor."""
+        """Returns whether an in-place call has changed this rank's block of a plain tensor."""
         return any(hasattr(value, "_pydist_changed") for value in self._names.values())
 
-    # -- what statements call ---------------------------------------------------------------
+    # -- functions that statements call -----------------------------------------------------
 
     def net(self, name: str) -> nn.Module:
-        """A network of the program, equal at every call."""
+        """Creates a network of the program, equal at every call."""
         layers = self.program.networks[name]
         index = list(self.program.networks).index(name)
         model = initialised(nn.Sequential(*map(make, layers)), index)
@@ -110,27 +110,27 @@ class World:
         return model
 
     def stir(self, model: nn.Module) -> None:
-        """Adds the run's noise to the parameters: again where rounding has taken it away."""
+        """Adds the run's noise to the parameters again, after rounding has removed it."""
         if self.noise is not None:
             with torch.no_grad():
                 for p in model.parameters():
                     p.copy_(jittered(p, self.noise))
 
     def number(self, *shape: int, seed: int = 0) -> nn.Parameter:
-        """A parameter outside of networks."""
+        """Creates a parameter outside of networks."""
         return nn.Parameter(randn(*shape, seed=1000 + seed) * 0.3)
 
     def ready(self, model: nn.Module, **options: Any) -> nn.Module:
         return model if self.mesh is None else parallelize(model, self.mesh, **options)
 
     def rows(self, seed: int, leaf: bool = False) -> Tensor:
-        """This group's samples of an input, plain."""
+        """Returns this group's samples of an input, as a plain tensor."""
         x = randn(self.program.batch, *self.program.sample, seed=500 + seed)
         x = x if self.noise is None else jittered(x, self.noise + 10 * seed)
         return x[self.rows_of_group].clone().requires_grad_(leaf)
 
     def cut(self, seed: int, leaf: bool = False, names_first: bool = True) -> Tensor:
-        """An input, cut at the program's points; pydist may have to find the first sample."""
+        """Returns an input, cut at the program's points; may leave its first sample unnamed."""
         x = self.rows(seed)
         if self.mesh is not None:
             layout = self.layout(x)
@@ -150,11 +150,11 @@ class World:
         return layout_at(self.mesh, x.shape, self.program.points)
 
     def like(self, y: Tensor, seed: int = 0) -> Tensor:
-        """This group's rows of normal numbers, plain, of the shape of y."""
+        """Returns this group's rows of a plain normal random tensor with the shape of `y`."""
         return randn(self.program.batch, *y.shape[1:], seed=700 + seed)[self.rows_of_group]
 
     def labels(self, y: Tensor, seed: int = 0) -> Tensor:
-        """This group's classes for logits y."""
+        """Returns this group's classes for logits y."""
         found = randint(y.shape[1], self.program.batch, *y.shape[2:], seed=800 + seed)
         return found[self.rows_of_group]
 
@@ -162,14 +162,14 @@ class World:
         return contextlib.nullcontext() if self.mesh is None else model.no_sync()  # type: ignore[operator]
 
     def share(self, optimizer: Any, model: nn.Module) -> Any:
-        """The optimizer with a step that the ranks share."""
+        """Returns the optimizer as a partitioned optimizer (ZeRO-1)."""
         if self.mesh is None:
             return optimizer
         self.shared.add(id(model))
         return sharded(optimizer, model, "always")
 
     def see(self, name: str, value: Any, over: str = "same") -> None:
-        """Keeps a value for the comparison."""
+        """Records a value for the comparison."""
         several = isinstance(value, tuple) or (
             isinstance(value, list) and any(isinstance(each, Tensor) for each in value)
         )
@@ -177,12 +177,12 @@ class World:
             self.seen.setdefault(name, []).append(_seen(each, over))
 
     def see_model(self, name: str, model: nn.Module, over: str = "same") -> None:
-        """Keeps parameters, their gradients, and buffers."""
+        """Records parameters, their gradients, and buffers."""
         if id(model) in self.shared:
             gather_gradients(model)
         for path, p in model.named_parameters():
             self.see(f"{name}.{path}", p, over)
-            # Not whether a graph (create_graph) leads on: torch makes some that end nowhere.
+            # Detached: torch makes some graphs (create_graph) that end nowhere.
             self.see(f"{name}.{path}.grad", None if p.grad is None else p.grad.detach(), over)
         for path, b in model.named_buffers():
             self.see(f"{name}.{path}", b, over)
@@ -195,7 +195,7 @@ TOOLS = (
 
 
 def _seen(value: Any, over: str) -> Seen:
-    if isinstance(value, (list, float)):  # compared as tensors are
+    if isinstance(value, (list, float)):  # compared like tensors
         return Seen(over, torch.tensor(value), (type(value).__name__,))
     if not isinstance(value, Tensor):
         return Seen(over, value, (type(value).__name__,))
@@ -209,27 +209,27 @@ def _without_base(_layer: nn.Module, _args: Any, y: Any) -> Any:
 
 
 def full(x: Tensor) -> Tensor:
-    """The whole tensor."""
+    """Returns the full tensor."""
     return x.full_tensor() if isinstance(x, ShardedTensor) else x
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's block."""
+    """Returns this rank's block."""
     return x.to_local() if isinstance(x, ShardedTensor) else x
 
 
 def params(*models: nn.Module) -> list[nn.Parameter]:
-    """What an optimizer gets."""
+    """Returns the parameters for an optimizer."""
     return list({id(p): p for m in models for p in m.parameters()}.values())
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that have gradients."""
+    """Returns the parameters that have gradients."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def adapted(model: nn.Module, x: Any, number: int, *, computed: bool) -> tuple[Tensor | None, ...]:
-    """Gradients of fast weights, after `number` steps that copies of the weights have made."""
+    """Computes gradients of fast weights, copies of the weights after `number` steps."""
     weights: dict[str, Tensor] = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not computed:
         weights = {n: w.detach().clone().requires_grad_() for n, w in weights.items()}
@@ -248,24 +248,24 @@ def adapted(model: nn.Module, x: Any, number: int, *, computed: bool) -> tuple[T
 
 
 def pick(model: nn.Module, number: int) -> nn.Parameter:
-    """One of the parameters."""
+    """Returns one of the parameters."""
     found = list(model.parameters())
     return found[number % len(found)]
 
 
 def part(model: nn.Module, number: int) -> nn.Module:
-    """One of the layers."""
+    """Returns one of the layers."""
     found = [m for m in model.modules() if not any(m.children())]
     return found[number % len(found)]
 
 
 def into(layer: nn.Module) -> str:
-    """How a layer's gradients in the groups make that of one device: weights have no rows."""
+    """Returns the `over` of a gradient into a layer; a parametrization's input has no rows."""
     return "mean" if type(layer).__module__ == spectral_norm.__module__ else "share"
 
 
 def tie(a: nn.Module, b: nn.Module) -> None:
-    """Two networks of the same layers share their largest weight."""
+    """Makes two networks of the same layers share their largest weight."""
     pairs: Iterator[tuple[Any, Any]] = zip(a.modules(), b.modules(), strict=True)
     found = [p for p in pairs if isinstance(getattr(p[0], "weight", None), nn.Parameter)]
     x, y = max(found, key=lambda pair: pair[0].weight.numel())
@@ -273,12 +273,12 @@ def tie(a: nn.Module, b: nn.Module) -> None:
 
 
 def scaled(state: dict[str, Tensor], factor: float = 0.9) -> dict[str, Tensor]:
-    """A state dict with other values, in memory of its own."""
+    """Returns a state dict with scaled values, in its own memory."""
     return {k: v * factor if v.is_floating_point() else v.clone() for k, v in state.items()}
 
 
 def reloaded(state: Any) -> Any:
-    """What was written into a file, read again."""
+    """Returns `state` after saving and loading it."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -287,7 +287,7 @@ def reloaded(state: Any) -> Any:
 
 @torch.no_grad()
 def swap(one: nn.Module, other: nn.Module) -> None:
-    """The parameters of two networks change places, value by value."""
+    """Swaps the parameters of two networks, value by value."""
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         before = a.detach().clone()
         a.data.copy_(b.data)
@@ -296,7 +296,7 @@ def swap(one: nn.Module, other: nn.Module) -> None:
 
 @torch.no_grad()
 def swapped(model: nn.Module, average: nn.Module, x: Tensor) -> Tensor:
-    """What a model computes with averaged weights, which it then gives back."""
+    """Returns the model's output with averaged weights, and restores its own weights."""
     own = [p.detach().clone() for p in model.parameters()]
     for p, a in zip(model.parameters(), average.parameters(), strict=True):
         p.data.copy_(a.data)
@@ -313,19 +313,19 @@ def spectral(model: nn.Module, number: int) -> None:
     spectral_norm(layer)
     estimate: Any = layer.parametrizations.weight[-1]  # type: ignore[union-attr, index]
     with torch.no_grad():
-        # Not the random numbers of torch, which rank-threads share.
+        # Does not draw from torch's global generator, which rank-threads share.
         estimate._u.copy_(F.normalize(randn(*estimate._u.shape, seed=900), dim=0))
         estimate._v.copy_(F.normalize(randn(*estimate._v.shape, seed=901), dim=0))
 
 
 def boom(*_: Any) -> None:
-    """A hook that raises."""
+    """Raises, as a hook."""
     raise Boom("a hook of the program")
 
 
 @contextlib.contextmanager
 def raising(register: Callable[..., Any]) -> Iterator[None]:
-    """The hook `boom` is registered inside, and what it raises ends here."""
+    """Registers the hook `boom` inside the context, and suppresses its error."""
     handle = register(boom)
     try:
         yield
