@@ -1,4 +1,4 @@
-"""docs/environment.md lists the environment variables that the code reads, and no others."""
+"""Tests that docs/environment.md lists exactly the environment variables that the code reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of untrusted text: endless nesting, and numbers that are not finite."""
+"""Tests of untrusted text: deep nesting, values of wrong types, and huge numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-// What each binding file adds to the module; called in this order by module.cpp, and after them
-// bind_<family> of each folder in csrc/ops.
+// The functions by which each binding file adds to the module; module.cpp calls them in this order,
+// and then bind_<family> of each folder in csrc/ops.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -18,11 +18,11 @@ inline py::object error_type(const char* name) {
 void bind_core(py::module_& module);        // geometry.cpp: boxes, partitions, footprints, plans
 void bind_io(py::module_& module);          // checksum.cpp
 void bind_hardware(py::module_& module);    // hardware.cpp: devices, threads, instruction set
-void bind_call_board(py::module_& module);  // call_board.cpp: which calls a rank has started
-void bind_calls(py::module_& module);       // calls.cpp: what is known of a program's calls
-void bind_comm(py::module_& module);        // comm.cpp: what transports need natively
+void bind_call_board(py::module_& module);  // call_board.cpp: the calls that a rank has started
+void bind_calls(py::module_& module);       // calls.cpp: modules and numbers of a program's calls
+void bind_comm(py::module_& module);        // comm.cpp: the hub of the local transport
 void bind_nccl(py::module_& module);        // nccl.cpp: NCCL, opened at run time
 void bind_ipc(py::module_& module);         // ipc.cpp: memory that processes share on devices
-void bind_watchdog(py::module_& module);    // watchdog.cpp: what ends a job that hangs
+void bind_watchdog(py::module_& module);    // watchdog.cpp: ends a hanging job
 
 }  // namespace pydist::bindings

@@ -1,5 +1,5 @@
-// What a group's ledger needs natively; see pydist/comm/interface/ledger.py. `enter` is a plain C
-// function: it is called about a hundred times a step.
+// The native part of a group's ledger; see pydist/comm/interface/ledger.py. `enter` is a plain C
+// function: it is called about a hundred times per step.
 #include "comm/board/call_board.hpp"
 
 #include <pybind11/stl.h>
@@ -19,7 +19,7 @@ using comm::CallBoard;
 using comm::CallPage;
 using comm::SeenCall;
 
-// A board with what keeps the memory of its pages in place.
+// A board, with the object that owns the memory of its pages.
 struct HeldBoard : CallBoard {
   std::vector<py::buffer_info> memory;
 

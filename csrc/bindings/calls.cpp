@@ -1,6 +1,6 @@
-// What is known of a call that a program makes: the module that makes it, and the numbers that it
-// is given; see pydist/comm/interface/ledger.py and pydist/exchange/history.py. Plain C
-// functions: they are called about a hundred times a step.
+// Inspects a program's call: the module that makes it, and the numbers among its arguments; see
+// pydist/comm/interface/ledger.py and pydist/exchange/history.py. Plain C functions: they are called
+// about a hundred times per step.
 #include <cmath>
 
 #include "bindings/bindings.hpp"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr Py_ssize_t kMostShown = 16;
 
-// What CPython gives, or null.
+// A new reference from CPython, or null.
 template <typename T>
 py::object own(T* pointer) {
   return py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(pointer));
@@ -18,7 +18,7 @@ py::object own(T* pointer) {
 
 py::object borrow(PyObject* pointer) { return py::reinterpret_borrow<py::object>(pointer); }
 
-// What CPython gives, which has set an error where it is null.
+// A new reference from CPython, which has set an error if it is null.
 py::object checked(PyObject* pointer) {
   if (pointer == nullptr) throw py::error_already_set();
   return own(pointer);
@@ -53,7 +53,7 @@ py::object attribute(PyObject* object, PyObject* name) {
   return own(found);
 }
 
-// What the key of an argument is made of where this file does not know it.
+// Python's part of an argument's key, for types that this file does not know.
 struct Others {
   PyObject* without;  // a type whose objects are unseen
   PyObject* kinds;    // those with a key

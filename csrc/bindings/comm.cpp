@@ -55,7 +55,7 @@ ReduceOp op_from_name(const std::string& name) {
   throw UsageError("reduction '" + name + "' is none of sum, max, min");
 }
 
-// The classes of pydist/errors.py, which is the one list of what can go wrong.
+// The classes of pydist/errors.py, which lists all errors.
 void translate(std::exception_ptr error) {
   const auto raise = [](const char* type, const char* message) {
     py::set_error(py::module_::import("pydist.errors").attr(type), message);

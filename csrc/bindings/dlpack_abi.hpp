@@ -1,6 +1,6 @@
 // The part of DLPack's C ABI (version 1) through which Python tensors are borrowed: the structs of
 // dmlc/dlpack's dlpack.h, declared here so that building needs no foreign header. Field order and
-// types are fixed by that specification.
+// types are fixed by DLPack's specification.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What kernels run on, for Python: devices, threads, the instruction set.
+// The hardware of the kernels, for Python: devices, threads, the instruction set.
 #include "bindings/bindings.hpp"
 #include "isa/isa.hpp"
 #include "launch/device.hpp"

@@ -1,6 +1,6 @@
 // CUDA IPC for Python. Buffers come as (peer, address, bytes): pydist/comm/transports/ipc has
-// checked device and contiguity, and keeps the tensors. Streams come as the number that torch gives
-// them, offers as bytes.
+// checked device and contiguity, and keeps the tensors. Streams come as torch's number of them,
+// offers as bytes.
 #include <pybind11/stl.h>
 
 #include <cstdint>
@@ -36,7 +36,7 @@ IpcChannel::Messages messages(const Messages& list) {
   return result;
 }
 
-// What travels from rank to rank as it lies in memory.
+// Structs that ranks exchange as bytes of memory.
 template <class T>
 std::string to_bytes(const T& value) {
   return {reinterpret_cast<const char*>(&value), sizeof value};

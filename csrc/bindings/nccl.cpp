@@ -1,6 +1,5 @@
 // NCCL for Python. Buffers come as (address, bytes): pydist/comm/transports/nccl has checked
-// device, contiguity and dtype, and keeps the tensors. Streams come as the number that torch gives
-// them.
+// device, contiguity and dtype, and keeps the tensors. Streams come as torch's number of them.
 #include <pybind11/stl.h>
 
 #include <cstdint>
@@ -43,7 +42,7 @@ struct Element {
   std::size_t bytes;
 };
 
-// What NCCL adds as torch does; other dtypes are widened before.
+// The dtypes that NCCL adds as torch does; other dtypes are widened before.
 Element element_from_name(const std::string& name) {
   using comm::NcclType;
   if (name == "uint8") return {NcclType::kUint8, 1};
@@ -69,7 +68,7 @@ comm::NcclUniqueId id_from(const std::string& bytes) {
   return id;
 }
 
-// An operation that was started, and the event behind it.
+// An operation that was started, and the event after it.
 class Ticket {
  public:
   explicit Ticket(std::shared_ptr<NcclCommunicator> group)
@@ -142,7 +141,7 @@ void translate(std::exception_ptr error) {
 void bind_communicator(py::module_& module) {
   using Group = std::shared_ptr<NcclCommunicator>;
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  // Known to pybind11 before anything takes it as an argument.
+  // Registered in pybind11 before a function has it as an argument.
   py::class_<NcclCommunicator, Group> communicator(
       module, "NcclCommunicator", "Ranks that NCCL connects, and the stream they use.");
 

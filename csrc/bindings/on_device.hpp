@@ -1,4 +1,4 @@
-// What the kernels' bindings share: the choice of the backend, and a check of their targets.
+// Code shared by the kernels' bindings: the choice of the backend, and a check of their targets.
 //
 // A binding borrows tensors, checks them, makes a problem, and ends with
 //   on_device(out, [&] { cpu::kernel(problem); }, PYDIST_ON_CUDA(kernel(problem, queue)));
@@ -11,8 +11,8 @@
 
 namespace pydist::bindings {
 
-// Runs a kernel on the backend of the tensors' device: on_cpu(), or on_cuda(queue) with the stream
-// on which the caller's framework works. All checks are done; the GIL is released.
+// Runs a kernel on the backend of the tensors' device: on_cpu(), or on_cuda(queue) with the current
+// stream of the caller's framework. Call after all checks; the GIL is released.
 template <class OnCpu, class OnCuda>
 void on_device(const Borrowed& tensor, const OnCpu& on_cpu, [[maybe_unused]] OnCuda on_cuda) {
   if (tensor->device.type == DeviceType::kCpu) {
@@ -31,14 +31,14 @@ void on_device(const Borrowed& tensor, const OnCpu& on_cpu, [[maybe_unused]] OnC
 #endif
 }
 
-// The CUDA side of a kernel, absent where it is not built.
+// The CUDA side of a kernel, absent in builds without CUDA.
 #ifdef PYDIST_HAS_CUDA
 #define PYDIST_ON_CUDA(call) [&](const cuda::Queue& queue) { cuda::call; }
 #else
 #define PYDIST_ON_CUDA(call) nullptr
 #endif
 
-// Refuses an expanded tensor: several of its elements are one, so writes would not be independent.
+// Refuses an expanded tensor: its elements share memory, so writes would not be independent.
 inline void check_writable(const char* name, const TensorView& view) {
   for (int dim = 0; dim < view.ndim(); ++dim) {
     PYDIST_EXPECT(view.strides[dim] != 0 || view.shape[dim] <= 1,

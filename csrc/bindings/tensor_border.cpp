@@ -1,4 +1,4 @@
-// How Python objects become native views: the three ways in, and the checks that kernels share.
+// Converts Python objects to native views: the three ways in, and the checks that kernels share.
 #include "bindings/tensor_border.hpp"
 
 #include <array>
@@ -20,7 +20,7 @@ bool table_enabled_by_environment() {
 
 bool g_use_table = table_enabled_by_environment();
 
-// What is known about a Python type. Types stay referenced, so that an address is never reused.
+// The cached facts about a Python type. Types stay referenced, so that an address is never reused.
 struct TypeEntry {
   py::object type;
   const dlpack::ExchangeTable* table;  // null: none, or of an unknown version
@@ -40,10 +40,10 @@ const dlpack::ExchangeTable* find_table(py::handle type) {
   return table->tensor_from_object != nullptr ? table : nullptr;
 }
 
-// By value: the cache may grow, and programs may make types without end.
+// Returned by value: the cache may grow, and programs may make any number of types.
 TypeEntry look_up(py::handle type) {
   constexpr std::size_t kMaxCached = 64;
-  // Never freed: Python is gone before static destructors run.
+  // Never freed: Python has ended before static destructors run.
   static auto& cache = *new std::vector<TypeEntry>();
   for (const TypeEntry& entry : cache) {
     if (entry.type.is(type)) return entry;

@@ -6,11 +6,11 @@
 //   2. the attributes of a torch tensor (data_ptr, shape, stride, dtype, device): where the type
 //      has no table, or PYDIST_EXCHANGE_TABLE=0 or use_exchange_table(False) turns it off;
 //   3. the buffer protocol: NumPy arrays, memoryview, bytes.
-// Kernels' bindings (csrc/ops/*/bind*.cpp) take tensors through here and nowhere else; then they
-// check shapes, strides and dtypes with names and values, and kernels check nothing.
+// Kernels' bindings (csrc/ops/*/bind*.cpp) accept tensors only through here; then they check shapes,
+// strides and dtypes with names and values, and kernels check nothing.
 //
-// All ways refuse what has no memory of its own to lend: fake and wrapper tensors, lazy negative
-// and conjugate views, sparse and mkldnn layouts, unknown dtypes and devices.
+// All ways refuse tensors without plain memory: fake and wrapper tensors, lazy negative and
+// conjugate views, sparse and mkldnn layouts, unknown dtypes and devices.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -28,14 +28,14 @@ namespace py = pybind11;
 
 enum class Access { kRead, kWrite };
 
-// A view and what keeps it valid. Lives no longer than the call it was borrowed for; made and
-// destroyed with the GIL held (the view itself may be used without).
+// A view and the references that keep it valid, for the duration of one call; made and destroyed
+// with the GIL held (the view itself may be used without).
 class Borrowed {
  public:
   const TensorView& view() const { return view_; }
   const TensorView* operator->() const { return &view_; }
 
-  // The CUDA stream on which the caller's framework works at the moment, as a cudaStream_t.
+  // The current CUDA stream of the caller's framework, as a cudaStream_t.
   // Call with the GIL held. Null (the default stream) for CPU tensors.
   void* stream() const;
 
@@ -56,7 +56,7 @@ class Borrowed {
 };
 
 // Borrows `object` for the current call. `name` is the argument's name, for messages.
-// Raises ValueError if it can't be lent, TypeError if it is no tensor at all.
+// Raises ValueError if the tensor can't be borrowed, TypeError if the object is no tensor.
 Borrowed borrow(py::handle object, const char* name, Access access = Access::kRead);
 
 // "src is float32 (4, 8) on cpu", for messages.

@@ -1,5 +1,5 @@
 // The watchdog for Python. `enter_phase` and `leave_phase` are plain C functions: they are called
-// several hundred times a step.
+// several hundred times per step.
 #include <pybind11/stl.h>
 
 #include <string_view>

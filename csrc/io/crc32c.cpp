@@ -52,7 +52,7 @@ std::uint32_t portable(const unsigned char* bytes, std::size_t size, std::uint32
 }
 
 #if defined(__x86_64__)
-// The effect of many zero bytes on a CRC. It is linear in the CRC's bits: one table per byte of it.
+// The effect of a number of zero bytes on a CRC. It is linear in the bits: a table per byte of it.
 class Zeros {
  public:
   explicit Zeros(std::size_t size) {

@@ -23,9 +23,8 @@ from pydist.backend.conv import (
     in_format,
     transposed,
 )
-from pydist.backend.problem import ConvProblem
+from pydist.backend.problem import ROLES, ConvProblem
 
-ROLES = ("forward", "dgrad", "wgrad")
 CONVERT = "convert"
 """The role of converting the input to a memory format; it has one candidate."""
 # A kernel replaces the best guess only if it is faster by this: in a network, caches are cold.

@@ -7,6 +7,8 @@ from functools import cached_property
 
 import torch
 
+ROLES = ("forward", "dgrad", "wgrad")
+"""The three computations of a convolution."""
 _OF_ONEDNN = (torch.float32, torch.bfloat16)
 # Below this N·C·D·H torch's fp32 convolution of one sample avoids oneDNN (aten's ConvParams).
 _TORCH_IS_SLOW_BELOW = 20_480

@@ -7,8 +7,6 @@ from functools import cached_property
 
 import torch
 
-ROLES = ("forward", "dgrad", "wgrad")
-
 
 @dataclass(frozen=True)
 class SlabProblem:

@@ -91,7 +91,7 @@ class WholeRun:
         if reference.draws:
             drawn = ", ".join(dict.fromkeys(reference.draws))
             raise UsageError(
-                f"the network draws random numbers: {drawn}; whole and split it draws others: "
+                f"the network draws random numbers: {drawn}; they differ between the two runs: "
                 "check it in evaluation mode, or without them"
             )
         if not isinstance(loss, Tensor):

@@ -115,9 +115,9 @@ def format_report(report: Report) -> str:
     ]  # fmt: skip
     bounds = report.bounds
     if any(map(report.is_noise, (*bounds.gradients.values(), *bounds.buffers.values()))):
-        lines.append("noise: zero but for rounding, on one device as well (a bias before a norm)")
+        lines.append("noise: zero except for rounding, also on one device (a bias before a norm)")
     if report.casts:
-        lines.append(f"the network itself casts to {', '.join(report.casts)}: judged by that")
+        lines.append(f"the network itself casts to {', '.join(report.casts)}: in the bounds")
     if report.dropout_off:
         lines.append(f"dropout was off in {len(report.dropout_off)} modules")
     lines += [f"refused: {refusal}" for refusal in report.refusals]
@@ -125,12 +125,12 @@ def format_report(report: Report) -> str:
         lines.append(f"above the bound: {', '.join(report.failures)}")
     verdict = "NOT the same" if report.failures else "split equals whole"
     if report.refusals:
-        verdict += ", but for what was refused and computed on whole tensors"
+        verdict += ", except for refused calls, computed on full tensors"
     verdict += f": largest difference {report.largest:.1e}"
     if report.unsteady:
         verdict = (
-            "NOTHING can be said: the output is another one whenever the network runs (does it draw"
-            " random numbers? in evaluation mode it may not), or noise in the last bit changes it"
+            "INCONCLUSIVE: the output differs in each run of the network (does it draw random"
+            " numbers? in evaluation mode it must not), or noise in the last bit changes it"
         )
     lines.append(verdict)
     return "\n".join(line.rstrip() for line in lines)

@@ -62,7 +62,7 @@ def check(
             as much from float64 as the unpartitioned one.
         train: whether to use training mode, with dropout off, or evaluation mode.
         tolerance: largest difference, relative to the largest value of the tensor; the default is
-            max(1e-12, 4 × the effect of noise in the last bit) in float64, and as above in float32.
+            max(1e-12, 4 × the effect of noise in the last bit) in float64, as above in float32.
         seed: seed of the sample.
         timeout: time limit in seconds for ranks that wait for each other.
 

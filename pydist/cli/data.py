@@ -105,7 +105,7 @@ def verify(arguments: Sequence[str]) -> int:
     for fault in faults:
         console.print(f"damaged    {fault}", soft_wrap=True, markup=False)
     if faults:
-        raise DataError(f"{chosen.folder} is not what its manifest says (files: {len(faults)})")
+        raise DataError(f"{chosen.folder} does not match its manifest (files: {len(faults)})")
     console.print(f"verified   {chosen.folder}", soft_wrap=True, markup=False)
     return 0
 

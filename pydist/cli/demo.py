@@ -145,7 +145,7 @@ def _require_demo(folder: Path) -> None:
     for name in (*_RUNS, *_RESULTS, "data"):
         if os.path.lexists(folder / name):
             raise UsageError(
-                f"{folder} has {name}, which no demo has made: give another place with --folder"
+                f"{folder} has {name}, which no demo has made: choose another folder with --folder"
             )
 
 

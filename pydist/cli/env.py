@@ -25,7 +25,7 @@ def env(arguments: Sequence[str]) -> int:
     """Runs `pydist env`; see `pydist env --help`."""
     parser = OwnOptions(
         prog="pydist env",
-        description="Prints versions, CPU, memory, MPI, CUDA, what `auto` takes here and why, and "
+        description="Prints versions, CPU, memory, MPI, CUDA, what `auto` selects and why, and "
         "the environment variables that are set (docs/environment.md), for bug reports.",
     )
     parser.parse_args(arguments)

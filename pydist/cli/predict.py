@@ -80,7 +80,7 @@ def _check(options: _Arguments) -> None:
     from pydist.data.publish import real_path, refuse_overwriting
 
     if options.overlap is not None and options.sliding is None:
-        raise UsageError("--overlap is of windows: give --sliding as well, as in --sliding 96")
+        raise UsageError("--overlap needs windows: give --sliding as well, as in --sliding 96")
     for image in options.images:
         if not image.exists():
             raise DataError(f"{image}: no such file or folder")
@@ -92,8 +92,8 @@ def _check(options: _Arguments) -> None:
             raise DiskError(f"{options.output.parent}: no such folder")
     elif real_path(options.output) == real_path(options.images[0]):
         raise UsageError(
-            f"{options.output}: labels would lie among the images and be taken for some; choose "
-            "another folder"
+            f"{options.output}: labels would be stored among the images and mistaken for images; "
+            "choose another folder"
         )
     cases = _cases(options.images, options.output)
     images = [path for files, _ in cases for path in files]

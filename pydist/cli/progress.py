@@ -83,7 +83,7 @@ class ProgressView:
             for table, values in event["config"].items():
                 self.say(table, "  ".join(f"{key}={value}" for key, value in values.items()))
         self._steps, self._epochs = event["steps"], event["epochs"]
-        resumed = f", going on after step {event['step']}" if event["step"] else ""
+        resumed = f", resuming after step {event['step']}" if event["step"] else ""
         self.say(
             self.label,
             f"{event['parameters']:,} parameters, {event['samples']} samples, {event['mesh']}"
@@ -153,7 +153,7 @@ def describe_place(facts: Mapping[str, Any]) -> str:
     """Describes device, transport and precision of a run on one line; see `pydist.train.device`."""
     where = ", ".join(f"{fact} {facts[fact]}" for fact in ("device", "transport", "precision"))
     if facts["unused_device"]:
-        where += f"; a CUDA device is there and not used: {facts['unused_device']}"
+        where += f"; a CUDA device is available but not used: {facts['unused_device']}"
     return where
 
 

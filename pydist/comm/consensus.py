@@ -80,7 +80,7 @@ def require_same(world: Transport, facts: Mapping[str, object]) -> None:
                 raise UsageError(
                     f"{name} differs between the ranks: {here} on rank 0, {there} on rank {rank}"
                 )
-    raise UsageError("the ranks give what has to be equal in different orders")
+    raise UsageError("the ranks give values that must be equal in different orders")
 
 
 def any_rank(world: Transport, flag: bool) -> bool:

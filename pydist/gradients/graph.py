@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from pydist import marks
+from pydist.exchange.adjoints import mean_ranks
 from pydist.gradients.leaf import leaf_of
 
 if TYPE_CHECKING:
@@ -58,6 +59,15 @@ def mark(tensor: Tensor, mesh: Mesh, histories: Histories) -> None:
 def mark_whole(tensor: Tensor) -> None:
     """Marks a plain tensor, computed from sharded ones, that all ranks have."""
     marks.mark(tensor, WHOLE, True)
+
+
+def mean_of(grad: Tensor, mesh: Mesh, axes: tuple[str, ...], weight: float) -> Tensor:
+    """Averages a parameter's gradient over the ranks along `axes`. Collective, differentiable."""
+    mean = mean_ranks(grad, mesh, axes, "gradients", weight)
+    if torch.is_grad_enabled():
+        mark(mean, mesh, NOTHING)
+        mark_whole(mean)
+    return mean
 
 
 def register_hook(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> RemovableHandle:

@@ -321,11 +321,7 @@ class Reducer:
 
     def _mean_of(self, leaf: Leaf, grad: Tensor | None, weight: float) -> Tensor:
         own = leaf.kind.zeros() if grad is None else grad  # another rank may have one
-        mean = mean_ranks(own, self.mesh, self._axes(leaf), "gradients", weight)
-        if torch.is_grad_enabled():
-            graph.mark(mean, self.mesh, graph.NOTHING)
-            graph.mark_whole(mean)
-        return mean
+        return graph.mean_of(own, self.mesh, self._axes(leaf), weight)
 
     def after(self, leaf: Leaf, parameter: Tensor) -> None:
         """Handles a gradient that was accumulated."""

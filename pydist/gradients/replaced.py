@@ -12,12 +12,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pydist.errors import NotSupported
-from pydist.exchange.adjoints import mean_ranks
 from pydist.gradients import graph
 from pydist.gradients.newcomers import are_equal, refuse_different
 from pydist.grid import SAMPLE_AXES
@@ -136,8 +134,4 @@ class Mean:
             axes, group_weight = ("data", *axes), reducer.weight
         if not axes:
             return grad
-        mean = mean_ranks(grad, mesh, axes, "gradients", group_weight)
-        if torch.is_grad_enabled():
-            graph.mark(mean, mesh, graph.NOTHING)
-            graph.mark_whole(mean)
-        return mean
+        return graph.mean_of(grad, mesh, axes, group_weight)

@@ -208,11 +208,11 @@ class Predictor:
         channels = self._manifest.sample_shape[0]
         if image.ndim != 4 or image.shape[0] != channels:
             raise DataError(
-                f"{name}: the shape {image.shape}; the network takes [{channels}, D, H, W]"
+                f"{name}: the shape {image.shape}; the network accepts [{channels}, D, H, W]"
             )
         if any(extent % self._multiple for extent in image.shape[1:]):
             raise DataError(
-                f"{name}: {image.shape[1:]} voxels; the network takes multiples of {self._multiple}"
+                f"{name}: {image.shape[1:]} voxels; the network needs multiples of {self._multiple}"
             )
         return as_stored(image, self._manifest.dtype, name, ", as which training data were stored")
 
@@ -250,7 +250,7 @@ def _values_of(image: ArrayLike, name: str) -> npt.NDArray[np.generic]:
 
 def _check_sliding(sliding: Sliding, multiple: int) -> None:
     if sliding.window % multiple:
-        raise UsageError(f"a window of {sliding.window} voxels; multiples of {multiple} can be had")
+        raise UsageError(f"a window of {sliding.window} voxels is not a multiple of {multiple}")
     try:
         import monai.inferers  # noqa: F401  checks that it is installed, before anything is read
     except ImportError:

@@ -185,7 +185,7 @@ def _name(rank: int, place: Place) -> str:
 
 def _cut(lines: list[str]) -> str:
     more = len(lines) - _MOST
-    return "\n".join(lines[:_MOST] + ([f"and {more} ranks more"] if more > 0 else []))
+    return "\n".join(lines[:_MOST] + ([f"and {more} more ranks"] if more > 0 else []))
 
 
 def waiting_at(stacks: Iterable[Iterable[FrameType]]) -> Waiting:

@@ -33,11 +33,11 @@ def code_of_unreaped(pid: int) -> int | None:
 def in_words(code: int | None) -> str:
     """Describes how a process has ended, by its exit code (None if unknown)."""
     if code is None:
-        return "ended without a word: killed, crashed, out of memory, or os._exit"
+        return "ended without reporting an error: killed, crashed, out of memory, or os._exit"
     if code < 0:
         name = next((f" ({each.name})" for each in signal.Signals if each == -code), "")
         return f"was killed by signal {-code}{name}"
-    return f"ended with code {code}, without a word"
+    return f"ended with code {code}, without reporting an error"
 
 
 def _facts(pid: int) -> list[str]:

@@ -367,7 +367,7 @@ class _Job:
             self._asked_to_end = True
             self._interrupts += 1
             if self._interrupts == 1:
-                _say("interrupted; ending the ranks (once more: at once)")
+                _say("interrupted; ending the ranks (interrupt again to kill them)")
                 self._verdict = self._verdict or _Verdict(128 + number, asked=True)
             else:
                 self._kill(signal.SIGKILL)

@@ -116,7 +116,7 @@ class CosmoFlow(nn.Module):
         """
         if tuple(x.shape[1:]) != self.input_shape:
             raise ValueError(
-                f"this CosmoFlow takes samples of shape {self.input_shape}, got {tuple(x.shape)}"
+                f"this CosmoFlow accepts samples of shape {self.input_shape}, got {tuple(x.shape)}"
             )
         return self.head(torch.flatten(self.features(x), 1))
 

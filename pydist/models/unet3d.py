@@ -87,11 +87,11 @@ class UNet3d(nn.Module):
         """
         if x.dim() != 5 or x.shape[1] != self.in_channels:
             raise ValueError(
-                f"this UNet3d takes [N, {self.in_channels}, D, H, W], got {tuple(x.shape)}"
+                f"this UNet3d accepts [N, {self.in_channels}, D, H, W], got {tuple(x.shape)}"
             )
         if any(extent % self.multiple for extent in x.shape[2:]):
             raise ValueError(
-                f"this UNet3d takes extents that are multiples of {self.multiple}, got "
+                f"this UNet3d accepts extents that are multiples of {self.multiple}, got "
                 f"{tuple(x.shape[2:])}"
             )
         skips = []

@@ -27,7 +27,7 @@ def format_table(summary: Summary, mesh: str) -> str:
     lines = [
         f"step {1e3 * summary.step:.1f} ms: mean of {summary.steps} "
         f"step{'s' if summary.steps > 1 else ''} on {mesh}; "
-        f"the table in ms a step{' of the device' if summary.on_device else ''}, mean over ranks",
+        f"the table in ms per step{' of the device' if summary.on_device else ''}, mean over ranks",
         "",
         head,
         "-" * len(head),
@@ -83,6 +83,6 @@ def _halos(summary: Summary) -> str:
     if summary.hidden is None:
         return "no halo was exchanged"
     return (
-        f"halos were on their way for {1e3 * summary.in_flight:.2f} ms a step (posted to arrived), "
-        f"{100 * summary.hidden:.0f} % of it hidden behind other work"
+        f"halos were in flight for {1e3 * summary.in_flight:.2f} ms per step (posted to arrived), "
+        f"{100 * summary.hidden:.0f} % of it hidden by other work"
     )

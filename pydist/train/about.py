@@ -115,7 +115,7 @@ def load_trained(path: str | Path) -> tuple[About, dict[str, Any]]:
     texts: Mapping[str, str] = parts.get("about", {})
     if not texts:
         raise CheckpointError(
-            f"checkpoint {folder} does not say what its network is: an older pydist has written it"
+            f"checkpoint {folder} does not describe its network: an older pydist has written it"
         )
     try:
         config = config_io.loads(texts["config"], f"checkpoint {folder}")

@@ -74,7 +74,7 @@ class CapturedStep:
             raise PydistError(
                 f"a batch of {batch.global_size} samples is {batch.inputs.layout} from sample"
                 f" {batch.first_sample}, the one captured {self._layout} from {self._first}:"
-                ' please report this; train.cuda_graph = "never" takes both'
+                ' please report this; train.cuda_graph = "never" accepts both'
             )
         self._inputs.copy_(batch.inputs.to_local(), non_blocking=True)
         self._targets.copy_(_local(batch.targets), non_blocking=True)

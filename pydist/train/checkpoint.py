@@ -206,7 +206,7 @@ def _way_out(path: Path) -> str:
     earlier = siblings[: siblings.index(path)] if path in siblings else []
     if not earlier:
         return "; there is no earlier one"
-    return f"; the previous one is {earlier[-1]}: delete {path} to go on from it"
+    return f"; the previous one is {earlier[-1]}: delete {path} to resume from it"
 
 
 def _point(link: Path, target: str) -> None:

@@ -291,8 +291,8 @@ class CheckpointConfig(_Table):
     keep: Annotated[int, Field(ge=2, le=_LARGEST, strict=True)] = 2
     """Number of latest checkpoints to keep."""
     resume: Literal["auto", "must", "never"] = "auto"
-    """Whether to resume from the last checkpoint: if there is one, or error without one, or start
-    from scratch."""
+    """Whether to resume from the last checkpoint: "auto" if there is one, "must" with an error
+    without one, "never" to start from scratch."""
     on_error: Literal["stop", "warn"] = "stop"
     """Whether a checkpoint that can't be written (disk full) ends the run."""
 

@@ -75,8 +75,8 @@ def check(tables: dict[str, Any], source: str) -> Config:
             raise UsageError(f"{source}: {name} = {str(path)!r}: a path has no zero character")
         if any("\ud800" <= character <= "\udfff" for character in str(path)):
             raise UsageError(
-                f"{source}: {name} = {str(path)!r}: what is not UTF-8 can't be written into the "
-                "run's files; rename it, or set PYTHONUTF8=1"
+                f"{source}: {name} = {str(path)!r}: a path that is not UTF-8 can't be written to "
+                "the run's files; rename it, or set PYTHONUTF8=1"
             )
     try:
         config.model.loss(config.train)

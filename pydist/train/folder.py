@@ -43,8 +43,8 @@ def refuse_foreign(folder: Path) -> None:
     except OSError as error:
         raise DiskError(f"can't read {error.filename or folder}: {error.strerror}") from error
     raise UsageError(
-        f"{found[0]} is there, and {folder} is no folder of a run: choose another output.folder, "
-        "or rename the file"
+        f"{found[0]} exists, and {folder} is not the folder of a run: choose another"
+        " output.folder, or rename the file"
     )
 
 

@@ -107,7 +107,7 @@ class GraphedStep:
         """Captures the step, or gives up if any rank has an obstacle."""
         reason = obstacle(self._step)  # a profile may have begun
         if any_rank(self._step.mesh.world, reason is not None):
-            self._give_up_if(reason or "something is in its way on another rank")
+            self._give_up_if(reason or "the step can't be captured on another rank")
             return None
         try:
             with phase("the capture of a CUDA graph"):
@@ -118,7 +118,7 @@ class GraphedStep:
             said = " ".join(str(error).split()) or type(error).__name__
             reason = f"the step can't be captured: {said}"
             if self._step.mesh.size > 1:
-                raise PydistError(f'{reason}; train.cuda_graph = "never" goes without') from error
+                raise PydistError(f'{reason}; train.cuda_graph = "never" avoids it') from error
             self._give_up_if(reason)
         return self._captured
 
@@ -126,7 +126,7 @@ class GraphedStep:
         if reason is None:
             return
         if self._wanted == "always":
-            raise UsageError(f'train.cuda_graph is "always": {reason}; "auto" goes on without')
+            raise UsageError(f'train.cuda_graph is "always": {reason}; "auto" continues without')
         self._given_up = True
         if self._step.device.type == "cuda":  # no CUDA graph is expected on a CPU
             self._notify(f"no CUDA graph: {reason}")
@@ -158,7 +158,7 @@ def risk(wanted: str, ranks: int) -> str | None:
         )
     if wanted == "auto" and TorchVersion(torch.__version__) < RECOVERS:
         return (
-            f"torch {torch.__version__} loses memory where a capture fails, {RECOVERS} is the first"
+            f"torch {torch.__version__} leaks memory if a capture fails, {RECOVERS} is the first"
             ' that does not; train.cuda_graph = "always" takes the risk'
         )
     return None
@@ -170,5 +170,5 @@ def _obstacle_in_optimizer(step: TrainStep) -> str | None:
         return "the optimizer was made without fused=True"
     asks = step.config.amp == "fp16" and not hasattr(optimizer, "_step_supports_amp_scaling")
     if asks:
-        return "fp16 with an optimizer step shared by the ranks asks the device whether to take it"
+        return "fp16 with a partitioned optimizer synchronizes with the device in each step"
     return None

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def _announce_tuning(log: EventLog, tuner: Autotuner) -> None:
     """Logs, once, that the first steps take longer."""
     tuner.listener = None
-    text = "measuring the kernels of convolutions: steps take longer meanwhile, up to ten times"
+    text = "autotuning the kernels of convolutions: steps take up to ten times longer meanwhile"
     log.emit("notice", text=text)
 
 
@@ -167,7 +167,7 @@ class Trainer:
         )
         if self._tuner.problems > self._tuned:
             self._tuned = self._tuner.problems
-            text = f"measured {self._tuned} convolutions in {self._tuner.seconds:.1f} s by now"
+            text = f"autotuned {self._tuned} convolutions in {self._tuner.seconds:.1f} s so far"
             self.log.emit("notice", text=text)
         return stop
 
@@ -256,7 +256,7 @@ class Trainer:
         except DiskError as error:
             if self.checkpoints.on_error == "stop":
                 raise
-            self.log.emit("notice", text=f"going on without a checkpoint: {error}")
+            self.log.emit("notice", text=f"continuing without a checkpoint: {error}")
             return
         self._saved_at = step
         seconds = time.perf_counter() - began

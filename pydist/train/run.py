@@ -179,7 +179,7 @@ def _run(
             log.emit(
                 "notice",
                 text=f"nothing left to do: step {state.step} of {trainer.last_step} is done, and "
-                "its results were written; more train.epochs go on",
+                "its results were written; increase train.epochs to continue",
             )
         # The results need the last validation: if they are missing, it is repeated.
         validation = trainer.fit(complete or (validated and state.step < trainer.last_step))

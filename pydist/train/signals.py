@@ -59,7 +59,7 @@ def ending_at_once() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> NoReturn:
         name = signal.Signals(number).name
-        raise Stopped(f"stopped by {name} before or after training; the same command goes on")
+        raise Stopped(f"stopped by {name} before or after training; the same command resumes")
 
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:

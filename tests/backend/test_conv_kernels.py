@@ -17,9 +17,8 @@ from torch import Tensor
 
 from pydist.backend.conv import candidates, formats, in_format
 from pydist.backend.conv_kernels import ConvKernels
-from pydist.backend.problem import ConvProblem
+from pydist.backend.problem import ROLES, ConvProblem
 
-ROLES = ("forward", "dgrad", "wgrad")
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 1.2e-2, torch.float64: 1e-11}
 """Bounds of max|Δ| / max|expected|; for bf16, three roundings of the result."""
 NAMED = {

@@ -18,9 +18,9 @@ from pydist import Mesh, ShardedTensor
 from pydist.backend import autotuner, conv_kernels, conv_tuning, records
 from pydist.backend.autotuner import autotuner_of
 from pydist.backend.conv import FORWARD, candidates
-from pydist.backend.conv_kernels import CONVERT, ROLES, Candidate, ConvKernels, by_rule, pick
+from pydist.backend.conv_kernels import CONVERT, Candidate, ConvKernels, by_rule, pick
 from pydist.backend.conv_tuning import ConvSubject, part_of
-from pydist.backend.problem import ConvProblem
+from pydist.backend.problem import ROLES, ConvProblem
 from pydist.comm import LocalTransport
 from pydist.errors import UsageError
 from pydist.exchange.formats import is_channels_last

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pydist import _native as native
 from pydist.backend import slab_tuning, slabs
 from pydist.backend.autotuner import _TURNS
-from pydist.backend.slab_problem import ROLES, SlabProblem
+from pydist.backend.problem import ROLES
+from pydist.backend.slab_problem import SlabProblem
 from support.equivalence import layout_at, on_ranks, randn, shard
 
 triples = st.tuples(*[st.integers(1, 3)] * 3)
@@ -179,7 +180,7 @@ def test_evaluation_measures_nothing(chosen, calls):
     assert {name for name, _ in calls} == {"plain"}
 
 
-# -- tensor-core kernels, as far as they are testable without a device -----------------------
+# -- tensor-core kernels, as far as they are testable without a device ----------------------
 
 
 def plan(dtype=torch.bfloat16, ci=4, kernel="mma", taps=3):
@@ -202,7 +203,7 @@ def test_a_plan_says_what_a_kernel_takes():
     assert not refusal
     # 36 x 32 sums in 16 parts, as 4096 positions are 128 steps of 32.
     assert (workspace, useful) == (36 * 32 * 16, 36 / 48)
-    assert plan(torch.float32)["forward"][2] == 36 / 40 / 3  # three products per product
+    assert plan(torch.float32)["forward"][2] == 36 / 40 / 3  # 3 bf16 products per fp32 one
     assert plan(torch.float32, kernel="tf32")["forward"][2] == 36 / 40
 
 

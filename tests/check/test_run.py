@@ -66,7 +66,7 @@ def test_a_gradient_that_is_nothing_but_rounding_is_judged_by_its_size(dtype, mo
     for seed in range(6):
         report = check(network, (1, 8, 8, 6), (2, 2, 1), dtype=dtype, seed=seed)
         assert report.ok, report.failures
-    assert "noise: zero but for rounding" in format_report(report)
+    assert "noise: zero except for rounding" in format_report(report)
 
     def shifted(x, *args, **kwargs):
         found = real(x, *args, **kwargs)
@@ -137,7 +137,7 @@ def test_a_refused_call_is_computed_whole_and_named(tmp_path):
     assert f"{file}:{line}" in refusal
     text = format_report(report)
     assert "1 refused" in text
-    assert "but for what was refused" in text
+    assert "except for refused calls" in text
 
 
 def test_command(tmp_path, capsys):

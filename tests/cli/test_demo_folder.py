@@ -64,6 +64,6 @@ def test_a_folder_that_no_demo_has_made_stays_as_it_is(tmp_path, capsys, demo, n
     before = files(run)
     assert main([*demo.split(), "--folder", str(run)]) == 2
     assert files(run) == before
-    assert f"{run} has {name}, which no demo has made: give another place with --folder" in (
+    assert f"{run} has {name}, which no demo has made: choose another folder with --folder" in (
         capsys.readouterr().err
     )

@@ -70,7 +70,7 @@ def test_as_launcher_it_prints_one_table_and_writes_the_trace_alone(place):
         "--mesh.spatial", "2", "1", "1",
     )  # fmt: skip
     assert shown.count("mean of 4 steps on 2 ranks (depth 2, ") == 1
-    for word in ("features.conv1", "outside layers", "optimiz.", "hidden behind other work"):
+    for word in ("features.conv1", "outside layers", "optimiz.", "hidden by other work"):
         assert word in shown
     assert files(place) == before | {"trace.json"}
     events = json.loads((place / "trace.json").read_text())["traceEvents"]

@@ -49,7 +49,7 @@ def shown(terminal: bool) -> str:
 def test_speed_loss_and_parts_are_shown(terminal):
     text = shown(terminal)
     assert text.lstrip().startswith(
-        "train      device cpu, transport mpi, precision fp32; a CUDA device is there and not "
+        "train      device cpu, transport mpi, precision fp32; a CUDA device is available but not "
         "used: rank 3 on n07: torch sees no GPU"
     )
     assert "9,437,636 parameters, 6 samples, 4 ranks: data 2 × depth 2" in text

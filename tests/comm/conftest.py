@@ -1,4 +1,4 @@
-"""The recorder, compiled once; each test finds it as it is at first."""
+"""Fixtures of the recorder: compiled once, and reset for each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one rank finds out, all act on."""
+"""Tests of consensus: all ranks act on what one rank finds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydist.errors import CheckpointError, DataError, UsageError
 
 
 def meet(world, errors: dict[int, Exception]) -> None:
-    """Raises the rank's error, if it has one, within `together`."""
+    """Raises the error of this rank, if any, within `together`."""
     with together(world):
         if world.rank in errors:
             raise errors[world.rank]

@@ -1,4 +1,4 @@
-"""Our declarations of the CUDA driver against cuda.h, where there is one."""
+"""Tests of pydist's declarations of the CUDA driver against cuda.h, if available."""
 
 from __future__ import annotations
 

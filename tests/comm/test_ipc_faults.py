@@ -1,4 +1,4 @@
-"""Who can be reached by copies, and what happens when something fails, against the recorder."""
+"""Tests of CUDA IPC against the recorder: which ranks are reachable, and failures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ t.close()  # waits for the device
 
 
 def run_job(recorder: Recorder, folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """Two processes."""
+    """Runs a script in two processes."""
     (folder / "job.py").write_text(START + script)
     support = Path(__file__).parents[1] / "lib"
     return subprocess.run(
@@ -174,7 +174,7 @@ def test_ranks_of_one_process_do_not_map_each_other(recorder: Recorder) -> None:
 
 def test_a_rank_that_cant_share_memory_is_named_on_all(recorder: Recorder) -> None:
     def body(host: Transport) -> None:
-        device = 7 * host.rank  # there is but one
+        device = 7 * host.rank  # the recorder has one device
         with pytest.raises(NotSupported, match=r"rank 1 on .*: cuDeviceGet failed: .*; use 'nccl'"):
             agree(host, recorder.driver, device, 1 << 16)
 
@@ -198,7 +198,7 @@ def test_ranks_reach_whom_they_map_and_who_maps_them() -> None:
 
 
 def test_a_rank_that_fails_in_the_midst_ends_all(recorder: Recorder, tmp_path: Path) -> None:
-    """The other one's device waits for it, and its host for the device."""
+    """The other rank's device waits for it, and that rank's host for the device."""
     began = time.monotonic()
     result = run_job(recorder, tmp_path, FAILS)
     assert result.returncode == DataError.exit_code
@@ -209,7 +209,7 @@ def test_a_rank_that_fails_in_the_midst_ends_all(recorder: Recorder, tmp_path: P
 def test_ranks_that_start_exchanges_in_different_orders_are_told(
     recorder: Recorder, tmp_path: Path
 ) -> None:
-    """Their devices wait for each other; the host of the one that comes second knows."""
+    """Their devices wait for each other; the host of the later rank detects it."""
     began = time.monotonic()
     result = run_job(recorder, tmp_path, PARTS)
     assert result.returncode == UsageError.exit_code

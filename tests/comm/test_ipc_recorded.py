@@ -1,4 +1,4 @@
-"""Exchanges by copies into other ranks' memory, against a recorder in the place of the driver."""
+"""Tests of exchanges by copies into other ranks' memory, with a recorder as the driver."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_contract(recorder: Recorder, check: Check, size: int) -> None:
 @pytest.mark.parametrize("far", [frozenset(), frozenset({1})])
 @pytest.mark.parametrize("check", CHANNEL_CHECKS, ids=lambda check: check.__name__)
 def test_contract_on_late_streams(recorder: Recorder, check: Check, far: frozenset[int]) -> None:
-    """A wait that is missing would see what was there before; some ranks are not to be reached."""
+    """A missing wait would expose old values; some ranks are not reachable by copies."""
     recorder.delay(300)
     run_ipc(recorder, check, 4, far)
 
@@ -64,12 +64,12 @@ def test_an_exchange_is_put_on_the_stream_in_this_order(recorder: Recorder) -> N
     stream = lines[1].removeprefix("wait ")
     assert lines[1:] == [
         f"wait {stream}",
-        f"set 1 on {stream}",  # the peer may write
-        f"await own 1 on {stream}",  # so may this rank
+        f"set 1 on {stream}",  # allows the peer to write
+        f"await own 1 on {stream}",  # the peer allows this rank
         f"set own 0 on {stream}",
         *[f"copy 16 on {stream}"] * 2,
-        f"set 1 on {stream}",  # it has
-        f"await own 1 on {stream}",  # so has the peer
+        f"set 1 on {stream}",  # tells the peer that data arrived
+        f"await own 1 on {stream}",  # the peer's data arrived
         f"set own 0 on {stream}",
         *[f"copy 16 on {stream}"] * 2,
         f"record {stream}",
@@ -77,7 +77,7 @@ def test_an_exchange_is_put_on_the_stream_in_this_order(recorder: Recorder) -> N
 
 
 def test_no_host_waits_once_the_ranks_know_each_other(recorder: Recorder) -> None:
-    """Also for a peer that is late: `start` and `wait` put their calls on streams, and return."""
+    """`start` and `wait` enqueue their calls and return, even if the peer is late."""
 
     def body(t: RecordedIpc) -> None:
         peer = 1 - t.rank
@@ -109,7 +109,7 @@ def test_no_host_waits_once_the_ranks_know_each_other(recorder: Recorder) -> Non
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_nothing_is_written_before_its_receiver_is_done(recorder: Recorder, late: int) -> None:
-    """One rank only sends, the other only receives; either may be much later."""
+    """One rank only sends, the other only receives; either may be late."""
     rounds, count = 6, 3000
 
     def body(t: Transport) -> None:
@@ -131,7 +131,7 @@ def test_nothing_is_written_before_its_receiver_is_done(recorder: Recorder, late
 
 
 def test_halos_come_and_go_home(recorder: Recorder) -> None:
-    """The exchanger's buffers serve again, in both directions."""
+    """The exchanger reuses its buffers in both directions."""
     size = 3
     owned = [Box((0, 0, 4 * rank), (1, 2, 4 * rank + 4)) for rank in range(size)]
     needed = [
@@ -157,7 +157,7 @@ def test_halos_come_and_go_home(recorder: Recorder) -> None:
 
 
 def test_a_network_has_the_bits_of_another_transport(recorder: Recorder) -> None:
-    """Halos of faces and edges, forward and backward, while blocks are completed late."""
+    """The network exchanges faces and edges, forward and backward, and blocks complete late."""
     generator = torch.Generator().manual_seed(0)
     network = nn.Sequential(
         nn.Conv3d(2, 4, 3, padding=1),
@@ -187,7 +187,7 @@ def test_a_network_has_the_bits_of_another_transport(recorder: Recorder) -> None
 
 
 def test_groups_may_be_used_in_different_orders(recorder: Recorder) -> None:
-    """The first exchange of a channel waits for its peers where it is awaited, not at its start."""
+    """The first exchange of a channel waits for its peers in `wait`, not in `start`."""
 
     def body(t: Transport) -> None:
         other, peer = t.split(0, t.rank), 1 - t.rank
@@ -243,7 +243,7 @@ def test_memory_of_channels_that_are_gone_serves_again(recorder: Recorder) -> No
             if number == 3:
                 blocks = recorder.blocks()
             t.barrier()
-        assert recorder.blocks() == blocks  # 36,000 of 65,536 bytes each: one a block
+        assert recorder.blocks() == blocks  # each takes 36,000 of a block's 65,536 bytes
 
     run_ipc(recorder, body, 2)
 
@@ -251,7 +251,7 @@ def test_memory_of_channels_that_are_gone_serves_again(recorder: Recorder) -> No
 def test_what_a_graph_may_replay_is_nobody_elses(recorder: Recorder) -> None:
     def body(t: RecordedIpc) -> None:
         peer, places = 1 - t.rank, []
-        where = 3 * len(t._place.memory.sample())  # the rest of an offer is not about memory
+        where = 3 * len(t._place.memory.sample())  # only this part of an offer describes memory
         for captured in (False, True, False, False):
             channel = t.channel([(peer, torch.ones(1))], [(peer, torch.zeros(1))], 0)
             assert isinstance(channel, IpcChannel)

@@ -1,4 +1,4 @@
-"""Ranks that call different things: noticed at the call, and both calls are named."""
+"""Tests of ranks whose calls differ: the error comes at the call and names both calls."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from pydist.exchange.exchanger import Exchanger
 from pydist.optim import sharded
 from pydist.partition import Box
 
-DIFFERENT = "the ranks call different things"
+DIFFERENT = "the ranks make different calls"
 _DRAWING = threading.Lock()
-"""torch's random numbers are one sequence for all threads, and so for all ranks here."""
+"""Lock around drawing: all threads, here ranks, share one random sequence of torch."""
 
 
 def network(*, kernel: int = 3, padding: int = 1, swapped: bool = False) -> nn.Sequential:
@@ -41,7 +41,7 @@ def samples(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def forward(model: nn.Module, mesh: Mesh) -> Tensor:
-    """Parameters differ in shape: there is nothing to broadcast."""
+    """Runs a model without parallelize, which could not broadcast parameters of unequal shapes."""
     for path, module in model.named_modules():
         module.__dict__["_pydist_path"] = path
     return model(samples(mesh))
@@ -74,7 +74,7 @@ def with_another_call(t: Transport) -> None:
     for step in range(4):
         y = model(samples(mesh))
         if step == 2 and t.rank == 1:
-            y.max()  # to be printed by one rank, say
+            y.max()  # e.g. to print it on one rank
         y.sum().backward()
 
 
@@ -199,7 +199,7 @@ def test_any_neighbor_of_three_ranks_notices() -> None:
 
 @pytest.fixture
 def no_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As between machines: ranks can't read each other's memory."""
+    """Removes the board, as if the ranks were on different machines."""
     monkeypatch.setattr(board, "_make", lambda: ("", None))
 
 
@@ -233,7 +233,7 @@ def test_gradients_of_another_count_are_noticed_before_backward_returns() -> Non
 
 @pytest.mark.usefixtures("no_board")
 def test_known_calls_that_fit_each_other_are_noticed_before_gradients_are_used() -> None:
-    """As with devices on several machines: no board, and the messages have no stamps."""
+    """Devices on several machines have no board, and their messages no stamps."""
     used: list[tuple[int, int]] = []
 
     def body(t: Transport) -> None:

@@ -1,4 +1,4 @@
-"""Ranks as threads: the contract, and what happens when a rank fails or ranks wait in a circle."""
+"""Tests of ranks as threads: the contract, failing ranks, and ranks that wait in a circle."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_nothing_arrives_before_the_latency_is_over(exchange) -> None:
 
 
 def test_latency_elapses_while_a_rank_works(monkeypatch) -> None:
-    """It counts from the sending: a rank that was busy for longer does not wait at all."""
+    """Latency counts from the send: a rank that is busy for longer does not wait."""
     slept: dict[int, list[float]] = {}
     sleep = time.sleep
 
@@ -72,7 +72,7 @@ def test_latency_elapses_while_a_rank_works(monkeypatch) -> None:
         channel = t.channel([(1 - t.rank, torch.ones(1))], [(1 - t.rank, torch.zeros(1))], tag=0)
         work = t.all_reduce_async(torch.ones(1))
         channel.start()
-        t.barrier()  # all have sent, and a latency ago
+        t.barrier()  # all messages were sent one latency ago
         mine = slept[threading.get_ident()]
         mine.clear()
         channel.wait()

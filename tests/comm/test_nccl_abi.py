@@ -1,4 +1,4 @@
-"""The NCCL library itself, as far as it goes without a GPU, and our declarations against nccl.h."""
+"""Tests of the NCCL library without a GPU, and of pydist's declarations against nccl.h."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydist.errors import NotSupported, PydistError
 
 ROOT = Path(__file__).parents[2]
 
-# What nccl.h wants of CUDA's headers.
+# The declarations of CUDA that nccl.h needs.
 CUDA_STUB = """
 #pragma once
 typedef struct CUstream_st* cudaStream_t;
@@ -142,7 +142,7 @@ def test_the_library_opens_and_makes_ids_without_a_gpu() -> None:
         pytest.skip(f"NCCL finds no network here: {error}")
     assert len(ids) == 2
     assert {len(each) for each in ids} == {128}
-    # Whoever asks again gets the copy that is loaded.
+    # A second request returns the loaded copy.
     assert native.NcclLibrary([]).path == library.path
 
 

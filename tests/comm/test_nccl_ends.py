@@ -1,4 +1,4 @@
-"""How a group of the recorder's NCCL ends: what it leaves, and when a process of it is killed."""
+"""Tests of the end of NCCL groups with the recorder: leftovers, aborts and killed processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ sys.stdin.read()
 def nothing_is_left(recorder: Recorder) -> Iterator[None]:
     before = shared_memory()
     yield
-    limit = time.monotonic() + 5  # what a stream has still to let go of
+    limit = time.monotonic() + 5  # streams release memory late
     while shared_memory() > before and time.monotonic() < limit:
         time.sleep(0.01)
     assert shared_memory() == before
@@ -65,7 +65,7 @@ def test_an_end_leaves_nothing(recorder: Recorder) -> None:
 
 @pytest.mark.parametrize("delay", [0, 2000])
 def test_an_abort_leaves_nothing(recorder: Recorder, delay: int) -> None:
-    recorder.delay(delay)  # what is under way meets the abort at another place
+    recorder.delay(delay)  # moves the abort to another point of the exchange
 
     def body(host: Transport) -> None:
         t = RecordedTransport.of(recorder, host)
@@ -86,7 +86,7 @@ def test_a_process_that_is_killed_ends_the_group(recorder: Recorder) -> None:
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=child_environment()
     ) as other:
-        group = recorder.group(unique, 0, 2)  # both have come
+        group = recorder.group(unique, 0, 2)  # both ranks have joined
         received = torch.zeros(3)
         ticket = group.exchange([], [(1, received.data_ptr(), 12)], 0)
         other.kill()

@@ -1,4 +1,4 @@
-"""Who may take which GPU: one answer for all ranks, in one line."""
+"""Tests of the assignment of GPUs to ranks: one answer for all ranks, in one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_ranks_that_would_share_a_gpu_are_named() -> None:
     with pytest.raises(UsageError) as caught:
         check([A, B, A], {SHARE: "0"})
     assert str(caught.value) == (
-        "3 ranks on n07 for 2 GPUs (ranks 0, 2 would share one), and NCCL takes one rank a GPU:"
+        "3 ranks on n07 for 2 GPUs (ranks 0, 2 would share one), and NCCL accepts one rank per GPU:"
         f" start fewer ranks there, or set {SHARE}=1 to let them share (NCCL 2.30 or newer)"
     )
     with pytest.raises(UsageError, match=r"2\.30 or newer, which this one, 22705, is not"):

@@ -1,4 +1,4 @@
-"""The NCCL transport against a recorder that takes the place of NCCL and of the CUDA driver."""
+"""Tests of the NCCL transport with a recorder in place of NCCL and the CUDA driver."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def run(recorder: Recorder, function, size: int):
     def body(host):
         transport = RecordedTransport.of(recorder, host)
         result = function(transport)
-        transport.close()  # one that is merely dropped is ended, for the other ranks as well
+        transport.close()  # a transport that is only dropped aborts the group
         return result
 
     return run_local(body, size)
 
 
 def repeat(channel: Channel) -> None:
-    """Until a failure that may come in the midst of a round has been seen."""
+    """Runs enough rounds to observe a failure in the middle of one."""
     for _ in range(3):
         channel.start()
         channel.wait()
@@ -47,7 +47,7 @@ def test_contract(recorder: Recorder, check: Check, size: int) -> None:
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_contract_on_late_streams(recorder: Recorder, check: Check) -> None:
-    """A wait that is missing would see what was there before."""
+    """A missing wait would expose old values."""
     recorder.delay(300)
     run(recorder, check, 2)
 
@@ -71,7 +71,7 @@ def test_an_exchange_is_one_group_between_events(recorder: Recorder) -> None:
         *[f"send 16 on {stream}"] * 2,
         *[f"recv 16 on {stream}"] * 2,
         "group end",
-        "issued",  # by NCCL's thread: only then the event can be behind it
+        "issued",  # by NCCL's thread, so that the event comes after it
         f"record {stream}",
     ]
     assert lines[10] == "wait caller"
@@ -80,7 +80,7 @@ def test_an_exchange_is_one_group_between_events(recorder: Recorder) -> None:
 def test_streams_have_the_greatest_priority_and_do_not_wait_for_the_default_one(
     built: Recorder, tmp_path: Path
 ) -> None:
-    anew = Recorder(shutil.copy(built.path, tmp_path))  # one whose streams nobody has had
+    anew = Recorder(shutil.copy(built.path, tmp_path))  # has no streams yet
     run(anew, lambda t: t.split(0, t.rank), 2)
     made = [line for line in anew.notes() if line.startswith("create")]
     assert len(made) == 4  # a stream for each group of each rank
@@ -88,7 +88,7 @@ def test_streams_have_the_greatest_priority_and_do_not_wait_for_the_default_one(
 
 
 def test_a_stream_outlives_its_group_and_serves_the_next(recorder: Recorder) -> None:
-    """The allocator may record events on it long after."""
+    """The allocator may record events on the stream long after the group ends."""
 
     def stream_of_a_group() -> int:
         group = recorder.group(recorder.nccl().unique_id(), 0, 1)
@@ -102,7 +102,7 @@ def test_a_stream_outlives_its_group_and_serves_the_next(recorder: Recorder) -> 
 
 
 def test_in_a_capture_an_operation_that_has_started_is_on_the_stream(recorder: Recorder) -> None:
-    """So that NCCL's thread and this one never add to one graph at a time."""
+    """Otherwise NCCL's thread and this thread could add to one graph concurrently."""
 
     def body(t: Transport) -> None:
         channel = t.channel([(0, torch.ones(4))], [(0, torch.zeros(4))], 3)
@@ -135,7 +135,7 @@ def test_an_operation_shows_when_it_is_complete(recorder: Recorder) -> None:
 
 
 def test_halos_come_and_go_home(recorder: Recorder) -> None:
-    """The exchanger's buffers serve again, in both directions."""
+    """The exchanger reuses its buffers in both directions."""
     size = 3
     owned = [Box((0, 0, 4 * rank), (1, 2, 4 * rank + 4)) for rank in range(size)]
     needed = [
@@ -199,7 +199,7 @@ def test_errors_are_of_the_class_of_whose_fault_they_are(
 
 
 def test_an_abort_that_does_not_return_is_left_alone(recorder: Recorder) -> None:
-    """NCCL waits in it for graphs that hold operations of the group."""
+    """NCCL's abort waits for graphs that hold operations of the group."""
     group = recorder.group(recorder.nccl().unique_id(), 0, 1)
     recorder.fail_next_send(5, "")
     recorder.abort_takes(seconds=6)
@@ -214,7 +214,7 @@ def test_an_abort_that_does_not_return_is_left_alone(recorder: Recorder) -> None
 
 
 def test_a_graph_that_was_not_reset_is_waited_for_with_a_limit(recorder: Recorder) -> None:
-    """A user's: NCCL lets a group go when no graph holds operations of it any more."""
+    """NCCL releases a group only when no graph holds its operations, here a user's graph."""
     group = recorder.group(recorder.nccl().unique_id(), 0, 1, seconds=1.0)
     recorder.hold_graphs(True)
     with pytest.raises(RankLost) as caught:
@@ -260,7 +260,7 @@ def test_what_was_split_off_is_closed_with_the_world_the_last_first(
         world.close()
         assert closed[threading.get_ident()] == [gone, *reversed(made)]
         for each in (*parts, world):
-            each.close()  # once is enough
+            each.close()  # further calls do nothing
         assert len(closed[threading.get_ident()]) == len(made) + 1 > 2
 
     run_local(body, 2)
@@ -271,7 +271,7 @@ def test_what_was_split_off_is_closed_with_the_world_the_last_first(
 def test_a_graph_that_is_still_there_is_reset_before_a_group_closes(
     recorder: Recorder, closes: str
 ) -> None:
-    """NCCL would wait for it without limit; one that is gone is nobody's."""
+    """NCCL would wait for the graph without limit; a deleted graph needs no reset."""
     happened = []
 
     class Graph:
@@ -312,7 +312,7 @@ def test_ranks_that_do_not_come_are_waited_for_with_a_limit(recorder: Recorder) 
 
 
 def test_other_byte_counts_are_refused_by_the_recorder(recorder: Recorder) -> None:
-    """What the contract's runs rely on."""
+    """The tests of the contract rely on this."""
 
     def body(t: Transport) -> None:
         peer = 1 - t.rank
@@ -325,7 +325,7 @@ def test_other_byte_counts_are_refused_by_the_recorder(recorder: Recorder) -> No
 
 
 def test_groups_may_be_used_in_different_orders(recorder: Recorder) -> None:
-    """A rank without work starts its buckets behind exchanges that others start after theirs."""
+    """A rank without work starts its buckets in another order relative to halos."""
 
     def body(t: Transport) -> None:
         buckets = t.split(0, t.rank)
@@ -349,7 +349,7 @@ def test_groups_may_be_used_in_different_orders(recorder: Recorder) -> None:
 
 
 def test_exchanges_in_different_orders_are_found(recorder: Recorder) -> None:
-    """Messages of equal size are taken for each other: nothing else would tell."""
+    """NCCL confuses messages of equal size without an error."""
 
     def body(t: Transport) -> None:
         peer = 1 - t.rank

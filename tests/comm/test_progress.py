@@ -1,4 +1,4 @@
-"""Who polls, and when."""
+"""Tests of the progress engine: which thread polls, and when."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_thread_polls_by_itself_while_something_is_under_way():
         assert polled.wait(10)
         engine.ended()
     assert set(polls) == {"pydist progress"}
-    engine.progress()  # the thread's business
+    engine.progress()  # left to the thread
     engine.close()
     engine.close()
     assert "pydist progress" not in [thread.name for thread in threading.enumerate()]

@@ -1,4 +1,4 @@
-"""What GPU tests put in the place of NCCL, where it takes no two ranks of a GPU."""
+"""Test of the transport that replaces NCCL in GPU tests, since NCCL refuses two ranks per GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydist.comm import run_local
 from support.stand_ins.one_gpu import Staged
 from support.transports.contract import CHECKS, Check, buffers_outlive_work_that_nobody_waits_for
 
-# Collectives of this one are over when they have started.
+# Collectives of this transport complete when they start.
 _KEPT = [check for check in CHECKS if check is not buffers_outlive_work_that_nobody_waits_for]
 
 

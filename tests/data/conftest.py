@@ -1,4 +1,4 @@
-"""Small data sets, made once."""
+"""Fixtures of small data sets, which are made once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydist.data.manifest import DataFile, Manifest
 
 @pytest.fixture(scope="session")
 def universes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4 universes of 16^3, cut into samples of 8^3, channel first: 24 train, 8 val."""
+    """Makes 4 universes of 16^3, cut into samples of 8^3, channel first: 24 train, 8 val."""
     root = tmp_path_factory.mktemp("universes")
     generate_universes(root, UniverseOptions(count=4, width=8, seed=3))
     return root
@@ -24,7 +24,7 @@ def universes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def public_universes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same universes in the layout of the public data."""
+    """Makes the same universes in the layout of the public data."""
     root = tmp_path_factory.mktemp("public")
     generate_universes(root, UniverseOptions(count=4, width=8, seed=3, layout="cosmoflow"))
     return root
@@ -32,7 +32,7 @@ def public_universes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def write_samples(tmp_path: Path) -> Callable[..., Path]:
-    """Writes arrays [C, D, H, W] as a data set, one file each, with a true manifest."""
+    """Returns a function that writes arrays [C, D, H, W] as a data set, one file each."""
 
     def write(samples: list[np.ndarray], targets: int = 4, **storage: object) -> Path:
         files = []
@@ -59,7 +59,7 @@ def write_samples(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def edit_manifest() -> Callable[..., None]:
-    """Changes top-level entries of a `dataset.json`."""
+    """Returns a function that changes top-level entries of a `dataset.json`."""
 
     def edit(root: Path, **entries: object) -> None:
         path = root / "dataset.json"

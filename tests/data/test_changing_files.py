@@ -1,4 +1,4 @@
-"""A file that changes while it is open is noticed at the next read, whatever HDF5 makes of it."""
+"""Tests that the next read detects a change of an open file, whatever HDF5 returns."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_file_that_shrinks_is_refused_at_the_next_read(
     dataset.read_block(0, Box((0, 0, 0, 0), (1, 1, 8, 8)))
     cut(path, length)
     assert refusal(dataset) == f"{path}: shrank from {size} to {length} bytes while it was open"
-    assert str(path) in refusal(dataset)  # again, when it is opened anew
+    assert str(path) in refusal(dataset)  # also when opened again
 
 
 def test_targets_and_labels_are_held_to_the_same_rule(
@@ -89,7 +89,7 @@ def test_a_file_that_is_overwritten_replaced_or_deleted_is_named(
 
 
 def test_what_still_has_its_checksum_is_read_anew(tmp_path: Path, universes: Path) -> None:
-    """Sites delete what is old, and users touch their files; or a file is copied over itself."""
+    """Users touch files, since sites delete old ones, or copy a file over itself."""
     shutil.copytree(universes, tmp_path / "data")
     dataset = ShardDataset(tmp_path / "data")
     expected = dataset.read_block(0)

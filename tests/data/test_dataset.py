@@ -1,4 +1,4 @@
-"""Reading blocks: right values, no byte too many, by any process and thread."""
+"""Tests of reading blocks: right values, no extra bytes, from any process and thread."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_stored_types(write_samples: Callable[..., Path], stored: str) -> None:
 
 
 def test_by_default_values_are_as_they_are_stored(write_samples: Callable[..., Path]) -> None:
-    """As in a run's configuration; intensities may be negative."""
+    """A run's configuration has the same default; intensities may be negative."""
     assert DataConfig().normalize == "none"
     sample = np.random.default_rng(0).normal(-5, 900, (1, 4, 3, 2)).astype(np.float32)
     np.testing.assert_array_equal(ShardDataset(write_samples([sample])).read_block(0), sample)
@@ -162,7 +162,7 @@ def test_opening_reads_little_besides_the_block(universes: Path) -> None:
 
 
 def test_file_on_disk_is_read_exactly_too(tmp_path: Path) -> None:
-    """Without a counting driver, by what the kernel counts: the sieve buffer must be off."""
+    """The kernel's count, without a counting driver, shows that the sieve buffer is off."""
     generate_universes(tmp_path, UniverseOptions(count=1, width=64, box_width=64))
     dataset = ShardDataset(tmp_path)
 
@@ -192,7 +192,7 @@ def test_chunked_file_gives_the_chunks_touched(write_samples: Callable[..., Path
     chunk = 8 * 16 * 32 * 2 + 4
     box = Box((0, 7, 3, 0), (2, 9, 15, 5))
     read = meter.of(lambda: dataset.read_block(0, box))
-    # The chunks' tree is read as well, once; the chunk at the origin is in HDF5's cache by now.
+    # This read includes the chunk tree once; HDF5 caches the chunk at the origin.
     assert 3 * chunk <= read <= 4 * chunk + 4096
     assert torch.equal(dataset.read_block(0, box), cut(dataset.read_block(0), box))
     dataset.close()
@@ -273,7 +273,7 @@ def test_threads_may_read_at_once(universes: Path) -> None:
 def test_reading_leaves_the_interpreter_to_other_threads(
     write_samples: Callable[..., Path],
 ) -> None:
-    """HDF5, its filters and the normalization run without the interpreter's lock."""
+    """HDF5, its filters and the normalization run without the GIL."""
     counts = np.random.default_rng(0).poisson(1, (1, 160, 160, 160)).astype(np.int16)
     root = write_samples([counts], chunks=counts.shape, compression="gzip")
     dataset = ShardDataset(root)

@@ -1,4 +1,4 @@
-"""What can be wrong with a sample, a file or a call: one clear line each."""
+"""Tests of faulty samples, files and calls: each gives one clear line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of blocks to a device, on the CPU as the device: all but the copies and the streams."""
+"""Tests of device input with the CPU as the device: all but the copies and the streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Exported:
-    """An array of another library: all it has is DLPack."""
+    """Array of another library that offers only DLPack."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
@@ -35,7 +35,7 @@ class Exported:
 
 
 class Arrays:
-    """A source that gives arrays of its own instead of filling tensors."""
+    """Source that returns its own arrays instead of filling tensors."""
 
     sample_shape = (1, 4, 3, 5)
     num_targets = 2
@@ -65,7 +65,7 @@ class Arrays:
 
 
 def through_device(loader: Loader) -> Loader:
-    """As `device="cuda"` reads, with a CPU as the device."""
+    """Makes a loader read like `device="cuda"`, with the CPU as the device."""
     loader._device_input = DeviceInput(CPU)
     return loader
 
@@ -139,7 +139,7 @@ def test_what_is_not_finite_is_found_and_named(
         with through_device(loader):
             for batch in loader:
                 if on_bad_sample == "stop":
-                    continue  # a rank whose block is good
+                    continue  # this rank's block is good
                 assert batch.weight.tolist() == [1, 1, 0, 1]
                 expected = torch.log1p(torch.tensor([0.0, 1.0, 3.0, 3.0]))
                 torch.testing.assert_close(batch.inputs.full_tensor()[:, 0, 3, 1, 2], expected)
@@ -153,7 +153,7 @@ def test_what_is_not_finite_is_found_and_named(
 
 
 class Event:
-    """Stands for the end of a copy; says when somebody waits for it."""
+    """Event at the end of a copy that records waits for it."""
 
     def __init__(self, waits: list[int], number: int) -> None:
         self.waits, self.number = waits, number

@@ -1,4 +1,4 @@
-"""The code in docs/data.md runs, and what it says about options is true."""
+"""Tests that the code in docs/data.md runs, and that its statements on options are true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""File formats of other packages: what their files get wrong is one clear line."""
+"""Tests of file formats of other packages: each fault of a file gives one clear line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NumpyFolder(StoredFile):
 
 
 class Unasked(NumpyFolder):
-    """Gives what the test wants, whatever is asked for."""
+    """Format that returns the array of a test for every request."""
 
     given: Any = None
 
@@ -40,7 +40,7 @@ class Unasked(NumpyFolder):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Samples with labels and targets, in arrays that a test may replace."""
+    """Returns a folder with samples, labels and targets in replaceable array files."""
     get = FORMATS.get
     formats = {"npy": NumpyFolder, "unasked": Unasked, "class": int, "module": np}
     monkeypatch.setattr(FORMATS, "get", lambda name: formats.get(name) or get(name))

@@ -1,4 +1,4 @@
-"""Files made elsewhere become data sets; damage is found by checksum."""
+"""Tests of indexing: foreign files become data sets, and checksums detect damage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pydist.errors import DataError, UsageError
 
 @pytest.fixture
 def foreign(public_universes: Path, tmp_path: Path) -> Path:
-    """Files in the public layout, without a manifest."""
+    """Returns files in the public layout without a manifest."""
     for path in public_universes.glob("*.hdf5"):
         shutil.copy(path, tmp_path)
     return tmp_path

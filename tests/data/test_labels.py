@@ -1,4 +1,4 @@
-"""Labels are read by the same box as their volume, and arrive as sharded integers."""
+"""Tests of labels: read with the box of their volume, delivered as sharded integers."""
 
 from __future__ import annotations
 

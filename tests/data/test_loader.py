@@ -1,4 +1,4 @@
-"""The loader: right blocks to right ranks, hidden reads, errors at their batch, clean ends."""
+"""Tests of the loader: right blocks on each rank, hidden reads, errors per batch, clean ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.data.reading import Meter
 
 
 class Numbers:
-    """Samples that can be told apart: every voxel of sample i holds i + its linear index / 1000."""
+    """Source of distinct samples: each voxel of sample i holds i + its linear index / 1000."""
 
     sample_shape = (1, 4, 3, 5)
     num_targets = 2
@@ -69,7 +69,7 @@ def on_ranks(ranks: int, job: Callable[..., object], *args: object) -> list:
 
 
 def seen(batch: Batch, dataset: Numbers) -> list[int]:
-    """The samples of a batch, after checking that the tensors hold them."""
+    """Returns the samples of a batch after checking its tensors against them."""
     full = batch.inputs.full_tensor()
     for n, index in enumerate(batch.indices):
         assert torch.equal(full[n], dataset.whole(index))
@@ -87,7 +87,7 @@ def seen(batch: Batch, dataset: Numbers) -> list[int]:
     [(1, (1, 1, 1)), (2, (2, 1, 1)), (1, (3, 1, 2)), (3, (1, 2, 1)), (1, (6, 1, 1))],
 )
 def test_every_rank_reads_its_blocks(data: int, spatial: tuple[int, int, int]) -> None:
-    """Also with uneven and empty blocks: 4 planes on 6 ranks."""
+    """Blocks may be uneven or empty: 4 planes on 6 ranks."""
 
     def job(transport: Transport) -> list:
         mesh, dataset = Mesh(transport, data, spatial, seed=3), Numbers(11)
@@ -121,7 +121,7 @@ def test_blocks_come_from_the_file(universes: Path) -> None:
 
 
 def test_each_byte_is_read_by_one_rank(public_universes: Path) -> None:
-    """4 ranks with half of the depth and half of the width each."""
+    """Each of 4 ranks has half of the depth and half of the width."""
 
     def job(transport: Transport) -> int:
         meter = Meter()
@@ -213,7 +213,7 @@ def test_resume_goes_on_with_the_next_batch_though_more_were_read() -> None:
 
 @pytest.mark.parametrize("samples", [1, 2])
 def test_slow_reads_are_hidden_behind_the_step(samples: int) -> None:
-    """50 ms in each read; a step computes 70 ms a sample. Waiting is at most 2 % of the steps."""
+    """A read takes 50 ms and a step 70 ms per sample; waiting takes at most 2% of the time."""
 
     def job(transport: Transport) -> None:
         with Loader(Numbers(6 * samples, delay=0.05), Mesh(transport), samples) as loader:
@@ -297,7 +297,7 @@ def test_no_thread_is_left_behind() -> None:
 
 
 def test_reading_ahead_forks_nothing(universes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork after MPI_Init is undefined."""
+    """A fork after MPI_Init has undefined behavior."""
 
     def refuse(*_: object) -> int:
         raise AssertionError("forked")
@@ -365,7 +365,7 @@ def test_missing_file_is_named(universes: Path, write_samples: Callable[..., Pat
 
 
 def test_bad_sample_is_replaced_on_all_ranks_of_its_group() -> None:
-    """Only one rank's block of sample 2, and of its first replacement, is bad."""
+    """Sample 2 and its first replacement are bad in the block of one rank only."""
     corner, other = Box((0, 0, 0, 0), (1, 1, 1, 1)), Box((0, 3, 0, 0), (1, 4, 1, 1))
 
     def job(transport: Transport) -> tuple:

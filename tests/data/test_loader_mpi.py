@@ -1,4 +1,4 @@
-"""The loader's thread beside MPI: it reads while the main thread communicates."""
+"""Tests of the loader's thread with MPI: it reads while the main thread communicates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.ranks(2)
 
 
 def test_blocks_make_up_the_samples(world: Transport, universes: Path) -> None:
-    """Each rank made the data set for itself, from the same seed: the manifests must agree."""
+    """Each rank makes the data set itself from one seed, so the manifests must agree."""
     dataset = ShardDataset(universes)
     mesh = Mesh(world, 1, (2, 1, 1))
     with Loader(dataset, mesh, 5, prefetch=3, on_bad_sample="skip") as loader:

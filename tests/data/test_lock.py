@@ -1,4 +1,4 @@
-"""One writer at a time in a folder, however the last one ended."""
+"""Tests of folder locks: one writer at a time, however the previous one ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with FolderLock(Path(sys.argv[1])):
 
 
 def holding(folder: Path, *options: str) -> subprocess.Popen[str]:
-    """Another process that holds a folder until a line comes."""
+    """Starts a process that holds a folder's lock until it reads a line."""
     child = subprocess.Popen(
         [sys.executable, "-c", HOLD, folder, *options],
         stdin=subprocess.PIPE,
@@ -62,7 +62,7 @@ def refusal(folder: Path) -> str:
 
 
 class Clock:
-    """The time of `lock`, which goes on when it waits."""
+    """Clock of `lock` that advances only during waits."""
 
     time = staticmethod(time.time)
 
@@ -98,14 +98,14 @@ def test_a_second_one_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
     child.communicate("\n")
     assert not list(tmp_path.iterdir())
     with FolderLock(tmp_path):
-        assert f"process {os.getpid()} on" in refusal(tmp_path)  # in one process as well
+        assert f"process {os.getpid()} on" in refusal(tmp_path)  # also within one process
         assert (tmp_path / FILE_NAME).exists()
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("left", ["nothing", "fork"])
 def test_a_killed_one_blocks_nobody(tmp_path: Path, left: str, clock: Clock) -> None:
-    """Not even where a fork of it lives on, which keeps its files locked."""
+    """A surviving fork, which keeps its files locked, does not block them either."""
     child = holding(tmp_path, left)
     killed(child)
     with FolderLock(tmp_path) as taken:
@@ -116,7 +116,7 @@ def test_a_killed_one_blocks_nobody(tmp_path: Path, left: str, clock: Clock) -> 
 
 
 def test_of_many_that_come_together_one_gets_in(tmp_path: Path) -> None:
-    """Over the lock of a dead process, which each of them may take."""
+    """They compete for the lock of a dead process, which each of them may take."""
     killed(holding(tmp_path))
     source = (
         "import sys, time; from pathlib import Path; from pydist.data.lock import FolderLock\n"
@@ -144,7 +144,7 @@ def test_of_many_that_come_together_one_gets_in(tmp_path: Path) -> None:
 
 
 def elsewhere(folder: Path, **facts: object) -> Path:
-    """The lock of a process on another machine."""
+    """Writes the lock of a process on another machine."""
     holder = Holder("n07", 812, "00000000-1-1", "another kernel", time.time() - 200, "0" * 32)
     path = folder / FILE_NAME
     path.write_text(json.dumps(asdict(replace(holder, **facts))))
@@ -164,9 +164,9 @@ def test_one_on_another_machine_counts_as_long_as_it_renews_its_lease(
     clock.meanwhile = renew
     assert "process 812 on n07 (started 3 min ago) writes there" in refusal(tmp_path)
     assert "was in use by process 812 on n07" in capsys.readouterr().err
-    assert json.loads(path.read_text())["host"] == "n07"  # as it was
+    assert json.loads(path.read_text())["host"] == "n07"  # unchanged
     clock.waits.clear()
-    with FolderLock(tmp_path):  # it has not come back
+    with FolderLock(tmp_path):  # the holder has not renewed its lease
         assert sum(clock.waits) == pytest.approx(lock.LEASE_SECONDS, abs=1)
 
 
@@ -184,7 +184,7 @@ def test_a_lease_that_is_over_or_a_lock_that_is_freed_is_not_waited_for(
 
 
 def test_in_another_container_here_the_kernel_knows(tmp_path: Path, clock: Clock) -> None:
-    """Process ids there mean nothing here, but locks of files are one kernel's."""
+    """Its process ids mean nothing here, but the kernel shares file locks."""
     child = holding(tmp_path)
     path = tmp_path / FILE_NAME
     facts = json.loads(path.read_text())
@@ -196,7 +196,7 @@ def test_in_another_container_here_the_kernel_knows(tmp_path: Path, clock: Clock
 
 
 def test_a_lock_that_was_lost_is_noticed(tmp_path: Path) -> None:
-    """A process that was stopped for longer than its lease must not write any more."""
+    """A process that was stopped for longer than its lease must not write anymore."""
     with FolderLock(tmp_path) as held:
         held.check()
         elsewhere(tmp_path)
@@ -206,7 +206,7 @@ def test_a_lock_that_was_lost_is_noticed(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="its lock was deleted"):
             held.check()
         elsewhere(tmp_path)
-    assert (tmp_path / FILE_NAME).exists()  # the other one's
+    assert (tmp_path / FILE_NAME).exists()  # the other process's lock
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The manifest: it comes back as it was saved, and damaged ones are refused by name."""
+"""Tests of the manifest: it loads as it was saved, and damage is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all."""
+"""Tests of publishing: files appear complete or not at all."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def test_what_an_earlier_run_has_left_counts_as_written(tmp_path: Path) -> None:
         require_room(tmp_path, 2, free, packed=False)
     (tmp_path / "part").mkdir()
     with (tmp_path / "part" / "first").open("wb") as file:
-        file.truncate(free + (1 << 30))  # a sparse file: it takes no space
+        file.truncate(free + (1 << 30))  # sparse: takes no space
     require_room(tmp_path, 2, free, packed=False)

@@ -1,4 +1,4 @@
-"""Every rule of the choke point, each with a file that breaks it."""
+"""Tests of every rule of `safe_open`, each with a file that breaks it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pydist.errors import DataError
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A good file, with `full` and a dataset in a group."""
+    """Writes a good file with `full` and a dataset in a group; returns its path."""
     path = tmp_path / "file.hdf5"
     with h5py.File(path, "w") as file:
         file["full"] = np.arange(24, dtype=np.int16).reshape(4, 3, 2)
@@ -305,7 +305,7 @@ def test_chunk_of_no_bytes_is_refused_before_hdf5_reads_it(path: Path) -> None:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_cut_and_damaged_files_end_in_a_data_error(path: Path, data: st.DataObject) -> None:
-    """Whatever byte is wrong: either the numbers come out, or one `DataError`."""
+    """A wrong byte gives either the right numbers or one `DataError`."""
     whole = path.read_bytes()
     cut = data.draw(st.integers(0, len(whole)), "cut")
     image = bytearray(whole[:cut] if data.draw(st.booleans(), "truncate") else whole)

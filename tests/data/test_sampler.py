@@ -1,4 +1,4 @@
-"""The sampler: every sample once, whatever the mesh, and the same order on any of them."""
+"""Tests of the sampler: every sample once, in the same order on every mesh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def samplers(num: int, groups: int, batch: int, **options: object) -> list[MeshS
     epoch=st.integers(0, 3),
 )
 def test_training_batches(num: int, groups: int, extra: int, shuffle: bool, epoch: int) -> None:
-    """Groups hold contiguous blocks of the global batch; padding is marked and counts nothing."""
+    """Groups hold contiguous blocks of the global batch; padding is marked and not counted."""
     batch = groups + extra
     every = samplers(num, groups, batch, shuffle=shuffle, seed=7)
     order = every[0].order(epoch).tolist()
@@ -43,7 +43,7 @@ def test_training_batches(num: int, groups: int, extra: int, shuffle: bool, epoc
                 assert list(part.indices) == whole[start : start + part.count]
         sizes = [p.count for p in parts]
         assert max(sizes) - min(sizes) <= 1
-        # What the trainer does: the mean over groups of scaled mean losses is the global mean.
+        # As in the trainer, the mean of scaled mean losses over groups is the global mean.
         scaled = [p.count * groups / p.global_size for p in parts]
         means = [sum(p.indices) / len(p.indices) for p in parts]
         mean = sum(s * m for s, m in zip(scaled, means, strict=True)) / groups
@@ -102,7 +102,7 @@ def test_order_depends_on_seed_and_epoch() -> None:
 
 
 def test_order_is_the_same_for_good() -> None:
-    """Checkpoints rely on it: a change here breaks the resume of older runs."""
+    """Checkpoints rely on the order: a change here breaks the resume of older runs."""
     assert MeshSampler(10, 1, 0, 1, seed=0).order(0).tolist() == [0, 8, 9, 3, 7, 5, 1, 2, 6, 4]
 
 

@@ -1,4 +1,4 @@
-"""Accelerate, told that each rank is alone: pydist does the sharing."""
+"""Accelerate, configured with each rank as a single process: pydist partitions the work."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.ranks(2), pytest.mark.filterwarnings("ignore")]
 
 @pytest.fixture
 def alone():
-    """An accelerator that takes this process for the only one, and accumulates two batches."""
+    """Returns an accelerator for a single process, which accumulates two batches."""
     from accelerate.state import AcceleratorState
     from accelerate.utils import clear_environment
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on every rank, one device each: its training is that of one device."""
+"""Lightning's Trainer with one device on every rank: its training equals the one-device run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def trainer(epochs: int = EPOCHS):
 
 
 def loader_for(mesh: Mesh) -> DataLoader:
-    """All ranks of a sample group get the same samples, the groups share each batch."""
+    """Returns a loader: ranks of a sample group get equal samples, the groups share each batch."""
     sampler = DistributedSampler(SAMPLES, mesh.data_size, mesh.data_index, shuffle=False)
     return DataLoader(SAMPLES, BATCH // mesh.data_size, sampler=sampler)
 
@@ -84,7 +84,7 @@ def test_a_checkpoint_of_one_rank_goes_on_on_all_and_loads_plainly(world, tmp_pa
     first = Segmenter(parallelize(network(), mesh))
     run = trainer(1)
     run.fit(first, loader_for(mesh))
-    path = tmp_path / "last.ckpt"  # a folder of each rank's own
+    path = tmp_path / "last.ckpt"  # a rank-local folder
     run.save_checkpoint(path)
 
     again = Segmenter(parallelize(network(), mesh))

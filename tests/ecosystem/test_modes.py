@@ -1,4 +1,4 @@
-"""Ways of running a network that users bring along: autocast, scaler, parametrizations, loaders."""
+"""User-chosen ways to run a network: autocast, scaler, parametrizations, loaders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def network() -> nn.Module:
 
 
 def relative(found, expected):
-    """max|Δ| over all gradients, relative to the largest of them."""
+    """Returns max|Δ| over all gradients, relative to the largest of them."""
     scale = max(float(e.abs().max()) for e in expected)
     pairs = zip(found, expected, strict=True)
     return max(float((f.double() - e).abs().max()) for f, e in pairs) / scale
@@ -58,7 +58,7 @@ def gradients(model, x, **autocast):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d], ids=str)
 def test_autocast_loses_no_more_than_on_one_device(dtype, layout):
-    """fp16 with a gradient scaler."""
+    """fp16 runs with a gradient scaler."""
     exact, _ = gradients(network(), X)
     model = network().float().to(memory_format=layout)
     x = X.float().to(memory_format=layout)
@@ -130,7 +130,7 @@ AROUND = {
 @pytest.mark.parametrize("call", AROUND.values(), ids=AROUND)
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_function_transforms_are_refused_by_name(call):
-    """On one rank: forward mode's levels are one stack a process."""
+    """The test runs on one rank: forward-mode levels form one stack per process."""
 
     def body(x, mesh):
         with pytest.raises(NotSupported, match=r"torch\.func.*full_tensor"):
@@ -139,7 +139,7 @@ def test_function_transforms_are_refused_by_name(call):
     on_shards(body, (1, 1, 1))
 
 
-# -- MONAI's MetaTensor: the plain tensor that it is -----------------------------------------
+# -- MONAI's MetaTensor, treated as its plain tensor -----------------------------------------
 
 
 def meta(tensor):

@@ -1,4 +1,4 @@
-"""MONAI's losses on sharded predictions, with plain and sharded labels, are those of the whole."""
+"""MONAI's losses on sharded predictions, with plain and sharded labels: equal to one device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOSSES = {
 
 
 def gradient(loss, x, labels):
-    """The value and the gradient, whole."""
+    """Returns the value and the gradient."""
     value = loss(x, labels)
     value.sum().backward()
     return value.detach(), x.grad
@@ -62,7 +62,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
 def test_on_sharded_predictions(make, way):
-    """They work in fp32 inside, so that is the bound."""
+    """The losses compute in fp32, which sets the tolerance."""
     expected = gradient(make(), X.clone().requires_grad_(), LABELS)
 
     def body(mesh):
@@ -89,7 +89,7 @@ def test_on_the_whole_tensor():
 
 
 def test_what_leaves_torch_is_refused_with_its_line():
-    """The Hausdorff loss transforms distances in SciPy."""
+    """The Hausdorff loss computes distance transforms in SciPy."""
 
     def body(mesh):
         x = shard(X, layout_at(mesh, SHAPE, POINTS))

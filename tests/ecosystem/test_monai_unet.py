@@ -1,4 +1,4 @@
-"""MONAI's UNet, unmodified, with each of its norms: split equals whole, every gradient too."""
+"""Unmodified MONAI UNet with each of its norms: the split run equals the one-device run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ SPLITS = {"2x2x1": ((2, 2, 1), 1), "3x1x1": ((3, 1, 1), 1), "two groups": ((1, 2
 @pytest.mark.parametrize(("spatial", "data"), SPLITS.values(), ids=SPLITS)
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_residual_unet(norm, spatial, data):
-    """Residual units, PReLU, transposed convolutions of stride 2, skips joined on channels.
+    """It has residual units, PReLU, transposed convolutions of stride 2, skips joined on channels.
 
-    Without biases: before a norm their gradients are 0, and what is found is nothing but rounding.
+    It has no biases: before a norm their gradients are 0, and the computed ones are pure rounding.
     """
     model = initialised(
         nets.UNet(3, 1, 2, (4, 8, 16), (2, 2), num_res_units=2, norm=norm, bias=False)

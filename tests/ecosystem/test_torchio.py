@@ -1,4 +1,4 @@
-"""TorchIO's subjects, transformed and collated in workers, go into a split network as they are."""
+"""TorchIO subjects, transformed and collated in workers: direct input of a split network."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pydist.errors import NotSupported
 from support.equivalence import layout_at, on_ranks, randint, randn, shard
 from support.networks.vision import declare_missing_operators
 
-declare_missing_operators()  # torchmetrics imports torchvision where there is one
+declare_missing_operators()  # torchmetrics imports torchvision if it is installed
 pytest.importorskip("torchmetrics")
 
 from torchmetrics import (  # noqa: E402
@@ -79,7 +79,7 @@ def test_after_two_updates(make, inputs, way):
 
 
 def test_curves_of_single_values_need_the_full_tensor():
-    """They sort all values."""
+    """Such curves sort all values."""
 
     def body(mesh):
         x = shard(X, layout_at(mesh, SHAPE, POINTS)).detach()

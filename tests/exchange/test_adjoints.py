@@ -1,8 +1,8 @@
-"""Every exchange has its adjoint: <F x, y> = <x, F* y>, and the backward of F* is F.
+"""Tests of the adjoint of every exchange: <F x, y> = <x, F* y>, and the backward of F* is F.
 
-On its way back a replicated value's gradient counts by its mean over the replicas, so the inner
-product of a value and a gradient in a layout is the sum over the ranks, divided by its replicas.
-The gradients y differ between the replicas here: they are partial sums in real life.
+In backward the gradient of a replicated value counts by its mean over the replicas. So the inner
+product of a value and a gradient in a layout is the sum over the ranks, divided by the replicas.
+The gradients y differ between the replicas here, since in training they are partial sums.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GRID = (2, 2, 2)
 
 
 class Map(NamedTuple):
-    """A linear map between values on the ranks."""
+    """Linear map between values on the ranks."""
 
     apply: Callable[[Tensor], Tensor]
     x: Tensor  # this rank's input
@@ -70,7 +70,7 @@ def check(make: Callable[[Mesh], Map], spatial=GRID, data: int = 1) -> None:
 def splits(
     draw: st.DrawFn, shape: tuple[int, ...]
 ) -> tuple[tuple[tuple[str, ...], list[int]] | None, ...]:
-    """For each dim the axes that cut it and the points; axes may stay unused (replicas)."""
+    """Draws the axes that cut each dim and the points; unused axes hold replicas."""
     home = {axis: draw(st.sampled_from([None, *range(len(shape))])) for axis in SPATIAL_AXES}
     out = []
     for dim, extent in enumerate(shape):
@@ -117,7 +117,7 @@ def test_redistribution_moves_every_element_to_its_place(source, target):
 
 @given(data=st.data())
 def test_gathered_boxes_of_any_size(data):
-    """Wider than blocks, beyond the domain, empty."""
+    """Boxes may be wider than blocks, reach beyond the domain, or be empty."""
     shape = (5, 4)
     cut = data.draw(st.tuples(st.integers(0, 5), st.integers(0, 4)))
     needed = []
@@ -213,7 +213,7 @@ def test_the_mean_is_its_own_adjoint():
 
 @pytest.mark.parametrize("at_end", [True, False])
 def test_parameters_wait_for_the_reducer(at_end):
-    """A parameter's gradient is averaged once, where it arrives; that of others on the way."""
+    """A parameter's gradient is averaged once, at the leaf; other gradients during backward."""
 
     def body(mesh):
         weight = randn(3, 1, seed=1).requires_grad_()
@@ -242,7 +242,7 @@ EXCHANGES = {
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_checkpointing_recomputes_before_an_exchange_goes_back(name):
-    """Even where nothing else was saved that would bring it about."""
+    """It does so even without other saved tensors that trigger the recomputation."""
 
     def body(mesh):
         runs = []
@@ -262,7 +262,7 @@ def test_checkpointing_recomputes_before_an_exchange_goes_back(name):
 
 
 def test_a_gradient_that_autograd_knows_to_be_zero_travels():
-    """Its tensor has no memory."""
+    """Its tensor has no storage."""
 
     def body(mesh):
         layout = Layout(mesh, (4,), [Split(("depth",), Partition([0, 1, 4]))])
@@ -306,7 +306,7 @@ def test_repeated_exchanges_reuse_their_buffers():
 
 
 def test_exchanges_under_way_at_the_same_time_do_not_mix():
-    """Of one plan, with two tensors: buffers belong to one exchange until it is finished."""
+    """The two share a plan: a buffer belongs to one exchange until it finishes."""
 
     def body(mesh):
         layout = Layout(mesh, (6,), [Split(("depth",), Partition([0, 3, 6]))])

@@ -1,4 +1,4 @@
-"""The one message at the end of a backward: what it compares, and that all ranks learn of it."""
+"""Tests of the one message after backward: its comparisons, and that all ranks get the error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydist.exchange.consistency import consistency_of
 
 
 class Shift(nn.Module):
-    """Adds a plain tensor of its own."""
+    """Layer that adds a plain tensor."""
 
     shift = 0.0
 
@@ -25,10 +25,10 @@ class Shift(nn.Module):
 
 
 def train(mesh: Mesh, change) -> str:
-    """Four steps of a network; what `change(model, step)` does comes before each.
+    """Trains a network for four steps, with `change(model, step)` before each.
 
     Returns:
-        The step and the error that ends them.
+        The step and the error that ends training.
     """
     model = parallelize(nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), Shift()), mesh)
     x = distribute_tensor(torch.ones(mesh.data_size, 1, 6, 4, 4), mesh)
@@ -88,7 +88,7 @@ def test_ranks_of_other_groups_learn_that_a_call_differs_in_one(monkeypatch) -> 
 
     first, *others = run_local(body, 4, timeout=30)
     assert others == [first] * 3
-    assert first.startswith("step 3: the ranks call different things")
+    assert first.startswith("step 3: the ranks make different calls")
     assert "nothing on rank 1" not in first
     assert "a call of one rank on rank" in first
 
@@ -104,6 +104,6 @@ def test_a_backward_ends_with_one_message_between_all_ranks() -> None:
             made = t.ledger.count - before
         return t.ledger.last_calls(made)
 
-    # The proof, flags of news and of the lane, and two each of the weight and the bias.
+    # The proof, flags of news and of the lane, and two elements each for weight and bias.
     expected = "all_reduce of 7 elements of int64, sum in backward"
     assert run_local(body, 3, timeout=30) == [expected] * 3

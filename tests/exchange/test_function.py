@@ -1,4 +1,4 @@
-"""The base of functions whose backward exchanges: ranks come to it together, whatever they hold."""
+"""Tests of the base of functions whose backward exchanges: ranks run it together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydist.exchange.function import ExchangeFunction
 
 
 class _Sum(ExchangeFunction):
-    """The sum over all ranks: it saves nothing of its own."""
+    """Sum over all ranks that saves no tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mesh: Mesh) -> Tensor:
@@ -38,13 +38,13 @@ def test_a_rank_that_saves_nothing_recomputes_as_the_others_do():
 
         def region(x: Tensor) -> Tensor:
             y = _Sum.apply(x, mesh)
-            return y.square() if world.rank else y + y  # only the first of these saves its input
+            return y.square() if world.rank else y + y  # only `square` saves its input
 
         checkpoint(region, x, use_reentrant=False).sum().backward()
         return mesh.world.ledger.count, x.grad
 
     (count, grad), (other, other_grad) = run_local(body, 2)
-    assert count == other  # both ranks have summed in the recomputation, too
+    assert count == other  # both ranks also sum in the recomputation
     assert grad == other_grad == 2 + 2 * 3
 
 

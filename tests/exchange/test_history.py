@@ -1,4 +1,4 @@
-"""Calls and numbers that differ between ranks are named, and looks of one rank are not."""
+"""Tests of call histories: differences between ranks are named; looks of one rank are allowed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _detached(x):
 
 
 def _looked_at(x, number):
-    """A hook that trains the convolution a second time."""
+    """Registers a hook that trains the convolution a second time."""
     shown = x * 1
     other = (x.detach().requires_grad_() * number).sum()
     shown.register_hook(lambda _: other.backward())
@@ -91,7 +91,7 @@ def test_numbers_that_are_drawn_are_noticed(use) -> None:
         for _ in range(3):
             use(model(torch.ones(1, 1, 6, 4, 4)), draws.random).square().mean().backward()
 
-    with pytest.raises(UsageError, match="the ranks call different things"):
+    with pytest.raises(UsageError, match="the ranks make different calls"):
         run_local(lambda t: body(t, t.rank + 1), 2)
     run_local(lambda t: body(t, 5), 2)
 
@@ -101,7 +101,7 @@ def test_numbers_that_differ_are_named() -> None:
         model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(2, 1, 1)))
         y = model(torch.ones(1, 1, 6, 4, 4))
         if t.rank == 1:
-            y.abs()  # a call of its own
+            y.abs()  # only on this rank
         (y.sin() * (0.5 + t.rank)).square().mean().backward()
 
     with pytest.raises(UsageError, match=r"mul\(0.5\) on rank 0 and mul\(1.5\) on rank 1"):
@@ -125,7 +125,7 @@ def test_a_look_of_one_rank_before_a_gradient_penalty_is_no_difference() -> None
 
 
 def test_a_look_of_one_rank_into_a_checkpointed_part_is_no_difference() -> None:
-    """It is computed anew, and exchanges, in passes within a pass that start from shards."""
+    """Nested passes that start from shards recompute that part and exchange."""
 
     def body(t: Transport) -> None:
         mesh = Mesh(t, spatial=(2, 1, 1))
@@ -143,7 +143,7 @@ def test_a_look_of_one_rank_into_a_checkpointed_part_is_no_difference() -> None:
 
 
 class Shifted(nn.Module):
-    """Uses a number of the whole tensor."""
+    """Layer that uses a reduction of the full tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + x.sum()
@@ -152,7 +152,7 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize("looked_at", [0, 1, 2])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_look_of_one_rank_leaves_passes_of_pydist_s_own_alone(looked_at: int, size: int) -> None:
-    """A local convolution's second derivative starts one, which comes past what was looked at."""
+    """Double backward of a local convolution starts a pass that visits the observed layer."""
     part = nn.Sequential(Shifted(), nn.Conv3d(2, 2, 1), nn.PReLU()).double()
     head = nn.Conv3d(2, 2, 1).double()
 
@@ -182,7 +182,7 @@ def _of_the_loss(loss, y):
 @pytest.mark.parametrize("look", [_of_its_shard, _of_the_loss])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_pass_of_one_rank_that_exchanges_nothing_is_no_difference(look, size: int) -> None:
-    """Neither by itself nor by what the passes of all ranks find in the graph after it."""
+    """Neither the pass itself nor what it leaves in the graph counts as a difference."""
 
     conv = nn.Conv3d(1, 2, 3, padding=1).double()
 
@@ -230,7 +230,7 @@ def test_plain_results_of_a_pass_that_exchanges_nothing_carry_its_numbers() -> N
         (g,) = torch.autograd.grad(shard.square().sum(), shard, create_graph=True)
         g.square().sum().backward()
 
-    with pytest.raises(UsageError, match="the ranks call different things"):
+    with pytest.raises(UsageError, match="the ranks make different calls"):
         run_local(lambda t: body(t, t.rank + 1), 2)
     run_local(lambda t: body(t, 2), 2)
 
@@ -244,7 +244,7 @@ def test_what_a_pass_that_exchanges_nothing_returns_carries_its_numbers() -> Non
         (g,) = torch.autograd.grad(shard.square().sum(), x)
         parallelize(nn.Conv3d(1, 1, 3), mesh)(x + g).mean().backward()
 
-    with pytest.raises(UsageError, match="the ranks call different things"):
+    with pytest.raises(UsageError, match="the ranks make different calls"):
         run_local(lambda t: body(t, t.rank + 1), 2)
     run_local(lambda t: body(t, 2), 2)
 
@@ -281,7 +281,7 @@ def test_sample_groups_may_have_numbers_of_their_own() -> None:
 
 
 def test_backward_passes_in_another_order_are_noticed() -> None:
-    """Each exchange has its partner, but one of the other forward."""
+    """Each exchange has a partner, but in the graph of the other forward."""
 
     def body(t: Transport, reverses: bool) -> None:
         model = parallelize(nn.Conv3d(1, 1, 3, padding=1), Mesh(t, spatial=(2, 1, 1)))

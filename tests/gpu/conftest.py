@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device: skipped, with the reason, where there is none."""
+"""Fixtures of tests that need a CUDA device, and the skip, with its reason, if there is none."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _reason() -> str | None:
 
 @pytest.fixture(scope="class")
 def devices(request: pytest.FixtureRequest) -> Transport:
-    """Two ranks with a device each, or that share one; a test class names their `transport`."""
+    """Returns a transport of two ranks on one or two devices; a test class names `transport`."""
     return connected(getattr(request.cls, "transport", None))
 
 
 @pytest.fixture
 def exact() -> Iterator[None]:
-    """Convolutions and products of floats in float, not in TF32."""
+    """Disables TF32: float32 convolutions and products stay in float32."""
     settings = (torch.backends.cudnn, torch.backends.cuda.matmul)
     before = [each.allow_tf32 for each in settings]
     for each in settings:

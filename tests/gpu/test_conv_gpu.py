@@ -10,6 +10,7 @@ from pydist import _native as native
 from pydist.backend import slab_tuning
 from pydist.backend.autotuner import autotuner_of
 from pydist.backend.conv import in_format
+from pydist.backend.problem import ROLES
 from pydist.backend.slab_problem import SlabProblem
 from pydist.backend.slabs import run
 from pydist.comm import LocalTransport
@@ -20,15 +21,15 @@ KERNELS = {
     "mma": [torch.float16, torch.bfloat16, torch.float32],
     "tf32": [torch.float32],
 }
-# Of the sum of the products' sizes: factors are exact but for tf32; the result is rounded once, the
-# library's twice.
+# Relative to the sum of the products' magnitudes. Factors are exact except in TF32; the result is
+# rounded once, the library's twice.
 BOUNDS = {
     torch.float64: 1e-13,
     torch.float32: 1e-5,
     torch.bfloat16: 2**-7,
     torch.float16: 2**-10,
 }
-ROLES = ("forward", "dgrad", "wgrad")
+
 # in and out channels of a group, groups, stride, dilation, spatial extents of the slab
 CASES = {
     "4 channels": (4, 32, 1, 1, 1, (1, 37, 41)),
@@ -43,7 +44,7 @@ CASES = {
 
 
 def case(name: str, role: str, dtype: torch.dtype, channels_last: bool, tf32: bool):
-    """A problem on CUDA and its operands on the CPU, in float64."""
+    """Returns a problem on CUDA and its operands on the CPU, in float64."""
     ci, co, groups, stride, dilation, slab = CASES[name]
     thin = slab.index(min(slab))
     generator = torch.Generator().manual_seed(0)
@@ -100,7 +101,7 @@ def test_the_kernel_on_tensor_cores_can_be_captured(role):
     problem, operands = case("8 to 16", role, torch.bfloat16, True, False)
     device = on_device(problem, operands)
     before = device[2].clone()
-    wanted = add("mma", problem, device).clone()  # loads the kernels: that can't be captured
+    wanted = add("mma", problem, device).clone()  # loads the kernels, which can't be captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""An MPI that takes device memory: the contract of all transports, on such memory."""
+"""CUDA-aware MPI: the contract of all transports, on device memory."""
 
 from __future__ import annotations
 

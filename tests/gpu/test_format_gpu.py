@@ -1,4 +1,4 @@
-"""Memory formats on a device: that of weights and input stays, from layer to layer."""
+"""Memory formats on a device: layers keep the format of weights and input."""
 
 from __future__ import annotations
 

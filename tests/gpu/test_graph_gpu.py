@@ -1,4 +1,4 @@
-"""A training step as a CUDA graph against the same steps without."""
+"""Training steps as a CUDA graph, against the same steps without a graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = WARMUP + 6
 
 
 class Noise:
-    """Samples of noise, with their mean to predict."""
+    """Dataset of noise samples, whose mean is the target."""
 
     sample_shape = (2, 16, 16, 16)
     num_targets = 3
@@ -80,7 +80,7 @@ OPTIMIZERS = {"adam": lambda p: Adam(p, 1e-3, fused=True), "sgd": sgd}
 
 
 def train(wanted, make, amp, clip, meddle=None):
-    """Loss by step, the trained network, the lines said, and whether there was a graph.
+    """Returns the loss by step, the trained weights, the log lines, and whether a graph existed.
 
     `meddle(model)` is called two steps after the capture.
     """
@@ -111,7 +111,7 @@ def train(wanted, make, amp, clip, meddle=None):
 
 @pytest.fixture(autouse=True)
 def same_algorithms(monkeypatch):
-    """Those of cuDNN that sum in one order: the two runs differ in nothing else."""
+    """Selects cuDNN's deterministic algorithms: the two runs differ in nothing else."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
 
@@ -120,7 +120,7 @@ def same_algorithms(monkeypatch):
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_graph_takes_the_steps_that_were_taken_without(optimizer, amp, clip):
-    """With dropout, batch norm, falling rates, a scale that overflows first and a short batch."""
+    """The run has dropout, batch norm, falling rates, an overflowing scale and a short batch."""
     make = OPTIMIZERS[optimizer]
     expected, weights, _, captured = train("never", make, amp, clip)
     assert not captured
@@ -154,7 +154,7 @@ def test_what_can_not_be_captured_is_said_and_training_goes_on():
 
 
 def test_parameters_that_have_moved_are_not_those_of_the_graph():
-    """Half of every weight is taken away, by tensors in other memory."""
+    """The test halves every weight by replacing its memory."""
 
     def halve(model):
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Input on a CUDA device: kernels, the loader's way through pinned buffers, arrays of others."""
+"""Input on a CUDA device: kernels, pinned buffers of the loader, arrays of other libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def on_device(array: np.ndarray) -> torch.Tensor:
 
 
 def room(shape, dtype: str, order) -> torch.Tensor:
-    """Poisoned memory on the device, in any order of the dims."""
+    """Returns poisoned memory on the device, in any order of the dims."""
     inverse = [order.index(dim) for dim in range(4)]
     made = torch.full([shape[d] for d in order], math.nan, dtype=getattr(torch, dtype))
     return made.cuda().permute(inverse)
@@ -63,7 +63,7 @@ def test_rescaling_is_that_of_the_cpu(dtype, out_dtype, log):
 
 @pytest.fixture(scope="module")
 def universes(tmp_path_factory):
-    """24 samples of 32³."""
+    """Generates 24 samples of 32³."""
     root = tmp_path_factory.mktemp("universes")
     generate_universes(root, UniverseOptions(count=4, width=32, seed=3, layout="cosmoflow"))
     return root
@@ -72,7 +72,7 @@ def universes(tmp_path_factory):
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last_3d])
 @pytest.mark.parametrize("normalize", ["none", "log1p", "mean", "standardize"])
 def test_batches_have_the_bits_of_the_host(universes, normalize, memory_format):
-    """While the device is busy, and kept until others have long come in."""
+    """The device is busy meanwhile, and batches are kept until later ones have arrived."""
     dataset, mesh = ShardDataset(universes, normalize=normalize), Mesh(LocalTransport())
     device_loader = Loader(dataset, mesh, 4, device="cuda", memory_format=memory_format)
     stream = torch.cuda.Stream()
@@ -106,7 +106,7 @@ def test_a_bad_sample_is_named(tmp_path):
 
 
 class Described:
-    """All it has is the CUDA array interface."""
+    """Object with nothing but the CUDA array interface."""
 
     def __init__(self, values):
         self._values = values
@@ -128,7 +128,7 @@ def test_arrays_on_a_device_are_shared():
 
 
 class Queued:
-    """An array whose owner is still at work on it, on a stream of its own or the default one."""
+    """Array whose owner still computes it, on a stream of its own or on the default stream."""
 
     def __init__(self, device: torch.device, on_default: bool) -> None:
         stream = torch.cuda.default_stream(device) if on_default else torch.cuda.Stream(device)
@@ -157,7 +157,7 @@ def test_an_array_is_shared_where_it_lies_and_read_behind_its_owner(index, on_de
 
 
 class OnDevice:
-    """A source whose samples are arrays on the device, for one call each."""
+    """Data source whose samples are arrays on the device that exist for one call each."""
 
     sample_shape = (1, 32, 32, 32)
     num_targets = 1
@@ -199,7 +199,7 @@ def test_arrays_of_a_source_live_until_they_are_copied():
 
 @pytest.mark.parametrize("assignment", ["ngp", "cic"])
 def test_universes_from_a_device_are_those_of_the_host(assignment):
-    """But for particles that rounding moves over a cell's border: 1 in 10,000."""
+    """Up to 1 in 10,000 particles may differ, moved over a cell's border by rounding."""
     pytest.importorskip("cupy")
     options = {"width": 32, "box_width": 64, "assignment": assignment}
     dtype = {"ngp": "int16", "cic": "float32"}[assignment]

@@ -1,4 +1,4 @@
-"""Copies into memory of other ranks' devices: the contract of all transports, on such memory."""
+"""Copies into the device memory of other ranks: the contract of all transports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TestIpc(StreamContract):
         assert isinstance(channel, IpcChannel)
 
     def test_nothing_is_written_before_its_receiver_is_done(self, devices: Transport) -> None:
-        """One rank only sends, and is far ahead of the other, which only receives."""
+        """One rank only sends, and runs far ahead of the other, which only receives."""
         buffer = torch.zeros(1 << 20, device=devices.device)
         pairs = [(1 - devices.rank, buffer)]
         sends, recvs = (pairs, []) if devices.rank == 0 else ([], pairs)

@@ -1,4 +1,4 @@
-"""The CUDA kernels against the CPU ones, which tests/kernels holds against NumPy."""
+"""CUDA kernels against the CPU ones, which tests/kernels compares with NumPy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def regions_of(boxes):
 
 
 def permuted(x, order):
-    """The same values, in another memory order."""
+    """Returns the same values in another memory order."""
     inverse = [order.index(dim) for dim in range(x.ndim)]
     return x.permute(*order).contiguous().permute(*inverse)
 
@@ -76,7 +76,7 @@ def test_kernels_run_on_the_current_stream_and_can_be_captured():
     x = torch.rand(SHAPE, device="cuda")
     regions = regions_of(FACES)
     buffer = torch.zeros(regions.elements, device="cuda")
-    native.pack(x, regions, buffer)  # loads the kernels: that can't be captured
+    native.pack(x, regions, buffer)  # loads the kernels, which can't be captured
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

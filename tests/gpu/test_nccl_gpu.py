@@ -1,4 +1,4 @@
-"""NCCL itself: the contract of all transports, on tensors of the ranks' devices."""
+"""NCCL: the contract of all transports, on tensors of the ranks' devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TestNccl(StreamContract):
     def test_a_group_closes_when_the_graph_with_its_operations_is_gone(
         self, devices: Transport
     ) -> None:
-        """NCCL waits for that without limit; and what it carried is still freed in good order."""
+        """NCCL waits for the graph without limit; the group's tensors are still freed in order."""
         group = devices.split(0, devices.rank)
         tensor = torch.ones(1 << 10, device=devices.device)
         group.all_reduce(tensor)

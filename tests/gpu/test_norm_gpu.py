@@ -1,4 +1,4 @@
-"""The CUDA kernels of norms against the CPU ones."""
+"""CUDA kernels of norms against the CPU ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pydist.backend.statistics import (
     statistics_dtype,
 )
 
-# Of elements; sums are formed in fp32, and of narrow types just as exactly.
+# Relative to elements. Sums are formed in fp32, also for narrow types.
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -55,7 +55,7 @@ def test_passes_equal_the_cpus(dtype, shape, slope, per_sample, channels_last):
     size = max(1.0, *(t.abs().max().item() if t.numel() else 0.0 for t in expected_sums))
     for found, expected in zip(sums, expected_sums, strict=True):
         torch.testing.assert_close(found, expected, rtol=exact, atol=exact * size)
-    # A value next to 0 may be on the other side there, where multiply-add rounds otherwise.
+    # A value next to 0 may have the other sign on the device, where FMA rounds differently.
     tolerance = TOLERANCE[dtype]
     for found, expected in ((out, expected_out), (grad_in, expected_grad)):
         off = (found.double() - expected.double()).abs() > tolerance * (1 + expected.abs().double())

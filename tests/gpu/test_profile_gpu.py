@@ -1,4 +1,4 @@
-"""The profile of a real device: events on its streams, and what a stream waited for."""
+"""Profile of a real device: events on its streams, and the waits of a stream."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from support.transports.device_contract import no_two_ranks, two_ranks
 
 DEVICE = torch.device("cuda", 0)
 BUSY = 50_000_000
-"""Cycles: some 25 ms."""
+"""The number of cycles of a kernel: about 25 ms."""
 
 
 @pytest.fixture(scope="module")
 def busy_seconds() -> float:
-    """What `BUSY` takes, at the clock that the device has when it is at work."""
+    """Returns the duration of `BUSY` in seconds, at the clock of a device under load."""
     for _ in range(20):
         torch.cuda._sleep(BUSY)
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -38,7 +38,7 @@ def busy_seconds() -> float:
 
 
 class Busy(nn.Module):
-    """Keeps the device busy, and the host not."""
+    """Layer that keeps the device busy, but not the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_a_wait_is_what_the_stream_waits_and_not_the_host(busy_seconds):
     own = {span.part: span.own for span in clock.spans}
     assert own["compute"] == pytest.approx(busy_seconds, rel=0.1)
     assert own["halo"] == pytest.approx(busy_seconds, rel=0.1)
-    # On the host's clock the device begins when it is told to, to a millisecond.
+    # On the host's clock, the device begins within a millisecond of the launch.
     assert clock.spans[0].start == pytest.approx(began, abs=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""Networks whose samples two ranks split on a device, against the same split on the CPU."""
+"""Networks on samples that two ranks split on a device, against the same split on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPE = (2, 3, 12, 8, 8)
 
 
 class Network(nn.Module):
-    """Weights, merged statistics, and poolings with all that their plans hand to kernels."""
+    """Network with weights, global statistics, and poolings with all constants of their plans."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Network(nn.Module):
 
 
 class Fused(nn.Module):
-    """Layers of which two or three are one pass: biases, ReLUs, a pool, a norm, a PReLU."""
+    """Network of fused layers: biases, ReLUs, a pool, a norm, a PReLU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_norms_of_scattered_gradients_are_found_on_the_device(devices: Transport
 
 
 def test_a_captured_step_has_the_flags_of_the_step_before(devices: Transport) -> None:
-    """The message goes between the hosts, and adds nothing to the graph."""
+    """The message is sent between the hosts, and adds nothing to the graph."""
     flags = Flags()
     own, proof = [int(devices.rank == 0), 0, 1], 7 - 14 * devices.rank
     everyones = [1, 0, 1], 7 * devices.size * (2 - devices.size)

@@ -20,7 +20,7 @@ TEXTS = [text for family in FAMILIES.values() for text in family.strip().splitli
 @pytest.mark.parametrize("kind", ["fp64", "bf16"])
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_call_is_that_of_plain_torch(devices: Transport, text: str, kind: str) -> None:
-    """And refused there only where it is on CPUs."""
+    """A call is refused on CUDA only if it is refused on CPUs."""
     expected = on_one_device(text, kind, "cuda")
     if not expected:
         pytest.skip("torch has no such call on a device")

@@ -1,4 +1,4 @@
-"""Whole runs of two ranks on CUDA devices, against the same run on CPUs."""
+"""Full training runs of two ranks on CUDA devices, against the same run on CPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = two_ranks(missing(), seconds=140)
 
 @pytest.fixture(scope="class")
 def config(devices: Transport, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Steps before one is captured, and some after; at a rate at which rounding stays small."""
+    """Returns a run with steps before and after a capture, at a rate that limits rounding."""
     own = str(tmp_path_factory.mktemp("run")).encode()
     folder = Path(devices.broadcast_bytes(own if devices.rank == 0 else None).decode())
     if devices.rank == 0:
@@ -49,13 +49,13 @@ def config(devices: Transport, tmp_path_factory: pytest.TempPathFactory) -> Conf
 
 @pytest.fixture(autouse=True)
 def same_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of cuDNN that sum in one order."""
+    """Selects cuDNN's deterministic algorithms, without TF32."""
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def run(devices: Transport, config: Config, **settings: str) -> tuple[float, float]:
-    """The losses of training and of validation at the end."""
+    """Returns the final training and validation losses."""
     folder = config.output.folder.parent / "-".join(settings.values())
     config = change(config, train=settings, output={"folder": folder})
     result = train(config, Mesh(devices, 1, (2, 1, 1), seed=config.train.seed))

@@ -212,7 +212,7 @@ def _group_loss(model, rows, use):
 
 
 def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatch):
-    """Its bucket starts at the end there and in the middle elsewhere: statistics must not mix in."""
+    """Its bucket starts at the end there, in the middle elsewhere: statistics must not mix in."""
     monkeypatch.setattr(pydist.gradients.buckets, "BUCKET_BYTES", 1)
 
     class Normed(nn.Module):

@@ -228,7 +228,7 @@ def test_frozen_in_turn():
         model = ready(network())
         found = []
         for step in range(10):
-            long = step in range(4, 9)  # long enough to leave the buckets
+            long = step in range(4, 9)  # long enough that its gradient is no longer sent
             model[0].requires_grad_(step % 2 == 0 and not long)
             found += step_of(model, cut, step)
         return found

@@ -101,7 +101,7 @@ def test_a_gradient_that_meets_shards_again(data, spatial):
 
 @pytest.mark.parametrize(("data", "spatial"), GRIDS)
 def test_a_gradient_that_is_used_with_shards_again(data, spatial):
-    """As in meta-learning, the loss contains a step, and the new weights are applied to the batch."""
+    """As in meta-learning, the loss contains a step, and the new weights see the batch."""
 
     def use(model, mesh):
         names, parameters = zip(*model.named_parameters(), strict=True)

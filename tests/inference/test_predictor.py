@@ -1,4 +1,4 @@
-"""Whole-volume prediction on N ranks is that on one, and lies on the scanner's grid."""
+"""Tests of full-volume prediction: N ranks equal one, and results use the scanner's grid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPE = (20, 18, 26)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """A network that has learnt to find the liver, and a folder "nifti" with volumes."""
+    """Trains a network to find the liver; returns its folder, with volumes in "nifti"."""
     root = tmp_path_factory.mktemp("trained")
     generate_ct(root / "nifti", CTOptions(count=4, shape=SHAPE, noise=5.0, format="nifti"))
     convert_nifti(root / "nifti", root / "data")
@@ -52,7 +52,7 @@ def trained(tmp_path_factory) -> Path:
 
 
 def predict(trained: Path, out: Path, spatial=(1, 1, 1), image=None, **options) -> np.ndarray:
-    """Labels [x, y, z], by default of the first volume."""
+    """Predicts a volume, by default the first; returns labels [x, y, z]."""
     image = image or trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz"
 
     def body(world):
@@ -82,7 +82,7 @@ def test_any_number_of_ranks_predicts_the_same(trained, tmp_path):
 
 @pytest.mark.parametrize("kind", [nib.Nifti1Image, nib.Nifti2Image])
 def test_no_text_of_the_image_is_in_the_prediction(trained, tmp_path, kind):
-    """Header fields, the unused ones too, and an extension; all of them name a patient."""
+    """Header fields, unused ones included, and an extension name a patient."""
     source = nib.load(trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz")
     image = kind(np.asarray(source.dataobj), source.affine)
     text = ("descrip", "aux_file", "intent_name", "data_type", "db_name", "unused_str")
@@ -98,7 +98,7 @@ def test_no_text_of_the_image_is_in_the_prediction(trained, tmp_path, kind):
 
 
 def test_it_is_what_the_plain_network_says(trained, tmp_path):
-    """The exported weights in the plain network, on the data as they were trained on."""
+    """The plain network with the exported weights reads the training data."""
     network = export_weights(trained / "run", tmp_path / "m.safetensors")
     assert network == (
         "pydist.models.unet3d.UNet3d(in_channels=1, classes=3, features=4, levels=2)"
@@ -117,7 +117,7 @@ def test_it_is_what_the_plain_network_says(trained, tmp_path):
 
 
 def test_the_ranks_stay_up_between_volumes_of_any_shape_and_orientation(trained, tmp_path):
-    """The same volume turned round and cropped, one after another."""
+    """The ranks predict one volume as it is, flipped and cropped."""
     source = nib.load(trained / "nifti" / "imagesTr" / "ct_0000_0000.nii.gz")
     flipped = nib.Nifti1Image(
         np.asarray(source.dataobj)[::-1].transpose(2, 0, 1),
@@ -154,7 +154,7 @@ def test_sliding_windows_are_near_the_whole_volume(trained, tmp_path):
     found = predict(trained, tmp_path / "sliding.nii", (2, 1, 1), sliding=Sliding(16, 0.5))
     again = predict(trained, tmp_path / "again.nii", sliding=Sliding(16, 0.5))
     np.testing.assert_array_equal(found, again)
-    # A network that was trained for seconds leans on what lies beyond the window.
+    # A network trained for seconds depends on context beyond the window.
     assert 0.7 < dice(found > 0, expected > 0) <= 1
 
 
@@ -167,7 +167,7 @@ def test_errors_are_those_of_every_rank(trained, tmp_path):
         predictor = Predictor(trained / "run", Mesh(world, 1, (2, 1, 1)))
         for images, output, error, message in (
             ([cut], "a.nii", DataError, "cut short"),
-            ([image, image], "a.nii", DataError, r"the network takes \[1, D, H, W\]"),
+            ([image, image], "a.nii", DataError, r"the network accepts \[1, D, H, W\]"),
             ([image], "a.mha", UsageError, r"ends in \.nii"),
         ):
             with pytest.raises(error, match=message):
@@ -242,7 +242,7 @@ def test_weights_are_exported_into_no_checkpoint(trained, tmp_path):
 def test_checkpoints_and_windows_that_do_not_fit(trained, tmp_path):
     def body(world):
         mesh = Mesh(world)
-        with pytest.raises(UsageError, match="a window of 18 voxels; multiples of 4"):
+        with pytest.raises(UsageError, match="a window of 18 voxels is not a multiple of 4"):
             Predictor(trained / "run", mesh, Sliding(18))
         with pytest.raises(CheckpointError, match="no checkpoint here"):
             Predictor(tmp_path, mesh)

@@ -1,4 +1,4 @@
-"""What all kernel tests use: the NumPy definitions and a choice of thread counts."""
+"""Fixtures of all kernel tests: the NumPy definitions and thread counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _load_reference(name: str):
     path = Path(__file__).parents[1] / "reference" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"reference_{name}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up there
+    sys.modules[spec.name] = module  # dataclasses look up their module here
     spec.loader.exec_module(module)
     return module
 

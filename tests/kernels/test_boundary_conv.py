@@ -1,4 +1,4 @@
-"""Boundary convolution against its NumPy definition, and slabs plus shard against a whole."""
+"""Boundary convolution against its NumPy definition, and slabs plus shard against one device."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def triples(elements):
 
 
 def grid_tensor(shape, dtype, generator):
-    """Multiples of 1/8: fp16 and bf16 hold them exactly, so only sums are rounded."""
+    """Returns multiples of 1/8: fp16 and bf16 hold them exactly, so only sums are rounded."""
     values = generator.integers(-16, 17, shape) / 8
     return torch.from_numpy(values).to(dtype)
 
 
 def strided(tensor, order):
-    """The same values in another memory order, with a gap behind each row."""
+    """Returns the same values in another memory order, with a gap after each row."""
     permuted = tensor.permute(*order)
     padded = tensor.new_zeros(*permuted.shape[:-1], permuted.shape[-1] + 3)
     view = padded[..., : permuted.shape[-1]]
@@ -41,7 +41,7 @@ def strided(tensor, order):
 
 @st.composite
 def cases(draw):
-    """Arrays and attributes; `in_lo` and `out_lo` are such that many pairs meet, or none."""
+    """Draws arrays and attributes; with `in_lo` and `out_lo`, many pairs meet, or none."""
     kernel = draw(triples(st.integers(1, 4)))
     attributes = {
         "stride": draw(triples(st.integers(1, 3))),
@@ -136,7 +136,7 @@ def test_wgrad_equals_reference(boundary_conv, case):
 
 
 def shell(shape, cut, halo):
-    """The slabs around [cut_lo, cut_hi) of width `halo`, clipped to the domain, disjoint."""
+    """Returns the disjoint slabs of width `halo` around [cut_lo, cut_hi), clipped to the domain."""
     lo, hi = cut
     outer = native.Box(
         [max(0, a - h) for a, h in zip(lo, halo, strict=True)],
@@ -151,7 +151,7 @@ def crop(x, lo, hi):
 
 @st.composite
 def shards(draw):
-    """A "same" convolution of a domain, and the shard [lo, hi) of it that one rank owns."""
+    """Draws a "same" convolution of a domain, and the shard [lo, hi) that one rank owns."""
     kernel = draw(triples(st.sampled_from([1, 3, 3, 5])))
     dilation = draw(triples(st.sampled_from([1, 1, 2])))
     shape = draw(triples(st.integers(4, 10)))
@@ -182,7 +182,7 @@ def test_shard_padded_with_zeros_plus_slabs_equals_the_whole(case):
         native.boundary_conv_forward(piece, w.detach(), ys, slab.lo, lo, *tail)
     torch.testing.assert_close(ys, crop(whole, lo, hi).detach(), rtol=0, atol=1e-12)
 
-    # dL/dx of the shard takes the whole dL/dy; dL/dw of the shard's outputs takes the slabs of x.
+    # dL/dx of the shard needs the full dL/dy; dL/dw of the shard's outputs needs the slabs of x.
     (gx,) = torch.autograd.grad(whole, x, g, retain_graph=True)
     own_gx, own_gw = torch.autograd.grad(y, (own, w), crop(g, lo, hi))
     own_gx, own_gw = own_gx.contiguous(), own_gw.contiguous()

@@ -1,4 +1,4 @@
-"""From stored numbers to inputs, in one pass: against NumPy, in any layout, NaN found."""
+"""Conversion of stored numbers to inputs in one pass: against NumPy, in any layout, with NaN."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_what_has_no_logarithm_is_found(value):
 
 @given(order=st.permutations(range(4)), out_order=st.permutations(range(4)), seed=st.integers(0, 9))
 def test_any_memory_order(order, out_order, seed):
-    """Also cut out of something larger: nothing around the target is touched."""
+    """The target may be a view of a larger tensor: its surroundings stay unchanged."""
     shape = np.random.default_rng(seed).integers(1, 7, 4)
     stored = np.moveaxis(block("int16", [shape[d] for d in order], seed), range(4), order)
     room = np.full([shape[d] + 1 for d in out_order], -1.0, np.float32)

@@ -1,4 +1,4 @@
-"""Norms natively: threads change no bit, and what can't be is refused in one line."""
+"""Native norm kernels: threads change no bit, and invalid arguments are refused in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORMATS = [torch.contiguous_format, torch.channels_last_3d]
 
 
 def passes(x, grad, parts, learned):
-    """The results of all four kernels; the slopes are one, or learned."""
+    """Returns the results of all four kernels, with a constant slope or learned slopes."""
     rows = x.shape[1]
     values = torch.linspace(0.5, 2, 4 * rows).view(4, rows)
     given, slope = (values, 1.0) if learned else (values[:3], 0.1)

@@ -28,23 +28,23 @@ CANARY = 77
 
 
 def random_tensor(shape, dtype, generator):
-    """Values whose sums are exact in every dtype that can hold them."""
+    """Returns values whose sums are exact in every dtype that can hold them."""
     if dtype == torch.bool:
         return torch.from_numpy(generator.random(shape) < 0.5)
     return torch.from_numpy(generator.integers(0, 60, shape)).to(dtype)
 
 
 def as_numpy(tensor):
-    """NumPy has no bfloat16: its bits stand for it."""
+    """Returns a NumPy view; for bfloat16, which NumPy lacks, of the bits."""
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 @st.composite
 def strided_views(draw, dtypes=DTYPES):
-    """A view with some strides inside a larger allocation, and boxes in it.
+    """Draws a strided view inside a larger allocation, and boxes in it.
 
     Returns:
-        (whole allocation, the view as a function of such an allocation, boxes as (lo, hi)).
+        (full allocation, the view as a function of such an allocation, boxes as (lo, hi)).
     """
     ndim = draw(st.integers(1, 5))
     shape = [draw(st.integers(1, 9)) for _ in range(ndim)]
@@ -166,7 +166,7 @@ def test_faces_that_fill_several_runs_and_threads(
 
 def test_sums_of_overlapping_boxes_are_in_box_order_for_any_number_of_threads():
     torch.manual_seed(0)
-    # In fp32 the order shows: 1e8 + 1 - 1e8 is 0, 1e8 - 1e8 + 1 is 1.
+    # In fp32 the order matters: 1e8 + 1 - 1e8 is 0, 1e8 - 1e8 + 1 is 1.
     boxes = [((0, 0), (300, 400))] * 3
     parts = [torch.full((120_000,), v) for v in (1e8, 1.0, -1e8)]
     for order, expected in [((0, 1, 2), 0.0), ((0, 2, 1), 1.0)]:

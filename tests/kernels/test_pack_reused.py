@@ -1,4 +1,4 @@
-"""One Regions used for many tensors: what it keeps of one must never show in the next."""
+"""One Regions object for many tensors: its cached state must not leak into the next call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def expected_of(tensor, boxes, order=(0, 1, 2)):
 
 
 def alike_but_elsewhere(kind, generator):
-    """Tensors of one shape that differ in strides, alignment or dtype."""
+    """Returns tensors of one shape that differ in strides, alignment or dtype."""
     dtype = torch.float64 if kind == "double" else torch.float32
     values = torch.from_numpy(generator.integers(0, 99, SHAPE)).to(dtype)
     if kind == "reversed":
@@ -102,7 +102,7 @@ def test_checks_hold_after_a_tensor_that_fitted(call):
 
 
 def test_threads_may_share_regions():
-    """Each leaves what it has worked out for the next one, who may have other strides."""
+    """Each thread caches its results for the next one, which may have other strides."""
     regions, errors = regions_of([((0, 0, 0), (16, 64, 64))]), []
     plain = torch.randn(16, 64, 64)
     turned = plain.permute(2, 1, 0).contiguous().permute(2, 1, 0)

@@ -1,4 +1,4 @@
-"""Maxima over pooling windows: box by box against torch's pooling of the whole, and the adjoint."""
+"""Maxima over pooling windows by box, against torch's pooling of the full tensor, and adjoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def triples(elements):
 
 @st.composite
 def poolings(draw):
-    """Extents, footprints and torch's function."""
+    """Draws extents, footprints and torch's function."""
     if draw(st.booleans()):
         extents, outs = draw(triples(st.integers(1, 9))), draw(triples(st.integers(1, 9)))
         windows = [native.Footprint.adaptive(n, m) for n, m in zip(extents, outs, strict=True)]
@@ -52,7 +52,7 @@ def part(x, box):
 
 
 def places(taps, windows, extents):
-    """The indices in the flattened input that taps stand for."""
+    """Returns the indices in the flattened input that taps represent."""
     kernel = [w.kernel for w in windows]
     number = taps.long()
     row = number // kernel[2]
@@ -72,12 +72,12 @@ def test_own_block_and_slabs_merge_to_what_torch_finds(pooling, data):
     dtype = data.draw(st.sampled_from(list(TOLERANCE)), "dtype")
     channels = data.draw(st.sampled_from([1, 2, 5, 20]), "channels")
     torch.manual_seed(data.draw(st.integers(0, 99), "seed"))
-    x = (torch.randn(2, channels, *extents) * 2).round().to(dtype)  # many are equal
+    x = (torch.randn(2, channels, *extents) * 2).round().to(dtype)  # many values are equal
     if data.draw(st.booleans(), "NaN"):
         x[torch.rand(x.shape) < 0.05] = torch.nan
     if data.draw(st.booleans(), "channels last"):
         x = x.contiguous(memory_format=torch.channels_last_3d)
-    elif data.draw(st.booleans(), "-inf"):  # torch errs there in channels last
+    elif data.draw(st.booleans(), "-inf"):  # channels-last, torch's result is wrong
         x[torch.rand(x.shape) < 0.7] = -torch.inf
     y, indices = pool(x)
     taps_fit = windows[0].kernel * windows[1].kernel * windows[2].kernel < 256

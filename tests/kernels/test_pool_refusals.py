@@ -1,4 +1,4 @@
-"""What the sums over pooling windows refuse, in one line each."""
+"""Sums over pooling windows refuse invalid arguments, in one line each."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from support.kernels.pool_sums import ORIGIN, Pooling, triples
 
 
 def whole_scales(extents, outs, pooling, include_padding):
-    """torch's divisors, as scales along each dim."""
+    """Returns torch's divisors, as scales along each dim."""
     scales = []
     for n, m, k, s, p in zip(
         extents, outs, pooling.kernel, pooling.stride, pooling.padding, strict=True
@@ -27,7 +27,7 @@ def whole_scales(extents, outs, pooling, include_padding):
 
 @st.composite
 def shards(draw):
-    """A pooling of a domain, and the blocks [lo, hi) of inputs and of outputs of one rank."""
+    """Draws a pooling of a domain, and one rank's blocks [lo, hi) of inputs and outputs."""
     kernel = draw(triples(st.sampled_from([2, 3, 3, 4])))
     stride = draw(triples(st.sampled_from([1, 2, 3])))
     padding = tuple(draw(st.integers(0, k // 2)) for k in kernel)

@@ -12,12 +12,12 @@ from support.kernels.pool_sums import ORIGIN, TOLERANCE, Pooling, assert_near, i
 
 
 def grid_tensor(shape, dtype, generator):
-    """Multiples of 1/8: fp16 and bf16 hold them exactly, so only sums are rounded."""
+    """Returns multiples of 1/8: fp16 and bf16 hold them exactly, so only sums are rounded."""
     return torch.from_numpy(generator.integers(-16, 17, shape) / 8).to(dtype)
 
 
 def strided(tensor, order, gap):
-    """The same values in another memory order, with a gap behind each row."""
+    """Returns the same values in another memory order, with a gap after each row."""
     permuted = tensor.permute(*order)
     padded = tensor.new_zeros(*permuted.shape[:-1], permuted.shape[-1] + gap)
     view = padded[..., : permuted.shape[-1]]
@@ -30,13 +30,13 @@ ORDERS = st.sampled_from([(0, 1, 2, 3, 4), (0, 2, 3, 4, 1)]) | st.permutations(r
 
 @st.composite
 def cases(draw, dtypes=tuple(TOLERANCE)):
-    """Source, out, their scales and pooling; many windows meet the source, or none."""
+    """Draws source, out, their scales and pooling; many windows meet the source, or none."""
     kernel = draw(triples(st.integers(1, 5)))
     stride = draw(triples(st.sampled_from([1, 2, 2, 3])))
     padding = draw(triples(st.integers(0, 3)))
     sources = draw(triples(st.integers(0, 9)))
     outs = draw(triples(st.integers(0, 9)))
-    if draw(st.booleans()):  # lines of several vectors
+    if draw(st.booleans()):  # rows of several vectors
         sources, outs = (*sources[:2], 70), (*outs[:2], draw(st.sampled_from([35, 70])))
     source_lo = draw(triples(st.integers(-4, 9)))
     out_lo = tuple(

@@ -1,6 +1,6 @@
-"""Sums over pooling windows, the same whatever way they go.
+"""Sums over pooling windows give equal results on all code paths.
 
-Threads, stores past the caches, instruction sets, and a ReLU within the pass.
+The paths differ in threads, stores past the caches, instruction sets, and a fused ReLU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from support.kernels.pool_sums import ORIGIN, Pooling, assert_near, footprints
 
 
 def large_case(dtype, channels_last):
-    """Several tasks, blocks of channels and lines of a buffer."""
+    """Returns a case with several tasks, channel blocks and buffer lines."""
     torch.manual_seed(0)
     layout = torch.channels_last_3d if channels_last else torch.contiguous_format
     x = torch.randn(2, 72, 21, 33, 50).to(dtype).contiguous(memory_format=layout)
@@ -48,7 +48,7 @@ def test_large_arrays_give_one_result_for_any_number_of_threads(dtype, channels_
 
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_targets_larger_than_the_caches(channels_last):
-    """They are written past the caches, whole vectors at a time."""
+    """Such targets are written past the caches, in full vectors."""
     layout = torch.channels_last_3d if channels_last else torch.contiguous_format
     grad = torch.arange(8.0).expand(4, 16, 20, 64, 8).contiguous(memory_format=layout)
     spread = torch.empty(4, 16, 40, 128, 27)[..., :26].contiguous(memory_format=layout)

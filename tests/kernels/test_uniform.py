@@ -1,4 +1,4 @@
-"""Keyed random numbers: the published vectors, and independence of how an array is cut."""
+"""Keyed random numbers: the published vectors, and equal values for any split of an array."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MASK = 0xFFFFFFFF
 
 
 def philox4x32_10(counter, key):
-    """Salmon et al. (2011), in Python integers."""
+    """Computes Philox 4x32-10 of Salmon et al. (2011), in Python integers."""
     c, k = list(counter), list(key)
     for _ in range(10):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]

@@ -1,4 +1,4 @@
-"""What a report says of the ranks of other machines."""
+"""Tests of hang reports about ranks on other machines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ranks_that_do_not_wait_come_first_and_calls_that_differ_are_named() -> 
     assert describe(0, WAITING, others, {2: there, 3: None}).splitlines() == [
         "rank 3 (host n08, process 22) has not said that it waits: it computes, is stopped or has"
         " ended",
-        "the ranks call different things: call 2 of their group is barrier on rank 0 and sum on"
+        "the ranks make different calls: call 2 of their group is barrier on rank 0 and sum on"
         " rank 2",
         "rank 2 (host n08, process 21) waits in call 2 of ranks 0, 2: sum",
     ]
@@ -45,7 +45,7 @@ def test_ranks_that_do_not_wait_come_first_and_calls_that_differ_are_named() -> 
     assert line == "rank 2 (host n08, process 21) waits in call 2 of ranks 0, 2: barrier"
     late = replace(WAITING, state=[1, 5], calls=calls("halo"))
     assert "different" not in describe(0, WAITING, {2: PLACES[2]}, {2: late})
-    apart = replace(WAITING, group=[1, 2], state=[9, 9])  # of another group: nothing to compare
+    apart = replace(WAITING, group=[1, 2], state=[9, 9])  # another group: not comparable
     assert "different" not in describe(0, WAITING, {2: PLACES[2]}, {2: apart})
 
 
@@ -53,7 +53,7 @@ def test_of_many_ranks_some_are_listed() -> None:
     others = {rank: Place("n", rank, "b") for rank in range(1, 100)}
     lines = describe(0, WAITING, others, {}).splitlines()
     assert len(lines) == 33
-    assert lines[-1] == "and 67 ranks more"
+    assert lines[-1] == "and 67 more ranks"
 
 
 def test_ranks_hear_of_each_other_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_ranks_hear_of_each_other_through_the_store(monkeypatch: pytest.MonkeyPa
     def report() -> str:
         before = len(said)
         here.ask(WAITING)
-        # The first one is for the case that the store does not answer.
+        # The first report covers a store that does not answer.
         wait_until(lambda: len(said) >= before + 2)
         return said[-1]
 
@@ -96,5 +96,5 @@ def test_the_call_is_that_of_the_group_on_the_stack() -> None:
 
 
 def found_by(self: Transport) -> Waiting:
-    """As a method of the group: what is on the stack."""
+    """Returns the wait that the stack shows; `self` makes it look like the group's method."""
     return waiting_at([[sys._getframe()]])

@@ -1,4 +1,4 @@
-"""What a rank does when it fails: which ends are noticed, and what is printed."""
+"""Tests of failing ranks: which ends are detected, and the printed message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ failures._PATIENCE = 0.1
 
 
 def run(source: str, claim: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a program whose failures end it with 100 + the job's exit code."""
+    """Runs a program whose failures end it with 100 + the job's exit code."""
     return subprocess.run(
         [sys.executable, "-c", PRELUDE.format(claim=claim) + source],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Processes that a rank forks end by themselves, as without pydist, and the job goes on."""
+"""Tests that a rank's forked processes end as without pydist, and that the job continues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPT = """
 import atexit, os, sys
 import pydist
 
-say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once
+say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one call
 child = None
 atexit.register(lambda: say("left by", child or "the rank"))
 mesh = pydist.init()
@@ -39,7 +39,7 @@ ENDS = {
     "raise ValueError('of the fork')": 1,
     "os._exit(4)": 4,
 }
-# Where the launcher's worker runs the program; else the interpreter tells nobody this code.
+# Only where the launcher's worker runs the program; otherwise the interpreter hides this code.
 OF_WORKERS = {"raise SystemExit(5)": 5}
 
 LAUNCHERS = ("openmpi", "mpich", "gloo", "torchrun")
@@ -93,7 +93,7 @@ import os, sys, time
 import torch
 import pydist
 
-say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # at once
+say = lambda *words: os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # in one call
 mesh = pydist.init(spatial=(2, 1, 1))
 t = pydist.distribute_tensor(torch.arange(8.0).reshape(1, 1, 8, 1, 1) + 1, mesh)
 model, x = pydist.parallelize(torch.nn.Conv3d(1, 1, 3, padding=1), mesh), torch.ones(1, 1, 8, 4, 4)

@@ -1,4 +1,4 @@
-"""Rank and size as each launcher gives them."""
+"""Tests of rank and size under each launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydist.runtime import first_host
     ("environment", "expected"),
     [
         ({}, None),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, None),  # set by many tools: no launcher
+        ({"RANK": "1", "WORLD_SIZE": "2"}, None),  # set by many tools, not only launchers
         (
             {
                 "OMPI_COMM_WORLD_RANK": "5",

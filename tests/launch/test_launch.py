@@ -1,4 +1,4 @@
-"""`launch` under each backend: environment, exit codes, output. The scripts do not import torch."""
+"""Tests of `launch` under each backend, without torch: environment, exit codes, output."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 def run(
     folder: Path, source: str, *argv: str, n: int = 2, mpi: str = "gloo"
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script as `pydist run` does, in a process of its own."""
+    """Runs a script as `pydist run` does, in a separate process."""
     script = folder / "script.py"
     script.write_text("import os, sys, time\nfrom pydist.launch.identity import detect\n"
                       "who = detect()\n" + source)  # fmt: skip
@@ -96,7 +96,7 @@ def test_one_rank_ends_the_others_with_its_code(
     ("end", "how"),
     [
         ("os.kill(os.getpid(), 50)", "was killed by signal 50"),
-        ("import atexit; atexit.register(os._exit, 0)", "ended with code 0, without a word"),
+        ("import atexit; atexit.register(os._exit, 0)", "ended with code 0, without reporting"),
         ("import atexit; atexit.register(os.kill, os.getpid(), 9)", "was killed by signal 9 (SIG"),
     ],
 )
@@ -115,7 +115,7 @@ def test_how_a_process_has_ended_is_known_until_its_parent_has_taken_note() -> N
 
 
 def test_a_rank_that_ends_before_the_others_join_is_named(folder: Path) -> None:
-    """Open MPI then ends the others, which appear to die first."""
+    """Open MPI then ends the other ranks, which appear to die first."""
     source = (
         "if who.rank == 1:\n    open('new', 'w').write(str(os.getpid())); os.rename('new', 'pid')\n"
         "else:\n    while not os.path.exists('pid'): time.sleep(0.01)\n"

@@ -1,4 +1,4 @@
-"""What killed jobs leave in the temporary folder and in shared memory goes at the next start."""
+"""Tests that the next start removes a killed job's temporary files and shared memory."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ time.sleep(100)
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary folder of its own."""
-    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # a short name, as sockets need it
+    """Yields a separate temporary folder, the default of the process."""
+    folder = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # sockets need a short name
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     yield folder
@@ -49,10 +49,10 @@ def test_a_job_that_was_killed_as_a_whole(tmp_path: Path, temporary: Path, mpi: 
     ranks = [int((tmp_path / f"pid{rank}").read_text()) for rank in (0, 1)]
     used = {path for pid in ranks for path in leftovers._mapped(str(pid))}
     assert any(path.parent == leftovers._SHARED for path in used)
-    leftovers.sweep()  # of a job that runs nothing goes
+    leftovers.sweep()  # keeps files of running jobs
     assert all(path.exists() for path in used)
     parents = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in ranks} - {job.pid}
-    # The launcher of the MPI library would clean up: it is stopped before it sees anything.
+    # Stop the MPI launcher first: it would clean up.
     for pid in [*parents, job.pid, *ranks]:
         os.kill(pid, signal.SIGSTOP)
     for pid in [*parents, job.pid, *ranks]:
@@ -68,11 +68,11 @@ def test_a_job_that_was_killed_as_a_whole(tmp_path: Path, temporary: Path, mpi: 
 
 
 def test_session_folders_of_reused_process_numbers(tmp_path: Path, temporary: Path) -> None:
-    """Open MPI's launcher does not start where a killed one of its number has left a folder."""
+    """Open MPI's launcher fails if a killed launcher with its process id left a folder."""
     if "openmpi" not in [backend.name for backend in available()]:
         pytest.skip("openmpi is not installed")
     (tmp_path / "script.py").write_text("import os; print(os.getppid())")
-    # Threads take numbers too: the next one follows a process that starts now, not this one.
+    # Threads take process ids too, so the next id follows a process started now.
     latest = int(subprocess.run(["sh", "-c", "echo $$"], capture_output=True, check=True).stdout)
     stale = range(latest + 1, latest + 3000)
     for pid in stale:
@@ -85,7 +85,7 @@ def test_session_folders_of_reused_process_numbers(tmp_path: Path, temporary: Pa
         cwd=tmp_path, env=child_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
-    assert int(job.stdout) in stale  # the launcher's number
+    assert int(job.stdout) in stale  # the launcher's process id
 
 
 def test_what_is_not_ours_or_in_use_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +104,7 @@ def test_what_is_not_ours_or_in_use_stays(temporary: Path, monkeypatch: pytest.M
     names = [*map(str, listed.values()), str(other), f"{temporary}/shm/../precious", "/", "here"]
     (directory / "mapped-1").write_text("\n".join(names))
     stay = [
-        temporary / f"pydist-{owner.tag()}-abcdefgh",  # of a process that runs
+        temporary / f"pydist-{owner.tag()}-abcdefgh",  # of a running process
         temporary / "pydist-00000000-1-1-abcdefgh",  # of another machine
         temporary / "pydist-something",
         temporary / f"pydist-{dead}-link",

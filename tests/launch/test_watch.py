@@ -1,4 +1,4 @@
-"""The watchdog's page, limit and questions, and the launcher's own limits, without torch."""
+"""Tests of the watchdog's page, limit and questions, and the launcher's limits, without torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_pages_of_jobs_that_are_over_are_emptied_and_removed(
     assert os.fstat(first).st_size == 0
     assert not (folder / "old").exists()
     os.write(first, b"kept")
-    second = watch._open_board(WHO)  # while the first rank has it
+    second = watch._open_board(WHO)  # while the first rank holds it
     assert os.fstat(second).st_size == 4
     os.close(first)
     os.close(second)
@@ -71,7 +71,7 @@ def test_pages_in_a_folder_of_others_are_refused(
 
 
 def launcher(folder: Path, source: str, **variables: str) -> subprocess.Popen[str]:
-    """`pydist run` of two ranks without MPI, in a process of its own."""
+    """Starts `pydist run` of two ranks without MPI in a separate process."""
     script = folder / "script.py"
     script.write_text("import os, pathlib, signal, sys, time\n" + source)
     return subprocess.Popen(
@@ -85,7 +85,7 @@ def launcher(folder: Path, source: str, **variables: str) -> subprocess.Popen[st
 
 
 def test_a_rank_that_never_starts_is_named(tmp_path: Path) -> None:
-    # Python reads this first: rank 1 is stopped before it is a rank.
+    # Python runs this file first, which stops rank 1 before it joins.
     (tmp_path / "sitecustomize.py").write_text(
         "import os, signal\n"
         "if os.environ.get('PYDIST_RANK') == '1': os.kill(os.getpid(), signal.SIGSTOP)\n"

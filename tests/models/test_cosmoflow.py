@@ -1,4 +1,4 @@
-"""CosmoFlow is the published network: counts, shapes, initial values, layer order."""
+"""CosmoFlow equals the published network: counts, shapes, initial values, layer order."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_feature_widths_at_128_are_those_of_the_paper():
 
 
 def test_convolution_flops_at_128_are_those_of_the_paper():
-    """55.55 GFLOP a sample: forward, backward to data and to filters, two per multiply-add."""
+    """A sample takes 55.55 GFLOP: forward, backward to data and filters, two per multiply-add."""
     forward = 0
     with torch.device("meta"):
         x = torch.empty(1, 4, 128, 128, 128)

@@ -1,7 +1,7 @@
-"""CosmoFlow on split samples is CosmoFlow: output, loss, the gradients of input and parameters.
+"""Split CosmoFlow equals the one-device run: output, loss, gradients of input and parameters.
 
-The networks are whole, with all their nine million parameters; from 32³ on their last layers have
-fewer voxels than ranks.
+The networks have all nine million parameters; from 32³ on their last layers have fewer voxels than
+ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SPLITS = [(2, 1, 1), (1, 1, 2), (3, 1, 1), (2, 2, 2), (1, 3, 2)]
 
 @functools.cache
 def task_of(width: int, samples: int, **options) -> tuple[Task, Answer]:
-    """The network in fp64 with a batch, and what one device computes of it."""
+    """Returns the network in fp64 with a batch, and the results of one device."""
     torch.manual_seed(0)
     model = CosmoFlow(width, dropout=0.0, **options).double()
     x = randn(samples, 4, width, width, width).exp().log1p()

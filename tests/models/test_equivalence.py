@@ -1,8 +1,8 @@
-"""Networks that others wrote, unmodified: a step of training is the same when the sample is cut.
+"""Unmodified networks of others: a training step on split samples equals the one-device step.
 
-Output, loss, running statistics and every gradient, in float64 and in float32 (there no further
-from float64 than four times one device). HYPOTHESIS_PROFILE=nightly runs all networks over all
-splits in both types; else wide ones run once.
+The tests compare output, loss, running statistics and every gradient, in float64 and in float32
+(with at most four times the error of one device). HYPOTHESIS_PROFILE=nightly runs all
+networks over all splits in both types; otherwise wide networks run once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from support.equivalence.one_device import Reference
 from support.networks.zoo import WIDE, ZOO, task_of
 
 NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
-ONLY_NIGHTLY = {"VNet", "SENet"}  # tens of millions of parameters, whose number can't be chosen
+ONLY_NIGHTLY = {"VNet", "SENet"}  # tens of millions of parameters, a fixed number
 
 SPLITS = {
     "2x1x1": lambda n: [even_points(n[0], 2)],
@@ -36,7 +36,7 @@ NIGHTLY_SPLITS = {
 
 
 def cases() -> list[tuple[str, str, torch.dtype]]:
-    """Network, split and type."""
+    """Returns combinations of network, split and dtype."""
     found = []
     for name in ZOO:
         for split in SPLITS | (NIGHTLY_SPLITS if NIGHTLY else {}):
@@ -83,7 +83,7 @@ TRANSFORMERS = {
 
 @pytest.mark.parametrize(("name", "options", "shape"), [(n, *o) for n, o in TRANSFORMERS.items()])
 def test_attention_between_voxels_is_refused_by_name(name, options, shape):
-    """What every voxel sees of every other has no halo: the module and the way on are named."""
+    """Attention between all voxels has no halo: the error names the module and an alternative."""
     nets = pytest.importorskip("monai.networks.nets")
 
     def body(x, mesh):

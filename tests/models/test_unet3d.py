@@ -1,4 +1,4 @@
-"""The 3D U-Net is the published network: counts, channels, initial values, and it stands alone."""
+"""3D U-Net equals the published network: counts, channels, initial values, a standalone file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_weights_by_stage_are_those_of_the_paper():
 
 
 def test_forward_flops_at_128_are_those_of_the_paper():
-    """3.91 TFLOP a sample, two per multiply-add."""
+    """A sample takes 3.91 TFLOP, two per multiply-add."""
     flops = 0
 
     def add(module: nn.Module, args: tuple[torch.Tensor], out: torch.Tensor) -> None:

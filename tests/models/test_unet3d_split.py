@@ -1,4 +1,4 @@
-"""The U-Net on split volumes is the U-Net: scores, loss, every gradient, running statistics."""
+"""Split U-Net equals the one-device run: scores, loss, every gradient, running statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.equivalence import Answer, Task, check_network, randint, randn, who
 
 @functools.cache
 def task_of(samples: int, loss: str) -> tuple[Task, Answer]:
-    """A narrow network in fp64 with a batch, and what one device computes of it."""
+    """Returns a narrow network in fp64 with a batch, and the results of one device."""
     torch.manual_seed(0)
     model = UNet3d(2, 3, features=4, levels=2).double()
     task = Task(

@@ -18,7 +18,7 @@ def test_the_page_is_what_is_found():
     if TORCH not in written:
         pytest.skip(f"docs/operators.md was made with another version than {TORCH}")
     assert page() == written, (
-        "docs/operators.md: write it anew with "
+        "docs/operators.md is out of date: regenerate it with "
         "PYTHONPATH=tests/lib python -m support.operators.table > docs/operators.md"
     )
 

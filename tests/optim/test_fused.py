@@ -1,4 +1,4 @@
-"""Fused steps against the same steps one operation after the other."""
+"""Tests of fused optimizer steps against unfused steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydist.optim.fused import lie_as_parameters, start_momentum
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflow_in_the_first_step_leaves_no_trace_in_the_momentum(fused):
-    """A fused step has taken memory for it by then, that others had before."""
+    """By then a fused step has allocated the momentum in reused memory."""
     torch.full((4096,), 1e30)
     parameter = nn.Parameter(torch.ones(4096))
     optimizer = SGD([parameter], 0.5, momentum=0.5, fused=fused)
@@ -32,7 +32,7 @@ def test_an_overflow_in_the_first_step_leaves_no_trace_in_the_momentum(fused):
 
 @pytest.mark.parametrize("make", [Adam, lambda p, lr, fused: SGD(p, lr, 0.9, fused=fused)])
 def test_a_state_that_was_loaded_belongs_to_the_same_elements(make):
-    """Checkpoints hold it in plain order, whatever that of the parameters is."""
+    """Checkpoints hold the state contiguously, whatever the memory format of the parameters."""
     weight, *grads = torch.randn(3, 8, 4, 3, 3, 3, generator=torch.Generator().manual_seed(0))
 
     def trained(fused: bool) -> torch.Tensor:

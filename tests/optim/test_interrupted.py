@@ -1,4 +1,4 @@
-"""Gradients after a backward that raised and was caught are those of torch, or refused by name."""
+"""Tests of gradients after a caught error in backward: equal to torch's, or refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ either = pytest.mark.parametrize("shared", [False, True], ids=["whole", "shared"
 @pytest.mark.parametrize("grid", [(1, (2, 1, 1)), (3, (1, 1, 1)), (2, (2, 1, 1))], ids=str)
 @pytest.mark.usefixtures("sizes")
 def test_as_in_torch(grid, shared):
-    """Cleared or not: what the ranks had begun to exchange is neither lost nor counted twice."""
+    """Exchanges begun before the error are neither lost nor counted twice, cleared or not."""
     data, spatial = grid
     programs = PROGRAMS if data == 1 else SOME
     expected = {each: run(each, None, data, shared=False) for each in programs}
@@ -47,7 +47,7 @@ REFUSED = {
 @either
 @pytest.mark.parametrize("program", REFUSED)
 def test_what_is_refused(program, shared, monkeypatch):
-    """A step with this rank's part, a change of what is under way, ranks that raise elsewhere."""
+    """Covers steps with rank-local gradients, changes in flight, and ranks that raise elsewhere."""
     monkeypatch.setattr(pydist.gradients.buckets, "ALONE_BYTES", 1)
 
     def body(mesh):

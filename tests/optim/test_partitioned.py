@@ -1,4 +1,4 @@
-"""A shared step is the unshared one, for whatever users do with gradients in between."""
+"""Tests that a partitioned step equals the replicated one, whatever users do with gradients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_element_wise_optimizer(make):
 def test_on_grids_and_as_one_device(data, spatial):
     found = check(data=data, spatial=spatial)
     if 4 % data:
-        return  # a batch of four in three groups is another batch
+        return  # three groups use 3 of 4 samples
     model = small()
     optimizer = adam(model.parameters())
     for step in range(4):
@@ -48,7 +48,7 @@ def test_on_grids_and_as_one_device(data, spatial):
 
 @pytest.mark.parametrize("make", [adam, OPTIMIZERS["momentum"]])
 def test_the_same_bits_in_single_precision(make):
-    """Sums run in rank order either way, and parts begin at whole vectors."""
+    """Sums run in rank order either way, and parts begin at vector boundaries."""
 
     def loop(model, optimizer, mesh, step):
         x, y = randn(4, 37, seed=step).float(), randn(4, 3, seed=step + 50).float()
@@ -133,7 +133,7 @@ def test_gradients_scaled_by_hand():
 
 @pytest.mark.parametrize("unscale", [False, True])
 def test_grad_scaler_and_an_overflow_on_one_rank(unscale):
-    """The step is left out on all ranks, wherever the infinity came from."""
+    """All ranks skip the step, whichever rank has the infinity."""
     scalers = {}
 
     def loop(model, optimizer, mesh, step):
@@ -193,7 +193,7 @@ def test_zeroed_in_place():
 
 
 def test_backward_to_some_parameters():
-    """The others keep what they had: with Adam, none of it is a step."""
+    """The other parameters do not change: without a gradient Adam skips them."""
 
     def loop(model, optimizer, mesh, step):
         loss_of(model, mesh, step).backward(inputs=[model[0].weight, model[9].bias])
@@ -231,7 +231,7 @@ def test_gathered_gradients_are_the_ordinary_ones():
                 p.grad.add_(p.detach(), alpha=0.1).clamp_(-0.1, 0.1)
         optimizer.step()
         if step % 2:
-            optimizer.zero_grad()  # else accumulated onto whole gradients
+            optimizer.zero_grad()  # otherwise accumulates onto full gradients
 
     check(loop=loop)
 
@@ -252,7 +252,7 @@ def test_gathered_gradients_are_equal_on_all_ranks():
 
 
 def model_of(trained):
-    """An unparallelized network with the same parameters."""
+    """Returns an unparallelized network with the same parameters."""
     fresh = small()
     fresh.load_state_dict(trained.state_dict())
     return fresh
@@ -274,7 +274,7 @@ def test_gradients_with_a_graph():
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("partly", [False, True])
 def test_passes_with_and_without_a_graph_accumulate(partly):
-    """Also where a part of the gradient waits (no_sync) as the pass with a graph comes."""
+    """The pass with a graph may meet a gradient that waits for reduction (no_sync)."""
 
     def loop(model, optimizer, mesh, step):
         with model.no_sync() if mesh and partly else contextlib.nullcontext():
@@ -353,7 +353,7 @@ def test_what_reads_numbers_is_refused_on_each_rank_alone(read):
 
 
 def test_accumulating_onto_changed_gradients():
-    """What was clipped stays clipped; what comes is added."""
+    """Clipped gradients stay clipped, and new ones are added."""
 
     def loop(model, optimizer, mesh, step):
         loss_of(model, mesh, step).backward()
@@ -408,7 +408,7 @@ def test_gradients_that_are_not_reduced_yet_are_refused(read):
 
 
 def test_a_parameter_with_the_id_of_one_that_is_gone():
-    """Python gives ids anew; members that are gone must not be taken for others."""
+    """Python reuses ids; deleted members must not be confused with new ones."""
 
     def body(mesh):
         reducer = (

@@ -1,4 +1,4 @@
-"""The shared optimizer as an object: schedulers, groups, state dicts, and what is refused."""
+"""Tests of the partitioned optimizer object: schedulers, groups, state dicts, and refusals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_groups_with_settings_of_their_own_and_one_added_later():
 
 
 def test_a_group_added_between_backward_and_step():
-    """Parts change hands while gradients are out."""
+    """Parts move to other ranks while gradients are pending."""
 
     def make(parameters):
         return Adam(list(parameters)[:5], 1e-2)
@@ -96,7 +96,7 @@ def test_hooks_see_the_whole():
 
 
 def test_parameters_frozen_and_unfrozen():
-    """Parts change hands, and their state goes with them."""
+    """Parts move to other ranks together with their state."""
 
     def loop(model, optimizer, mesh, step):
         model[0].requires_grad_(step not in (1, 2))
@@ -129,7 +129,7 @@ def test_parameters_outside_of_the_model_and_odd_ones():
         outside = optimizer.param_groups[0]["params"][-1]
         (loss_of(model, mesh, step) * outside).backward()
         assert outside.grad is not None
-        outside.grad.fill_(0.1)  # as it is not the model's, nobody reduces it
+        outside.grad.fill_(0.1)  # not in the model, so not reduced
         optimizer.step()
         optimizer.zero_grad()
         if step == 3:
@@ -169,7 +169,7 @@ def test_values_kept_for_backward_are_protected():
 
 
 class TwoHeads(nn.Module):
-    """A trunk and two heads."""
+    """Network with a trunk and two heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class TwoHeads(nn.Module):
 
 
 def test_two_optimizers_with_a_backward_between_their_steps():
-    """The step of one leaves alone what the other's backward needs."""
+    """The step of one optimizer keeps the tensors that the other's backward needs."""
     torch.manual_seed(0)
     start, x = TwoHeads().double(), randn(2, 4, 8, 4, 4)
 

@@ -1,4 +1,4 @@
-"""Partitioned gradients of parameters that were replaced, and that one rank alone still has."""
+"""Tests of partitioned gradients of replaced parameters that only one rank still has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_one_rank_may_keep_a_replaced_parameter_with_its_part_of_a_gradient():
         state = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)
         del optimizer
-        model(x).square().mean().backward()  # takes up the new parameters
+        model(x).square().mean().backward()  # registers the new parameters
         return len(kept), [p.grad for p in model.parameters()]
 
     (kept, first), *others = run_local(body, 3, timeout=30)

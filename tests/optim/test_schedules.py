@@ -1,4 +1,4 @@
-"""The learning rate follows the published schedule, step by step."""
+"""Tests that the learning rate follows the published schedule, step by step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters are sharded tensors, as inputs that are learned."""
+"""Tests of optimizers whose parameters are sharded tensors, such as learned inputs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Two runs of one training, each in processes of its own, give the same bits.
+"""Tests that two runs of one training, each in its own processes, give the same bits.
 
-Kernels are chosen by measuring, and two measurements differ; the first run's choices are pinned.
+Autotuning differs between runs, so the second run pins the kernels that the first one chose.
 """
 
 from __future__ import annotations

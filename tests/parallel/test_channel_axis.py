@@ -1,4 +1,4 @@
-"""The channel axis: ranks along it hold equal copies, or parts of the dim that a layout cuts."""
+"""Tests of the channel axis: its ranks hold replicas, or parts of the dim that a layout cuts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CosmoFlow on real MPI: one step, split against whole, on 4 ranks and on 2 of them."""
+"""Tests of CosmoFlow on real MPI: a split step equals the one-device step, on 4 and 2 ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.equivalence import (
 )
 from support.networks.small import BATCH, SHAPE, small_task
 
-# What libraries do differently, the contract of test_transports.py asks of each of them.
+# Differences between libraries are covered by the contract in test_transports.py.
 pytestmark = pytest.mark.ranks(4, seconds=240)
 
 
@@ -45,7 +45,7 @@ def test_cosmoflow_on_four_ranks(world, cosmoflow, data, spatial):
 
 
 def test_cosmoflow_on_two_ranks(world, cosmoflow):
-    """Both halves of the job do the same, apart from each other."""
+    """Both halves of the job do the same independently."""
     pair = world.split(world.rank // 2, world.rank)
     check(*cosmoflow, Mesh(pair, 1, (1, 1, 2)))
 
@@ -71,7 +71,7 @@ def test_adam_steps_keep_replicas_equal_to_the_bit(world):
 
 
 def test_gradient_penalty(world):
-    """Second order over real messages."""
+    """Double backward runs over real messages."""
 
     def gradients(model, x):
         (gx,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)

@@ -1,4 +1,4 @@
-"""Processes that call different things end, and say what: under each launcher, within seconds."""
+"""Tests that processes with different calls end within seconds and name them, per launcher."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from support.jobs.programs import path_of
 SCRIPT = path_of("divided")
 
 CASES = {
-    ("openmpi", "call"): ("the ranks call different things", " on rank 0", " on rank 1"),
-    ("mpich", "known"): ("the ranks call different things", "module 0: Conv3d"),
+    ("openmpi", "call"): ("the ranks make different calls", " on rank 0", " on rank 1"),
+    ("mpich", "known"): ("the ranks make different calls", "module 0: Conv3d"),
     ("mpich", "evaluation"): (
         "a forward in training",
         "a forward in evaluation mode",

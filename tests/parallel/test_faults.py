@@ -1,4 +1,4 @@
-"""When a rank fails, all end: quickly, with the right exit code, and saying why once."""
+"""Tests that a failing rank ends all ranks: quickly, with its exit code and one message."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.jobs.programs import path_of
 
 SCRIPT = path_of("faulty")
 LIMIT = 10.0
-"""Seconds from the fault to the end of the last process."""
+"""Limit on the seconds from the fault to the end of the last process."""
 
 LAUNCHERS = ("openmpi", "mpich", "torchrun")
 BACKENDS = ("openmpi", "mpich", "gloo")
@@ -43,7 +43,7 @@ def backend(name: str):
 
 
 def plain_launcher(name: str, folder: Path, argv: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The command line of a user who does not know `pydist run`."""
+    """Returns the command line and variables of a user who does not use `pydist run`."""
     if name == "torchrun":
         module = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         return [sys.executable, *module, *argv], {}

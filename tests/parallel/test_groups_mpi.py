@@ -1,4 +1,4 @@
-"""Sample groups of unequal size in real jobs."""
+"""Tests of sample groups of unequal size in real jobs."""
 
 from __future__ import annotations
 

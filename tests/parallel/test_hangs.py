@@ -1,7 +1,7 @@
-"""Ranks that make others wait for good are named, and the job ends soon after its limit.
+"""Tests that ranks which make others hang are named, and that the job ends soon after its limit.
 
-Three cells of the matrix in `support.jobs.hangs`. With `PYDIST_TEST_HANGS=1` twelve, which have
-every phase once, and every launcher and every fault several times.
+They run three cells of the matrix in `support.jobs.hangs`. With `PYDIST_TEST_HANGS=1` they run
+twelve, which cover every phase once, and every launcher and fault several times.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ from torch import nn
 open("began" + os.environ["PYDIST_RANK"], "w").write(str(time.time()))
 seed = int(os.environ["PYDIST_RANK"]) if sys.argv[1] == "seed" else 0
 mesh = pydist.init(spatial=(2, 1, 1), seed=seed)
-if sys.argv[1] == "silence":  # of ranks that no other rank waits for
+if sys.argv[1] == "silence":  # no other rank waits for these ranks
     time.sleep(1 + float(os.environ["PYDIST_HANG_LIMIT"]))
 pydist.parallelize(nn.Conv3d(1, 1, 3), mesh)
 if sys.argv[1] == "late" and mesh.rank == 1:
@@ -106,7 +106,7 @@ if sys.argv[1] == "late" or (sys.argv[1] == "left" and mesh.rank == 0):
         ("seed", 20, 2, "the seed differs between the ranks: 0 on rank 0, 1 on rank 1"),
         ("left", 20, 72, "rank 1 ended while this rank waits for a barrier; the last calls"),
         ("silence", 3, 0, None),
-        ("late", 0, 0, None),  # off: a limit of 1 ends it
+        ("late", 0, 0, None),  # disabled: a limit of 1 would end it
     ],
 )
 def test_what_differs_is_named_and_silence_is_no_hang(

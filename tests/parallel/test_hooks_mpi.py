@@ -1,4 +1,4 @@
-"""Hooks on one rank of a real job: the others must not wait for it."""
+"""Tests of hooks on one rank of a real job: the other ranks must not wait for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model():
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("spatial", [(2, 1, 1), (1, 1, 2)])
 def test_cosmoflow_watched_on_one_rank(world, model, spatial, batch):
-    """With one sample both ranks hold its output whole, with two each has its own."""
+    """With one sample both ranks hold the output; with two, each rank holds its own."""
 
     def step(model, x, looks):
         seen = {}

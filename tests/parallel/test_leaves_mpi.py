@@ -1,4 +1,4 @@
-"""Gradients of parameters in no model, hooks and errors over real messages."""
+"""Tests of parameters outside of models, hooks and errors over real messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def batch(seed=0):
 
 
 def train(ready, cut):
-    """Two models, a head, a factor, hooks, a change of dtype, and an error that is caught."""
+    """Trains two models, a head and a factor, with hooks, a dtype change and a caught error."""
     maker = copy_of(nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.Tanh(), nn.Conv3d(4, 2, 1)))
     judge = parametrizations.weight_norm(copy_of(nn.Conv3d(2, 3, 3, padding=1), 1))
     head, factor = copy_of(nn.Linear(3 * 60, 2), 2), nn.Parameter(randn(2, 1, 1, 1))

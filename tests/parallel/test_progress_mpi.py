@@ -1,4 +1,4 @@
-"""What moves messages of MPI between its blocking calls."""
+"""Tests of the progress of MPI messages between blocking calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PATIENCE_S = 20
 def passes(
     transport: Transport, meanwhile: Callable[[], None], condition: Callable[[], bool]
 ) -> bool:
-    """Whether a condition becomes true on all ranks while they call `meanwhile` alone."""
+    """Returns whether a condition becomes true on all ranks while they only call `meanwhile`."""
     deadline = time.monotonic() + PATIENCE_S
     while not (here := condition()) and time.monotonic() < deadline:
         meanwhile()
@@ -28,7 +28,7 @@ def passes(
 
 
 def arrives(transport: Transport, meanwhile: Callable[[], None]) -> bool:
-    """Whether 4 MB get here before this rank waits for them."""
+    """Returns whether 4 MB arrive before this rank waits for them."""
     peer = 1 - transport.rank
     sent, received = torch.full((ELEMENTS,), 7.0), torch.zeros(ELEMENTS)
     channel = transport.channel([(peer, sent)], [(peer, received)], tag=3)
@@ -40,7 +40,7 @@ def arrives(transport: Transport, meanwhile: Callable[[], None]) -> bool:
 
 
 def sums_up(transport: Transport, meanwhile: Callable[[], None]) -> bool:
-    """Whether an all-reduce of 4 MB is done before this rank waits for it."""
+    """Returns whether an all-reduce of 4 MB completes before this rank waits for it."""
     tensor, total = torch.full((ELEMENTS,), 1.0 + transport.rank), torch.full((ELEMENTS,), 3.0)
     work = transport.all_reduce_async(tensor)
     found = passes(transport, meanwhile, lambda: torch.equal(tensor, total))
@@ -69,7 +69,7 @@ def test_a_thread_moves_what_is_under_way(world, task, monkeypatch):
 
 
 def test_polling_disturbs_no_message(world):
-    """Also one to this rank itself, on the communicator of its own."""
+    """A message from this rank to itself is unaffected too."""
     world.send(torch.tensor([5.0]), world.rank, tag=1)
     received = torch.zeros(1)
     channel = world.channel([(1 - world.rank, received + 2)], [(1 - world.rank, received)], tag=2)

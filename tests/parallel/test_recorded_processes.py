@@ -1,6 +1,6 @@
-"""Copies into other ranks' memory, and NCCL, between real processes.
+"""Tests of copies into other ranks' memory and of NCCL between real processes.
 
-The recorder takes the place of the driver, whose memory other processes map, and of NCCL.
+The recorder replaces NCCL and the driver, whose memory other processes map.
 """
 
 from __future__ import annotations

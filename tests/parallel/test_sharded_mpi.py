@@ -1,4 +1,4 @@
-"""The shared optimizer step over real messages."""
+"""Tests of the partitioned optimizer over real messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.equivalence import assert_same
 from support.networks.small import loss_of, small
 from support.training.interrupted import run
 
-# Open MPI carries the other networks.
+# Open MPI runs the other networks.
 pytestmark = pytest.mark.ranks(4, mpi=("mpich", "gloo"))
 
 
@@ -41,7 +41,7 @@ def test_a_shared_step_is_the_unshared_one(world, data, spatial, limit, monkeypa
     assert isinstance(optimizer, ShardedOptimizer)
     expected, plain = train(mesh, "never")
     for a, b in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)  # sums in another order
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)  # another order of summation
         copies = world.all_gather(a.detach().contiguous())
         assert (copies == copies[0]).all()
     found, state = optimizer.state_dict()["state"], plain.state_dict()["state"]

@@ -1,4 +1,4 @@
-"""What ranks compare when they start: the key that differs is named, with both values."""
+"""Tests of the comparison at start: the error names the differing key with both values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_versions(
 
 def test_versions_of_devices(world: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(setup, "connect", lambda _: world)
-    monkeypatch.setattr(world, "device", torch.device("cuda", 0))  # nothing is computed there
+    monkeypatch.setattr(world, "device", torch.device("cuda", 0))  # no computation follows
     for name, owner, value in (
         ("CUDA", torch.version, "12.9"),
         ("cuDNN", torch.backends, SimpleNamespace(version=lambda: 1)),

@@ -1,7 +1,7 @@
-"""Ranks as processes: the contract over mpi (Open MPI, MPICH) and c10d (gloo).
+"""Tests of ranks as processes: the contract over mpi (Open MPI, MPICH) and c10d (gloo).
 
-No MPI here takes device memory. So for `cuda-mpi` the libraries are asked whether they do, and the
-data path is tested on host memory.
+No MPI here accepts device memory. So for `cuda-mpi` the tests query the libraries for support, and
+run the data path on host memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_contract(check: Check, world: Transport) -> None:
 
 @pytest.fixture
 def short_messages(world: Transport, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Messages beyond 2 GiB are cut; here those beyond 24 bytes are, by the same code."""
+    """Lowers the limit from which messages are cut from 2 GiB to 24 bytes."""
     if world.name != "mpi":
         pytest.skip("only MPI counts in C ints")
     monkeypatch.setattr("pydist.comm.transports.mpi.messages.MAX_BYTES", 24)
@@ -77,7 +77,7 @@ def test_c10d_and_local_under_any_launcher(world: Transport) -> None:
 
 @pytest.fixture(scope="module")
 def cuda_mpi(world: Transport) -> Iterator[Transport]:
-    """Takes host memory for that of a device."""
+    """Yields a `cuda-mpi` transport that treats host memory as device memory."""
     if world.name != "mpi":
         pytest.skip("only of MPI there is one that takes device memory")
     from support.stand_ins.late_mpi import OnHostMemory

@@ -1,6 +1,6 @@
-"""Times of a device: events on its streams, by the host's clock, while the host waits for nothing.
+"""Tests of device times: events on streams, on the host's clock, without waits of the host.
 
-The device is simulated, so lengths are known exactly; tests/gpu/test_profile_gpu.py has a real one.
+The device is simulated, so durations are known; tests/gpu/test_profile_gpu.py uses a real one.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ TRAVEL = 14.0
 LENGTHS = {"run_forward": 10.0, "run_wgrad": 4.0, "run_dgrad": 3.0}
 WARMUP, STEPS = 1, 3
 CARRIER = 77
-"""The stream that messages travel on."""
+"""Stream of the messages."""
 
 
 @pytest.fixture
 def devices(monkeypatch) -> defaultdict[str, SimulatedDevice]:
-    """A device for each rank's thread, which convolves and exchanges as it would be told to."""
+    """Simulates a device per rank's thread for convolutions and exchanges; returns them."""
     made: defaultdict[str, SimulatedDevice] = defaultdict(SimulatedDevice)
 
     def mine() -> SimulatedDevice:
@@ -70,7 +70,7 @@ def devices(monkeypatch) -> defaultdict[str, SimulatedDevice]:
 
 
 def profiled(path: Path):
-    """Some steps of two convolutions on two ranks."""
+    """Profiles some steps of two convolutions on two ranks; returns rank 0's profiler."""
     x = torch.randn(1, 4, 8, 6, 6, generator=torch.Generator().manual_seed(0))
 
     def body(transport):
@@ -94,7 +94,7 @@ def test_a_layer_is_told_what_its_stream_waited(devices, tmp_path):
     columns = ("forward", "backward", "exposed", "posted", "boundary")
     for layer, expected in {
         "0": (10.0, 4.0, TRAVEL - 10.0, 0.0, 0.0),
-        # In backward wgrad and dgrad run while the halo of dL/dy travels.
+        # In backward wgrad and dgrad run while the halo of dL/dy is in flight.
         "1": (10.0, 7.0, TRAVEL - 10.0 + TRAVEL - 7.0, 0.0, 0.0),
     }.items():
         row = summary.layers[layer]
@@ -103,7 +103,7 @@ def test_a_layer_is_told_what_its_stream_waited(devices, tmp_path):
     assert sum(summary.total.values()) == pytest.approx(summary.step, rel=1e-9)
     assert summary.in_flight == pytest.approx(3 * TRAVEL, abs=1e-6)
     assert summary.hidden == pytest.approx(1 - 15 / (3 * TRAVEL), abs=1e-6)
-    assert "in ms a step of the device, mean over ranks" in found.table()
+    assert "in ms per step of the device, mean over ranks" in found.table()
 
 
 def test_the_trace_has_a_row_for_each_stream(devices, tmp_path):
@@ -170,7 +170,7 @@ def test_the_host_and_the_device_have_one_clock():
     clock.finish()
     (found,) = clock.spans
     assert (found.part, found.own, found.stream) == ("data", pytest.approx(5.0), MAIN_STREAM)
-    # The device did nothing before: it was set when the clock was made, less than a second ago.
+    # The idle device's time was set when the clock was made, less than a second ago.
     assert before - 1 < found.start <= before
     assert clock.bounds == pytest.approx([found.start, found.stop])
 
@@ -183,7 +183,7 @@ def test_events_are_given_back_as_soon_as_the_device_has_passed_them():
             span = clock.begin("compute", "conv")
             device.busy(1.0)
             clock.end(span)
-        device.clock = device.at[0] - 1.0  # it is one behind
+        device.clock = device.at[0] - 1.0  # 1 s behind the stream
         clock.step()
         assert len(device.freed) == 2 * (2 * step + 1)
     clock.finish()
@@ -221,7 +221,7 @@ def test_ranges_are_named_by_layer_and_part_and_closed_after_an_exception():
     clock = clock_on(device)
     mesh.session.timers.recorder = SpanRecorder(clock)
     with mesh.session.timers.measure("compute", "conv"):
-        clock.begin("pack", "conv")  # what was packed raised
+        clock.begin("pack", "conv")  # packing raised an error
     assert device.all_ranges == ["conv compute", "conv pack"]
     assert device.ranges == []
     with mesh.session.timers.measure("optimizer"), mesh.session.timers.measure("profiler"):
@@ -259,7 +259,7 @@ def test_without_a_device_of_its_own_times_are_the_hosts():
 
 
 def test_without_a_profiler_nothing_of_it_is_called():
-    """Counted in calls, as clocks are noise: a step runs no function of pydist.profile."""
+    """A step calls no function of pydist.profile; calls are counted, since times are noisy."""
     x = torch.randn(1, 2, 8, 4, 4, generator=torch.Generator().manual_seed(0))
     folder = str(Path(pydist.profile.__file__).parent)
 

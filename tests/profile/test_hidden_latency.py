@@ -1,8 +1,8 @@
-"""Nothing is left of a latency where there is enough to compute, in every step.
+"""Tests that enough computation hides a latency completely in every step.
 
-Clocks of a busy machine can't show that. So here the main convolution is made as long as needed:
-it ends when what both ranks have posted has been under way for the whole latency. Whoever still
-has to wait then has not posted before it, or asks too early.
+Clocks of a busy machine can't show that. So the main convolution here ends only when the messages
+posted by both ranks have been in flight for the full latency. A rank that still has to wait posted
+too late or waits too early.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANKS = 2
 
 
 class Ledger(Latency):
-    """Notes how long each receiver had to sleep."""
+    """Latency that records the sleep of each receiver."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -50,7 +50,7 @@ class Ledger(Latency):
         super().receive(group, dest, tag, sources)
 
     def compute(self) -> None:
-        """Returns when what all ranks have posted so far would have arrived."""
+        """Blocks until the messages posted by all ranks so far would have arrived."""
         own = self.posts[threading.current_thread().name]
         with self.changed:
             done = self.changed.wait_for(
@@ -95,7 +95,7 @@ def test_a_long_enough_convolution_hides_all_of_it(ledger, monkeypatch, channels
 
         monkeypatch.setattr(ConvKernels, name, longer)
     train(channels_last)
-    # Two halos forward and two backward, on each rank and in each step.
+    # Two halos forward and two backward, per rank and step.
     assert ledger.slept == [0.0] * (4 * RANKS * STEPS)
 
 

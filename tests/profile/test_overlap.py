@@ -1,8 +1,6 @@
-"""What the trace shows of overlap: halos travel while the main convolution runs, gradients while
-backward does.
+"""Tests of overlap in the trace: halos with the main convolution, gradients with backward.
 
-The order of spans is checked in every step. That nothing is left of a latency which the computation
-is long enough to hide is in test_hidden_latency.py.
+They check the order of spans in every step; test_hidden_latency.py tests complete hiding.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ class Span(NamedTuple):
 def trace_of(
     model: Callable[[], nn.Module], x: torch.Tensor, path: Path, latency: float
 ) -> list[Span]:
-    """The trace of some steps on 2 ranks, seconds."""
+    """Returns the trace of some steps on 2 ranks, in seconds."""
 
     def body(transport) -> None:
         mesh = Mesh(transport, 1, (2, 1, 1))
         net = parallelize(model(), mesh)
         with Profiler(mesh, net) as profiler:
             for _ in range(profiler.warmup + STEPS):
-                mesh.world.barrier()  # what one rank is late by is not kept for the next step
+                mesh.world.barrier()  # a rank's delay does not carry over to the next step
                 net(shard(x, layout_for_sample(mesh, x.shape))).square().sum().backward()
                 profiler.step()
         profiler.write_trace(path)
@@ -74,7 +72,7 @@ def _span(event: dict[str, Any], start: float, stop: float) -> Span:
 
 
 def within(spans: list[Span], frame: Span, part: str, layer: str, backward: bool) -> list[Span]:
-    """One layer's spans of a part in a step, in the order in which they began."""
+    """Returns a layer's spans of one part within a step, sorted by start."""
     found = [
         s for s in spans if (s.part, s.name, s.backward) == (part, layer, backward)
         and frame.holds(s)
@@ -90,7 +88,7 @@ def in_steps(spans: list[Span], rank: int) -> list[Span]:
 
 @pytest.fixture(scope="module")
 def convolutions(tmp_path_factory) -> list[Span]:
-    """Two convolutions that take longer than anything else that they do."""
+    """Returns the trace of two layers whose time is mostly convolution."""
     x = torch.randn(1, 16, 32, 32, 32, generator=torch.Generator().manual_seed(0))
 
     def model() -> nn.Module:
@@ -113,7 +111,7 @@ def test_halos_travel_while_the_main_convolution_runs(convolutions, layer, backw
 
 
 def test_gradients_travel_while_backward_runs(tmp_path):
-    """The last layer's gradients fill a bucket, which leaves before the first layer's are there."""
+    """The last layer's gradients fill a bucket, which is sent before the first layer's exist."""
     x = torch.randn(1, 4, 16, 16, 16, generator=torch.Generator().manual_seed(0))
 
     def model() -> nn.Module:
@@ -128,5 +126,5 @@ def test_gradients_travel_while_backward_runs(tmp_path):
             first = within(spans, frame, "wgrad", "0", backward=True)
             posted = [s for s in spans if s.part == "gradients" and s.backward and frame.holds(s)]
             assert min(s.start for s in posted) < max(s.stop for s in first)
-            # ... and they are waited for when it is through.
+            # The wait comes after backward.
             assert max(s.stop for s in posted) > max(s.stop for s in first)

@@ -1,4 +1,4 @@
-"""What is measured, to which layer it is given, and that nothing stays behind."""
+"""Tests of the profiler: its times, their assignment to layers, and the cleanup."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Slow(nn.Module):
 
 
 def profiled(model: nn.Module, x: Tensor, steps: int = 2, warmup: int = 1) -> Summary:
-    """A profile of plain calls of a model on one rank."""
+    """Returns a profile of plain calls of a model on one rank."""
     with Profiler(Mesh(LocalTransport()), model, warmup) as profiler:
         for _ in range(warmup + steps):
             model(x).sum().backward()
@@ -57,7 +57,7 @@ def leaf(*shape: int) -> Tensor:
 
 
 def slept(summary: Summary, layer: str) -> tuple[bool, bool]:
-    """Whether a layer was given (forward's, backward's) sleep of one call."""
+    """Returns whether a layer's (forward, backward) time includes the sleep of one call."""
     row = summary.layers[layer]
     return row["forward"] >= FORWARD, row["backward"] >= BACKWARD
 
@@ -68,7 +68,7 @@ class _InPlace(nn.Module):
 
 
 class _Residual(nn.Module):
-    """What the container does itself lies between its children's calls."""
+    """Container that computes between the calls of its children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def test_optimizer_and_own_spans_are_counted():
 
 
 def train(mesh: Mesh, profiler: Profiler | None = None, steps: int = 3) -> list[Tensor]:
-    """Some steps of a small CosmoFlow; its parameters afterwards."""
+    """Trains a small CosmoFlow for some steps; returns its parameters."""
     torch.manual_seed(0)
     mesh.world.barrier()
     model = parallelize(copy.deepcopy(MODEL), mesh)
@@ -168,7 +168,7 @@ X, TARGET = randn(1, 4, 32, 32, 32).float(), randn(1, 4, seed=1).float()
 
 @pytest.fixture(scope="module")
 def cosmoflow(tmp_path_factory):
-    """A profile of CosmoFlow on 2 ranks: by rank the summary, table, trace and parameters."""
+    """Profiles CosmoFlow on 2 ranks; returns each rank's results and the traces."""
     path = tmp_path_factory.mktemp("trace")
 
     def body(mesh: Mesh):
@@ -211,7 +211,7 @@ def test_the_table_shows_layers_parts_and_extremes(cosmoflow):
     assert "mean of 2 steps on 2 ranks (depth 2, local)" in table
     for word in ("features.conv1", "outside layers", "exposed", "boundary", "most of ranks", "%"):
         assert word in table
-    assert "halos were on their way for" in table
+    assert "halos were in flight for" in table
     assert elsewhere == ""
 
 
@@ -249,7 +249,7 @@ def test_the_trace_has_a_row_a_rank(cosmoflow):
 
 
 def _assert_nested(spans: list[tuple[float, float]]) -> None:
-    """Spans of a row lie in or after each other, as the format wants it (to its rounding)."""
+    """Asserts that spans of a row nest or follow each other, up to the format's rounding."""
     open_: list[float] = []
     for start, minus_length in spans:
         while open_ and open_[-1] <= start + 2e-3:

@@ -1,4 +1,4 @@
-"""The profile of a loop of one's own on real MPI."""
+"""Test of the profile of a user's loop on real MPI."""
 
 from __future__ import annotations
 
@@ -44,6 +44,6 @@ def test_two_processes_make_one_table_and_one_trace(world, tmp_path):
     assert [(e["pid"], e["name"]) for e in steps] == [
         (rank, f"step {n}") for rank in (0, 1) for n in (1, 2, 3)
     ]
-    # On one clock the ranks' second steps overlap: they meet in the batch norm of each.
+    # On one clock the ranks' second steps overlap, since each batch norm synchronizes them.
     zero, one = ((e["ts"], e["ts"] + e["dur"]) for e in steps if e["name"] == "step 2")
     assert max(zero[0], one[0]) < min(zero[1], one[1])

@@ -1,4 +1,4 @@
-"""Sums over spans that are known, and clocks of several machines."""
+"""Tests of sums over known spans, and of clocks of several machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydist.profile.table import format_table
 
 
 def rank(index: int, wait: float) -> RankSpans:
-    """Two steps of 10 s; a halo is on its way for 4 s of the first, and waited for at its end."""
+    """Makes spans of two steps of 10 s; a halo is in flight for 4 s of the first."""
     spans = [
         Span("pack", "conv", False, 1, 2, 1),
         Span("halo", "conv", False, 6 - wait, 7, 1 + wait),
@@ -87,6 +87,6 @@ def test_clocks_of_other_machines_are_set_to_that_of_rank_0(monkeypatch):
     (zero, one), nothing = run_local(body, 2)
     assert nothing == []
     assert zero.spans[0].start == 5.0
-    # All leave a barrier within much less than the clocks are apart.
+    # All ranks leave a barrier within far less time than the clocks differ.
     assert one.spans[0].start == pytest.approx(5.0, abs=1.0)
     assert one.bounds == pytest.approx([4.0, 7.0], abs=1.0)

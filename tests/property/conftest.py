@@ -1,4 +1,4 @@
-"""Prints at the end what property tests counted: networks that ran, and what was refused."""
+"""Summary of property tests at the end of a run: networks that ran, and refused calls."""
 
 from __future__ import annotations
 

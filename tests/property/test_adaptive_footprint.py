@@ -1,4 +1,4 @@
-"""Adaptive windows: what outputs need and inputs feed, against the definition."""
+"""Adaptive windows: the needs of outputs and the feeds of inputs, against the definition."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXTENTS = st.integers(1, 14)
 
 
 def window(n: int, m: int, o: int) -> range:
-    """The inputs of one output, as torch documents them."""
+    """Returns the inputs of one output, as torch documents them."""
     return range(o * n // m, -((o + 1) * n // -m))
 
 

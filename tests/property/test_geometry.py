@@ -29,7 +29,7 @@ def boxes(draw, ndim=None):
 
 @st.composite
 def partitions(draw, extent=None, max_parts=4):
-    """Even or arbitrary split points; parts may be empty."""
+    """Draws even or arbitrary split points; parts may be empty."""
     extent = draw(st.integers(0, 14)) if extent is None else extent
     parts = draw(st.integers(1, max_parts))
     if draw(st.booleans()):
@@ -176,7 +176,7 @@ def test_outputs_belong_to_the_owner_of_their_centre(footprint, partition):
 
 
 class Exchange:
-    """All that an exchange is planned from, and the plans of all ranks."""
+    """Arguments of an exchange, and the plans of all ranks."""
 
     def __init__(self, owned, needed, shape, periodic):
         self.owned, self.needed, self.shape, self.periodic = owned, needed, shape, periodic
@@ -185,7 +185,7 @@ class Exchange:
         ]
 
     def wrap(self, index):
-        """The domain's index behind `index`, or None for padding."""
+        """Returns the domain's index for `index`, or None for padding."""
         wrapped = []
         for i, extent, repeats in zip(index, self.shape, self.periodic, strict=True):
             if not repeats and not 0 <= i < extent:
@@ -196,7 +196,7 @@ class Exchange:
 
 @st.composite
 def exchanges(draw):
-    """1 to 3 split dims, uneven and empty shards, replicas, wide halos, periodic dims."""
+    """Draws 1 to 3 split dims with uneven and empty shards, replicas, wide halos, periodic dims."""
     ndim = draw(st.integers(1, 3))
     largest = {1: 14, 2: 7, 3: 5}[ndim]
     splits = [
@@ -222,7 +222,7 @@ def shard(splits, position):
 
 
 def footprint_box(feet, splits, position):
-    """What a layer needs for the outputs of the rank at `position`."""
+    """Returns the inputs that a layer needs for the outputs of the rank at `position`."""
     sides = [
         foot.needs(*foot.output_partition(split).interval(part))
         for foot, split, part in zip(feet, splits, position, strict=True)
@@ -314,12 +314,12 @@ def slices(box: Box, origin: Box) -> tuple[slice, ...]:
     )
 
 
-# A whole layer ---------------------------------------------------------------------------------
+# A full layer ----------------------------------------------------------------------------------
 
 
 @given(footprints(), partitions())
 def test_a_strided_layer_on_shards_equals_the_whole(foot, split):
-    """A correlation along one dim, computed by each rank from what the plan brings it."""
+    """Each rank correlates along one dim, with the values that its plan exchanges."""
     outputs = foot.output_partition(split)
     owned = [shard([split], [rank]) for rank in range(split.parts)]
     needed = [[footprint_box([foot], [split], [rank])] for rank in range(split.parts)]

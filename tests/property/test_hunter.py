@@ -1,4 +1,4 @@
-"""Random training programs: split equals whole. `tools/hunt` runs many more."""
+"""Random training programs: the split run equals the one-device run (more: `tools/hunt`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.jobs.children import child_environment
 from support.random_networks.spot import Source
 
 SEEDS = 40
-"""Programs in the suite; CI runs many more, and puts known faults back to see them found."""
+"""The number of programs in the suite; CI runs many more, and reinserts known faults."""
 
 SMALL = Program(
     statements=("m0 = ready(net('m0'))", "x = cut(0)", "y = m0(x)", "see('y', y, 'rows')"),
@@ -53,7 +53,7 @@ def test_programs_are_the_same_when_they_are_split(tmp_path):
 
 WRONG_GRADIENT = "see('m0.grad', full(y) * (1.5 if type(y) is not torch.Tensor else 1))"
 TIED = "i = torch.cat([(full(y).flatten()[:4] * 1e15).abs().long() % 2, torch.arange(9)])"
-"""The last bit decides the first four numbers."""
+"""The last bits of y decide the first four indices."""
 CHAOS = "c = (full(y).sum() * 1e13).sin()"
 
 
@@ -74,7 +74,7 @@ def verdict(program: Program, *more: str) -> str:
         (("if type(y) is not torch.Tensor: 1 / 0",), "crash"),
         (("y.no_such_call()",), "illegal"),
         (("if type(y) is not torch.Tensor: y.mesh.world.barrier() if here else None",), "crash"),
-        # Nothing beside a wrong value excuses it.
+        # Nothing else in the program excuses a wrong value.
         (("see('inf.grad', 0 / torch.zeros(1) + torch.inf)", WRONG_GRADIENT), "wrong"),
         (("see('other.grad', torch.full((1,), 1e20))", WRONG_GRADIENT), "wrong"),
         (("see('list', (full(y) * (2 if type(y) is not torch.Tensor else 1)).tolist())",), "wrong"),
@@ -106,7 +106,7 @@ def test_the_gradient_of_a_computed_weight_has_no_rows():
 
 
 def test_rounding_of_terms_that_cancel_is_no_error():
-    """A gradient of 1e-5 beside one of 1: batch norm undoes the scale of the weight before it."""
+    """The gradient is 1e-5 next to one of 1: batch norm undoes the scale of the weight before."""
     body = "nn.Sequential(nn.Conv3d(1, 1, 3, padding=1), nn.LeakyReLU(0.1))"
     joined = Source(f"Joined({body}, 'add')")
     norm = (Source("nn.BatchNorm3d(2, affine=True)"), Source("nn.PReLU()"))
@@ -132,7 +132,7 @@ def test_rounding_of_terms_that_cancel_is_no_error():
 @pytest.mark.parametrize(("factor", "outcome"), [(1.0, "equal"), (1.5, "wrong")])
 @pytest.mark.parametrize("cancels", [True, False])
 def test_in_a_hook_rounding_of_terms_that_cancel_is_no_error(cancels, factor, outcome):
-    """The sum of what a group norm's result is pulled by equally on all places is zero."""
+    """A gradient that is equal at all positions passes a group norm as zero."""
     look = f"i[0] * ({factor} if type(i[0]) is not torch.Tensor else 1)"
     hook = f"part(m0, 1).register_full_backward_hook(lambda m, i, o: see('into_1', {look}))"
     layers = ("nn.Conv3d(2, 2, 1)", "nn.Tanh()", "nn.GroupNorm(2, 2)")
@@ -147,7 +147,7 @@ def test_in_a_hook_rounding_of_terms_that_cancel_is_no_error(cancels, factor, ou
 
 
 def test_digits_that_only_the_norm_of_one_device_loses_are_no_error():
-    """torch's batch norm has the larger rounding error here, which noise does not show."""
+    """torch's batch norm has the larger rounding error here, which noise does not reveal."""
     pools = Source("nn.AvgPool3d(3, 1, 1)")
     first = Source("nn.Conv3d(2, 3, (2, 1, 1), padding=(2, 0, 0), dilation=(2, 1, 1))")
     second = Source("nn.Conv3d(3, 1, 3, (2, 1, 1), 1, bias=False)")
@@ -175,7 +175,7 @@ def test_digits_that_only_the_norm_of_one_device_loses_are_no_error():
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_wrong_gradients_of_the_instance_norm_of_one_device_are_no_error(checkpointed):
-    """torch 2.13 has them on CPU where dL/dy of one thin sample has other strides; seed 4000339."""
+    """torch 2.13 is wrong on CPU if dL/dy of one thin sample has other strides; seed 4000339."""
     conv = "nn.Conv3d(3, 3, 3, (2, 1, 2), 1)"
     layers = (
         f"nn.Sequential({conv}, nn.InstanceNorm3d(3, affine=True), ChannelLinear(3, 3, True, True))"
@@ -196,7 +196,7 @@ def test_wrong_gradients_of_the_instance_norm_of_one_device_are_no_error(checkpo
 
 
 def test_what_reaches_the_shift_of_an_overwritten_instance_norm_is_not_compared():
-    """torch's result is a view: to second order its shift gets zeros, and no gradient otherwise."""
+    """torch's result is a view: its shift gets zeros in double backward, otherwise no gradient."""
     program = replace(
         SMALL,
         statements=(
@@ -212,7 +212,7 @@ def test_what_reaches_the_shift_of_an_overwritten_instance_norm_is_not_compared(
 
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_crash_of_torch_itself_is_no_failure(dies):
-    # A hook on a view that was changed past autograd: torch 2.13 ends with a segmentation fault.
+    # The program has a hook on a view that changed without autograd: torch 2.13 segfaults.
     view = "v = torch.ones(1, 2, requires_grad=True).mul(2).squeeze(0)"
     change = "with torch.no_grad(): v.mul_(0.5)"
     hook = "v.register_hook(print)" if dies else "v.sum()"
@@ -251,7 +251,7 @@ def test_a_failing_program_becomes_small():
 
 
 def test_a_group_without_samples_has_an_empty_block_where_padding_reads_more():
-    """Found by seed 42."""
+    """Seed 42 found this program."""
     conv = "nn.Conv3d(1, 2, 3, padding=1, padding_mode='replicate')"
     program = Program(
         statements=(

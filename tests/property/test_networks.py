@@ -1,4 +1,4 @@
-"""Randomly composed networks, split against whole: equal, or refused, and refused seldom."""
+"""Random networks: the split run equals the one-device run, or is refused, which is rare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydist.errors import NotSupported
 from support.random_networks.cases import Case, cases, compare
 
 NETWORKS, MOST_REFUSED = 200, 0.1
-"""How many are run at least, and the share that may be refused."""
+"""The minimum number of networks, and the largest share that may be refused."""
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -19,7 +19,7 @@ def test_any_network_is_the_same_when_it_is_split(record_property):
     ran = undecided = 0
     refused: collections.Counter[str] = collections.Counter()
 
-    # Many, each a different network: one alone proves little.
+    # One network alone proves little.
     examples = max(NETWORKS, settings().max_examples)
 
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))

@@ -1,4 +1,4 @@
-"""Slow NumPy definition of boundary convolution and of its adjoints, one kernel index at a time."""
+"""Slow NumPy definition of boundary convolution and its adjoints, one kernel index at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Triple = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Attributes:
-    """Of a 3-D convolution, and where element 0 of its arrays lies in global coordinates."""
+    """Attributes of a 3-D convolution, and the global coordinates of element 0 of its arrays."""
 
     in_lo: Triple
     out_lo: Triple
@@ -26,7 +26,7 @@ class Attributes:
 def _links(
     attributes: Attributes, in_shape: Triple, out_shape: Triple, kernel: Triple
 ) -> Iterator[tuple[Triple, tuple, tuple]]:
-    """For each kernel index, the (output, input) index grids that it connects."""
+    """Yields each kernel index with the (output, input) index grids that it connects."""
     for k in itertools.product(*map(range, kernel)):
         outs, ins = [], []
         for dim in range(3):
@@ -44,7 +44,7 @@ def _links(
 
 
 def _grouped(x: np.ndarray, weight: np.ndarray, y: np.ndarray, groups: int) -> list[np.ndarray]:
-    """Views with the channel dims split into groups: [N, G, Ci, ...], [G, Co, Ci, ...]."""
+    """Returns views with grouped channel dims: [N, G, Ci, ...], [G, Co, Ci, ...]."""
     return [
         x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]),
         weight.reshape(groups, weight.shape[0] // groups, *weight.shape[1:]),
@@ -53,7 +53,7 @@ def _grouped(x: np.ndarray, weight: np.ndarray, y: np.ndarray, groups: int) -> l
 
 
 def forward(x: np.ndarray, weight: np.ndarray, y: np.ndarray, attributes: Attributes) -> None:
-    """y += contributions of x; `y` must be contiguous."""
+    """Adds the contributions of x to `y`, which must be contiguous."""
     xg, wg, yg = _grouped(x, weight, y, attributes.groups)
     for k, o, i in _links(attributes, x.shape[2:], y.shape[2:], weight.shape[2:]):
         w = wg[(..., *k)]
@@ -63,7 +63,7 @@ def forward(x: np.ndarray, weight: np.ndarray, y: np.ndarray, attributes: Attrib
 
 
 def dgrad(y: np.ndarray, weight: np.ndarray, x: np.ndarray, attributes: Attributes) -> None:
-    """x += adjoint with respect to the inputs, of y; `x` must be contiguous."""
+    """Adds the adjoint of y with respect to the inputs to `x`, which must be contiguous."""
     xg, wg, yg = _grouped(x, weight, y, attributes.groups)
     for k, o, i in _links(attributes, x.shape[2:], y.shape[2:], weight.shape[2:]):
         w = wg[(..., *k)]
@@ -73,7 +73,7 @@ def dgrad(y: np.ndarray, weight: np.ndarray, x: np.ndarray, attributes: Attribut
 
 
 def wgrad(x: np.ndarray, y: np.ndarray, weight: np.ndarray, attributes: Attributes) -> None:
-    """weight += adjoint with respect to the weight; `weight` must be contiguous."""
+    """Adds the adjoint with respect to the weight to `weight`, which must be contiguous."""
     xg, wg, yg = _grouped(x, weight, y, attributes.groups)
     for k, o, i in _links(attributes, x.shape[2:], y.shape[2:], weight.shape[2:]):
         wg[(..., *k)] += np.einsum(

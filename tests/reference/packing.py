@@ -14,13 +14,13 @@ def _index(bounds: Bounds) -> tuple[slice, ...]:
 
 
 def pack(view: np.ndarray, boxes: Sequence[Bounds]) -> np.ndarray:
-    """The boxes' elements, each box in C order, one behind the other."""
+    """Returns the boxes' elements, each box in C order, one box after another."""
     pieces = [view[_index(box)].reshape(-1) for box in boxes]
     return np.concatenate([np.empty(0, view.dtype), *pieces])
 
 
 def unpack(buffer: np.ndarray, boxes: Sequence[Bounds], view: np.ndarray) -> None:
-    """Inverse of `pack`, box after box."""
+    """Inverts `pack`, box after box."""
     start = 0
     for box in boxes:
         target = view[_index(box)]
@@ -29,7 +29,7 @@ def unpack(buffer: np.ndarray, boxes: Sequence[Bounds], view: np.ndarray) -> Non
 
 
 def unpack_add(buffer: np.ndarray, boxes: Sequence[Bounds], view: np.ndarray) -> None:
-    """Adjoint of `pack`, box after box; NumPy's own rules for overflow and bool apply."""
+    """Applies the adjoint of `pack`, box after box, with NumPy's rules for overflow and bool."""
     start = 0
     for box in boxes:
         target = view[_index(box)]

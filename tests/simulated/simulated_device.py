@@ -1,17 +1,17 @@
-"""A CUDA device that is simulated, for every Python process of a command.
+"""Simulated CUDA device for every Python process of a command.
 
     tools/simulate pytest tests/gpu
     tools/simulate pydist train …
 
-Before a process imports torch, it gets a device "cuda" whose memory is the host's
-(torch_device.cpp); then `torch.cuda` is replaced (torch_cuda.py). CUDA's driver and NCCL are the
-recorder (tests/native/driver_recorder.cpp), and pydist's native module is the one in which the host
-code of the CUDA kernels runs these by emulation (preset `emulated`).
+Before a process imports torch, it gets a device "cuda" with memory on the host (torch_device.cpp).
+Then torch_cuda.py replaces `torch.cuda`. A recorder (tests/native/driver_recorder.cpp) replaces
+CUDA's driver and NCCL. In pydist's native module (preset `emulated`), the host code of the CUDA
+kernels runs them by emulation.
 
-What this shows: that the Python and the C++ around the kernels run, on which stream, in which
-order, and give the numbers of the CPU; that memory is written before it is read, and not read after
-it was freed; that a captured step does nothing that a graph can't hold. What it does not: that what
-nvcc, cuDNN, NCCL and a device make of it is right, or fast.
+The simulation shows that the Python and C++ code around the kernels runs, on which stream and in
+which order, and gives the numbers of the CPU; that memory is written before it is read, and not
+read after it is freed; that a captured step contains nothing that a graph can't hold. It does not
+show that nvcc, cuDNN, NCCL and a device execute the code correctly, or fast.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from pathlib import Path
 from types import ModuleType
 
 VARIABLE = "PYDIST_SIMULATED"
-"""The folder with all that `tools/simulate` builds; without it nothing is simulated."""
+"""The folder with the output of `tools/simulate`; if it is not set, nothing is simulated."""
 
 _DEVICE = "simulated_torch_device"
 
 
 def prepare() -> None:
-    """Make the device when torch is imported, if there is to be one."""
+    """Makes the device when torch is imported, if the variable is set."""
     built = os.environ.get(VARIABLE)
     if built:
         os.environ["PYDIST_EXCHANGE_TABLE"] = "0"  # torch's table would ask CUDA for its streams
@@ -41,7 +41,7 @@ def prepare() -> None:
 
 
 class _Finder:
-    """Finds torch and pydist's native module in the place of others."""
+    """Finder that replaces torch and pydist's native module."""
 
     def __init__(self, built: Path) -> None:
         self._built = built
@@ -50,7 +50,7 @@ class _Finder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name == "pydist._native":
-            # Its emulated launches look for the device's calls when it is loaded.
+            # The module's emulated launches look up the device's calls when it is loaded.
             importlib.import_module("torch")
             return _spec(name, _file(self._built, "_native*.so"))
         if name != "torch":
@@ -60,7 +60,7 @@ class _Finder:
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                # torch asks for its CUDA half while it is loaded.
+                # torch looks for its CUDA half while it is loaded.
                 for file in (f"{_DEVICE}*.so", "libcuda.so.1", "libnccl.so.2"):
                     ctypes.CDLL(str(_file(self._built, file)), mode=ctypes.RTLD_GLOBAL)
                 load(module)
@@ -71,7 +71,7 @@ class _Finder:
 
 
 def _file(built: Path, pattern: str) -> Path:
-    """What `tools/simulate` has built."""
+    """Returns a file that `tools/simulate` has built."""
     found = sorted(built.glob(pattern))
     if not found:
         raise ImportError(f"no {pattern} in {built} ({VARIABLE}): tools/simulate makes it")
@@ -85,7 +85,7 @@ def _spec(name: str, path: Path) -> ModuleSpec:
 
 
 def _replace(built: Path) -> None:
-    """Replace `torch.cuda`, which has just been imported."""
+    """Replaces `torch.cuda`, which has just been imported."""
     spec = _spec(_DEVICE, _file(built, f"{_DEVICE}*.so"))
     device = sys.modules[_DEVICE] = importlib.util.module_from_spec(spec)
     assert spec.loader is not None

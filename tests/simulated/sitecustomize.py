@@ -1,4 +1,4 @@
-"""Every Python process that finds this folder on its path has the simulated device."""
+"""Start of the simulated device in every Python process that finds this folder on its path."""
 
 import simulated_device
 

@@ -1,4 +1,4 @@
-"""What the simulated device finds that a CPU would not, and lets pass what a device takes."""
+"""Simulated device: the faults that it finds and a CPU would not, and the valid uses it accepts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def stream():
 
 @pytest.fixture
 def other():
-    """A stream of the recorder, which works behind the host's back."""
+    """Yields a stream of the recorder, which runs asynchronously to the host."""
     driver, handle = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
     assert driver.cuStreamCreateWithPriority(ctypes.byref(handle), 1, 0) == 0
     driver.recorder_delay.argtypes = [ctypes.c_long]
-    driver.recorder_delay(100_000)  # microseconds: what is put there is late
+    driver.recorder_delay(100_000)  # microseconds of delay for each operation
     yield torch.cuda.ExternalStream(handle.value)
     driver.recorder_delay(0)
 
@@ -100,7 +100,7 @@ def test_memory_that_a_graph_reads_is_not_kept_for_it(stream):
     gone.untyped_storage().resize_(0)
     del gone
     for _ in range(20):
-        torch.full((8,), 7.0, device="cuda")  # others get the memory
+        torch.full((8,), 7.0, device="cuda")  # reuses the memory
     graph.replay()
     assert result.tolist() != [2.0] * 8
 

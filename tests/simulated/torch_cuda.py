@@ -1,4 +1,4 @@
-"""`torch.cuda` of the simulated device: what pydist and its tests use of it."""
+"""`torch.cuda` of the simulated device: the calls that pydist and its tests use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _resize_on_host = UntypedStorage.resize_
 
 
 def install() -> None:
-    """Put all parts in their places."""
+    """Replaces the parts of `torch.cuda`."""
     cuda: Any = torch.cuda
     for name, part in {
         "Stream": Stream,
@@ -74,7 +74,7 @@ def install() -> None:
 
 
 def _nothing() -> Callable[..., None]:
-    """A call that has nothing to do; another one each time, as torch keeps rules by function."""
+    """Returns a new call that does nothing: torch keeps rules by function."""
     return lambda *args, **kwargs: None
 
 

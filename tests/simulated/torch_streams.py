@@ -1,7 +1,7 @@
 """Streams, events and graphs of `torch.cuda` on the simulated device.
 
-Streams that torch makes are the calling thread itself: what is put on them has ended when the call
-returns. Streams of others (`ExternalStream`) are the recorder's, and work behind the host's back.
+Streams made by torch are the calling thread itself: their operations have ended when the call
+returns. Streams of other libraries (`ExternalStream`) are the recorder's, and run asynchronously.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _check(status: int, call: str) -> None:
 
 
 class Stream:
-    """A stream that torch has made: the thread that uses it."""
+    """Stream made by torch: the thread that uses it."""
 
     cuda_stream = 0
     device = DEVICE
@@ -85,7 +85,7 @@ DEFAULT = Stream()
 
 
 class ExternalStream(Stream):
-    """A stream of others."""
+    """Stream made by another library."""
 
     def __init__(self, stream_ptr: int, device: Any = None) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class ExternalStream(Stream):
 
 
 class Event:
-    """An event of the recorder, with the host's time of when it was recorded."""
+    """Event of the recorder, with the host's time at which it was recorded."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ def on_stream(stream: Stream | None) -> Iterator[None]:
 
 
 class CUDAGraph:
-    """What a capture has put into it, done again by each replay."""
+    """Recorded operations of a capture, which each replay repeats."""
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.held: Any = None
@@ -180,7 +180,7 @@ def capture(
 
 
 def not_captured(what: str) -> Callable[..., None]:
-    """A call of that name, which ends a capture."""
+    """Returns a call named `what`, which fails a capture."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         if simulated.capturing():

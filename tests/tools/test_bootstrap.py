@@ -1,4 +1,4 @@
-"""The front of the Makefile: what it says when it fails, and that it redoes only what changed."""
+"""Tests of tools/bootstrap: its error messages, and that it redoes only changed parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
-# Stands in for an interpreter: it makes an "environment" whose pip writes down how it was called.
+# Replacement of an interpreter: it makes an "environment" whose pip logs its calls.
 FAKE_PYTHON = """#!/bin/sh
 case "$1 $2" in
   "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" && chmod +x "$3/bin/python" ;;
@@ -24,7 +24,7 @@ esac
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """A small checkout at a path with a space."""
+    """Makes a small checkout at a path with a space."""
     root = tmp_path / "a checkout"
     for folder in ("tools", "requirements", "cmake", "csrc", "pydist"):
         (root / folder).mkdir(parents=True)
@@ -40,7 +40,7 @@ def checkout(tmp_path) -> Path:
 
 
 def bootstrap(checkout: Path, *arguments: str, code: int = 0, **variables: str) -> tuple[str, str]:
-    """Runs the script; returns what it printed, and pip's calls."""
+    """Runs the script; returns its output and pip's calls."""
     calls = checkout / "pip-calls"
     calls.write_text("")
     environment = {
@@ -124,7 +124,7 @@ def test_a_missing_compiler_is_named(checkout):
 
 
 def test_it_finds_a_python_by_itself(checkout, tmp_path):
-    """Not the old one that comes first under the usual name."""
+    """It skips an old Python that comes first under the usual name."""
     places = tmp_path / "bin"
     places.mkdir()
     (places / "python3").write_text("#!/bin/sh\nexit 1\n")

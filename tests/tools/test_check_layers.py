@@ -1,4 +1,4 @@
-"""The layer check finds each kind of forbidden include, and none in the tree itself."""
+"""Tests of the layer check: it finds each kind of forbidden include, and none in the tree."""
 
 from __future__ import annotations
 

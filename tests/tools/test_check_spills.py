@@ -1,4 +1,4 @@
-"""tools/check_spills.py on reports as ptxas writes them; tests/native/spills has nvcc's own."""
+"""Tests of tools/check_spills.py on ptxas-style reports; tests/native/spills uses nvcc's own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(folder: Path, source: str, *kernels: str) -> None:
 def test_kernels_in_registers_pass(tmp_path):
     write(tmp_path, "a.cu", kernel("one", "80"), kernel("one", "90"))
     write(tmp_path, "b.cu", kernel("two", "80"), kernel("two", "90"))
-    write(tmp_path, "old.cu", kernel("gone", "80", frame=8))  # no source of that name any more
+    write(tmp_path, "old.cu", kernel("gone", "80", frame=8))  # its source no longer exists
     found = check(tmp_path, "a.cu", "b.cu")
     assert (found.returncode, found.stderr) == (0, "")
     assert found.stdout == ("2 kernels from 2 files for sm_80, sm_90: no spill, no local memory\n")

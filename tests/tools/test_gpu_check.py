@@ -1,4 +1,4 @@
-"""tools/gpu_check.sh: says plainly that there is no GPU; else goes through all parts and counts."""
+"""Tests of tools/gpu_check.sh: it reports a missing GPU, or runs and counts all parts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """The script in a tree of its own, where every part is a line of shell."""
+    """Copies the script into a tree in which every part is a line of shell."""
     for name in ("gpu_check.sh", "gpu_summary.py"):
         (tmp_path / "tools").mkdir(exist_ok=True)
         shutil.copy(ROOT / "tools" / name, tmp_path / "tools" / name)

@@ -1,4 +1,4 @@
-"""A small data set, and a run on it."""
+"""Fixtures of a small data set and a run on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _on_one_core() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def universes(tmp_path_factory) -> Path:
-    """Six samples of 32³ to train on and three to validate: no number of groups divides both."""
+    """Makes 6 training and 3 validation samples of 32³, which 2 groups can't share evenly."""
     folder = tmp_path_factory.mktemp("universes")
     generate_universes(folder, UniverseOptions(count=9, width=32, box_width=32, validation=1 / 3))
     return folder
@@ -28,7 +28,7 @@ def universes(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def config(universes, tmp_path) -> Config:
-    """Two epochs of two steps with three samples each, of the network with fewer parameters."""
+    """Returns a run of the smaller network: two epochs of two steps with three samples each."""
     return Config(
         model=CosmoFlowConfig(variant="mlperf", width=32),
         data=DataConfig(path=universes, normalize="log1p"),

@@ -1,4 +1,4 @@
-"""Capture of a training step, and what is left of one that fails, on a machine without a GPU."""
+"""Tests without a GPU of the capture of a training step, and of failed captures."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from support.training.runs import change, job
 
 
 class Computed:
-    """In a graph's place: what is "captured" is computed, so that all its traces are there.
+    """Replacement of a CUDA graph that computes the captured operations immediately.
 
-    `reset` counts in `gone`.
+    So all their effects exist. `reset` counts in `gone`.
     """
 
     gone = 0
@@ -43,7 +43,7 @@ CAPTURING: set[int] = set()
 
 @contextmanager
 def compute(*_, **__):
-    """A capture; as torch's, its end raises as well if something went wrong within it."""
+    """Simulates a capture; like torch's, its end raises after an error within it."""
     CAPTURING.add(threading.get_ident())
     try:
         yield
@@ -68,7 +68,7 @@ REFUSAL = "operation not permitted when stream is capturing"
 
 @pytest.fixture
 def refused_capture(computed_capture):
-    """The forward and the backward pass succeed, and the optimizer's step fails."""
+    """Makes the optimizer's step fail in a capture, after forward and backward."""
 
     def refuse(*_):
         if threading.get_ident() in CAPTURING:
@@ -82,7 +82,7 @@ def refused_capture(computed_capture):
 def test_a_capture_that_fails_leaves_the_run_as_it_was(
     config, tmp_path, monkeypatch, refused_capture
 ):
-    """With dropout, after some steps."""
+    """The network has dropout, and the capture comes after some steps."""
     config = change(config, train={"steps": 4, "validate_every": 0, "clip_norm": 1.0})
     plain = change(config, output={"folder": tmp_path / "plain"}, train={"cuda_graph": "never"})
     job(LocalTransport(), plain)
@@ -98,9 +98,9 @@ def test_a_capture_that_fails_leaves_the_run_as_it_was(
 
 
 def test_on_several_ranks_a_capture_that_fails_ends_the_job(config, refused_capture):
-    """They may be at different exchanges, and none could know."""
+    """The ranks may be at different exchanges without knowing."""
     config = change(config, train={"steps": 4, "validate_every": 0})
-    said = f'can\'t be captured: {REFUSAL}; train.cuda_graph = "never" goes without'
+    said = f'can\'t be captured: {REFUSAL}; train.cuda_graph = "never" avoids it'
     with pytest.raises(PydistError, match=re.escape(said)):
         run_local(job, 2, config, 1, (2, 1, 1))
 
@@ -119,7 +119,7 @@ def test_one_rank_goes_on_without_a_graph_whatever_is_in_its_way(monkeypatch, er
 
 
 def captured_with(monkeypatch, error: Exception) -> list[str]:
-    """What is said when the capture raises, after which steps are taken without one."""
+    """Returns the notices of a run whose capture raises and that continues without a graph."""
 
     def refuse(*_):
         raise error
@@ -137,7 +137,7 @@ def captured_with(monkeypatch, error: Exception) -> list[str]:
 
 
 def counted(taken: list, device="cuda"):
-    """A step that only notes that it was taken."""
+    """Returns a step that only records its calls."""
 
     def step(batch, scale):
         taken.append(scale)
@@ -167,15 +167,15 @@ def test_what_is_in_the_way_on_one_rank_keeps_all_from_trying(monkeypatch):
         lambda step: "profiled" if threading.current_thread() in in_the_way else None,
     )
     monkeypatch.setattr(graph, "risk", lambda wanted, ranks: None)
-    # Rank 1 has it from the first step on, but is asked again only where a graph is to be made.
+    # Rank 1 has the obstacle from the first step on, but checks only before a capture.
     assert run_local(body, 2) == [
-        ["no CUDA graph: something is in its way on another rank"],
+        ["no CUDA graph: the step can't be captured on another rank"],
         ["no CUDA graph: profiled"],
     ]
 
 
 def small_step(world=None):
-    """A step on a linear layer and a norm, and its batch."""
+    """Returns a step on a linear layer and a norm, and its batch."""
     mesh = Mesh(world or LocalTransport())
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
@@ -196,7 +196,7 @@ def small_step(world=None):
 
 
 def test_the_ranks_that_a_graph_exchanges_with_know_of_it(computed_capture):
-    """NCCL closes no group while there is a graph with operations of it."""
+    """NCCL closes no group while a graph with its operations exists."""
     step, batch = small_step()
     known = []
     step.mesh.world.captured_in = known.append
@@ -205,7 +205,7 @@ def test_the_ranks_that_a_graph_exchanges_with_know_of_it(computed_capture):
 
 
 def test_what_a_dead_capture_has_begun_is_forgotten_and_not_waited_for(computed_capture):
-    """A bucket on its way, and the end of backward that was asked for."""
+    """Here a bucket is in flight and an end-of-backward callback is queued."""
 
     class Dead(Work):
         def wait(self):
@@ -298,7 +298,7 @@ def test_a_batch_that_lies_otherwise_is_refused_in_one_line(computed_capture):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_run_lets_go_of_its_graph_however_it_ends(config, monkeypatch, fails):
-    """NCCL waits at the end of a group for graphs that hold operations of it."""
+    """At the end of a group NCCL waits for graphs that hold its operations."""
     closed = []
 
     def close(self):

@@ -1,4 +1,4 @@
-"""A checkpoint is complete or not there, at whatever call the job dies, and no bit flips unseen."""
+"""Tests that checkpoints are complete or absent after a crash, and that bit flips are found."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def test_a_checkpoint_of_the_same_step_is_left_as_it_is(tmp_path):
 
 
 class Crash(BaseException):
-    """As sudden as a kill: nothing in pydist catches it."""
+    """Sudden end, like a kill, which nothing in pydist catches."""
 
 
 def inject(monkeypatch, at: int, error: BaseException) -> list[str]:
-    """Lets the call number `at` into the file system raise `error`; returns the calls' names."""
+    """Makes file system call number `at` raise `error`; returns the list of call names."""
     calls: list[str] = []
 
     def failing(owner, name):
@@ -90,7 +90,7 @@ def save_over_two(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["crash", "full"])
 def test_whatever_call_fails_the_last_complete_checkpoint_loads(tmp_path, kind):
-    """Every call that publishing makes fails once, as in SQLite's tests."""
+    """Every call of publishing fails once, as in SQLite's tests."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path / "count"
         for step in (1, 2):
@@ -191,7 +191,7 @@ def test_a_file_system_that_takes_no_more_ends_with_74_and_the_path(tmp_path):
 
 
 def test_every_flipped_bit_is_detected(tmp_path):
-    """One flip in each byte of every file, the bit changing from byte to byte."""
+    """Flips one bit in each byte of every file, another bit for each byte."""
     path = checkpoint.write(tmp_path, 1, parts(1.0))
     for file in sorted(path.iterdir()):
         raw = file.read_bytes()

@@ -1,4 +1,4 @@
-"""Every mistake in a configuration is named, with its place and what was probably meant."""
+"""Tests that mistakes in a configuration are named, with their place and a suggestion."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_path_with_a_zero_character_is_refused(table):
 
 @pytest.mark.parametrize(("table", "key"), [("data", "path"), ("output", "folder")])
 def test_a_path_that_is_not_utf8_is_refused(table, key):
-    with pytest.raises(UsageError, match=rf"{table}\.{key} = 'a\\udcffb': what is not UTF-8"):
+    with pytest.raises(UsageError, match=rf"{table}\.{key} = 'a\\udcffb': a path that is not"):
         config_io.check({table: {key: "a\udcffb"}}, "the command line")
 
 
@@ -121,6 +121,6 @@ def test_files_that_are_no_toml_or_not_there_are_refused(tmp_path):
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.toml")), ids=lambda path: path.name)
 def test_the_examples_are_valid(file, tmp_path):
     config = config_io.load(file)
-    marked = tmp_path / "marked.toml"  # as editors on Windows write it
+    marked = tmp_path / "marked.toml"  # editors on Windows write this mark
     marked.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     assert config_io.load(marked) == config

@@ -1,4 +1,4 @@
-"""Device and transport: one decision of all ranks, told at the beginning."""
+"""Tests of device and transport: one decision of all ranks, logged at the start."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ HIDDEN = Found("pydist was built without CUDA kernels", "n08", 4)
 
 
 def first_of_two() -> LocalTransport:
-    """A transport that says it has two ranks, of which this is the first."""
+    """Returns a transport that acts as the first of two ranks."""
     world = LocalTransport()
     world.size = 2
     return world
 
 
 def decided(monkeypatch: pytest.MonkeyPatch, found: list[Found]) -> tuple[str, str]:
-    """What "auto" takes, and why no devices."""
+    """Returns the transport that "auto" chooses, and why it uses no devices."""
     worlds = {"host": first_of_two(), "nccl": LocalTransport()}
     real = runtime.connect
     monkeypatch.setattr(runtime, "_worlds", {})
@@ -59,7 +59,7 @@ def decided(monkeypatch: pytest.MonkeyPatch, found: list[Found]) -> tuple[str, s
 def test_auto_takes_devices_where_every_rank_has_one_of_its_own(
     monkeypatch: pytest.MonkeyPatch, found: list[Found], transport: str, reason: str
 ) -> None:
-    """Ranks that may share a device (as the environment says here) are no reason to."""
+    """Permission to share a device (set in the environment here) does not make "auto" do so."""
     taken, why = decided(monkeypatch, found)
     assert taken == transport
     assert why.startswith(reason)
@@ -72,7 +72,7 @@ def test_alone_no_transport_is_needed_for_a_device() -> None:
 
 
 def test_why_a_device_is_not_used_is_the_same_on_all_ranks(monkeypatch) -> None:
-    """Only one rank has one, and each rank has an obstacle of its own."""
+    """Only one rank has a device, and each rank has another obstacle."""
     monkeypatch.setattr(device, "present", lambda: ranks.pop(0))
 
     def body(world) -> tuple[str, str]:

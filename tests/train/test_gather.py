@@ -1,4 +1,4 @@
-"""From one rank to blocks and back, whatever the split."""
+"""Tests of scatter and gather between one rank and blocks, for any split."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.equivalence import on_ranks, randint
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1), (1, 3, 2), (7, 1, 1)])
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float32, torch.int64])
 def test_there_and_back(spatial, dtype):
-    """With blocks of unequal extents, and on seven ranks an empty one."""
+    """Blocks have unequal extents, and on seven ranks one is empty."""
     whole = randint(100, 1, 2, 6, 5, 3).to(dtype)
 
     def rank(mesh):

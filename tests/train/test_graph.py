@@ -1,4 +1,4 @@
-"""When a training step may become a CUDA graph, on a machine that has none."""
+"""Tests without a GPU of the conditions for capturing a training step in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from support.training.runs import change, job
 
 
 class Shapes:
-    """A data set of which only the shapes matter."""
+    """Data set that has only shapes."""
 
     def __init__(self, *extents):
         self._extents = extents
@@ -34,7 +34,7 @@ class Shapes:
 
 
 def world_of(name: str) -> SimpleNamespace:
-    """What is asked of a transport: its name, its device, and whether the host waits."""
+    """Returns a substitute for a transport: its name, its device, and whether the host waits."""
     device = None if name == "mpi" else torch.device("cuda")
     return SimpleNamespace(name=name, device=device, host_waits=name == "cuda-mpi")
 
@@ -52,7 +52,7 @@ def step_on(device="cuda", amp="off", dataset=None, optimizer=None, recorder=Non
 
 
 SHARED = SimpleNamespace(param_groups=[{"fused": True}])
-"""As a shared optimizer: the scaler has to ask the device whether to take the step."""
+"""Substitute for a partitioned optimizer, with which the scaler must query the device."""
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ SHARED = SimpleNamespace(param_groups=[{"fused": True}])
         ({"recorder": object()}, "the step is being profiled"),
         ({"dataset": Shapes(8, 16, 8)}, "samples have 2 different shapes"),
         ({"optimizer": SGD([torch.zeros(1)], 0.1)}, "without fused=True"),
-        ({"amp": "fp16", "optimizer": SHARED}, "fp16 with an optimizer step shared by the ranks"),
+        ({"amp": "fp16", "optimizer": SHARED}, "fp16 with a partitioned optimizer"),
     ],
 )
 def test_what_is_in_the_way_is_named(given, reason):
@@ -115,7 +115,7 @@ def test_an_old_torch_gets_a_graph_only_on_demand(monkeypatch, version):
     assert "several ranks" in (graph.risk("auto", 2) or "")
     reason = graph.risk("auto", 1)
     if version < graph.RECOVERS:
-        assert reason.startswith(f"torch {version} loses memory where a capture fails, 2.13 is")
+        assert reason.startswith(f"torch {version} leaks memory if a capture fails, 2.13 is")
     else:
         assert reason is None
 
@@ -133,7 +133,7 @@ def test_learning_rates_are_numbers_again_after_a_capture(optimizer):
 
 
 def test_a_replay_draws_what_the_step_would_have_drawn():
-    """The mask of a captured dropout, with the keys that a later forward pass would use."""
+    """A captured dropout uses the keys of the forward pass that it replaces."""
     mesh = Mesh(LocalTransport(), seed=5)
     x = torch.ones(2, 3, 4, 5, 6)
 
@@ -160,7 +160,7 @@ def test_a_replay_draws_what_the_step_would_have_drawn():
 
 
 def test_keys_lie_in_memory_that_was_there_before_the_capture(monkeypatch):
-    """What is made and filled within it is filled again by every replay, behind `renew`."""
+    """Every replay would refill memory that the capture fills, after `renew`."""
     monkeypatch.setattr("pydist.ops.pointwise.keyed._REPLAYED", 3)
     keys = ReplayedKeys(Mesh(LocalTransport(), seed=5), torch.device("cpu"))
     start = keys._table.data_ptr()

@@ -1,4 +1,4 @@
-"""Training on a split mesh is that of one rank; what is interrupted goes on as if it was not."""
+"""Tests of training: a split run equals the one-rank run, and a resumed run an unbroken one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from support.training.runs import change, job
 
 
 def alone(config, listeners=()):
-    """The run on one rank, in this thread."""
+    """Runs training on one rank in this thread."""
     return job(LocalTransport(), config, listeners=listeners)
 
 
@@ -52,7 +52,7 @@ def last_state(config) -> dict:
 
 
 def assert_same_bits(one, other) -> None:
-    """Nested states that hold the same tensors, bit for bit, and the same values."""
+    """Asserts that nested states hold the same tensors, bit for bit, and the same values."""
     if isinstance(one, torch.Tensor):
         assert torch.equal(one, other)
     elif isinstance(one, dict):
@@ -69,7 +69,7 @@ def assert_same_bits(one, other) -> None:
 
 @pytest.fixture(scope="module")
 def whole_run(universes, tmp_path_factory) -> tuple[list[float], Result]:
-    """Losses and result of the paper's network on one rank."""
+    """Returns losses and result of the paper's network on one rank."""
     config = Config(
         model=CosmoFlowConfig(variant="paper", width=32),
         data=DataConfig(path=universes, normalize="log1p"),
@@ -84,7 +84,7 @@ def whole_run(universes, tmp_path_factory) -> tuple[list[float], Result]:
     ("data", "spatial"), [(2, (2, 1, 1)), (1, (1, 2, 2)), (3, (1, 1, 1)), (2, (1, 1, 1))]
 )
 def test_split_training_is_that_of_one_rank(config, whole_run, data, spatial):
-    """With dropout, a batch that two groups can't share evenly, and unequal validation shares."""
+    """Training has dropout, a batch uneven for two groups, and unequal validation shares."""
     config = change(config, model={"variant": "paper"})
     losses, expected = whole_run
     results = run_local(job, data * math.prod(spatial), config, data, spatial)
@@ -101,7 +101,7 @@ def test_split_training_is_that_of_one_rank(config, whole_run, data, spatial):
 def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
     config, tmp_path, ranks, data, spatial
 ):
-    """Interrupted within an epoch, so that the sampler's place counts; with batch norm."""
+    """The interruption is within an epoch, so the sampler's position counts."""
     model = {"variant": "paper", "batch_norm": True}
     config = change(config, model=model, checkpoint={"every": 1})
     through = change(config, output={"folder": tmp_path / "through"})
@@ -116,7 +116,7 @@ def test_a_resumed_run_is_bit_identical_to_an_uninterrupted_one(
 
 @pytest.fixture
 def tuned(monkeypatch, tmp_path):
-    """Kernels are measured, and each run finds others to be the fastest."""
+    """Replaces measurements so that each run finds other kernels fastest."""
     monkeypatch.setenv("PYDIST_TUNE", "1")
     monkeypatch.setenv("PYDIST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(conv_tuning, "_MEASURED_FLOPS", 0)
@@ -150,8 +150,8 @@ def test_a_resumed_run_keeps_its_choices_of_kernels_and_another_can_take_them(
     run_local(job, 2, free, 1, (2, 1, 1))
     assert json.loads((free.output.folder / TUNING_FILE).read_bytes()) != first
     said = [e["text"] for e in events(free, "notice")]
-    assert said[0].startswith("measuring the kernels of convolutions")
-    assert any(re.match(r"measured \d+ convolutions in \d+\.\d s by now", text) for text in said)
+    assert said[0].startswith("autotuning the kernels of convolutions")
+    assert any(re.match(r"autotuned \d+ convolutions in \d+\.\d s so far", text) for text in said)
     assert not list(events(pinned, "notice"))
 
 
@@ -162,7 +162,7 @@ def test_a_missing_tuning_file_is_named(config, tmp_path):
 
 
 def test_a_shared_optimizer_step_is_the_unshared_one(config, tmp_path):
-    """With clipping; any number of ranks can go on from its checkpoint."""
+    """Gradients are clipped; any number of ranks can resume from its checkpoint."""
     config = change(config, train={"clip_norm": 0.5}, checkpoint={"every": 1})
     shared = change(config, optimizer={"sharded": "always"}, output={"folder": tmp_path / "shared"})
     run_local(job, 4, config, 2, (2, 1, 1))
@@ -194,11 +194,11 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(config, tmp_path):
 
 
 class Killed(BaseException):
-    """The end of a process, as far as the run's files show it."""
+    """Simulated kill of the process, which leaves the run's files as they are."""
 
 
 def validations(config) -> dict[int, tuple]:
-    """What was found, by step; nothing is validated twice."""
+    """Returns the validation results by step; asserts that no step is validated twice."""
     found = [(e["step"], (e["epoch"], e["loss"], e["mae"])) for e in events(config, "validation")]
     assert len(found) == len(dict(found))
     return dict(found)
@@ -206,7 +206,7 @@ def validations(config) -> dict[int, tuple]:
 
 @pytest.mark.parametrize(("end", "step"), [("killed", 2), ("killed", 4), ("signal", 4)])
 def test_a_validation_that_was_cut_off_is_done_on_resume(config, tmp_path, end, step):
-    """After the last checkpoint there are the results as well."""
+    """After the last checkpoint the final results are missing as well."""
     through = change(config, output={"folder": tmp_path / "through"})
     alone(through)
 
@@ -291,7 +291,7 @@ def test_before_and_after_its_steps_a_signal_ends_a_run_at_once(config, monkeypa
 
 
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(config, monkeypatch):
-    """A rank that stopped on its own would leave the others waiting."""
+    """A rank that stopped alone would leave the others waiting."""
     from pydist.train import loop
 
     class Request(loop.StopRequest):
@@ -335,7 +335,7 @@ def test_a_sample_with_nan_is_named(config, tmp_path):
 
 
 def test_clipping_bounds_the_step_by_the_global_norm(config):
-    """After two clipped SGD steps with momentum 0.9 the last one is at most 1.9 clips long."""
+    """The second of two clipped SGD steps with momentum 0.9 is at most 1.9 clips long."""
     config = change(
         config,
         train={"clip_norm": 1e-3, "steps": 2},
@@ -491,7 +491,7 @@ def test_a_checkpoint_that_can_not_be_written_stops_or_warns(config):
         run_local(job, 2, config, 2, (1, 1, 1))
     assert not events(config, "step")  # refused before the first
     alone(change(config, checkpoint={"on_error": "warn"}))
-    assert "going on without a checkpoint" in events(config, "notice")[0]["text"]
+    assert "continuing without a checkpoint" in events(config, "notice")[0]["text"]
 
 
 @pytest.mark.parametrize("name", ["config.toml", "log.jsonl", "predictions.csv", "result.png"])
@@ -499,11 +499,11 @@ def test_files_of_others_in_the_folder_stay_as_they_are(config, name):
     folder = config.output.folder
     folder.mkdir()
     (folder / name).write_text("by hand")
-    with pytest.raises(UsageError, match=f"{name} is there, and .* is no folder of a run"):
+    with pytest.raises(UsageError, match=f"{name} exists, and .* is not the folder of a run"):
         run_local(job, 1, config)
     assert [path.name for path in folder.iterdir()] == [name]
     assert (folder / name).read_text() == "by hand"
-    (folder / name).write_text("")  # of nobody, as `touch` makes it
+    (folder / name).write_text("")  # an empty file, as by `touch`
     run_local(job, 1, config)
 
 
@@ -541,9 +541,9 @@ def test_a_run_goes_on_without_its_log_or_without_checkpoints(config):
     folder = config.output.folder
     run_local(job, 1, config)
     (folder / "log.jsonl").unlink()
-    run_local(job, 1, config)  # its checkpoints tell
+    run_local(job, 1, config)  # from its checkpoints
     shutil.rmtree(folder / "ckpt")
-    run_local(job, 1, config)  # its log tells
+    run_local(job, 1, config)  # from its log
     assert (folder / "config.toml").stat().st_size
 
 

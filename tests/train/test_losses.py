@@ -1,4 +1,4 @@
-"""Losses and scores of segmentation by their definitions, whole and split."""
+"""Tests of segmentation losses and scores against their definitions, unsplit and split."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_confusion_counts_every_voxel_once(spatial):
         layout = layout_for_sample(mesh, LABELS.shape, {1: "depth", 2: "height", 3: "width"})
         split = shard(scores, layout_for_sample(mesh, SHAPE))
         assert torch.equal(confusion(split, shard(LABELS, layout)), expected)
-        # The network may give its result in another layout than the labels have.
+        # The network's output may have another layout than the labels.
         assert torch.equal(confusion(split.redistribute(split.layout.whole()), LABELS), expected)
 
     on_ranks(spatial, rank)
@@ -91,7 +91,7 @@ WEIGHTS = (0.5, 2.0, 0.0, 1.25)
 
 
 def labels_with(ignored: int) -> torch.Tensor:
-    """Of three samples: all voxels of the first ignored, many of the second, none of the third."""
+    """Returns labels that ignore the first of 3 samples, much of the second, none of the last."""
     labels = randint(4, 3, 6, 5, 4, seed=4)
     labels[labels == ignored] = 1
     labels[0] = ignored
@@ -104,7 +104,7 @@ def labels_with(ignored: int) -> torch.Tensor:
     [("cross_entropy", WEIGHTS, None), ("cross_entropy", None, 2), ("dice_ce", WEIGHTS, 255)],
 )
 def test_weighted_means_are_those_of_the_global_batch(kind, weights, ignored):
-    """Loss and gradients against torch's own loss of the whole batch, on groups of any size."""
+    """Loss and gradients on groups of any size equal torch's on the global batch."""
     torch.manual_seed(0)
     made = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv3d(4, 4, 3, padding=1))
     made = made.double()
@@ -131,12 +131,12 @@ def test_weighted_means_are_those_of_the_global_batch(kind, weights, ignored):
     def rank(mesh, sizes):
         model = parallelize(copy.deepcopy(made), mesh)
         ends = [0, *itertools.accumulate(sizes)]
-        # A group without a sample trains on the first one, which does not count.
+        # A group without samples trains on the first one with weight 0.
         size = sizes[mesh.data_index]
         rows = slice(ends[mesh.data_index], ends[mesh.data_index + 1]) if size else slice(0, 1)
         own = distribute_tensor(labels[rows], mesh, {1: "depth", 2: "height", 3: "width"})
         loss = SegmentationLoss(kind, weights, ignored)(model(x[rows]), own, mesh, counts=size > 0)
-        scale = (size > 0) * max(1.0, len(sizes) / sum(sizes))  # as `Batch.loss_scale`
+        scale = (size > 0) * max(1.0, len(sizes) / sum(sizes))  # like `Batch.loss_scale`
         (loss * scale).backward()
         value = loss.detach() * size
         mesh.data.all_reduce(value)

@@ -1,4 +1,4 @@
-"""Mixed precision on a split sample: what travels in which type."""
+"""Tests of mixed precision on a split sample: the dtypes of messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X, TARGET = randn(2, 2, 12, 6, 5).float(), randn(2, 3, seed=1).float()
 
 
 def network() -> nn.Module:
-    """Halos of activations (twice, so that a normalized one travels too) and statistics."""
+    """Returns a network with two halos of activations, one normalized, and statistics."""
     return initialised(
         nn.Sequential(
             nn.Conv3d(2, 8, 3, padding=1),
@@ -41,7 +41,7 @@ def train_step(model, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_halos_travel_as_activations_and_statistics_in_single(dtype, monkeypatch):
-    """And the step is that of one device, as close as the type is."""
+    """The step equals the one-device step within the precision of the dtype."""
     whole = copy.deepcopy(model := network())
     expected = train_step(whole, dtype)
     messages, sums = set(), []

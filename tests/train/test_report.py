@@ -1,4 +1,4 @@
-"""Tables and pictures of a run."""
+"""Tests of a run's tables and pictures."""
 
 from __future__ import annotations
 

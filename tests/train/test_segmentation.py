@@ -1,4 +1,4 @@
-"""Segmentation runs: split as whole, resumed as through, and their tables and pictures."""
+"""Tests of segmentation runs: split, resumed, and their tables and pictures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from support.training.runs import change, job
 
 @pytest.fixture(scope="session")
 def volumes(tmp_path_factory) -> Path:
-    """Four volumes to train on and three to validate."""
+    """Makes four training and three validation volumes."""
     folder = tmp_path_factory.mktemp("volumes")
     generate_ct(folder, CTOptions(count=7, shape=(16, 8, 8), validation=3 / 7))
     return folder
@@ -36,7 +36,7 @@ def volumes(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def segmentation(volumes, tmp_path) -> Config:
-    """Two epochs of two steps."""
+    """Returns a run of two epochs of two steps."""
     return Config(
         model=UNet3dConfig(features=4, levels=2),
         data=DataConfig(path=volumes, normalize="ct"),
@@ -75,7 +75,7 @@ def test_split_training_is_that_of_one_rank(segmentation, tmp_path, data, spatia
 
 @pytest.fixture(scope="session")
 def partly_labelled(tmp_path_factory) -> Path:
-    """Volumes of which voxels have no label: all of one, a half of another."""
+    """Makes volumes with unlabeled voxels: all of one volume, parts of two others."""
     folder = tmp_path_factory.mktemp("partly")
     generate_ct(folder, CTOptions(count=7, shape=(16, 8, 8), validation=3 / 7))
     for number, depths in ((1, 16), (2, 8), (5, 11)):
@@ -87,7 +87,7 @@ def partly_labelled(tmp_path_factory) -> Path:
 def test_class_weights_and_an_ignored_label_are_of_the_global_batch(
     segmentation, partly_labelled, tmp_path
 ):
-    """A batch of 3 volumes over 2 groups, and 3 volumes to validate."""
+    """A batch has 3 volumes over 2 groups, and validation has 3 volumes."""
     weighted = {"class_weights": (0.2, 1.0, 3.0), "ignore_label": 255, "batch": 3, "steps": 1}
     config = change(segmentation, data={"path": partly_labelled}, train=weighted)
     whole = change(config, output={"folder": tmp_path / "whole"})
@@ -103,7 +103,7 @@ def test_class_weights_and_an_ignored_label_are_of_the_global_batch(
 
 @pytest.mark.parametrize("loss", ["dice_ce", "cross_entropy"])
 def test_groups_without_samples_enter_no_statistics(segmentation, tmp_path, loss):
-    """Four samples in batches of three: the last batch of an epoch leaves two groups of three."""
+    """With four samples in batches of three, the last batch leaves two of three groups empty."""
     config = change(
         segmentation,
         train={"batch": 3, "loss": loss},
@@ -158,7 +158,7 @@ def test_the_picture_is_drawn_with_and_without_a_validation_set(segmentation, tm
     drawn = change(segmentation, output={"plot": True}, train={"epochs": 1})
     run_local(job, 2, drawn, 1, (1, 2, 1))
     first = (drawn.output.folder / "result.png").read_bytes()
-    run_local(job, 2, drawn, 1, (1, 2, 1))  # complete: nothing new to draw, no slices at hand
+    run_local(job, 2, drawn, 1, (1, 2, 1))  # complete: nothing new to draw
     assert (drawn.output.folder / "result.png").read_bytes() == first
     generate_ct(tmp_path / "data", CTOptions(count=2, shape=(8, 8, 8), validation=0))
     without = change(
@@ -177,7 +177,7 @@ def test_network_data_and_loss_must_fit_together(segmentation, universes):
         (change(segmentation, train={"loss": "mse"}), "possible with model.name = 'unet3d' are"),
         (change(cosmoflow, train={"loss": "dice"}), "model.name = 'cosmoflow' are auto, mse"),
         (change(cosmoflow, data={"path": segmentation.data.path}), 'choose "unet3d"'),
-        # With the normalization of CTs as well, of which a universe lacks the statistics.
+        # Universes also lack the statistics of the CT normalization.
         (change(segmentation, data={"path": universes}), 'choose "cosmoflow"'),
         (change(segmentation, model={"levels": 4}), "needs multiples of 16: convert"),
         (change(segmentation, model={"features": 3}), "features is even"),

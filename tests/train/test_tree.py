@@ -1,4 +1,4 @@
-"""A state survives the way through JSON and tensors to the bit, and nothing else gets in."""
+"""Tests of state trees: bit-exact through JSON and tensors, and nothing else is accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Boundary convolution for Python: checks at the border, then the backend and the kernel asked for.
+// Boundary convolution for Python: checks at the border, then the backend and the requested kernel.
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -83,7 +83,7 @@ MmaPlan plan_of(const ops::ConvProblem& problem, const std::string& kernel) {
   return plan;
 }
 
-// How the kernel that Python asks for is called; nothing for `plain`. Refuses one that does not
+// The call of the kernel that Python requests; nothing for `plain`. Refuses a kernel that does not
 // exist for the problem or the device, and a workspace that is too small.
 template <ConvOp kOp>
 std::optional<ops::MmaCall> check_kernel(const ops::ConvProblem& problem, const std::string& kernel,

@@ -194,8 +194,7 @@ ConvLowering lower(const ConvProblem& problem, ConvRole role) {
 
 namespace {
 
-// One row of a phase: copies the positions whose source index is inside the array, zeros the
-// others.
+// One row of a phase: copies positions whose source index is inside the array, zeros the others.
 template <class T, class Source>
 void fill_row(const Line& line, index_t first, index_t source_extent, const Source* source,
               index_t stride, T* row) {

@@ -1,10 +1,10 @@
-// From a boundary convolution to dense matrix tiles over padded planes.
+// Lowers a boundary convolution to dense matrix tiles over padded planes.
 //
-// A slab is thin in one dim and wide in the other two. The wide ones become a plane: the source
+// A slab is thin in one dim and wide in the other two. The wide dims become a plane: the source
 // array is copied, padded with zeros, into a workspace in which one step in any kernel direction is
-// a constant offset. Rows of the plane follow each other with a fixed pitch, so a whole plane is
-// one long row of positions q; those in the padding of a row are computed and thrown away. The thin
-// dim is walked explicitly.
+// a constant offset. Rows of the plane follow each other with a fixed pitch, so a full plane is
+// one long row of positions q; positions in the padding of a row are computed and discarded. The
+// thin dim is walked explicitly.
 //
 //   source plane (padded)          workspace: one row of q, pitch 6          kernel 3 x 3
 //     0 0 0 0 0 0
@@ -30,18 +30,18 @@ namespace pydist::cpu {
 // One kernel index along one plane dim, for one class of destinations.
 struct LineTap {
   index_t kernel;
-  index_t phase;   // which phase of the source it reads
+  index_t phase;   // of the source, which it reads
   index_t offset;  // added to the destination's number within its class
 };
 
-// Destinations first, first + step, ...: all that the source reaches and that share their taps.
+// Destinations first, first + step, ... that the source reaches and that share their taps.
 struct LineClass {
   index_t first, step, count;
   std::vector<LineTap> taps;
 };
 
 // One plane dim. Position x of phase p holds the source index phase_first[p] + x * source_step, or
-// zero if there is none.
+// zero if that does not exist.
 struct Line {
   std::vector<LineClass> classes;
   std::vector<index_t> phase_first;
@@ -68,7 +68,7 @@ struct PlaneJob {
 
 enum class ConvRole { kForward, kDgrad };
 
-// How a problem is laid out in the workspace, and its jobs. Depends on extents alone, not on data.
+// The layout of a problem in the workspace, and its jobs. Depends only on extents, not on data.
 struct ConvLowering {
   int thin, row, column;  // spatial dims in these roles
   Line rows, columns;

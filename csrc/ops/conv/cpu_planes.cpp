@@ -1,9 +1,9 @@
 // Boundary convolution on the CPU, forward and dgrad: outer-product tiles over the padded planes of
 // cpu_lowering.hpp.
 //
-// Not the shared body (tile_body.hpp): that gathers each operand by its indices, which costs more
+// Not the shared body (tile_body.hpp), which gathers each operand by its indices: that costs more
 // than the product. Here a padded copy of the slab makes every operand a constant offset, so that
-// whole vectors are multiplied (isa_tiles.cpp). Measured on one thread with AVX-512, float, kernel
+// full vectors are multiplied (isa_tiles.cpp). Measured on one thread with AVX-512, float, kernel
 // 3, slabs of one plane (4 -> 16 channels on 128 x 128, 16 -> 32 on 64 x 64, 64 -> 128 on 32 x 32),
 // the shared body takes 21 to 58 times as long forward and 31 to 163 times for dgrad.
 // Traffic: the slab once, into a workspace of 8 MB or one sample; then one read and one write per
@@ -72,7 +72,7 @@ class Convolver {
       weight_ = memory;
     }
     workspace_ = memory + weights;
-    std::fill_n(workspace_ + together * sample, kMaxPositions, T{});  // read past the last plane
+    std::fill_n(workspace_ + together * sample, kMaxPositions, T{});  // reads past the last plane
     for (index_t first = 0; first < problem_.batch; first += together) {
       run_samples(first, std::min(together, problem_.batch - first));
     }

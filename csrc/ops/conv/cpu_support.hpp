@@ -1,4 +1,4 @@
-// What the CPU's forward, dgrad and wgrad share: tiles by size, and walks over weights.
+// Code shared by the CPU's forward, dgrad and wgrad: tiles by size, and loops over weights.
 #pragma once
 
 #include <type_traits>
@@ -19,7 +19,7 @@ const ConvIsa<T>& conv_isa() {
   }
 }
 
-// log2 of the rows of the largest tile that this instruction set has, of `rows` rows or fewer.
+// log2 of the rows of the largest tile of this instruction set with at most `rows` rows.
 template <class T>
 int conv_rows(const ConvIsa<T>& isa, index_t rows) {
   int log_rows = 3;
@@ -46,7 +46,7 @@ inline ops::ConvProblem with_contiguous_weight(ops::ConvProblem problem) {
   return problem;
 }
 
-// Calls f(i, offset) for every weight: its C-order index and its place under `strides`.
+// Calls f(i, offset) for every weight: its C-order index and its offset under `strides`.
 template <class F>
 void visit_weight(const ops::ConvProblem& problem, const index_t* strides, F&& f) {
   index_t i = 0;

@@ -3,7 +3,7 @@
 //
 // Three forms of the sum, by shape:
 //
-//   form    lanes of a vector   taken for
+//   form    lanes of a vector   used for
 //   rows    output channels     channels-last float or double, one group, rows of 8 or more, Co a
 //                               multiple of the lanes, sums of 256 KB or less: reads the arrays in
 //                               place (cpu_wgrad_rows.cpp)
@@ -11,10 +11,10 @@
 //                               Co >= lanes and Ci >= 8
 //   inner   positions q         the others: large planes with few channels
 //
-// Inner products add up across lanes at the end, outer ones never do, so their planes may be tiny;
-// but they need the gradient transposed to [q][co]. In each form every weight belongs to one task,
-// which adds samples, planes and chunks of positions in a fixed order: the result does not depend
-// on threads.
+// Inner products add up across lanes at the end. Outer products never do, so their planes may be
+// tiny, but they need the gradient transposed to [q][co]. In each form every weight belongs to one
+// task, which adds samples, planes and chunks of positions in a fixed order: the result does not
+// depend on threads.
 //
 // Not the shared body (tile_body.hpp), for the reason given in cpu_planes.cpp: measured as there,
 // the shared body takes 19 to 75 times as long.
@@ -54,7 +54,7 @@ class WeightGradient {
  public:
   explicit WeightGradient(const ConvProblem& problem)
       : problem_(problem),
-        // With a contiguous weight, weight offsets are plain numbers of kernel indices.
+        // With a contiguous weight, weight offsets are C-order numbers of kernel indices.
         lowering_(lower(with_contiguous_weight(problem), ConvRole::kForward)),
         isa_(conv_isa<T>()),
         ins_(problem.groups * problem.in_channels),
@@ -89,7 +89,7 @@ class WeightGradient {
     index_t group, in, in_end, out, out_end;
   };
 
-  // The kernel indices that the slab meets at all, and their offsets in the given weight.
+  // The kernel indices that the slab meets, and their offsets in the given weight.
   void collect_taps() {
     for (const PlaneJob& job : lowering_.jobs) {
       taps_.insert(taps_.end(), job.weight_offset.begin(), job.weight_offset.end());
@@ -105,8 +105,8 @@ class WeightGradient {
     }
   }
 
-  // Where the planes of the gradient begin in the workspace of a sample, which is [plane][q][co]
-  // for outer products and [co][plane][q] for inner ones, q then with the pitch of the source.
+  // Offsets of the gradient's planes in the workspace of a sample, which is [plane][q][co] for outer
+  // products and [co][plane][q] for inner ones, where q has the pitch of the source.
   void place_planes() {
     for (const PlaneJob& job : lowering_.jobs) {
       plane_begin_.push_back(plane_end_);
@@ -156,7 +156,7 @@ class WeightGradient {
     }
   }
 
-  // Inner products: zeros in the padding of rows, so that what the source has there does not count.
+  // Inner products: zeros in the padding of rows, so that the source's values there do not count.
   void pad_plane(const PlaneJob& job, const Storage* channel, T* to) const {
     T* const end = to + padded_positions(job);
     for (index_t y = 0; y < job.rows; ++y) {
@@ -309,8 +309,8 @@ class WeightGradient {
   const ConvIsa<T>& isa_;
   const index_t ins_, outs_;     // channels of all groups
   index_t kernel_ = 1;           // kernel indices of one channel pair
-  std::vector<index_t> taps_;    // those of them that the slab meets
-  std::vector<index_t> places_;  // their places in a kernel of the given weight
+  std::vector<index_t> taps_;    // kernel indices that the slab meets
+  std::vector<index_t> places_;  // their offsets in a kernel of the given weight
   bool outer_ = false;
   std::vector<index_t> plane_begin_;
   index_t plane_end_ = 0;

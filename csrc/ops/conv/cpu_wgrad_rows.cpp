@@ -1,10 +1,10 @@
 // wgrad of channels-last arrays, read in place.
 //
-// Where channels are adjacent, the inputs of a window along the width are adjacent too: kernel
-// columns times channels. Each of these, times a vector of output channels, is a sum that stays in
-// registers while the positions of a row pass (isa_wgrad.cpp):
+// If channels are adjacent, the inputs of a window along the width are adjacent too: kernel columns
+// times channels. Each of these, times a vector of output channels, is a sum that stays in registers
+// during the loop over the positions of a row (isa_wgrad.cpp):
 //   sums[ky, kx * Ci + ci][co] += in[row(y, ky), x * stride + kx, ci] * grad[y, x, co]
-// Sums of rows are added to those of a plane, these to those of a task, and these to the weight:
+// Sums of rows are added to sums of a plane, those to sums of a task, and those to the weight:
 // rounding is that of short sums, and the order is the same for any number of threads. 2.5 times as
 // fast as the forms that copy, for 4 input channels.
 #include "ops/conv/cpu_wgrad_rows.hpp"
@@ -25,10 +25,10 @@ using ops::ConvDim;
 using ops::ConvProblem;
 using ops::SpatialArray;
 
-constexpr index_t kFewColumns = 8;        // outputs of a row below which sums move too often
+constexpr index_t kFewColumns = 8;        // outputs of a row below which sums are moved too often
 constexpr index_t kSumBytes = 256 << 10;  // of a plane: they stay in the L2 cache
 constexpr index_t kLongRow = 256;         // positions that one sum takes
-constexpr index_t kTasks = 16;            // at most; each has sums of its own
+constexpr index_t kTasks = 16;            // at most; each has its own sums
 constexpr index_t kFlopsPerThread = 4'000'000;
 
 template <class T>
@@ -41,7 +41,7 @@ const WgradIsa<T>& wgrad_isa() {
   }
 }
 
-// Kernel indices [begin, end) whose input is inside of the array, for one output of a dim.
+// Kernel indices [begin, end) whose input is inside the array, for one output of a dim.
 struct Taps {
   index_t begin, end;
 };
@@ -53,7 +53,7 @@ Taps taps_of(const ConvDim& dim, index_t out) {
   return {begin, std::max(begin, end)};
 }
 
-// One call. Tasks are groups of planes of outputs, each with sums of the whole weight.
+// One call. Tasks are groups of planes of outputs, each with sums for the full weight.
 template <class T>
 class RowsGradient {
  public:
@@ -63,7 +63,7 @@ class RowsGradient {
         kernel_row_(problem.dims[2].kernel * problem.in_channels * problem.out_channels),
         sums_(problem.dims[0].kernel * problem.dims[1].kernel * kernel_row_) {}
 
-  // Whether the layout allows this form, and the shape is one for which it pays.
+  // Whether the layout allows this form, and the shape makes it worthwhile.
   bool suits() const {
     const SpatialArray &in = problem_.in, &out = problem_.out;
     const auto is_row = [](const ConvDim& dim) {
@@ -97,15 +97,15 @@ class RowsGradient {
   }
 
  private:
-  // Outputs of a row whose windows have the same kernel columns inside of the array, and as many
-  // consecutive inputs of these windows as one call of the inner loop takes.
+  // Outputs of a row whose windows have the same kernel columns inside the array, and as many
+  // consecutive inputs of these windows as fit into one call of the inner loop.
   struct Piece {
     index_t out, count;     // positions
-    index_t in;             // element of the row's inputs that the first one begins with
+    index_t in;             // first element of the row's inputs
     index_t first, inputs;  // of the kernel columns times channels
   };
 
-  // All rows have the same pieces: they depend on the width alone.
+  // All rows have the same pieces: they depend only on the width.
   void plan_row() {
     const ConvDim& dim = problem_.dims[2];
     for (index_t begin = 0, end; begin < dim.out_extent; begin = end) {
@@ -135,7 +135,7 @@ class RowsGradient {
     }
   }
 
-  // Adds what plane `i` of the outputs of all samples contributes to [kernel][input
+  // Adds the contribution of plane `i` of the outputs of all samples to [kernel][input
   // channel][output].
   void add_plane(index_t i, T* total) const {
     static thread_local Scratch scratch;

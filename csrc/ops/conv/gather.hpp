@@ -1,4 +1,4 @@
-// Where the gathered side of a boundary convolution finds its elements (tensor-core kernels).
+// The addresses of the gathered operand of a boundary convolution (tensor-core kernels).
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace pydist::ops {
 
-// The product that a boundary convolution is: target[p or q, n] += sum left * right, where "left"
-// is gathered from an array by a position p and by a pair q of a kernel index and a channel:
+// A boundary convolution as a product: target[p or q, n] += sum left * right, where "left" is
+// gathered from an array by a position p and by a pair q of a kernel index and a channel:
 //
 //            rows       sum over   columns   left gathered from   right
 //   forward  p: outputs q: taps,ci co        in                   weight
@@ -22,16 +22,16 @@ namespace pydist::ops {
 // kernel indices, channel): the channel varies fastest, so that one kernel index serves many
 // neighbors.
 //
-// The work per element is split: what depends on the position alone (Place) is computed once per
-// thread and tile, what depends on the kernel index alone (Tap) once per block, into a table in
-// shared memory. find() joins them: three bounds checks, and for dgrad three divisions by the
-// stride (Divisor).
+// The work per element is split: the part that depends only on the position (Place) is computed once
+// per thread and tile, the part that depends only on the kernel index (Tap) once per block, into a
+// table in shared memory. find() combines them: three bounds checks, and for dgrad three divisions
+// by the stride (Divisor).
 template <ConvOp kOp>
 struct ConvGather {
   static constexpr int kMaxTaps = 128;  // kernel indices that a slab may reach
 
-  // A position, as find() needs it: dgrad, the input index - base; else the output index * stride +
-  // base. The offset is that of the sample and, but for dgrad, of `at`.
+  // A position for find(): dgrad, the input index - base; else the output index * stride + base.
+  // The offset is that of the sample and, except for dgrad, of `at`.
   struct Place {
     std::int32_t at[kSpatialDims];
     index_t offset;
@@ -39,8 +39,7 @@ struct ConvGather {
   struct Position {
     std::int32_t sample, at[kSpatialDims];
   };
-  // A kernel index: how far it moves a place, in indices and in elements, and the offset of its
-  // weights.
+  // A kernel index: its shift of a place, in indices and in elements, and the offset of its weights.
   struct Tap {
     std::int32_t shift[kSpatialDims];
     index_t offset, weight;
@@ -51,7 +50,7 @@ struct ConvGather {
   std::int32_t positions, taps, channels;  // of one group
   Divisor channel_count, extents[kSpatialDims], strides[kSpatialDims];
 
-  // Why there is no such kernel for a problem; empty if there is one.
+  // The reason why a problem has no such kernel; empty if it has one.
   static std::string refusal(const ConvProblem& problem) {
     constexpr index_t kLimit = std::numeric_limits<std::int32_t>::max() / 4;
     index_t positions = problem.batch, taps = 1;
@@ -96,7 +95,7 @@ struct ConvGather {
   PYDIST_HD const SpatialArray& source() const {
     return kOp == ConvOp::kDgrad ? problem.out : problem.in;
   }
-  // The array whose indices positions are: the target of forward and dgrad.
+  // The array that positions index: the target of forward and dgrad.
   PYDIST_HD const SpatialArray& placed() const {
     return kOp == ConvOp::kDgrad ? problem.in : problem.out;
   }
@@ -152,7 +151,7 @@ struct ConvGather {
     return tap;
   }
 
-  // Whether there is an element for a place and a tap; `offset` becomes that of its channel 0.
+  // Whether a place and a tap have an element; `offset` becomes that of its channel 0.
   PYDIST_HD bool find(const Place& place, const Tap& tap, index_t& offset) const {
     bool inside = true;
     if constexpr (kOp == ConvOp::kDgrad) {

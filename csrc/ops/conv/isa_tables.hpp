@@ -12,7 +12,7 @@ namespace pydist::cpu {
 // An outer-product tile: sums[m][x] = sum over channels c and taps t of
 //   weight[m * weight_row + c * weight_channel + weight_offset[t]]
 //   * src[c * src_channel + source_offset[t] + x],   0 <= x < vectors * lanes.
-// It reads whole vectors: the caller provides memory past the last position.
+// It reads full vectors: the caller provides memory past the last position.
 template <class T>
 struct ConvTile {
   const T* src;

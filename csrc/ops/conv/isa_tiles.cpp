@@ -1,5 +1,5 @@
 // Tiles of products for one instruction set: outer ones for planes, inner ones for wgrad; see
-// isa/tables.hpp. Everything in here has to stay inside the namespace of the instruction set.
+// isa/tables.hpp. Everything here must stay inside the namespace of the instruction set.
 #include <cstdint>
 
 #include "isa/vectors.hpp"
@@ -8,8 +8,8 @@
 namespace pydist::cpu::PYDIST_ISA_NAME {
 namespace {
 
-// Outer products: kRows x kVectors accumulators stay in registers while channels and taps pass,
-// with one load per vector and one broadcast per row for kRows * kVectors multiply-adds.
+// Outer products: kRows x kVectors accumulators stay in registers during the loop over channels and
+// taps, with one load per vector and one broadcast per row for kRows * kVectors multiply-adds.
 template <class T, int kRows, int kVectors>
 void conv_tile(const ConvTile<T>& tile) {
   using Vector = typename VectorOf<T>::type;

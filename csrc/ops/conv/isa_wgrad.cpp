@@ -8,9 +8,9 @@
 namespace pydist::cpu::PYDIST_ISA_NAME {
 namespace {
 
-// kRuns * kInputs vectors of sums stay in registers while positions pass: one load per position,
-// and one broadcast per multiply-add. Loops over the sums are unrolled, or they would go through
-// memory.
+// kRuns * kInputs vectors of sums stay in registers during the loop over positions: one load per
+// position, and one broadcast per multiply-add. Loops over the sums are unrolled: otherwise the sums
+// would go through memory.
 template <class T, int kRuns, int kInputs>
 void add_products(const WgradRow<T>& row) {
   using Vector = typename VectorOf<T>::type;
@@ -32,7 +32,7 @@ void add_products(const WgradRow<T>& row) {
   }
 }
 
-// As many sums as the registers hold, beside the outputs and a broadcast.
+// As many sums as fit into the registers, besides the outputs and a broadcast.
 constexpr int kMostInputs = PYDIST_VECTOR_BYTES == 64 ? kMaxWgradInputs : 12;
 
 template <class T, int... kOne, int... kThree>

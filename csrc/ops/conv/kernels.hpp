@@ -1,6 +1,6 @@
-// Boundary convolution: what a halo slab adds to a convolution and to its gradients.
+// Boundary convolution: adds a halo slab's contribution to a convolution and to its gradients.
 //
-// The cost is that of the boundary planes that the slab reaches, not of the whole output. Results
+// The cost is that of the boundary planes that the slab reaches, not of the full output. Results
 // do not depend on the number of threads: every element is summed by one task, in a fixed order.
 #pragma once
 
@@ -20,8 +20,8 @@ void boundary_conv_wgrad(const ops::ConvProblem& problem);    // writes weight
 
 namespace pydist::cuda {
 
-// On tensor cores if `mma` says how; the problem must not be one that they refuse (mma_refusal in
-// mma_choice.hpp). Else by the tiled body for every dtype. Nothing waits for the device.
+// On tensor cores if `mma` is given; the problem must not be refused by mma_refusal (mma_choice.hpp).
+// Else by the tiled body, for every dtype. The host does not wait for the device.
 using MmaCall = std::optional<ops::MmaCall>;
 void boundary_conv_forward(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);
 void boundary_conv_dgrad(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);

@@ -1,10 +1,10 @@
-// Products of the tensor cores: what the lanes of a warp hold, and what they compute together.
+// Products of the tensor cores: the fragments of the lanes of a warp, and their product.
 //
 // D += A B with A [16, k] in rows, B [k, 8] in columns and D in fp32; k is eight words of 32 bits:
 // 16 elements of 16 bits or 8 of tf32. On a device this is one instruction (mma.sync of sm_80 and
-// later). In emulation all lanes' fragments are put together into A and B as the PTX manual
-// describes them (section "Matrix Fragments for mma"), element by element, and multiplied: a kernel
-// that loads its fragments in another way computes something else there as well.
+// later). In emulation all lanes' fragments are assembled into A and B in the layout of the PTX
+// manual (section "Matrix Fragments for mma"), element by element, and multiplied: a kernel that
+// loads its fragments in another way gets a wrong result there too.
 //
 // With group = lane / 4 and q = lane % 4, in words along k (two elements of 16 bits, or a tf32):
 //   A  words[0..3] = A[group][q], A[group + 8][q], A[group][q + 4], A[group + 8][q + 4]
@@ -24,7 +24,7 @@ enum class MmaFormat { kFloat16, kBFloat16, kTf32 };
 inline constexpr int kMmaRows = 16, kMmaColumns = 8;
 inline constexpr int kMmaWords = 8;  // of k
 
-// What one lane holds of A, B and D.
+// One lane's fragments of A, B and D.
 struct LeftFragment {
   std::uint32_t words[4];
 };
@@ -35,7 +35,7 @@ struct ProductFragment {
   float values[4];
 };
 
-// The nearest number with 10 bits of mantissa (ties away from zero), as tf32 takes it.
+// The nearest number with 10 bits of mantissa (ties away from zero), as for tf32.
 PYDIST_HD std::uint32_t to_tf32(std::uint32_t word) {
 #if defined(__CUDA_ARCH__)
   std::uint32_t rounded;
@@ -76,7 +76,7 @@ __device__ __forceinline__ void multiply_lane(const LeftFragment& a, const Right
 
 #else
 
-// A and B as matrices, put together from what the lanes hold.
+// A and B as matrices, assembled from the lanes' fragments.
 template <MmaFormat kFormat>
 struct EmulatedMma {
   static constexpr bool kNarrow = kFormat != MmaFormat::kTf32;

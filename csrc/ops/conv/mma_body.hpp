@@ -1,8 +1,8 @@
 // Boundary convolution on tensor cores: an implicit matrix product of warps.
 //
-//   problem.hpp      the sums                       mma.hpp       one product of a warp
-//   gather.hpp       where operands are             mma_load.hpp  how they get into shared memory
-//   partial_body.hpp adds up split sums             mma_choice.hpp which instance a problem takes
+//   problem.hpp      the sums                       mma.hpp        one product of a warp
+//   gather.hpp       addresses of operands          mma_load.hpp   loads into shared memory
+//   partial_body.hpp adds up split sums             mma_choice.hpp the instance for a problem
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@
 
 namespace pydist::ops {
 
-// target[m, n] += sum_k left(m, k) * right(n, k) for each group of channels, as gather.hpp
-// lays it out: m is what is gathered, n a channel.
+// target[m, n] += sum_k left(m, k) * right(n, k) for each group of channels, in the layout of
+// gather.hpp: m is gathered, n is a channel.
 //
 // Threads: a block of four warps makes a tile of 128 x kColumns; each warp has 32 rows of it. A
 //   step is 16 words deep: 32 elements of 16 bits, or 16 floats. Both sides are stored in shared
@@ -36,13 +36,13 @@ namespace pydist::ops {
 //
 // Double-buffered: the next step is fetched while this one is multiplied; where channels are
 //   adjacent, by copies that do not go through registers (mma_load.hpp).
-// Ragged sizes: what is outside counts as 0. Products of 16 rows, 8 columns and 8 words that are
+// Ragged sizes: elements outside count as 0. Products of 16 rows, 8 columns and 8 words that are
 //   all outside are left out: 36 = 4 channels x 9 taps are 75 % of 3 products of 16.
 // Few tiles (deep layers, and every wgrad): `splits` blocks share a tile's sum; each writes its
 //   part to `partial` [split, group, m, n], and ConvPartialBody adds the parts up in order. The
-//   number of splits follows from the problem alone, so results are deterministic, also between
+//   number of splits depends only on the problem, so results are deterministic, also between
 //   devices.
-// Traffic: (1/128 + 1/kColumns) elements read a multiply-add, one read and one written an output.
+// Traffic: (1/128 + 1/kColumns) elements read per multiply-add, one read and one written per output.
 // Proof: tests/native/test_conv_mma.cpp by emulation, tests/gpu/test_conv_gpu.py on a device.
 // CPU code: none of this; cpu_planes.cpp and cpu_wgrad.cpp.
 template <ConvOp kOp, class Storage, ConvMath kMath, int kTileColumns>
@@ -81,11 +81,10 @@ struct ConvMmaBody {
   std::int32_t splits, split_steps;
   float* partial = nullptr;
 
-  // Why there is no such kernel for a problem; empty if there is one.
+  // The reason why a problem has no such kernel; empty if it has one.
   static std::string refusal(const ConvProblem& problem) { return Gather::refusal(problem); }
 
-  // Sizes of the product and its splits. `partial_elements` floats at `partial` are needed before
-  // it runs.
+  // Sizes of the product and its splits. It needs `partial_elements` floats at `partial` to run.
   static ConvMmaBody make(const ConvProblem& problem, float* partial) {
     ConvMmaBody body{};
     body.gather = Gather::make(problem);
@@ -164,7 +163,7 @@ struct ConvMmaBody {
   }
 
   // Reads this lane's words of a slice into fragments: lane = 4 * row (left) or column (right) +
-  // word of k (see mma.hpp). With three products a word is split in high and low part on the way.
+  // word of k (see mma.hpp). With three products a word is also split into high and low part.
   PYDIST_HD void load(int slice, int thread, const Stage& stage, Thread& state) const {
     const int lane = thread % launch::kWarp, row = lane / 4, word = slice * kMmaWords + lane % 4;
     const int first = thread / launch::kWarp * kWarpRows;

@@ -1,13 +1,12 @@
-// How a boundary convolution on tensor cores is asked for.
+// The arguments of a boundary convolution on tensor cores.
 #pragma once
 
 namespace pydist::ops {
 
-// How floats are multiplied: by their 10 leading bits of mantissa, or by 21 bits, in three
-// products.
+// The products of floats: with 10 leading bits of mantissa, or with 21 bits, in three products.
 enum class ConvMath { kTf32, kTf32x3 };
 
-// How a tensor-core kernel is called. `partial`: its workspace, null if it needs none.
+// The call of a tensor-core kernel. `partial`: its workspace, null if it needs none.
 struct MmaCall {
   ConvMath math;
   float* partial;

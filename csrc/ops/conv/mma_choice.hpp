@@ -1,5 +1,5 @@
-// Which instance of mma_body.hpp a problem takes: by dtype, by how floats are multiplied, and by
-// columns, as narrow tiles waste less where there are few channels.
+// The choice of the instance of mma_body.hpp for a problem: by dtype, by the products of floats, and
+// by columns, as narrow tiles waste less with few channels.
 #pragma once
 
 #include <string>
@@ -11,7 +11,7 @@
 
 namespace pydist::ops {
 
-// Why a problem has no tensor-core kernel; empty if it has one.
+// The reason why a problem has no tensor-core kernel; empty if it has one.
 template <ConvOp kOp>
 std::string mma_refusal(const ConvProblem& problem) {
   if (problem.dtype == DType::kFloat64) return "float64";

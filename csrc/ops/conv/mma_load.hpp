@@ -1,12 +1,12 @@
-// How a boundary convolution on tensor cores brings its operands into shared memory.
+// Loads the operands of a boundary convolution on tensor cores into shared memory.
 //
 //            left (rows of a stage)                         right (columns of a stage)
 //   forward  gather_place: a thread, one row                weights
 //   dgrad    gather_place                                   weights
 //   wgrad    gather_pairs: 16 threads, one row              gradient
 //
-// All fill rows along k. What is outside of an array, or beyond the extents, becomes 0, so that
-// products need no checks. Reads are 16 bytes wide where the layout allows (channels-last).
+// All fill rows along k. Elements outside of an array, or beyond the extents, become 0, so that
+// products need no checks. Reads are 16 bytes wide if the layout allows (channels-last).
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@ namespace pydist::ops {
 
 inline constexpr int kTileWords = 16;  // of k, in one step
 
-// One row of a tile, along k. Four words more than are used: with rows 20 words apart, neither
-// eight rows of four words (a fragment) nor a column of 16-byte words (a fetch) hits a bank of
-// shared memory twice.
+// One row of a tile, along k. Four words are padding: with rows 20 words apart, neither eight rows
+// of four words (a fragment) nor a column of 16-byte words (a fetch) hits a bank of shared memory
+// twice.
 struct alignas(16) MmaRow {
   std::uint32_t words[kTileWords + 4];
 };
@@ -39,7 +39,7 @@ struct MmaTile {
   }
 };
 
-// `first`, and how many there are from it to the end of the extent: rows, columns or elements of k.
+// `first`, and the number of rows, columns or elements of k from it to the end of the extent.
 struct MmaRange {
   std::int32_t first, count;
 };
@@ -69,8 +69,8 @@ struct MmaLoad {
     return loads;
   }
 
-  // Forward and dgrad, left: each thread gathers one row, which is its place, through all of k. The
-  // tap moves on whenever the channels of one are through.
+  // Forward and dgrad, left: each thread gathers one row, which is its place, along all of k. The
+  // tap advances after the last channel of a tap.
   template <class Copies>
   PYDIST_HD void gather_place(const Gather& gather, const Tap* taps, std::int32_t g,
                               const Place& place, bool is_row, MmaRange k, MmaRow& row,
@@ -182,8 +182,8 @@ struct MmaLoad {
   }
 
  private:
-  // How many words one read may take, 4 or 2, or 0 if channels must be read one by one: channels
-  // must be adjacent, and every address at which a read starts aligned to it.
+  // Words per read, 4 or 2, or 0 if channels must be read one by one: channels must be adjacent,
+  // and the start of every read aligned to its size.
   static std::int32_t words_together(const SpatialArray& array, index_t channels,
                                      const ConvProblem& problem) {
     if (array.strides[1] != 1) return 0;

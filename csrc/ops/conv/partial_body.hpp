@@ -1,4 +1,4 @@
-// The second stage of a boundary convolution on tensor cores whose sums are split (mma_body.hpp).
+// The second stage of a boundary convolution on tensor cores with split sums (mma_body.hpp).
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace pydist::ops {
 // Proof: tests/native/test_conv_mma.cpp, with problems that are split.
 template <class Conv>
 struct ConvPartialBody {
-  static constexpr int kRunBlocks = 3;  // what is read ahead takes registers
+  static constexpr int kRunBlocks = 3;  // values that are read ahead need registers
 
   Conv conv;
 

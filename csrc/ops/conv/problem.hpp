@@ -1,16 +1,14 @@
-// What a boundary convolution is, in local indices: shared by all backends.
+// The definition of a boundary convolution, in local indices: shared by all backends.
 //
-// A convolution over a sample that is cut is the convolution of the rank's own shard, zero padded,
-// plus what the slabs of other ranks add near the cut (docs/adr/0003). The kernels here add one
-// slab:
+// A convolution over a cut sample is the convolution of the rank's own shard, zero padded, plus the
+// contributions of other ranks' slabs near the cut (docs/adr/0003). The kernels here add one slab:
 //
 //   forward:  out[o]     += sum_k weight[k] * in[i]     `in` is the slab, `out` the rank's output
 //   dgrad:    in[i]      += sum_k weight[k] * out[o]    `out` is a slab of dL/dout, `in` dL/din
 //   wgrad:    weight[k]  += sum_o in[i] * out[o]        `in` is the slab, `out` dL/dout
 //
-// with i = o * stride + k * dilation + base in each dim, over all indices that are inside of the
-// two arrays. A slab is thin in one dim, so it reaches few planes of the other array, and only
-// those are touched.
+// with i = o * stride + k * dilation + base in each dim, over all indices inside the two arrays. A
+// slab is thin in one dim, so it reaches few planes of the other array, and only those are touched.
 #pragma once
 
 #include "core/view.hpp"
@@ -20,7 +18,7 @@
 namespace pydist::ops {
 
 // One spatial dim: output o and kernel index k read the input o * stride + k * dilation + base.
-// Inputs and outputs outside the given arrays take no part.
+// Inputs and outputs outside the given arrays are ignored.
 struct ConvDim {
   index_t base;  // out_lo * stride - padding - in_lo
   index_t stride, dilation, kernel;

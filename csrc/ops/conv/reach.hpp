@@ -1,8 +1,8 @@
-// The three boundary convolutions, and which indices take part in them.
+// The three boundary convolutions, and the indices that they use.
 //
 // For kernel index k, output o reads the input o * stride + k * dilation + base. The outputs that a
 // slab reaches by any k are an interval per dim, and so are the inputs and the kernel indices:
-// kernels run over these boxes instead of whole arrays.
+// kernels run over these boxes instead of full arrays.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ struct Reach {
   std::int32_t first, count;
 };
 
-// Which outputs, inputs and kernel indices of one dim take part at all.
+// The outputs, inputs and kernel indices of one dim that contribute.
 struct DimReach {
   Reach out, in, kernel;
 };

@@ -1,7 +1,7 @@
-// Boundary convolution as a tiled product of gathered matrices: the body for devices, for every
+// Boundary convolution as a tiled product of gathered matrices: the body for devices and every
 // dtype.
 //
-// Devices with tensor cores have another one (mma_body.hpp) for all but float64.
+// Devices with tensor cores have another body (mma_body.hpp) for all dtypes except float64.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +21,15 @@ namespace pydist::ops {
 //   dgrad    ci   (sample, in index)    (co, kernel index)    weight       out gradient
 //   wgrad    co   (ci, kernel index)    (sample, out index)   out gradient in
 //
-// Index formula: in index = out index * stride + kernel index * dilation + base in each dim; what
-//   is outside of the arrays counts as 0. Indices run only over the boxes that the slab reaches.
+// Index formula: in index = out index * stride + kernel index * dilation + base in each dim;
+//   elements outside the arrays count as 0. Indices run only over the boxes that the slab reaches.
 // Threads: a block of 256 makes a tile of 32 x 64; each step loads 16 k of both sides into shared
 //   memory (neighboring threads, neighboring n), then each thread adds to 2 x 4 sums in registers.
-// Traffic: (1/32 + 1/64) elements read a multiply-add, one read and one written an output.
+// Traffic: (1/32 + 1/64) elements read per multiply-add, one read and one written per output.
 // Proof: tests/native/test_conv.cpp emulates it against a plain loop, in three thread
 //   orders, under the sanitizers; tests/gpu/test_kernels_gpu.py on a device.
-// CPU code: another form (cpu_planes.cpp, cpu_wgrad.cpp); the gather of single elements costs a CPU
-//   more than the products.
+// CPU code: another form (cpu_planes.cpp, cpu_wgrad.cpp); gathering single elements costs more on a
+//   CPU than the products.
 // Each sum is formed by one thread, in a fixed order: results are deterministic.
 template <ConvOp kOp, class Storage>
 struct ConvTileBody {
@@ -150,8 +150,7 @@ struct ConvTileBody {
     return static_cast<std::int32_t>(block) % n_blocks() * kColumns;
   }
 
-  // Splits index `i` over (lead, the reached indices of three dims); beyond the extent, lead is
-  // below 0.
+  // Splits index `i` over (lead, the reached indices of three dims); beyond the extent, lead < 0.
   template <Reach DimReach::* kReach>
   PYDIST_HD Point take_apart(std::int32_t i, std::int32_t extent) const {
     Point point{-1, {0, 0, 0}};

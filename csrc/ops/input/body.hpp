@@ -1,4 +1,4 @@
-// Converts stored values to a network's input in one pass: int16 counts to float, log1p, normalized.
+// Converts stored values to a network's input in one pass: int16 to float, log1p, normalization.
 //
 // Two bodies. Integers of 8 and 16 bits use a table of all their values, for any map (LookUp); all
 // other types compute it (Rescale). Both set a flag if a result is not finite, in the same pass.

@@ -6,7 +6,7 @@
 
 namespace pydist::cpu {
 
-// out[c, i] = table[c, bits of stored[c, i]] / divisor; `found` becomes 1 if a result is not finite.
+// out[c, i] = table[c, bits of stored[c, i]] / divisor; `found` becomes 1 if that is not finite.
 void look_up(const TensorView& stored, const TensorView& table, double divisor,
              const TensorView& out, const TensorView& found);
 

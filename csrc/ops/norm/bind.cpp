@@ -27,7 +27,7 @@ bool lies(const TensorView& view, bool channels_last) {
   return (channels_last || dim_ok(1)) && dim_ok(0);
 }
 
-// The problem of arrays of one shape and order. `rows` is how many values each statistic has.
+// The problem of arrays of one shape and order. `rows` is the number of values per statistic.
 NormProblem problem_of(const char* name, const TensorView& x, const char* rows_name,
                        const TensorView& rows) {
   PYDIST_EXPECT(x.ndim() >= 2, describe(name, x) + ": a norm needs samples and channels");
@@ -65,7 +65,7 @@ void check_alike(const char* name, const TensorView& view, const TensorView& x,
           ": they must have one shape and the same order in memory");
 }
 
-// `most`: how many values a row may have, from 3 on.
+// `most`: the largest number of values per row; the least is 3.
 const void* values_of(const char* name, const TensorView& view, const TensorView& x, index_t most) {
   const DType needed = x.dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   PYDIST_EXPECT(

@@ -1,4 +1,4 @@
-// Norms between their passes over the elements, for Python: what is computed of each row.
+// The computations per row of norms between their passes over the elements, for Python.
 //
 // The arrays are small and many; `Rows` borrows and checks them one by one, whatever the kernel.
 #include <optional>
@@ -24,7 +24,7 @@ void require_doubles(const char* name, const TensorView& view, index_t lines, in
   require_contiguous(name, view);
 }
 
-// Builds the arguments of a kernel, and keeps what it has borrowed until that has been called.
+// Builds the arguments of a kernel, and keeps the borrowed arrays until the kernel has been called.
 class Rows {
  public:
   // `values`: [3 or 4, rows], float32 or float64.

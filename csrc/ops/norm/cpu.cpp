@@ -1,11 +1,11 @@
 // Norms on the CPU.
 //
-// The passes over the elements are not the shared bodies: those give each thread positions with a
-// stride, which suits the lanes of a warp. Here memory is walked in order, in blocks that stay in
-// the first cache, by loops that are compiled per instruction set (isa_passes.cpp). Measured on one
+// The passes over the elements are not the shared bodies, in which each thread visits positions with
+// a stride, which suits the lanes of a warp. Here memory is walked in order, in blocks that stay in
+// the L1 cache, by loops that are compiled per instruction set (isa_passes.cpp). Measured on one
 // thread with AVX-512, float, 16 channels of 64^3 and 64 of 32^3: for sums the shared bodies take 6
-// to 46 times as long; for what is written 3.3 to 6.8 times channels-last, and about as long else
-// (0.8 to 1.8). What is computed per row between the passes are the shared bodies of rows_body.hpp.
+// to 46 times as long; for writes 3.3 to 6.8 times channels-last, and about as long else (0.8 to
+// 1.8). The computations per row between the passes are the shared bodies of rows_body.hpp.
 // Proof: tests/native/test_norm.cpp against plain loops.
 #include "launch/cpu.hpp"
 
@@ -94,8 +94,8 @@ class Normalizer {
   }
 
   // Moments in one pass. Block b sums up d = x - shift and d^2, and its moments are merged with
-  // those of the blocks before. Its shift is the mean m_{b-1} of block b - 1: what cancels then,
-  // the sum of n (m_b - m_{b-1})^2, is at most four times the result. The first block is read
+  // those of the blocks before. Its shift is the mean m_{b-1} of block b - 1: then the canceling
+  // part, the sum of n (m_b - m_{b-1})^2, is at most four times the result. The first block is read
   // twice, as its shift is its own mean.
   void moments_of(index_t group, index_t part, const Work& work) const {
     double* const means = part_sums(group, part);
@@ -145,7 +145,7 @@ void with_normalizer(const NormProblem& problem, const F& f) {
   });
 }
 
-// Bytes of traffic that an entry is worth when threads are chosen: its numbers and its arithmetic.
+// The cost of an entry in bytes of traffic, for the choice of threads: its numbers and arithmetic.
 constexpr index_t kEntryBytes = 256;
 
 template <template <class> class Body>

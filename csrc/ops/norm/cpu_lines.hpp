@@ -1,14 +1,14 @@
-// How the CPU's norms go through memory: tasks, and blocks of elements for the inner loops.
+// The memory order of the CPU's norms: tasks, and blocks of elements for the inner loops.
 //
 //   array   [samples][channels][positions]      or  [samples][positions][channels]
-//   line    the positions of one channel            a whole sample
+//   line    the positions of one channel            a full sample
 //   width   1                                       channels
 //   task    sums: a part of the positions of a group of rows; writes: a piece of a line
-//   block   up to kNormBlock consecutive elements of a line, which one call of an inner loop takes
+//   block   up to kNormBlock consecutive elements of a line, for one call of an inner loop
 //
 // An inner loop sees a block as rows of `columns` elements (isa_tables.hpp). `columns` is a
-// multiple of the width that whole vectors divide, so that it never asks which channel an element
-// belongs to.
+// multiple of the width and of the vector length, so that a loop need not find the channel of an
+// element.
 #pragma once
 
 #include <algorithm>
@@ -24,14 +24,14 @@
 
 namespace pydist::cpu {
 
-// Elements that are summed up in T before double takes over. 32 KB of floats: the second reading of
-// the first block (moments) comes from the cache.
+// Elements that are summed up in T, before sums in double. 32 KB of floats: the second read of the
+// first block (moments) comes from the cache.
 inline constexpr index_t kNormBlock = 8192;
-// With many columns a block has more elements, so that each column sums up at least kNormRows of
-// them: each column's sum has to be folded into double afterwards.
+// With many columns a block has more elements, so that each column sums up at least kNormRows:
+// each column's sum is folded into double afterwards.
 inline constexpr index_t kNormRows = 32;
 inline constexpr index_t kLongNormBlock = 1 << 16;
-inline constexpr index_t kNormTask = 1 << 16;  // elements that a task writes, about
+inline constexpr index_t kNormTask = 1 << 16;  // approximate elements that a task writes
 
 // The walk of one call. All `for_` functions run their tasks on threads; the memory of a task
 // belongs to its thread and is valid until the task ends.
@@ -52,14 +52,14 @@ class NormLines {
   index_t width() const { return width_; }
 
   static constexpr int kValues = 7;
-  // The memory of a task. [columns] but for the doubles, which are [width].
+  // The memory of a task: [columns], but [width] for the doubles.
   struct Work {
     T* values[kValues];  // mean, factor, offset, a, b, d, slope
     T *first, *second, *third;
     double *sums, *squares;
   };
 
-  // Rows that share a task of sums: `width` from this one on.
+  // Rows that share a task of sums: `width` rows from this one on.
   index_t first_row(index_t group) const {
     return shape_.channels_last ? shape_.row(group, 0) : group;
   }
@@ -74,8 +74,8 @@ class NormLines {
     });
   }
 
-  // Calls f(block) for the blocks of a part, in order; if samples share rows (batch norm), for
-  // those of one sample after the other.
+  // Calls f(block) for the blocks of a part, in order; if samples share rows (batch norm), sample
+  // after sample.
   template <class F>
   void for_blocks(index_t group, index_t part, const Work& work, const F& f) const {
     const index_t begin = problem_.part_begin(part) * width_;
@@ -91,7 +91,7 @@ class NormLines {
   // sums[c] += the sum of the columns that belong to channel c, in double and in a fixed order.
   void fold(const Block& block, const T* columns, double* sums) const {
     if (width_ == 1) {
-      constexpr index_t kApart = 8;  // additions that need not wait for each other
+      constexpr index_t kApart = 8;  // independent additions
       double apart[kApart] = {};
       for (index_t start = 0; start < block.columns; start += kApart) {
         const index_t count = std::min(kApart, block.columns - start);
@@ -169,7 +169,7 @@ class NormLines {
     return work;
   }
 
-  // Few columns are whole tiles; more of them whole vectors, so that their rows stay short.
+  // Few columns are full tiles; more columns are full vectors, so that their rows stay short.
   static index_t columns_of(index_t width, const NormIsa<Storage, T>& isa) {
     const auto columns = std::lcm(width, static_cast<index_t>(isa.lanes));
     return columns < 2 * isa.tile ? std::lcm(columns, static_cast<index_t>(isa.tile)) : columns;

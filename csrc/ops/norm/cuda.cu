@@ -1,4 +1,4 @@
-// Norms on CUDA devices: which body a problem takes, and its launches.
+// Norms on CUDA devices: the choice of the body for a problem, and its launches.
 //
 // norm_moments and norm_grad_sums are two launches each (parts, then their merge), all others one.
 #include "launch/cuda.cuh"

@@ -1,8 +1,8 @@
 // The inner loops of norms for one instruction set; see isa/tables.hpp.
 //
 // One template makes all five passes: the sums of a block's columns (total, moments, grad_sums) and
-// the elements that are written (apply, grad_input). For each tile of columns, the values of the
-// columns are loaded once and stay in registers while the rows of the block pass.
+// the written elements (apply, grad_input). For each tile of columns, the values of the columns are
+// loaded once and stay in registers during the loop over the block's rows.
 // Traffic: each pass reads x (and grad) once; sums of a block stay in registers.
 #include <cstdint>
 
@@ -110,9 +110,9 @@ PYDIST_HD void tiles(const NormBlock<Storage, T>& block, std::int64_t begin, std
 
 template <Pass kPass, Activation kActivation, class Storage, class T>
 void run(const NormBlock<Storage, T>& given) {
-  const NormBlock<Storage, T> block = given;  // by value: stores can't change it
+  const NormBlock<Storage, T> block = given;  // a copy, which stores can't change
   constexpr int kLanes = VectorOf<T>::kLanes;
-  // The first `rest` columns have a row more than the others.
+  // The first `rest` columns have one row more than the others.
   const std::int64_t rows = block.elements / block.columns, rest = block.elements % block.columns;
   if (rest > 0) tiles<kPass, kActivation, kLanes>(block, 0, rest, rows + 1);
   tiles<kPass, kActivation, kLanes>(block, rest, block.columns, rows);

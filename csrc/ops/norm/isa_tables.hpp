@@ -14,10 +14,10 @@ struct BFloat16;
 
 namespace pydist::cpu {
 
-// Consecutive elements in memory, seen as a matrix with rows of `columns`: element e belongs to
-// column e % columns. The values that belong to a column (mean, factor, ...) are arrays of that
-// length, so one loop serves all layouts: for channels-last arrays a column is a channel, repeated
-// until vectors divide it; else all columns belong to one channel.
+// Consecutive elements in memory as a matrix with rows of `columns`: element e belongs to column
+// e % columns. The values of columns (mean, factor, ...) are arrays of that length, so one loop
+// serves all layouts: for channels-last arrays a column is a channel, repeated to a multiple of the
+// vector length; else all columns belong to one channel.
 template <class Storage, class T>
 struct NormBlock {
   const Storage *x, *grad;
@@ -30,12 +30,12 @@ struct NormBlock {
   T *first, *second, *third;  // sums of the columns
 };
 
-// The loops over a block, and which members of it each of them reads and writes. Index of the
-// arrays: Activation.
+// The loops over a block, and the members that each of them writes. Index of the arrays:
+// Activation.
 template <class Storage, class T>
 struct NormIsa {
   using Kernel = void (*)(const NormBlock<Storage, T>&);
-  int lanes, tile;     // columns that are best a multiple of it
+  int lanes, tile;     // columns are best a multiple of `tile`
   Kernel total;        // first = sum x
   Kernel moments;      // first = sum x - mean, second = sum (x - mean)^2
   Kernel apply[4];     // out

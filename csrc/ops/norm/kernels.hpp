@@ -1,9 +1,8 @@
-// Norms with an activation after them; problem.hpp says what they compute, rows_body.hpp what
-// between the passes.
+// Norms with an activation after them; problem.hpp has the formulas of the passes, rows_body.hpp
+// those between the passes.
 //
 // Results do not depend on the number of threads: sums are formed by parts of the positions, and
-// merged in their order. CPU and devices add up in different orders: their results differ by
-// rounding.
+// merged in their order. CPU and devices sum in different orders: their results differ by rounding.
 #pragma once
 
 #include "launch/device.hpp"

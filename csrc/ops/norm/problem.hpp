@@ -1,13 +1,13 @@
 // Norms with an activation after them: the problem, and its arithmetic for scalars and vectors.
 //
-// A row is what has a mean and a scale of its own: a channel, or a channel of one sample. A norm
-// over groups of channels (group, layer norm) has rows of channels of one sample, and merges the
-// statistics of a group's rows between the passes (rows_body.hpp).
+// A row has its own mean and scale: a channel, or a channel of one sample. A norm over groups of
+// channels (group, layer norm) has rows of channels of one sample, and merges the statistics of a
+// group's rows between the passes (rows_body.hpp).
 //
 // Forward is moments, then (all ranks' moments merged) values, then apply: x is read twice and the
 // result written once, activation included. Backward is grad_sums, totals summed over ranks,
-// coefficients, grad_input: x and the gradient are read twice each. The value before
-// the activation is not kept: backward computes it anew from x.
+// coefficients, grad_input: x and the gradient are read twice each. The value before the activation
+// is not kept: backward recomputes it from x.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 
 namespace pydist::ops {
 
-// What forward computes of an element before the activation. Backward finds the sign of the
+// The value of an element before the activation, in forward. Backward finds the sign of the
 // activation by the same expression, so that both agree where the result is 0 up to rounding.
 template <class V>
 PYDIST_HD V normalized(V centred, V factor, V offset) {
@@ -50,8 +50,8 @@ struct NormShape {
   }
 };
 
-// Arrays of a norm; kernels.hpp says which ones a kernel takes. T is the type that sums are formed
-// in: float, or double for double. With c = x - mean:
+// Arrays of a norm; kernels.hpp lists the ones that each kernel uses. T is the accumulator type:
+// float, or double for double. With c = x - mean:
 //   moments:    sums = mean and the sum of (x - mean)^2 of each row; without `mean`
 //   apply:      out = activation(c factor + offset)
 //   grad_sums:  sums = sum of g and sum of g c, where g = grad times the activation's gradient;
@@ -66,8 +66,8 @@ struct NormProblem {
   void* out;
   const void* values;        // T[3 or 4][rows]: mean, factor, offset, slope
   const void* coefficients;  // T[3][rows]: a, b, d
-  // [parts][2 or 3][rows]: the sums of each part of the positions. In the end, part 0 holds those
-  // of all parts. The number of parts is the caller's, so results do not depend on threads.
+  // [parts][2 or 3][rows]: the sums of each part of the positions; in the end, part 0 holds the sums
+  // over all parts. The caller sets the number of parts, so results do not depend on threads.
   double* sums;
   index_t parts;
 
@@ -99,7 +99,7 @@ struct RowMoments {
 
 // Moments from sums of d and d^2, where d = value - shift:
 //   mean = shift + sum / n,  m2 = squares - sum^2 / n.
-// The closer the shift to the mean, the less of the difference cancels.
+// The closer the shift is to the mean, the less cancels in the difference.
 PYDIST_HD RowMoments shifted_moments(double count, double shift, double sum, double squares) {
   const double mean = sum / count, m2 = squares - sum * mean;
   return {count, shift + mean, m2 < 0 ? 0 : m2};  // NaN stays
@@ -128,7 +128,7 @@ PYDIST_HD RowMoments merged_parts(const NormProblem& problem, index_t row, index
   return all;
 }
 
-// Stores what merged_parts found as the sums of one part.
+// Stores the result of merged_parts as the sums of one part.
 template <bool kMoments>
 PYDIST_HD void set_sums(const NormProblem& problem, index_t part, index_t row,
                         const RowMoments& found) {

@@ -1,11 +1,11 @@
-// What a norm computes from the statistics of its rows, between its passes over the elements.
+// The computations of a norm on the statistics of its rows, between its passes over the elements.
 //
 // These are a few hundred numbers. As calls of torch, each step of their arithmetic would be a
 // launch on a device, and on the CPU more time than the passes of a small layer.
 //
-// All arithmetic is in double; only what the passes read is rounded to T. The mean m of a row is
+// All arithmetic is in double; only inputs of the passes are rounded to T. The mean m of a row is
 // rounded to T in `values`, so passes work with x - mean where mean = m - lost: the terms with
-// `lost` below put back what rounding took.
+// `lost` below correct the rounding.
 #pragma once
 
 #include <algorithm>
@@ -18,19 +18,19 @@
 
 namespace pydist::ops {
 
-// Numbers of the rows of a norm; kernels.hpp says which ones a kernel takes. T is double where
+// Numbers of the rows of a norm; kernels.hpp lists the ones that each kernel uses. T is double if
 // `wide`, else float. A statistic is that of `members` consecutive rows; the channel of a row is
 // its number modulo `channels`. With the means m and the deviations s = sqrt(variance + eps) of
 // `moments`, g = dy times the activation's gradient, and the values of NormProblem:
-//   values:       mean = m rounded to T, factor = scale / s, offset = shift and what m has lost
+//   values:       mean = m rounded to T, factor = scale / s, offset = shift and m's rounding error
 //   totals:       totals = sums over a statistic's rows of scale Σ g and scale Σ g (x - m);
 //                 affine = sums over the samples of Σ g, which is dL/dshift, and of Σ g (x - m) /
-//                 s, which is dL/dscale; both from `sums`, whose second ones are Σ g (x - mean)
+//                 s, which is dL/dscale; both from `sums`, whose second row is Σ g (x - mean)
 //   coefficients: a, b, d with dL/dx = a g + b (x - mean) + d, from the totals over all ranks
 //   slopes:       values[3] = the slopes
 struct NormRows {
   bool wide;
-  bool centred;  // whether the mean is taken off; if not, the mean of squares is the variance
+  bool centred;  // whether the mean is subtracted; if not, the mean of squares is the variance
   index_t statistics, members, channels;
   double eps;
   const double* moments;      // [3][statistics]: number of values, mean, squared deviations
@@ -69,7 +69,7 @@ struct NormParts {
 //
 // Threads: CPU, one unless there are thousands of entries; CUDA, a lane per entry, a warp per run
 // of 32.
-// Traffic: some numbers an entry, which the passes have just written.
+// Traffic: some numbers per entry, which the passes have just written.
 // Proof: tests/native/test_norm_rows.cpp, against plain loops.
 // CPU code: these bodies.
 template <class Derived>
@@ -125,7 +125,7 @@ struct NormRowsBody : EntryBody<Derived> {
   }
 };
 
-// values[:3] = mean, factor, offset: what norm_apply and the gradients' passes read.
+// values[:3] = mean, factor, offset, which norm_apply and the gradients' passes read.
 template <class T>
 struct NormValuesBody : NormRowsBody<NormValuesBody<T>, T> {
   PYDIST_HD index_t entries() const { return this->norm.rows(); }
@@ -185,8 +185,8 @@ struct NormTotalsBody : NormRowsBody<NormTotalsBody<T>, T> {
 // The gradient of a norm in the form a g + b (x - mean) + d, which grad_input evaluates per
 //   element:
 //   dL/dx = scale / s * g  -  totals[0] / (s n)  -  (x - m) totals[1] / (s^3 n)
-// so a = scale / s, b = -totals[1] / (s^3 n), and d takes the constant term and b's share of
-// `lost`. Not centred (RMS norm): without the second term.
+// so a = scale / s, b = -totals[1] / (s^3 n), and d has the constant term and b times `lost`. Not
+// centered (RMS norm): without the second term.
 template <class T>
 struct NormCoefficientsBody : NormRowsBody<NormCoefficientsBody<T>, T> {
   PYDIST_HD index_t entries() const { return this->norm.rows(); }

@@ -2,7 +2,7 @@
 //
 // First, blocks of threads sum up a part of the positions for some rows each (NormSumsBody); then a
 // block per row merges the parts (NormMergeBody). Between them the sums are stored in double. No
-// atomic is used: every sum has one order, which follows from the problem alone.
+// atomics are used: every sum has one order, which depends only on the problem.
 #pragma once
 
 #include "launch/decomposition.hpp"
@@ -12,8 +12,8 @@
 
 namespace pydist::ops {
 
-// Threads of a block that merge what each of them has: a tree, in shared memory. In each step the
-// lower half of the threads that still have something takes over what the upper half has.
+// Merges the sums of a block's threads: a tree, in shared memory. In each step the lower half of the
+// active threads merges the sums of the upper half.
 template <bool kMoments>
 struct RowMerge {
   static constexpr int kThreads = 256;
@@ -21,8 +21,8 @@ struct RowMerge {
     RowMoments parts[kThreads];
   };
   struct Thread {
-    RowMoments own;  // or sums, as merged_parts has them
-    int width;       // threads that still have something
+    RowMoments own;  // or sums, as in merged_parts
+    int width;       // active threads
   };
 
   PYDIST_HD void load(index_t, index_t, int thread, Thread& state, Shared& shared) const {
@@ -47,12 +47,12 @@ struct RowMerge {
 //
 // Index formula: block = (sample, if rows have samples; block of `lanes` channels; part). Thread t
 //   has the channel t % lanes of them and the positions begin(part) + t / lanes, + 256 / lanes,
-//   ...; it sums up in T, and what the threads have is merged in double.
-// Threads: 256 a block. Channels-last, neighboring lanes read neighboring channels (`lanes` of up
+//   ...; it sums up in T, and the sums of the threads are merged in double.
+// Threads: 256 per block. Channels-last, neighboring lanes read neighboring channels (`lanes` of up
 //   to 32), else neighboring positions (`lanes` = 1).
 // Traffic: reads x (and grad) once, writes 16 bytes per part and row (24 with learned slopes).
 // Proof: tests/native/test_norm.cpp emulates it against plain loops, in three thread orders.
-// CPU code: another form of the sums (cpu.cpp says why).
+// CPU code: another form of the sums (cpu.cpp has the reason).
 template <bool kMoments, Activation kActivation, class Storage>
 struct NormSumsBody : RowMerge<kMoments> {
   using T = accumulator_t<Storage>;
@@ -111,8 +111,8 @@ struct NormSumsBody : RowMerge<kMoments> {
 
  private:
   // Sums of x - shift and of its square, where the shift is the thread's first value. Its squared
-  // distance from the mean is one of the terms of the result, so what cancels in shifted_moments is
-  // at most that term times the number of the thread's values.
+  // distance from the mean is one of the terms of the result, so the canceling part in
+  // shifted_moments is at most that term times the number of the thread's values.
   PYDIST_HD RowMoments moments(const Place& at, index_t samples, index_t begin, index_t end) const {
     if (begin >= end || at.sample >= samples) return {0, 0, 0};
     const auto* const x = static_cast<const Storage*>(problem.x);
@@ -176,8 +176,8 @@ struct NormSumsBody : RowMerge<kMoments> {
 
 // The sums of all parts, stored as those of part 0.
 //
-// Threads: a block of 256 per row. One thread per row would add hundreds of parts one after the
-//   other, which takes longer than reading x.
+// Threads: a block of 256 per row. One thread per row would add hundreds of parts in sequence,
+//   which takes longer than reading x.
 // Traffic: 16 or 24 bytes read per part and row.
 // Proof: as of NormSumsBody.
 template <bool kMoments>

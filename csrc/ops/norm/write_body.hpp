@@ -1,4 +1,4 @@
-// What norms write, on a device: activations forward, dL/dx backward.
+// The writing passes of norms on a device: activations forward, dL/dx backward.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace pydist::ops {
 
-// What is written: activations, or dL/dx.
+// Writes activations, or dL/dx.
 //
 // Index formula: with v = (x - mean) factor + offset of the element's row,
 //   forward:  out = activation(v)
@@ -21,11 +21,11 @@ namespace pydist::ops {
 //   each element finds its channel by a Divisor.
 // Traffic: reads x (and grad) once, writes out once; the rows' values stay in the caches.
 // Proof: as of NormSumsBody.
-// CPU code: another loop (cpu.cpp says why).
+// CPU code: another loop (cpu.cpp has the reason).
 template <bool kForward, bool kChannelsLast, Activation kActivation, class Storage>
 struct NormWriteBody {
   using T = accumulator_t<Storage>;
-  // What is read ahead takes registers, and so do the values of a row.
+  // Values that are read ahead need registers, and so do the values of a row.
   static constexpr int kRunBlocks = sizeof(T) == 8 || (kChannelsLast && !kForward) ? 2 : 3;
   NormProblem problem;
   index_t value_rows;  // problem.shape.rows()
@@ -80,9 +80,9 @@ struct NormWriteBody {
   }
 
  private:
-  static constexpr index_t kPiece = 2048;  // elements of a run, about: 64 for each lane of a warp
+  static constexpr index_t kPiece = 2048;  // approximate elements of a run: 64 per lane of a warp
 
-  // What is needed of the element's row.
+  // The values of the element's row.
   struct Values {
     T mean, factor, offset, slope, a, b, d;
   };

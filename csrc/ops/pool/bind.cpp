@@ -82,7 +82,7 @@ PoolProblem check_pool(const TensorView& in, const TensorView& out,
   return ops::pool_problem(in, out, attributes, data, accumulate);
 }
 
-// The slope of a ReLU that is part of the pooling.
+// The slope of a fused ReLU.
 void set_slope(PoolProblem& problem, double negative_slope) {
   PYDIST_EXPECT(negative_slope >= 0 && negative_slope <= 1,
                 "a negative slope of " + std::to_string(negative_slope) + ": 0 to 1 is possible");

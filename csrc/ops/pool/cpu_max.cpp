@@ -1,8 +1,8 @@
 // Maxima over pooling windows on the CPU: forward here, backward in cpu_max_spread.hpp; pick is the
 // shared body.
 //
-// Forward is not the shared body, in which each thread visits the taps of its target. Here lines of
-// targets visit a tap together, by a loop that is compiled per instruction set (isa_max.cpp).
+// Forward is not the shared body, in which each thread visits the taps of its target. Here a line of
+// targets visits a tap together, by a loop that is compiled per instruction set (isa_max.cpp).
 // Measured on one thread with AVX-512, float, 16 x 64 x 128 x 128 and 32 x 32 x 64 x 64, kernels 2
 // and 3 with stride 2, both layouts, the shared body takes 3 to 11 times as long forward, and 24 to
 // 76 times backward.
@@ -46,12 +46,12 @@ auto maxima_of() {
   if constexpr (std::is_same_v<Storage, double>) return table.f64;
 }
 
-// Forward. Lines of lanes go, for each plane of targets,
-// - along the channels where those are adjacent in the target (along_channels): all lanes have the
-//   same taps, so one list of taps serves a whole line, and equal windows share it;
-// - else along the width (along_width): lane j reads at stride * j, and a tap has the lanes for
-//   which it is inside the array;
-// - for adaptive windows, whose lengths differ along the width, along the taps of one window's row
+// Forward. For each plane of targets, the lanes of a line are
+// - channels, if those are adjacent in the target (along_channels): all lanes have the same taps, so
+//   one list of taps serves a full line, and equal windows share it;
+// - else positions along the width (along_width): lane j reads at stride * j, and a tap has the lanes
+//   for which it is inside the array;
+// - for adaptive windows, whose lengths differ along the width, the taps of one window's row
 //   (along_window): a maximum over lanes follows.
 template <class Storage, class Tap>
 class MaxPooler {
@@ -99,9 +99,8 @@ class MaxPooler {
     index_t sample, channel, z, y, x;
   };
 
-  // The memory of a task. The list of taps is valid for all windows of which the array holds the
-  // same part, `spans`: begin and end of the taps in each dim. Inside of the array, all windows
-  // share it.
+  // The memory of a task. The list of taps is valid for all windows with the same part inside the
+  // array, `spans`: begin and end of the taps in each dim. All inner windows share it.
   struct Work {
     index_t channels;
     T* values;  // the maxima of a line
@@ -120,7 +119,7 @@ class MaxPooler {
            at.y * array.strides[3] + at.x * array.strides[4];
   }
 
-  // For each tap along the width: the lanes that have it, and the offset of its source for lane 0.
+  // For each tap along the width: its lanes, and the offset of its source for lane 0.
   void plan_width() {
     const PoolDim& dim = dims_[2];
     for (index_t k = 0; k < dim.kernel; ++k) {
@@ -181,7 +180,7 @@ class MaxPooler {
     }
   }
 
-  // Whether the list of taps is not valid for such a part of a window; it is empty then.
+  // Whether the list of taps is invalid for a part of a window; it is then empty.
   static bool differs(Work& work, const Taps& depth, const Taps& height, const Taps& width) {
     const index_t spans[6] = {depth.begin, depth.end,   height.begin,
                               height.end,  width.begin, width.end};
@@ -191,7 +190,7 @@ class MaxPooler {
     return true;
   }
 
-  // The offset of a window's first input; perhaps outside of the array.
+  // The offset of a window's first input, which may be outside the array.
   index_t origin(const Position& at, const Taps& depth, const Taps& height, index_t x) const {
     return offset(in_, {at.sample, at.channel, depth.first, height.first, x});
   }
@@ -225,7 +224,7 @@ class MaxPooler {
     store(work, at, work.channels, out_.strides[1], taps_.strides[1]);
   }
 
-  // A line of targets, channel by channel. Should all values be -inf, torch takes the first tap:
+  // A line of targets, channel by channel. If all values are -inf, torch takes the first tap, so
   // numbers start with it.
   void along_width(Work& work, Position at, const Taps& depth, const Taps& height) const {
     if (differs(work, depth, height, {})) {
@@ -239,7 +238,7 @@ class MaxPooler {
     for (index_t c = 0; c < work.channels; ++c, ++at.channel) {
       begin_line(work, width_.size(), kNone);
       if (!work.list.empty()) {
-        // Backwards, so that each lane keeps its first tap.
+        // In reverse order, so that each lane keeps its first tap.
         for (auto tap = width_taps_.rbegin(); tap != width_taps_.rend(); ++tap) {
           std::fill(work.numbers + tap->begin, work.numbers + tap->end,
                     static_cast<Number>(first + tap->number));
@@ -294,14 +293,14 @@ class MaxPooler {
     std::fill_n(work.numbers, lanes, number);
   }
 
-  // Visits the listed taps: maxima and numbers of the line become those up to here.
+  // Visits the listed taps, and updates maxima and numbers of the line.
   void look(const Work& work, Line& line) const {
     line.taps = work.list.data();
     line.count = std::ssize(work.list);
     maxima_(line);
   }
 
-  // Writes a line, or merges it with what is there.
+  // Writes a line, or merges it with the present values.
   void store(const Work& work, const Position& at, index_t lanes, index_t step,
              index_t tap_step) const {
     Storage* const to = element<Storage>(out_, at);
@@ -330,7 +329,7 @@ class MaxPooler {
   const SpatialArray &in_, &out_, &taps_;
   const PoolDim (&dims_)[ops::kSpatialDims];
   const Span depth_, height_, width_;  // of targets
-  const bool together_;                // lines go along the channels
+  const bool together_;                // lanes are channels
   const index_t channel_step_;         // of a task
   const PoolMaxima<Storage, T, Number> maxima_;
   std::vector<PoolTap> width_taps_;

@@ -1,8 +1,8 @@
-// The adjoint of maxima over pooling windows on the CPU: each output's gradient is added to the
-// input that its tap names.
+// The adjoint of maxima over pooling windows on the CPU: adds each output's gradient to the input
+// of its tap.
 //
-// A scatter, where the shared body gathers: the body looks for each input at all windows that
-// contain it, here each output is looked at once (cpu_max.cpp has the measured ratio).
+// This is a scatter; the shared body gathers. The body visits for each input all windows that contain
+// it; here each output is visited once (cpu_max.cpp has the measured ratio).
 #pragma once
 
 #include <algorithm>
@@ -16,18 +16,18 @@
 
 namespace pydist::cpu {
 
-// One call. Tasks are planes of inputs, for one channel or, where channels are adjacent, for a
-// block of them: no two tasks write one input. The outputs whose windows reach a task's planes come
-// in C order, so every input's sum has one order, whatever the tasks. Sums of half types are formed
-// in a float array of the task, then rounded once.
+// One call. Tasks are planes of inputs, for one channel or, if channels are adjacent, for a block of
+// channels: no two tasks write one input. Outputs whose windows reach a task's planes are visited in
+// C order, so every input's sum has one order, whatever the tasks. Sums of half types are formed in
+// a float array of the task, then rounded once.
 template <class Storage, class Tap>
 class MaxSpreader {
   using T = ops::accumulator_t<Storage>;
   using SpatialArray = ops::SpatialArray;
   static constexpr index_t kChannels = 32;       // of a task
-  static constexpr index_t kSums = 512 * 1024;   // elements of sums apart: for the second cache
-  static constexpr index_t kPlaces = 64 * 1024;  // taps that are looked up
-  static constexpr index_t kMinPlanes = 4;       // windows at their border are met twice
+  static constexpr index_t kSums = 512 * 1024;   // elements of separate sums: they fit the L2 cache
+  static constexpr index_t kPlaces = 64 * 1024;  // taps in a look-up table, at most
+  static constexpr index_t kMinPlanes = 4;       // windows at their border are visited twice
 
  public:
   explicit MaxSpreader(const ops::MaxProblem& problem)
@@ -102,7 +102,7 @@ class MaxSpreader {
            task.channel * in_.strides[1];
   }
 
-  // Zeros the task's planes and adds to them, or sums up apart and writes the planes.
+  // Zeros the task's planes and adds to them, or sums up in separate memory and writes the planes.
   void run_task(const Task& task) const {
     if (!apart_) {
       for_targets(task, [](Storage& element, index_t) { element = ops::store_as<Storage>(T{}); });
@@ -118,7 +118,7 @@ class MaxSpreader {
     });
   }
 
-  // Calls f(element, its place in the array of sums) for the inputs of a task.
+  // Calls f(element, its index in the array of sums) for the inputs of a task.
   template <class F>
   void for_targets(const Task& task, const F& f) const {
     Storage* const to = target(task);
@@ -141,7 +141,7 @@ class MaxSpreader {
     }
   }
 
-  // A row of outputs, and where its windows start along depth and height.
+  // A row of outputs, and the start of its windows along depth and height.
   template <class Element>
   struct Row {
     const Storage* grads;
@@ -151,7 +151,7 @@ class MaxSpreader {
   };
 
   // All outputs that may have a tap in the task's planes. A row is cut in three: only the windows
-  // of the middle piece are inside of the array along the width, and skip the check of each tap.
+  // of the middle piece are inside the array along the width, and skip the check of each tap.
   template <class Element>
   void spread(const Task& task, Element* to, index_t channel_stride) const {
     const auto reached = [](const ops::PoolDim& dim, index_t lo, index_t hi) {
@@ -200,7 +200,7 @@ class MaxSpreader {
       const index_t origin = row.z * step_z_ + row.y * step_y_ + first * step_x_;
       for (index_t c = 0; c < channels; ++c) {
         const index_t tap = row.taps[x * taps_x + c * taps_c];
-        if (tap >= volume) continue;  // none was taken
+        if (tap >= volume) continue;  // no tap
         index_t to = origin + c * channel_stride;
         if constexpr (kHeld) {
           to += places[tap].offset;
@@ -231,8 +231,8 @@ class MaxSpreader {
   const index_t channel_step_;
   index_t volume_;                    // taps of a window
   bool overlaps_ = false;             // windows share inputs
-  bool apart_;                        // sums are formed in memory of their own
-  index_t step_z_, step_y_, step_x_;  // of the sums, wherever they are
+  bool apart_;                        // sums are formed in separate memory
+  index_t step_z_, step_y_, step_x_;  // of the sums, in either memory
   std::vector<Place> places_;         // by tap; empty if there are too many
 };
 

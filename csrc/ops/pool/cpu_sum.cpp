@@ -1,8 +1,8 @@
 // Sums over pooling windows on the CPU.
 //
-// Not the shared body. A body's thread sums the whole window of its target: kernel volume reads and
-// index computations an element. Here the sum over the window goes one dim after the other, over
-// whole lines, by loops that are compiled per instruction set; lines in between stay in the caches.
+// Not the shared body. A body's thread sums the full window of its target: kernel volume reads and
+// index computations per element. Here the sum over the window goes dim by dim, over full lines, by
+// loops that are compiled per instruction set; intermediate lines stay in the caches.
 //
 //   forward:   sources --height--> lines --width--> planes of sums --depth--> targets
 //   backward:  sources --depth--> lines --width--> a plane of sums --height--> targets
@@ -13,8 +13,8 @@
 // and 3 with stride 2, both layouts, the shared body takes 2.7 to 7.5 times as long forward and 15
 // to 37 times backward.
 //
-// cpu_sum_plan.hpp says which sources a target sums and how a line is laid out; cpu_sum_passes.hpp
-// has the two steps, gather and scatter; this file cuts the work into tasks.
+// cpu_sum_plan.hpp has the sources of a target and the layout of a line; cpu_sum_passes.hpp has the
+// two steps, gather and scatter; this file cuts the work into tasks.
 // Proof: tests/native/test_pool_sum.cpp against plain loops, tests/kernels/test_pool_ways.py.
 #include <algorithm>
 #include <type_traits>
@@ -34,10 +34,10 @@ using ops::PoolOp;
 using ops::PoolProblem;
 using ops::Span;
 
-constexpr index_t kBufferBytes = 16 << 10;  // of some lines: they stay in the first cache
-constexpr index_t kSumsBytes = 512 << 10;   // of a task's sums: they stay in the second cache
+constexpr index_t kBufferBytes = 16 << 10;  // of some lines: they stay in the L1 cache
+constexpr index_t kSumsBytes = 512 << 10;   // of a task's sums: they stay in the L2 cache
 constexpr index_t kStreamBytes = 32 << 20;  // larger targets are written past the caches
-constexpr index_t kPageBytes = 4 << 10;     // hardware fetches ahead as far as pages reach
+constexpr index_t kPageBytes = 4 << 10;     // hardware prefetches up to the end of a page
 constexpr index_t kMinLines = 4;            // of a task, along depth and height
 constexpr index_t kChannelStep = 16;
 
@@ -85,7 +85,7 @@ class Pooler : PoolPasses<Storage, kOp> {
   }
 
  private:
-  // Bytes of all sources that are summed, and of all targets: a bound of the traffic.
+  // Bytes of all summed sources, and of all targets: a bound of the traffic.
   index_t bytes_in() const {
     const auto extent = [](const std::vector<PoolSpan>& spans) {
       return spans.back().end - spans.front().begin;
@@ -99,8 +99,7 @@ class Pooler : PoolPasses<Storage, kOp> {
   }
 
   // Sizes of a task. A task has some channels and some lines along the height, and walks the depth:
-  // its planes of sums stay in the second cache (kSumsBytes), lines on their way there in the first
-  // (kBufferBytes).
+  // its planes of sums stay in the L2 cache (kSumsBytes), its buffered lines in L1 (kBufferBytes).
   void choose_steps() {
     const index_t pitch = std::max<index_t>(width_.pitch * static_cast<index_t>(sizeof(T)), 1);
     if (together_) {
@@ -116,10 +115,10 @@ class Pooler : PoolPasses<Storage, kOp> {
                               std::min(kMinLines, height_.size()), height_.size());
   }
 
-  // Planes of sums that a task keeps, forward: those that one target sums, and one to be filled.
+  // Planes of sums that a task keeps, forward: those of one target, and one to be filled.
   index_t slots() const { return planes_ + 1; }
 
-  // One task: `depth` and `height` are the targets' indices from the first one of the whole.
+  // One task: `depth` and `height` are the targets' indices from the first target of the call.
   void run_task(index_t sample, index_t channel, Span depth, Span height) const {
     Task task{};
     task.channels = std::min(channel_step_, problem_.channels - channel);
@@ -154,9 +153,8 @@ class Pooler : PoolPasses<Storage, kOp> {
     std::fill_n(task.buffer, size, T{});  // zeros around the sources stay
   }
 
-  // Planes of sources become planes of sums once, in order; each target then adds up those of its
-  // window from the window's slots. `first` is the plane in slot 0, `next` the first that is not
-  // yet there.
+  // Planes of sources become planes of sums once, in order; each target then adds up the planes of
+  // its window. `first` is the plane in slot 0, `next` the first missing plane.
   void forward(const Task& task) const {
     const index_t plane = task.lines * line_pitch(task);
     index_t first = depth_spans_[static_cast<std::size_t>(task.depth.begin)].begin, next = first;
@@ -190,8 +188,8 @@ class Pooler : PoolPasses<Storage, kOp> {
     }
   }
 
-  // Each plane of targets sums its planes of sources anew: with overlapping windows a source plane
-  // is read once per target plane, from the cache.
+  // Each plane of targets sums its planes of sources: with overlapping windows a source plane is
+  // read once per target plane, from the cache.
   void backward(const Task& task) const {
     const PoolSpan* const spans = height_spans_.data() + task.height.begin;
     for (index_t z = task.depth.begin; z < task.depth.end; ++z) {

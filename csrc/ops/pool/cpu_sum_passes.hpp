@@ -5,7 +5,7 @@
 //                    to line     = sums of the buffer line along the width
 // scatter(sum, z):   target line = sum over lines of sums               (loop of isa_sum.cpp)
 //
-// Which rows, by which factors, is in `sum`: of the height or the depth, by direction.
+// `sum` has the rows and their factors: of the height or the depth, depending on the direction.
 #pragma once
 
 #include <algorithm>
@@ -39,7 +39,7 @@ const PoolWidthIsa<T>& pool_width_isa() {
   }
 }
 
-// `Storage` is the arrays' type, `T` the one computed in.
+// `Storage` is the arrays' type, `T` the type of computations.
 template <class Storage, ops::PoolOp kOp>
 class PoolPasses {
  protected:
@@ -67,12 +67,12 @@ class PoolPasses {
         std::any_of(factors_[2].begin(), factors_[2].end(), [](T factor) { return factor != 1; });
   }
 
-  // What a task works on, and its memory.
+  // The arrays of a task, and its memory.
   struct Task {
     index_t channels;
     const Storage* source;    // at its sample, channels and first position of the width
-    Storage* target;          // at its sample, channels and first target of the whole
-    ops::Span depth, height;  // its targets, from the first one of the whole
+    Storage* target;          // at its sample, channels and first target of the call
+    ops::Span depth, height;  // its targets, from the first target of the call
     index_t lines;            // of a plane of sums: of targets forward, of sources backward
     T *buffer, *even, *odd;
     T* sums;  // [forward: planes][lines][line_pitch][channels], summed along the width
@@ -80,8 +80,8 @@ class PoolPasses {
 
   index_t line_pitch(const Task& task) const { return width_.line_pitch * task.channels; }
 
-  // to[line][x][c] = the sum of source rows, summed along the width. `sum` says which rows. Goes
-  // through the lines in pieces of lines_, so that the buffer stays in the first cache.
+  // to[line][x][c] = the sum of source rows (`sum`), summed along the width. Processes the lines in
+  // pieces of lines_, so that the buffer stays in the L1 cache.
   void gather(const Task& task, PoolLines<Storage, T, T> sum, T* to) const {
     const index_t pitch = width_.pitch * task.channels, count = width_.sources.size();
     sum.to = task.buffer + (width_.sources.begin - width_.origin) * task.channels;
@@ -106,8 +106,8 @@ class PoolPasses {
     }
   }
 
-  // gather for sources whose channels are not adjacent while those of the targets are: a
-  // transposition by the way, along the shorter stride of the source first.
+  // gather with transposition, for sources without and targets with adjacent channels; along the
+  // shorter stride of the source first.
   void gather_strided(const PoolLines<Storage, T, T>& sum) const {
     const index_t count = sum.runs.count, channels = sum.runs.length;
     const index_t along = source_.strides[4], across = source_.strides[1];
@@ -142,7 +142,7 @@ class PoolPasses {
     return ops::activated<ops::Activation::kLeakyRelu>(value, slope);
   }
 
-  // Sums of the buffer's lines along the width, in the way that the plan has chosen (WidthPlan).
+  // Sums of the buffer's lines along the width, as chosen by the plan (WidthPlan).
   void sum_width(const Task& task, index_t lines, T* to) const {
     const ops::PoolDim& dim = problem_.dims[2];
     const index_t channels = task.channels, count = width_.targets.size();
@@ -170,7 +170,7 @@ class PoolPasses {
     }
   }
 
-  // The targets of plane z of a task, from rows of sums. `sum` says which rows.
+  // The targets of plane z of a task, from rows of sums (`sum`).
   void scatter(const Task& task, PoolLines<T, Storage, T> sum, index_t z) const {
     sum.from += width_.first * task.channels;
     sum.to = task.target + z * target_.strides[2] + task.height.begin * target_.strides[3];

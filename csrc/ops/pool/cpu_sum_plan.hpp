@@ -1,4 +1,4 @@
-// Which sources each target of a pooling sums, and how lines of them are summed along the width.
+// The sources of each target of a pooling, and the sums of their lines along the width.
 #pragma once
 
 #include <algorithm>
@@ -22,12 +22,12 @@ std::vector<PoolSpan> spans_of(const ops::PoolDim& dim, ops::Span targets) {
   return spans;
 }
 
-// How lines of targets are summed from a buffer that holds lines of sources. In one of two ways:
-// - `channels` > 1 are adjacent, and vectors go along them; each target sums its span of the line.
+// The sums of lines of targets from a buffer of lines of sources, in one of two ways:
+// - `channels` > 1 are adjacent, and vectorized; each target sums its span of the line.
 // - A single channel is vectorized along the width, for strides 1 and 2. Sources outside the array
 //   are zeros in the buffer (padding), so all windows have the same number of taps (backward with
-//   stride 2, all even and all odd ones have), and no lane asks where it is. The buffer's lines
-//   follow each other as if they were one.
+//   stride 2, all even and all odd ones do), and lanes need no bounds checks. The buffer's lines
+//   are treated as one line.
 //
 // Forward, kernel 3, stride 2, padding 1 (origin = -1):
 //   buffer     0 s0 s1 s2 s3 s4 ...      target 0 = [0 s0 s1], target 1 = [s1 s2 s3]
@@ -36,7 +36,7 @@ std::vector<PoolSpan> spans_of(const ops::PoolDim& dim, ops::Span targets) {
 template <ops::PoolOp kOp>
 struct WidthPlan {
   ops::Span targets;
-  bool padded;                  // the second way
+  bool padded;                  // whether the second way is used
   ops::Span sources;            // that any target sums
   index_t origin;               // source position of a buffer line's element 0
   index_t pitch;                // positions of a buffer line

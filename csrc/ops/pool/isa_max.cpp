@@ -1,8 +1,8 @@
 // The inner loop of maxima over pooling windows for one instruction set; see isa/tables.hpp.
 //
-// Lanes are targets; taps pass one after the other. Where all lanes have all taps and are adjacent,
-// tiles of maxima stay in registers while the taps pass (tile); else each tap goes along its lanes
-// (by_taps), and maxima stay in the cache.
+// Lanes are targets, and taps are visited in order. If all lanes have all taps and are adjacent,
+// tiles of maxima stay in registers during the loop over taps (tile); else each tap is applied to
+// all its lanes (by_taps), and maxima stay in the cache.
 #include <cstdint>
 #include <type_traits>
 
@@ -27,9 +27,9 @@ struct Lanes {
   typedef T type __attribute__((vector_size(kLanes * sizeof(T)), aligned(sizeof(T)), may_alias));
 };
 
-// Maxima of kVectors vectors stay in registers while the taps pass. A value is taken if it is
-// greater or NaN, so of equal values the first stays, and of NaNs the last: torch's rule, as taps
-// pass in order.
+// Maxima of kVectors vectors stay in registers during the loop over taps. A value is taken if it is
+// greater or NaN, so the first of equal values stays, and the last of NaNs: torch's rule, as taps are
+// visited in order.
 template <int kVectors, int kLanes, class Storage, class T, class Number>
 PYDIST_HD void tile(const PoolMaxLine<Storage, T, Number>& line, std::int64_t lane) {
   using Values = typename Lanes<T, kLanes>::type;

@@ -1,9 +1,8 @@
 // The inner loops of sums over pooling windows for one instruction set; see isa/tables.hpp.
 //
 // sum_lines serves two of the three dims: weighted sums of rows, element by element, so vectors go
-// along memory, whatever it holds. The third, the width, has loops of its own (split, windows,
-// spans).
-// Traffic: each row is read once per target that sums it, from the cache but for the first time;
+// along memory in either layout. The third, the width, has its own loops (split, windows, spans).
+// Traffic: each row is read once per target that sums it, from the cache except for the first time;
 // targets that are larger than the caches are written past them.
 #include <cstdint>
 #include <type_traits>
@@ -29,14 +28,14 @@ struct PoolRows {
   const To* gate;  // of the first target
 };
 
-// Where a ReLU acts: not at all, on the rows before they are summed, or on the sums, by a gate.
+// Where a ReLU is applied: nowhere, to the rows before they are summed, or to the sums, by a gate.
 enum class Rectified { kNo, kBefore, kBehind };
 
 // to[x] (=|+=) sum over rows r of factor[r] * row[r][x], 0 <= x < length.
 //
-// Tiles of kVectors vectors stay in registers while the rows pass; what is left of the length is
-// done by single vectors, then by shorter ones. `rows` is taken by value, or its members would be
-// read again after each store.
+// Tiles of kVectors vectors stay in registers during the loop over rows; the rest of the length is
+// done by single vectors, then by shorter ones. `rows` is passed by value: otherwise its members
+// would be read again after each store.
 template <int kVectors, int kLanes, Rectified kWhere, Activation kActivation, class From, class To,
           class T>
 void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
@@ -54,7 +53,7 @@ void sum_run(PoolRows<From, To, T> rows, To* to, std::int64_t length) {
     const T* factor = rows.factors;
     for (std::int64_t r = 0; r < rows.count; ++r, row += rows.row, factor += rows.row_factor) {
       const Vector scale = *factor - Vector{};
-      // The hardware fetches ahead along the first row alone, as far as its page reaches.
+      // The hardware prefetches only along the first row, up to the end of its page.
       if (kVectors > 1 && rows.ahead > 0 && r > 0) {
         for (int v = 0; v < kVectors; ++v) __builtin_prefetch(row + rows.ahead + v * kLanes);
       }
@@ -101,7 +100,7 @@ void sum_lines(const PoolLines<From, To, T>& given) {
   if (runs.from == runs.length && runs.to == runs.length) {  // runs without gaps are one
     runs = {1, runs.count * runs.length, 0, 0};
   }
-  // So are lines without gaps, if all of them take the same rows.
+  // So are lines without gaps, if all of them use the same rows.
   if (runs.count == 1 && lines.span_step == 0 && lines.target_factor == 0 &&
       lines.line == runs.length && lines.target == runs.length) {
     runs.length *= lines.targets;
@@ -129,7 +128,7 @@ void sum_lines(const PoolLines<From, To, T>& given) {
     }
   }
 #if defined(__SSE2__)
-  if (lines.stream) _mm_sfence();  // before other threads are told that the targets are there
+  if (lines.stream) _mm_sfence();  // before other threads may read the targets
 #endif
 }
 
@@ -199,7 +198,7 @@ PYDIST_HD void sum_spans_by(const T* from, const PoolSpan* spans, std::int64_t c
   }
 }
 
-// The longest vectors that are no longer than the channels.
+// The longest vectors that fit the channels.
 template <class T>
 void sum_spans(const T* from, const PoolSpan* spans, std::int64_t count, std::int64_t channels,
                T* sums) {

@@ -41,8 +41,8 @@ struct PoolLines {
   std::int64_t targets, target;
   PoolRuns runs;
   bool accumulate;
-  bool stream;         // write past the caches, where that is possible; not with `accumulate`
-  std::int64_t ahead;  // elements by which rows but the first are fetched ahead; 0: not
+  bool stream;         // write past the caches, if possible; not with `accumulate`
+  std::int64_t ahead;  // elements by which rows except the first are prefetched; 0: none
   T slope;             // of a ReLU
   const To* gate;      // laid out as the targets
 };
@@ -50,7 +50,7 @@ struct PoolLines {
 // Sums of lines out of an array (gather: Storage to T) and into an array (scatter: T to Storage).
 template <class Storage, class T>
 struct PoolLineIsa {
-  // Without a ReLU, with ReLU, with a leaky one: gather applies it to the rows, scatter multiplies
+  // Without a ReLU, with a ReLU, with a leaky one: gather applies it to the rows, scatter multiplies
   // the sums by its derivative at the gate.
   void (*gather[3])(const PoolLines<Storage, T, T>&);
   void (*scatter[3])(const PoolLines<T, Storage, T>&);
@@ -82,22 +82,22 @@ struct PoolSumTable {
   PoolLineIsa<double, double> lines_f64;
 };
 
-// A tap of pooling windows: its number, and the lanes [begin, end) of a line that have it. Lane 0
-// reads the source at `from`.
+// A tap of pooling windows: its number, and its lanes [begin, end) of a line. Lane 0 reads the source
+// at `from`.
 struct PoolTap {
   std::int64_t begin, end, number, from;
 };
 
-// Maxima of a line: for each tap in turn, lane j looks at from[base + tap.from + j * step].
+// Maxima of a line: for each tap in order, lane j reads from[base + tap.from + j * step].
 template <class Storage, class T, class Number>
 struct PoolMaxLine {
   const Storage* from;
   std::int64_t base, step;
   const PoolTap* taps;
   std::int64_t count;
-  std::int64_t lanes;  // where all of them have all taps, and step is 1; else 0
-  T* best;             // by lane, as are
-  Number* numbers;     // the taps that they come from
+  std::int64_t lanes;  // if all of them have all taps, and step is 1; else 0
+  T* best;             // maxima by lane
+  Number* numbers;     // their taps, by lane
 };
 
 template <class Storage, class T, class Number>

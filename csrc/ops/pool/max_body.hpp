@@ -1,4 +1,4 @@
-// Maxima over pooling windows, with the place of each: what they are, and the bodies for devices.
+// Maxima over pooling windows and their taps: the definition, and the bodies for devices.
 #pragma once
 
 #include <cstdint>
@@ -11,17 +11,17 @@
 
 namespace pydist::ops {
 
-// Forward: the maxima and their taps. Backward: what the outputs' gradient gives to the inputs'.
-// Pick, its adjoint: the inputs at the taps.
+// Forward: the maxima and their taps. Backward: the inputs' gradient from the outputs'. Pick, its
+// adjoint: the inputs at the taps.
 enum class MaxOp { kForward, kBackward, kPick };
 
 // out[n, c, o] = max of in[n, c, i] over the inputs i of window o, and taps[n, c, o] the number
-// (k_d * kernel_h + k_h) * kernel_w + k_w of the one taken; kNoTap<Tap> where `in` holds none.
+// (k_d * kernel_h + k_h) * kernel_w + k_w of the maximum; kNoTap<Tap> where `in` holds none.
 //
-// The choice is torch's: of NaNs the last, else of equal maxima the first. It depends on values and
-// tap numbers alone, so the results of several arrays (a shard and slabs) can be merged in any
-// order; -inf with kNoTap is neutral. With `accumulate`, forward merges with what `out` and `taps`
-// hold, and pick leaves alone what `in` does not hold; else all of the target is written.
+// The choice is torch's: the last of NaNs, else the first of equal maxima. It depends only on values
+// and tap numbers, so the results of several arrays (a shard and slabs) can be merged in any order;
+// -inf with kNoTap is neutral. With `accumulate`, forward merges with the values of `out` and `taps`,
+// and pick keeps targets whose tap is not in `in`; else the full target is written.
 struct MaxProblem {
   DType dtype, tap_dtype;  // the taps': uint8 or int32
   index_t batch, channels;
@@ -64,7 +64,7 @@ struct Maximum {
   T value;
   Tap tap;
 
-  // Whether `other` is the one that torch takes of both.
+  // Whether torch would take `other` of the two.
   PYDIST_HD bool yields_to(const Maximum& other) const {
     const bool nan = value != value, other_nan = other.value != other.value;
     if (nan || other_nan) return other_nan && (!nan || other.tap > tap);
@@ -75,10 +75,10 @@ struct Maximum {
 // One target of MaxProblem per thread, in a fixed order.
 //
 // Index formula: forward, of MaxProblem. Backward, in[i] = sum of out[o] over the outputs o whose
-//   window contains i and whose tap is i: a gather, so nothing is added atomically. Pick, out[o] =
+//   window contains i and whose tap is i: a gather, without atomics. Pick, out[o] =
 //   in[tap of o].
 // Threads: rows and lanes as in PoolLanes.
-// Traffic: forward reads each source kernel volume / stride volume times (caches hold most),
+// Traffic: forward reads each source kernel volume / stride volume times (mostly from caches),
 //   backward as often a gradient and its tap; each target is written once.
 // Proof: tests/native/test_pool_max.cpp emulates it against a plain loop, in three thread orders.
 // CPU code: this body for pick; forward goes tap by tap over whole lines (cpu_max.cpp), backward
@@ -164,7 +164,7 @@ struct MaxBody {
     tap = best.tap;
   }
 
-  // The number of the tap along a dim by which output o takes input i, or -1.
+  // The number of the tap along a dim through which output o reads input i, or -1.
   static PYDIST_HD std::int32_t tap_of(const BasicPoolDim<std::int32_t>& dim, std::int32_t o,
                                        std::int32_t i) {
     const std::int32_t distance = i - dim.first_of(o);

@@ -1,8 +1,7 @@
-// Sums over pooling windows: what they are, in local indices, and the body for devices.
+// Sums over pooling windows: the definition, in local indices, and the body for devices.
 //
-// Average pooling over a sample that is cut: each rank sums its own shard, then adds what slabs of
-// other ranks contribute to the outputs at the cut (`accumulate`). The scales are those of whole
-// windows.
+// Average pooling over a cut sample: each rank sums its own shard, then adds the contributions of
+// other ranks' slabs to the outputs at the cut (`accumulate`). The scales are those of full windows.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +16,8 @@ namespace pydist::ops {
 
 // out[n, c, o] = scale(o) * sum of in[n, c, i] over the inputs i of window o, or its adjoint;
 // scale(o) is the product of the three dims' scales. With `accumulate` the sums are added to the
-// target, and what they do not reach is left alone; else all of the target is written.
-// A ReLU before the pooling, leaky or not, is part of it: forward applies it to `in` as it is read;
+// target, and the rest of it is unchanged; else the full target is written.
+// A ReLU before the pooling, leaky or not, is fused: forward applies it to `in` while reading;
 // backward multiplies the sums by its derivative at `gate`, where only the sign of `gate` matters.
 struct PoolProblem {
   DType dtype;
@@ -56,12 +55,12 @@ inline PoolProblem pool_problem(const TensorView& in, const TensorView& out,
 // target[n, c, t] (=|+=) sum over the sources of t, each target in one thread and a fixed order.
 //
 // Index formula: forward, out[o] = scale(o) * sum_{i in inputs_of(o)} in[i]; backward, in[i] =
-//   sum_{o in outputs_of(i)} scale(o) * out[o]: a gather both ways, so nothing is added atomically.
+//   sum_{o in outputs_of(i)} scale(o) * out[o]: a gather both ways, without atomics.
 // Threads: a warp (or less) per run; lanes as in PoolLanes.
-// Traffic: each source is read kernel volume / stride volume times (caches hold most), each target
+// Traffic: each source is read kernel volume / stride volume times (mostly from caches), each target
 //   written once.
 // Proof: tests/native/test_pool_sum.cpp emulates it against a plain loop, in three thread orders.
-// CPU code: another algorithm, one dim after the other (cpu_sum.cpp).
+// CPU code: another algorithm, dim by dim (cpu_sum.cpp).
 template <PoolOp kOp, class Storage, Activation kActivation = Activation::kNone>
 struct PoolBody {
   using T = accumulator_t<Storage>;
@@ -141,7 +140,7 @@ struct PoolBody {
     const double* const scales = dims[2].scale + width.begin;
     const Storage* plane = data + width.begin * source.strides[4];
     T sum{};
-    // Addresses move on by strides: a product of 64 bits costs more than the rest of a tap.
+    // Addresses advance by strides: a product of 64 bits costs more than the rest of a tap.
     PYDIST_ROLLED
     for (std::int32_t i = 0; i < run.depth.size(); ++i, plane += source.strides[2]) {
       const Storage* line = plane;

@@ -1,10 +1,10 @@
-// Pooling windows in local indices, shared by sums and maxima: along one dim, and as threads.
+// Pooling windows in local indices, for sums and maxima: along one dim, and as rows of threads.
 //
 // Output o of a dim reads the inputs first_of(o) + k * dilation, 0 <= k < kernel, where
 //   first_of(o) = o * stride + base,  base = out_lo * stride - padding - in_lo
 // and for adaptive windows floor((o + out_lo) * inputs / outputs) - in_lo up to the ceiling of the
-// next one. in_lo and out_lo are the global places of the arrays: a shard, or a slab of another
-// rank's. What a window reads outside of the given array belongs to another array, or is padding.
+// next one. in_lo and out_lo are the global positions of the arrays: a shard, or a slab of another
+// rank. Inputs of a window outside the given array belong to another array, or are padding.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,7 @@
 
 namespace pydist::ops {
 
-// Which array is written: the outputs, or (the adjoint) the inputs' gradient.
+// The written array: the outputs, or (for the adjoint) the inputs' gradient.
 enum class PoolOp { kForward, kBackward };
 
 // Indices [begin, end) along one dim.
@@ -39,8 +39,8 @@ struct TapSpan {
   Index first, begin, end;
 };
 
-// Quotients of indices by a stride. In 32 bits, as devices have them, by a product (Divisor): each
-// element needs some, and a division would take longer than its memory accesses.
+// Quotients of indices by a stride. For 32 bits, as on devices, by a product (Divisor): each element
+// needs some, and a division would take longer than its memory accesses.
 template <class Index>
 struct StrideDivisor {
   PYDIST_HD Index quotient(Index index, Index stride) const { return index / stride; }
@@ -54,8 +54,8 @@ struct StrideDivisor<std::int32_t> {
   }
 };
 
-// One spatial dim of a Footprint: output o takes the inputs first_of(o) + k * dilation. Inputs and
-// outputs outside the given arrays take no part.
+// One spatial dim of a Footprint: output o reads the inputs first_of(o) + k * dilation. Inputs and
+// outputs outside the given arrays are ignored.
 template <class Index>
 struct BasicPoolDim {
   using Span = BasicSpan<Index>;
@@ -77,7 +77,7 @@ struct BasicPoolDim {
   PYDIST_HD Span inputs_of(Index o) const {
     return {clip(first_of(o), in_extent), clip(end_of(o), in_extent)};
   }
-  // The outputs whose window spans the input; with dilation, perhaps between two taps.
+  // The outputs whose window spans the input; with dilation, it may be between two taps.
   PYDIST_HD Span outputs_of(Index i) const {
     if (is_adaptive()) {
       const Index global = i - base;
@@ -116,11 +116,11 @@ struct BasicPoolDim {
 
  private:
   PYDIST_HD Index span() const { return (kernel - 1) * dilation + 1; }
-  // How many taps start within a distance above 0.
+  // The number of taps that start within a distance above 0.
   PYDIST_HD Index taps_over(Index distance) const {
     return dilation == 1 ? distance : (distance - 1) / dilation + 1;
   }
-  // How many outputs of the array have a window that begins at or before a position.
+  // The number of outputs of the array whose window begins at or before a position.
   PYDIST_HD Index outputs_up_to(Index position) const {
     return position < 0 ? 0 : clip(by_stride.quotient(position, stride) + 1, out_extent);
   }
@@ -133,7 +133,7 @@ using PoolDim = BasicPoolDim<index_t>;
 // The windows of a pooling and the global position of its two arrays.
 struct PoolAttributes {
   Coords in_lo, out_lo;
-  std::vector<Footprint> footprints;  // one a dim
+  std::vector<Footprint> footprints;  // one per dim
 };
 
 // One spatial dim of a pooling, without scales. Refuses positions whose indices overflow, and
@@ -161,8 +161,8 @@ inline PoolDim pool_dim(const PoolAttributes& attributes, int dim, index_t in_ex
   return {base, stride, footprint.dilation(), kernel, in_extent, out_extent, 0, 0, 0, nullptr, {}};
 }
 
-// 32 bits, for devices, which divide 64 bits in a call that takes registers. Refuses what is
-// larger.
+// 32 bits, for devices, where a division of 64 bits is a call that needs registers. Refuses larger
+// values.
 inline std::int32_t shorten(index_t value) {
   PYDIST_EXPECT(std::abs(value) <= std::numeric_limits<std::int32_t>::max(),
                 "a pooling with " + std::to_string(value) +
@@ -181,11 +181,11 @@ inline BasicPoolDim<std::int32_t> shorten(const PoolDim& dim) {
           dim.scale,           {Divisor::by(dim.stride)}};
 }
 
-// The rows of a device: the lanes of a run go along the channels where these are adjacent in the
-// target (channels-last), else along the width, so that neighboring lanes write neighboring
+// The rows on a device: the lanes of a run are channels if these are adjacent in the target
+// (channels-last), else positions along the width, so that neighboring lanes write neighboring
 // elements.
 //
-// Row number = C-order index over (sample, z, y, x or channel), the dims that lanes do not take.
+// Row number = C-order index over (sample, z, y, x or channel), the dims without lanes.
 struct PoolLanes {
   std::int32_t first[2 + kSpatialDims], extent[2 + kSpatialDims];  // of the targets
   Divisor extents[2 + kSpatialDims];
@@ -222,7 +222,7 @@ struct PoolLanes {
 
   PYDIST_HD Position position(index_t row) const {
     auto rest = static_cast<std::int32_t>(row);
-    const auto take = [this, &rest](int dim) {  // the index along a dim, which is taken off `rest`
+    const auto take = [this, &rest](int dim) {  // splits the index along a dim off `rest`
       const std::int32_t above = extents[dim].quotient(rest);
       const std::int32_t index = first[dim] + (rest - above * extent[dim]);
       rest = above;

@@ -62,7 +62,7 @@ class Collectives(Primitives):
             if tensors is None or len(tensors) != self.size:
                 given = "None" if tensors is None else f"{len(tensors)} tensors"
                 raise UsageError(
-                    f"scatter: root needs {self.size} tensors, one a rank; got {given}"
+                    f"scatter: root needs {self.size} tensors, one per rank; got {given}"
                 )
             for each in tensors:
                 self._check("scatter", each)

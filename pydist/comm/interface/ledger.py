@@ -58,7 +58,7 @@ class _Cause(threading.local):
 
 CAUSE = _Cause()
 
-DIFFERENT = "the ranks call different things"
+DIFFERENT = "the ranks make different calls"
 
 What = tuple[Hashable, ...]
 """The name of a call and those of its arguments that all ranks share."""
@@ -238,7 +238,7 @@ class Ledger:
         """Returns the error for a message that does not fit the latest call."""
         return UsageError(
             f"{DIFFERENT}: call {self.count} of the group on rank {self.name(rank)} is"
-            f" {self.last.text}, and another rank has started another one: {why}"
+            f" {self.last.text}, and another rank has started a different call: {why}"
         )
 
     def last_calls(self, count: int) -> str:
@@ -285,7 +285,7 @@ def different_calls(heard: Mapping[int, list[list[Any]]]) -> UsageError:
                 pairs.append((number, other, here[1], there[1]))
                 break
     if not pairs:
-        return UsageError(f"{DIFFERENT}, and did so longer ago than they remember")
+        return UsageError(f"{DIFFERENT}; the first difference is older than their records")
     number, other, here, there = min(pairs)
     return _differing(number, here, first, there, other)
 
@@ -364,7 +364,7 @@ def _note_in_fork(self: Ledger, group: Group, what: What, *, waits: bool) -> Non
     if self.process != os.getpid() and group.size > 1:
         raise UsageError(
             f"process {os.getpid()} is a fork of rank {self.name(group.rank)}, and no rank: it "
-            f"can't take part in {_describe(what, '')}; let the rank do what ranks do together"
+            f"can't take part in {_describe(what, '')}; make collective calls in the rank itself"
         )
     _note(self, group, what, waits=waits)
 

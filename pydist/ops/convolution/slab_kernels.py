@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pydist.backend.autotuner import autotuner_of
-from pydist.backend.slab_problem import ROLES, SlabProblem
+from pydist.backend.problem import ROLES
+from pydist.backend.slab_problem import SlabProblem
 from pydist.backend.slab_tuning import by_rule, choose
 from pydist.backend.slabs import run
 from pydist.ops.windows import WindowPlan

@@ -1,4 +1,4 @@
-"""Small NIfTI files, made by nibabel."""
+"""Fixtures of small NIfTI files, made by nibabel."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 AFFINE = np.array([[-0.7, 0, 0, 90.0], [0, 0.7, 0, -120.0], [0, 0, 2.5, -300.0], [0, 0, 0, 1]])
-"""Of a usual CT: x towards the left, thick slices."""
+"""Affine of a common CT: x towards the left, thick slices."""
 
 
 @pytest.fixture
 def write() -> Callable[..., Path]:
-    """Writes voxels [x, y, z] or [x, y, z, channel] as NIfTI."""
+    """Returns a function that writes voxels [x, y, z] or [x, y, z, channel] as NIfTI."""
 
     def write(path: Path, voxels: np.ndarray, affine: np.ndarray = AFFINE, **fields) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -34,7 +34,7 @@ def write() -> Callable[..., Path]:
 
 @pytest.fixture
 def scan() -> tuple[np.ndarray, np.ndarray]:
-    """An image and labels on a grid of odd, unequal extents, [x, y, z]."""
+    """Returns an image and labels [x, y, z] of odd, unequal extents."""
     draw = np.random.default_rng(0)
     shape = (9, 7, 5)
     image = draw.integers(-1024, 2000, shape).astype(np.int16)

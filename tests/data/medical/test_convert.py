@@ -1,4 +1,4 @@
-"""NIfTI to HDF5 and back: exact where nothing is resampled, and nothing half done is published."""
+"""Tests of NIfTI to HDF5 and back: exact without resampling, published only when complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TURNED = np.array([[0, 0, 1.5, -10], [-0.8, 0, 0, 5], [0, 2.0, 0, 7], [0, 0, 0, 
 
 @pytest.fixture
 def pairs(tmp_path, write, scan) -> Path:
-    """Images and labels of five cases that lie differently in space."""
+    """Returns a folder with images and labels of five cases in two orientations."""
     draw = np.random.default_rng(2)
     for i in range(5):
         where = {"affine": TURNED} if i % 2 else {}
@@ -70,7 +70,7 @@ def test_an_ignored_label_stays_in_the_files_and_is_no_class(pairs, tmp_path):
     nib.save(nib.Nifti1Image(values, label.affine), pairs / "labels" / "case0.nii.gz")
     manifest = convert(pairs, tmp_path / "out", ignore_label=255)
     assert manifest.class_names == ("background", "class 1", "class 2")
-    assert manifest.intensity != plain.intensity  # of voxels that have a label
+    assert manifest.intensity != plain.intensity  # only labeled voxels count
     data = ShardDataset(tmp_path / "out", ignore_label=255)
     assert sorted(data.read_labels(0).unique().tolist()) == [0, 1, 255]
     with pytest.raises(DataError, match="label 255 at voxel"):
@@ -88,7 +88,7 @@ def test_free_text_does_not_travel(pairs, tmp_path):
 
 @pytest.mark.parametrize("grid", [{"cube": 16}, {"spacing": (1.0, 1.0, 1.0)}])
 def test_predictions_of_a_resampled_volume_lie_on_the_scanner_s_grid(tmp_path, write, grid):
-    """A ball, which nearest neighbors there and back leave nearly as it was."""
+    """The label is a ball, which resampling to the nearest voxel and back hardly changes."""
     axes = np.meshgrid(
         *(np.arange(n) * s for n, s in ((24, 1.0), (20, 1.0), (10, 2.0))), indexing="ij"
     )
@@ -138,7 +138,7 @@ def test_other_channels_are_found_before_anything_is_converted(tmp_path, write, 
         voxels = np.stack([scan[0]] * channels, -1) if channels > 1 else scan[0]
         write(tmp_path / "s" / "images" / f"{name}.nii.gz", voxels)
         write(tmp_path / "s" / "labels" / f"{name}.nii.gz", scan[1])
-    cut(tmp_path / "s" / "images" / "a.nii.gz")  # would be the first to be converted
+    cut(tmp_path / "s" / "images" / "a.nii.gz")  # first in the order of conversion
     out = tmp_path / "out"
     message = "b has 2 channels, a 1: a data set has one number of them"
     with pytest.raises(DataError, match=message):
@@ -243,7 +243,7 @@ def test_the_type_follows_from_the_headers(tmp_path, write, scan):
 
 
 def test_statistics_are_those_of_nnunet(pairs, tmp_path):
-    """Of the labelled voxels in training: here all of them, as there are few."""
+    """They cover the labeled voxels in training; here all of them, since they are few."""
     manifest = convert(pairs, tmp_path / "out")
     values = []
     for i in range(4):

@@ -1,4 +1,4 @@
-"""Synthetic CT: what it says of itself is true, and a seed means one volume."""
+"""Tests of synthetic CT: its metadata are true, and a seed determines the volume."""
 
 from __future__ import annotations
 

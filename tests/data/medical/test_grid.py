@@ -1,4 +1,4 @@
-"""From a file's voxels to the network's and back, in all directions, by other libraries."""
+"""Tests of the grid against other libraries: file voxels to network voxels and back."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ EXTENTS = st.tuples(*[st.integers(1, 9)] * 3)
 def test_interpolation_is_torch_s(before, after):
     values = np.random.default_rng(0).normal(size=before).astype(np.float32)
     whole = torch.from_numpy(values)[None, None]
-    # In double precision: torch's weights in single precision are off by some units.
+    # torch's single-precision weights are off by a few units in the last place.
     expected = F.interpolate(whole.double(), after, mode="trilinear", align_corners=False)[0, 0]
     np.testing.assert_allclose(resized(values, after), expected, atol=2e-6)
     expected = F.interpolate(whole, after, mode="nearest-exact")[0, 0]
-    # Half-way between two voxels torch's rounding decides; everywhere else they agree.
+    # Halfway between two voxels torch's rounding decides; elsewhere the two agree.
     centres = [(np.arange(n) + 0.5) * m / n for n, m in zip(after, before, strict=True)]
     clear = [np.abs(c - np.rint(c)) > 1e-6 for c in centres]
     np.testing.assert_array_equal(
@@ -45,7 +45,7 @@ def header_of(affine: np.ndarray, shape: tuple[int, ...], form: str = "sform") -
 
 
 def affines():
-    """Every way in which the axes of a file can lie in space, each with its own spacing."""
+    """Yields an affine for each orientation of a file's axes, with random spacings."""
     draw = np.random.default_rng(1)
     for order in itertools.permutations(range(3)):
         for signs in itertools.product((1, -1), repeat=3):

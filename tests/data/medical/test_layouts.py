@@ -1,4 +1,4 @@
-"""The folders of nnU-Net and of the Decathlon, pairs of folders, and LiTS."""
+"""Tests of folder layouts: nnU-Net, Decathlon, pairs of folders, and LiTS."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def touch(root: Path, *names: str) -> Path:
 
 def describe(root: Path, **record) -> Path:
     root.mkdir(parents=True, exist_ok=True)
-    # With a byte order mark, as editors on Windows write it.
+    # Editors on Windows write a byte order mark.
     (root / "dataset.json").write_text(json.dumps(record), encoding="utf-8-sig")
     return root
 

@@ -1,4 +1,4 @@
-"""NIfTI files are read whole, checked to the last byte, and written as they were."""
+"""Tests of NIfTI files: full reads, checks of every byte, and unchanged headers on writing."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_slope_and_intercept_give_hounsfield_units(tmp_path, dtype, scale, expec
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
 def test_a_slope_or_intercept_that_is_no_number_is_refused(tmp_path, suffix, name, place, value):
-    """nibabel takes a slope of NaN for none, and so would give other values than were meant."""
+    """nibabel ignores a slope of NaN and would return unscaled values."""
     path = tmp_path / f"a{suffix}"
     nib.Nifti1Image(np.ones((2, 3, 4), np.int16), np.eye(4)).to_filename(path)
     pack, unpack = (gzip.compress, gzip.decompress) if suffix == ".nii.gz" else (bytes, bytes)
@@ -72,7 +72,7 @@ def test_a_slope_or_intercept_that_is_no_number_is_refused(tmp_path, suffix, nam
 
 
 def test_values_beyond_float32_are_refused_with_their_range(tmp_path, write):
-    """As float32 they are infinite, and so are interpolated values of magnitudes just below."""
+    """They overflow in float32, and so does interpolation between values just below the limit."""
     path = write(tmp_path / "a.nii", np.arange(-60, 60, dtype=np.int16).reshape(4, 5, 6))
     raw = bytearray(path.read_bytes())
     raw[112:116] = struct.pack("<f", 1e38)
@@ -110,7 +110,7 @@ def test_a_cut_file_is_refused_in_one_line(packed, share):
         message = str(caught.value)
         assert message.startswith(f"{packed}: ")
         assert "\n" not in message
-    for missing in (1, 4, 8):  # of the checksum and length at a gzip file's end
+    for missing in (1, 4, 8):  # bytes of gzip's trailing checksum and length
         packed.write_bytes(whole[:-missing])
         with pytest.raises(DataError, match="cut short: the gzip data end early"):
             read_nifti(packed)
@@ -128,7 +128,7 @@ def test_no_flipped_bit_of_a_compressed_file_goes_unseen(packed):
             found = read_nifti(packed)
         except DataError:
             continue
-        unseen += 1  # bits that mean nothing: gzip's time and system, the deflate stream's padding
+        unseen += 1  # meaningless bits: gzip's time and system, deflate's padding
         assert found.block == expected.block
         np.testing.assert_array_equal(found.stored, expected.stored)
     assert unseen < 9

@@ -1,8 +1,8 @@
-"""The generator's one body, on arrays that keep CuPy's rules.
+"""Tests of the generator's shared code on arrays with CuPy's rules.
 
-Without a GPU, what breaks on one can still be found: a function that CuPy does not have, a host
-array mixed with device arrays, a host function called on a device array. `Device` is a NumPy array
-that refuses all of these, and a module of that kind stands in for CuPy.
+They find GPU faults without a GPU: a function missing in CuPy, a host array mixed with device
+arrays, a host function called on a device array. `Device` is a NumPy array that refuses all of
+these, and a module of such functions replaces CuPy.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ KNOWN = (
     "arange asarray asnumpy bincount broadcast_to cbrt cos empty exp floor log log1p maximum ones "
     "ones_like sin sinc sqrt where zeros zeros_like"
 ).split()
-"""The functions of CuPy that the generator may use; each was looked up in CuPy's reference."""
+"""Functions of CuPy that the generator may use; each was checked in CuPy's reference."""
 
 
 class Device(np.ndarray):
-    """An array on an imaginary device."""
+    """Array on an imaginary device."""
 
     __module__ = "cupy"
 
@@ -123,12 +123,12 @@ def test_the_stand_in_refuses_what_cupy_refuses(cupy: ModuleType) -> None:
 
 
 def test_memory_is_a_dozen_fields() -> None:
-    """10 live fields and the counts of 4 redshifts: 512^3 takes 6.5 GB."""
+    """Memory is 10 live fields and the counts of 4 redshifts: 512^3 takes 6.5 GB."""
     options = UniverseOptions(width=96, box_width=96)
     tracemalloc.start()
     simulate(options, 0)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # NumPy 1 transforms in double precision whatever it is given.
+    # NumPy 1 transforms every input in double precision.
     fields = 13 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 18
     assert peak < fields * 4 * 96**3

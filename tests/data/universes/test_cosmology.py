@@ -1,4 +1,4 @@
-"""Linear theory against the test vectors of the sources, and against what must hold."""
+"""Tests of linear theory against published test vectors and exact properties."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_full_transfer_function_wiggles_around_the_smooth_one() -> None:
     k = np.linspace(0.05, 0.3, 500)
     ratio = TRANSFER["full"](k, PLANCK) / TRANSFER["no-wiggle"](k, PLANCK)
     turns = np.flatnonzero(np.diff(np.sign(np.diff(ratio))))
-    # Peaks of sin(ks) are 2 pi / s apart: half of that between a peak and the next trough.
+    # Peaks of sin(ks) are 2 pi / s apart; a peak and the next trough, half of that.
     spacing = np.pi / (AcousticScales(PLANCK).sound_horizon * PLANCK.h)
     assert np.diff(k[turns]).mean() == pytest.approx(spacing, rel=0.1)
 
@@ -96,7 +96,7 @@ def test_growth_is_slower_the_less_matter_there_is(z: float, omega_m: float) -> 
 
 def test_top_hat_is_the_transform_of_a_ball() -> None:
     x = np.concatenate([np.linspace(0, 0.05, 201), np.linspace(0.1, 30, 50)])
-    # The average of sin(x r) / (x r) over a ball, by Gauss's rule: no cancellation anywhere.
+    # Gauss quadrature of sin(x r) / (x r) over a ball has no cancellation.
     r, weight = np.polynomial.legendre.leggauss(60)
     r, weight = (r + 1) / 2, weight / 2
     expected = (3 * weight * r**2 * np.sinc(np.outer(x, r) / np.pi)).sum(1)

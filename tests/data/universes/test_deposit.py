@@ -1,4 +1,4 @@
-"""Mass assignment: conserved, exact where the answer is known."""
+"""Tests of mass assignment: conservation, and known exact results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random fields and displacements against analytic solutions."""
+"""Tests of random fields and displacements against analytic solutions."""
 
 from __future__ import annotations
 

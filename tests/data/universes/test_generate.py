@@ -1,4 +1,4 @@
-"""Sets of universes on disk: layouts, determinism, atomicity."""
+"""Tests of sets of universes on disk: layouts, determinism, atomicity."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_each_channel_counts_all_particles_of_the_same_phases() -> None:
 
 
 def test_typical_counts_of_the_large_box() -> None:
-    """128^3 cells of 4 Mpc/h: the variances of the counts that the formulas' authors measured."""
+    """In 128^3 cells of 4 Mpc/h the count variances match those the formulas' authors measured."""
     options = UniverseOptions(width=128, box_width=128, cell=4.0)
     variance = np.mean([simulate(options, i).var(axis=(1, 2, 3)) for i in range(2)], axis=0)
     np.testing.assert_allclose(variance[[3, 2]], [0.60, 1.18], rtol=0.25)

@@ -24,7 +24,7 @@ def missing() -> str:
     library = re.sub(r"\s+", " ", library.replace(" Version:", ""))
     answer = query()
     if answer is None:
-        return f"{library} does not say that it is CUDA-aware ({_QUESTION} is not there)"
+        return f"{library} does not report that it is CUDA-aware (it has no {_QUESTION})"
     return "" if answer else f"{library} is not CUDA-aware ({_QUESTION} gives {answer})"
 
 

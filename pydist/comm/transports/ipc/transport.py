@@ -65,12 +65,12 @@ class IpcTransport(RoutedTransport):
         Raises:
             NotSupported: a rank has no device or no NCCL, or no two can map each other's memory;
                 the same on all ranks.
-            UsageError: ranks would share a device, and NCCL was not told that they may; the same
+            UsageError: ranks would share a device, and NCCL is not configured for that; the same
                 on all ranks.
         """
         if host.size > 1 and not host.concurrent:
             raise NotSupported(
-                f"transport 'ipc' needs a '{host.name}' that several threads may call at once"
+                f"transport 'ipc' needs a '{host.name}' that several threads may call concurrently"
                 " (MPI_THREAD_MULTIPLE); use 'nccl'"
             )
         base = NcclTransport.over(host, local_rank, cls.name)

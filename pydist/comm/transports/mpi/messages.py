@@ -27,7 +27,7 @@ _MPI_TYPES = {
 
 
 class MpiWork(Work):
-    """Requests in flight, whose buffers the engine keeps until `wait`, even if it is never called."""
+    """Requests in flight, whose buffers the engine keeps until `wait`, even if it never comes."""
 
     def __init__(
         self,

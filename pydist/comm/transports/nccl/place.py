@@ -198,8 +198,8 @@ def conflict(found: Sequence[Found], environment: Mapping[str, str]) -> str:
             older = f", which this one, {min(versions)}, is not" if may_share else ""
             return (
                 f"{there} ranks on {machine} for {gpus} GPU{'s' * (gpus > 1)} (ranks"
-                f" {', '.join(map(str, ranks))} would share one), and NCCL takes one rank a GPU:"
-                f" start fewer ranks there, or set {SHARE}=1 to let them share (NCCL 2.30 or newer"
-                f"{older})"
+                f" {', '.join(map(str, ranks))} would share one), and NCCL accepts one rank per"
+                f" GPU: start fewer ranks there, or set {SHARE}=1 to let them share (NCCL 2.30 or"
+                f" newer{older})"
             )
     return ""

@@ -96,7 +96,7 @@ class NcclTransport(RoutedTransport):
     def _of(self, tensors: Sequence[Tensor]) -> Transport:
         kinds = {each.device.type for each in tensors}
         if len(kinds) > 1:
-            raise UsageError("tensors of one call lie in host memory and on a CUDA device")
+            raise UsageError("tensors of one call are in host memory and on a CUDA device")
         return self._on_device if "cuda" in kinds else self.host
 
     def _subgroup(self, members: Sequence[int]) -> NcclTransport:

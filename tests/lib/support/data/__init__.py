@@ -1,1 +1,1 @@
-"""Data sets: how much of them is read, and what happens to their files."""
+"""Data sets: counts of the bytes read, and damage to their files."""

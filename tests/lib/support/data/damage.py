@@ -1,4 +1,4 @@
-"""What happens to files, and to runs that make them."""
+"""Damage to files, and interruptions of runs that make them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import h5py
 
 
 def flip_bit(path: Path, dataset: str) -> None:
-    """Changes a value of a contiguous HDF5 dataset where it lies, as a disk does it."""
+    """Flips a bit of a contiguous HDF5 dataset in its file, like a faulty disk."""
     with h5py.File(path) as file:
         offset = file[dataset].id.get_offset()
     raw = bytearray(path.read_bytes())
@@ -17,6 +17,6 @@ def flip_bit(path: Path, dataset: str) -> None:
 
 
 def interrupt_at_the_end(done: int, total: int, what: str) -> None:
-    """A listener that interrupts the making of a data set when its last file is there."""
+    """Interrupts the making of a data set when its last file exists; a listener."""
     if done == total:
         raise KeyboardInterrupt

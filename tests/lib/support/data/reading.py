@@ -1,4 +1,4 @@
-"""Reading of data sets: the bytes that HDF5 reads, and a read for a process that is spawned."""
+"""Reading of data sets: counts of the bytes that HDF5 reads, and a read by a spawned process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CountingFile(io.BytesIO):
 
 
 class Meter:
-    """Makes counting files, and says how many bytes a read took."""
+    """Factory of counting files that reports how many bytes a read took."""
 
     def __init__(self) -> None:
         self.files: list[CountingFile] = []
@@ -34,16 +34,16 @@ class Meter:
 
     @property
     def count(self) -> int:
-        """Bytes read so far."""
+        """Returns the number of bytes read so far."""
         return sum(f.count for f in self.files)
 
     def of(self, read: Callable[[], object]) -> int:
-        """Bytes that a call reads."""
+        """Returns the number of bytes that a call reads."""
         before = self.count
         read()
         return self.count - before
 
 
 def first_block(dataset: ShardDataset) -> list[float]:
-    """The values of the first sample; a spawned process finds this module, but no test module."""
+    """Returns the first sample's values; here, as a spawned process can't import test modules."""
     return dataset.read_block(0).flatten().tolist()

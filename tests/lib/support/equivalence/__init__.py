@@ -1,8 +1,8 @@
-"""Split against whole: what a mesh of ranks computes, compared with one device.
+"""Equivalence: comparison of split runs on a mesh of ranks with the one-device run.
 
 `core` runs functions and networks on rank-threads and on plain tensors; its names are here. The
-other modules do so bit by bit (`exact`), in narrow types (`narrow`), with a bound from float64
-(`one_device`), for sample groups of unequal size (`groups`) and for whole training scripts
+other modules compare bit by bit (`exact`), in narrow types (`narrow`), with a bound from float64
+(`one_device`), for sample groups of unequal size (`groups`) and for full training scripts
 (`scripts`). `strategies` draws windows and cuts for hypothesis.
 """
 

@@ -1,7 +1,7 @@
-"""Split against whole: runs a function or a network on rank-threads and on plain tensors.
+"""Runs of functions and networks on rank-threads, compared with one-device runs.
 
-The bound is that of docs/architecture.md, Numerics: relative to the largest value of the tensor
-itself, and never tighter than torch's own answer to noise in the last bit.
+The bound is that of docs/architecture.md, Numerics: relative to the largest value of the tensor,
+and never tighter than the effect of noise in the last bit on torch itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pydist.grid import SAMPLE_AXES, SPATIAL_AXES
 FP64_BOUND = 1e-12
 
 Points = Sequence[int] | None
-"""Split points of one dim, [0, ..., extent]; `None` leaves it whole."""
+"""Split points of one dim, [0, ..., extent]; `None` for an unsplit dim."""
 
 
 class Cut(NamedTuple):
@@ -43,17 +43,17 @@ class Cut(NamedTuple):
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    """Normal fp64 numbers, the same at every call."""
+    """Returns normal fp64 numbers, equal at every call."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def randint(high: int, *shape: int, seed: int = 0) -> Tensor:
-    """Integers of [0, high), the same at every call."""
+    """Returns integers of [0, high), equal at every call."""
     return torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def error(found: Tensor, expected: Tensor) -> float:
-    """max|Δ| / max|expected|; absolute where everything expected is zero."""
+    """Returns max|Δ| / max|expected|; the absolute error if all expected values are zero."""
     assert found.shape == expected.shape, f"{found.shape} instead of {expected.shape}"
     assert found.dtype == expected.dtype, f"{found.dtype} instead of {expected.dtype}"
     if not expected.numel():
@@ -67,23 +67,23 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def jittered(tensor: Tensor, seed: int = 7) -> Tensor:
-    """The tensor with noise of one unit in the last place."""
+    """Returns the tensor with noise of one unit in the last place."""
     if not tensor.is_floating_point():
         return tensor
     return (tensor.detach() * noise_like(tensor, seed)).requires_grad_(tensor.requires_grad)
 
 
 def noise_like(tensor: Tensor, seed: int) -> Tensor:
-    """Factors one unit in the last place above or below 1."""
+    """Returns factors one unit in the last place above or below 1."""
     generator = torch.Generator().manual_seed(seed)
     sign = torch.randint(0, 2, tensor.shape, generator=generator, dtype=torch.int64) * 2 - 1
     return 1 + torch.finfo(tensor.dtype).eps * sign.to(tensor.dtype)
 
 
 def bounds_of(expected: Mapping[str, Tensor], noisy: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far each tensor may be off: 8 times as far as noise in the last bit moves it.
+    """Returns each tensor's error bound: 8 times the effect of noise in the last bit.
 
-    Where terms cancel it comes in steps: one CPU had an error of 4.0001 times, others of less.
+    Cancellation makes that effect come in steps: one CPU had an error of 4.0001 times, others less.
     """
     return {
         name: max(FP64_BOUND, 8 * error(noisy[name], reference))
@@ -96,7 +96,7 @@ def assert_equal(
     expected: Mapping[str, Tensor],
     bounds: Mapping[str, float] | None = None,
 ) -> None:
-    """Every tensor within its bound; reports all that are not."""
+    """Checks that every tensor is within its bound; reports all others."""
     assert found.keys() == expected.keys()
     errors = {name: error(found[name], reference) for name, reference in expected.items()}
     allowed = bounds or dict.fromkeys(expected, FP64_BOUND)
@@ -111,9 +111,9 @@ def assert_same(
     where: str = "",
     zero: float = 0.0,
 ) -> None:
-    """A tensor, or as many tensors, each within the bound or both `None`.
+    """Checks that each tensor is within the bound, or that both are `None`.
 
-    Tensors with no element larger than `zero` count as equal: they are zero but for rounding.
+    Tensors with no element larger than `zero` count as equal: they are zero except for rounding.
     """
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor)
@@ -130,7 +130,7 @@ def assert_same(
 
 
 def layout_at(mesh: Mesh, shape: Sequence[int], points: Sequence[Points]) -> Layout:
-    """A layout cut at given points of the last three (or fewer) dims."""
+    """Returns a layout with given split points of the last three (or fewer) dims."""
     splits: list[Split | None] = [None] * len(shape)
     first = len(shape) - len(points)
     for i, cut in enumerate(points):
@@ -140,18 +140,18 @@ def layout_at(mesh: Mesh, shape: Sequence[int], points: Sequence[Points]) -> Lay
 
 
 def even_points(extent: int, parts: int) -> list[int]:
-    """The even partition's points."""
+    """Returns the even partition's split points."""
     return list(Partition.even(extent, parts).points)
 
 
 def spatial_of(points: Sequence[Points]) -> tuple[int, int, int]:
-    """The mesh's spatial shape for the given split points."""
+    """Returns the mesh's spatial shape for the given split points."""
     parts = [1 if cut is None else len(cut) - 1 for cut in points]
     return tuple(parts + [1] * (3 - len(parts)))  # type: ignore[return-value]
 
 
 def shard(tensor: Tensor, layout: Layout) -> ShardedTensor:
-    """This rank's shard of a whole tensor, as a leaf."""
+    """Returns this rank's shard of a full tensor, as a leaf."""
     box = layout.box
     index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
     local = tensor.detach()[index].clone().requires_grad_(tensor.is_floating_point())
@@ -160,10 +160,10 @@ def shard(tensor: Tensor, layout: Layout) -> ShardedTensor:
 
 @contextmanager
 def on_one_core() -> Iterator[None]:
-    """Threads that are started meanwhile share one core, another one in each worker of xdist.
+    """Runs threads started meanwhile on one core, a different one in each worker of xdist.
 
-    Rank-threads take turns with the interpreter's lock: more cores do not speed them up, and to
-    wake a thread on another core costs a quarter of their time.
+    Rank-threads take turns with the interpreter's lock: more cores do not speed them up, and waking
+    a thread on another core costs a quarter of their time.
     """
     if not hasattr(os, "sched_setaffinity"):
         yield
@@ -181,7 +181,7 @@ def on_one_core() -> Iterator[None]:
 def on_ranks(
     spatial: Sequence[int], body: Callable[[Mesh], Any], data: int = 1, **options: Any
 ) -> list[Any]:
-    """Runs `body(mesh)` on every rank-thread of a mesh; the results in rank order."""
+    """Runs `body(mesh)` on every rank-thread of a mesh; returns the results in rank order."""
     with on_one_core():
         return run_local(
             lambda transport: body(Mesh(transport, data, spatial, **options)),
@@ -196,7 +196,7 @@ def on_shards(
     shape: Sequence[int] = (2, 3, 5, 4, 3),
     **options: Any,
 ) -> list[Any]:
-    """Runs `body(x, mesh)` with x = randn(*shape), evenly cut, a leaf, on every rank."""
+    """Runs `body(x, mesh)` on every rank, where x = randn(*shape) is an evenly cut leaf."""
     return on_ranks(
         spatial,
         lambda mesh: body(shard(randn(*shape), layout_for_sample(mesh, shape)), mesh),
@@ -217,16 +217,16 @@ def check_function(
     second_order: bool = False,
     keep_thin_blocks: bool = True,
 ) -> None:
-    """Output and all gradients of a function, split against whole, in fp64.
+    """Compares output and all gradients of a function, in fp64, between split and one-device runs.
 
     Args:
         function: called as function(x, *beside, *parameters).
         x: becomes a sharded tensor, cut at `points`.
         parameters: stay plain, equal on all ranks; their gradients count by the mean.
         points: split points of the last dims of `x`, over depth, height, width.
-        beside: more tensors that become sharded, cut at points of their own.
-        second_order: also the gradient of the squared norm of all first gradients.
-        keep_thin_blocks: as of the mesh.
+        beside: more operands that become sharded, with their own split points.
+        second_order: also compare the gradient of the squared norm of all first gradients.
+        keep_thin_blocks: option of the mesh.
     """
     tensors = [x, *(each.tensor for each in beside)]
     layouts = [points, *(each.points for each in beside)]
@@ -255,7 +255,7 @@ def check_function(
 
 
 def _as_whole(t: Tensor, mesh: Mesh, mean: bool) -> Tensor:
-    """A result as this rank sees it: its own copy where several ranks hold one."""
+    """Returns a result as this rank sees it: its own copy if several ranks hold one."""
     whole = t.full_tensor() if isinstance(t, ShardedTensor) else t
     return (mean_ranks(whole, mesh, SAMPLE_AXES) if mean else whole).detach()
 
@@ -276,14 +276,14 @@ def _differentiate(
     results |= dict(zip(names, grads, strict=True))
     if second_order:
         penalty: Any = sum((g * g).sum() for g in _true(grads, leaves))
-        if penalty.requires_grad:  # not where the function is linear in everything
+        if penalty.requires_grad:  # False if the function is linear in all leaves
             second = torch.autograd.grad(penalty, leaves, allow_unused=True, materialize_grads=True)
             results |= {f"d{name}": g for name, g in zip(names, second, strict=True)}
     return results
 
 
 def _true(grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients as users of a parallelized model see them: a parameter's is the mean."""
+    """Returns gradients as users of a parallelized model see them: a parameter's is the mean."""
     x = leaves[0]
     if not isinstance(x, ShardedTensor):
         return list(grads)
@@ -297,7 +297,7 @@ def _true(grads: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Task(NamedTuple):
-    """A network with the batch and the loss that it is trained on."""
+    """A network with its batch and loss."""
 
     model: nn.Module
     x: Tensor
@@ -306,14 +306,14 @@ class Task(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one device finds, and how far it may be missed."""
+    """The results of one device, and their error bounds."""
 
     expected: dict[str, Tensor]
     bounds: dict[str, float]
 
 
 def whole_answer(task: Task) -> Answer:
-    """Output, loss, gradients and buffers of one step on one device."""
+    """Computes output, loss, gradients and buffers of one step on one device."""
     expected = whole_step(task)
     return Answer(expected, bounds_of(expected, whole_step(task, jittered)))
 
@@ -327,28 +327,28 @@ def check_network(
     keep_thin_blocks: bool = False,
     **options: Any,
 ) -> None:
-    """Output, loss, input and parameter gradients and buffers of a network, split against whole.
+    """Compares output, loss, gradients and buffers of a network with the one-device run.
 
     Args:
-        task: with the whole batch; sample groups take equal contiguous parts of it.
+        task: the task, with the full batch; sample groups get equal contiguous parts of it.
         spatial: the mesh's spatial shape.
         data: number of sample groups.
-        answer: of `whole_answer(task)`, if several splits are compared with it.
-        keep_thin_blocks: as of the mesh.
-        **options: of `parallelize`.
+        answer: result of `whole_answer(task)`, to compare several splits with it.
+        keep_thin_blocks: option of the mesh.
+        **options: options of `parallelize`.
     """
     expected, bounds = answer or whole_answer(task)
 
     def rank(mesh: Mesh) -> None:
         own = task._replace(model=copy.deepcopy(task.model))
-        # Compared on each rank: the gradients of all ranks together would fill the memory.
+        # Compared on each rank: the gradients of all ranks together could exceed the memory.
         assert_equal(train_split(own, mesh, **options), expected, bounds)
 
     on_ranks(spatial, rank, data, keep_thin_blocks=keep_thin_blocks)
 
 
 def whole_step(task: Task, change: Callable[[Tensor], Tensor] = lambda t: t) -> dict[str, Tensor]:
-    """One forward and backward on one device, after a change of parameters and input."""
+    """Runs forward and backward on one device, after a change of parameters and input."""
     model = copy.deepcopy(task.model)
     with torch.no_grad():
         for p in model.parameters():
@@ -364,13 +364,13 @@ def whole_step(task: Task, change: Callable[[Tensor], Tensor] = lambda t: t) -> 
 def train_split(
     task: Task, mesh: Mesh, points: Sequence[Points] | None = None, **options: Any
 ) -> dict[str, Tensor]:
-    """One forward and backward on a mesh, with the results put together as one device has them.
+    """Runs forward and backward on a mesh, and assembles the results as on one device.
 
     Args:
-        task: with the whole batch.
+        task: the task, with the full batch.
         mesh: the mesh.
-        points: split points of the input's last dims; by default it is cut evenly.
-        **options: of `parallelize`.
+        points: split points of the input's last dims; by default an even split.
+        **options: options of `parallelize`.
     """
     model = parallelize(task.model, mesh, **options)
     mine = group_slice(mesh, task.x.shape[0])
@@ -391,7 +391,7 @@ def train_split(
 
 
 def group_slice(mesh: Mesh, batch: int) -> slice:
-    """The samples of this rank's group, of a batch that is divided equally."""
+    """Returns the samples of this rank's group, of an equally divided batch."""
     share = batch // mesh.data_size
     return slice(mesh.data_index * share, (mesh.data_index + 1) * share)
 
@@ -403,7 +403,7 @@ def _all_samples(x: Tensor, mesh: Mesh) -> Tensor:
 def _results(model: nn.Module, y: Tensor, value: Tensor, grad: Tensor) -> dict[str, Tensor]:
     found = {"y": y, "loss": value, "dx": grad}
     for name, p in model.named_parameters():
-        if p.grad is not None:  # on one device and split alike
+        if p.grad is not None:  # both on one device and split
             found[f"d {name}"] = p.grad
     for name, b in model.named_buffers():
         if b.is_floating_point():

@@ -1,4 +1,4 @@
-"""Split against whole bit by bit, for functions that only choose among values."""
+"""Bitwise comparison with the one-device run, for functions that only select values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.equivalence import Cut, Points, layout_at, on_ranks, randint, shard
 
 
 def whole_numbers(*shape: int, most: int = 2, seed: int = 0) -> Tensor:
-    """Small whole numbers in fp64, many of them equal; sums of them are exact."""
+    """Returns small integers in fp64, many of them equal; their sums are exact."""
     return (randint(2 * most + 1, *shape, seed=seed) - most).double()
 
 
@@ -24,14 +24,14 @@ def check_exact(
     *beside: Cut,
     keep_thin_blocks: bool = True,
 ) -> None:
-    """Outputs, the gradient of `x` and its gradient's gradient, equal to the whole's to the bit.
+    """Compares outputs and the first and second gradients of `x` bit by bit.
 
     Args:
-        function: called as function(x, *beside); gives a tensor or several.
-        x: cut at `points`; whole numbers, where gradients have to be added up.
+        function: called as function(x, *beside); returns a tensor or several.
+        x: cut at `points`; integers, if gradients have to be summed.
         points: split points of the last dims of `x`.
-        beside: more tensors, with split points of their own; without gradients.
-        keep_thin_blocks: as of the mesh.
+        beside: more tensors, with their own split points; without gradients.
+        keep_thin_blocks: option of the mesh.
     """
     results = _results(function, x.clone().requires_grad_(), [cut.tensor for cut in beside])
     expected = [each.detach() for each in results]

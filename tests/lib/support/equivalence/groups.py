@@ -1,4 +1,4 @@
-"""Networks on sample groups of unequal size, compared with one device and the whole batch."""
+"""Networks on sample groups of unequal size, compared with one device and the full batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.equivalence import assert_equal, bounds_of, jittered, on_ranks, ran
 
 
 def parts(mesh: Mesh | None, sizes: Sequence[int]) -> slice:
-    """This rank's samples; all of them without a mesh."""
+    """Returns this rank's samples; all of them without a mesh."""
     ends = [0, *itertools.accumulate(sizes)]
     if mesh is None or mesh.data_size == 1:
         return slice(0, ends[-1])
@@ -25,12 +25,12 @@ def parts(mesh: Mesh | None, sizes: Sequence[int]) -> slice:
 
 
 def cut(x: torch.Tensor, mesh: Mesh | None, *dims: Any) -> torch.Tensor:
-    """This rank's shard; the tensor itself without a mesh."""
+    """Returns this rank's shard; the tensor itself without a mesh."""
     return x if mesh is None else distribute_tensor(x, mesh, *dims)
 
 
 def summed(x: torch.Tensor, mesh: Mesh | None) -> torch.Tensor:
-    """The sum over the groups; without a mesh the batch is whole."""
+    """Returns the sum over the groups; without a mesh, the tensor itself."""
     return x if mesh is None else sum_over_groups(x, mesh)
 
 
@@ -49,8 +49,8 @@ def on_groups(
 ) -> None:
     """Runs `step(model, rows, mesh)` on groups of these sizes and on one device; compares.
 
-    One device is plain torch, and `mesh` is None there. With dropout it is one rank of pydist:
-    torch draws other masks.
+    One device is plain torch, with `mesh` None. For dropout it is one rank of pydist, as torch
+    draws other masks.
     """
     made = make()  # here, as ranks share torch's random numbers
     drops = any(isinstance(layer, _DropoutNd) and layer.p > 0 for layer in made.modules())

@@ -1,7 +1,7 @@
-"""Convolutions of split samples in narrow types, whose kernels and formats are chosen.
+"""Split convolutions in narrow types, whose kernels and memory formats are selectable.
 
-The bound is that of docs/architecture.md, Numerics: no further from float64 than four times what
-one device is in the same type, and never tighter than a few roundings.
+The bound is that of docs/architecture.md, Numerics: at most four times the error of one device in
+the same type, relative to float64, and never tighter than a few roundings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FLOORS = {torch.float32: 1e-6, torch.bfloat16: 1.2e-2, torch.float64: 1e-12}
 CL = torch.channels_last_3d
 
 Functions = Mapping[int, Callable[..., Tensor]]
-"""By the number of dims of their input."""
+"""Convolutions by the number of dims of their input."""
 
 CONV: Functions = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 TRANSPOSED: Functions = {3: F.conv_transpose1d, 4: F.conv_transpose2d, 5: F.conv_transpose3d}
@@ -44,7 +44,7 @@ def step(
     penalty: bool = False,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """A convolution's result and gradients; of the gradient penalty where asked for."""
+    """Runs a convolution; returns its result and gradients, optionally of the gradient penalty."""
     leaves = {"x": x, "weight": weight, "bias": bias}
     for name, leaf in leaves.items():
         if leaf is not None:
@@ -86,18 +86,18 @@ def check(
     change: Callable[[Tensor], Tensor] = lambda t: t,
     **options: Any,
 ) -> list[str]:
-    """Split against whole; the formats of the results, rank by rank.
+    """Compares with the one-device run; returns the memory formats of the results in rank order.
 
     Args:
-        shape: of the input.
-        weight_shape: of the weight.
-        points: where the input is cut.
-        dtype: of all tensors.
+        shape: shape of the input.
+        weight_shape: shape of the weight.
+        points: split points of the input.
+        dtype: dtype of all tensors.
         functions: convolutions or transposed ones.
-        bias: whether there is one.
-        keep_thin_blocks: as of the mesh.
-        change: what becomes of the input and the weight before the convolution.
-        **options: of `step`, and of the convolution.
+        bias: whether a bias is added.
+        keep_thin_blocks: option of the mesh.
+        change: function applied to the input and the weight before the convolution.
+        **options: options of `step`, and of the convolution.
     """
     x, weight = randn(*shape).to(dtype), randn(*weight_shape, seed=1).to(dtype)
     channels = weight_shape[0]
@@ -147,7 +147,7 @@ def _whole(t: Tensor, mesh: Mesh) -> Tensor:
 
 
 def format_of(t: Tensor) -> str:
-    """In which memory format it is contiguous."""
+    """Returns the memory format in which a tensor is contiguous."""
     last = {4: torch.channels_last, 5: CL}.get(t.dim())
     if last is not None and t.is_contiguous(memory_format=last):
         return "both" if t.is_contiguous() else "last"
@@ -155,7 +155,7 @@ def format_of(t: Tensor) -> str:
 
 
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of what convolutions copy into another memory format from now on."""
+    """Returns a list of the shapes of tensors that convolutions convert from now on."""
     copied: list[tuple[int, ...]] = []
 
     def in_format(x: Tensor, channels_last: bool) -> Tensor:
@@ -171,7 +171,7 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def step_in_channels_last(
     case: tuple[tuple[int, ...], tuple[int, ...], list[list[int] | None], dict[str, Any]],
     functions: Functions,
-) -> None:
+"""Checks that forward and backward of a channels-last input keep its memory format."""
     """Forward and backward of a channels-last input; so are the result and the gradient."""
     shape, weight, points, options = case
     last = {4: torch.channels_last, 5: CL}[len(shape)]

@@ -1,4 +1,4 @@
-"""What one device finds of a task, and how far a split run may be from it."""
+"""The results of one device for a task, and the allowed distance of a split run."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from support.equivalence import (
 FLOORS = {torch.float64: FP64_BOUND, torch.float32: 1e-6}
 NOISES = range(8)
 ROUNDING = 0.1
-"""What noise moves that far is nothing but rounding, like the gradient of a bias before a norm. How
-much of it there is says little about how much there will be: such a tensor only has to be small."""
+"""A tensor that noise moves this far is only rounding, like the gradient of a bias before a norm.
+Its size on one device says little about other runs: such a tensor only has to be small."""
 
 
 class Reference:
     """One step of a task on one device, in float64 and in the task's own type.
 
-    Bounds are those of docs/architecture.md, Numerics: in float64 4 × what noise in the last bit
-    does, in narrower types 4 × as far from float64 as one device. What noise does is asked for
-    where the floor is not held: it takes time.
+    Bounds are those of docs/architecture.md, Numerics: in float64, 4 × the effect of noise in the
+    last bit; in narrower types, 4 × the distance of one device from float64. The effect of noise is
+    only computed for results beyond the floor, as it takes time.
     """
 
     def __init__(self, task: Task) -> None:
@@ -46,7 +46,7 @@ class Reference:
 
     @cached_property
     def bounds(self) -> dict[str, float]:
-        """Of every tensor: the worst of several runs with noise in every layer, both ways."""
+        """Every tensor's bound: the worst of several runs with noise in every layer, both ways."""
         worst = dict.fromkeys(self.exact, FLOORS[self.dtype])
         for seed in NOISES:
             noisy_model = with_noise(copy.deepcopy(self.task.model), seed)
@@ -57,10 +57,10 @@ class Reference:
         return {name: bound * (100 if bound > ROUNDING else 1) for name, bound in worst.items()}
 
     def check(self, found: Mapping[str, Tensor]) -> None:
-        """Every tensor within its bound.
+        """Checks that every tensor is within its bound.
 
         Raises:
-            AssertionError: one is not, or is missing.
+            AssertionError: a tensor is not, or is missing.
         """
         wide = {name: t.double() for name, t in found.items()}
         floors = dict.fromkeys(self.exact, FLOORS[self.dtype])
@@ -70,7 +70,7 @@ class Reference:
             assert_equal(wide, self.exact, self.bounds)
 
     def check_split(self, points: list[Points], *, keep_thin_blocks: bool = False) -> None:
-        """A step on rank-threads, cut at points of the input's last dims."""
+        """Checks a step on rank-threads, cut at split points of the input's last dims."""
         task = self.task
 
         def rank(mesh: Any) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class Reference:
 
 
 def _in_type(task: Task, dtype: torch.dtype) -> Task:
-    """The task in another type; integers stay what they are."""
+    """Returns the task in another type; integers keep theirs."""
     target = task.target.to(dtype) if task.target.is_floating_point() else task.target
     return task._replace(
         model=copy.deepcopy(task.model).to(dtype), x=task.x.to(dtype), target=target
@@ -90,14 +90,14 @@ def _in_type(task: Task, dtype: torch.dtype) -> Task:
 
 
 def with_noise(model: nn.Module, seed: int) -> nn.Module:
-    """The model, every layer's result and gradient off by one unit in the last place."""
+    """Returns the model, with noise of one unit in the last place in all results and gradients."""
     for i, module in enumerate(model.modules()):
         module.register_forward_hook(partial(_add_noise, 100 * seed + i))
     return model
 
 
 def _add_noise(seed: int, module: nn.Module, args: Any, y: Any) -> Any:
-    """Of each value, and of each channel as a whole, as a sum over it is off for all its values."""
+    """Adds noise to each value, and to each channel in common, as errors of its sums would be."""
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.dim() < 2:
         return y
     largest = y.detach().abs().amax(tuple(range(2, y.dim())) or (0,), keepdim=True)

@@ -1,4 +1,4 @@
-"""Training scripts, as users write them: run on one device and on a mesh, and compared."""
+"""Training scripts, as users write them, on one device and on a mesh, and their comparison."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from support.equivalence import assert_same, group_slice, on_ranks, randn
 Ready: TypeAlias = "Callable[[nn.Module], nn.Module]"
 Cut: TypeAlias = "Callable[[Tensor], Tensor]"
 Script: TypeAlias = "Callable[[Ready, Cut], Sequence[Tensor | None]]"
-"""Called as script(ready, cut): `ready` parallelizes a module, `cut` gives this rank's part of a
-batch, a sharded tensor. Returns what is compared."""
+"""Called as script(ready, cut): `ready` parallelizes a module, `cut` returns this rank's part of a
+batch, a sharded tensor. Returns the tensors to compare."""
 
 Grid: TypeAlias = "tuple[int, tuple[int, int, int]]"
 GRIDS: list[Grid] = [(1, (2, 1, 1)), (2, (2, 1, 1)), (1, (3, 1, 1)), (1, (8, 1, 1))]
@@ -24,7 +24,7 @@ GRIDS: list[Grid] = [(1, (2, 1, 1)), (2, (2, 1, 1)), (1, (3, 1, 1)), (1, (8, 1, 
 
 
 def on_mesh(script: Script, mesh: Mesh) -> Sequence[Tensor | None]:
-    """The script on this rank; batches are cut over the sample groups and within them."""
+    """Runs the script on this rank; cuts batches over and within the sample groups."""
 
     def cut(x: Tensor) -> Tensor:
         return distribute_tensor(x[group_slice(mesh, len(x))], mesh)
@@ -33,7 +33,7 @@ def on_mesh(script: Script, mesh: Mesh) -> Sequence[Tensor | None]:
 
 
 def check_script(script: Script, grid: Grid = (1, (2, 1, 1)), zero: float = 0.0) -> None:
-    """What a script returns, on every rank of a mesh, is what it returns on one device.
+    """Checks that a script's results are those of one device on every rank of a mesh.
 
     `zero` is that of `assert_same`.
     """
@@ -45,7 +45,7 @@ def check_script(script: Script, grid: Grid = (1, (2, 1, 1)), zero: float = 0.0)
 
 
 def copy_of(module: Any, seed: int = 0) -> Any:
-    """The module in fp64, its parameters drawn from a generator of its own."""
+    """Returns the module in fp64, with parameters drawn from its own generator."""
     generator = torch.Generator().manual_seed(seed)
     module = module.double()
     with torch.no_grad():

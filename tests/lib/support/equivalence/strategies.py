@@ -1,4 +1,4 @@
-"""Hypothesis strategies: windows, and where tensors are cut."""
+"""Hypothesis strategies for windows and split points."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ GRIDS: dict[int, list[tuple[int, ...]]] = {
     2: [(2, 1), (1, 2), (3, 1), (2, 2), (1, 4), (2, 3)],
     3: [(2, 1, 1), (1, 2, 1), (1, 1, 3), (4, 1, 1), (2, 2, 1), (2, 1, 3), (2, 2, 2), (8, 1, 1)],
 }
-"""Ranks along the last dims."""
+"""Spatial grids: ranks along the last dims."""
 
 
 def points(extent: int, parts: int) -> st.SearchStrategy[list[int]]:
-    """Split points of an extent: even, uneven, thin or empty blocks."""
+    """Draws split points of an extent: even, uneven, thin or empty blocks."""
     inner = st.lists(st.integers(0, extent), min_size=parts - 1, max_size=parts - 1)
     return inner.map(lambda drawn: [0, *sorted(drawn), extent])
 
 
 @st.composite
 def cuts(draw: st.DrawFn, extents: Sequence[int]) -> list[list[int]]:
-    """Split points of all of one to three dims, for 2 to 8 ranks."""
+    """Draws split points of all of one to three dims, for 2 to 8 ranks."""
     grid = draw(st.sampled_from(GRIDS[len(extents)]))
     return [draw(points(n, parts)) for n, parts in zip(extents, grid, strict=True)]
 
@@ -52,10 +52,10 @@ def windows(
     dilations: int = 2,
     pooling: bool = False,
 ) -> WindowCase:
-    """Kernels 1-5, strides 1-3, dilations, padding.
+    """Draws kernels 1-5, strides 1-3, dilations, padding.
 
-    What torch allows for pooling is narrower: padding at most half the kernel, and no input that is
-    smaller than the window.
+    Pooling is limited to torch's range: padding at most half the kernel, and no input smaller than
+    the window.
     """
 
     def each(low: int, high: int) -> tuple[int, ...]:

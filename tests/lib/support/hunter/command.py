@@ -1,4 +1,4 @@
-"""The command `tools/hunt`."""
+"""The command-line interface of `tools/hunt`."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from support.hunter.mutations import MUTATIONS, Mutation
 from support.hunter.under_mpi import hunt_mpi
 
 SOME = 20
-"""So many programs have to be equal for the most part."""
+"""Minimum number of programs for the check of `LEAST_SHARE`."""
 
 STALE_PATCH = re.compile("(Type|Attribute|Name)Error: ")
-"""In what is raised by a patch of a function that has other arguments now."""
+"""Errors of a patched function whose arguments have changed."""
 
 MUTANT_PROGRAMS = 400
-"""At most so many look for a mutation, by default."""
+"""Default maximum number of programs to search for a mutation."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(
-        prog="tools/hunt", description="Runs random training programs split against whole."
+        prog="tools/hunt", description="Runs random training programs on one device and split."
     )
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
-    parser.add_argument("--programs", type=int, help="at most so many")
-    parser.add_argument("--seconds", type=float, default=120.0, help="start none after so long")
+    parser.add_argument("--programs", type=int, help="maximum number of programs")
+    parser.add_argument("--seconds", type=float, default=120.0, help="start none after this time")
     parser.add_argument(
         "--only", nargs="*", choices=(*INGREDIENTS, *KNOWN), metavar="INGREDIENT",
-        help=f"what programs may have beside networks and steps: {', '.join(INGREDIENTS)}; "
+        help=f"allowed parts of programs besides networks and steps: {', '.join(INGREDIENTS)}; "
         f"known to differ: {', '.join(KNOWN)}",
     )  # fmt: skip
-    parser.add_argument("--failures", type=int, default=10**9, help="end after so many")
-    parser.add_argument("--workers", type=int, default=1, help="processes at a time")
-    parser.add_argument("--minimise", type=int, default=3, help="of so many failures")
+    parser.add_argument("--failures", type=int, default=10**9, help="stop after so many")
+    parser.add_argument("--workers", type=int, default=1, help="concurrent processes")
+    parser.add_argument("--minimise", type=int, default=3, help="number of failures to minimize")
     parser.add_argument("--mpi", help="run programs under this MPI as well: openmpi, mpich, gloo")
-    parser.add_argument("--ranks", type=int, default=2, help="of the MPI job")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the MPI job")
     parser.add_argument(
         "--mutations", nargs="*", choices=tuple(MUTATIONS), metavar="NAME",
-        help="put these known faults into pydist, or all, one at a time, and look for each in at "
-        f"most --programs programs (default {MUTANT_PROGRAMS}): {', '.join(MUTATIONS)}",
+        help="put these known faults into pydist, or all, one at a time, and search for each in up "
+        f"to --programs programs (default {MUTANT_PROGRAMS}): {', '.join(MUTATIONS)}",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, help="folder for scripts of failures, else printed")
+    parser.add_argument("--out", type=Path, help="folder for scripts of failures; default: print")
     given = parser.parse_args(arguments)
     start = time.monotonic()
     ingredients = INGREDIENTS if given.only is None else tuple(given.only)
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed, verdict in tally.found[: given.minimise]:
         script = minimise((seed, ingredients), verdict.outcome, 120)
         if script is None:
-            print(f"seed {seed}: fails not each time, or not with the same outcome")
+            print(f"seed {seed}: the failure is not reproducible, or its outcome varies")
         elif given.out is None:
             print(f"\n{script}")
         else:
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{path}: {verdict.outcome}")
     empty = tally.programs >= SOME and tally.share < LEAST_SHARE
     if empty:
-        print(f"only {tally.share:.0%} of the programs were equal as they were made, or raised")
+        print(f"only {tally.share:.0%} of the programs were equal as generated, or raised")
     return 1 if tally.found or empty else 0
 
 
@@ -99,14 +99,14 @@ def hunt_mutations(given: argparse.Namespace) -> int:
 def found_in(
     mutation: Mutation, only: Sequence[str], seed: int, most: int, seconds: float
 ) -> tuple[int, str]:
-    """How many programs it takes to find a known fault, 0 if it is not; and what was found.
+    """Returns how many programs it takes to find a known fault (0: not found), and a text.
 
     Args:
         mutation: the fault.
         only: ingredients of the programs.
-        seed: of the first one.
-        most: programs at most.
-        seconds: start none after so long.
+        seed: the first seed.
+        most: maximum number of programs.
+        seconds: time after which no program starts.
     """
     deadline, first = time.monotonic() + seconds, seed
     while seed < first + most:

@@ -34,7 +34,7 @@ class Noise:
     """The effect of noise in the last bit on the values of a run.
 
     Attributes:
-            whole: the values of the run without noise.
+        whole: the values of the run without noise.
     """
 
     def __init__(self, whole: Values) -> None:

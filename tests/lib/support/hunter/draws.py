@@ -14,10 +14,10 @@ class Draws:
     """Random choices from one seeded generator, and the program lines that result.
 
     Attributes:
-            ingredients: allowed ingredients of the program.
-            lines: the program's statements so far.
-            model: name of the network that templates call `M`.
-            parameters: expression for the optimizer's parameters, `P` in templates.
+        ingredients: allowed ingredients of the program.
+        lines: the program's statements so far.
+        model: name of the network that templates call `M`.
+        parameters: expression for the optimizer's parameters, `P` in templates.
     """
 
     def __init__(self, seed: int, ingredients: Collection[str]) -> None:

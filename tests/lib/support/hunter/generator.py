@@ -1,4 +1,4 @@
-"""Makes a program from a seed."""
+"""Generator of programs from seeds."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ GRIDS = {
 """Spatial grids by the number of data groups."""
 
 THEMES = ("look", "data", "surgery", "hooks", "views", "indices", "raise", "saving")
-"""What happens between the calls of a step."""
+"""Kinds of statements between the calls of a step."""
 
 INGREDIENTS = (
     *THEMES, "accumulate", "average", "checkpoint", "closure", "different", "dropout", "empty",
     "fast", "frozen", "groups", "lbfgs", "outside", "penalty", "scaler", "second", "share",
     "spectral_norm", "thin", "tied", "unequal", "weight_norm",
 )  # fmt: skip
-"""All that a program may have beside networks, losses and steps."""
+"""All optional ingredients of a program, besides networks, losses and steps."""
 
 KNOWN = ("replaced",)
-"""Programs that are known to differ. `replaced`: between forward and backward inputs and outputs
-change past autograd (`x.data.mul_`). The backward of torch then computes with what is there, that
-of pydist also with halos and statistics of the forward pass."""
+"""Programs that are known to differ. `replaced`: inputs and outputs change between forward and
+backward, bypassing autograd (`x.data.mul_`). torch's backward then computes with the current
+values, pydist's also with halos and statistics of the forward pass."""
 
 
 def ranks_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> int:
-    """How many ranks the program of a seed has."""
+    """Returns the number of ranks of a seed's program."""
     writer = _Writer(seed, ingredients)
     writer.split()
     return len(writer.groups) * math.prod(writer.spatial)
 
 
 def program_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> Program | None:
-    """The program of a seed, without what torch refuses; `None` where nothing is left."""
+    """Returns the program of a seed, without statements that torch refuses; `None` if empty."""
     return legal(draft_of(seed, ingredients))
 
 
 def draft_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> Program:
-    """The program of a seed, with statements that torch may refuse."""
+    """Returns the program of a seed, with statements that torch may refuse."""
     return _with_steady_weights(_Writer(seed, ingredients).program())
 
 
 def _with_steady_weights(program: Program) -> Program:
-    """The program without spectral norm where a checkpoint has second derivatives.
+    """Returns the program without spectral norm, if a checkpoint has second derivatives.
 
-    It moves the weight whenever a part is computed anew, so there is no one second derivative: in
-    torch itself a norm whose backward computes anew, as that of a split one does, differs from
-    torch's own (1.9e-5 for a convolution with spectral norm before a group norm; 1e-16 without).
+    Each recomputation moves the weight, so there is no unique second derivative. In torch itself,
+    a norm whose backward recomputes, as a split one's does, differs from torch's own (1.9e-5 for a
+    convolution with spectral norm before a group norm; 1e-16 without).
     """
     text = f"{program.statements} {program.networks}".lower()
     if "create_graph" not in text or "checkpointed(" not in text:
@@ -74,7 +74,7 @@ def _with_steady_weights(program: Program) -> Program:
 _PRELU = call("nn.PReLU")
 
 _OVER_SAMPLES = re.compile(r"\.(?:mean|sum|min|max|std|var)\(\)")
-"""A reduction over all samples: of a group's own, so that several groups differ from one device."""
+"""Reductions over all of a group's samples, so that several groups differ from one device."""
 
 
 class _Writer(Steps):
@@ -147,7 +147,7 @@ class _Writer(Steps):
             )
 
     def cuts(self, extent: int, parts: int) -> tuple[int, ...]:
-        """Split points: even, uneven, thin or empty blocks."""
+        """Draws split points: even, uneven, thin or empty blocks."""
         if self.maybe(0.3):
             sizes = [extent // parts + (i < extent % parts) for i in range(parts)]
             return tuple(sum(sizes[:i]) for i in range(parts + 1))
@@ -157,7 +157,7 @@ class _Writer(Steps):
         return (0, *sorted(inner), extent)
 
     def network(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        # Of no samples torch itself refuses some calls.
+        # torch itself refuses some calls for zero samples.
         make = network if min(self.groups) else plain_network
         first: list[Source] = []
         if self.thin and name == "m0":
@@ -209,7 +209,7 @@ class _Writer(Steps):
             self.add(self.any(s for s in words.LOOKING if "forward" in s))
 
     def prepared(self) -> str:
-        """The first network, as one statement: without `ready` it would be something else."""
+        """Returns the first network as one statement, since it must not exist without `ready`."""
         before, after_ready = ["m0 = net('m0')"], []
         if self.takes("frozen", 0.1):
             before.append(self.fill("part(M, K).requires_grad_(False)"))
@@ -229,7 +229,7 @@ class _Writer(Steps):
         self.is_plain = not self.points and len(self.sample) == 4 and self.maybe(0.3)
         how = "rows" if self.is_plain else "cut"
         self.leaf = self.maybe(0.5)
-        # Users that do not name the first sample let pydist count it.
+        # Users that do not name the first sample let pydist compute it.
         unnamed = ", False" if how == "cut" and self.maybe(0.5) else ""
         self.lines.append(f"x = {how}(0, {self.leaf}{unnamed})")
         if self.is_plain:
@@ -252,7 +252,7 @@ class _Writer(Steps):
                 f"scaler = torch.amp.GradScaler('cpu', {scale}, growth_interval={every})"
             )
         elif "hooks" in self.themes and "raise" not in self.themes and self.maybe(0.15):
-            # The optimizer in backward.
+            # An optimizer that steps in backward.
             self.lines.append("own = {p: torch.optim.SGD([p], 0.1) for p in params(m0)}")
             self.lines.append(
                 "for p in own: p.register_post_accumulate_grad_hook("
@@ -261,7 +261,7 @@ class _Writer(Steps):
 
     def closure(self) -> None:
         search = self.any(("None", "'strong_wolfe'"))
-        # Groups are only compared with each other: there steps may be as long as they like.
+        # Groups are only compared with each other: there steps may have any length.
         rate = self.any(("0.5", "1.0") if len(self.groups) == 1 else ("0.5", "20.0"))
         self.add(f"opt = torch.optim.LBFGS(P, {rate}, max_iter=4, line_search_fn={search})")
         self.add(
@@ -276,7 +276,7 @@ class _Writer(Steps):
     # -- different data ---------------------------------------------------------------------
 
     def different(self) -> Program:
-        """Fifty steps of training, in which one rank has other data from some step on."""
+        """Makes a program of sixty steps, where one rank has other data from some step on."""
         self.points, self.dropout, self.checkpointed = (), False, False
         shape = (max(self.groups), *self.sample)
         self.network("m0", shape)
@@ -288,7 +288,7 @@ class _Writer(Steps):
             "opt.step()",
             "opt.zero_grad()",
         ]
-        # Other inputs than volumes stay plain: such a network is computed whole on each rank.
+        # Inputs other than volumes stay plain: each rank computes such a network in full.
         plain = len(self.sample) != 4
         kinds = [s for s in words.DIFFERENT if not (plain and "rows" in s)]
         kinds += [] if plain else words.OTHER_NUMBERS

@@ -1,4 +1,4 @@
-"""The hunt: programs from seeds until the time is over, and a small script of each that fails."""
+"""The hunt: runs programs from seeds until time is up, and writes a small script per failure."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ LIMIT = 60.0
 """Seconds after which the process of one program is killed."""
 
 LEAST_SHARE = 0.6
-"""A hunt in which a smaller share of programs says something is a failure itself."""
+"""A hunt with a smaller share of conclusive programs is itself a failure."""
 
 REFUSALS = 4
-"""So many refused statements are taken out of a program, and the rest run again."""
+"""Maximum number of refused statements to remove from a program before running the rest."""
 
 
 @dataclass
 class Tally:
-    """What a hunt found.
+    """Counts and failures of a hunt.
 
     Attributes:
         outcomes: number of programs by outcome.
         refused: number of refusals by message.
-        shortened: number of programs that are equal without the statements that were refused.
-        found: seed, program and verdict of each that failed.
+        shortened: number of programs that are equal after removal of refused statements.
+        found: seed and verdict of each program that failed.
     """
 
     outcomes: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -49,12 +49,12 @@ class Tally:
 
     @property
     def share(self) -> float:
-        """The share of programs that say something: equal as they were made, or raised."""
+        """The share of conclusive programs: equal as generated, or raised."""
         counted = self.outcomes["equal"] - self.shortened + self.outcomes["raised"]
         return counted / (self.programs or 1)
 
     def count(self, seed: int, answer: Answer, *, quiet: bool = False) -> None:
-        """Adds a program, and prints it where it failed."""
+        """Adds a program, and prints its verdict if it failed."""
         verdict = answer.verdict
         self.outcomes[verdict.outcome] += 1
         self.shortened += verdict.outcome == "equal" and bool(answer.refused)
@@ -73,11 +73,11 @@ class Tally:
 
 
 Task = tuple[int, tuple[str, ...]]
-"""A seed, and the ingredients that its program may have."""
+"""A seed, and the allowed ingredients of its program."""
 
 
 class Answer(NamedTuple):
-    """The verdict on a program, without the statements that were refused on the way."""
+    """The verdict on a program, after removal of the statements that were refused."""
 
     verdict: Verdict
     refused: list[str]
@@ -85,12 +85,12 @@ class Answer(NamedTuple):
 
 
 def examine(task: Task) -> Answer:
-    """Makes the program of a seed and judges it; what is refused is taken out."""
+    """Generates the program of a seed and judges it, removing refused statements."""
     program = program_of(*task)
     refused: list[str] = []
     while program is not None:
         verdict = judge(program)
-        # One in which data differ is a single loop.
+        # A program with different data is a single loop.
         if verdict.outcome != "refused" or program.differs or len(refused) == REFUSALS:
             return Answer(verdict, refused, program)
         refused.append(verdict.detail)
@@ -103,14 +103,14 @@ def _made(task: Task) -> Program | None:
 
 
 def answered(task: Task, answer: Answer | Verdict) -> Answer:
-    """What became of a task, whose process may have died."""
+    """Returns the answer to a task; its process may have died."""
     if isinstance(answer, Answer):
         return answer
     return Answer(blamed(answer, draft_of(*task)), [], None)
 
 
 def blamed(verdict: Verdict, draft: Program) -> Verdict:
-    """The verdict on a program whose process died: illegal where plain torch dies on it."""
+    """Returns the verdict on a program whose process died: illegal if plain torch dies too."""
     if verdict.outcome == "crash" and draft.reference == "torch":
         ((_, answer),) = each_isolated(legal, [draft], LIMIT)
         if isinstance(answer, Verdict):
@@ -119,7 +119,7 @@ def blamed(verdict: Verdict, draft: Program) -> Verdict:
 
 
 def warm_up() -> None:
-    """Loads what every program needs, once for all children."""
+    """Initializes what every program needs, once for all children."""
     layers = (call("nn.Conv3d", 1, 2, 3, padding=1), call("nn.BatchNorm3d", 2), call("nn.ReLU"))
     statements = (
         "m0 = ready(net('m0'))",
@@ -141,7 +141,7 @@ def hunt(
     *,
     quiet: bool = False,
 ) -> Tally:
-    """Examines programs until the tasks or the time are over, so many have failed, or Ctrl-C."""
+    """Examines programs until the tasks, the time or the allowed failures run out, or Ctrl-C."""
     warm_up()
     deadline = time.monotonic() + seconds
     tally = Tally()
@@ -161,7 +161,7 @@ def hunt(
 
 
 def minimise(task: Task, outcome: str, seconds: float) -> str | None:
-    """A script of the smallest program found that fails as the seed's does."""
+    """Returns a script of the smallest program found that fails like the seed's program."""
     ((_, answer),) = each_isolated(examine, [task], LIMIT)
     program = answer.program if isinstance(answer, Answer) else None
     if program is None:  # its process died
@@ -185,7 +185,7 @@ def minimise(task: Task, outcome: str, seconds: float) -> str | None:
 
 
 def _short(message: str) -> str:
-    """A refusal without what differs from program to program."""
+    """Returns a refusal without the parts that differ between programs."""
     text = message.split("; ", maxsplit=1)[0]
     text = re.sub(r" (in module \S+|at [^()]*?:\d+|\(shapes [^)]*\))", "", text)
     return re.sub(r"\d+(, \d+)*", "n", text)[:160]

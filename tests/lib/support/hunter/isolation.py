@@ -1,4 +1,4 @@
-"""Programs in processes of their own: one that crashes or hangs ends alone."""
+"""Isolation of programs in their own processes: a crash or hang ends only one of them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class _Slot:
 def each_isolated(
     function: Callable[[T], R], tasks: Iterable[T], seconds: float, workers: int = 1
 ) -> Iterator[tuple[T, R | Verdict]]:
-    """Results of `function(task)`, each from a forked process, as they become ready.
+    """Yields results of `function(task)`, each from a forked process, as they become ready.
 
     Args:
         function: runs in the child; its result is pickled.
-        tasks: taken as workers become free.
-        seconds: after which a child is killed: a hang.
-        workers: children at a time.
+        tasks: start as workers become free.
+        seconds: time limit after which a child counts as a hang and is killed.
+        workers: number of concurrent children.
 
     Yields:
         Each task with its result, or with the verdict `crash` or `hang` of its process.
@@ -78,13 +78,13 @@ def _result(slot: _Slot) -> Any:
     except EOFError:
         slot.process.join()
         return Verdict("crash", f"the process died with code {slot.process.exitcode}")
-    # A child may hang at its end, in threads of a program that did not end.
+    # A child may hang at its end, in threads of a program that has not ended.
     slot.process.kill()
     return result
 
 
 def _child(function: Callable[[T], R], task: T, answer: Connection) -> None:
-    # What glibc says of a damaged heap is in the exit code.
+    # glibc reports a damaged heap through the exit code.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     faulthandler.disable()
     try:

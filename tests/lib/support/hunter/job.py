@@ -1,4 +1,4 @@
-"""Programs as an MPI job: each rank runs its part, and writes what it saw into a folder."""
+"""Programs as an MPI job: each rank runs its part, and writes the values it saw to a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.hunter.judge import Run, run_rank, settings
 from support.hunter.program import Program
 
 SECONDS = 300.0
-"""After so many a job hangs."""
+"""Time limit of a job."""
 
 
 def run_job(
@@ -21,7 +21,7 @@ def run_job(
     """Runs programs one after another, up to the first that fails on a rank.
 
     Returns:
-        The job's output, and for each program that all ranks ended what they saw, in rank order.
+        The output, and the runs, in rank order, of each program that all ranks completed.
     """
     (folder / "programs").write_bytes(pickle.dumps(list(programs)))
     command = [sys.executable, "-m", "pydist.launch", str(ranks), mpi]
@@ -47,7 +47,7 @@ def run_job(
 
 
 def main(folder: Path) -> None:
-    """One rank of the job."""
+    """Runs one rank of the job."""
     from pydist.runtime import connect
 
     world = connect()

@@ -1,4 +1,4 @@
-"""Runs a program whole and split, and says how far they are apart."""
+"""Runs of a program on one device and split, and the verdict on their difference."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ from support.hunter.program import Program
 from support.hunter.world import Seen, World
 
 SECONDS = 20.0
-"""After so many a program on rank-threads hangs: they take well under one."""
+"""Time limit of a program on rank-threads; programs take well under one second."""
 
 PARAMETER_NOISES, LAYER_NOISES = (0, 2, 4, 6), (1, 3, 5)
-"""Seeds of noise in parameters and inputs; of noise in every layer's result as well."""
+"""Seeds of noise in parameters and inputs, and of noise in every layer's result as well."""
 
 STALE = "after a change in place of another"
-"""In what is said of a copy in place of a view, which is refused where it is used."""
+"""Text of pydist's refusal to use a copy in place of a view."""
 
 CHANGED = ("modified by an inplace operation", "has been modified inplace")
-"""In what torch says of a tensor that backward needs and that was changed in place."""
+"""Texts of torch's errors for a tensor that backward needs and that was changed in place."""
 
 LOCAL = (STALE, "nested checkpoints", *CHANGED)
-"""What some ranks find and others do not, as their blocks need no such tensor: they are told."""
+"""Errors that only some ranks raise, as other blocks need no such tensor; pydist reports them."""
 
-ALARMS = ("the ranks call different things", "it must be equal on all ranks", "on some ranks")
-"""In what pydist says of ranks that are given different things, which most programs are not."""
+ALARMS = ("the ranks make different calls", "it must be equal on all ranks", "on some ranks")
+"""Texts of pydist's errors for ranks with different data, which are wrong for most programs."""
 
 BAD = ("wrong", "parted", "hang", "crash", "silent", "alarm")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a program.
+    """The outcome of a program.
 
     Attributes:
-        outcome: equal; refused (by name, on all ranks, or by torch itself where a saved tensor was
-            changed in place); undecided (noise moves it as well); illegal (torch refuses it);
-            raised (as it had to). Or wrong; parted (some ranks refuse,
-            others do not); hang; crash (another error); silent (data differed, and nothing was
-            raised); alarm (the ranks were said to differ, and did not).
+        outcome: equal; refused (by name, on all ranks, or by torch itself for a saved tensor
+            that was changed in place); undecided (noise moves the value as well); illegal
+            (torch refuses it); raised (as required). Or a failure: wrong; parted (only some ranks
+            refuse); hang; crash (another error); silent (data differed, and nothing was raised);
+            alarm (an error reports a difference between ranks that does not exist).
         detail: one line.
-        statement: the statement that was refused or raised, -1 where there is none.
+        statement: the statement that was refused or raised, or -1.
     """
 
     outcome: str
@@ -79,13 +79,13 @@ class Verdict:
 
 @dataclass
 class Run:
-    """What one device or one rank saw, and how its run ended.
+    """The values that one device or one rank saw, and the end of its run.
 
     Attributes:
         seen: values by name.
-        failed: the statement that raised, and what; None where none did.
-        trace: of what was raised.
-        changed: whether this rank's block of a plain tensor was changed, and only that.
+        failed: the statement that raised, and its error; or None.
+        trace: traceback of the error.
+        changed: whether only this rank's block of a plain tensor was changed.
     """
 
     seen: Values
@@ -95,7 +95,7 @@ class Run:
 
 
 def run_in(world: World) -> Run:
-    """One run of a program."""
+    """Runs a program in its environment."""
     failed = world.run()
     trace = ""
     if failed is not None:
@@ -105,14 +105,14 @@ def run_in(world: World) -> Run:
 
 
 def run_whole(program: Program, noise: int | None = None) -> Run:
-    """On one device: plain torch, or one rank where the program says so."""
+    """Runs a program on one device: plain torch, or one rank if the program requires it."""
     if program.reference == "torch":
         return run_in(World(program, None, noise))
     return run_local(lambda t: run_in(World(program, Mesh(t, 1, (1, 1, 1)), noise)), 1)[0]
 
 
 def run_rank(program: Program, transport: Transport) -> Run:
-    """On one rank of the program's mesh."""
+    """Runs a program on one rank of its mesh."""
     mesh = Mesh(
         transport, len(program.groups), program.spatial, keep_thin_blocks=program.keep_thin_blocks
     )
@@ -120,7 +120,7 @@ def run_rank(program: Program, transport: Transport) -> Run:
 
 
 def judge(program: Program, seconds: float = SECONDS) -> Verdict:
-    """Runs a program whole and on rank-threads."""
+    """Runs a program on one device and on rank-threads, and returns the verdict."""
     whole = run_whole(program)
     if whole.failed is not None:
         return _of_one_device(program, whole.failed)
@@ -134,14 +134,14 @@ def judge(program: Program, seconds: float = SECONDS) -> Verdict:
     verdict = verdict_of(program, None if program.differs else whole, ranks)
     if program.differs and verdict.outcome in ("raised", "crash"):
         healthy = judge(replace(program, differs=False, looker=-1), seconds)
-        # It must be quiet where nothing differs, and may refuse what it refuses there as well.
+        # Without a difference nothing may be raised, except that a refusal repeats.
         refused = verdict.outcome == "crash" and healthy.outcome == "refused"
         return healthy if healthy.bad or refused else verdict
     return verdict
 
 
 def _of_one_device(program: Program, failed: tuple[int, Exception]) -> Verdict:
-    """The verdict on a program that one device does not run to its end."""
+    """Returns the verdict on a program that one device does not complete."""
     number, error = failed
     text = f"{type(error).__name__}: {error}"
     if program.reference == "torch" or run_in(World(program, None)).failed is not None:
@@ -150,7 +150,7 @@ def _of_one_device(program: Program, failed: tuple[int, Exception]) -> Verdict:
 
 
 def verdict_of(program: Program, whole: Run | None, ranks: Sequence[Run]) -> Verdict:
-    """Compares what all ranks saw with what one device saw."""
+    """Compares the values of all ranks with those of one device."""
     failures = {rank: run.failed for rank, run in enumerate(ranks) if run.failed is not None}
     if whole is None:
         return _of_different_data(ranks)
@@ -202,14 +202,14 @@ def _of_failures(
         return Verdict("crash", f"{where}: {text}\n" + "\n".join(last), number)
     looked = program.statements[number].startswith("if here") and set(own) == {program.looker}
     if looked and STALE in text:
-        return Verdict("refused", text, number)  # a use without messages, on one rank alone
-    # A plain batch that the first layer changes in place is no longer the same on all ranks.
+        return Verdict("refused", text, number)  # a use without messages, on one rank only
+    # A plain batch changed in place by the first layer is no longer the same on all ranks.
     is_changed = any(r.changed for r in ranks)
     if any(_is_alarm(error) for _, error in own.values()) and not is_changed:
         return Verdict("alarm", f"{where}: {text}", number)
     stale = all(STALE in str(error) for _, error in own.values())  # found at the first use
     local = all(any(text in str(error) for text in LOCAL) for _, error in own.values())
-    # Nothing differs of a batch without samples.
+    # A batch without samples has no differences.
     size = program.ranks // len(program.groups)
     groups = sum(n > 0 for n in program.groups) if is_changed else len(program.groups)
     if len(failures if local else own) < size * groups or (
@@ -220,7 +220,7 @@ def _of_failures(
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether an error is pydist's, or torch's own of a tensor that backward needs."""
+    """Returns whether an error is pydist's, or torch's own for a tensor that backward needs."""
     changed = type(error) is RuntimeError and any(text in str(error) for text in CHANGED)
     return isinstance(error, PydistError) or changed
 
@@ -230,7 +230,7 @@ def _is_alarm(error: Exception) -> bool:
 
 
 def _assembled(program: Program, ranks: Sequence[Run], rank: int) -> Values:
-    """What one rank saw, put together with what ranks of the other groups saw."""
+    """Returns the values of one rank, joined with those of ranks of the other groups."""
     found = ranks[rank].seen
     groups = len(program.groups)
     if groups == 1:
@@ -257,7 +257,7 @@ def _joined(program: Program, over: str, group: int, parts: Sequence[Seen]) -> T
     if over == "share":
         return torch.cat([v * s for v, s in zip(values, shares, strict=True)])
     if over == "mean":
-        # Of no samples a mean is NaN.
+        # A mean over zero samples is NaN.
         return torch.stack([v * s for v, s in zip(values, shares, strict=True) if s]).sum(0)
     return values[group]
 
@@ -275,7 +275,7 @@ def _together(ranks: Sequence[Run]) -> Verdict | None:
 
 
 def _beyond_noise(program: Program, whole: Run, found: Sequence[Values]) -> Verdict:
-    """The verdict once something is beyond the floor: is it beyond what noise does, too?"""
+    """Returns the verdict for differences above the floor, by the effect of noise on them."""
     noise = Noise(whole.seen)
     exact = _with_norms_written_out(program)
     for noisy, most in _rounded_otherwise(program, exact):
@@ -285,8 +285,8 @@ def _beyond_noise(program: Program, whole: Run, found: Sequence[Values]) -> Verd
     for rank, seen in enumerate(found):
         from_exact = {} if exact is None else by_place(differences(seen, exact.seen))
         for name, i, e in differences(seen, whole.seen):
-            # Where both ways of one device differ, either will do: torch's own instance norm has
-            # wrong gradients for some strides of dL/dy, and its result is a view.
+            # If two ways on one device differ, a match with either is enough: torch's own instance
+            # norm has wrong gradients for some strides of dL/dy, and its result is a view.
             nearest = min(e, from_exact.get((name, i), e))
             if nearest <= FP64_BOUND or is_zero(name, i, seen, whole.seen):
                 continue
@@ -303,28 +303,28 @@ def _beyond_noise(program: Program, whole: Run, found: Sequence[Values]) -> Verd
 
 
 def _rounded_otherwise(program: Program, exact: Run | None) -> Iterator[tuple[Run, float]]:
-    """Runs on one device that differ by rounding, and the largest such difference."""
+    """Yields runs on one device that differ by rounding, with the largest expected difference."""
     for seed in PARAMETER_NOISES:
         yield run_whole(program, seed), float("inf")
-    # Hooks that add noise can undo what is in place, and so can norms written out.
+    # Hooks that add noise can undo in-place changes, and so can norms written out.
     for seed in LAYER_NOISES:
         yield run_whole(program, seed), 1e-6
     if "here" in "".join(program.statements):
-        # A hook can decide what one device saves for backward, and so what a later change changes.
+        # A hook can affect which tensors one device saves, and so which ones change later.
         yield run_whole(replace(program, looker=-1)), float("inf")
     if exact is not None:
-        # torch's own norms can be the inexact side, which noise does not show.
+        # torch's own norms can be the less exact side, which noise does not show.
         yield exact, 1e-6
 
 
 def _with_norms_written_out(program: Program) -> Run | None:
-    """A run on one device without torch's fused norms, in recomputed parts as well."""
+    """Runs a program on one device without torch's fused norms, in recomputed parts as well."""
     if program.reference != "torch":
         return None
     engine = Variable._execution_engine
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        with reference:  # `backward` and `grad` are calls that modes are handed, and are off in
+        with reference:  # modes see `backward` and `grad` as calls, and are off inside of them
             return engine.run_backward(*args, **kwargs)
 
     standing = SimpleNamespace(run_backward=run_backward, queue_callback=engine.queue_callback)
@@ -333,7 +333,7 @@ def _with_norms_written_out(program: Program) -> Run | None:
 
 
 def legal(program: Program, tries: int = 12) -> Program | None:
-    """The program without the statements that torch itself refuses."""
+    """Returns the program without the statements that torch itself refuses."""
     for _ in range(tries):
         failed = run_whole(program).failed
         calm = _without_raising(program)
@@ -343,26 +343,26 @@ def legal(program: Program, tries: int = 12) -> Program | None:
         if failed is None:
             return program
         if program.differs:
-            return None  # it is one loop, in which the data differ
+            return None  # a program with different data is a single loop
         program = without(program, failed[0])
     return None
 
 
 def _without_raising(program: Program) -> Program:
-    """The program with hooks that do not raise where they should."""
+    """Returns the program with hooks that do not raise."""
     calm = (each.replace("with raising(", "with calm(") for each in program.statements)
     return replace(program, statements=tuple(calm))
 
 
 def without(program: Program, number: int) -> Program:
-    """The program without one statement."""
+    """Returns the program without one statement."""
     kept = program.statements[:number] + program.statements[number + 1 :]
     return replace(program, statements=kept)
 
 
 @contextmanager
 def settings() -> Iterator[None]:
-    """How programs run: in float64, each rank on one thread, without warnings."""
+    """Sets up runs of programs: float64, one thread per rank, no warnings."""
     os.environ["PYDIST_TUNE"] = "0"
     before, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(torch.float64)

@@ -42,11 +42,11 @@ class Mutation:
     """A known fault.
 
     Attributes:
-            name: the command-line name.
-            point: number, in the issue, of the guarantee that the fault breaks.
-            only: ingredients of the programs that search for the fault.
-            fault: a sentence that describes it.
-            patches: contexts in which pydist has the fault.
+        name: the command-line name.
+        point: number, in the issue, of the guarantee that the fault breaks.
+        only: ingredients of the programs that search for the fault.
+        fault: a sentence that describes it.
+        patches: contexts in which pydist has the fault.
     """
 
     name: str

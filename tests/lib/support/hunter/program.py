@@ -13,16 +13,16 @@ class Program:
     """Statements, the networks that they name, and the split.
 
     Attributes:
-        statements: Python source, each run in the names of `hunter.world.World`.
-        networks: layers of each network, as source in the names of `random_networks.blocks`.
+        statements: Python source, each run in the namespace of `hunter.world.World`.
+        networks: source of each network's layers, in the namespace of `random_networks.blocks`.
         sample: shape of one sample: channels, then the spatial extents.
-        groups: samples of each data group.
+        groups: number of samples of each data group.
         spatial: ranks along the spatial dims.
-        points: split points of each spatial dim of the input; even ones where it is empty.
-        keep_thin_blocks: as of the mesh.
-        looker: the rank on which `here` is true; on none where it is negative.
-        reference: "torch", or "one rank": pydist on one rank, where random numbers are pydist's.
-        differs: the ranks are given different data on purpose, so that pydist must raise.
+        points: split points of each spatial dim of the input; empty for an even split.
+        keep_thin_blocks: option of the mesh.
+        looker: the rank on which `here` is true; negative for none.
+        reference: "torch", or "one rank": pydist on one rank, for pydist's random numbers.
+        differs: whether ranks get different data on purpose, so that pydist must raise.
     """
 
     statements: tuple[str, ...]
@@ -46,7 +46,7 @@ class Program:
         return sum(self.groups)
 
     def script(self, comment: str) -> str:
-        """A file that runs the program and says how far split is from whole."""
+        """Returns a script that runs the program and prints the verdict."""
         fields = [
             f"    {name}={getattr(self, name)!r},"
             for name in (

@@ -1,4 +1,4 @@
-"""Makes a failing program small: fewer statements, fewer layers, a smaller sample, fewer ranks."""
+"""Minimization of a failing program: fewer statements, layers and ranks, a smaller sample."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from support.hunter.program import Program
 
 
 def shrunk(program: Program, fails: Callable[[Program], bool], seconds: float = 120) -> Program:
-    """The smallest program found that still fails; every step of the way fails as well.
+    """Returns the smallest program found that still fails; every intermediate step fails, too.
 
     Args:
-        program: fails.
-        fails: whether a program fails as this one does.
-        seconds: after which no further candidate is tried.
+        program: a program that fails.
+        fails: returns whether a program fails in the same way.
+        seconds: time after which no further candidate is tried.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -46,7 +46,7 @@ def _descend(
 
 
 def _fewer_statements(program: Program) -> Iterator[Program]:
-    """Without a run of statements: long runs first, from the end."""
+    """Yields the program without a run of statements: long runs first, from the end."""
     count = len(program.statements)
     size = max(1, count // 2)
     while size >= 1:

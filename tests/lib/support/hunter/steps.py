@@ -15,17 +15,17 @@ class Steps(Draws):
     """Generator of a program's steps.
 
     Attributes:
-            groups, spatial, networks: those of the program.
-            themes: kinds of statements between the calls of a step.
-            accumulates: whether steps may accumulate gradients.
-            checkpointed: whether all forward passes are checkpoints.
-            leaf: whether the input requires a gradient.
-            is_plain: whether the model cuts the input itself.
-            second: the call of a second network, or "".
-            outside: whether parameters outside of networks are trained.
-            scaled: whether a GradScaler makes the steps.
-            waiting: whether a graph waits for its backward.
-            called: the latest forward pass.
+        groups, spatial, networks: those of the program.
+        themes: kinds of statements between the calls of a step.
+        accumulates: whether steps may accumulate gradients.
+        checkpointed: whether all forward passes are checkpoints.
+        leaf: whether the input requires a gradient.
+        is_plain: whether the model cuts the input itself.
+        second: the call of a second network, or "".
+        outside: whether parameters outside of networks are trained.
+        scaled: whether a GradScaler makes the steps.
+        waiting: whether a graph waits for its backward.
+        called: the latest forward pass.
     """
 
     groups: tuple[int, ...]

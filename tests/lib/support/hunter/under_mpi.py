@@ -24,15 +24,15 @@ def hunt_mpi(
     """Examines programs with `ranks` ranks; those equal on rank-threads also run as an MPI job.
 
     Args:
-            tasks: those with other numbers of ranks are skipped.
-            seconds: time after which no further program starts on rank-threads.
-            workers: concurrent processes, on rank-threads.
-            ranks: ranks of the programs.
-            mpi: openmpi, mpich or gloo.
-            programs: maximum number of programs.
+        tasks: those with other numbers of ranks are skipped.
+        seconds: time after which no further program starts on rank-threads.
+        workers: concurrent processes, on rank-threads.
+        ranks: ranks of the programs.
+        mpi: openmpi, mpich or gloo.
+        programs: maximum number of programs.
 
     Returns:
-            Counts of the outcomes under MPI, and failures on rank-threads.
+        Counts of the outcomes under MPI, and failures on rank-threads.
     """
     warm_up()
     deadline = time.monotonic() + seconds

@@ -40,9 +40,9 @@ class Seen(NamedTuple):
     """A value as the program saw it.
 
     Attributes:
-            over: a value of `OVER`.
-            value: a full tensor, or anything that `==` compares.
-            facts: shape, dtype and other properties that must be equal.
+        over: a value of `OVER`.
+        value: a full tensor, or anything that `==` compares.
+        facts: shape, dtype and other properties that must be equal.
     """
 
     over: str

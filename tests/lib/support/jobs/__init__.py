@@ -1,1 +1,1 @@
-"""Processes that tests start: their environment (`children`), their hangs, and `programs`."""
+"""Processes that tests start: environment (`children`), hangs (`hangs`), and `programs`."""

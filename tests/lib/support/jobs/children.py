@@ -1,4 +1,4 @@
-"""Environment of the processes that tests start, and waiting for what they do."""
+"""Environment of the processes that tests start, and waiting for their actions."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import pydist
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """This process's variables, and the place of the pydist that it tests.
+    """Returns this process's variables, with the path of the pydist under test.
 
-    Start children in a folder other than the checkout's: `python -m` and `-c` would import pydist
-    from there, where an installed one is to be tested.
+    Start children outside the checkout: `python -m` and `-c` would import pydist from there,
+    instead of the installed one under test.
     """
     package = Path(pydist.__path__[0]).parent
     if package.name in ("site-packages", "dist-packages"):
@@ -27,7 +27,7 @@ def child_environment(**variables: str) -> dict[str, str]:
 def wait_until(
     happened: Callable[[], bool], process: subprocess.Popen[str] | None = None, seconds: float = 60
 ) -> None:
-    """Waits for something to happen while a process runs; fails when that ends or time is over."""
+    """Waits for an event while a process runs; fails if the process ends or time is over."""
     deadline = time.monotonic() + seconds
     while not happened():
         assert process is None or process.poll() is None, f"exit code {process.returncode}"

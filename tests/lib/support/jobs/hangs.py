@@ -1,8 +1,8 @@
-"""Hangs in every phase of a job: who is named, and when all have ended.
+"""Hangs in every phase of a job: which rank is named, and when all processes have ended.
 
     PYTHONPATH=tests/lib python -m support.jobs.hangs [--limit SECONDS] [--mpi NAME ...] [PHASE ...]
 
-runs the whole matrix by hand, under `pydist run` and under each launcher alone, and prints a table.
+runs the full matrix, with `pydist run` and with each launcher by itself, and prints a table.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ FAULTS = ("stop", "spin", "caught", "return")
 LAUNCHERS = ("openmpi", "mpich", "gloo")
 SCRIPT = path_of("hanging")
 PATIENT = {"opening": 3, "tuning": 3, "saving": 3, "validation": 3, "finalize": 3}
-"""Limits that a phase may be silent for, where it is not one."""
+"""How many limits a phase may stay silent for, if not one."""
 IN_SECOND_STEP = ("halo", "reduction", "backward", "buckets")
-"""Phases of a loop in whose second step the fault strikes."""
+"""Phases of a loop in which the fault strikes in the second step."""
 SLACK = 2.0
-"""Seconds beyond the limit, on a machine with a core for each of its processes that run."""
+"""Seconds beyond the limit, on a machine with a core per running process."""
 
 
 @dataclass
 class Outcome:
     code: int
     seconds: float
-    """From the fault to the end of the last process."""
+    """Time from the fault to the end of the last process."""
     stderr: str
     left: list[int]
-    """Processes that were still there."""
+    """Processes that still exist."""
     pids: dict[int, int]
-    """Process of each rank."""
+    """Process ids by rank."""
 
     @property
     def is_named(self) -> bool:
         return "rank 1" in self.stderr
 
     def complaint(self, phase: str, fault: str, limit: float) -> str:
-        """What is wrong with it, "" if nothing is."""
+        """Returns the problem with the outcome, or ""."""
         if self.seconds < 0:
             return "the job ended before the fault"
-        # A rank that leaves after pydist's own end makes none wait, and the launcher says what it
-        # thinks of it.
+        # No rank waits for one that leaves after pydist has ended; the exit code is then the
+        # launcher's choice.
         leaves = phase == "finalize" and fault in ("caught", "return") and self.code in (0, 1)
         if not self.is_named and not (leaves and self.code == 0):
             return "rank 1 is not named"
-        # Ranks that go on after an exception call different things, which they notice themselves.
+        # Ranks that continue after an exception call different operations, which they detect.
         differ = (
             fault == "caught"
             and self.code == UsageError.exit_code
@@ -82,10 +82,10 @@ class Outcome:
         return f"{self.seconds:.1f} s, more than {most:.1f}" if self.seconds > most else ""
 
     def unsaid(self, phase: str, fault: str) -> str:
-        """What the watchdog's report lacks, "" if nothing."""
+        """Returns what the watchdog's report lacks, or ""."""
         reports = self.stderr.count("pydist: hang: no rank of ")
         by_launcher = "rank 1 stopped (state T) after the others" in self.stderr
-        # A broken connection may be noticed first.
+        # A broken connection may be detected first.
         if fault not in ("stop", "spin") or (phase == "finalize" and by_launcher):
             return "" if reports <= 1 else f"{reports} reports"
         if reports != 1:
@@ -93,7 +93,7 @@ class Outcome:
         blocked = "is in a call that does not return"
         ends = "has (reached the end of its program|ended)"
         waits = {"join": blocked, "finalize": ends}.get(phase, "waits for other ranks")
-        # In the loader a thread of its own has the fault, and holds the interpreter's lock.
+        # In the loader, one of its threads has the fault, and holds the interpreter's lock.
         shared = rf"(computes|sleeps, and waits for no rank|{blocked})"
         runs = {"finalize": waits, "loader": shared}.get(phase, "computes")
         faulty = (r"is stopped \(state T", "") if fault == "stop" else (runs, " in fault")
@@ -116,7 +116,7 @@ class Outcome:
 
 
 def seconds_allowed(phase: str, limit: float) -> float:
-    """Seconds from the fault to the end; more where other programs keep the cores busy."""
+    """Returns the limit from fault to end, in seconds; longer if other programs use the cores."""
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
     return limit * PATIENT.get(phase, 1) + SLACK * max(1.0, busy)
 
@@ -124,7 +124,7 @@ def seconds_allowed(phase: str, limit: float) -> float:
 def command(
     launcher: str, argv: list[str], folder: Path, plain: bool
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line that starts two ranks, by `pydist run` or by the launcher itself."""
+    """Returns the command that starts two ranks, by `pydist run` or by the launcher itself."""
     if not plain:
         return [sys.executable, "-m", "pydist.launch", "2", launcher, *argv], {}
     if launcher == "gloo":
@@ -135,7 +135,7 @@ def command(
 
 
 def make_data(folder: Path) -> None:
-    """What the program `hanging` trains on, next to its own folder."""
+    """Generates the training data of the program `hanging`, next to its own folder."""
     options = UniverseOptions(count=6, width=32, box_width=32, validation=1 / 3)
     generate_universes(folder / "universes", options)
 
@@ -143,7 +143,7 @@ def make_data(folder: Path) -> None:
 def hang(
     folder: Path, launcher: str, phase: str, fault: str, limit: float, plain: bool = False
 ) -> Outcome:
-    """Run the program under a launcher until all its processes have ended."""
+    """Runs the program under a launcher until all its processes have ended."""
     line, variables = command(launcher, [str(SCRIPT), str(folder), phase, fault], folder, plain)
     variables |= {"PYDIST_HANG_LIMIT": str(limit), "PYDIST_CACHE": str(folder / "cache")}
     variables |= {"PYDIST_TUNE": "1" if phase == "tuning" else "0", "OMP_NUM_THREADS": "1"}
@@ -176,7 +176,7 @@ def hang(
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs, sleeps or is stopped; a zombie counts as gone."""
+    """Returns whether a process runs, sleeps or is stopped; a zombie counts as ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     return False
@@ -200,7 +200,7 @@ def main() -> None:
                     place.mkdir()
                     outcome = hang(place, launcher, phase, fault, options.limit, options.plain)
                     why = outcome.complaint(phase, fault, options.limit)
-                    # An exception after the last message of a phase makes no rank wait.
+                    # No rank waits if the exception follows the last message of a phase.
                     ok = not why or (fault == "caught" and outcome.code == 0)
                     wrong += not ok
                     print(

@@ -1,4 +1,4 @@
-"""A script's numbers by the instruction set that the native kernels take."""
+"""Comparison of a script's output between the instruction sets of the native kernels."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import numpy as np
 
 
 def assert_all_agree(script: str, rtol: float) -> None:
-    """Run a script with each set; it prints `native.cpu_isa()` and then numbers.
+    """Runs a script with each instruction set; it prints `native.cpu_isa()` and then numbers.
 
     Args:
-        script: Python.
-        rtol: how far numbers may be from those of the base set.
+        script: Python source.
+        rtol: relative tolerance against the numbers of the base set.
     """
     results: dict[str, list[float]] = {}
     for isa in ["base", "x86-64-v3", "x86-64-v4"]:
         done = subprocess.run(
             [sys.executable, "-c", script],
-            cwd=Path(__file__).parent,  # not the checkout's folder, where sources hide the package
+            cwd=Path(__file__).parent,  # not the checkout, whose sources would hide the package
             env={"PYDIST_ISA": isa, "PYTHONPATH": ":".join(filter(None, sys.path))},
             check=True,
             capture_output=True,

@@ -1,4 +1,4 @@
-"""Sums over pooling windows by the native kernels: what their tests have in common."""
+"""Shared parts of the tests of the native pooling-window sums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ORIGIN = (0, 0, 0)
 
 T = TypeVar("T")
 Scales = Sequence[np.ndarray]
-"""Of the outputs along each dim."""
+"""Scales of the outputs along each dim."""
 
 
 def footprints(
@@ -35,7 +35,7 @@ def footprints(
 
 @dataclass(frozen=True)
 class Pooling:
-    """Where the two arrays lie in global coordinates, and the windows."""
+    """Windows, and the positions of the two arrays in global coordinates."""
 
     source_lo: tuple[int, int, int]
     out_lo: tuple[int, int, int]
@@ -60,7 +60,7 @@ class Pooling:
     def matrices(
         self, sources: Sequence[int], outs: Sequence[int], scales: Scales
     ) -> list[np.ndarray]:
-        """Along each dim, the matrix [outs, sources] of scaled memberships: the definition."""
+        """Returns the definition: a matrix [outs, sources] of scaled memberships for each dim."""
         result = []
         for dim in range(3):
             o = np.arange(outs[dim])[:, None]

@@ -1,1 +1,1 @@
-"""Networks that tests train: small ones, and those that others wrote (`zoo`)."""
+"""Networks that tests train: small ones, and third-party ones (`zoo`)."""

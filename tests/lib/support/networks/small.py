@@ -1,4 +1,4 @@
-"""Small networks with everything in them that CosmoFlow has."""
+"""Small networks with all kinds of layers that CosmoFlow has."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SHAPE = (BATCH, 2, 12, 10, 9)
 
 
 def initialised(model: nn.Module, seed: int = 0) -> nn.Module:
-    """The model in fp64, its parameters drawn anew.
+    """Returns the model in fp64, with newly drawn parameters.
 
-    Not from the global generator: rank-threads that make their models at the same time share it.
+    They do not come from the global generator, which rank-threads share.
     """
     model = model.double()
     with torch.no_grad():
@@ -30,7 +30,7 @@ def initialised(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def small(norm: bool = False, dropout: float = 0.0, seed: int = 0) -> nn.Module:
-    """Two convolutions, two pools and two linear layers, in fp64."""
+    """Creates two convolutions, two pools and two linear layers, in fp64."""
     model = nn.Sequential(
         nn.Conv3d(2, 4, 3, padding=1, bias=not norm),
         nn.BatchNorm3d(4) if norm else nn.Identity(),
@@ -49,19 +49,19 @@ def small(norm: bool = False, dropout: float = 0.0, seed: int = 0) -> nn.Module:
 
 
 def small_task(norm: bool = False) -> Task:
-    """The small network with a batch of four."""
+    """Creates a task of the small network with a batch of four."""
     return Task(small(norm), randn(*SHAPE, seed=1), randn(BATCH, 3, seed=2), F.mse_loss)
 
 
 def loss_of(model: Callable[[Tensor], Tensor], mesh: Mesh | None, seed: int = 0) -> Tensor:
-    """The loss on this rank's samples of a batch of four; on all without a mesh."""
+    """Returns the loss on this rank's samples of a batch of four; on all without a mesh."""
     rows = slice(None) if mesh is None else group_slice(mesh, BATCH)
     x, target = randn(*SHAPE, seed=seed), randn(BATCH, 3, seed=seed + 100)
     return F.mse_loss(model(x[rows]), target[rows])
 
 
 def gradients_of(model: nn.Module) -> list[Tensor | None]:
-    """As the optimizer finds them."""
+    """Returns the gradients that the optimizer uses."""
     return [p.grad for p in model.parameters()]
 
 
@@ -73,7 +73,7 @@ def check_use(
     *,
     rtol: float = 1e-10,
 ) -> None:
-    """What `use(model, mesh or None)` returns, on one device and on a mesh."""
+    """Compares the results of `use(model, mesh or None)` on a mesh and on one device."""
     expected = use(make(), None)
     for found in on_ranks(spatial, lambda mesh: use(parallelize(make(), mesh), mesh), data):
         assert len(found) == len(expected)

@@ -1,9 +1,9 @@
-"""Makes `import torchvision` work where its compiled operators can't load.
+"""Support for `import torchvision` where its compiled operators can't load.
 
-The wheels on PyPI are built for CUDA; beside a CPU build of torch their library finds no CUDA, and
-the import ends at the first operator that it describes. The video networks need none of them.
-Called before any import of torchvision, or of what imports it where it is there (torchmetrics,
-Lightning, Accelerate).
+The wheels on PyPI are built for CUDA. With a CPU build of torch their library can't load, and the
+import fails at the first declared operator. The video networks need none of these operators.
+Call this before any import of torchvision, or of packages that import it if available
+(torchmetrics, Lightning, Accelerate).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BOXES = ("nms", "qnms")
 
 @cache
 def declare_missing_operators() -> torch.library.Library | None:
-    """Declares the operators that torchvision only describes, if their own library is missing."""
+    """Declares the operators whose library torchvision is missing; returns it to keep them."""
     if importlib.util.find_spec("torchvision") is None:
         return None
     with contextlib.suppress(ImportError, RuntimeError):
@@ -29,4 +29,4 @@ def declare_missing_operators() -> torch.library.Library | None:
     library = torch.library.Library("torchvision", "DEF")
     for name in _BOXES:
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return library  # the cache keeps it: with the library its operators would go
+    return library  # cached, as the declarations end with the library

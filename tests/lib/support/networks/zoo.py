@@ -1,4 +1,4 @@
-"""Networks that others wrote, narrow, with a small batch: what the equivalence suite trains."""
+"""Third-party networks for the equivalence suite, narrow and with a small batch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ class Entry(NamedTuple):
     """A network of the zoo.
 
     Attributes:
-        make: makes it, from torch's global generator; skips the test where its package is missing.
+        make: creates the network from torch's global generator; skips the test if its package is
+            missing.
         sample: shape of one sample.
-        classes: of a dense output, for cross-entropy; 0 for numbers and mean squares.
-        numbers: how many of them.
+        classes: number of classes of a dense output, for cross-entropy; 0 for mean squares.
+        numbers: number of outputs for mean squares.
     """
 
     make: Callable[[], nn.Module]
@@ -34,7 +35,7 @@ class Entry(NamedTuple):
 
 
 class Summed(nn.Module):
-    """The sum of several outputs."""
+    """A network with several outputs, reduced to their sum."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Summed(nn.Module):
 
 
 def monai(name: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
-    """A network of `monai.networks.nets`."""
+    """Returns a function that creates a network of `monai.networks.nets`."""
 
     def make() -> nn.Module:
         return getattr(pytest.importorskip("monai.networks.nets"), name)(*args, **kwargs)
@@ -57,7 +58,7 @@ def monai(name: str, *args: Any, **kwargs: Any) -> Callable[[], nn.Module]:
 
 
 def torchvision(name: str) -> Callable[[], nn.Module]:
-    """A network of `torchvision.models.video`."""
+    """Returns a function that creates a network of `torchvision.models.video`."""
     return lambda: getattr(_video(), name)(num_classes=3)
 
 
@@ -185,7 +186,7 @@ ZOO = {
     "3D U-Net": Entry(lambda: UNet3d(1, 2, 4, 2), (1, 12, 8, 8)),
     "3D U-Net of the paper": Entry(UNet3d, (1, 16, 16, 16), classes=3),
 }
-"""By name."""
+"""The networks by name."""
 
 WIDE = {
     "VNet",
@@ -197,13 +198,13 @@ WIDE = {
     "r2plus1d_18",
     "3D U-Net of the paper",
 }
-"""Seconds a step: these are cut in one way only, unless there is time."""
+"""Networks that take seconds per step: they have one split only, unless time is available."""
 
 
 def task_of(name: str, dtype: torch.dtype = torch.float64) -> Task:
-    """The network with a batch of two; cross-entropy for classes, else mean squares."""
+    """Returns a task with a batch of two; its loss is cross-entropy for classes, else MSE."""
     entry = ZOO[name]
-    # Made under a lock of torch's own generator: weights as their authors start them.
+    # Initialized by the authors' code, which uses torch's global generator: seeded, then restored.
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Summed(entry.make()).to(dtype)
@@ -215,6 +216,6 @@ def task_of(name: str, dtype: torch.dtype = torch.float64) -> Task:
 
 
 def _cross_entropy(y: Tensor, labels: Tensor) -> Tensor:
-    """Of each head where there are several, [N, heads, classes, ...]."""
+    """Returns the cross-entropy, averaged over the heads of an output [N, heads, classes, ...]."""
     heads = y.unbind(1) if y.dim() > labels.dim() + 1 else [y]
     return torch.stack([F.cross_entropy(head, labels) for head in heads]).mean()

@@ -1,1 +1,1 @@
-"""Every function that pydist handles, called once: its text, its run, and docs/operators.md."""
+"""One call of every function that pydist handles: as text, its run, and docs/operators.md."""

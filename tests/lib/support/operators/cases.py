@@ -1,9 +1,9 @@
-"""One small call of every function that pydist handles, as text, for docs/operators.md.
+"""Small calls, as text, of every function that pydist handles, for docs/operators.md.
 
-In the texts x and y are [N, C, D, H, W], x1 [N, C, W] and x2 [N, C, H, W], cut along their first
-spatial dim; u and v are like x with values between 0.2 and 0.8; mask is boolean and labels, of
-integers, has no channels; p(...) is a parameter of a shape. Element-wise functions of one or two
-tensors are found by their names (`support.operators.table`).
+In the texts, x and y are [N, C, D, H, W], x1 [N, C, W] and x2 [N, C, H, W], cut along their first
+spatial dim; u and v are like x with values between 0.2 and 0.8; mask is boolean; labels are
+integers without a channel dim; p(...) is a parameter of a shape. Element-wise functions of one or
+two tensors are found by name (`support.operators.table`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs calls that are given as text, on one device and on shards, with two orders of derivative."""
+"""Runs of calls that are given as text, on one device and on shards, with two derivatives."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ POINTS: dict[int, list[Points]] = {
     4: [[0, 3, 8], None],
     3: [[0, 5, 12]],
 }
-"""Where tensors with so many dims are cut, batch and channels included."""
+"""Split points of tensors by their number of dims, batch and channels included."""
 
 TYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.float32}
-"""bf16 is autocast of fp32."""
+"""Dtypes of the table's columns; bf16 is autocast of fp32."""
 
 FAR = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 6e-2}
-"""Further than that from one device is an error. (What is allowed at most is in the tests of each
-call; here kernels that differ from machine to machine must not change the table.)"""
+"""Largest allowed distance from one device. (Tighter bounds are in the tests of each call; here,
+differences of kernels between machines must not change the table.)"""
 
 NOT_THERE = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError)
 
@@ -52,14 +52,14 @@ VALUES = _values()
 
 
 def assigned(x: Tensor, y: Tensor) -> Tensor:
-    """x with a piece of y; the text of an assignment is no expression."""
+    """Returns x after an assignment to a slice, which is not an expression."""
     x = x * 1
     x[:, :2] = y[:, 2:]
     return x
 
 
 class Names(dict[str, Any]):
-    """The names in a text: tensors become leaves when they are asked for."""
+    """The namespace of a text: tensors become leaves at their first use."""
 
     def __init__(self, dtype: torch.dtype, mesh: Mesh | None, device: str) -> None:
         super().__init__()
@@ -95,9 +95,9 @@ class Names(dict[str, Any]):
 def run(
     text: str, kind: str, mesh: Mesh | None = None, device: str = "cpu"
 ) -> Iterator[list[Tensor]]:
-    """What a text gives: first the results, then the first, then the second derivatives.
+    """Yields the results of a text, then the first, then the second derivatives.
 
-    Each comes when it is asked for, so that what torch or pydist refuses is known by its order.
+    Each is computed on demand, so that the order of a refused derivative is known.
     """
     names = Names(TYPES[kind], mesh, device)
     with torch.autocast(device, torch.bfloat16) if kind == "bf16" else nullcontext():
@@ -122,7 +122,7 @@ def run(
 
 
 def _loss(found: Iterator[Tensor]) -> Tensor | int:
-    """Of second degree, so that the second derivative of a linear call says something."""
+    """Returns a loss of second degree, so that linear calls have nonzero second derivatives."""
     return sum((t.double().square() * randn(*t.shape, seed=3).to(t.device)).sum() for t in found)
 
 
@@ -138,7 +138,7 @@ ORDERS = "FBD"
 
 
 def on_one_device(text: str, kind: str, device: str = "cpu") -> list[list[Tensor]]:
-    """As many derivatives as torch has."""
+    """Returns the results and as many derivatives as torch has."""
     found: list[list[Tensor]] = []
     steps = run(text, kind, device=device)
     try:
@@ -152,7 +152,7 @@ def on_one_device(text: str, kind: str, device: str = "cpu") -> list[list[Tensor
 def cell(
     text: str, kind: str, expected: Sequence[list[Tensor]], mesh: Mesh, device: str = "cpu"
 ) -> str:
-    """What the table says of a call: the orders that are equal, a dot for what torch hasn't."""
+    """Returns the table's entry for a call: the equal orders, and dots for orders torch lacks."""
     said = ""
     steps = run(text, kind, mesh, device)
     for order, whole in zip(ORDERS, expected, strict=False):

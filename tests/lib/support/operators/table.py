@@ -1,9 +1,9 @@
-"""Writes docs/operators.md: what every call does, unsplit and split, by type and derivative.
+"""Generator of docs/operators.md: the behavior of every call, by split, type and derivative.
 
     PYTHONPATH=tests/lib python -m support.operators.table > docs/operators.md
 
-Every call of `operators.cases` runs on one device and on sharded tensors, and is compared. A call
-that differs ends the script: only what is equal, or refused, has a place in the table.
+Every call of `operators.cases` runs on one device and on sharded tensors, and the results are
+compared. A difference ends the script: the table only has calls that are equal or refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from support.operators.runs import TYPES, cell, on_one_device, run
 
 
 def elementwise_texts(known: set[str]) -> list[str]:
-    """Calls of the element-wise functions that no text has yet, by their names."""
+    """Returns calls of the element-wise functions that no text has yet, found by name."""
     forms = [
         "torch.{}(x)", "torch.{}(u)", "torch.{}(x, y)", "F.{}(x)", "torch.special.{}(u)",
         "torch.special.{}(u, v)", "x.{}()", "x.{}(y)",
@@ -43,7 +43,7 @@ def elementwise_texts(known: set[str]) -> list[str]:
 
 
 def short(name: str) -> str:
-    """sigmoid for torch.sigmoid, torch.Tensor.sigmoid_ and the like; "" for what is asked only."""
+    """Returns sigmoid for torch.sigmoid, torch.Tensor.sigmoid_ and so on; "" for attributes."""
     last = name.rsplit(".", 1)[-1]
     return "" if last.startswith("__") or name.endswith(" ") else last.rstrip("_").lstrip("_")
 
@@ -53,11 +53,11 @@ ASKED = frozenset(
     "element_size get_device is_complex is_conj is_contiguous is_floating_point is_inference "
     "is_neg is_signed is_tensor data requires_grad cpu cuda type imag".split()
 )
-"""What gives no tensor, and what tests of its own have."""
+"""Functions that return no tensor or have their own tests."""
 
 
 def handled() -> set[str]:
-    """The short names of all functions that have a handler and give tensors."""
+    """Returns the short names of all functions that have a handler and return tensors."""
     return {short(name_of(function)) for function in HANDLERS} - ASKED - {""}
 
 
@@ -74,7 +74,7 @@ class _Seen(TorchFunctionMode):
 
 
 def names_in(texts: Sequence[str]) -> set[str]:
-    """The short names of the functions that the texts call on sharded tensors."""
+    """Returns the short names of the functions that the texts call on sharded tensors."""
 
     def body(mesh: Mesh) -> set[str]:
         with _Seen() as seen:
@@ -87,7 +87,7 @@ def names_in(texts: Sequence[str]) -> set[str]:
 
 
 def all_texts() -> dict[str, list[str]]:
-    """The calls of the table, by family."""
+    """Returns the calls of the table, by family."""
     families = {name: text.strip().splitlines() for name, text in FAMILIES.items()}
     known = names_in([text for texts in families.values() for text in texts])
     families["Element by element"] += elementwise_texts(known)
@@ -95,7 +95,7 @@ def all_texts() -> dict[str, list[str]]:
 
 
 def rows() -> dict[str, dict[str, list[str]]]:
-    """The cells of every call, by family: unsplit and split, each in all types."""
+    """Returns the cells of every call, by family: unsplit and split, each in all types."""
     families = all_texts()
     calls = [text for texts in families.values() for text in texts]
     expected = {(text, kind): on_one_device(text, kind) for text in calls for kind in TYPES}
@@ -136,7 +136,7 @@ way.
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the full text of the page."""
     parts = [HEAD]
     for name, calls in rows().items():
         parts.append(f"\n## {name}\n")

@@ -1,5 +1,5 @@
-"""Random networks: blocks that fit where they stand, chains of them, and hypothesis cases.
+"""Random networks: blocks that fit their input, chains of them, and hypothesis cases.
 
-`spot` says where a block stands, `layers` and `expressions` write its source there, `blocks` runs
-that source, `chains` puts blocks together, and `cases` makes whole networks with loss and split.
+`spot` describes the input of a block, `layers` and `expressions` write its source, `blocks` runs
+that source, `chains` joins blocks, and `cases` makes full networks with loss and split.
 """

@@ -1,4 +1,4 @@
-"""What randomly composed networks are made of, beside torch's own layers."""
+"""Blocks of randomly composed networks, besides torch's own layers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Expression(nn.Module):
 
 
 class Joined(nn.Module):
-    """x and what the body makes of it: added, in place or not, multiplied, or in sequence."""
+    """x and the body's result, joined: added, in place or not, multiplied, or concatenated."""
 
     def __init__(self, body: nn.Module, how: str) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Joined(nn.Module):
 
 
 def fitted(x: Tensor, like: Tensor, how: str) -> Tensor:
-    """x with the extents of another: padded and cropped as U-Nets do it, or resized."""
+    """Returns x with the extents of another: padded and cropped as in U-Nets, or resized."""
     size = like.shape[2:]
     if how == "resize":
         return F.interpolate(x, size=size, mode="nearest")
@@ -67,7 +67,7 @@ def fitted(x: Tensor, like: Tensor, how: str) -> Tensor:
 
 
 class UShape(nn.Module):
-    """Down, through, up, and joined to what came in."""
+    """A U: down, through, up, and joined to its input."""
 
     def __init__(
         self, down: nn.Module, body: nn.Module, up: nn.Module, gate: nn.Module | None, fit: str
@@ -85,7 +85,7 @@ class UShape(nn.Module):
 
 
 class Gate(nn.Module):
-    """Attention gate: how much of x passes is found from x and y, at half the resolution."""
+    """Attention gate that scales x by factors computed from x and y at half the resolution."""
 
     def __init__(self, conv: type[nn.Module], channels: int, below: int, linear: bool) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Gate(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """A factor a channel, from the means of all channels."""
+    """Squeeze and excitation: a factor per channel, from the means of all channels."""
 
     def __init__(self, channels: int, dims: int, how: str) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class SqueezeExcite(nn.Module):
 
 
 class SpatialGate(nn.Module):
-    """A factor a voxel, from the mean and the largest of all channels."""
+    """A factor per voxel, from the mean and the maximum over all channels."""
 
     def __init__(self, conv: type[nn.Module]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class SpatialGate(nn.Module):
 
 
 class ChannelAttention(nn.Module):
-    """Every channel as a mixture of all channels that resemble it."""
+    """Channel attention: every channel becomes a mixture of all channels that resemble it."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class ChannelLinear(nn.Module):
 
 
 class Positions(nn.Module):
-    """A learned value for every voxel of one channel, or the voxel's coordinates as channels."""
+    """x plus a learned value per voxel, or x with the voxels' coordinates as channels."""
 
     def __init__(self, extents: Sequence[int], learned: bool) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class Positions(nn.Module):
 
 
 class Subpixels(nn.Module):
-    """Channels become voxels, by reshaping and permuting as MONAI does it in three dims."""
+    """Pixel shuffle by reshaping and permuting, as MONAI does it in three dims."""
 
     def forward(self, x: Tensor) -> Tensor:
         n, c, *extents = x.shape
@@ -207,7 +207,7 @@ class Subpixels(nn.Module):
 
 
 class Unpooled(nn.Module):
-    """Max pooling, and its values back at their places."""
+    """Max pooling, followed by unpooling of its values."""
 
     def __init__(self, dims: int, kernel: int) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class Unpooled(nn.Module):
 
 
 def checkpointed(model: nn.Module, x: Tensor, function: Any = None) -> Tensor:
-    """torch's checkpoint of a model; computes all of it anew where instance norms track statistics.
+    """Checkpoints a model; recomputes all of it if instance norms track statistics.
 
     Else torch updates these once if the norm saves the region's last tensor, and twice if another
     follows. A sharded call after the norm, such as a slice, saves one where torch's does not.
@@ -237,14 +237,14 @@ def checkpointed(model: nn.Module, x: Tensor, function: Any = None) -> Tensor:
 
 
 class Checkpointed(nn.Module):
-    """Computed anew in backward."""
+    """A body that is recomputed in backward."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
         self.body = body
 
     def forward(self, x: Tensor) -> Tensor:
-        # A copy: with the first layer in place torch itself would compute anew from its result.
+        # A copy: with an in-place first layer, torch itself would recompute from its result.
         return checkpointed(self.body, x, lambda x: self.body(x * 1.0))
 
 
@@ -267,7 +267,7 @@ class Twice(nn.Module):
 
 
 class Branches(nn.Module):
-    """Several bodies side by side, as Inception has them, their results stacked or joined."""
+    """Several parallel bodies, as in Inception, with stacked or joined results."""
 
     def __init__(self, bodies: Sequence[nn.Module], how: str) -> None:
         super().__init__()
@@ -284,5 +284,5 @@ class Branches(nn.Module):
 
 
 def make(source: str) -> nn.Module:
-    """The module that a source describes, in the words of torch and of this file."""
+    """Creates the module that a source describes, in the names of torch and of this file."""
     return eval(source, globals())

@@ -1,4 +1,4 @@
-"""Hypothesis strategy for whole networks with a loss and a split, and the comparison."""
+"""Hypothesis strategy for networks with a loss and a split, and their comparison."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from support.random_networks.spot import Source, Spot, call
 
 BATCH = 2
 WORST_NOISE = 1e-8
-"""A network whose output noise in the last bit moves further says nothing."""
+"""A network can't be judged if noise in the last bit moves its output further than this."""
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def dice(y: Tensor, t: Tensor) -> Tensor:
-    """1 - 2 |A ∩ B| / (|A| + |B|), of the classes' probabilities."""
+    """Computes 1 - 2 |A ∩ B| / (|A| + |B|) of the classes' probabilities."""
     p, t = y.softmax(1), t.softmax(1)
     over = tuple(range(2, y.dim()))
     if not over:
@@ -36,13 +36,13 @@ def dice(y: Tensor, t: Tensor) -> Tensor:
 
 
 def focal(y: Tensor, t: Tensor) -> Tensor:
-    """Cross-entropy with the easy voxels' weight lowered."""
+    """Computes cross-entropy with a lower weight of easy voxels."""
     ce = F.cross_entropy(y, t, reduction="none")
     return ((1 - torch.exp(-ce)) ** 2 * ce).mean()
 
 
 def onehot_dice(y: Tensor, t: Tensor) -> Tensor:
-    """Dice of labels, with the background left out."""
+    """Computes the Dice loss of labels, without the background."""
     return dice(y, F.one_hot(t, y.shape[1]).movedim(-1, 1).to(y.dtype) * 3)
 
 
@@ -78,7 +78,7 @@ CLASSES: dict[str, Loss] = {
 
 @dataclass
 class Case:
-    """A network, its loss, and how its input is cut."""
+    """A network, its loss, and the split points of its input."""
 
     model: nn.Module
     shape: tuple[int, ...]
@@ -87,7 +87,7 @@ class Case:
     keep_thin_blocks: bool
 
     def is_sound(self) -> bool:
-        """Whether one device can train it: finite, and no tensor changed that backward needs."""
+        """Returns whether one device can train it: finite, without changes of saved tensors."""
         try:
             found = whole_step(self.task())
         except (RuntimeError, ValueError, IndexError):
@@ -106,7 +106,7 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Networks of up to eight blocks in one to three dims, over two to eight ranks."""
+    """Draws networks of up to eight blocks in one to three dims, over two to eight ranks."""
     dims = draw(st.sampled_from((1, 2, 3, 3)))
     most = {1: 24, 2: 12, 3: 8}[dims]
     extents = tuple(draw(st.integers(2, most)) for _ in range(dims))
@@ -122,7 +122,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def draw_head(s: Spot) -> list[Source]:
-    """Dense classes, numbers for the sample as a whole, or numbers along one dim."""
+    """Draws dense classes, numbers per sample, or numbers along one dim."""
     classes, c = s.number(2, 3), s.channels
     over = tuple(range(2, s.dims + 2))
     kind = s.number(0, 6)
@@ -145,10 +145,10 @@ def draw_head(s: Spot) -> list[Source]:
 
 
 def compare(case: Case) -> bool:
-    """Output, loss, all gradients and buffers, split against whole.
+    """Compares output, loss, all gradients and buffers with the one-device run.
 
     Returns:
-        Whether it says something: not if they differ, and noise alone moves the network's output.
+        Whether it is conclusive: False if they differ and noise alone moves the network's output.
 
     Raises:
         NotSupported: the network has a call without an exact form.
@@ -158,7 +158,7 @@ def compare(case: Case) -> bool:
     try:
         reference.check_split(case.points, keep_thin_blocks=case.keep_thin_blocks)
     except AssertionError:
-        # A norm of equal values, say: torch's own answer is arbitrary.
+        # For example, a norm of equal values: torch's own result is arbitrary.
         if max(reference.bounds[name] for name in ("y", "loss")) <= WORST_NOISE:
             raise
         return False

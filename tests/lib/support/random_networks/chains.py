@@ -23,7 +23,7 @@ from support.random_networks.layers import (
 from support.random_networks.spot import Source, Spot, call
 
 MOST_CHANNELS, MOST_VALUES = 8, 1200
-"""Of an activation, the latter of one sample: 200 networks take well under a minute."""
+"""Limits of an activation (values of one sample): 200 networks take well under a minute."""
 
 LEAVES: list[Callable[[Spot], Source]] = [
     *[conv] * 4,
@@ -43,7 +43,7 @@ LEAVES: list[Callable[[Spot], Source]] = [
 
 
 def nested(s: Spot) -> Source:
-    """A block that holds chains of others."""
+    """Returns a block that holds chains of others."""
     kind = s.pick("joined", "u", "checkpoint", "twice", "branches")
     if kind == "joined":
         return call("Joined", chain(s, s.number(1, 2)), s.pick("cat", "add", "in place", "times"))
@@ -76,12 +76,12 @@ def nested(s: Spot) -> Source:
 
 
 def chain(s: Spot, count: int) -> Source:
-    """A chain inside of a block."""
+    """Returns a chain inside of a block."""
     return call("nn.Sequential", *grow(s.numbers, s.shape, count, s.depth - 1)[0])
 
 
 def shape_after(source: Source, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """The shape of the result; `None` where torch refuses, or the result is of no use here."""
+    """Returns the shape of the result; `None` if torch refuses, or for an unusable result."""
     x = randn(*shape).requires_grad_()
     try:
         y = initialised(make(source))(x * 1.0)
@@ -94,7 +94,7 @@ def shape_after(source: Source, shape: Sequence[int]) -> tuple[int, ...] | None:
         and 0 < y.shape[1] <= MOST_CHANNELS
         and 0 < y[0].numel() <= MOST_VALUES
         and y.requires_grad
-        and float(y.detach().std()) > 1e-3  # of equal values a norm gives noise
+        and float(y.detach().std()) > 1e-3  # a norm of equal values returns noise
     )
     return tuple(y.shape) if fits and bool(y.isfinite().all()) else None
 
@@ -102,7 +102,7 @@ def shape_after(source: Source, shape: Sequence[int]) -> tuple[int, ...] | None:
 def grow(
     numbers: random.Random, shape: Sequence[int], count: int, depth: int
 ) -> tuple[list[Source], tuple[int, ...]]:
-    """A chain of blocks, and the shape of its result."""
+    """Returns a chain of blocks, and the shape of its result."""
     shape = tuple(shape)
     blocks = []
     for _ in range(count):

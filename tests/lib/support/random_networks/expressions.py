@@ -6,7 +6,7 @@ from support.random_networks.spot import Source, Spot, call
 
 
 def piece(s: Spot) -> Source:
-    """Slices, cuts, rearrangements along any dim."""
+    """Returns slices, cuts, or rearrangements along any dim."""
     d = s.number(1, s.dims + 1)
     n = s.shape[d]
     a = s.number(0, n - 1)

@@ -1,4 +1,4 @@
-"""Source of torch's layers with random numbers, each for the shape that it meets."""
+"""Source of torch's layers with random numbers, fitting an input shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def conv(s: Spot) -> Source:
     stride, dilation = s.each(1, 2), s.each(1, 2)
     kernel = s.each(1, 4)
     padding: Any = s.each(0, 2)
-    if s.flag():  # what most networks have
+    if s.flag():  # common settings
         kernel, dilation = (3,) * s.dims, (1,) * s.dims
         padding = "same" if stride == (1,) * s.dims and s.flag() else 1
     return s.layer(
@@ -52,7 +52,7 @@ def pool(s: Spot) -> Source:
     if kind == "unpool":
         return call("Unpooled", s.dims, 2)
     if kind == "lp":
-        # Of |x|^p where the sum is not zero, whose root has no slope.
+        # Applied to |x|^p with a positive sum: at zero the root has no slope.
         positive = call("Expression", "x.square() + 0.1")
         return call("nn.Sequential", positive, s.layer("LPPool", 2, kernel, stride))
     size = tuple(s.pick(None, s.number(1, n + 1)) for n in s.extents)
@@ -61,7 +61,7 @@ def pool(s: Spot) -> Source:
 
 def norm(s: Spot) -> Source:  # noqa: PLR0911
     if math.prod(s.extents) < 8:
-        return call("nn.Identity")  # over few values it amplifies noise beyond any bound
+        return call("nn.Identity")  # over few values a norm amplifies noise beyond any bound
     kind = s.pick("batch", "batch", "instance", "instance", "group", "layer", "response", "rms")
     c, affine = s.channels, s.flag()
     if kind == "batch":
@@ -98,7 +98,7 @@ def activation(s: Spot) -> Source:
         "Dropout(0.5).eval()",
         "AlphaDropout(0.2).eval()",
         f"Dropout{s.dims}d(0.0)",
-        # Without a height it takes the samples for channels.
+        # Without a height, Softmax2d treats samples as channels.
         "Softmax2d()" if s.dims > 1 else "Softmax(1)",
     )
     return Source(f"nn.{s.pick(*ACTIVATIONS, *own)}")
@@ -132,7 +132,7 @@ def shuffled(s: Spot) -> Source:
 
 def padded(s: Spot) -> Source:
     mode = s.pick("constant", "reflect", "replicate", "circular")
-    # Circular after a crop reads what was never written, in torch, where too little is left.
+    # In torch, circular padding after a crop reads uninitialized memory if too little is left.
     low = 0 if mode == "circular" else s.pick(0, 0, -1)
     widths = tuple(s.number(low, 2) for _ in range(2 * s.dims))
     value = f", value={s.pick(0.0, 0.5)}" if mode == "constant" else ""

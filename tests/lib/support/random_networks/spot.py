@@ -1,4 +1,4 @@
-"""Where a block of a random network is to stand, and what its numbers are drawn from."""
+"""The input shape of a block of a random network, and the source of its random numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Source(str):
-    """Python source of an expression; its `repr` is the source, so that lists of it are source."""
+    """Python source of an expression; its `repr` is the source, so lists of it are source, too."""
 
     __slots__ = ()
 
@@ -19,19 +19,19 @@ class Source(str):
 
 
 def call(name: str, *args: Any, **kwargs: Any) -> Source:
-    """The source of a call: `call("nn.Conv1d", 2, 3, kernel_size=1)`."""
+    """Returns the source of a call: `call("nn.Conv1d", 2, 3, kernel_size=1)`."""
     given = [repr(a) for a in args] + [f"{k}={v!r}" for k, v in kwargs.items()]
     return Source(f"{name}({', '.join(given)})")
 
 
 @dataclass
 class Spot:
-    """The shape that a block meets, and the random numbers that choose the block.
+    """The input shape of a block, and the random numbers that select the block.
 
     Attributes:
         numbers: a seeded generator, or one of Hypothesis (`st.randoms()`), which can shrink.
         shape: [N, C, ...] of the block's input.
-        depth: how many more levels of chains inside blocks there may be.
+        depth: remaining levels of chains inside blocks.
     """
 
     numbers: random.Random
@@ -63,14 +63,14 @@ class Spot:
         return tuple(self.number(low, high) for _ in range(self.dims))
 
     def layer(self, name: str, *args: Any, **kwargs: Any) -> Source:
-        """A layer of torch.nn, of as many dims: `Conv` becomes Conv1d, Conv2d or Conv3d."""
+        """Returns a layer of torch.nn for these dims: `Conv` becomes Conv1d, Conv2d or Conv3d."""
         return call(f"nn.{name}{self.dims}d", *args, **kwargs)
 
     def dim(self) -> int:
-        """A spatial dim."""
+        """Draws a spatial dim."""
         return self.number(2, self.dims + 1)
 
     def some_dims(self, first: int = 1) -> tuple[int, ...]:
-        """One or more dims."""
+        """Draws one or more dims."""
         possible = range(first, self.dims + 2)
         return tuple(sorted(self.numbers.sample(possible, self.number(1, len(possible)))))

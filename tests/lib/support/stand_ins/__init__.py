@@ -1,1 +1,1 @@
-"""Stand-ins: what takes the place of a device, and what it shows (docs/stand-ins.md)."""
+"""Stand-ins: replacements for devices, and what they show (docs/stand-ins.md)."""

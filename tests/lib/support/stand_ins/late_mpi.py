@@ -1,6 +1,6 @@
-"""The data path of CUDA-aware MPI on host memory, with a stream that comes late to its work.
+"""The data path of CUDA-aware MPI on host memory, with a stream that executes work late.
 
-It needs mpi4py, as the transport does: import it where that is at hand.
+Requires mpi4py, like the transport.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from support.transports.contract import equal
 
 
 class OnHostMemory(CudaMpiTransport):
-    """Takes host memory for that of a device.
+    """Transport that treats host memory as device memory.
 
     Attributes:
-        late: what was put on the stream and is not done; it is when the host waits for the stream.
+        late: work on the stream that is not done; a wait of the host for the stream executes it.
     """
 
     def __init__(self, device: Any = None, comm: Any = None, engine: Any = None) -> None:
@@ -36,13 +36,13 @@ class OnHostMemory(CudaMpiTransport):
 
 
 def every_call_waits_for_the_stream(t: OnHostMemory) -> None:
-    """What MPI would send before the stream has come to it is wrong."""
+    """MPI would send wrong values if it did not wait for the stream."""
     after, before = (t.rank + 1) % t.size, (t.rank - 1) % t.size
     ranks = torch.arange(1.0, t.size + 1)
     total, theirs = ranks.sum().expand(4), torch.full((4,), 1.0 + before)
 
     def late(count: int = 4) -> Tensor:
-        """Gets its values when the stream comes to it: one more than the rank."""
+        """Returns a tensor that the stream sets, late, to the rank plus one."""
         tensor = torch.full((count,), -7.0)
         t.late.append(lambda: tensor.fill_(1.0 + t.rank))
         return tensor
@@ -54,14 +54,14 @@ def every_call_waits_for_the_stream(t: OnHostMemory) -> None:
         assert not t.late
         channel.wait()
         equal(received, theirs)
-        t.late.append(lambda: received.fill_(9.0))  # comes before the next message
+        t.late.append(lambda: received.fill_(9.0))  # before the next message
     t.send(torch.full((4,), 1.0 + t.rank), after)
     t.recv(out := late(), before)
     equal(out, theirs)
     for root in range(t.size):
         t.broadcast(out := late(), root)
         equal(out, ranks[root].expand(4))
-    # What the root has for itself is copied on the stream, and here at once.
+    # The root's own part is copied on the stream, which is immediate here.
     rows = t.gather(late() if t.rank else torch.ones(4))
     if rows is not None:
         equal(torch.stack(rows)[:, 0], ranks)

@@ -1,4 +1,4 @@
-"""Two ranks on one GPU that NCCL does not let them share: halos are copied, the rest staged."""
+"""Two ranks on one GPU that NCCL can't share between them: halos are copied, the rest staged."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pydist.runtime import connect
 
 @functools.cache
 def ranks_of_one_gpu() -> Transport:
-    """The transport `ipc` over the ranks of the job, all on the first device. Collective.
+    """Returns the transport `ipc` over the ranks of the job, all on the first device. Collective.
 
     Raises:
-        NotSupported: the ranks can't map each other's memory, or the host's transport is not for
-            threads; the same on all ranks.
+            NotSupported: the ranks can't map each other's memory, or the host's transport does not
+                support threads; the same on all ranks.
     """
     host = connect()
     if not host.concurrent:
@@ -40,11 +40,11 @@ def ranks_of_one_gpu() -> Transport:
 
 
 class Staged(Transport):
-    """Tensors of a device, carried through the memory of the host: no overlap, and no graph.
+    """Transport that stages tensors of a device in host memory: no overlap, and no graph.
 
     Args:
         host: connects the same ranks.
-        device: whose tensors are taken as well.
+        device: whose tensors are supported as well.
         owns_host: whether closing this one closes `host`.
     """
 
@@ -113,7 +113,7 @@ class Staged(Transport):
 
 @contextmanager
 def on_host(*tensors: Tensor) -> Iterator[list[Tensor]]:
-    """Tensors in the memory of the host; what becomes of them there goes back to the device."""
+    """Copies tensors to host memory, and copies them back to the device at the end."""
     copies = [each.cpu() for each in tensors]
     yield copies
     for each, copy in zip(tensors, copies, strict=True):

@@ -1,7 +1,7 @@
-"""NCCL's and the CUDA driver's place taken by a recorder (tests/native/driver_recorder.cpp).
+"""A recorder in place of NCCL and the CUDA driver (tests/native/driver_recorder.cpp).
 
-It shows what pydist puts on streams, in which order, and that this carries the right numbers if
-NCCL and CUDA do what they promise. It says nothing about them themselves: that is for tests/gpu.
+It shows which operations pydist puts on streams, their order, and that the results are right if
+NCCL and CUDA keep their guarantees. It does not test these themselves: tests/gpu does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def build(folder: Path) -> Path:
-    """Compile the recorder."""
+    """Compiles the recorder."""
     compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler for the recorder")
@@ -46,7 +46,7 @@ def build(folder: Path) -> Path:
 
 
 class Recorder:
-    """The recorder's library, and what it can be told."""
+    """The recorder's library and its settings."""
 
     def __init__(self, library: Path) -> None:
         self.path = str(library)
@@ -59,19 +59,19 @@ class Recorder:
         return native.NcclLibrary([self.path], use_loaded=False)
 
     def notes(self) -> list[str]:
-        """The calls since the last time."""
+        """Returns the calls since the last time."""
         notes: bytes = self._calls.recorder_notes()
         return notes.decode().splitlines()
 
     def delay(self, microseconds: int) -> None:
-        """Makes everything on a stream begin later."""
+        """Delays all operations on streams."""
         self._calls.recorder_delay(microseconds)
 
     def version(self, number: int) -> None:
         self._calls.recorder_version(number)
 
     def capture(self, status: bool) -> None:
-        """Makes all streams say that a graph is captured on them."""
+        """Makes all streams report a graph capture."""
         self._calls.recorder_capture(int(status))
 
     def abort_takes(self, seconds: float) -> None:
@@ -79,7 +79,7 @@ class Recorder:
         self._calls.recorder_abort_takes(int(seconds * 1e6))
 
     def hold_graphs(self, held: bool) -> None:
-        """Makes NCCL wait where a group closes, as for graphs that hold operations of it."""
+        """Makes NCCL wait at the end of a group, as for graphs that hold operations of it."""
         self._calls.recorder_hold_graphs(int(held))
 
     def fail_next_copy(self, status: int) -> None:
@@ -89,7 +89,7 @@ class Recorder:
         self._calls.recorder_fail_next_map(status)
 
     def blocks(self) -> int:
-        """Allocations of this process."""
+        """Returns the number of allocations of this process."""
         return self._calls.recorder_blocks()
 
     def fail_next_send(self, result: int, why: str) -> None:
@@ -104,23 +104,23 @@ class Recorder:
 
 
 def shared_memory() -> int:
-    """Open files and mappings of this process by which a recorder reaches other ranks."""
+    """Counts open files and mappings of this process through which a recorder reaches others."""
     places = Path("/proc/self/maps").read_text().splitlines()
     for path in Path("/proc/self/fd").iterdir():
-        with suppress(FileNotFoundError):  # the one that lists the others
+        with suppress(FileNotFoundError):  # the descriptor of this listing
             places.append(str(path.readlink()))
     return sum("memfd:recorder" in place for place in places)
 
 
 class OnHostMemory(DeviceTransport):
-    """Its stream 0 is the calling thread itself."""
+    """Transport whose stream 0 is the calling thread itself."""
 
     def queue(self) -> int:
         return 0
 
 
 class RecordedTransport(NcclTransport):
-    """Sends the tensors of host memory where those of a device would go."""
+    """Transport that sends tensors of host memory as if they were on a device."""
 
     recorder: Recorder
 
@@ -144,11 +144,11 @@ class RecordedTransport(NcclTransport):
 
 
 BLOCK_BYTES = 1 << 16
-"""Small: some messages of the contract are longer."""
+"""Small, as some messages of the contract are longer."""
 
 
 class LinksOnHostMemory(IpcLinks):
-    """Its stream 0 is the calling thread itself."""
+    """Links whose stream 0 is the calling thread itself."""
 
     def queue(self) -> int:
         return 0
@@ -161,7 +161,7 @@ _offers: dict[object, Queue[Tensor]] = {}
 
 
 class ThreadOffers:
-    """Carries offers between threads: their hub takes one call of a rank at a time."""
+    """Carries offers between threads, whose hub accepts one call of a rank at a time."""
 
     def __init__(self, host: LocalTransport) -> None:
         self.rank, self.size, self.close = host.rank, host.size, host.close
@@ -178,7 +178,7 @@ class ThreadOffers:
 
 
 class RecordedIpc(IpcTransport):
-    """Channels of host memory go where those of a device would."""
+    """Transport whose channels of host memory work like those of a device."""
 
     seconds = 20.0
 
@@ -186,7 +186,7 @@ class RecordedIpc(IpcTransport):
     def among_threads(
         cls, recorder: Recorder, base: Transport, far: frozenset[int] = frozenset()
     ) -> RecordedIpc:
-        """Over ranks of one process, whose memory CUDA itself would not map."""
+        """Connects ranks of one process, whose memory CUDA itself would not map."""
         near = frozenset(range(base.size)) - {base.rank}
         if base.rank in far:
             near = frozenset()
@@ -195,7 +195,7 @@ class RecordedIpc(IpcTransport):
 
     @classmethod
     def among_processes(cls, recorder: Recorder, base: Transport) -> RecordedIpc:
-        """Over ranks that find each other as they would with devices."""
+        """Connects ranks that find each other as they would with devices."""
         place = agree(base, recorder.driver, 0, BLOCK_BYTES)
         return cls(base, place, sorted(place.near), world=True)
 
@@ -214,7 +214,7 @@ def run_ipc(
     size: int,
     far: frozenset[int] = frozenset(),
 ) -> list[Any]:
-    """Calls it on ranks that are threads; some may be out of reach."""
+    """Runs a function on ranks that are threads; some may be out of reach."""
 
     def body(host: Transport) -> Any:
         transport = RecordedIpc.among_threads(recorder, host, far)

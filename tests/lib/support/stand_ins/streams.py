@@ -1,4 +1,4 @@
-"""A device with streams that computes nothing: its events have times of its own making."""
+"""A simulated device whose streams compute nothing, with simulated times of events."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Event:
-    """Reached when the device has come to `time`."""
+    """Event that the device reaches at `time`, in seconds."""
 
     time: float
 
 
 class SimulatedDevice:
-    """Streams that are given work of known lengths, which the host never waits for.
+    """Streams with work of known durations, which the host never waits for.
 
     Attributes:
-        at: when each stream is through with what it has, in seconds.
-        current: the stream that the host gives work to.
-        capturing: whether that goes into a graph instead.
-        clock: how far the device has come; the host sees events only up to there.
-        waits: how often the host has waited.
-        freed: the events handed back.
-        ranges: those that are open.
+        at: end of each stream's queued work, in seconds.
+        current: the stream that the host queues work on.
+        capturing: whether this work goes into a graph instead.
+        clock: time of the device, in seconds; the host sees only earlier events.
+        waits: number of the host's waits.
+        freed: returned events.
+        ranges: open ranges.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class SimulatedDevice:
         self.all_ranges: list[str] = []
 
     def busy(self, seconds: float, stream: int | None = None) -> None:
-        """Gives a stream work."""
+        """Queues work on a stream."""
         self.at[self.current if stream is None else stream] += seconds
 
     def wait_for(self, stream: int, waiting: int | None = None) -> None:
-        """A stream, by default the current one, goes on behind what another has been given."""
+        """Makes a stream, by default the current one, wait for the work queued on another."""
         waiting = self.current if waiting is None else waiting
         self.at[waiting] = max(self.at[waiting], self.at[stream])
 

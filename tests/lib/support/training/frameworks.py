@@ -1,4 +1,4 @@
-"""What training frameworks are tested on: a small task, and what plain torch makes of it."""
+"""A small task for tests of training frameworks, and its reference run in plain torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Trained = tuple[list[float], list[Tensor]]
 
 
 def network() -> nn.Module:
-    """The same at every call."""
+    """Creates the network, equal at every call."""
     return initialised(
         nn.Sequential(
             nn.Conv3d(1, 4, 3, padding=1),
@@ -31,12 +31,12 @@ def network() -> nn.Module:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Not Adam, which makes large steps of gradients that are nothing but rounding."""
+    """Returns SGD, as Adam makes large steps of gradients that are only rounding."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def train_plainly(accumulate: int = 1) -> Trained:
-    """On one device: clipped, the learning rate halved after each step."""
+    """Trains on one device, with clipping and a learning rate that is halved after each step."""
     model = network()
     optimizer = optimizer_of(model)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -56,7 +56,7 @@ def train_plainly(accumulate: int = 1) -> Trained:
 
 
 def assert_as_plainly(found: Trained, expected: Trained) -> None:
-    """Losses and parameters are those of one device."""
+    """Checks that losses and parameters are those of one device."""
     assert found[0] == pytest.approx(expected[0], rel=1e-12)
     for a, b in zip(found[1], expected[1], strict=True):
         torch.testing.assert_close(a.detach(), b.detach(), rtol=1e-10, atol=1e-12)

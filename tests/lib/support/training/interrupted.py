@@ -17,7 +17,7 @@ SIZES = {1: [2], 2: [1, 2], 3: [1, 2, 1]}
 
 
 class Interrupted(Exception):
-    """What the hooks of the programs raise."""
+    """Error that the hooks of the programs raise."""
 
 
 def _interrupt(_: Tensor) -> None:
@@ -36,16 +36,16 @@ def network() -> nn.Module:
 
 
 def run(program: str, mesh: Mesh | None, groups: int, *, shared: bool) -> list[Tensor | None]:
-    """Parameters and gradients after a program.
+    """Runs a program; returns its parameters and gradients.
 
     Args:
-        program: words. `b` is a backward, `n` one under `no_sync`; `r2` and `R2` are the same, and
-            raise when the gradient of layer 2's output is there (`r2:1` in group 1 alone, where
-            `4` raises in the others); `z` clears the gradients to None, `Z` to zero; `s` steps,
-            `h` halves the gradients, `g` gathers them.
-        mesh: the ranks; None is one device.
-        groups: sample groups, whose sizes are `SIZES`.
-        shared: whether the ranks share the optimizer's step.
+        program: words. `b` is a backward, `n` one under `no_sync`; `r2` and `R2` are the same,
+            and raise when the gradient of layer 2's output is ready (`r2:1` only in group 1, with
+            `4` in the others); `z` clears the gradients to None, `Z` to zero; `s` steps, `h` halves
+            the gradients, `g` gathers them.
+        mesh: the mesh; None for one device.
+        groups: number of sample groups, whose sizes are `SIZES`.
+        shared: whether to use a partitioned optimizer.
     """
     model: Any = network()
     sizes = SIZES[groups]

@@ -15,7 +15,7 @@ from pydist.train.run import Result, train
 
 
 def change(config: Config, **tables: Any) -> Config:
-    """`change(config, train={"steps": 3})`: a copy with other values."""
+    """Returns a copy with other values, as in `change(config, train={"steps": 3})`."""
     changed = {}
     for table, values in tables.items():
         before = getattr(config, table)
@@ -32,5 +32,5 @@ def job(
     spatial: Sequence[int] = (1, 1, 1),
     listeners: Sequence[Listener] = (),
 ) -> Result:
-    """One rank of a run, for `run_local`."""
+    """Runs one rank of a training run, for `run_local`."""
     return train(config, Mesh(world, data, spatial, seed=config.train.seed), listeners)

@@ -1,4 +1,4 @@
-"""Trainings with and without a shared optimizer step, for comparison."""
+"""Training runs with and without a partitioned optimizer, for comparison."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def train(
     model: nn.Module | None = None,
     steps: int = 4,
 ) -> tuple[nn.Module, Optimizer]:
-    """Some steps on a mesh; model and optimizer."""
+    """Runs some training steps on a mesh; returns model and optimizer."""
     model = parallelize(model or small(), mesh)
     optimizer = sharded(make(model.parameters()), model, use)
     for step in range(steps):
@@ -68,7 +68,7 @@ def check(
     spatial: tuple[int, int, int] = (2, 1, 1),
     bits: bool = False,
 ) -> list[list[Tensor]]:
-    """Parameters after a shared and an unshared training on one mesh, on all ranks."""
+    """Compares runs with and without a partitioned optimizer; returns all ranks' parameters."""
 
     def body(mesh: Mesh) -> list[Tensor]:
         found, optimizer = train(mesh, "always", make, loop, network())

@@ -1,1 +1,1 @@
-"""Contracts: what every transport must do, on the host and between CUDA devices."""
+"""Contracts of every transport, on the host and between CUDA devices."""

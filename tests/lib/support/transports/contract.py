@@ -1,4 +1,4 @@
-"""What every transport must do: one list of checks, each called on all ranks of a transport."""
+"""The contract of every transport: a list of checks, each called on all ranks of a transport."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def check(function: Check) -> Check:
 
 
 def numbers(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
-    """Small integers that differ by rank and place, exact in every dtype."""
+    """Returns small integers that differ by rank and position, exact in every dtype."""
     count = int(torch.tensor(shape).prod()) if shape else 1
     values = (torch.arange(count) * 3 + rank * 5 + 1) % 7
     return (values % 2 if dtype == torch.bool else values).to(dtype).reshape(shape)
 
 
 def normal(generator: torch.Generator, count: int) -> Tensor:
-    """Random numbers, the same on every device on which tensors are made."""
+    """Draws random numbers that are equal on every device."""
     values = torch.randn(count, generator=generator, dtype=torch.float64, device="cpu")
     return values.to(torch.get_default_device())
 
@@ -102,7 +102,7 @@ def a_rank_can_send_to_itself(t: Transport) -> None:
 
 @check
 def a_channel_repeats_with_new_contents(t: Transport) -> None:
-    peers = range(t.size)  # itself included
+    peers = range(t.size)  # including this rank
     sends = [(peer, torch.empty(2 + peer, 2)) for peer in peers]
     sends += [(peer, torch.empty(1)) for peer in peers]  # a second message to the same peer
     recvs = [(peer, torch.empty(2 + t.rank, 2)) for peer in peers]
@@ -204,7 +204,7 @@ def reduce_scatter_sums_slices(t: Transport) -> None:
 
 
 def uneven(t: Transport) -> list[int]:
-    """Slices of different lengths, one of them empty."""
+    """Returns slice lengths that differ; one of them is 0."""
     return [(3 * rank + 2) % 5 if rank != 1 else 0 for rank in range(t.size)]
 
 
@@ -225,7 +225,7 @@ def started_reduce_scatters_of_uneven_slices(t: Transport) -> None:
 
 @check
 def reduce_scatters_in_many_pieces_with_a_mean(t: Transport) -> None:
-    """Several are under way; the first slice is longer than any message of a transport."""
+    """Several are in flight; the first slice is longer than any message of a transport."""
     counts = [700_001, *([1001] * (t.size - 1))]
     works, results = [], []
     for dtype in FLOATS:
@@ -248,7 +248,7 @@ def reduce_scatters_in_many_pieces_with_a_mean(t: Transport) -> None:
 
 @check
 def reduce_scatters_may_be_asked_whether_they_are_done(t: Transport) -> None:
-    """Some transports can't tell; one that can gets there without `wait`."""
+    """Some transports can't report it; one that can finishes without `wait`."""
     counts = [400_000, *([10] * (t.size - 1))]
     rows = [numbers(rank, torch.float32, sum(counts)) for rank in range(t.size)]
     out = torch.empty(counts[t.rank])
@@ -282,7 +282,7 @@ def started_all_gathers_of_uneven_slices(t: Transport) -> None:
 
 @check
 def buffers_outlive_work_that_nobody_waits_for(t: Transport) -> None:
-    """As where a forward pass raises: bytes of the other ranks still arrive."""
+    """For example, a forward pass raises: bytes of the other ranks still arrive."""
     memory = np.zeros(t.size)
     alive = weakref.ref(memory)
     if t.rank > 0:
@@ -327,7 +327,7 @@ def all_kinds_of_collectives_may_be_under_way_together(t: Transport) -> None:
 
 @check
 def slices_that_are_put_together_have_the_bits_of_the_sum_that_all_get(t: Transport) -> None:
-    """Two ranks alone promise it: more may be added in another order."""
+    """Only groups of two ranks guarantee it: larger ones may add in another order."""
     generator = torch.Generator().manual_seed(t.rank)
     pair = t.split(t.rank // 2, t.rank)
     for dtype in FLOATS:
@@ -402,7 +402,7 @@ def sums_have_the_same_bits_on_all_ranks(t: Transport) -> None:
 
 @check
 def sums_of_integers_wrap(t: Transport) -> None:
-    """What cancels modulo 2**64 is 0: the ranks compare hashes so."""
+    """Values that cancel modulo 2**64 sum to 0, which comparisons of hashes rely on."""
     share = (1 << 62) + 12_345
     last = -share * (t.size - 1)
     for started in (False, True):
@@ -420,7 +420,7 @@ def half_types_round_once(t: Transport) -> None:
     for dtype, step in ((torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)):
         tensor = torch.tensor([1.0 if t.rank == 0 else step], dtype=dtype)
         t.all_reduce(tensor)
-        # Added one by one in `dtype` each step would round to even, that is, to nothing.
+        # Added one by one in `dtype`, each step would round to even, that is, to no change.
         expected = torch.tensor([1 + (t.size - 1) * step]).to(dtype)
         equal(tensor, expected)
 
@@ -447,7 +447,7 @@ def barrier_waits_for_the_last_rank(t: Transport) -> None:
     arrival = torch.zeros(1, dtype=torch.float64)
     if t.rank == t.size - 1:
         time.sleep(0.05)
-        arrival[0] = time.monotonic()  # one clock for all processes of a machine
+        arrival[0] = time.monotonic()  # all processes of a machine share the clock
     t.barrier()
     left = time.monotonic()
     t.broadcast(arrival, t.size - 1)
@@ -462,7 +462,7 @@ def split_makes_independent_groups(t: Transport) -> None:
     assert members[part.rank] == t.rank
     rows = part.all_gather(torch.tensor(t.rank))
     assert rows.tolist() == members
-    # Groups work at different paces, and messages of one tag do not meet those of the parent.
+    # Groups run at different speeds; their messages do not match those of the parent.
     for _ in range(1 + t.rank % 2):
         total = torch.tensor([float(t.rank)])
         part.all_reduce(total)
@@ -526,4 +526,4 @@ def wrong_arguments_are_named(t: Transport) -> None:
     for message, call in cases:
         with pytest.raises(UsageError, match=message):
             call()
-    t.barrier()  # refused before anything was sent: the ranks are still in step
+    t.barrier()  # refused before any message was sent: the ranks are still in step

@@ -1,8 +1,8 @@
-"""What every transport between CUDA devices must do: for tests of two ranks that have devices.
+"""The contract of every transport between CUDA devices, for tests on two ranks with devices.
 
-One rank a GPU where there are two of them, else two ranks that share the one: NCCL has taken that
-since 2.30 when NCCL_MULTI_RANK_GPU_ENABLE=1, and processes map each other's memory of the same
-device as well. Where NCCL does not, what it would carry beside these goes through the host.
+Each rank has its own GPU if two exist. Else both share one: NCCL supports that from 2.30 with
+NCCL_MULTI_RANK_GPU_ENABLE=1, and processes can also map each other's memory of the same device.
+Without that support, messages that NCCL would carry besides these go through the host.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ EVERY_CHECK = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check._
 
 
 def no_two_ranks() -> str:
-    """Why NCCL can't connect two ranks here, as far as one process knows; "" if it may.
+    """Returns why NCCL can't connect two ranks here, as far as one process knows, or "".
 
-    Asked before a job of two ranks is started, which takes a while.
+    Called before the start of a job of two ranks, which takes time.
     """
     lacks = missing()
     if not lacks and torch.cuda.device_count() < 2 and open_nccl().version < SHARING:
@@ -39,9 +39,9 @@ def no_two_ranks() -> str:
 
 
 def two_ranks(lacks: str, seconds: float = 70, **kwargs: object) -> pytest.MarkDecorator:
-    """Marks tests of a job of two ranks, which starts only where nothing is lacking.
+    """Marks tests of a job of two ranks, or skips them for the reason in `lacks`.
 
-    One that hangs ends in time to show where, in what `tools/gpu_check.sh` gives it.
+    The time limit lets a hanging job report its state within the limit of `tools/gpu_check.sh`.
     """
     if lacks:
         return pytest.mark.skip(reason=lacks)
@@ -49,7 +49,7 @@ def two_ranks(lacks: str, seconds: float = 70, **kwargs: object) -> pytest.MarkD
 
 
 def connected(transport: str | None) -> Transport:
-    """The two ranks, by any transport or by one; where none is possible the test is skipped."""
+    """Connects the two ranks by a given or any transport; skips the test if none is possible."""
     if torch.cuda.device_count() < 2:
         os.environ[SHARE] = "1"
     try:
@@ -61,14 +61,14 @@ def connected(transport: str | None) -> Transport:
 
 
 class DeviceContract:
-    """Tests of the transport that a subclass names; each in a module, and so a job, of its own."""
+    """Tests of a subclass's transport; each subclass has its own module, and so its own job."""
 
     transport: ClassVar[str]
 
     @EVERY_CHECK
     def test_contract_on_the_device(self, check: Check, devices: Transport) -> None:
         assert devices.device is not None
-        with devices.device:  # tensors are made there
+        with devices.device:  # creates tensors there
             check(devices)
 
     @EVERY_CHECK
@@ -80,7 +80,7 @@ class DeviceContract:
     def test_halos_on_a_stream_of_the_caller(
         self, devices: Transport, dtype: torch.dtype, channels_last: bool
     ) -> None:
-        """What is packed is late on the device, each time anew."""
+        """The packed values are late on the device, and new in each round."""
         size, width = devices.size, 32
         owned = [Box((0, 0, width * r, 0, 0), (1, 3, width * (r + 1), 40, 40)) for r in range(size)]
         needed = [
@@ -101,7 +101,7 @@ class DeviceContract:
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             for round_ in range(4):
-                torch.cuda._sleep(20_000_000)  # cycles: what is packed is late on the device
+                torch.cuda._sleep(20_000_000)  # cycles: makes the packed values late on the device
                 local = own.to(devices.device, non_blocking=True) + round_
                 slots = exchanger.empty_slots(local)
                 exchanger.gather(local, slots)
@@ -110,11 +110,11 @@ class DeviceContract:
 
 
 class StreamContract(DeviceContract):
-    """The same for transports that know streams."""
+    """The same contract for transports that know streams."""
 
     @pytest.mark.behind_the_host
     def test_started_exchanges_do_not_hold_the_host(self, devices: Transport) -> None:
-        """The host is through with an exchange before the device has come to it."""
+        """The host finishes an exchange before the device reaches it."""
         peer = 1 - devices.rank
         sent = torch.full((1 << 20,), float(devices.rank), device=devices.device)
         received = torch.empty_like(sent)
@@ -122,7 +122,7 @@ class StreamContract(DeviceContract):
         channel.start()
         channel.wait()  # connected
         devices.barrier()
-        torch.cuda._sleep(1_000_000_000)  # cycles, before what is sent is ready
+        torch.cuda._sleep(1_000_000_000)  # cycles, before the sent values are ready
         before = torch.cuda.Event()
         before.record()
         channel.start()
@@ -131,7 +131,7 @@ class StreamContract(DeviceContract):
         assert torch.equal(received, torch.full_like(received, float(peer)))
 
     def test_a_step_with_an_exchange_is_captured_and_replayed(self, devices: Transport) -> None:
-        """A graph holds the exchange, and carries new numbers in each replay."""
+        """A graph holds the exchange, and sends new values in each replay."""
         peer = 1 - devices.rank
         source, sent, received, result = (
             torch.zeros(1 << 12, device=devices.device) for _ in range(4)

@@ -6,5 +6,5 @@ from pathlib import Path
 
 
 def path_of(name: str) -> Path:
-    """The file of a program."""
+    """Returns the file of a program."""
     return Path(__file__).with_name(f"{name}.py")

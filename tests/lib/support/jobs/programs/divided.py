@@ -1,4 +1,4 @@
-"""Ranks that part: run by two processes, with the way in which they do as the argument."""
+"""Program whose two ranks diverge in the way that the argument names."""
 
 from __future__ import annotations
 

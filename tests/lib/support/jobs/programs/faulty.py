@@ -1,8 +1,8 @@
-"""A training script in which something goes wrong; `tests/parallel/test_faults.py` starts it.
+"""A training script with a fault; `tests/parallel/test_faults.py` starts it.
 
     faulty.py FOLDER FAULT
 
-Each rank writes its process id to FOLDER, and the rank that fails the time at which it does.
+Each rank writes its process id to FOLDER; the failing rank also writes the time of its failure.
 """
 
 from __future__ import annotations

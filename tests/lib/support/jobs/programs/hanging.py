@@ -2,7 +2,7 @@
 
     hanging.py FOLDER PHASE FAULT
 
-Each rank writes its process id to FOLDER, and rank 1 the time at which the fault strikes.
+Each rank writes its process id to FOLDER; rank 1 also writes the time of the fault.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RANK = next(
 
 
 class Early(BaseException):
-    """The program returns from where it is."""
+    """Raised to leave the program early."""
 
 
 def fault(*_: Any, **__: Any) -> None:
@@ -35,7 +35,7 @@ def fault(*_: Any, **__: Any) -> None:
         (FOLDER / "time").write_text(str(time.time()))
     if FAULT == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif FAULT == "spin":  # inside of C code, which does not let the interpreter's lock go
+    elif FAULT == "spin":  # in C code, which does not release the interpreter's lock
         sum(itertools.repeat(0))
     elif FAULT == "caught":
         raise ArithmeticError
@@ -44,7 +44,7 @@ def fault(*_: Any, **__: Any) -> None:
 
 
 def strike(owner: Any, name: str, calls: int = 1) -> None:
-    """Has the fault come before the function of this name runs for the so-manieth time."""
+    """Triggers the fault before the given call of the function of this name."""
     if RANK != 1:
         return
     function: Callable[..., Any] = getattr(owner, name)
@@ -59,7 +59,7 @@ def strike(owner: Any, name: str, calls: int = 1) -> None:
 
 
 def stamp_start() -> None:
-    """Has the time written when this rank's watchdog starts: from then on it waits."""
+    """Writes the time at which this rank's watchdog starts, the start of its wait."""
     from pydist.launch import watch
 
     start = watch.start
@@ -72,7 +72,7 @@ def stamp_start() -> None:
 
 
 def run_training(world: Any) -> None:
-    """Phases of `pydist train`."""
+    """Runs the phases of `pydist train`."""
     import pydist.data.loader
     import pydist.train.run
     from pydist.mesh import Mesh
@@ -104,7 +104,7 @@ def run_training(world: Any) -> None:
 
 
 def run_own_loop(mesh: Any) -> None:
-    """Phases of a user's own loop."""
+    """Runs the phases of a user's own loop."""
     import torch
     from torch import nn
 
@@ -178,7 +178,7 @@ def main() -> None:
         run_training(mesh.world)
     elif PHASE == "finalize":
         leave = fault if FAULT in ("stop", "spin") else lambda: os._exit(0)
-        if RANK == 1:  # after pydist's own, before MPI's
+        if RANK == 1:  # after pydist has ended, before MPI ends
             (FOLDER / "time").write_text(str(time.time()))
             setattr(type(mesh.world), "close", lambda _: leave())  # noqa: B010
     else:

@@ -1,4 +1,4 @@
-"""Two ranks, each on a machine of its own as far as pydist can tell; one of them makes a fault.
+"""Two ranks that pydist sees on different machines; one of them has a fault.
 
 machines.py FAULT
 """
@@ -17,7 +17,7 @@ from pydist.launch import identity, watch
 
 
 def part() -> int:
-    """Makes this process believe that it is alone on its machine; its rank."""
+    """Makes this process appear alone on its machine; returns its rank."""
     who = identity.detect()
     assert who is not None
     alone = dataclasses.replace(who, local_rank=0, local_size=1)
