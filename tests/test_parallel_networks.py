@@ -22,7 +22,7 @@ from support.equivalence import (
     randn,
 )
 from support.equivalence.strategies import cuts
-from support.networks.small import BATCH, SHAPE, initialised, small
+from support.networks.small import BATCH, SHAPE, initialized, small
 
 
 def test_several_models_on_one_mesh():
@@ -101,7 +101,7 @@ def adversaries(generator, critic, mesh=None):
 def test_two_networks_that_train_against_each_other(data, spatial):
     def make():
         volumes = nn.Sequential(nn.Conv3d(2, 2, 3, padding=1), nn.Tanh(), nn.Conv3d(2, 2, 1))
-        return initialised(volumes, seed=3), small()
+        return initialized(volumes, seed=3), small()
 
     expected = adversaries(*make())
     for found in on_ranks(
@@ -135,7 +135,7 @@ class Residual(nn.Module):
 @pytest.mark.parametrize("spatial", [(2, 1, 1), (2, 2, 2), (8, 1, 1)])
 def test_a_residual_network(spatial):
     check_network(
-        Task(initialised(Residual()), randn(*SHAPE), randn(BATCH, 3, seed=1), F.mse_loss), spatial
+        Task(initialized(Residual()), randn(*SHAPE), randn(BATCH, 3, seed=1), F.mse_loss), spatial
     )
 
 
@@ -201,7 +201,7 @@ def test_parametrized_weights():
         nn.Flatten(),
         nn.Linear(2 * 5 * 4 * 4, 3),
     )
-    task = Task(initialised(model), randn(*SHAPE), randn(BATCH, 3, seed=1), F.mse_loss)
+    task = Task(initialized(model), randn(*SHAPE), randn(BATCH, 3, seed=1), F.mse_loss)
     check_network(task, (2, 2, 1))
 
 

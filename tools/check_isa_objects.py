@@ -4,8 +4,8 @@
 
 The linker keeps one copy of an inline function or template instance that several objects define.
 A copy compiled for AVX-512 would then run on CPUs without it. So these objects (isa_*.cpp of the
-families in csrc/ops) may define symbols in the namespace of their instruction set only: all that
-they call is inlined (PYDIST_HD in csrc/launch/host_device.hpp) or local to them.
+families in csrc/ops) may only define symbols in the namespace of their instruction set: all
+functions that they call are inlined (PYDIST_HD in csrc/launch/host_device.hpp) or local to them.
 
 Exit code: 0 nothing is shared, 1 something is, 2 an object defines nothing, or nm can't read it.
 """
@@ -22,14 +22,14 @@ _OWN = re.compile(r"^_?pydist::cpu::(base|x86_64_v\d)::")
 
 
 def defined(nm: str, path: str) -> list[str]:
-    """The symbols that an object defines for others to use, as C++ has them."""
+    """Returns the demangled symbols that an object defines for others."""
     command = [nm, "-g", "-C", path]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [name for _, name in _DEFINED.findall(listed)]
 
 
 def main() -> int:
-    """Prints what is shared, or how many objects share nothing."""
+    """Prints the shared symbols, or the number of correct objects."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nm", default="nm")
     parser.add_argument("objects", nargs="+", metavar="OBJECT")

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Checks that C++ includes run only the way the architecture allows.
+"""Checks that C++ includes follow the layers of the architecture.
 
     core <- launch, ops/common, isa <- the bodies of a family <- its CPU and CUDA code, its bindings
     core <- comm/driver <- comm/nccl, comm/ipc;  core <- comm/local, comm/board, io, watchdog
-    bindings see all of these but the families, which bind themselves.
+    bindings may include all of these except the families, which have their own bindings.
 
 A family (a folder in csrc/ops) includes nothing of another one, unless FAMILY_USES lists it. No
 file includes torch, MPI or NCCL; CUDA headers and pybind11 stay in the parts made for them, and
-kernels are launched (<<<>>>) in launch/cuda.cuh alone. Imports of Python are checked by
-import-linter (see pyproject.toml).
+only launch/cuda.cuh launches kernels (<<<>>>). import-linter checks the imports of Python (see
+pyproject.toml).
 
 Usage: tools/check_layers.py [csrc folder]
 """
@@ -19,12 +19,12 @@ import re
 import sys
 from pathlib import Path, PurePosixPath
 
-# What a kernel body needs to know of its launchers: the concept it fulfils, no launcher itself.
+# A kernel body needs only the concept that it satisfies, and no launcher.
 BODY_CONTRACT = {"launch/host_device.hpp", "launch/run_body.hpp", "launch/decomposition.hpp"}
-# family -> the families whose bodies it may include; there are none, and each one is a debt
+# family -> the families whose bodies it may include; currently none, as each is technical debt
 FAMILY_USES: dict[str, set[str]] = {}
 
-# The parts of a family, by the beginning of a file's name; all other files are its bodies.
+# The parts of a family, by the prefix of a file's name; all other files are its bodies.
 PARTS = {"bind": "bindings", "cpu": "CPU code", "cuda": "CUDA code", "isa_": "ISA loops"}
 BODIES = "bodies"
 # part of a family -> what it may include, besides the bodies of its family
@@ -65,8 +65,8 @@ RESERVED = {
 }
 # ISA loops are compiled once per instruction set. An inline function of a header, compiled for
 # AVX-512 and not inlined, could be linked where an older CPU calls it. So these files include no
-# header of the standard library that defines functions which they might call;
-# tools/check_isa_objects.py looks at the objects.
+# standard library header with functions that they might call; tools/check_isa_objects.py checks
+# the objects.
 ISA_LOOPS = "ISA loops"
 ISA_HEADERS = {"cstdint", "immintrin.h", "type_traits", "utility"}
 PER_ISA = {"isa/tables.hpp", "isa/vectors.hpp"}
@@ -76,7 +76,7 @@ SOURCES = {".hpp", ".cpp", ".cuh", ".cu", ".h"}
 
 
 def place_of(path: str) -> tuple[str, str]:
-    """The folder of a file and, of a family's file, its part (else an empty string)."""
+    """Returns the folder of a file and, for a family's file, its part (else an empty string)."""
     *folders, name = PurePosixPath(path).parts
     if folders[:1] == ["ops"] and folders[1:] != ["common"] and len(folders) == 2:
         part = next((part for start, part in PARTS.items() if name.startswith(start)), BODIES)
@@ -86,7 +86,7 @@ def place_of(path: str) -> tuple[str, str]:
 
 
 def may_include(place: tuple[str, str], header: str) -> set[str] | None:
-    """None if a file there may include a header of csrc, else what it may include."""
+    """Returns None if a file there may include a header of csrc, else what it may include."""
     folder, part = place
     target, target_part = place_of(header)
     if not part:
@@ -104,7 +104,7 @@ def may_include(place: tuple[str, str], header: str) -> set[str] | None:
 
 
 def check_system_header(path: str, header: str) -> str | None:
-    """What is wrong with the file at `path` below csrc including `<header>`, or None."""
+    """Returns the problem with the file at `path` below csrc including `<header>`, or None."""
     folder, part = place_of(path)
     for pattern, places in RESERVED.items():
         if pattern.match(header) and not {folder, part} & places:
@@ -116,7 +116,7 @@ def check_system_header(path: str, header: str) -> str | None:
 
 
 def check_include(path: str, bracket: str, header: str) -> str | None:
-    """What is wrong with the file at `path` below csrc including `header`, or None."""
+    """Returns the problem with the file at `path` below csrc including `header`, or None."""
     if FORBIDDEN.match(header):
         return f"{header}: no native file includes torch, MPI or NCCL"
     if bracket == "<":
@@ -133,7 +133,7 @@ def check_include(path: str, bracket: str, header: str) -> str | None:
 
 
 def check_file(path: str, text: str) -> list[tuple[int, str]]:
-    """The violations in one file, with their lines."""
+    """Returns the violations in one file, with their lines."""
     problems = []
     for number, line in enumerate(text.splitlines(), start=1):
         match = INCLUDE.match(line)
@@ -145,7 +145,7 @@ def check_file(path: str, text: str) -> list[tuple[int, str]]:
 
 
 def check(root: Path) -> list[str]:
-    """All violations below `root`, as `file:line: what is wrong`."""
+    """Returns all violations below `root`, as `file:line: problem`."""
     problems = []
     for path in sorted(root.rglob("*")):
         if path.suffix not in SOURCES:

@@ -2,13 +2,13 @@
 
     python tools/check_spills.py FOLDER --sources ops/pack/cuda.cu launch/device.cu ... --arch 80 90
 
-Reads what ptxas said when the sources were compiled into objects under FOLDER (*.ptxas, which
+Reads ptxas's output for the compilation of the sources into objects under FOLDER (*.ptxas, which
 tools/ptxas_report writes), so nothing is compiled again. A spill costs memory traffic in the
 innermost loops, and so does an array that is indexed by a variable (a "stack frame" without a
-spill); neither shows in a result, and there may be no GPU to measure it on.
+spill); neither changes a result, and a GPU to measure it may not be available.
 
 Exit code: 0 nothing is spilled, 1 something is, or a kernel is missing for an architecture, 2 a
-source has no report, or the reports know of no kernel.
+source has no report, or the reports contain no kernel.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MEMORY = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 
 
 class Use(NamedTuple):
-    """The local memory of one function: a kernel, or one that a kernel calls."""
+    """Local memory of one function: a kernel, or one that a kernel calls."""
 
     kernel: str
     function: str
@@ -45,7 +45,7 @@ class Use(NamedTuple):
 
 
 def uses(report: str) -> list[Use]:
-    """What a report says of each function, kernel by kernel."""
+    """Returns the local memory of each function in a report, kernel by kernel."""
     found: list[Use] = []
     kernel = function = arch = ""
     for line in report.splitlines():
@@ -60,7 +60,7 @@ def uses(report: str) -> list[Use]:
 
 
 def faults(found: list[Use], archs: list[str]) -> list[str]:
-    """What is wrong, a line each; every kernel has to be there for every architecture."""
+    """Returns errors, one line each; every kernel must exist for every architecture."""
     wrong = [str(use) for use in found if use.frame or use.stores or use.loads]
     names = {use.kernel for use in found}
     for arch in archs:
@@ -71,7 +71,7 @@ def faults(found: list[Use], archs: list[str]) -> list[str]:
 
 
 def _readable(text: str) -> str:
-    """With the names of kernels as C++ has them, if there is c++filt."""
+    """Demangles the names of kernels if c++filt is available."""
     tool = shutil.which("c++filt")
     if tool is None:
         return text
@@ -79,7 +79,7 @@ def _readable(text: str) -> str:
 
 
 def main() -> int:
-    """Prints what is wrong, or how much is right."""
+    """Prints the errors, or the number of correct kernels."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sources", nargs="+", required=True, help="files, or ends of paths")
@@ -95,7 +95,7 @@ def main() -> int:
     texts = [file.read_text(errors="replace") for files in reports.values() for file in files]
     found = [use for text in texts for use in uses(text)]
     if not found:
-        print(f"check_spills: the {len(texts)} reports know of no kernel", file=sys.stderr)
+        print(f"check_spills: the {len(texts)} reports contain no kernel", file=sys.stderr)
         return 2
     wrong = faults(found, options.arch)
     if wrong:

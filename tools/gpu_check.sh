@@ -1,20 +1,20 @@
 #!/bin/sh
-# Everything that needs a GPU, in one command of less than 9 minutes, without a network: builds for
-# the device that is there, runs the GPU tests, the kernels' tests under compute-sanitizer's four
-# tools, and the GPU benchmarks. Goes on after a failure; prints one summary.
+# Runs everything that needs a GPU, in one command of less than 9 minutes, without a network: builds
+# for the device, runs the GPU tests, the kernels' tests under compute-sanitizer's four tools, and
+# the GPU benchmarks. Continues after a failure; prints one summary.
 #
 #   tools/gpu_check.sh FOLDER        # e.g. benchmarks/results/gpu
 #
-# Tests are several parts: what breaks the device's context, or hangs, takes the rest of its own part
-# only. A part that is out of time is interrupted and says what has failed and where it was.
+# Tests are in several parts: a broken device context or a hang ends only its own part. A part that
+# is out of time is interrupted and reports its failures and position.
 #
 # FOLDER gets gpu_check.json (device, driver, versions, commit; verdict, counts and seconds of each
 # part), the benchmarks' results and logs/. Python is $PYTHON (python3), with torch for CUDA;
-# compute-sanitizer and nvcc come with the CUDA toolkit ($COMPUTE_SANITIZER, $CUDACXX name others).
-# $COMMIT names the commit where the folder is no git checkout. $GPU_CHECK_PARTS names parts that are
-# to be run alone ("build gpu_step"), $GPU_CHECK_SECONDS another limit for all of them.
+# compute-sanitizer and nvcc come with the CUDA toolkit ($COMPUTE_SANITIZER, $CUDACXX override
+# them). $COMMIT names the commit if the folder is no git checkout. $GPU_CHECK_PARTS selects parts
+# ("build gpu_step"), $GPU_CHECK_SECONDS sets another limit for all of them.
 #
-# Exit code: 0 all passed, 1 something failed, 2 there is no GPU or no folder was named.
+# Exit code: 0 all passed, 1 something failed, 2 no GPU was found or no folder was named.
 set -u
 [ $# = 1 ] || { echo "usage: tools/gpu_check.sh FOLDER" >&2; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
@@ -24,20 +24,20 @@ device=$(nvidia-smi --query-gpu=name,driver_version,compute_cap --format=csv,noh
 [ -n "$device" ] || { echo "gpu_check: no GPU (nvidia-smi finds none)" >&2; exit 2; }
 
 python=${PYTHON:-python3}
-PATH=$PATH:/usr/local/cuda/bin # nvcc, where nobody has said so
+PATH=$PATH:/usr/local/cuda/bin # nvcc's default location
 sanitizer=${COMPUTE_SANITIZER:-compute-sanitizer}
 native=build/dev/tests/native/gpu/pydist_gpu_tests
 logs=$out/logs
 mkdir -p "$logs"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=4 PYTHONUNBUFFERED=1
 
-# All parts together end after this: what is left then is reported as not run.
+# Time limit of all parts together: remaining parts are then reported as not run.
 ends=$(($(date +%s) + ${GPU_CHECK_SECONDS:-525}))
 parts=$logs/parts.tsv
 : >"$parts"
 failed=0
 
-# part NAME SECONDS COMMAND...: runs a part within its time and what is left of the whole.
+# part NAME SECONDS COMMAND...: runs a part within its time limit and the remaining total time.
 part() {
   case " ${GPU_CHECK_PARTS:-$1} " in *" $1 "*) ;; *) return ;; esac
   name=$1 limit=$2
@@ -65,7 +65,7 @@ capability=$(echo "$device" | sed 's/.*, *//; s/[^0-9]//g')
 part build 240 env PYTHON="$python" JOBS="$(nproc)" tools/dev-build -DPYDIST_CUDA=ON \
   -DPYDIST_CUDA_ARCHITECTURES="$capability" -DPYDIST_BUILD_GPU_TESTS=ON
 part kernels 30 "$native"
-# What another torch warns of is no failure of a kernel.
+# Warnings of other torch versions are not failures of a kernel.
 tests() {
   name=$1 limit=$2
   shift 2
@@ -78,7 +78,7 @@ tests kernels 70 kernels conv norm
 tests operators 100 format operators
 tests steps 110 graph input profile
 tests ranks 160 split training nccl ipc cuda_mpi split_operators
-# What matters most comes first: what is left has no time if the build was slow.
+# The most important parts come first: after a slow build, the last ones have no time.
 sanitize() {
   part "$1" 60 "$sanitizer" --tool "$1" --error-exitcode 9 "$native"
 }

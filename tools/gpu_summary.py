@@ -1,9 +1,9 @@
-"""The summary of tools/gpu_check.sh: counts the outcomes in its logs, prints a table, writes JSON.
+"""Summary of tools/gpu_check.sh: counts the outcomes in its logs, prints a table, writes JSON.
 
     python tools/gpu_summary.py LOGS RESULT.json
 
-LOGS holds parts.tsv (name, verdict, seconds) and a log a part; $DEVICE is nvidia-smi's line (name,
-driver, compute capability), $COMMIT the commit.
+LOGS holds parts.tsv (name, verdict, seconds) and a log per part; $DEVICE is nvidia-smi's line
+(name, driver, compute capability), $COMMIT the commit.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PACKAGES = ("torch", "numpy", "cupy-cuda13x", "nvidia-nccl-cu13")
 
 
 def counts(log: str) -> dict[str, int]:
-    """What pytest and the kernels' tests say last, "3 passed, 1 failed", and compute-sanitizer."""
+    """Returns the last counts of pytest, the kernels' tests ("3 passed"), or compute-sanitizer."""
     found: dict[str, int] = {}
     for number, name in re.findall(r"\b(\d+) (passed|failed|skipped|error)s?\b", log):
         found["errors" if name == "error" else name] = int(number)
@@ -31,7 +31,7 @@ def counts(log: str) -> dict[str, int]:
 
 
 def collect(logs: Path) -> list[dict[str, object]]:
-    """The parts, in the order in which they ran."""
+    """Returns the parts in the order in which they ran."""
     parts: list[dict[str, object]] = []
     for line in (logs / "parts.tsv").read_text().splitlines():
         name, verdict, seconds = line.split("\t")
@@ -41,7 +41,7 @@ def collect(logs: Path) -> list[dict[str, object]]:
 
 
 def versions() -> dict[str, str]:
-    """Of what the results depend on, as far as it is installed."""
+    """Returns versions of the installed packages that affect the results."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

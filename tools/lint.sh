@@ -1,9 +1,9 @@
 #!/bin/sh
-# The linters, as CI runs them: Python style and types, layers of imports, C++ format, and whether
-# the documentation builds without a warning.
+# Runs the linters, as CI does: Python style and types, layers of imports, C++ format, and a build
+# of the documentation without warnings.
 #
 #   tools/lint.sh          # reports
-#   tools/lint.sh --fix    # mends what can be mended
+#   tools/lint.sh --fix    # fixes what can be fixed
 set -eu
 cd "$(dirname "$0")/.."
 

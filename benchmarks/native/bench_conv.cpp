@@ -41,12 +41,12 @@ struct Array {
   }
 };
 
-// The slab lies right before an output plane of a "same" convolution: a halo received from below.
+// The slab is right before an output plane of a "same" convolution: a halo received from below.
 struct Fixture {
   Array in, weight, out;
   ops::ConvProblem problem;
   double flops;
-  std::int64_t bytes;  // of the slab and of the plane that it reaches
+  std::int64_t bytes;  // of the slab and of its output plane
 
   explicit Fixture(const Shape& shape)
       : in({1, shape.in_channels, shape.slab[0], shape.slab[1], shape.slab[2]}),
@@ -65,8 +65,8 @@ struct Fixture {
 
 using Kernel = void (*)(const ops::ConvProblem&);
 
-// <y, A x> by way of one array of the triple, before and after the call: all three kernels are
-// derivatives of the same trilinear form, so for fixed operands the growths must agree.
+// <y, A x> from one array of the triple, before and after the call: all three kernels are
+// derivatives of the same trilinear form, so for fixed operands its increments must agree.
 double form(Fixture fixture, Kernel kernel, Array Fixture::* target) {
   fixture.problem.in.data = fixture.in.memory.data();
   fixture.problem.weight.data = fixture.weight.memory.data();

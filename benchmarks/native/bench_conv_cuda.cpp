@@ -1,9 +1,9 @@
-// Boundary convolution of one slab on a CUDA device: the kernel on tensor cores and the tiled one,
-// on layers of CosmoFlow and of the 3D U-Net. Each verifies its result before it is timed, by
-// events around one call on data that is in the cache, as a slab is that has just arrived.
+// Boundary convolution of one slab on a CUDA device: the tensor-core kernel and the tiled one, on
+// layers of CosmoFlow and of the 3D U-Net. Each verifies its result before it is timed, by events
+// around one call on data in the cache, like a slab that was just received.
 //
-// "useful": the part of the tensor cores' multiply-adds that the result needs; "blocks" of the
-// launch. Both are counted, and printed without a device as well.
+// "useful": the fraction of the tensor cores' multiply-adds that the result needs; "blocks" of the
+// launch. Both are counted, and are also printed without a device.
 #include <benchmark/benchmark.h>
 #include <cuda_runtime.h>
 
@@ -32,7 +32,7 @@ struct Layer {
   Coords slab;  // spatial; the thin dim has extent 1
 };
 
-// Shards of 128^3 of a 512^3 sample, and what follows after pooling.
+// Shards of 128^3 of a 512^3 sample, and the layers after pooling.
 const Layer kLayers[] = {
     {"cosmoflow1_4x16_depth128", 4, 16, {1, 128, 128}},
     {"cosmoflow1_4x16_width128", 4, 16, {128, 128, 1}},
@@ -49,7 +49,7 @@ struct Format {
   const char* name;
   DType dtype;
   std::optional<ConvMath> math;  // none: the tiled kernel
-  double bound;                  // of the error, in parts of the largest result
+  double bound;                  // of the error, relative to the largest result
 };
 const Format kFormats[] = {
     {"bf16_mma", DType::kBFloat16, ConvMath::kTf32, 0x1p-7},
@@ -64,7 +64,7 @@ void check(cudaError_t status) {
   if (status != cudaSuccess) throw cuda::CudaError(cudaGetErrorString(status));
 }
 
-// Memory on the device, for its lifetime.
+// RAII memory on the device.
 class Memory {
  public:
   explicit Memory(std::size_t bytes) { check(cudaMalloc(&data_, bytes > 0 ? bytes : 1)); }
@@ -77,8 +77,8 @@ class Memory {
   void* data_ = nullptr;
 };
 
-// An array in channels-last order: on the host in fp64, with values that its type holds, and on the
-// device in its type.
+// An array in channels-last order: on the host in fp64, with values that are exact in its type, and
+// on the device in its type.
 struct Array {
   std::vector<double> values;
   std::vector<char> bytes;
@@ -127,7 +127,7 @@ struct Case {
   ConvProblem on_host() const {
     return ops::conv_problem(in.view, weight.view, out.view, attributes);
   }
-  // With the arrays' memory elsewhere, in their own type.
+  // The problem with arrays in other memory, in their own type.
   ConvProblem problem(DType dtype, void* x, void* w, void* y) const {
     ConvProblem problem = on_host();
     problem.dtype = dtype;

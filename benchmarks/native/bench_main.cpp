@@ -1,6 +1,6 @@
-// Microbenchmarks of the CPU kernels. Each one verifies its result before it is timed;
-// bytes_per_second counts the payload (elements packed, convolved or drawn), so that it compares
-// with memcpy's.
+// Microbenchmarks of the CPU kernels. Each verifies its result before it is timed;
+// bytes_per_second counts the payload (elements packed, convolved or drawn), so that it is
+// comparable with memcpy's.
 #include <benchmark/benchmark.h>
 
 #include <cstdlib>

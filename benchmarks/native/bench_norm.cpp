@@ -1,4 +1,4 @@
-// Batch norm with a ReLU behind: its four passes over memory, on activations of a 3D U-Net.
+// Batch norm followed by a ReLU: its four passes over memory, on activations of a 3D U-Net.
 #include <benchmark/benchmark.h>
 
 #include <cmath>
@@ -46,7 +46,7 @@ struct Fixture {
   Fixture(const Fixture&) = delete;
 };
 
-// Whether each channel has what periodic values give it: 17 of them at a time.
+// Returns whether each channel has the result of periodic values: 17 different ones.
 bool holds(Fixture& fixture) {
   const ops::NormShape& shape = fixture.problem.shape;
   cpu::norm_moments(fixture.problem);

@@ -1,4 +1,4 @@
-// Packing the faces of a 16 x 128^3 float tensor, against memcpy of as many bytes.
+// Packing the faces of a 16 x 128^3 float tensor, compared with memcpy of the same size.
 #include <benchmark/benchmark.h>
 
 #include <cstring>
@@ -41,7 +41,7 @@ class Fixture {
   void unpack() { cpu::unpack(buffer_view_, regions_, view_); }
   void unpack_add() { cpu::unpack_add(buffer_view_, regions_, view_); }
 
-  // Whether the face's elements are `factor` times the buffer's, by a loop over the box.
+  // Returns whether the face's elements are `factor` times the buffer's, by a loop over the box.
   bool buffer_is_face(float factor) const {
     const Box& box = regions_.parts().front().box;
     std::size_t at = 0;

@@ -1,5 +1,5 @@
-// Average pooling 3/2/1, forward and backward, on activations of CosmoFlow's first layers; alone,
-// and with the leaky ReLU before it in the same pass.
+// Average pooling 3/2/1, forward and backward, on activations of CosmoFlow's first layers, alone
+// and with the preceding leaky ReLU in the same pass.
 #include <benchmark/benchmark.h>
 
 #include <cmath>
@@ -19,7 +19,7 @@ struct Shape {
 const Shape kShapes[] = {{"16x64x128x128", {1, 16, 64, 128, 128}},
                          {"16x32x64x64", {1, 16, 32, 64, 64}}};
 
-// As torch aligns tensors.
+// The alignment of torch's tensors.
 struct alignas(64) CacheLine {
   float values[16];
 };
@@ -106,7 +106,7 @@ void bench(benchmark::State& state, const Shape& shape, bool channels_last, bool
     }
     benchmark::ClobberMemory();
   }
-  // Bytes read and written: twice what memcpy's figure counts.
+  // Bytes read and written: twice the count for memcpy.
   const index_t gated = rectified && !forward ? gate.view.bytes() : 0;
   state.SetBytesProcessed(state.iterations() *
                           (fixture.in.view.bytes() + fixture.out.view.bytes() + gated));

@@ -1,9 +1,9 @@
-"""Activation memory of a U-Net's training step, a rank, against that of one rank.
+"""Activation memory per rank of a U-Net's training step, compared with that of one rank.
 
-What torch's allocator holds at its peak in a forward and a backward, less what it held before:
-activations, their gradients and buffers. Gradients of parameters exist before, and do not count;
-nor does what oneDNN and the MPI library take for themselves (`memory.py` shows resident memory).
-The profiler's events are what is counted, so that the figures are the same in every run.
+Shown is the peak of torch's allocator in a forward and a backward, minus its start: activations,
+their gradients and buffers. Gradients of parameters exist before, and do not count; nor does memory
+of oneDNN and the MPI library (`memory.py` shows resident memory). The profiler's events are the
+source, so that the figures are the same in every run.
 
     python benchmarks/python/activations.py --network paper --width 64
 """
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def work(network: str, width: int, plain: bool) -> None:
-    """A rank of one of the jobs."""
+    """Runs a rank of one of the jobs."""
     import pydist
 
     world = pydist.init().world
@@ -72,7 +72,7 @@ def work(network: str, width: int, plain: bool) -> None:
 
 
 def _measure(world: Any, network: str, width: int, plain: bool) -> float:
-    """Megabytes."""
+    """Returns megabytes."""
     import torch
 
     import pydist
@@ -89,7 +89,7 @@ def _measure(world: Any, network: str, width: int, plain: bool) -> float:
     def step() -> None:
         torch.nn.functional.cross_entropy(model(x), target).backward()
 
-    step()  # chooses kernels, makes gradients and buffers
+    step()  # chooses kernels, creates gradients and buffers
     return common.peak(step) / 1e6
 
 

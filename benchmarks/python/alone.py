@@ -1,7 +1,7 @@
-"""A rank without its neighbors: their part in an exchange is left out, or played by streams.
+"""A single rank of a split run, without its neighbors or with streams that simulate them.
 
-One device shows so what one rank of many does. Shapes, kernels and bookkeeping are those of the
-split run, values are not: what neighbors would send is zeros, or what they were sent.
+This shows on one device what one rank of many does. Shapes, kernels and bookkeeping are those of
+the split run; values are not: neighbors send zeros, or return what they received.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from pydist.comm.interface.checks import check_elements
 
 @contextmanager
 def choosing_alone() -> Iterator[None]:
-    """Kernels are chosen by what this rank measures: the first of the group, who is asked, is gone.
+    """Makes kernel choices depend on this rank's times only, as the others do not exist.
 
-    Nothing of it is remembered.
+    The times are not cached.
     """
     with mock.patch.object(Autotuner, "choose", _choose):
         yield
@@ -40,7 +40,7 @@ def _choose(
     is_possible: Callable[[Sequence[Any]], bool],
     learns: bool,
 ) -> tuple[Any, bool]:
-    """As `Autotuner.choose`, with a group in which all measure what this rank measures."""
+    """Replaces `Autotuner.choose`, with this rank's times for all ranks of the group."""
     if not learns:
         return None, False
     times = {
@@ -55,11 +55,11 @@ def _choose(
 
 
 class Alone(Transport):
-    """A rank of a group whose others are not there, split along one axis of the mesh.
+    """Transport of one rank in a group without other ranks, split along one axis of the mesh.
 
     Args:
-        rank: which one.
-        size: of the group.
+        rank: this rank.
+        size: size of the group.
     """
 
     name = "alone"
@@ -68,7 +68,7 @@ class Alone(Transport):
         self.rank, self.size = rank, size
 
     def split(self, color: int, key: int) -> Transport:
-        """A mesh that is split along one axis asks for groups of one, beside that of all."""
+        """Returns a group of one; a mesh split along one axis needs it besides the full group."""
         return Alone(0, 1)
 
     def _subgroup(self, members: Sequence[int]) -> Transport:
@@ -85,16 +85,16 @@ class Alone(Transport):
         return _Nothing(self, [buffer for _, buffer in recvs])
 
     def _send(self, tensor: Tensor, dest: int, tag: int) -> None:
-        """Sends to no other rank."""
+        """Does nothing: no other rank exists."""
 
     def _recv(self, tensor: Tensor, source: int, tag: int) -> None:
         tensor.zero_()
 
     def _barrier(self) -> None:
-        """No other rank is late."""
+        """Does nothing: no other rank is late."""
 
     def _broadcast(self, tensor: Tensor, root: int) -> None:
-        """The root has said the same."""
+        """Does nothing: the root's value is the same."""
 
     def _gather(self, tensor: Tensor, root: int) -> list[Tensor] | None:
         return [tensor.clone() for _ in range(self.size)]
@@ -109,7 +109,7 @@ class Alone(Transport):
     def _all_gather_async(self, tensor: Tensor, parts: Sequence[Tensor], out: Tensor) -> Work:
         if tensor.dtype != torch.int64:
             return super()._all_gather_async(tensor, parts, out)
-        for part in parts:  # what ranks compare is equal on all
+        for part in parts:  # compared values are equal on all ranks
             part.copy_(tensor)
         return Work()
 
@@ -120,25 +120,25 @@ class Alone(Transport):
         return Work()
 
     def _all_reduce(self, tensor: Tensor, op: Any) -> None:
-        """All others have zeros, and agree with this rank."""
+        """Adds zeros of all other ranks, which agree with this rank."""
         agree(tensor, op)
 
     def _all_reduce_async(self, tensor: Tensor, op: Any) -> Work:
         return Work()
 
     def abort(self, reason: str, exit_code: int) -> None:
-        """There is no other rank to end."""
+        """Does nothing: no other rank exists."""
 
 
 class Neighbors(Alone):
-    """Streams that play the neighbors: what they were sent comes back over a link.
+    """Transport with neighbors simulated by streams, which return sent messages over a link.
 
     Args:
         rank: this rank.
-        size: of the group.
-        device: where the tensors lie.
-        bytes_per_s: of the link, each way.
-        latency: seconds of a message before its first byte.
+        size: size of the group.
+        device: device of the tensors.
+        bytes_per_s: bandwidth of the link in each direction.
+        latency: seconds before the first byte of a message.
     """
 
     def __init__(
@@ -160,11 +160,11 @@ class _Nothing(Channel):
         self._owner, self._received = owner, received
 
     def start(self) -> None:
-        """Nothing is sent."""
+        """Only stamps the buffers; sends nothing."""
         stamp(self._owner.ledger, self._received)
 
     def wait(self) -> None:
-        """Nothing comes."""
+        """Does nothing: no message arrives."""
 
 
 class _Echo(Channel):
@@ -172,14 +172,14 @@ class _Echo(Channel):
         self._owner, self._sent, self._received = owner, sent, received
         if owner.stream is not None:
             self.stream = owner.stream.cuda_stream
-        # Both directions at the same time, and each neighbor has a link of its own.
+        # Both directions work at the same time, and each neighbor has its own link.
         most = max([each.nbytes for each in (*sent, *received)], default=0)
         self._seconds = owner.latency + most / owner.bytes_per_s
         for each in received:
             each.zero_()
 
     def start(self) -> None:
-        """The messages leave after the work on the current stream."""
+        """Sends the messages after the work on the current stream."""
         stream = self._owner.stream
         if stream is None:
             self._copy()
@@ -191,7 +191,7 @@ class _Echo(Channel):
             self._copy()
 
     def wait(self) -> None:
-        """The current stream waits for them."""
+        """Makes the current stream wait for the messages."""
         if self._owner.stream is not None:
             torch.cuda.current_stream().wait_stream(self._owner.stream)
 

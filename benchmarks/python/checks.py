@@ -1,10 +1,10 @@
-"""What the checks between ranks cost: ledger, checksums, hashes of numbers, and watchdog.
+"""Cost of the checks between ranks: ledger, checksums, hashes of numbers, and watchdog.
 
-Two ranks train a MONAI UNet on 32^3. In each round every variant takes a step: all checks
-on, each of them off, and all off. A check is switched off by replacing its functions with empty
-ones; nothing else changes. "Checksums" include the proof that the ledgers agree, which travels with
-them; of the watchdog only the phases that steps note are switched off, not its thread. Shown is how
-much longer a step with all checks takes than a step of the variant, as the median over rounds.
+Two ranks train a MONAI UNet on 32^3. In each round every variant takes a step: all checks on, each
+of them off, and all off. A check is disabled by replacing its functions with empty ones; nothing
+else changes. "Checksums" include the proof that the ledgers agree, which is in the same message; of
+the watchdog, only the phases that steps report are disabled, not its thread. Shown is the median
+over rounds of the time of a step with all checks minus that of the variant.
 
     python benchmarks/python/checks.py
 """
@@ -28,7 +28,7 @@ HEAD = ("step", "median, ms", "least, ms", "cost, ms", "cost, %")
 
 
 def main() -> None:
-    """Starts the ranks and shows what they measured, or is one of them."""
+    """Starts the ranks and shows their measurements, or runs one of them."""
     parser = common.parser(__doc__, rounds=400)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -50,8 +50,8 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One rank: each round has a step of every variant, in an order all ranks draw."""
-    import torch  # the parent needs neither
+    """Measures on one rank: each round has a step of every variant, in the same order on all."""
+    import torch  # the parent process does not need it
     from monai.networks.nets.unet import UNet
 
     import pydist
@@ -83,7 +83,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def empty_functions() -> dict[str, list[common.Patch]]:
-    """What replaces the functions of each check."""
+    """Returns the patches that disable each check."""
     from pydist._loader import native
     from pydist.comm.interface.ledger import Ledger
     from pydist.exchange.consistency import Consistency

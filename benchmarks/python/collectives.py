@@ -1,9 +1,9 @@
-"""All calls of a transport, over all transports, by size: one table.
+"""All calls of a transport, by size, over all transports: one table.
 
-Each transport has ranks of its own: threads of one process for `local`, processes for `mpi` under
-Open MPI and MPICH and for `c10d` over gloo; those that are not installed are left out and named.
-They take turns, and every result is checked once. Seconds are those of one call, the slowest rank's
-mean over some calls in a row; bytes are those of one rank's contribution.
+Each transport has its own ranks: threads of one process for `local`, processes for `mpi` under
+Open MPI and MPICH and for `c10d` over gloo; missing ones are listed. They take turns, and every
+result is checked once. Times, in seconds, are of one call: the mean over consecutive calls, of the
+slowest rank. Bytes are those of one rank's contribution.
 
     python benchmarks/python/collectives.py
 """
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def work(threads: int) -> None:
-    """A rank of one of the jobs, or the process whose threads are ranks."""
+    """Runs a rank of one of the jobs, or the process whose threads are ranks."""
     import pydist
     from pydist.comm import run_local
 
@@ -142,7 +142,7 @@ _TASKS: dict[str, Callable[..., Any]] = {"check": _check, "run": _seconds}
 
 @dataclass
 class _Call:
-    """One call of a transport with its buffers: every rank gives `rank + 1`s."""
+    """One call of a transport with its buffers; every rank contributes the values `rank + 1`."""
 
     world: Transport
     call: str
@@ -163,18 +163,18 @@ class _Call:
 
     @cached_property
     def channel(self) -> Channel:
-        """From this rank to the next; the first run makes it."""
+        """Returns the channel from this rank to the next; the first run makes it."""
         sends, recvs = [(self.next, self.mine)], [(self.before, self.like)]
         return self.world.channel(sends, recvs, tag=7)
 
     @property
     def run(self) -> Callable[[], None]:
-        """Makes the call once."""
-        # Looked up, not kept: a bound method of its own would make a cycle, and keep the buffers.
+        """Returns a function that makes the call once."""
+        # Looked up each time: a stored bound method would make a cycle, and keep the buffers.
         return getattr(self, "_" + self.call.replace(", ", "_"))
 
     def check(self) -> None:
-        """Runs it and compares what this rank then has with what it should have."""
+        """Runs the call and compares this rank's result with the expected one."""
         import torch
 
         rank, size = self.world.rank, self.world.size

@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine's description, summaries of times, tables, JSON."""
+"""Shared code of the benchmarks: machine description, summaries of times, tables, JSON."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from pydist._loader import native
 ROOT = Path(__file__).resolve().parents[2]
 
 Patch = tuple[Any, str, Any]
-"""Owner of an attribute, its name, and what replaces it."""
+"""Owner of an attribute, its name, and its replacement."""
 
 
 def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """A parser with the options that all benchmarks have.
+    """Returns a parser with the options that all benchmarks have.
 
     Args:
         description: the script's docstring.
-        rounds: how often each contestant is timed by default.
+        rounds: default number of timings per contestant.
     """
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -41,7 +41,7 @@ def parser(description: str | None, rounds: int) -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=rounds, help=f"timed rounds ({rounds})")
     made.add_argument("--json", type=Path, help="the result (benchmarks/results/NAME.json)")
     made.add_argument(
-        "--quick", action="store_true", help="tiny sizes, few rounds: that it runs, not how fast"
+        "--quick", action="store_true", help="tiny sizes, few rounds: times mean nothing"
     )
     return made
 
@@ -54,18 +54,18 @@ def on_ranks(
     more: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Any:
-    """Runs a benchmark's script as ranks of one thread each.
+    """Runs a benchmark's script on ranks of one thread each.
 
     Args:
         script: the benchmark's file. Its option `--rank` names the JSON file that rank 0 writes.
-        options: as parsed from `parser`; `--rounds` and `--quick` are handed on.
-        mpi: as of `pydist run`.
-        ranks: how many.
+        options: parsed options of `parser`; `--rounds` and `--quick` are passed on.
+        mpi: option of `pydist run`.
+        ranks: number of ranks.
         more: further options of the script.
         variables: further environment variables.
 
     Returns:
-        What rank 0 wrote.
+        The JSON value that rank 0 wrote.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
@@ -78,7 +78,7 @@ def on_ranks(
 
 
 def machine(**more: Any) -> dict[str, Any]:
-    """The machine, the software and the moment: what a figure needs to mean anything."""
+    """Describes the machine, the software and the time, without which a figure has no meaning."""
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_model(),
@@ -96,14 +96,14 @@ def machine(**more: Any) -> dict[str, Any]:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def summary(seconds: Sequence[float]) -> dict[str, Any]:
-    """Median, least and quartiles of the times of the rounds, in seconds."""
+    """Returns median, minimum and quartiles of the rounds' times, in seconds."""
     first, median, third = (
         statistics.quantiles(seconds, n=4, method="inclusive")
         if len(seconds) > 1
@@ -123,17 +123,17 @@ def in_turns(
     rounds: int,
     barrier: Callable[[], object],
 ) -> dict[str, list[float]]:
-    """Times a step of every variant in each round, in an order that all ranks draw.
+    """Times a step of every variant in each round, in a random order common to all ranks.
 
     Args:
-        variants: what is replaced in the program for a step: owner, name, value. The same on all
+        variants: replacements in the program during a step: owner, name, value. The same on all
             ranks.
-        step: that is timed.
+        step: the step to time.
         rounds: steps of each variant.
-        barrier: after which a step begins on all ranks.
+        barrier: called before a step, so that it begins on all ranks at the same time.
 
     Returns:
-        Seconds of each variant, in the order of the rounds.
+        Seconds of each variant by round.
     """
     seconds: dict[str, list[float]] = {variant: [] for variant in variants}
     order = random.Random(0)
@@ -149,7 +149,7 @@ def in_turns(
 
 @contextmanager
 def replaced(patches: Sequence[Patch]) -> Iterator[None]:
-    """Replaces attributes for as long as it is open."""
+    """Replaces attributes inside the context."""
     with ExitStack() as stack:
         for owner, name, value in patches:
             stack.enter_context(mock.patch.object(owner, name, value))
@@ -157,7 +157,7 @@ def replaced(patches: Sequence[Patch]) -> Iterator[None]:
 
 
 def peak(step: Callable[[], object]) -> int:
-    """Bytes that torch's CPU allocator holds at the peak of a step, above those at its start."""
+    """Returns the peak of torch's CPU allocator in a step, in bytes above its start."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -172,7 +172,7 @@ def peak(step: Callable[[], object]) -> int:
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> float:
-    """Median over the rounds of how much longer `one` took than `other`, in seconds."""
+    """Returns the median over rounds of the time of `one` minus that of `other`, in seconds."""
     return statistics.median(a - b for a, b in zip(one, other, strict=True))
 
 
@@ -192,7 +192,7 @@ def write(result: dict[str, Any], name: str, options: argparse.Namespace) -> Non
     Args:
         result: what was measured, with the machine's description.
         name: the benchmark's name; the file's name by default.
-        options: the command line; of a quick run nothing is kept unless it names the file.
+        options: the command line; the result of a quick run is only kept in a file named there.
     """
     if options.quick and not options.json:
         return
@@ -203,7 +203,7 @@ def write(result: dict[str, Any], name: str, options: argparse.Namespace) -> Non
 
 
 def as_rows(value: Any, indent: str = "") -> str:
-    """JSON with one line for each key of the outer tables, and for each row of a list of tables."""
+    """Formats JSON with one line per key of the outer tables, and per row of a list of tables."""
     deeper = indent + " "
     if isinstance(value, dict) and (not indent or any(_has_rows(each) for each in value.values())):
         lines = [f"{json.dumps(key)}: {as_rows(each, deeper)}" for key, each in value.items()]

@@ -1,8 +1,8 @@
-"""The ways to run a stack of four 3×3×3 convolutions with ReLU that `conv_stack.py` compares.
+"""Implementations of a stack of four 3×3×3 convolutions with ReLU, compared by `conv_stack.py`.
 
-Each takes this rank's part of the input, `[1, 4, D, H, W]`, contiguous as a loader gives it, and
-gives its part of the output; then it takes dL/dy and gives the gradients of all parameters, summed
-over the ranks.
+Each gets this rank's part of the input, `[1, 4, D, H, W]`, contiguous as from a loader, and returns
+its part of the output; then it gets dL/dy and returns the gradients of all parameters, summed over
+the ranks.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ CHANNELS = (4, 16, 16, 16, 16)
 LAYERS = len(CHANNELS) - 1
 
 Exchange = Callable[[dict[int, Tensor], dict[int, Tensor]], None]
-"""Sends tensors to neighbors and fills those that come from them, by rank."""
+"""Sends tensors to neighbors and fills those received from them, by rank."""
 
 
 def network(inplace: bool = False) -> nn.Sequential:
-    """The stack, with the same weights for all."""
+    """Creates the stack, with the same weights for all."""
     generator = torch.Generator().manual_seed(0)
     layers: list[nn.Module] = []
     for inside, outside in itertools.pairwise(CHANNELS):
@@ -47,12 +47,12 @@ def network(inplace: bool = False) -> nn.Sequential:
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """What backward has left, which is compared with one tensor for each parameter."""
+    """Returns the parameters' gradients, for comparison."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
 def summed(grads: Sequence[Tensor], reduce: Callable[[Tensor], object]) -> list[Tensor]:
-    """Gradients of all ranks, by one all-reduce."""
+    """Sums gradients over all ranks with one all-reduce."""
     flat = torch.cat([g.reshape(-1) for g in grads])
     reduce(flat)
     pieces = flat.split([g.numel() for g in grads])
@@ -60,7 +60,7 @@ def summed(grads: Sequence[Tensor], reduce: Callable[[Tensor], object]) -> list[
 
 
 class Contestant(ABC):
-    """One way to run the stack on this rank."""
+    """One implementation of the stack on this rank."""
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor: ...
@@ -70,7 +70,7 @@ class Contestant(ABC):
 
 
 class Plain(Contestant):
-    """torch as it is, on the whole sample."""
+    """Plain torch on the full sample."""
 
     def __init__(self, threads: int, inplace: bool = False) -> None:
         self._threads, self._model = threads, network(inplace)
@@ -89,7 +89,7 @@ class Plain(Contestant):
 
 
 class Layered(Contestant):
-    """Convolution by convolution, with a function of our choice for it."""
+    """The stack, convolution by convolution, with a given function."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Layered(Contestant):
 
 
 class Blocked(Contestant):
-    """Nothing exchanged, activations in oneDNN's own blocked layout from layer to layer."""
+    """The stack without exchanges, with activations in oneDNN's blocked layout between layers."""
 
     def __init__(self) -> None:
         self._parameters = [p.detach() for p in network().parameters()]
@@ -149,7 +149,7 @@ class Blocked(Contestant):
 
 
 class Pydist(Contestant):
-    """pydist, as a user calls it on shards that a loader gave."""
+    """pydist, as a user calls it on a loader's shards."""
 
     def __init__(self, world: Transport, inplace: bool = False, quiet: bool = False) -> None:
         transport = Quiet(world)
@@ -171,11 +171,11 @@ class Pydist(Contestant):
         return gradients(self._model.parameters())
 
 
-# -- what a user writes by hand -------------------------------------------------------------
+# -- handwritten splits ---------------------------------------------------------------------
 
 
 def by_hand(rank: int, size: int, exchange: Exchange, convolve: Any) -> Any:
-    """A convolution that receives the neighbors' planes and concatenates."""
+    """Returns a convolution that receives the neighbors' planes and concatenates them."""
 
     def run(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return convolve(_Halo.apply(x, rank, size, exchange), weight, bias, (0, 1, 1))
@@ -184,7 +184,7 @@ def by_hand(rank: int, size: int, exchange: Exchange, convolve: Any) -> Any:
 
 
 class _Halo(Function):
-    """Receives a plane of depth from each neighbor, zeros at the ends, and concatenates."""
+    """Concatenation with a plane of depth from each neighbor, and zeros at the ends."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int, size: int, exchange: Exchange) -> Tensor:
@@ -217,7 +217,7 @@ def _neighbors(rank: int, size: int, lower: Tensor, upper: Tensor) -> dict[int, 
 
 
 def exchange_gloo(sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
-    """`batch_isend_irecv` of torch.distributed."""
+    """Exchanges with `batch_isend_irecv` of torch.distributed."""
     operations = [dist.P2POp(dist.irecv, each, peer) for peer, each in recvs.items()]
     operations += [dist.P2POp(dist.isend, each, peer) for peer, each in sends.items()]
     for work in dist.batch_isend_irecv(operations):
@@ -225,7 +225,7 @@ def exchange_gloo(sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
 
 
 def exchange_mpi(sends: dict[int, Tensor], recvs: dict[int, Tensor]) -> None:
-    """Isend and Irecv of mpi4py."""
+    """Exchanges with Isend and Irecv of mpi4py."""
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD
@@ -248,7 +248,7 @@ def reduce_mpi(flat: Tensor) -> None:
 
 
 def conv_torch(x: Tensor, weight: Tensor, bias: Tensor, padding: Any = 1) -> Tensor:
-    """torch's own choice of a kernel."""
+    """Convolves with the kernel that torch chooses."""
     return F.conv3d(x, weight, bias, padding=padding)
 
 
@@ -259,7 +259,7 @@ def conv_onednn(
     padding: Sequence[int] = (1, 1, 1),
     stride: Sequence[int] = (1, 1, 1),
 ) -> Tensor:
-    """oneDNN forward and backward, also where torch would take its slow path."""
+    """Convolves with oneDNN forward and backward, also where torch would use its slow path."""
     return _OneDnn.apply(x, weight, bias, padding, stride)
 
 
@@ -281,7 +281,7 @@ class _OneDnn(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], True, ctx.biased]
-        # A conversion loses channels-last, which torch hands to oneDNN by itself (large shards).
+        # A conversion loses channels-last, which torch passes to oneDNN by itself (large shards).
         plain = x.is_contiguous()
         dx, dw, db = _convolution_backward(
             grad.to_mkldnn() if plain else grad,
@@ -329,7 +329,7 @@ class ShardTensorRival(Contestant):
         from physicsnemo.domain_parallel.shard_utils import conv_patches
         from torch.distributed.tensor import Shard
 
-        # Its convolution; by itself the package takes that up only where it finds a GPU.
+        # Its convolution; the package itself enables it only with a GPU.
         assert conv_patches is not None
         self._shards, self._kind = [Shard(2)], ShardTensor
         self._mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -337,7 +337,7 @@ class ShardTensorRival(Contestant):
 
     def forward(self, x: Tensor) -> Tensor:
         self._model.zero_grad()
-        # It can find the shapes by itself, but only with pinned memory, that is with a GPU.
+        # It can infer the shapes, but only with pinned memory, that is, with a GPU.
         shapes = {0: [tuple(x.shape)] * self._mesh.size()}
         sharded = self._kind.from_local(x, self._mesh, self._shards, sharding_shapes=shapes)
         self._y = self._model(sharded).to_local()
@@ -352,7 +352,7 @@ class ShardTensorRival(Contestant):
 
 
 class DistConvRival(Contestant):
-    """`DCTensor` of LBANN's DistConv, its gradients reduced by an all-reduce over gloo."""
+    """`DCTensor` of LBANN's DistConv, with gradients all-reduced over gloo."""
 
     def __init__(self) -> None:
         from distconv import DCTensor, ParallelStrategy

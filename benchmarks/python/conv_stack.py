@@ -1,16 +1,16 @@
-"""Four 3×3×3 convolutions with ReLU, split over 2 ranks, against the other ways to do that.
+"""Four 3×3×3 convolutions with ReLU, split over 2 ranks, compared with other implementations.
 
-4→16→16→16→16 channels, padding 1, batch 1, forward and backward on fresh data, dL/dy given in the
-layout of y; 2 ranks with one thread each, split over depth, beside plain torch on one. Two sets of
-processes run side by side, one with the C library's malloc as it comes and one with pydist's
-settings ("+ malloc"), and all contestants take turns, a step each a round. With "+ malloc +
-oneDNN", "blocked" and "channels-last" ReLU works in place as well. Every result is first compared
-with torch in double precision; ways that exchange nothing where that makes no difference.
+4→16→16→16→16 channels, padding 1, batch 1, forward and backward on fresh data, dL/dy in the layout
+of y; 2 ranks with one thread each, split over depth, and plain torch on one process. Two sets of
+processes run side by side, one with the C library's default malloc and one with pydist's settings
+("+ malloc"); all contestants take turns, one step per round. With "+ malloc + oneDNN", "blocked"
+and "channels-last", ReLU works in place as well. Every result is first compared with torch in
+double precision; for contestants without exchanges, only where exchanges have no effect.
 
     python benchmarks/python/conv_stack.py --width 64
 
-Packages that are compared if they are importable: physicsnemo (ShardTensor), distconv (LBANN).
-distdl is not among them: it is not on the package index.
+Packages that are compared if importable: physicsnemo (ShardTensor), distconv (LBANN). distdl is not
+included: it is not on the package index.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import jobs
 CHANNELS = 16
 INPUTS = 4
 TOLERANCE = 5e-3
-"""Of every contestant. Gradients at 128³ are sums of random terms, of which single-precision torch
-itself is 1e-3 off."""
+"""Maximum error of every contestant. Gradients at 128³ are sums of random terms, for which
+single-precision torch itself has an error of 1e-3."""
 FACTOR, FLOOR = 4, 1e-4
-"""None may be further off than so many times plain torch, or than `FLOOR`."""
+"""Maximum error: this many times that of plain torch, or `FLOOR` if larger."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant: in which job it runs, and how it is called."""
+    """A contestant: the name of its job, and of its way to run the stack."""
 
     job: str
     way: str
@@ -119,7 +119,7 @@ def main() -> None:
             able,
             rounds,
             lambda e, seed: max(started[e.job].ask("step", way=e.way, seed=seed)),
-            warm_up=0,  # the check was that
+            warm_up=0,  # done by the check
         )
         usage = {e: max(started[e.job].ask("usage", way=e.way)) for e in able}
     own = common.summary(seconds[PYDIST])["median"]
@@ -153,12 +153,12 @@ def main() -> None:
 def compare(
     answers: Sequence[dict[str, Any]], reference: dict[str, Any], exchanges: bool, width: int
 ) -> float:
-    """The largest error of a contestant, relative to the largest value of each reference tensor."""
+    """Returns a contestant's largest error, relative to each reference tensor's largest value."""
     import torch
 
     planes = torch.cat([answer["planes"] for answer in answers])
     wanted = reference["planes"]
-    if not exchanges:  # what the neighbor's planes reach is wrong
+    if not exchanges:  # values that depend on the neighbor's planes are wrong
         cut, reach = width // 2, min(4, width // 2 - 1)
         apart = torch.ones(width, dtype=torch.bool)
         apart[cut - reach : cut + reach] = False
@@ -172,10 +172,10 @@ def compare(
 
 
 def check(errors: dict[Entry, float]) -> None:
-    """Holds all contestants to one rule.
+    """Checks all contestants against the same limit.
 
     Raises:
-        SystemExit: one of them is too far from double precision.
+        SystemExit: a contestant is too far from double precision.
     """
     of_torch = [error for entry, error in errors.items() if entry.job.startswith("plain")]
     limit = min(TOLERANCE, max(FLOOR, FACTOR * of_torch[0])) if of_torch else TOLERANCE
@@ -192,7 +192,7 @@ def off(mine: Any, true: Any) -> float:
 
 
 def work(width: int, malloc: bool) -> None:
-    """A rank of one of the jobs."""
+    """Runs a rank of one of the jobs."""
     import torch
 
     import pydist
@@ -214,7 +214,7 @@ class _Ranks:
         return jobs.library(self._world)
 
     def check(self, way: str) -> dict[str, Any]:
-        """Makes a contestant, runs it once, and tells enough of its results to compare them."""
+        """Makes a contestant, runs it once, and returns enough of its results to compare them."""
         try:
             made = self._make(way)
             y = made.forward(self._input(0))
@@ -222,7 +222,7 @@ class _Ranks:
             grad = self._grad(0, y.stride())
             planes = self._planes(y, grad)
             grads = [g.detach().clone() for g in made.backward(grad)]
-            if way.startswith("pydist"):  # which may still be choosing its kernels
+            if way.startswith("pydist"):  # may still be autotuning
                 for _ in range(2):
                     made.forward(self._input(0))
                     made.backward(grad)
@@ -244,7 +244,7 @@ class _Ranks:
         return self._meter.usage(way)
 
     def reference(self) -> dict[str, Any]:
-        """Plain torch in double precision, in slabs of depth: its buffers are 27 × the input."""
+        """Runs torch in double precision, in slabs of depth: its buffers are 27 × the input."""
         torch = self._torch
         from conv_contestants import network
 
@@ -295,7 +295,7 @@ class _Ranks:
         return self._halves(CHANNELS, 2 * seed + 1, strides)
 
     def _halves(self, channels: int, seed: int, strides: tuple[int, ...] | None) -> Any:
-        """This rank's part of the global tensor: a plain process makes both halves."""
+        """Returns this rank's part of the global tensor; a plain process has both halves."""
         torch, width = self._torch, self._width
         half = width // 2
         shape = (1, channels, half * (2 // self._world.size), width, width)
@@ -309,7 +309,7 @@ class _Ranks:
         return torch.empty_strided(shape, strides).copy_(made)
 
     def _planes(self, y: Any, grad: Any) -> Any:
-        """Σ y·g over each plane of depth: small, and no wrong voxel hides in it."""
+        """Returns Σ y·g over each plane of depth: small, but any wrong voxel changes it."""
         pairs = zip(y.detach().unbind(2), grad.unbind(2), strict=True)
         return self._torch.stack([(a.double() * b.double()).sum() for a, b in pairs])
 

@@ -1,4 +1,4 @@
-"""The ways to do a training step of CosmoFlow that `cosmoflow_step.py` and `memory.py` run."""
+"""The contestants of `cosmoflow_step.py` and `memory.py`: training steps of CosmoFlow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import pydist
 from pydist.comm import Transport
 from pydist.gradients.lane import Lane
-from pydist.gradients.scattered_bucket import ScatteredBucket
+from pydist.gradients.partitioned_bucket import PartitionedBucket
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.optim import gather_gradients, sharded
@@ -28,11 +28,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Plain:
-    """torch as it is, on the whole samples.
+    """Plain torch on the full samples.
 
     Attributes:
-        exposed_seconds: in all steps so far, from the end of backward until gradients were reduced,
-            and from the optimizer's step until parameters were collected.
+        exposed_seconds: over all steps so far, the time from the end of backward to the end of the
+            reductions, and from the optimizer's step to the gather of parameters.
     """
 
     exposed_seconds = 0.0
@@ -52,22 +52,22 @@ class Plain:
                 vars(module)["forward"] = partial(_forward_onednn, module)
 
     def prepare(self, x: Tensor, target: Tensor) -> None:
-        """Takes the data of the next step; not timed."""
+        """Sets the data of the next step; not timed."""
         self.take(x, target)
 
     def take(self, shard: Tensor, target: Tensor) -> None:
-        """Takes this rank's part of it: the whole."""
+        """Sets this rank's shard of the data, which is all of it."""
         torch.set_num_threads(self._threads)
         self._x, self._target = shard, target
 
     def step(self, check: bool = False) -> Any:
-        """A training step.
+        """Runs a training step.
 
         Args:
-            check: stop before the optimizer.
+            check: whether to stop before the optimizer.
 
         Returns:
-            The loss; to check it, the gradients as well.
+            The loss; with `check`, also the gradients.
         """
         self._optimizer.zero_grad()
         loss = self._loss(self._model(self._x), self._target)
@@ -81,14 +81,14 @@ class Plain:
         return [grad.clone() for grad in gradients(self._model.parameters())]
 
     def state_bytes(self) -> int:
-        """What the optimizer holds on this rank."""
+        """Returns the size of the optimizer's state on this rank."""
         optimizer = getattr(self._optimizer, "_inner", self._optimizer)
         states = optimizer.state.values()
         return sum(v.nbytes for state in states for v in state.values() if torch.is_tensor(v))
 
 
 class Pydist(Plain):
-    """pydist, on shards as a loader gives them; with silent transports a bound for it."""
+    """pydist, on shards as from a loader; with silent transports, its bound."""
 
     def __init__(
         self,
@@ -104,10 +104,10 @@ class Pydist(Plain):
         measured = silent_halo or silent_gradients
         self._mesh = Mesh(as_transport(self._activations) if measured else world, 1, spatial)
         if measured:
-            # Halos and statistics go through the mesh's groups, which are made now; gradients and
-            # parameters go through its world.
+            # Halos and statistics use the mesh's existing groups; gradients and parameters use its
+            # world.
             self._mesh.world = as_transport(self._gradients)
-        # Ranks that do not reduce gradients would part; at rate 0 the optimizer works as much.
+        # Without reductions, parameters would diverge between ranks; rate 0 costs the same time.
         rate = 0.0 if measured else RATE
         parallel = pydist.parallelize(model, self._mesh)
         super().__init__(parallel, torch.get_num_threads(), rate=rate, loss=loss)
@@ -124,7 +124,7 @@ class Pydist(Plain):
         self._target = target
 
     def take(self, shard: Tensor, target: Tensor) -> None:
-        """Takes this rank's shard of the next step's data; all ranks have shards of one shape."""
+        """Sets this rank's shard of the next step's data; all ranks have shards of one shape."""
         edges = zip(shard.shape[2:], self._mesh.spatial, strict=True)
         shape = (*shard.shape[:2], *(edge * count for edge, count in edges))
         layout = layout_for_sample(self._mesh, shape)
@@ -144,10 +144,10 @@ class Pydist(Plain):
         return call
 
     def exposed(self) -> float:
-        """Bytes of gradients and parameters that a step waits for, as those of an all-reduce."""
+        """Returns gradients and parameters that a step waits for, as bytes of an all-reduce."""
         reducer = entry_of(self._model).reducer
         (lane,) = reducer.lanes
-        users: list[Lane | ScatteredBucket] = [lane, *lane.scattered]
+        users: list[Lane | PartitionedBucket] = [lane, *lane.partitioned]
         transport, noting = lane.transport, Noting(lane.transport)
         for user in users:
             user.transport = as_transport(noting)
@@ -157,12 +157,12 @@ class Pydist(Plain):
         return noting.exposed
 
     def kept(self) -> int:
-        """Bytes that were given to be sent and were not."""
+        """Returns the bytes of suppressed messages."""
         return self._activations.kept + self._gradients.kept
 
 
 class AllReduce:
-    """One bare all-reduce, by MPI where ranks are processes, of numbers that are written anew."""
+    """One bare all-reduce, by MPI if ranks are processes, of numbers rewritten each time."""
 
     exposed_seconds = 0.0
 

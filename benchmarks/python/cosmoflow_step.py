@@ -1,14 +1,14 @@
 """A training step of CosmoFlow (forward, backward, Adam) on 1 rank and split over several.
 
-Beside plain torch, and beside the no-exchange bound: the same shards, kernels and optimizer on all
-ranks at once, with transports that fall silent. From runs with all, with some and with none of the
-messages, a round apart, come the cost of halos and statistics over the bound, and what the
-reduction of the gradients costs: by the difference of steps, beside a bare MPI all-reduce of all
-their bytes; and what is waited for, beside one of the bytes that stay exposed (gradients that are
-under way when backward is over, and parameters that the ranks then collect from each other). Batch
-norm is on (its statistics span the ranks), dropout off. One thread a rank; fresh data each step;
-loss and gradients of all that exchange are first compared with torch in double precision: none may
-be further from it than four times plain torch in single precision.
+The references are plain torch, and the no-exchange bound: the same shards, kernels and optimizer on
+all ranks, with silent transports. Runs with all, some and none of the messages, in the same rounds,
+give the cost of halos and statistics over the bound, and that of reducing gradients: the difference
+of steps, compared with a bare MPI all-reduce of all their bytes; and the waits, compared with an
+all-reduce of the exposed bytes (gradients in flight at the end of backward, and parameters that the
+ranks then gather). Batch norm is on (its statistics span the ranks), dropout off. One thread per
+rank; fresh data each step; loss and gradients of all contestants that exchange are first compared
+with torch in double precision: their error may be at most four times that of plain torch in single
+precision.
 
     python benchmarks/python/cosmoflow_step.py --width 128
     python benchmarks/python/cosmoflow_step.py --width 64 --ranks 2 4 8
@@ -31,9 +31,9 @@ import jobs
 from step_ranks import StepRanks
 
 TOLERANCE = 5e-3
-"""Of every contestant's loss and gradients; single-precision torch is 2e-3 off at 64³."""
+"""Maximum error of loss and gradients; that of single-precision torch is 2e-3 at 64³."""
 FACTOR, FLOOR = 4, 1e-4
-"""None may be further off than so many times plain torch, or than `FLOOR`."""
+"""Maximum error: this many times that of plain torch, or `FLOOR` if larger."""
 SPLITS = {
     1: {"": (1, 1, 1)},
     2: {"depth": (2, 1, 1), "height": (1, 2, 1), "width": (1, 1, 2)},
@@ -61,7 +61,7 @@ EXPOSED = ", bare all-reduce of what stays exposed"
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant: in which job it runs, and how it is made there."""
+    """A contestant: the name of its job, and its options."""
 
     job: str
     title: str
@@ -71,16 +71,16 @@ class Entry:
     silent: str = FULL
     share: Literal["auto", "never"] = "auto"
     allreduce: str = ""
-    """A bare all-reduce, of what: `ALL`, or what of another contestant stays exposed."""
+    """Size of a bare all-reduce: `ALL`, or another contestant's title for its exposed bytes."""
 
     @property
     def exact(self) -> bool:
-        """Whether its results are those of one device."""
+        """Whether the results are those of one device."""
         return not self.allreduce and self.silent == FULL
 
 
 def entries(ranks: Sequence[int], quick: bool = False) -> list[Entry]:
-    """All contestants; in a quick run one of each kind."""
+    """Returns all contestants; in a quick run one of each kind."""
     made = [
         Entry("plain", "plain torch, 2 threads", 2),
         Entry("plain", "plain torch, 1 thread", 1),
@@ -194,16 +194,17 @@ def cost_rows(
     waited: dict[str, float],
     exposed: dict[str, int],
 ) -> list[dict[str, Any]]:
-    """For each split: what halos and statistics, and what the gradients add; what more ranks cost.
+    """Returns the costs of halos, statistics and gradients, and of more ranks, for each split.
 
     Args:
         all_of_them: the contestants.
-        seconds: of each, by round.
-        waited: by title, seconds that a step waits for gradients and parameters.
-        exposed: by title, the bytes that it waits for.
+        seconds: times of each contestant by round.
+        waited: seconds that a step waits for gradients and parameters, by title.
+        exposed: bytes that a step waits for, by title.
 
-    With more ranks than cores the floor is the bound on as many ranks: it has their thinner shards
-    and their crowded cores, and sends nothing. Both are shown over the first split on 2 ranks.
+    With more ranks than cores, the floor is the bound on the same number of ranks: it has the
+    same thin shards and crowded cores, without messages. Both are relative to the first split on 2
+    ranks.
     """
     by_title = {e.title: seconds[e] for e in all_of_them}
     median = {title: common.summary(taken)["median"] for title, taken in by_title.items()}
@@ -240,16 +241,16 @@ def compare(
     reference: dict[str, Any],
     of_torch: float | None,
 ) -> float | None:
-    """The largest error of loss and gradients, relative to each tensor's largest value.
+    """Returns the largest error of loss and gradients, relative to each tensor's largest value.
 
     Args:
         entry: the contestant.
-        answers: of its ranks.
-        reference: in double precision.
-        of_torch: that of plain torch; None if this is it.
+        answers: answers of its ranks.
+        reference: results in double precision.
+        of_torch: error of plain torch; None if the contestant is plain torch.
 
     Raises:
-        SystemExit: it is too large.
+        SystemExit: the error is too large.
     """
     if not entry.exact:
         return None
@@ -273,7 +274,7 @@ _MAKING = threading.Lock()  # of models: threads share the random numbers
 
 
 def work(width: int, batch: int, batch_norm: bool, malloc: bool, as_threads: int) -> None:
-    """A rank of one of the jobs, or all of them."""
+    """Runs a rank of one of the jobs, or all of them."""
     import torch
 
     import pydist
@@ -309,11 +310,11 @@ class _Ranks(StepRanks):
         return taken
 
     def exposed_seconds(self, title: str) -> float:
-        """What a step waits for gradients and parameters; median."""
+        """Returns the median time that a step waits for gradients and parameters, in seconds."""
         return statistics.median(self._exposed_seconds[title])
 
     def nbytes(self, title: str) -> int:
-        """What a bare all-reduce sums."""
+        """Returns the size of a bare all-reduce, in bytes."""
         return self._made[title].nbytes
 
     def _loss(self, output: Any, target: Any) -> Any:
@@ -351,7 +352,7 @@ class _Ranks(StepRanks):
         return c.Pydist(self._model(), self._world, entry.spatial, halo, gradients, entry.share)
 
     def _exposed(self, made: Any) -> int:
-        """The most elements of any rank that stay exposed in a step."""
+        """Returns the number of exposed elements in a step, the maximum over all ranks."""
         import torch
 
         made.prepare(*self._draw(1))

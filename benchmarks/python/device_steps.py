@@ -1,4 +1,4 @@
-"""Training steps on one device by plain torch and by pydist, with and without a CUDA graph."""
+"""Training steps on one device with plain torch and with pydist, with or without a CUDA graph."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from pydist.train.step import TrainStep
 
 RATE = 1e-4
 _BEFORE = 3
-"""Steps that make optimizer state and choose kernels."""
+"""Steps that create optimizer state and choose kernels."""
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """As MLPerf's rules have it."""
+    """Creates the optimizer of MLPerf's rules."""
     return torch.optim.SGD(parameters, RATE, momentum=0.9, fused=True)
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
-    """As the paper's networks are trained."""
+    """Creates the optimizer of the paper's networks."""
     return torch.optim.Adam(parameters, RATE, fused=True)
 
 
 class Plain:
-    """torch as it is. Batches are copied into place: their memory is another one each time.
+    """Training step of plain torch. Batches are copied into place, as each has its own memory.
 
     Args:
-        model: on the device, in the memory format of `inputs`.
-        inputs: [N, C, D, H, W].
-        targets: [N, T].
+        model: a model on the device, in the memory format of `inputs`.
+        inputs: tensor [N, C, D, H, W].
+        targets: tensor [N, T].
         amp: whether convolutions run in bfloat16.
-        make_optimizer: of the parameters.
+        make_optimizer: creates the optimizer for the parameters.
         graph: whether the step is one CUDA graph.
     """
 
@@ -79,7 +79,7 @@ class Plain:
                 self.loss = self._work()
 
     def step(self) -> None:
-        """A training step."""
+        """Runs a training step."""
         self._inputs.copy_(self._given[0], non_blocking=True)
         self._targets.copy_(self._given[1], non_blocking=True)
         if self._graph is None:
@@ -88,7 +88,7 @@ class Plain:
             self._graph.replay()
 
     def close(self) -> None:
-        """Gives the graph's memory back."""
+        """Frees the graph's memory."""
         if self._graph is not None:
             self._graph.reset()
 
@@ -103,24 +103,24 @@ class Plain:
 
 
 class Task:
-    """What is learned."""
+    """The training task, with its loss."""
 
     def loss(self, output: Tensor, batch: Batch) -> Tensor:
-        """Mean squared error."""
+        """Computes the mean squared error."""
         return F.mse_loss(output.float(), batch.targets)
 
 
 class Split:
-    """pydist's training step on one shard: the whole sample, or a rank's part of it.
+    """Training step of pydist on one shard: the full sample, or a rank's part of it.
 
     Args:
-        model: on the device, in the memory format of `shard`.
+        model: a model on the device, in the memory format of `shard`.
         mesh: the mesh.
-        shape: of the global batch.
-        shard: this rank's part of it.
-        targets: [N, T].
+        shape: shape of the global batch.
+        shard: this rank's part of the batch.
+        targets: tensor [N, T].
         amp: whether convolutions run in bfloat16.
-        make_optimizer: of the parameters.
+        make_optimizer: creates the optimizer for the parameters.
         graph: whether the step is one CUDA graph.
     """
 
@@ -158,16 +158,16 @@ class Split:
             raise PydistError("pydist's step was not captured")
 
     def step(self) -> None:
-        """A training step."""
+        """Runs a training step."""
         self.loss = self._graphed(self._batch)
 
     def close(self) -> None:
-        """Gives the graph's memory back."""
+        """Frees the graph's memory."""
         self._graphed.close()
 
 
 class _OneShape:
-    """A data set as far as a captured step asks for one."""
+    """A data set with the interface that a captured step needs."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self._shape = shape

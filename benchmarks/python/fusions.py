@@ -1,10 +1,10 @@
-"""What each fusion saves of a training step: time, and memory of torch's allocator at the peak.
+"""Savings of each fusion in a training step: time, and peak memory of torch's allocator.
 
 CosmoFlow (convolution, leaky ReLU in place, average pool), CosmoFlow with batch norm (convolution,
 norm, leaky ReLU in place, average pool) and MONAI's UNet (convolution, instance norm, PReLU) are
 trained on one rank and split over two. In each round every variant takes a step: all fusions on,
-each of them off, all off. A fusion is switched off by replacing the function that looks for it.
-Shown is how much longer a step takes without it than with all, as the median over the rounds.
+each of them off, all off. A fusion is disabled by replacing the function that looks for it. Shown
+is the median over rounds of a step's time without the fusion minus its time with all fusions.
 
     python benchmarks/python/fusions.py
 """
@@ -32,12 +32,12 @@ OF = {
     "CosmoFlow 128³, batch norm": (NORM,),
     "MONAI UNet 96³": (PRELU,),
 }
-"""Which fusions a network can have."""
+"""Possible fusions by network."""
 HEAD = ("network", "ranks", "step", "median, s", "cost, s", "cost, %", "peak, MB", "peak, %")
 
 
 def main() -> None:
-    """Starts the ranks and shows what they measured, or is one of them."""
+    """Starts the ranks and shows their measurements, or runs one of them."""
     parser = common.parser(__doc__, rounds=15)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One rank."""
+    """Measures on one rank."""
     import pydist
 
     world = pydist.init().world
@@ -82,7 +82,7 @@ def measure(options: argparse.Namespace) -> None:
         peaks = {}
         for variant, patches in variants.items():
             with common.replaced(patches):
-                step()  # chooses kernels, makes buffers
+                step()  # chooses kernels, creates buffers
                 peaks[variant] = common.peak(step)
         seconds = common.in_turns(variants, step, options.rounds, world.barrier)
         results[name] = {"seconds": seconds, "peaks": peaks}
@@ -91,7 +91,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def make_step(name: str, mesh: Any, quick: bool) -> Callable[[], None]:
-    """A training step of a network: forward, backward, SGD."""
+    """Returns a training step of a network: forward, backward, SGD."""
     import torch
     from monai.networks.nets.unet import UNet
     from torch import nn
@@ -125,7 +125,7 @@ def make_step(name: str, mesh: Any, quick: bool) -> Callable[[], None]:
 
 
 def switches() -> dict[str, list[common.Patch]]:
-    """What replaces the functions that look for each fusion."""
+    """Returns the patches that disable each fusion."""
     from pydist.ops import activations
     from pydist.ops.fusion.norm import DeferredNorm
     from pydist.ops.pooling import pool

@@ -1,7 +1,7 @@
-"""What the gpu_*.py benchmarks share: the device, times by its events, results.
+"""Shared code of the gpu_*.py benchmarks: the device, times by its events, results.
 
-On one H200 each of them ends in less than a minute. With `--device cpu` they run through at tiny
-sizes, to test themselves: such times mean nothing and are written only where `--json` says.
+On one H200, each of them takes less than a minute. With `--device cpu` they run at tiny sizes as a
+self-test: such times mean nothing and are only written to the file of `--json`.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ Call = Callable[[], object]
 
 _WARM_UP = 2
 _HEAD_START = 1e-3
-"""Seconds for which the device is kept busy while the host queues what is timed."""
+"""Seconds for which the device is kept busy while the host queues the timed calls."""
 _CYCLES = 20_000_000
-"""Of the clock, which is looked at over so many."""
+"""Clock cycles per check of the clock rate."""
 _SETTLING = 0.3, 2.0
-"""Seconds of work, at least and at most, until the clock has risen to where it stays."""
+"""Minimum and maximum seconds of work until the clock rate is stable."""
 
 
 def options_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
-    """A parser with the options of all GPU benchmarks.
+    """Returns a parser with the options of all GPU benchmarks.
 
     Args:
         description: the script's docstring.
-        rounds: how often each contestant is timed by default.
+        rounds: default number of timings per contestant.
     """
     made = common.parser(description, rounds)
     made.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a self-test")
     made.add_argument(
-        "--seconds", type=float, default=45.0, help="what does not fit is left out, and told (45)"
+        "--seconds", type=float, default=45.0, help="time limit; the rest is listed as not run (45)"
     )
     return made
 
 
 def device_of(options: argparse.Namespace) -> torch.device:
-    """The device to measure; ends the script with one line where there is none.
+    """Returns the device to measure; ends the script with one line if there is none.
 
-    Tiny sizes on the CPU: they are set in `options`.
+    On the CPU, sets tiny sizes in `options`.
     """
     if options.device == "cpu":
         options.quick = True
@@ -62,13 +62,13 @@ def device_of(options: argparse.Namespace) -> torch.device:
 
 
 def name() -> str:
-    """Of the benchmark: that of the script."""
+    """Returns the name of the benchmark, which is the script's."""
     return Path(sys.argv[0]).stem
 
 
 @contextmanager
 def precision(kind: str) -> Iterator[None]:
-    """float32 products as "fp32" or "tf32"; cuDNN picks its algorithms by measuring."""
+    """Sets float32 products to "fp32" or "tf32"; cuDNN chooses its algorithms by timing."""
     backends = torch.backends
     before = backends.cudnn.allow_tf32, backends.cuda.matmul.allow_tf32, backends.cudnn.benchmark
     backends.cudnn.allow_tf32 = backends.cuda.matmul.allow_tf32 = kind == "tf32"
@@ -81,17 +81,17 @@ def precision(kind: str) -> Iterator[None]:
 
 
 def l2_bytes(device: torch.device) -> int:
-    """The device's last cache."""
+    """Returns the size of the device's last cache, in bytes."""
     if device.type == "cpu":
         return 1 << 16
     return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 << 20))
 
 
 class Stopwatch:
-    """Times calls on a device, behind a head start that hides how long the host takes to queue.
+    """Times calls on a device, after a head start that hides the host's time to queue them.
 
     Args:
-        device: the device; of the CPU, times are the host's.
+        device: the device; for the CPU, times are the host's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -101,7 +101,7 @@ class Stopwatch:
             self._cycles_a_second = self._settled()
 
     def _settled(self) -> float:
-        """Cycles a second, once the device has been at work for a while: idle, it is slower."""
+        """Returns clock cycles per second once the rate is stable; an idle device is slower."""
         began, before = time.monotonic(), 0.0
         while True:
             found = _CYCLES / self._between(lambda: torch.cuda._sleep(_CYCLES))
@@ -111,14 +111,14 @@ class Stopwatch:
             before = found
 
     def steps(self, call: Call, repeats: int) -> float:
-        """Seconds a call of several in a row, what the device waits for the host included."""
+        """Returns seconds per consecutive call, including the device's waits for the host."""
         return self._between(lambda: [call() for _ in range(repeats)]) / repeats
 
     def kernels(self, calls: Sequence[Call]) -> float:
-        """Seconds a call of several that are queued before the device comes to the first.
+        """Returns seconds per call of calls that are queued before the device starts the first.
 
         Raises:
-            SystemExit: the host is slower than any head start that makes sense.
+            SystemExit: the host is slower than any reasonable head start.
         """
         if self._device.type == "cpu":
             return self._between(lambda: [call() for call in calls]) / len(calls)
@@ -161,11 +161,11 @@ class Stopwatch:
 
 
 class Budget:
-    """The time that a script has.
+    """The time limit of a script.
 
     Attributes:
-        left_out: what it did not come to.
-        failed: what it tried in vain; `report` ends the script with exit code 1 then.
+        left_out: measurements without time.
+        failed: failed measurements; with any, `report` ends the script with exit code 1.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -175,11 +175,11 @@ class Budget:
 
     @property
     def left(self) -> float:
-        """Seconds."""
+        """Remaining seconds."""
         return self._ends - time.monotonic()
 
     def allows(self, what: str) -> bool:
-        """Whether there is time for more; what there is none for is noted."""
+        """Returns whether time is left for a measurement; else adds it to `left_out`."""
         if self.left > 0:
             return True
         self.left_out.append(what)
@@ -189,13 +189,13 @@ class Budget:
 def timed(
     contestants: Mapping[Any, Callable[[], float]], rounds: int, most: float | None = None
 ) -> dict[Any, list[float]]:
-    """Seconds of all contestants, interleaved, in an order that changes from round to round.
+    """Times all contestants, interleaved, in an order that changes from round to round.
 
     Args:
-        contestants: by name, what takes a time.
-        rounds: how often.
-        most: seconds that all of it may take, as far as one round tells; at least two are taken.
-            None for any: ranks that exchange have to take as many rounds.
+        contestants: functions, by name, that return a time in seconds.
+        rounds: number of timings per contestant.
+        most: time limit in seconds, estimated from one round; at least two rounds are run. None for
+            no limit: ranks that exchange messages need the same number of rounds.
     """
     began = time.monotonic()
     for contestant in contestants.values():
@@ -211,10 +211,10 @@ def timed(
 def report(
     options: argparse.Namespace, device: torch.device, budget: Budget | None = None, **content: Any
 ) -> None:
-    """Says what was left out, and writes the result with the machine's and device's description.
+    """Prints what was left out, and writes the result with descriptions of machine and device.
 
     Raises:
-        SystemExit: something failed; what did not is written.
+        SystemExit: a measurement failed; the others are written.
     """
     left_out, failed = ([], []) if budget is None else (budget.left_out, budget.failed)
     if left_out:

@@ -1,11 +1,11 @@
-"""What adds a halo slab's part the fastest, and what the choice by measurement is worth.
+"""Kernels for a halo slab's contribution: the fastest one, and the gain by autotuning.
 
 For layers of CosmoFlow and of the 3D U-Net, forward, dgrad and wgrad: cuDNN on the slab and an
-addition ("library"), against the tiled kernel ("plain") and the tensor-core ones ("mma", "tf32"),
-and the one that pydist chooses. Results are compared before they are timed. Goals: 1.3 times as
-fast as the library in the geometric mean, and never slower by choice.
+addition ("library"), the tiled kernel ("plain"), the tensor-core kernels ("mma", "tf32"), and the
+one that pydist chooses. Results are compared before they are timed. Goals: 1.3 times as fast as the
+library in the geometric mean, and no choice slower than the library.
 
-Slabs and boundary planes are small and come from the L2 cache, as they do in a step.
+Slabs and boundary planes are small and in the L2 cache, as in a training step.
 
     python benchmarks/python/gpu_boundary.py
 """
@@ -33,7 +33,7 @@ from pydist.comm import LocalTransport
 
 GOAL = 1.3
 SLOWER = 1.05
-"""Of two medians this far apart, the greater is taken to be slower."""
+"""Ratio of two medians from which the larger one counts as slower."""
 CALLS = 10
 # Channels in and out, and the slab's spatial extents.
 LAYERS = {
@@ -60,7 +60,7 @@ PRECISIONS = {
 def problem(
     layer: tuple[int, int, tuple[int, int, int]], role: str, precision: str, device: str
 ) -> SlabProblem:
-    """A slab in front of the first of four planes of outputs, or of their gradient."""
+    """Returns a slab before the first of four planes of outputs, or of their gradient."""
     ci, co, slab = layer
     dtype, channels_last, tf32 = PRECISIONS[precision]
     block = tuple(4 if n == 1 else n for n in slab)
@@ -79,7 +79,7 @@ def problem(
 def contestants(
     case: SlabProblem, like: torch.Tensor, watch: gpu.Stopwatch, budget: gpu.Budget
 ) -> dict[str, Callable[[], float]]:
-    """The kernels that take the problem; one whose result is not the library's has failed."""
+    """Returns the kernels that support the problem; results unlike the library's are failures."""
     first, second, target = slab_tuning.operands(case, like)
     where = case.first_lo, case.target_lo
     names = case.candidates if like.is_cuda else ["library", "plain"]
@@ -107,7 +107,7 @@ def contestants(
 
 
 def chosen(case: SlabProblem, like: torch.Tensor) -> str:
-    """What pydist chooses in a run that remembers nothing."""
+    """Returns pydist's choice in a run with an empty cache."""
     world = LocalTransport()
     names = slab_tuning.choose(Autotuner(Mesh(world)), [[case]], world, like, learns=True)
     return (names or slab_tuning.by_rule([case]))[0]
@@ -116,7 +116,7 @@ def chosen(case: SlabProblem, like: torch.Tensor) -> str:
 def measure(
     options: argparse.Namespace, device: torch.device, budget: gpu.Budget
 ) -> list[dict[str, Any]]:
-    """A row for each precision, layer and role, as far as the time goes."""
+    """Returns a row per precision, layer and role, within the time limit."""
     watch, like = gpu.Stopwatch(device), torch.empty(1, device=device)
     layers = TINY if options.quick else LAYERS
     rows = []
@@ -140,7 +140,7 @@ def measure(
 
 
 def geometric_mean(values: list[float]) -> float:
-    """Of positive numbers."""
+    """Returns the geometric mean of positive numbers."""
     return math.exp(sum(map(math.log, values)) / len(values))
 
 
@@ -149,7 +149,7 @@ def main() -> None:
     device = gpu.device_of(options)
     budget = gpu.Budget(options.seconds - 5)
     with tempfile.TemporaryDirectory() as nothing:
-        os.environ["PYDIST_CACHE"] = nothing  # what is chosen here stays here
+        os.environ["PYDIST_CACHE"] = nothing  # does not affect the user's cache
         rows = measure(options, device, budget)
     if not rows:
         raise SystemExit(f"gpu_boundary: nothing was done within {options.seconds:g} s")

@@ -1,8 +1,8 @@
-"""Stored counts to normalized inputs on a CUDA device, against a copy within it.
+"""Conversion of stored counts to normalized inputs on a CUDA device, compared with a copy.
 
-int16 to float32: GB/s, bytes read and written, and as a part of what a copy of as many elements
-reaches; all of it several times the L2 cache. Every result is compared with the CPU's before it is
-timed.
+int16 to float32: GB/s of bytes read and written, and the fraction of the rate of a copy within the
+device of the same number of elements; the data is several times the L2 cache. Every result is
+compared with the CPU's before it is timed.
 
     python benchmarks/python/gpu_input.py
 """
@@ -22,7 +22,7 @@ from pydist.data.normalize import Normalizer
 
 
 def calls(width: int, device: torch.device) -> dict[str, tuple[int, gpu.Call]]:
-    """By name: bytes that a call moves, and the call."""
+    """Returns, by name, the bytes that a call moves, and the call."""
     found: dict[str, tuple[int, gpu.Call]] = {}
     mean, std = (0.3,) * 4, (0.6,) * 4
     shape = (4, width, width, width)

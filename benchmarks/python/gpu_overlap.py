@@ -1,13 +1,13 @@
-"""What of the halo's time a step still waits for, where ranks share a GPU.
+"""The part of the halo's time that a step still waits for, on ranks that share a GPU.
 
-A step of the paper's CosmoFlow, in three ways in turn: halos behind the main convolutions
-("overlapped"), each halo awaited as soon as it is posted ("awaited"), and nothing sent ("silent").
-What the first takes longer than the last is exposed; goal: 10 % of what the second takes longer.
+A step of the paper's CosmoFlow in three ways: halos overlapped with the main convolutions
+("overlapped"), each halo awaited as soon as it is posted ("awaited"), and no messages ("silent").
+The exposed time is overlapped minus silent; its goal is 10 % of awaited minus silent.
 
-Neighbors are played by streams (`alone.py`), that bring back what they were sent over a link of a
-given bandwidth; and, where NCCL lets several ranks share a GPU (2.30, with
-NCCL_MULTI_RANK_GPU_ENABLE=1) and it works, two processes exchange over it. At the end the table of
-`pydist.profile` tells what each layer waited for. A step works on more than the L2 cache holds.
+Streams simulate the neighbors (`alone.py`): they return sent messages over a link of a given
+bandwidth. Where NCCL lets several ranks share a GPU (2.30, with NCCL_MULTI_RANK_GPU_ENABLE=1), two
+processes also exchange over NCCL. A final table of `pydist.profile` shows the wait of each layer. A
+step uses more memory than the L2 cache.
 
     python benchmarks/python/gpu_overlap.py
 """
@@ -43,10 +43,10 @@ from pydist.train.device import in_format, own_stream
 
 GOAL = 0.10
 RANKS = 4
-"""In the group, of which one in the middle runs; two where they are processes."""
+"""Size of the group; one rank in the middle runs. Over NCCL, there are two processes."""
 LINKS = {"NVLink, 200 GB/s": 200e9, "400 Gb/s, 50 GB/s": 50e9}
 NCCL_SECONDS = 25.0
-"""What two processes take to start and to connect, and some."""
+"""Seconds for two processes to start and to connect, with a margin."""
 WAYS = ("overlapped", "awaited", "silent")
 
 
@@ -57,13 +57,13 @@ def measure(
     device: torch.device,
     most: float | None,
 ) -> dict[str, Any]:
-    """Step times in the three ways, and what the layers waited for. Collective over `world`."""
+    """Measures step times in the three ways, and waits of layers. Collective over `world`."""
     width = 32 if options.quick else 256
     amp = precision == "bf16"
     memory_format = torch.channels_last_3d if amp else torch.contiguous_format
     activations = Quiet(world)
     mesh = Mesh(as_transport(activations), 1, (world.size, 1, 1), seed=1)
-    mesh.world = world  # gradients go through it, in all three ways
+    mesh.world = world  # transport of gradients in all three ways
     shape = (1, 4, width, width, width)
     torch.manual_seed(0)
     model = CosmoFlow(width, dropout=0.0).to(device)
@@ -103,7 +103,7 @@ def measure(
 def by_streams(
     options: argparse.Namespace, device: torch.device, budget: gpu.Budget
 ) -> list[dict[str, Any]]:
-    """Rows with neighbors that streams play."""
+    """Returns rows with neighbors simulated by streams."""
     rows = []
     for precision in ("fp32",) if options.quick else ("bf16", "fp32"):
         for link, bytes_per_s in LINKS.items():
@@ -115,7 +115,7 @@ def by_streams(
 
 
 def nccl_obstacle() -> str:
-    """Why two processes can't share the GPU over NCCL, as far as that is known without trying."""
+    """Returns why two processes can't share the GPU over NCCL, if known without trying."""
     obstacle = missing()
     if not obstacle and open_nccl().version < SHARING:
         obstacle = f"NCCL {open_nccl().version} lets no ranks share a GPU"
@@ -125,7 +125,7 @@ def nccl_obstacle() -> str:
 def by_nccl(
     options: argparse.Namespace, budget: gpu.Budget, obstacle: str, seconds: float
 ) -> list[dict[str, Any]]:
-    """Rows of two processes that share the GPU, or none, and the reason among what was left out."""
+    """Returns rows of two processes that share the GPU, or adds the reason to `left_out`."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
         command = [
@@ -150,7 +150,7 @@ def by_nccl(
 
 
 def rank_of_nccl(options: argparse.Namespace) -> None:
-    """What each of the two processes does."""
+    """Runs one of the two processes."""
     from pydist.runtime import connect
 
     world = connect("nccl")

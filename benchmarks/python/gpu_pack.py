@@ -1,10 +1,10 @@
-"""Packing, unpacking and adding the faces of a cube, against a copy within the device.
+"""Packing, unpacking and adding the faces of a cube, compared with a copy within the device.
 
-Faces of more than 8 MB, as ranks exchange them: plane after plane, so that they come from memory
-("memory": together they are more than twice the L2 cache), and one plane again and again ("cache":
-as where the convolution has just written it). Each is compared with copies of as many bytes under
-the same condition, as bytes read and written a second. Goals, from memory: 0.85 for depth and
-height, for width 0.8 channels-last and 0.4 contiguous, where each element has a sector of its own.
+Faces of more than 8 MB, as ranks exchange them: different planes, which come from memory ("memory":
+together more than twice the L2 cache), and the same plane repeatedly ("cache": as after the
+convolution that has just written it). Each is compared with copies of the same number of bytes
+under the same condition, as bytes read and written per second. Goals, from memory: 0.85 for depth
+and height; for width 0.8 channels-last and 0.4 contiguous, where each element has its own sector.
 
     python benchmarks/python/gpu_pack.py
 """
@@ -26,7 +26,7 @@ FACES = {"depth": 2, "height": 3, "width": 4}
 FORMATS = {"contiguous": torch.contiguous_format, "channels-last": torch.channels_last_3d}
 GOALS = {"depth": 0.85, "height": 0.85, "width": 0.8}
 WIDTH_CONTIGUOUS = 0.4
-# Arrays that each call reads or writes, of the face's bytes.
+# Number of arrays of the face's size that each call reads or writes.
 KERNELS = {"pack": 2, "unpack": 2, "unpack_add": 3}
 
 
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 
 def planes(x: Tensor, dim: int, count: int) -> list[native.Regions]:
-    """Planes across a dim, as far apart as they can be: neighbors share sectors."""
+    """Returns planes across a dim, as far apart as possible: neighbors share sectors."""
     order = (0, 2, 3, 4, 1) if x.is_contiguous(memory_format=torch.channels_last_3d) else None
     found = []
     for at in range(0, x.shape[dim], max(1, x.shape[dim] // count)):
@@ -49,7 +49,7 @@ def planes(x: Tensor, dim: int, count: int) -> list[native.Regions]:
 
 
 def check(x: Tensor, dim: int, regions: native.Regions, at: int) -> None:
-    """That the kernels move what torch moves.
+    """Checks that the kernels move the same values as torch.
 
     Raises:
         SystemExit: they do not.
@@ -69,7 +69,7 @@ def check(x: Tensor, dim: int, regions: native.Regions, at: int) -> None:
 
 
 def calls(x: Tensor, dim: int, count: int) -> dict[str, list[gpu.Call]]:
-    """By kernel: a call for every plane, each with a buffer of its own."""
+    """Returns, by kernel, a call for every plane, each with its own buffer."""
     regions = planes(x, dim, count)
     check(x, dim, regions[-1], (len(regions) - 1) * max(1, x.shape[dim] // count))
     buffers = [x.new_empty(each.elements).normal_() for each in regions]
@@ -116,7 +116,7 @@ def main() -> None:
 
 
 def rows_of(seconds: dict[Case, list[float]], face_bytes: int) -> list[dict[str, Any]]:
-    """A row a kernel, face and format."""
+    """Returns a row per kernel, face and format."""
     median = {case: common.summary(taken)["median"] for case, taken in seconds.items()}
     rows = []
     for case in median:
@@ -144,7 +144,7 @@ def rows_of(seconds: dict[Case, list[float]], face_bytes: int) -> list[dict[str,
 
 
 def cells(row: dict[str, Any]) -> list[Any]:
-    """Of the table."""
+    """Returns the cells of a row of the table."""
     memory, cache = row["memory"], row["cache"]
     what = ", ".join(part for part in (f"{row['kernel']} {row['face']}", row["format"]) if part)
     met = {True: "met", False: "missed", None: None}[row.get("met")]

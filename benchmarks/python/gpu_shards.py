@@ -1,11 +1,11 @@
-"""Shards of a 512³ sample on one device: step time and memory of a rank of 8, 16 and 32.
+"""Shards of a 512³ sample on one device: step time and memory per rank of 8, 16 and 32.
 
-The paper's CosmoFlow, split over depth. One rank of the group runs on the device by itself, with
-what its neighbors would send left out (`alone.py`): packing, boundary kernels and all bookkeeping
-are in its times, the link is not. The first rank and one in the middle are measured, and the
-slower one counts. Beside them: the whole sample on one device, 1/P of which is the ideal (8 times
-that of 256³ where cuDNN takes no tensor of 2^31 elements, or the memory ends), and 52.7/P GiB, the
-paper's count of activations and error signals in float32.
+The paper's CosmoFlow, split over depth. One rank of the group runs on the device by itself, without
+its neighbors' messages (`alone.py`): times include packing, boundary kernels and all bookkeeping,
+but not the link. The first rank and one in the middle are measured; the slower one counts. The
+references are the full sample on one device, 1/P of which is the ideal (8 times that of 256³ if
+cuDNN refuses tensors of 2^31 elements, or memory is short), and 52.7/P GiB, the paper's count of
+activations and error signals in float32.
 
     python benchmarks/python/gpu_shards.py
 """
@@ -31,7 +31,7 @@ from pydist.train.device import in_format, own_stream
 
 WIDTH, RANKS = 512, (8, 16, 32)
 PAPER_GIB = 52.7
-"""Of a whole 512³ sample in float32."""
+"""Activations and error signals of a full 512³ sample in float32."""
 GIB = 1 << 30
 
 
@@ -43,7 +43,7 @@ def measure(
     options: argparse.Namespace,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Step time and peak memory of one rank."""
+    """Measures step time and peak memory of one rank."""
     amp = precision == "bf16"
     memory_format = torch.channels_last_3d if amp else torch.contiguous_format
     world = LocalTransport() if ranks == 1 else Alone(rank, ranks)
@@ -77,12 +77,12 @@ def measure(
 def rows_of(
     options: argparse.Namespace, device: torch.device, budget: gpu.Budget
 ) -> list[dict[str, Any]]:
-    """A row a precision and number of ranks: that of the slower rank, beside the whole."""
+    """Returns a row per precision and number of ranks: the slower rank's, after the full sample."""
     width = 32 if options.quick else WIDTH
     rows: list[dict[str, Any]] = []
 
     def tried(ranks: int, rank: int, precision: str, width: int) -> list[dict[str, Any]]:
-        """One measurement, or none, and the reason among what was left out."""
+        """Returns one measurement, or none, with the reason in the budget's `left_out`."""
         what = f"{precision}, {width}³, rank {rank} of {ranks}"
         if not budget.allows(what):
             return []

@@ -1,10 +1,10 @@
-"""The cost of being ready to split: training steps of one rank through pydist, and of plain torch.
+"""Overhead of the ability to split: one-rank training steps with pydist and with plain torch.
 
 CosmoFlow as in MLPerf HPC and as in the paper, at 128³, in the same precision and memory format,
-with the same fused optimizer; each as it is and as one CUDA graph. Times are of several steps in a
-row, by events, so what the device waits for the host is in them. Goal: 1.02 times plain torch, and
-200 samples/s of the MLPerf network in bf16 (published: 207 per GPU on one H100 of a large system).
-One step works on far more than the L2 cache holds.
+with the same fused optimizer; each directly and as one CUDA graph. Times are of consecutive steps,
+by events, and so include the device's waits for the host. Goals: 1.02 times plain torch, and 200
+samples/s of the MLPerf network in bf16 (published: 207 per GPU on one H100 of a large system).
+A step uses far more memory than the L2 cache.
 
     python benchmarks/python/gpu_step.py
 """
@@ -32,7 +32,7 @@ from pydist.train.device import in_format, own_stream
 
 GOAL, SAMPLES_GOAL, PUBLISHED = 1.02, 200.0, 207.0
 STEPS = 4
-"""In a row, for one time."""
+"""Consecutive steps per timing."""
 
 
 class Config(NamedTuple):
@@ -44,7 +44,7 @@ class Config(NamedTuple):
         return f"{self.network}, {self.precision}, batch {self.batch}"
 
 
-# What the goals ask for comes first.
+# Configurations with goals come first.
 CONFIGS = [
     Config("mlperf", "bf16", 8),
     Config("mlperf", "bf16", 1),
@@ -62,7 +62,7 @@ CONFIGS = [
 
 
 def contestants(config: Config, width: int, device: torch.device) -> dict[str, Any]:
-    """Plain torch and pydist, as they are and, on a CUDA device, as graphs."""
+    """Returns plain torch and pydist, directly and, on a CUDA device, as graphs."""
     amp = config.precision == "bf16"
     memory_format = torch.channels_last_3d if amp else torch.contiguous_format
     optimizer = sgd if config.network == "mlperf" else adam
@@ -97,7 +97,7 @@ def contestants(config: Config, width: int, device: torch.device) -> dict[str, A
 def measure(
     config: Config, options: argparse.Namespace, device: torch.device, budget: gpu.Budget
 ) -> dict[str, Any]:
-    """Times of a configuration; who can't take part is told among what was left out."""
+    """Times a configuration; contestants that can't run go to the budget's `failed`."""
     watch = gpu.Stopwatch(device)
     steps = 1 if options.quick else STEPS
     made: dict[str, Plain | Split] = {}

@@ -1,10 +1,10 @@
-"""A halo exchange alone, against bare MPI of the same bytes.
+"""A halo exchange, compared with bare MPI messages of the same size.
 
-Two ranks send each other one face of a tensor of 16 channels. pydist packs it out of the tensor and
-sends it; bare MPI copies as many bytes from a contiguous buffer into its send buffer (a message
-that lies in the cache already would flatter it) and sends them, by persistent requests or by
-Isend and Irecv. What is sent is written anew before each exchange, and what arrives is compared
-once. Beside it: packing alone against memcpy of the same bytes, both ranks at once.
+Two ranks send each other one face of a tensor of 16 channels. pydist packs and sends it; bare MPI
+copies the same number of bytes from a contiguous buffer to its send buffer (a message already in
+the cache would have an advantage) and sends them, by persistent requests or by Isend and Irecv. The
+data is rewritten before each exchange, and the received data is compared once. A second table shows
+packing alone and memcpy of the same bytes, on both ranks at the same time.
 
     python benchmarks/python/halo_exchange.py
 """
@@ -120,7 +120,7 @@ class _Contestants:
         self._exchanger = Exchanger(world, owned, [[first], [last]], channels_last=channels_last)
         edge_here = thick - 1 if world.rank == 0 else 0
         here = _plane(shape, dim, edge_here)
-        # The order in which the exchanger lets elements travel.
+        # The order of elements in the exchanger's messages.
         order = (0, 2, 3, 4, 1) if channels_last else None
         self._regions = native.Regions([here], order)
         self._native = native
@@ -133,7 +133,7 @@ class _Contestants:
         elements = CHANNELS * edge * edge
         self.nbytes = 4 * elements
         self._source, self._packed = (torch.rand(elements, generator=generator) for _ in range(2))
-        # Each way has buffers of its own: those that another has just used lie in the cache.
+        # Each way has its own buffers: recently used ones are in the cache.
         self._sends, self._recvs = (
             {way: torch.rand(elements, generator=generator) for way in ("persistent", "isend")}
             for _ in range(2)
@@ -146,7 +146,7 @@ class _Contestants:
         self._mpi = MPI
 
     def check(self) -> None:
-        """That every way moves the right bytes."""
+        """Checks that every way moves the right bytes."""
         import torch
 
         slot = torch.empty_like(self._expected)

@@ -1,9 +1,9 @@
-"""Ranks that wait, asleep, until the driver tells them to work.
+"""Jobs of ranks that sleep until the driver gives them work.
 
-What is compared often can't share a process: other malloc settings, other numbers of threads, other
-MPI libraries. So each such set of ranks is a job of its own, all jobs live side by side, and the
-driver asks one at a time. A rank that waits is blocked in a read from the driver's socket, never in
-MPI, which would poll: it takes no time from the rank that works.
+Contestants often can't share a process: they need other malloc settings, numbers of threads or MPI
+libraries. So each such set of ranks is its own job, all jobs exist side by side, and the driver
+calls one at a time. A waiting rank is blocked in a read from the driver's socket, never in MPI,
+which would poll: it uses no CPU time.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _PATIENCE = 300.0
 
 
 class Job:
-    """A set of ranks, as the driver sees it.
+    """A set of ranks, seen from the driver.
 
     Args:
-        script: what each rank runs; it calls `serve`.
+        script: the script of each rank, which calls `serve`.
         ranks: number of ranks.
         arguments: command line of the script.
         mpi: "auto", "openmpi", "mpich" or "gloo" (no MPI); "threads" if the script starts its ranks
             itself, as threads.
-        threads: threads a rank.
+        threads: threads per rank.
     """
 
     def __init__(
@@ -65,12 +65,12 @@ class Job:
         self._process = subprocess.Popen(
             [*launcher, str(Path(script).resolve()), *arguments],
             env=environment,
-            cwd=Path(__file__).parent,  # not the checkout, whose pydist may be uncompiled
+            cwd=Path(__file__).parent,  # not the checkout, whose pydist may not be compiled
             stdin=subprocess.DEVNULL,
         )
 
     def wait_for_ranks(self) -> None:
-        """Returns when all ranks have started."""
+        """Waits until all ranks have started."""
         made: dict[int, Connection] = {}
         deadline = time.monotonic() + _PATIENCE
         while len(made) < self.ranks:
@@ -88,7 +88,7 @@ class Job:
         self._connections = [made[rank] for rank in range(self.ranks)]
 
     def ask(self, what: str, **details: Any) -> list[Any]:
-        """Has all ranks do something at once; their answers, in rank order."""
+        """Runs a task on all ranks; returns their answers in rank order."""
         for connection in self._connections:
             _send(connection, (what, details))
         return [self._answer(connection) for connection in self._connections]
@@ -116,7 +116,7 @@ class Job:
 
 @contextmanager
 def running(**jobs: Callable[[], Job]) -> Iterator[dict[str, Job]]:
-    """Starts jobs, by name, and ends all of them at the end, whatever happens."""
+    """Starts jobs, by name, and ends all of them at the end, also after an error."""
     started: dict[str, Job] = {}
     try:
         for name, start in jobs.items():
@@ -132,13 +132,13 @@ def running(**jobs: Callable[[], Job]) -> Iterator[dict[str, Job]]:
 def interleave(
     contestants: Sequence[Any], rounds: int, step: Callable[[Any, int], float], warm_up: int = 1
 ) -> dict[Any, list[float]]:
-    """Times all contestants once a round, in an order that changes from round to round.
+    """Times all contestants once per round, in an order that changes from round to round.
 
     Args:
-        contestants: whatever `step` takes.
-        rounds: how often each is timed.
+        contestants: arguments of `step`.
+        rounds: number of timings per contestant.
         step: runs a contestant with a seed for its data; returns seconds.
-        warm_up: rounds before, whose times are forgotten.
+        warm_up: number of earlier rounds without timing.
 
     Returns:
         The seconds of each contestant, by round.
@@ -159,27 +159,27 @@ def interleave(
 
 
 def serve(rank: int, answer: Callable[..., Any]) -> None:
-    """A rank's life: does what the driver asks until the driver has enough.
+    """Runs the tasks that the driver sends to this rank, until it sends None.
 
     Args:
         rank: this rank.
-        answer: called with what was asked for, and the details by name.
+        answer: called with the name of a task, and the details by name.
     """
     wire = socket.socket(socket.AF_UNIX)
     wire.connect(os.environ[_VARIABLE])
     connection = Connection(wire.detach())
     _send(connection, rank)
-    with contextlib.suppress(EOFError):  # a driver that was killed
+    with contextlib.suppress(EOFError):  # the driver was killed
         while (asked := _receive(connection)) is not None:
             what, details = asked
             _send(connection, answer(what, **details))
 
 
 class Meter:
-    """Times what a rank does, and keeps what it took of the machine: that tells why.
+    """Meter of time and resource usage of a rank's tasks; the usage explains the time.
 
     Args:
-        of_thread: look at the calling thread, as a rank is one; else at the process.
+        of_thread: measure the calling thread, if a rank is one; else the process.
     """
 
     def __init__(self, of_thread: bool = False) -> None:
@@ -187,7 +187,7 @@ class Meter:
         self._taken: dict[str, list[tuple[float, int]]] = {}
 
     def measure(self, name: str, run: Callable[[], Any]) -> float:
-        """Runs something of that name; returns seconds."""
+        """Runs a function under this name; returns seconds."""
         before = resource.getrusage(self._who)
         start = time.perf_counter()
         run()
@@ -199,13 +199,13 @@ class Meter:
         return seconds
 
     def usage(self, name: str) -> tuple[float, float]:
-        """Medians over the runs so far: CPU seconds of all threads, and page faults."""
+        """Returns medians over the runs so far: CPU seconds of all threads, and page faults."""
         cpu, faults = zip(*self._taken[name], strict=True)
         return statistics.median(cpu), statistics.median(faults)
 
 
 def library(world: Any) -> str:
-    """The MPI library under a transport, with its version; or the transport's name."""
+    """Returns the MPI library of a transport, with its version; or the transport's name."""
     if world.name != "mpi":
         return str(world.name)
     from mpi4py import MPI
@@ -213,7 +213,7 @@ def library(world: Any) -> str:
     return MPI.Get_library_version().split(",")[0].split("\n")[0].strip("\0 ")
 
 
-# Not `Connection.send`: torch makes that pass tensors as files that both sides map.
+# Not `Connection.send`: torch makes it pass tensors as files that both sides map.
 def _send(connection: Connection, message: Any) -> None:
     connection.send_bytes(pickle.dumps(message))
 

@@ -1,12 +1,11 @@
-"""Memory of a training step of CosmoFlow, a rank, on 1, 2 and 4 ranks.
+"""Memory per rank of a training step of CosmoFlow on 1, 2 and 4 ranks.
 
-What a step needs beyond the model: the peak of resident memory over some steps, less what was
-resident once model and optimizer existed. Adam makes its state in the first step, so it counts, and
-is shown. Each figure comes from fresh processes; the ratio to one rank's, with malloc as it comes,
-is what splitting saves. Then the same with free memory given back during backward
-(`pydist.memory.relieve`), as `init(keep_freed_memory=False)` has it on several ranks; one rank has
-no reducer, which is what does that. The last rows show what pydist's malloc settings, which keep
-freed memory, cost.
+Shown is the memory of a step beyond the model: the peak of resident memory over some steps, minus
+resident memory after creation of model and optimizer. Adam creates its state in the first step, so
+it counts, and is shown. Each figure comes from new processes; the ratio to one rank, with default
+malloc, is the saving by the split. More rows are with free memory returned during backward
+(`pydist.memory.relieve`), as in `init(keep_freed_memory=False)` on several ranks (the reducer
+returns it, which one rank lacks), and with pydist's malloc settings, which keep freed memory.
 
     python benchmarks/python/memory.py --width 128
 """
@@ -26,7 +25,7 @@ import jobs
 SPATIAL = {1: (1, 1, 1), 2: (2, 1, 1), 4: (4, 1, 1)}
 PLAIN = "plain torch"
 DEFAULT, GIVEN_BACK, KEPT = "as it comes", "given back in backward", "kept"
-"""What happens to memory that is freed."""
+"""Treatment of freed memory."""
 
 
 def main() -> None:
@@ -60,7 +59,7 @@ def main() -> None:
     one = next(r for r in rows if (r["name"], r["ranks"], r["malloc"]) == ("pydist", 1, DEFAULT))
     for row in rows:
         row["ratio"] = row["step_mb"] / one["step_mb"]
-    print(f"CosmoFlow {options.width}³, batch {options.batch}, MB a rank, {options.rounds} steps")
+    print(f"CosmoFlow {options.width}³, batch {options.batch}, MB per rank, {options.rounds} steps")
     head = ("", "ranks", "freed memory", "with the model", "peak", "of the step", "of it Adam's")
     names = ("name", "ranks", "malloc", "model_mb", "peak_mb", "step_mb", "optimizer_mb", "ratio")
     common.show((*head, "/ one rank's"), [tuple(row[key] for key in names) for row in rows])
@@ -73,7 +72,7 @@ def main() -> None:
 
 
 def work(width: int, batch: int, malloc: str, plain: bool) -> None:
-    """A rank of one of the jobs."""
+    """Runs a rank of one of the jobs."""
     import pydist
     from pydist.memory import allow_relief
 
@@ -100,7 +99,7 @@ def _measure(world: Any, width: int, batch: int, plain: bool, steps: int) -> dic
     spatial = SPATIAL[world.size]
     made = c.Plain(model, 1) if plain else c.Pydist(model, world, spatial)
     world.barrier()
-    # Until now the peak was that of imports and of making the model.
+    # Resets the peak, which is that of imports and of the model's creation.
     Path("/proc/self/clear_refs").write_text("5")
     before = _megabytes("VmRSS")
     kinds = {kind: _megabytes(kind) for kind in ("RssAnon", "RssFile", "RssShmem")}
@@ -119,7 +118,7 @@ def _measure(world: Any, width: int, batch: int, plain: bool, steps: int) -> dic
         "model_mb": before,
         "peak_mb": peak,
         "step_mb": peak - before,
-        # What stays: memory of its own, libraries' code that was touched, MPI's shared segments.
+        # Remaining memory: own arrays, touched code of libraries, MPI's shared segments.
         "stays_mb": {kind: _megabytes(kind) - was for kind, was in kinds.items()},
         "optimizer_mb": made.state_bytes() / 1e6,
         "loss": losses[0],

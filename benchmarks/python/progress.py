@@ -1,8 +1,8 @@
-"""What moves messages of MPI while a rank computes: calls of `progress`, a thread, or nothing.
+"""Progress of MPI messages while a rank computes: by calls of `progress`, a thread, or nothing.
 
 Two ranks each post a halo of 4 MB to the other, compute for about 0.1 s in k library calls, and
-wait. Shown are the wait that is left and how much longer the computation took than with nothing
-under way. All ways take turns within each round; the send buffer is written anew each time.
+wait. The table shows the remaining wait, and the slowdown of the computation compared with no
+messages in flight. All ways take turns within each round; the send buffer is rewritten each time.
 
     python benchmarks/python/progress.py
 """
@@ -29,10 +29,10 @@ HEAD = ("MPI, way", "library calls", "wait, ms", "slower, %")
 
 
 def main() -> None:
-    """Starts the ranks and shows what they measured, or is one of them."""
+    """Starts the ranks and shows their measurements, or runs one of them."""
     parser = common.parser(__doc__, rounds=15)
     at_hand = [each.name for each in available() if each.name != "gloo"]
-    parser.add_argument("--mpi", nargs="+", default=at_hand, help="which ones; by default all")
+    parser.add_argument("--mpi", nargs="+", default=at_hand, help="MPI libraries (all)")
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.quick:
@@ -55,8 +55,8 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One rank: every way and number of calls, once a round, in an order that all ranks draw."""
-    import torch  # the parent needs none of these
+    """Measures on one rank every way and number of calls per round, in the same order on all."""
+    import torch  # the parent process does not need it
 
     import pydist
     from pydist.comm.transports.mpi.progress import VARIABLE

@@ -1,7 +1,7 @@
-"""A transport that can fall silent: the code path of a split run with nothing exchanged.
+"""A transport that can be silenced: the code path of a split run without messages.
 
-What a benchmark compares with: the same shards, kernels and bookkeeping on all ranks together. Once
-quiet, every rank hears only itself: results have the right shapes and wrong values.
+Benchmarks use it as a bound: the same shards, kernels and bookkeeping on all ranks. A silenced rank
+receives only its own values: results have the right shapes and wrong values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydist.comm.interface.ledger import STAMP_BYTES, Ledger
 
 
 def stamp(ledger: Ledger, received: Sequence[Tensor]) -> None:
-    """Lets buffers of host memory begin with this rank's stamp, as messages do that were sent."""
+    """Writes this rank's stamp to the start of buffers in host memory, as in received messages."""
     own = torch.frombuffer(bytearray(ledger.stamp()), dtype=torch.uint8)
     for buffer in received:
         if not buffer.is_cuda:
@@ -25,24 +25,24 @@ def stamp(ledger: Ledger, received: Sequence[Tensor]) -> None:
 
 
 def agree(tensor: Tensor, op: Any) -> None:
-    """Lets what ranks compare add up to 0, as where they agree: the first integer of a message."""
+    """Sets the first integer of a message, which ranks compare, to 0: the sum if they agree."""
     if op == "sum" and tensor.dtype == torch.int64 and tensor.numel() and not tensor.is_cuda:
         tensor.view(-1)[0] = 0
 
 
 def as_transport(stand_in: Quiet | Noting) -> Transport:
-    """For what asks for a transport: a stand-in answers whatever that does."""
+    """Casts a stand-in to the transport that it replaces."""
     return cast(Transport, stand_in)
 
 
 class Quiet:
-    """Stands in for a transport and hands every call on to it, until `quiet` is set.
+    """Stand-in for a transport that forwards every call to it, until `quiet` is set.
 
     Attributes:
-        quiet: whether nothing is sent any more, by the groups made of this one either; set it when
+        quiet: whether messages are suppressed, in groups made from this one as well; set it after
             models and meshes are made.
         awaited: whether every exchange over a channel is awaited as soon as it has started.
-        kept: bytes that were given to be sent since then, and were not.
+        kept: bytes of suppressed messages.
     """
 
     def __init__(self, transport: Transport, parent: Quiet | None = None) -> None:
@@ -76,9 +76,9 @@ class Quiet:
         recvs: Sequence[tuple[int, Tensor]],
         tag: int,
     ) -> Channel:
-        # Made by all ranks at the same point, but not collective: a quiet one takes no part.
+        # All ranks call it at the same point, but it is not collective: a quiet one takes no part.
         for _, buffer in recvs:
-            buffer.zero_()  # what was in memory may be NaN or so small that it slows all down
+            buffer.zero_()  # uninitialized memory may hold NaN or slow denormal numbers
         return _QuietChannel(self, sends, recvs, tag)
 
     def split(self, color: int, key: int) -> Quiet:
@@ -109,7 +109,7 @@ class Quiet:
     def all_gather_async(self, tensor: Tensor, out: Tensor, counts: Any = None) -> Work:
         if self._speaks(tensor):
             return self._transport.all_gather_async(tensor, out, counts)
-        if counts is None:  # statistics: values like everyone's, or what follows runs on garbage
+        if counts is None:  # statistics: similar on all ranks, as garbage would affect later steps
             out.detach().view(self.size, -1).copy_(tensor.detach().reshape(1, -1))
         return Work()
 
@@ -142,11 +142,11 @@ class Quiet:
 
 
 class Noting:
-    """Stands in for a transport and notes what is still in flight when a rank has to wait.
+    """Stand-in for a transport that counts the bytes in flight when a rank has to wait.
 
     Attributes:
-        exposed: bytes of messages that were not through when the first of them was waited for, as
-            bytes of an all-reduce: that is a reduce-scatter and an all-gather of as many.
+        exposed: bytes of unfinished messages at the first wait, as bytes of an all-reduce, which is
+            a reduce-scatter and an all-gather of the same size.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -172,7 +172,7 @@ class Noting:
         return self._under_way[-1]
 
     def look(self) -> None:
-        """A rank waits now."""
+        """Records a wait of this rank."""
         self.exposed += sum(each.nbytes for each in self._under_way if not each.done())
         self._under_way.clear()
 

@@ -1,4 +1,4 @@
-"""Writes docs/performance.md: what benchmarks/results holds, as tables to read.
+"""Generator of docs/performance.md: the results in benchmarks/results as tables.
 
 python benchmarks/python/tables.py > docs/performance.md
 """
@@ -17,48 +17,49 @@ SPLITS = ("depth", "height", "width")
 INTRODUCTION = """\
 # Performance
 
-What was measured on one small machine: 2 cores, one thread a rank, Open MPI. Contestants of one
-run took turns: a row of the first table, a column of the second. Others are of other runs, at
-moments when the machine was faster or slower by up to 40 %, and of other commits: compare ratios.
-The figures are medians. Every contestant of a step was first held to a double-precision reference.
-[`benchmarks/results`](../benchmarks/results) holds the runs whole, with commit, quartiles, page
+Measurements on one small machine: 2 cores, one thread per rank, Open MPI. Contestants of one run
+took turns: a row of the first table, a column of the second. Other figures are from other runs,
+when the machine was faster or slower by up to 40 %, and from other commits: compare ratios. The
+figures are medians. Every contestant of a step was first checked with a double-precision reference.
+[`benchmarks/results`](../benchmarks/results) has the full results, with commit, quartiles, page
 faults, errors and the machine; `tools/bench NAME` repeats one, and
-`python benchmarks/python/tables.py > docs/performance.md` makes this page. Nothing here was
-measured on a GPU.
+`python benchmarks/python/tables.py > docs/performance.md` makes this page. No figure here is from a
+GPU.
 """
 
 STEP = """\
 ## A training step
 
-Seconds: forward, backward, Adam; batch 1. In brackets, how many times faster than plain torch with
-both cores. "Of the bound": the time of the same shards, kernels and optimizer on both ranks at once
-with nothing exchanged, over ours (for CosmoFlow, halo and statistics alone).
+Seconds: forward, backward, Adam; batch 1. In brackets: speedup over plain torch with both cores.
+"Of the bound": the time of the same shards, kernels and optimizer on both ranks without
+exchanges, divided by pydist's time (for CosmoFlow, halo and statistics only).
 """
 
 STACK = """\
-## The same split, done by others
+## The same split in other implementations
 
 Four 3×3×3 convolutions with ReLU, 4 → 16 → 16 → 16 → 16 channels, forward and backward, on 2 ranks:
-time over pydist's, so above 1 is slower than pydist. "+ malloc" has pydist's allocator settings,
-"+ oneDNN" its convolution path as well. At 48³ a shard falls below the size from which torch's own
-convolution takes oneDNN.
+time divided by pydist's; above 1 is slower than pydist. "+ malloc" has pydist's allocator settings,
+"+ oneDNN" its convolution path as well. At 48³, a shard is smaller than torch's own minimum
+for oneDNN convolutions.
 """
 
 HALO = """\
 ## A halo exchange
 
-Packing, sending and unpacking one face between 2 ranks, over bare MPI (the faster of persistent and
-immediate calls) of the same bytes, whose send buffer is written anew each time.
+Time of packing, sending and unpacking one face between 2 ranks, divided by that of bare MPI
+messages of the same size (the faster of persistent and immediate calls), with a send buffer
+rewritten each time.
 """
 
 MEMORY = """\
 ## Memory
 
-Of a 128³ CosmoFlow step a rank needs, over model and optimizer, by resident pages:
+Resident memory per rank of a 128³ CosmoFlow step, beyond model and optimizer:
 """
 
 ACTIVATIONS = """\
-Of activations, as the allocator's events count them (peak of a step):
+Memory of activations, counted by the allocator's events (peak of a step):
 """
 
 
@@ -68,7 +69,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """The page, as Markdown."""
+    """Returns the page, as Markdown."""
     parts = [INTRODUCTION, STEP, _steps(), STACK, _stack(), HALO, _halo(), MEMORY, _memory()]
     return "\n".join([*parts, ACTIVATIONS, _activations()])
 
@@ -123,7 +124,7 @@ def _halo() -> str:
 
 def _memory() -> str:
     return _table(
-        ["", "ranks", "allocator", "MB a rank", "of one rank"],
+        ["", "ranks", "allocator", "MB per rank", "of one rank"],
         [
             [r["name"], str(r["ranks"]), r["malloc"], f"{r['step_mb']:.0f}", _ratio(r["ratio"])]
             for r in _result("memory_128")["rows"]
@@ -134,7 +135,7 @@ def _memory() -> str:
 def _activations() -> str:
     named = {"MONAI UNet, 96³": "monai_96", "the paper's U-Net, 64³": "paper_64"}
     return _table(
-        ["network", "", "ranks", "MB a rank", "of one rank"],
+        ["network", "", "ranks", "MB per rank", "of one rank"],
         [
             [title, row["name"], str(row["ranks"]), f"{row['peak_mb']:.0f}", _ratio(row["ratio"])]
             for title, name in named.items()

@@ -1,7 +1,7 @@
-"""What redistribution onto fewer ranks is worth where blocks have become thin.
+"""Gain from redistributing thin blocks onto fewer ranks.
 
 Trains CosmoFlow for some steps with `choose_layout` and, interleaved, without it, on ranks under
-MPI, and prints the median of a step. Run as
+MPI, and prints the median time of a step. Run as
 
     pydist run -n 4 benchmarks/python/thin_blocks.py --width 32
 """

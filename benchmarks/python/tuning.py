@@ -1,12 +1,12 @@
-"""Whether a choice of kernels made on a busy machine is corrected, and what measuring costs.
+"""Correction of kernel choices made on a busy machine, and the cost of autotuning.
 
-Corrected: two ranks train a stack of four convolutions with ReLU on 64³. A run on a quiet machine
-makes one cache; a run beside two foreign processes that compute all the time makes another one. Ten
-runs on the quiet machine follow with the second cache, each as a job of its own; then runs with
-either cache take turns. Shown is how long their steps take, the second cache's over the first's.
+Correction: two ranks train a stack of four convolutions with ReLU on 64³. A run on a quiet machine
+fills one cache; a run beside two foreign processes that compute all the time fills another. Ten
+runs on the quiet machine follow with the second cache, each as its own job; then runs with either
+cache take turns. Shown is the time of their steps, the second cache's relative to the first's.
 
-Cost: the first twelve steps of CosmoFlow at 256³ on one rank, with an empty cache, and how many
-steps' time measuring took.
+Cost: the first twelve steps of CosmoFlow at 256³ on one rank, with an empty cache, and the time of
+measuring in units of steps.
 
     python benchmarks/python/tuning.py
 """
@@ -30,12 +30,12 @@ import common
 LATER, TURNS = 10, 7
 FIRST_STEPS = 12
 COSMOFLOW = 128
-"""From this width on CosmoFlow is trained, below it the stack."""
+"""Minimum width for training CosmoFlow instead of the stack."""
 BUSY = "while True: sum(range(100_000))"
 
 
 def main() -> None:
-    """Starts the runs and shows what they measured, or is a rank of one."""
+    """Starts the runs and shows their measurements, or runs a rank of one."""
     parser = common.parser(__doc__, rounds=20)
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--width", type=int, default=64, help=argparse.SUPPRESS)
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def corrected(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
-    """The steps of runs that begin with either cache."""
+    """Measures steps of runs that begin with either cache."""
     quiet, busy = folder / "quiet", folder / "busy"
     later, turns = (2, 1) if options.quick else (LATER, TURNS)
 
@@ -84,7 +84,7 @@ def corrected(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]
 
 @contextmanager
 def foreign_processes(count: int) -> Iterator[None]:
-    """Processes that compute all the time."""
+    """Starts processes that compute all the time."""
     started = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
     try:
         yield
@@ -98,7 +98,7 @@ def foreign_processes(count: int) -> Iterator[None]:
 
 
 def cost(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The first steps of a run with an empty cache, in steps of later ones."""
+    """Measures the first steps of a run with an empty cache, in units of later steps."""
     found = job(
         options, folder / "empty", COSMOFLOW if options.quick else 256, 1, steps=FIRST_STEPS
     )
@@ -113,7 +113,7 @@ def cost(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def job(
     options: argparse.Namespace, cache: Path, width: int, ranks: int, steps: int = 0
 ) -> dict[str, Any]:
-    """A run as a job of its own, with a cache of kernels' times."""
+    """Runs its own job, with a cache of kernels' times."""
     more = argparse.Namespace(**{**vars(options), "rounds": steps or options.rounds + 5})
     variables = {"PYDIST_CACHE": str(cache), "PYDIST_TUNE": "1"}
     found: dict[str, Any] = common.on_ranks(
@@ -123,7 +123,7 @@ def job(
 
 
 def measure(options: argparse.Namespace) -> None:
-    """One rank: steps of the stack, each timed."""
+    """Times steps of the stack on one rank."""
     import torch
     from torch import nn
 

@@ -1,10 +1,10 @@
 """A training step of a 3D U-Net (forward, backward, Adam) on 1 rank and split over 2.
 
 MONAI's UNet (residual units, instance norm, PReLU, transposed convolutions of stride 2), or the
-U-Net of the paper, unmodified. Beside plain torch, and beside the no-exchange bound: the same
-shards, kernels and optimizer on both ranks at once, with transports that fall silent. Cross-entropy
-over three classes; one thread a rank; fresh data each step; loss and gradients of all that exchange
-are first compared with torch in double precision.
+U-Net of the paper, unmodified. The references are plain torch, and the no-exchange bound: the same
+shards, kernels and optimizer on both ranks, with silent transports. Cross-entropy over three
+classes; one thread per rank; fresh data each step; loss and gradients of all contestants that
+exchange are first compared with torch in double precision.
 
     python benchmarks/python/unet_step.py --network monai --width 96
     python benchmarks/python/unet_step.py --network paper --width 64
@@ -30,7 +30,7 @@ SPLITS = {"depth": (2, 1, 1), "height": (1, 2, 1), "width": (1, 1, 2)}
 
 @dataclass(frozen=True)
 class Entry:
-    """A contestant: in which job it runs, and how it is made there."""
+    """A contestant: the name of its job, and its options."""
 
     job: str
     title: str
@@ -40,12 +40,12 @@ class Entry:
 
     @property
     def exact(self) -> bool:
-        """Whether its results are those of one device."""
+        """Whether the results are those of one device."""
         return not self.silent
 
 
 def entries(quick: bool) -> list[Entry]:
-    """All contestants; in a quick run one of each kind."""
+    """Returns all contestants; in a quick run one of each kind."""
     made = [
         Entry("plain", "plain torch, 2 threads", 2),
         Entry("plain-malloc", "plain torch, 2 threads + malloc", 2),
@@ -116,11 +116,11 @@ def main() -> None:
 def compare(
     entry: Entry, answers: Sequence[dict[str, Any]], reference: dict[str, Any]
 ) -> float | None:
-    """The largest error of loss and gradients, of a tensor |Δ| / |it| in the Euclidean norm.
+    """Returns the largest error of loss and gradients, |Δ| / |reference| in the Euclidean norm.
 
-    Not in the largest element: a ReLU whose input is zero but for rounding may go either way, which
-    is seen in single weights (torch's own are up to 2e-2 off). Biases before a norm have no
-    gradient but rounding, so a tensor counts with 1e-3 of the largest one at least.
+    Not in the largest element: a ReLU whose input is zero except for rounding may go either way,
+    which shows in single weights (torch's own errors are up to 2e-2). Biases before a norm have
+    only rounding as gradients, so the scale of a tensor is at least 1e-3 of the largest one's.
     """
     if not entry.exact:
         return None
@@ -138,7 +138,7 @@ def compare(
 
 
 def work(network: str, width: int, malloc: bool) -> None:
-    """A rank of one of the jobs."""
+    """Runs a rank of one of the jobs."""
     import pydist
 
     world = pydist.init(keep_freed_memory=malloc).world
@@ -147,7 +147,7 @@ def work(network: str, width: int, malloc: bool) -> None:
 
 
 def make_network(network: str, width: int) -> Any:
-    """A U-Net with the same weights at every call: "monai" or "paper"."""
+    """Creates a U-Net with the same weights at every call: "monai" or "paper"."""
     import torch
 
     torch.manual_seed(0)

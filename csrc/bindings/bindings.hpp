@@ -4,13 +4,13 @@
 
 #include <pybind11/pybind11.h>
 
-#include "bindings/coords_caster.hpp"  // everywhere, or Coords would cross as an unknown class
+#include "bindings/coords_caster.hpp"  // in all files: else Coords would be an unknown class
 
 namespace pydist::bindings {
 
 namespace py = pybind11;
 
-// The class pydist.errors.<name>: that file is the one list of what can go wrong.
+// The class pydist.errors.<name>: that file lists all errors.
 inline py::object error_type(const char* name) {
   return py::module_::import("pydist.errors").attr(name);
 }

@@ -1,6 +1,6 @@
 // Inspects a program's call: the module that makes it, and the numbers among its arguments; see
-// pydist/comm/interface/ledger.py and pydist/exchange/history.py. Plain C functions: they are called
-// about a hundred times per step.
+// pydist/comm/interface/ledger.py and pydist/exchange/history.py. Plain C functions: they are
+// called about a hundred times per step.
 #include <cmath>
 
 #include "bindings/bindings.hpp"

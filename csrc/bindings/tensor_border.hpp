@@ -6,8 +6,8 @@
 //   2. the attributes of a torch tensor (data_ptr, shape, stride, dtype, device): where the type
 //      has no table, or PYDIST_EXCHANGE_TABLE=0 or use_exchange_table(False) turns it off;
 //   3. the buffer protocol: NumPy arrays, memoryview, bytes.
-// Kernels' bindings (csrc/ops/*/bind*.cpp) accept tensors only through here; then they check shapes,
-// strides and dtypes with names and values, and kernels check nothing.
+// Kernels' bindings (csrc/ops/*/bind*.cpp) accept tensors only through here; then they check
+// shapes, strides and dtypes with names and values, and kernels check nothing.
 //
 // All ways refuse tensors without plain memory: fake and wrapper tensors, lazy negative and
 // conjugate views, sparse and mkldnn layouts, unknown dtypes and devices.

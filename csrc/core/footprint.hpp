@@ -103,7 +103,7 @@ class Footprint {
     const index_t outputs = output_extent(input.extent());
     std::vector<index_t> points;
     for (const index_t point : input.points()) {
-      index_t split = std::clamp<index_t>(first_centred_at(point), 0, outputs);
+      index_t split = std::clamp<index_t>(first_centered_at(point), 0, outputs);
       if (point == 0) split = 0;
       if (point == input.extent() && point > 0) split = outputs;
       points.push_back(split);
@@ -116,7 +116,7 @@ class Footprint {
 
  private:
   // The first output with its center at `point` or after it.
-  index_t first_centred_at(index_t point) const {
+  index_t first_centered_at(index_t point) const {
     if (!is_adaptive()) return ceil_div(point - (span_ - 1) / 2 + padding_lo_, stride_);
     index_t o = floor_div(checked_mul(point, outputs_), inputs_);  // its window contains the point
     while (o > 0 && (first(o - 1) + end(o - 1) - 1) / 2 >= point) --o;

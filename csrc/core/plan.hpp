@@ -18,8 +18,8 @@
 
 namespace pydist {
 
-// The transfer of one box. `source` is in the owner's global indices; `target` is in the receiver's,
-// which differ only for periodic images. `slot`: the needed box that it fills.
+// The transfer of one box. `source` is in the owner's global indices; `target` is in the
+// receiver's, which differ only for periodic images. `slot`: the needed box that it fills.
 struct Transfer {
   Box source;
   Box target;

@@ -1,8 +1,8 @@
 // TensorView: borrowed memory as a strided array.
 //
 // Element i is data[sum_d i_d * strides[d]]. Strides may be 0 (an expanded dim; bindings refuse to
-// write to it) or negative, and need not be in the order of the dims: channels-last is only an order
-// of memory.
+// write to it) or negative, and need not be in the order of the dims: channels-last is only an
+// order of memory.
 #pragma once
 
 #include <string>
@@ -25,7 +25,7 @@ inline std::string to_string(Device device) {
   return "cuda:" + std::to_string(device.index);
 }
 
-// Valid only while its owner is alive: made anew for each call, never kept. `data` points to the
+// Valid only while its owner is alive: made for each call, never kept. `data` points to the
 // element with all indices 0 and may be null if there is no element. Strides count elements.
 struct TensorView {
   void* data = nullptr;

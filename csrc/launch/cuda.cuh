@@ -1,9 +1,9 @@
 // The CUDA launcher: the only place with <<<>>>. Launches go to the stream given and return without
 // waiting. With PYDIST_CUDA=EMULATED, tests/native/emulated/launch/cuda.cuh is included instead.
 //
-// Three launches, one per concept of decomposition.hpp. Bodies are passed by value, as the parameter
-// of the kernel (__grid_constant__: it is read in place, and not copied by each thread), so a
-// launch allocates nothing and a captured graph can hold it.
+// Three launches, one per concept of decomposition.hpp. Bodies are passed by value, as the
+// parameter of the kernel (__grid_constant__: it is read in place, and not copied by each thread),
+// so a launch allocates nothing and a captured graph can hold it.
 #pragma once
 
 #include <cuda_runtime.h>

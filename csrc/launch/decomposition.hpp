@@ -54,8 +54,8 @@ struct LaneLoop {
     if constexpr (TakenApart<At>) {
       constexpr int kAhead = kReadAhead<decltype(at.read(index_t{}))>;
       index_t first = lane;
-      // Full batches have no bounds checks: otherwise a compiler would put each use of a value under
-      // the same condition as its load, and so serialize the loads.
+      // Full batches have no bounds checks: otherwise a compiler would put each use of a value
+      // under the same condition as its load, and so serialize the loads.
       for (; first + (kAhead - 1) * lanes < count; first += kAhead * lanes) {
         batch<kAhead, true>(first, count, at);
       }
@@ -113,8 +113,8 @@ struct Warp {
   Thread* lanes;
 };
 
-// A placeholder for a launcher's copies into shared memory, to state the concept. They are in flight
-// until the launcher waits for them; bytes that are not `inside` become zero.
+// A placeholder for a launcher's copies into shared memory, to state the concept. They are in
+// flight until the launcher waits for them; bytes that are not `inside` become zero.
 struct AnyCopies {
   template <int kBytes>
   void copy(void*, const void*, bool) const {}

@@ -1,7 +1,7 @@
 // The pool of threads that kernels share.
 //
-// One caller owns the pool at a time and also works on its tasks. Concurrent callers run their tasks
-// alone: no caller waits for the pool. Tasks are handed out one by one, by an atomic counter.
+// One caller owns the pool at a time and also works on its tasks. Concurrent callers run their
+// tasks alone: no caller waits for the pool. Tasks are handed out one by one, by an atomic counter.
 #include "launch/thread_pool.hpp"
 
 #include <pthread.h>
@@ -53,7 +53,7 @@ struct Job {
 };
 
 // Workers sleep until a job invites some of them. The caller works too, and then waits for those
-// that have started; an invitation that nobody has taken by then is withdrawn.
+// that have started; invitations that no worker has taken by then are withdrawn.
 class Pool {
  public:
   // False if another caller has the pool; nothing was done then.

@@ -7,8 +7,8 @@
 
 namespace pydist::launch {
 
-// Threads that one kernel may use, the calling one included; for the full process. The initial value
-// is OMP_NUM_THREADS, else the CPUs of this process. Results never depend on it.
+// Threads that one kernel may use, the calling one included; for the full process. The initial
+// value is OMP_NUM_THREADS, else the CPUs of this process. Results never depend on it.
 int num_threads();
 void set_num_threads(int threads);  // >= 1
 

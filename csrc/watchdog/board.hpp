@@ -1,4 +1,4 @@
-// The page of shared memory on which the ranks of a machine say what they do.
+// The page of shared memory on which the ranks of a machine record their progress.
 //
 // Each rank writes its own slot, with relaxed atomics and without locks or clocks; the watchdog
 // thread of every rank reads all of them. Fresh memory of zeros is a valid, empty board.
@@ -14,10 +14,10 @@
 
 namespace pydist::watchdog {
 
-// What a rank may be in the middle of, in the order of how much it says.
+// The kinds of work in which a rank may be, by rising significance.
 enum class Kind : std::uint32_t {
-  kSpan,     // something of its own, or nothing
-  kEnd,      // the end of the program: it waits for the others to come there, sends nothing more
+  kSpan,     // local work, or none
+  kEnd,      // the end of the program: it waits for the others to end, and sends nothing more
   kBlocked,  // a call that returns soon, unless a file, a device or the launcher does not answer
   kWait,     // an exchange: it waits for other ranks
   kWork,     // long work that is expected to be silent: tuning, saving, opening files
@@ -30,17 +30,17 @@ struct Frame {
 
 inline constexpr std::uint32_t kFrames = 8;
 
-// What one rank says. Only its own process writes here.
+// One rank's part of the page. Only its own process writes here.
 struct Slot {
-  std::atomic<std::int32_t> pid;      // 0 until the rank has come
-  std::atomic<std::uint32_t> depth;   // open frames; those beyond kFrames have no place
-  std::atomic<std::uint64_t> beats;   // grows with everything that the rank does
+  std::atomic<std::int32_t> pid;      // 0 until the rank has joined
+  std::atomic<std::uint32_t> depth;   // open frames; those beyond kFrames are not stored
+  std::atomic<std::uint64_t> beats;   // grows with every action of the rank
   std::atomic<std::int64_t> step;     // training forwards so far
-  std::atomic<std::int32_t> stacks;   // file descriptor that the rank's stacks are written to
-  std::atomic<std::uint32_t> told;    // how many reports the rank has prepared for
+  std::atomic<std::int32_t> stacks;   // file descriptor for the rank's stacks
+  std::atomic<std::uint32_t> told;    // number of reports that the rank has prepared for
   std::array<Frame, kFrames> frames;  // the innermost last
-  SharedText<16> layer;               // at work when the rank was asked, "" if unknown
-  SharedText<48> call;                // that the rank waits in, the same way
+  SharedText<16> layer;               // at work at the time of the report, "" if unknown
+  SharedText<48> call;                // in which the rank waits, "" if unknown
 
   void enter(std::string_view name, Kind kind) {
     const std::uint32_t place = depth.load(std::memory_order_relaxed);
@@ -58,14 +58,14 @@ struct Slot {
     beat();
   }
 
-  // Two threads of a rank may lose a count, which changes nothing.
+  // Two threads of a rank may lose a count, which does not matter.
   void beat() { beats.store(beats.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed); }
 
   std::uint32_t open_frames() const {
     return std::min(depth.load(std::memory_order_acquire), kFrames);
   }
 
-  // What decides about the rank among its open frames: an end holds whatever is waited for in it.
+  // The most significant of the open frames: an end includes all waits within it.
   Kind kind() const {
     Kind found = Kind::kSpan;
     for (std::uint32_t i = 0; i < open_frames(); ++i) {
@@ -76,7 +76,7 @@ struct Slot {
     return found;
   }
 
-  // What the rank does now. Long work allows for more time, and a rank may wait for others in it.
+  // The rank's present kind of work. Long work has more time, and a rank may wait for others in it.
   Kind activity() const {
     Kind found = Kind::kSpan;
     for (std::uint32_t i = 0; i < open_frames(); ++i) {
@@ -90,7 +90,7 @@ struct Slot {
 
 struct Board {
   std::atomic<std::int32_t> reporter;   // process that reports a hang, 0 while there is none
-  std::atomic<std::uint32_t> reports;   // hangs that were looked into, debuggers included
+  std::atomic<std::uint32_t> reports;   // examined hangs, debuggers included
   std::atomic<std::uint32_t> reported;  // not 0: the report is out, all ranks end
   std::array<Slot, 1> slots;            // as many as the job has ranks
 

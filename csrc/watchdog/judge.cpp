@@ -1,4 +1,4 @@
-// Decides whether a job hangs; judge.hpp says by which rule.
+// Decides whether a job hangs; judge.hpp has the rule.
 #include "watchdog/judge.hpp"
 
 #include <algorithm>
@@ -7,10 +7,10 @@
 namespace pydist::watchdog {
 namespace {
 
-// Ranks that all wait for each other can't go on, but a large message may be on its way.
+// Ranks that all wait for each other can't continue, but a large message may be in flight.
 constexpr double kDeadlockSeconds = 10;
 constexpr double kDeadlockPart = 0.1;
-// A machine whose ranks all wait gives that of the rank that they wait for the first word.
+// A machine whose ranks all wait lets the machine of the awaited rank report first.
 constexpr double kModestSeconds = 0.5;
 
 }  // namespace

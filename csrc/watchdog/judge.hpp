@@ -1,4 +1,4 @@
-// Decides whether a job hangs, from what its ranks say.
+// Decides whether a job hangs, from the progress that its ranks record.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +9,16 @@
 
 namespace pydist::watchdog {
 
-// What one look at a rank shows.
+// A sample of one rank's progress.
 struct Sample {
   Kind kind = Kind::kSpan;
   std::uint64_t beats = 0;
-  bool joined = false;  // the rank has come, and its process is there or was
+  bool joined = false;  // the rank has joined, whether or not its process still exists
 };
 
 // A job hangs if nothing on this machine has made progress for the limit while a rank waits in an
-// exchange or is busy in guarded work. Ranks that compute, read or idle by themselves are silent
-// for as long as they like while no other rank waits for them.
+// exchange or is busy in guarded work. Ranks that compute, read or idle may be silent for any time
+// while no other rank waits for them.
 class Judge {
  public:
   // Long work, and the end of the program, may be silent for this many limits.
@@ -30,7 +30,7 @@ class Judge {
   // Seconds without progress if the job hangs. `now` in seconds of a monotonic clock.
   std::optional<double> look(double now, const std::vector<Sample>& ranks);
 
-  // Starts to count again: this process was stopped itself, or somebody debugs.
+  // Restarts the count: this process was itself stopped, or is being debugged.
   void start_again() { seen_.clear(); }
 
  private:

@@ -1,4 +1,4 @@
-// What /proc says of a process, and how processes are ended that can't end themselves.
+// Reads the state of a process from /proc, and ends processes that can't end themselves.
 #include "watchdog/process.hpp"
 
 #include <fcntl.h>
@@ -17,7 +17,7 @@ namespace {
 constexpr long kKillNanoseconds = 300'000'000;
 constexpr int kWriteMilliseconds = 1000;
 
-// The launcher's code for the job is that of the rank that it sees end first: the others go later.
+// The launcher's exit code is that of the rank that it sees end first, so the others end later.
 [[noreturn]] void kill_and_exit(const std::vector<int>& pids) {
   setsid();  // launchers kill the process group of a rank that ends
   const timespec pause{0, kKillNanoseconds};
@@ -50,7 +50,7 @@ ProcessState state_of(int pid) {
     return state;
   }
   const std::string folder = "/proc/" + std::to_string(pid);
-  // "pid (name) S ...": the name may hold anything.
+  // "pid (name) S ...": the name may contain any characters.
   const std::string stat = content_of(folder + "/stat");
   const std::size_t name_end = stat.rfind(')');
   if (name_end != std::string::npos && name_end + 2 < stat.size())
@@ -64,7 +64,8 @@ ProcessState state_of(int pid) {
 }
 
 void write_all(int descriptor, std::string_view text) {
-  // By poll, and in pieces that fit a pipe: the descriptor is shared, and stays as it is.
+  // By poll, and in pieces that fit a pipe: the descriptor is shared, and its flags must not
+  // change.
   constexpr std::size_t kPiece = 512;
   while (!text.empty()) {
     pollfd ready{descriptor, POLLOUT, 0};
@@ -79,7 +80,7 @@ void write_all(int descriptor, std::string_view text) {
 void kill_later(const std::vector<int>& pids) {
   if (pids.empty()) return;
 #if defined(__linux__)
-  // Not fork(): its handlers (of MPI, of OpenMP) may wait for a lock that a thread holds for good.
+  // Not fork(): its handlers (of MPI, of OpenMP) may wait for a lock that a thread never releases.
   const long child = syscall(SYS_clone, SIGCHLD, nullptr, nullptr, nullptr, nullptr);
 #else
   const pid_t child = fork();

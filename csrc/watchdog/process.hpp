@@ -1,4 +1,4 @@
-// What the kernel says of a process, and the end of processes that can't end themselves.
+// The state of a process in the kernel, and the end of processes that can't end themselves.
 #pragma once
 
 #include <string>
@@ -25,7 +25,7 @@ std::string content_of(const std::string& path, std::size_t most = 1 << 20);
 // Writes all of `text`, giving up after a second: the reader may be stopped.
 void write_all(int descriptor, std::string_view text);
 
-// Has a child of this process kill what is left of `pids` in a moment, when this one has ended.
+// Makes a child process that kills the remaining `pids` a moment after this process has ended.
 void kill_later(const std::vector<int>& pids);
 
 }  // namespace pydist::watchdog

@@ -1,4 +1,4 @@
-// The text of a report: which ranks hang, and what each of them was doing.
+// The text of a report: the ranks that hang, and the work of each.
 #include "watchdog/report.hpp"
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 namespace pydist::watchdog {
 namespace {
 
-// Frames by what their line in a stack holds: of pydist's own threads, anywhere in the stack; of
-// an executor's thread without work, the innermost; of debuggers.
+// Frames by the text of their line in a stack: of pydist's own threads, anywhere in the stack; of
+// an idle thread of an executor, the innermost; of debuggers.
 constexpr std::array<std::string_view, 3> kOwn{"pydist/launch/lifeline.py\"",
                                                "pydist/launch/watch.py\"",
                                                "pydist/comm/transports/mpi/progress.py\""};
@@ -25,7 +25,7 @@ std::string seconds(double value) {
   return text.data();
 }
 
-// How much a rank is to blame: 0 for one that others wait for and that does not wait itself.
+// The order of blame: 0 for a rank that others wait for and that does not wait itself.
 int order(const Slot& slot, const Finding& found) {
   if (found.state.is_stopped() || found.state.is_gone()) return 0;
   switch (slot.activity()) {
@@ -74,8 +74,8 @@ std::string doing(const Slot& slot) {
 }
 
 std::string busy_threads(const std::string& stacks) {
-  // faulthandler's form: a line that ends in "(most recent call first):", then a line a frame,
-  // then an empty one.
+  // faulthandler's form: a line that ends in "(most recent call first):", a line per frame, then an
+  // empty one.
   std::istringstream lines(stacks);
   std::string line, block, kept;
   int frames = 0;

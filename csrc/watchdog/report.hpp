@@ -1,4 +1,4 @@
-// The text that says which ranks hang, and where.
+// The text of a report: the ranks that hang, and where.
 #pragma once
 
 #include <string>
@@ -12,12 +12,12 @@ namespace pydist::watchdog {
 struct Job {
   int size = 1;          // ranks
   bool all_here = true;  // whether this machine has all of them
-  int here = 1;          // how many it has
+  int here = 1;          // number of ranks on this machine
   std::string host;
   double limit = 0;  // seconds
 };
 
-// What was found of one rank.
+// The findings on one rank.
 struct Finding {
   int rank = 0;
   int pid = 0;
@@ -25,17 +25,17 @@ struct Finding {
   std::string stacks;  // as faulthandler wrote them
 };
 
-// What a rank is doing: its innermost frame and the one that guards it.
+// The work of a rank: its innermost frame and the one that guards it.
 std::string doing(const Slot& slot);
 
-// The stacks of the threads that do something: not of those that wait for work.
+// The stacks of busy threads, without those that wait for work.
 std::string busy_threads(const std::string& stacks);
 
-// Whether a debugger waits for its user in one of these stacks.
+// Whether a debugger waits for input in one of these stacks.
 bool in_debugger(const std::string& stacks);
 
-// The whole report, one line a rank, those that others wait for first, then `elsewhere`, lines on
-// ranks of other machines, then the stacks.
+// The full report: one line per rank, awaited ranks first, then `elsewhere`, lines on ranks of
+// other machines, then the stacks.
 std::string describe(const Job& job, const Board& board, const std::vector<Finding>& ranks,
                      double silent, const std::string& elsewhere = "");
 

@@ -26,13 +26,13 @@ constexpr double kLongestTick = 0.5;
 constexpr double kTellSeconds = 0.3;    // for a rank to write its stacks
 constexpr double kGatherSeconds = 1;    // for all of them
 constexpr double kDrainSeconds = 0.15;  // MPICH drops what a rank writes just before it ends
-constexpr double kReportSeconds = 10;   // after which another rank no longer waits for the reporter
-constexpr double kLongWait = 0.5;       // of the limit, after which other machines are told
+constexpr double kReportSeconds = 10;   // after which other ranks no longer wait for the reporter
+constexpr double kLongWait = 0.5;       // of the limit, after which other machines are notified
 
 std::atomic<Slot*> own_slot{nullptr};
 std::atomic<const Board*> own_board{nullptr};
 std::atomic<int> own_size{0};
-// Never destroyed: the watchdog's thread lives until the process is gone.
+// Never destroyed: the watchdog's thread lives until the process ends.
 std::mutex& elsewhere_mutex = *new std::mutex;
 std::string& elsewhere = *new std::string;
 
@@ -62,7 +62,7 @@ class Watcher {
     while (true) {
       rest(tick_);
       const double time = now();
-      // This process was stopped, with the job or alone: what it did not see says nothing.
+      // This process was stopped, with the job or alone, and has missed any progress since.
       if (time - last > std::max(1.0, 4 * tick_)) judge_.start_again();
       last = time;
       if (!options_.job.all_here) look_at_own(time);
@@ -104,7 +104,7 @@ class Watcher {
     return found;
   }
 
-  // Has other machines told when this rank waits for long, and when it goes on.
+  // Notifies other machines when this rank waits for long, and when it continues.
   void look_at_own(double time) {
     const Slot& slot = board_.slot(options_.rank);
     const std::uint64_t beats = slot.beats.load(std::memory_order_relaxed);
@@ -130,7 +130,7 @@ class Watcher {
     return std::any_of(found.begin(), found.end(), [](const Finding& f) { return f.state.traced; });
   }
 
-  // Writes this rank's stacks, and its layer as far as the interpreter lets it.
+  // Writes this rank's stacks, and its layer if the interpreter is free.
   void tell() {
     if (options_.stacks >= 0 && ftruncate(options_.stacks, 0) == 0) {
       lseek(options_.stacks, 0, SEEK_SET);
@@ -207,11 +207,11 @@ class Watcher {
   Judge judge_;
   double tick_;
   std::uint64_t own_beats_ = 0;
-  double own_progress_ = now();  // when this rank last did something
+  double own_progress_ = now();  // time of this rank's last progress
   bool waits_long_ = false;
 };
 
-// A fork of a rank is no rank: it says nothing in its name.
+// A fork of a rank is no rank: it must not report in the rank's name.
 void forget_rank() { own_slot.store(nullptr); }
 
 }  // namespace
@@ -233,7 +233,7 @@ void start(const Options& options, int board) {
   own_slot.store(&slot);
   pthread_atfork(nullptr, nullptr, forget_rank);
   if (options.stacks >= 0) serve_stacks(options.signal);
-  // Signals are for the program's threads.
+  // Signals must reach the program's threads.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);

@@ -1,8 +1,8 @@
-// The watchdog of one rank: a thread without the interpreter's lock that ends a job that hangs.
+// The watchdog of one rank: a thread without the interpreter's lock that ends a hanging job.
 //
-// There is one a process, and it lives until the process ends. Every rank has one; the first that
-// sees the hang reports it for all ranks of its machine, and each prepares its own part: Python's
-// stacks and the layer at work.
+// Each process has one, which lives until the process ends. The first watchdog that sees the hang
+// reports it for all ranks of its machine, and each prepares its own part: Python's stacks and the
+// layer at work.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@ namespace pydist::watchdog {
 
 inline constexpr int kExitCode = 72;  // of pydist.errors.RankLost
 
-// What the watchdog tells and asks the program's own thread for that, as one byte.
+// The watchdog's requests to the program's own thread, as one byte.
 enum class Question : char {
   kReport = '?',  // a report is due: `answer`, and `tell_elsewhere`
   kWaits = 'w',   // this rank waits for half of the limit; only if the job has other machines
-  kGoesOn = 'g',  // it no longer does
+  kGoesOn = 'g',  // it continues
 };
 
 struct Options {
@@ -29,7 +29,7 @@ struct Options {
   Job job;
   int output = 2;           // descriptor that takes the report
   bool as_message = false;  // as a line of JSON for the launcher, not as text
-  int stacks = -1;          // descriptor that `signal`'s handler writes a thread's Python stack to
+  int stacks = -1;          // descriptor to which `signal`'s handler writes a thread's Python stack
   int signal = 0;
   int questions = -1;  // takes a `Question`
   int launcher = -1;   // descriptor that takes `farewell` before this process ends, if there is one
@@ -39,7 +39,7 @@ struct Options {
 // Starts the watchdog of this process, in the thread that runs the program, on a board in the file
 // `board`.
 //
-// Throws UsageError if there is one already, or the file can't be mapped.
+// Throws UsageError if the process has one already, or the file can't be mapped.
 void start(const Options& options, int board);
 
 // Whether this process has a watchdog.
@@ -53,7 +53,7 @@ void mark_step(std::int64_t step);
 // The layer at work, and the call that the rank waits in, for the report.
 void answer(std::string_view layer, std::string_view call);
 
-// What is known of the ranks of other machines, for the report: one line each.
+// The state of ranks of other machines, for the report: one line each.
 void tell_elsewhere(std::string_view lines);
 
 // The ranks of this machine that have reached the end of their program, in order.

@@ -57,25 +57,25 @@ class ConvKernels:
 
     def run_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Computes the convolution of `x` with zero padding."""
-        weight = self._lying(weight)
+        weight = self._in_layout(weight)
         return self._run(lambda: FORWARD[self.forward](self.problem, x, weight, bias))
 
     def run_dgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """Computes dL/dx from `grad` = dL/dy."""
-        weight = self._lying(weight)
+        weight = self._in_layout(weight)
         return self._run(lambda: DGRAD[self.dgrad](self.problem, x, grad, weight))
 
     def run_transposed(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Computes the transposed convolution of `x`, the adjoint of the problem's convolution."""
-        weight = self._lying(weight)
+        weight = self._in_layout(weight)
         return self._run(lambda: transposed(self.problem, x, weight, bias))
 
     def run_wgrad(self, x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
         """Computes dL/dweight from `grad` = dL/dy."""
-        weight = self._lying(weight)
+        weight = self._in_layout(weight)
         return self._run(lambda: WGRAD[self.wgrad](self.problem, x, grad, weight))
 
-    def _lying(self, weight: Tensor) -> Tensor:
+    def _in_layout(self, weight: Tensor) -> Tensor:
         """Returns the weight in the kernels' format: plain for oneDNN, as activations for cuDNN."""
         return in_format(weight, self.channels_last and self.problem.device != "cpu")
 

@@ -59,13 +59,13 @@ class Rows:
         moments: float64 [3, G], from `merged`. With R rows, R / G consecutive rows share moments.
         scale: [C] or `None`, of any type. Row r belongs to channel r modulo C.
         eps: added to the variance.
-        centred: whether the mean is subtracted; if not, the mean of squares is the variance.
+        centered: whether the mean is subtracted; if not, the mean of squares is the variance.
     """
 
     moments: Tensor
     scale: Tensor | None
     eps: float
-    centred: bool = True
+    centered: bool = True
 
     def values(self, shift: Tensor | None, rows: int, dtype: torch.dtype) -> Tensor:
         """Returns the values [4, R] of the transform (x - mean) factor + shift, without slopes.
@@ -80,7 +80,7 @@ class Rows:
         values = torch.empty(4, rows, dtype=statistics_dtype(dtype), device=self.moments.device)
         shift = None if shift is None else _as_read(shift, values)
         native.norm_values(
-            self.moments, self._scale_for(values), shift, self.eps, self.centred, values
+            self.moments, self._scale_for(values), shift, self.eps, self.centered, values
         )
         return values
 
@@ -95,7 +95,7 @@ class Rows:
         totals = sums.new_empty(2, self.moments.shape[1])
         scale = self._scale_for(values)
         native.norm_totals(
-            self.moments, scale, self.eps, self.centred, values, sums, totals, affine
+            self.moments, scale, self.eps, self.centered, values, sums, totals, affine
         )
         return totals
 
@@ -103,7 +103,9 @@ class Rows:
         """Returns the coefficients of `combine`, from the totals of all ranks."""
         found = values.new_empty(3, values.shape[1])
         scale = self._scale_for(values)
-        native.norm_coefficients(self.moments, scale, self.eps, self.centred, values, totals, found)
+        native.norm_coefficients(
+            self.moments, scale, self.eps, self.centered, values, totals, found
+        )
         return found
 
     def _scale_for(self, values: Tensor) -> Tensor | None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pydist.comm.interface.reduction import divide
+from pydist.gradients.partitioned import Family, PartitionedGradient
 from pydist.gradients.rows import in_order_of, memory_of
-from pydist.gradients.scattered import Family, ScatteredGradient
 
 if TYPE_CHECKING:
     from pydist.comm.interface.handles import Work
@@ -230,7 +230,7 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 def pending_gradient(parameter: Tensor) -> Tensor | None:
     """Returns the gradient that this rank has accumulated and that is not reduced yet."""
     grad = parameter.grad
-    return grad.pending if isinstance(grad, ScatteredGradient) else grad
+    return grad.pending if isinstance(grad, PartitionedGradient) else grad
 
 
 def fits(leaf: Leaf, grad: Tensor) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydist.gradients.bucket import Bucket
-from pydist.gradients.scattered_bucket import ScatteredBucket
+from pydist.gradients.partitioned_bucket import PartitionedBucket
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
@@ -28,20 +28,20 @@ def make_buckets(leaves: Sequence[Leaf], transport: Transport) -> list[Bucket]:
     open_: dict[tuple[object, ...], tuple[list[Leaf], list[int]]] = {}
     for index, leaf in enumerate(reversed(leaves)):
         nbytes = leaf.numel * leaf.kind.dtype.itemsize
-        scattered = leaf.scattered and leaf.has_parts
+        partitioned = leaf.is_partitioned and leaf.has_parts
         if nbytes >= ALONE_BYTES:
-            made.append((index, scattered, [leaf]))
+            made.append((index, partitioned, [leaf]))
             continue
-        kind = (leaf.kind.dtype, leaf.kind.device, scattered)
+        kind = (leaf.kind.dtype, leaf.kind.device, partitioned)
         contents, state = open_.get(kind, ([], [0, 0]))
         if contents and state[0] + nbytes > BUCKET_BYTES:
-            made.append((state[1], scattered, contents))
+            made.append((state[1], partitioned, contents))
             contents, state = [], [0, 0]
         contents.append(leaf)
         open_[kind] = contents, [state[0] + nbytes, index]
     made += [(state[1], bool(kind[2]), contents) for kind, (contents, state) in open_.items()]
     made.sort(key=lambda each: each[0])
     return [
-        ScatteredBucket(contents, transport) if scattered else Bucket(contents)
-        for _, scattered, contents in made
+        PartitionedBucket(contents, transport) if partitioned else Bucket(contents)
+        for _, partitioned, contents in made
     ]

@@ -14,8 +14,8 @@ from pydist.gradients.bucket import Bucket, Remnant
 from pydist.gradients.buckets import make_buckets
 from pydist.gradients.graph import is_reached
 from pydist.gradients.leaf import Leaf
-from pydist.gradients.scattered import Family
-from pydist.gradients.scattered_bucket import ScatteredBucket
+from pydist.gradients.partitioned import Family
+from pydist.gradients.partitioned_bucket import PartitionedBucket
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
@@ -64,9 +64,9 @@ class Lane:
         return self.touched or (self.pending and not self.pauses)
 
     @property
-    def scattered(self) -> list[ScatteredBucket]:
+    def partitioned(self) -> list[PartitionedBucket]:
         """The buckets of partitioned gradients, in the order in which backward completes them."""
-        return [b for b in self.buckets if isinstance(b, ScatteredBucket)]
+        return [b for b in self.buckets if isinstance(b, PartitionedBucket)]
 
     def plan(self, leaves: Sequence[Leaf]) -> None:
         """Makes the buckets of these parameters. On all ranks, while none is in flight."""

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.link import Link
+from pydist.gradients.partitioned import PartitionedGradient
 from pydist.gradients.rows import is_dense
-from pydist.gradients.scattered import ScatteredGradient
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -71,7 +71,7 @@ class Leaf:
         kind: the layout of the gradient in the buckets.
         dense: whether the elements of the parameter fill one interval of memory.
         has_parts: whether the gradient can be partitioned like the parameter.
-        scattered: whether each rank gets the mean of its own part only, if `has_parts`.
+        is_partitioned: whether each rank gets the mean of its own part only, if `has_parts`.
         fired: whether this rank has accumulated a gradient that is not reduced yet.
         paused: whether it was accumulated under `no_sync`, or in a backward that raised.
         keeps_graph: whether the running backward reduces the arriving gradient, with a graph
@@ -92,7 +92,7 @@ class Leaf:
         self._reducer = weakref.ref(reducer)
         self.key, self.name = id(parameter), name
         self._measure(parameter)
-        self.scattered = False
+        self.is_partitioned = False
         self.fired = self.paused = self.partial = self.keeps_graph = self.in_graph = False
         self.waits = self.has_hooks = self._gone = False
         self.idle = 0
@@ -189,7 +189,7 @@ class Leaf:
     def is_cleared(self, parameter: Tensor) -> bool:
         """Returns whether the caller has cleared the gradient since it was recorded."""
         grad = parameter.grad
-        if grad is None or isinstance(grad, ScatteredGradient):
+        if grad is None or isinstance(grad, PartitionedGradient):
             return grad is None
         return self._stamp != _stamp_of(grad) and not bool(grad.any())
 
@@ -303,7 +303,7 @@ class _Hooks(OrderedDict[int, _Hook]):
     def __setitem__(self, key: int, hook: _Hook) -> None:
         super().__setitem__(key, _Waiting(self, hook))
         self.leaf.has_hooks = True
-        if self.leaf.scattered:
+        if self.leaf.is_partitioned:
             try:
                 self.leaf.refuse_hooks()
             except NotSupported:
@@ -379,7 +379,7 @@ def leaf_of(tensor: Tensor) -> Leaf | None:
 
 
 def _stamp_of(grad: Tensor | None) -> tuple[int, int] | None:
-    if grad is None or isinstance(grad, ScatteredGradient):
+    if grad is None or isinstance(grad, PartitionedGradient):
         return None
     return id(grad), grad._version
 

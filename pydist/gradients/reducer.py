@@ -31,9 +31,9 @@ from pydist.gradients.interrupted import interrupt, settle
 from pydist.gradients.lane import Lane
 from pydist.gradients.leaf import Leaf, leaf_of
 from pydist.gradients.newcomers import agree
+from pydist.gradients.partitioned import PartitionedGradient
+from pydist.gradients.partitioned_bucket import Part, PartitionedBucket
 from pydist.gradients.run import Run
-from pydist.gradients.scattered import ScatteredGradient
-from pydist.gradients.scattered_bucket import Part, ScatteredBucket
 from pydist.grid import AXES
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Reducer:
     `zero_grad`) stay correct.
 
     Gradients of parameters with a partitioned optimizer step (`pydist.optim.sharded`) are
-    partitioned: each rank gets the mean of its own part, and `.grad` becomes a `ScatteredGradient`.
+    partitioned: each rank gets the mean of its own part, and `.grad` is a `PartitionedGradient`.
     The accumulated gradient is freed after the other ranks have received their parts, if this is
     detected while backward runs.
     """
@@ -92,9 +92,9 @@ class Reducer:
         return mesh
 
     @property
-    def scattered(self) -> list[ScatteredBucket]:
+    def partitioned(self) -> list[PartitionedBucket]:
         """The buckets of partitioned gradients, in the order in which backward completes them."""
-        return [bucket for lane in self.lanes for bucket in lane.scattered]
+        return [bucket for lane in self.lanes for bucket in lane.partitioned]
 
     # -- members ----------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class Reducer:
             leaf.refuse_hooks()
         self.gather_gradients()  # new buckets may have other parts
         for leaf in found:
-            leaf.scattered = True
+            leaf.is_partitioned = True
         for lane in self.lanes:
             if any(self._lane_of[leaf] is lane for leaf in found):
                 self._plan(lane, lane.leaves)
@@ -159,7 +159,7 @@ class Reducer:
         lane = None if leaf is None else self._lane_of.get(leaf)
         if leaf is None or lane is None:
             return None
-        is_partitioned = isinstance(lane.bucket_of[leaf], ScatteredBucket)
+        is_partitioned = isinstance(lane.bucket_of[leaf], PartitionedBucket)
         return self.parts[leaf.key] if is_partitioned else None
 
     @contextmanager
@@ -184,18 +184,18 @@ class Reducer:
         if not self._runs:
             self.settle()
         with self.mesh.session.timers.measure("gradients"):
-            for bucket in self.scattered:
+            for bucket in self.partitioned:
                 bucket.gather_gradients()
 
     @torch.no_grad()
-    def start_gathering_values(self, bucket: ScatteredBucket) -> None:
+    def start_gathering_values(self, bucket: PartitionedBucket) -> None:
         """Starts to gather a bucket's parameters after each rank has changed its part."""
         with self.mesh.session.timers.measure("gradients"):
             bucket.start_gathering_values()
             bucket.transport.progress()
 
     @torch.no_grad()
-    def finish_gathering_values(self, bucket: ScatteredBucket, changed: Collection[int]) -> None:
+    def finish_gathering_values(self, bucket: PartitionedBucket, changed: Collection[int]) -> None:
         """Waits until a bucket's parameters are complete. Collective.
 
         Args:
@@ -271,7 +271,11 @@ class Reducer:
         given, grad = grad, None if grad is None else in_memory(grad)
         accumulates = not self._runs or self._runs[-1].accumulates
         differentiable = torch.is_grad_enabled()
-        if accumulates and parameter is not None and isinstance(parameter.grad, ScatteredGradient):
+        if (
+            accumulates
+            and parameter is not None
+            and isinstance(parameter.grad, PartitionedGradient)
+        ):
             if differentiable:
                 self.gather_gradients()  # the added gradient is already the mean
             elif (lane := self._lane_of.get(leaf)) is not None:
@@ -428,7 +432,7 @@ class Reducer:
             refuse_frozen(self.lanes, anywhere)
             checks.conclude(mesh, total)
             if any_news:
-                self._take_up(news, proposals, unused)
+                self._adopt(news, proposals, unused)
         for leaf, in_graph in hooked.items():
             parameter = leaf.parameter()
             has_come = in_graph or leaf in unused or flags.get(leaf, NEW) == NEW
@@ -459,7 +463,7 @@ class Reducer:
             if p is not None and (leaf in self._unused or (leaf.fired and p.grad is not None))
         ]
 
-    def _take_up(
+    def _adopt(
         self, news: list[Leaf], proposals: list[list[int]], unused: dict[Leaf, Tensor]
     ) -> None:
         """Adds new members to a lane, and reduces their first gradients. Collective."""
@@ -520,7 +524,7 @@ class Reducer:
     def _plan(self, lane: Lane, leaves: Sequence[Leaf]) -> None:
         lane.plan(leaves)
         self._lane_of = {leaf: lane for lane in self.lanes for leaf in lane.leaves}
-        parts = (each for bucket in self.scattered for each in bucket.parts())
+        parts = (each for bucket in self.partitioned for each in bucket.parts())
         self.parts = {leaf.key: part for leaf, part in parts if leaf.parameter() is not None}
 
 

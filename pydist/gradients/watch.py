@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from pydist.errors import NotSupported
 from pydist.gradients.leaf import leaf_of
 from pydist.gradients.newcomers import refuse_parting
-from pydist.gradients.scattered import ScatteredGradient
+from pydist.gradients.partitioned import PartitionedGradient
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -42,7 +42,7 @@ def _refuse_unreduced(optimizer: Optimizer, *_: object) -> None:
         for index, parameter in enumerate(group["params"]):
             if hasattr(parameter, "to_local"):
                 continue  # the gradient of a sharded tensor is reduced
-            if parameter.grad is None or isinstance(parameter.grad, ScatteredGradient):
+            if parameter.grad is None or isinstance(parameter.grad, PartitionedGradient):
                 continue
             leaf = leaf_of(parameter)
             if leaf is None:

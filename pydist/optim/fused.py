@@ -21,7 +21,7 @@ def start_momentum(optimizer: SGD) -> None:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def lie_as_parameters(optimizer: Optimizer) -> None:
+def match_parameter_formats(optimizer: Optimizer) -> None:
     """Converts loaded state to the memory order of the parameters.
 
     A fused step reads both in memory order. If the orders differ, it raises on a device, and on a

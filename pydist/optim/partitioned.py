@@ -23,10 +23,10 @@ from torch.optim import (
 )  # fmt: skip
 
 from pydist.errors import NotSupported, UsageError
+from pydist.gradients.partitioned import PartitionedGradient, refuse_pending
+from pydist.gradients.partitioned_bucket import Part
 from pydist.gradients.reducer import Reducer
 from pydist.gradients.rows import in_memory_order_of, memory_of
-from pydist.gradients.scattered import ScatteredGradient, refuse_pending
-from pydist.gradients.scattered_bucket import Part
 from pydist.mesh import Mesh
 from pydist.optim.whole_state import State, gather_state
 from pydist.parallel import entry_of
@@ -153,11 +153,11 @@ class ShardedOptimizer(Optimizer):
         reducer = self._follow_reducer()
         rest = {id(p): p for p in self._parameters()}
         for parameter in rest.values():
-            if isinstance(parameter.grad, ScatteredGradient):
+            if isinstance(parameter.grad, PartitionedGradient):
                 refuse_pending(parameter.grad)  # before the first message is sent
         started = []
         failure: Exception | None = None
-        for bucket in reducer.scattered:
+        for bucket in reducer.partitioned:
             alive = (p for leaf in bucket.leaves if (p := leaf.parameter()) is not None)
             some = {id(p) for p in alive if rest.pop(id(p), None) is not None}
             if some:
@@ -283,7 +283,7 @@ class ShardedOptimizer(Optimizer):
                 part = self._layout[id(parameter)]
                 own.data = memory_of(parameter.detach())[part.start : part.stop]
                 grad = parameter.grad
-                if isinstance(grad, ScatteredGradient):
+                if isinstance(grad, PartitionedGradient):
                     own.grad = grad.piece
                 elif grad is not None:
                     row = in_memory_order_of(parameter, grad.detach())

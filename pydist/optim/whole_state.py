@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pydist.errors import NotSupported
+from pydist.gradients.partitioned_bucket import Part
 from pydist.gradients.rows import shaped_like
-from pydist.gradients.scattered_bucket import Part
 
 if TYPE_CHECKING:
     from pydist.comm import Transport

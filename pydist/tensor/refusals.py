@@ -50,11 +50,11 @@ def refusal(
         f"{name} on a sharded tensor"
         f"{f' in module {module}' if module else ''}{f' at {source}' if source else ''} "
         f"(shapes {shapes}) {f'has no exact form here: {why}' if why else 'has no handler'}; "
-        + _way_on(name)
+        + _advice(name)
     )
 
 
-def _way_on(name: str) -> str:
+def _advice(name: str) -> str:
     if name == "aten::detach":
         return (
             "remove the inner one of nested checkpoints, or the code that copies the wrapper itself"

@@ -190,7 +190,7 @@ class ShardedTensor(torch.Tensor):
         if self._view is not None and self._view.memory.storage is not None:
             refuse_stale(self)
         if self._shown is not None and self._shard.grad_fn is not self._shown[0]:
-            _take_back(self)
+            _reenter(self)
         return self._shard
 
     # Networks read these very often: as properties they need no dispatch.
@@ -352,7 +352,7 @@ def local_of(x: ShardedTensor) -> Tensor:
     return x._local
 
 
-def _take_back(x: ShardedTensor) -> None:
+def _reenter(x: ShardedTensor) -> None:
     """Treats a shard that a program has changed in place like an argument of `from_local`."""
     shard = x._shard
     follow(shard, x.mesh)

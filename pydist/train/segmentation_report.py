@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DICE_FILE = "dice.csv"
 
-_COLOURS = ("#00000000", "tab:green", "tab:red", "tab:blue", "tab:orange", "tab:purple")
+_COLORS = ("#00000000", "tab:green", "tab:red", "tab:blue", "tab:orange", "tab:purple")
 
 
 def write_dice(path: Path, names: Sequence[str], files: Sequence[str], dice: NDArray[Any]) -> None:
@@ -93,7 +93,7 @@ def _draw_dice(axes: Axes, table: Path) -> None:
         header, *rows = csv.reader(file)
     for i in range(1, len(header)):
         found = [float(row[i]) for row in rows if row[i]]
-        axes.scatter([i] * len(found), found, s=18, alpha=0.6, color=_COLOURS[i % len(_COLOURS)])
+        axes.scatter([i] * len(found), found, s=18, alpha=0.6, color=_COLORS[i % len(_COLORS)])
         if found:
             axes.plot([i - 0.2, i + 0.2], [np.mean(found)] * 2, color="black")
             axes.annotate(f"{np.mean(found):.2f}", (i + 0.22, float(np.mean(found))), va="center")
@@ -126,13 +126,13 @@ def _draw_volume(
 def _draw_classes(axes: Axes, classes: NDArray[Any]) -> None:
     from matplotlib.colors import ListedColormap
 
-    shown = np.where(classes > 0, 1 + (classes - 1) % (len(_COLOURS) - 1), 0)
+    shown = np.where(classes > 0, 1 + (classes - 1) % (len(_COLORS) - 1), 0)
     axes.imshow(
         shown,
-        cmap=ListedColormap(_COLOURS),
+        cmap=ListedColormap(_COLORS),
         origin="lower",
         vmin=-0.5,
-        vmax=len(_COLOURS) - 0.5,
+        vmax=len(_COLORS) - 0.5,
         alpha=0.5,
         interpolation="nearest",
     )

@@ -28,7 +28,7 @@ from pydist.data.loader import Loader
 from pydist.data.lock import FolderLock
 from pydist.errors import CheckpointError, PydistError
 from pydist.mesh import Mesh
-from pydist.optim.fused import lie_as_parameters
+from pydist.optim.fused import match_parameter_formats
 from pydist.train import checkpoint
 from pydist.train.about import differences
 from pydist.watchdog import phase
@@ -91,7 +91,7 @@ class State:
             try:
                 self.model.load_state_dict(parts["model"])
                 self.optimizer.load_state_dict(parts["optimizer"])
-                lie_as_parameters(self.optimizer)
+                match_parameter_formats(self.optimizer)
                 self.scheduler.load_state_dict(parts["scheduler"])
                 self.scaler.load_state_dict(parts["scaler"])
                 self.loader.load_state_dict(parts["sampler"])

@@ -203,7 +203,7 @@ def test_a_plan_says_what_a_kernel_takes():
     assert not refusal
     # 36 x 32 sums in 16 parts, as 4096 positions are 128 steps of 32.
     assert (workspace, useful) == (36 * 32 * 16, 36 / 48)
-    assert plan(torch.float32)["forward"][2] == 36 / 40 / 3  # 3 bf16 products per fp32 one
+    assert plan(torch.float32)["forward"][2] == 36 / 40 / 3  # 3 TF32 products per fp32 one
     assert plan(torch.float32, kernel="tf32")["forward"][2] == 36 / 40
 
 

@@ -15,14 +15,14 @@ from torch.utils.data import DataLoader
 from pydist import ShardedTensor, distribute_tensor, parallelize
 from pydist.errors import NotSupported
 from support.equivalence import on_ranks, on_shards, randint, randn
-from support.networks.small import initialised
+from support.networks.small import initialized
 
 SHAPE = (2, 2, 8, 6, 5)
 X, LABELS = randn(*SHAPE), randint(3, 2, 8, 6, 5)
 
 
 def network() -> nn.Module:
-    return initialised(
+    return initialized(
         nn.Sequential(
             nn.Conv3d(2, 8, 3, padding=1),
             nn.InstanceNorm3d(8, affine=True),

@@ -6,7 +6,7 @@ import pytest
 import torch.nn.functional as F
 
 from support.equivalence import Task, check_network, randn
-from support.networks.small import initialised
+from support.networks.small import initialized
 
 nets = pytest.importorskip("monai.networks.nets")
 
@@ -26,7 +26,7 @@ def test_residual_unet(norm, spatial, data):
 
     It has no biases: before a norm their gradients are 0, and the computed ones are pure rounding.
     """
-    model = initialised(
+    model = initialized(
         nets.UNet(3, 1, 2, (4, 8, 16), (2, 2), num_res_units=2, norm=norm, bias=False)
     )
     task = Task(model, randn(2, 1, 12, 8, 8), randn(2, 2, 12, 8, 8, seed=3), F.mse_loss)
@@ -35,6 +35,6 @@ def test_residual_unet(norm, spatial, data):
 
 def test_with_empty_blocks_kept():
     """The lowest level has 2 planes for 5 ranks."""
-    model = initialised(nets.UNet(3, 1, 2, (2, 4, 6), (2, 2), num_res_units=1, bias=False))
+    model = initialized(nets.UNet(3, 1, 2, (2, 4, 6), (2, 2), num_res_units=1, bias=False))
     task = Task(model, randn(1, 1, 8, 8, 8), randn(1, 2, 8, 8, 8, seed=3), F.mse_loss)
     check_network(task, (5, 1, 1), keep_thin_blocks=True)

@@ -14,7 +14,7 @@ from pydist.comm import Transport
 from pydist.comm.transports.nccl.place import missing
 from pydist.errors import NotSupported
 from pydist.gradients.flags import Flags
-from pydist.gradients.scattered import Family
+from pydist.gradients.partitioned import Family
 from pydist.mesh import Mesh
 from support.transports.device_contract import no_two_ranks, two_ranks
 

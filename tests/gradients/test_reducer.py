@@ -20,7 +20,7 @@ from support.networks.small import (
     SHAPE,
     check_use,
     gradients_of,
-    initialised,
+    initialized,
     loss_of,
     small,
 )
@@ -227,7 +227,7 @@ def test_a_parameter_used_by_one_group_alone_beside_global_batch_norm(monkeypatc
             return (y * self.sometimes if use else y).tanh().square().sum()
 
     def body(mesh):
-        model = parallelize(initialised(Normed()), mesh)
+        model = parallelize(initialized(Normed()), mesh)
         model(randn(*SHAPE, seed=mesh.data_index), mesh.data_index == 0).backward()
         return gradients_of(model)
 
@@ -251,7 +251,7 @@ def test_a_last_layer_used_by_one_group_alone_beside_global_batch_norm():
             return (self.last(y) if use else y).square().sum()
 
     def body(mesh):
-        model = parallelize(initialised(Normed()), mesh)
+        model = parallelize(initialized(Normed()), mesh)
         model(randn(*SHAPE, seed=mesh.data_index), mesh.data_index == 0).backward()
         return gradients_of(model)
 
@@ -268,7 +268,7 @@ def test_an_input_of_a_shape_that_leaves_ranks_empty_at_depth():
         return gradients_of(model)
 
     def make():
-        return initialised(
+        return initialized(
             nn.Sequential(
                 nn.Conv3d(2, 3, 3, padding=1), nn.LeakyReLU(), nn.Conv3d(3, 2, 3, padding=1)
             )
@@ -289,7 +289,7 @@ def test_parameters_shared_by_two_layers():
     def make():
         first, second = (nn.Conv3d(2, 2, 3, padding=1) for _ in range(2))
         second.weight = first.weight
-        return initialised(
+        return initialized(
             nn.Sequential(first, nn.Tanh(), second, nn.Flatten(), nn.Linear(2160, 3))
         )
 

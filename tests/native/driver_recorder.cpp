@@ -1,12 +1,11 @@
-// A recorder: a shared library with the names of the CUDA driver and (nccl_recorder.cpp) of NCCL.
-// It is neither and proves nothing about them. It runs what pydist puts on streams, on host memory,
-// and writes down the calls, so that their order, their matching over ranks and their errors are
-// tested where there is no device.
+// A recorder: a shared library with the symbols of the CUDA driver and (nccl_recorder.cpp) of NCCL.
+// It tests neither of them. It executes pydist's operations on streams, on host memory, and records
+// the calls, which tests their order, their matching between ranks and their errors without a
+// device.
 //
-// A stream is a thread with a queue; the stream 0 is the calling thread itself, so that what a test
-// computes on tensors in host memory is "on the stream of the caller". Memory of the device is
-// memory that other processes can map (driver_recorder_memory.hpp): there, ranks are threads or
-// processes.
+// A stream is a thread with a queue; stream 0 is the calling thread itself, so computations of a
+// test on tensors in host memory are "on the caller's stream". Device memory is memory that other
+// processes can map (driver_recorder_memory.hpp); with it, ranks are threads or processes.
 #include <atomic>
 #include <cstdint>
 #include <cstring>
@@ -27,7 +26,7 @@ namespace {
 using EventHandle = std::shared_ptr<Event>*;
 using Address = std::uint64_t;
 
-std::atomic<int> capturing = 0;     // what every stream says of itself
+std::atomic<int> capturing = 0;     // the reported status of every stream
 std::atomic<int> failing_copy = 0;  // the status of the next copy, if not 0
 std::atomic<int> failing_map = 0;
 
@@ -38,7 +37,7 @@ T* at(Address address) {
 
 // Statuses of a capture.
 constexpr int kCaptured = 900;  // CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: the host would wait
-constexpr int kIsolated = 905;  // CUDA_ERROR_STREAM_CAPTURE_ISOLATION: outside work is waited for
+constexpr int kIsolated = 905;  // CUDA_ERROR_STREAM_CAPTURE_ISOLATION: a wait for outside work
 constexpr int kOfGraph = 907;   // CUDA_ERROR_CAPTURED_EVENT
 
 std::mutex joining;
@@ -91,7 +90,7 @@ EXPORT void recorder_fail_next_map(int status) { failing_map = status; }
 EXPORT void recorder_put(void* stream, void (*function)(void*), void* argument) {
   static_cast<Stream*>(stream)->put([=] { function(argument); });
 }
-// A capture is over: whether all streams that took part were waited for.
+// Ends a capture; returns whether all participating streams were waited for.
 EXPORT bool recorder_capture_ends() {
   const std::lock_guard lock(joining);
   bool joined = true;
@@ -115,7 +114,7 @@ EXPORT int cuDeviceGet(int* device, int ordinal) {
   return *device = ordinal, ordinal == 0 ? 0 : 101;
 }
 EXPORT int cuDevicePrimaryCtxRetain(void** context, int) {
-  static char place;  // of this copy of the recorder, unlike what headers have
+  static char place;  // specific to this copy of the recorder, unlike symbols of headers
   return *context = &place, 0;
 }
 EXPORT int cuDevicePrimaryCtxRelease_v2(int) { return 0; }
@@ -226,7 +225,7 @@ EXPORT int cuStreamWriteValue32_v2(void* where, Address flag, std::uint32_t valu
   return 0;
 }
 EXPORT int cuStreamWaitValue32_v2(void* where, Address flag, std::uint32_t value, unsigned how) {
-  if ((how & 1) == 0) return 1;  // pydist waits for equality alone
+  if ((how & 1) == 0) return 1;  // pydist only waits for equality
   auto* stream = static_cast<Stream*>(where);
   const bool own = memory().owns(at<std::byte>(flag));
   note(std::string(own ? "await own " : "mismatch: await ") + std::to_string(value) + " on " +

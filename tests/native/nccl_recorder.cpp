@@ -1,7 +1,7 @@
-// The recorder's NCCL; driver_recorder.cpp is its CUDA driver, and says what a recorder is. Ranks
-// are threads or processes of one machine: what one gives, others read from a file in memory, also
-// within a process. As in NCCL with communicators that do not block, a thread puts a group on its
-// stream some time after ncclGroupEnd: an event recorded too early does not cover it.
+// The recorder's NCCL; driver_recorder.cpp has its CUDA driver and explains the recorder. Ranks are
+// threads or processes of one machine: they exchange data through a file in memory, also within a
+// process. As in NCCL with nonblocking communicators, a thread puts a group on its stream some time
+// after ncclGroupEnd: an event that is recorded too early does not cover it.
 #include <atomic>
 #include <chrono>
 #include <map>
@@ -26,12 +26,12 @@ using namespace recorder;
 struct pydist::comm::NcclComm {
   std::shared_ptr<Member> member;  // until it is destroyed or aborted
   std::string id;
-  std::atomic<int> polls = 1;  // that still find it in progress
+  std::atomic<int> polls = 1;  // remaining polls that report it as in progress
   std::atomic<bool> issuing = false;
   std::thread issuer = {};
   std::mutex mutex = {};
 
-  // Groups on a stream keep it as well.
+  // Groups on a stream also keep the member alive.
   std::shared_ptr<Member> get() {
     const std::lock_guard lock(mutex);
     return member;
@@ -48,14 +48,14 @@ struct pydist::comm::NcclComm {
 namespace {
 
 int version_shown = 23203;
-std::atomic<long> abort_us = 0;  // that an abort takes
+std::atomic<long> abort_us = 0;  // duration of an abort
 int failing_send = 0;            // the result of the next ncclSend, if not 0
-std::string last_error;          // of no communicator
+std::string last_error;          // without a communicator
 
 std::mutex offering;
-// Boards that this process has made, by the names under which others find them until all have.
+// Boards of this process by the names under which others find them, until all have found them.
 auto& offers = *new std::map<std::string, File>;
-// All that there were, kept to the end: a thread may ask for one that another has aborted.
+// All communicators ever, kept to the end: a thread may query one that another has aborted.
 auto& comms = *new std::vector<NcclComm*>;
 
 void withdraw(const std::string& id) {
@@ -129,7 +129,7 @@ EXPORT NcclResult ncclCommInitRankConfig(NcclComm** comm, int size, NcclUniqueId
   }
   const File file = File::open(id.internal);
   auto* board = file ? reinterpret_cast<Board*>(file.map()) : nullptr;
-  if (board == nullptr) return NcclResult::kRemoteError;  // who made it has gone
+  if (board == nullptr) return NcclResult::kRemoteError;  // its owner has ended
   *comm = new NcclComm{std::make_shared<Member>(*board, rank, size), id.internal};
   const std::lock_guard lock(offering);
   comms.push_back(*comm);
@@ -148,7 +148,7 @@ EXPORT NcclResult ncclCommGetAsyncError(NcclComm* comm, NcclResult* state) {
   }
   return NcclResult::kSuccess;
 }
-static std::atomic<bool> graphs_held = false;  // NCCL waits here for them to be destroyed
+static std::atomic<bool> graphs_held = false;  // NCCL waits here until they are destroyed
 EXPORT void recorder_hold_graphs(int held) { graphs_held = held != 0; }
 EXPORT NcclResult ncclCommFinalize(NcclComm* comm) {
   return comm->polls = graphs_held ? 1 << 30 : 1, NcclResult::kInProgress;

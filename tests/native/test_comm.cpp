@@ -27,7 +27,7 @@ std::byte* bytes(std::vector<T>& values) {
   return segment(values).data;
 }
 
-// Runs body(hub, rank) on `size` threads, and returns what each one threw ("" if nothing).
+// Runs body(hub, rank) on `size` threads; returns what each of them threw, or "".
 std::vector<std::string> run(
     int size, const std::function<void(const std::shared_ptr<LocalHub>&, int)>& body) {
   auto hub = std::make_shared<LocalHub>(size);
@@ -233,7 +233,7 @@ TEST(LocalHub, NamesCollectivesThatDiffer) {
                 hub->start_all_reduce(LocalHub::kWorld, rank, bytes(value), value.size(),
                                       DType::kFloat32, ReduceOp::kSum));
   });
-  // One of the two may learn of it by the failure of the other.
+  // One of the two may notice it through the failure of the other.
   const std::string all = errors[0] + errors[1];
   EXPECT_NE(all.find("all_reduce of 2 elements of float32"), std::string::npos);
   EXPECT_NE(all.find("all_reduce of 3 elements of float32"), std::string::npos);
@@ -254,7 +254,7 @@ TEST(LocalHub, AFailureReleasesAllThatWait) {
   for (std::size_t rank = 0; rank < 3; ++rank) EXPECT_NE(errors[rank], "");
 }
 
-// Buffers of a rank that unwinds must not be touched any more: the address sanitizer would tell.
+// Buffers of a rank that unwinds must not be accessed: the address sanitizer would report it.
 TEST(LocalHub, BuffersAreFreeOnceTheHubIsAborted) {
   for (int repeat = 0; repeat < 20; ++repeat) {
     run(3, [repeat](const auto& hub, int rank) {

@@ -23,7 +23,7 @@ using testing::Random;
 
 template <ConvOp kOp>
 Array expected(const ConvCase& given) {
-  ConvCase sums = given;  // targets are read and written here, operands in `given`
+  ConvCase sums = given;  // its target is accumulated; operands are those of `given`
   ConvCase operands = given;
   Array& target = kOp == ConvOp::kForward ? sums.out
                   : kOp == ConvOp::kDgrad ? sums.in
@@ -47,7 +47,7 @@ const Array& target_of(const ConvCase& test) {
   if constexpr (kOp == ConvOp::kWgrad) return test.weight;
 }
 
-// Values are multiples of 1/8 and sums short, so that even their order does not matter in fp64.
+// Values are multiples of 1/8, and sums are short, so that they are exact in fp64 in any order.
 template <ConvOp kOp>
 void check_case(const ConvCase& given, unsigned seed) {
   const Array wanted = expected<kOp>(given);
@@ -137,7 +137,7 @@ TEST(WgradRows, AreTheDefinition) {
   }
 }
 
-// More planes than tasks, and rows longer than one sum takes.
+// More planes than tasks, and rows longer than the maximum of one sum.
 TEST(WgradRows, OfLargeArraysAreTheDefinition) {
   Random random(3);
   ConvCase given{channels_last(random, {1, 1, 37, 2, 600}),

@@ -1,5 +1,5 @@
-// Boundary convolution on tensor cores, emulated, against the CPU backend in fp64 (which
-// test_conv.cpp holds against plain loops).
+// Boundary convolution on emulated tensor cores, compared with the CPU backend in fp64 (which
+// test_conv.cpp compares with plain loops).
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -30,7 +30,7 @@ constexpr DType kDtype = std::is_same_v<Storage, float>     ? DType::kFloat32
                          : std::is_same_v<Storage, Float16> ? DType::kFloat16
                                                             : DType::kBFloat16;
 
-// The same array in another type, in memory of exactly its size.
+// The same array in another type, in memory of its exact size.
 template <class Storage>
 struct Narrow {
   std::vector<Storage> memory;
@@ -98,8 +98,8 @@ std::vector<double> rounded(std::vector<double> values) {
   return values;
 }
 
-// Values are multiples of 1/8 and sums short: products and sums are exact in every format, so that
-// only what is stored is rounded, once.
+// Values are multiples of 1/8, and sums are short: products and sums are exact in every format, and
+// only stored results are rounded, once.
 template <ConvOp kOp, class Storage, ConvMath kMath, int kColumns>
 void check_exact(const ConvCase& given, const std::string& where) {
   const std::vector<double> wanted = rounded<Storage>(by_cpu<kOp>(given));
@@ -134,7 +134,7 @@ Coords strides_in_order(const Coords& shape, const Coords& order) {
   return strides;
 }
 
-// Channels of which some fill whole reads of 8 or 16 bytes, in the memory orders that torch uses.
+// Channels that partly fill reads of 8 or 16 bytes, in the memory formats that torch uses.
 ConvCase ragged_case(unsigned seed) {
   Random random(seed + 1000);
   const auto one_of = [&](std::initializer_list<index_t> values) {
@@ -214,7 +214,7 @@ TEST(ConvMmaSums, AreTheDefinitionWhereTheyAreSplit) {
   }
 }
 
-// Arrays of numbers that no format holds exactly.
+// Arrays of numbers that are not exact in any format.
 ConvCase inexact_case() {
   ConvCase given = large_case(true, 8, 12);
   for (Array* array : {&given.in, &given.weight, &given.out}) {
@@ -226,7 +226,7 @@ ConvCase inexact_case() {
   return given;
 }
 
-// The largest error, in units of the sum of the products' sizes (and of the target's).
+// The largest error, relative to the sum of the sizes of the products (and of the target).
 template <ConvOp kOp, class Storage, ConvMath kMath>
 double relative_error() {
   const ConvCase given = inexact_case();
@@ -252,9 +252,9 @@ void check_bounds() {
   // Each factor is rounded to 11 bits; then each product may be off by 2^-10 of its size.
   const double tf32 = relative_error<kOp, float, ConvMath::kTf32>();
   EXPECT_LT(tf32, std::exp2(-10) + 1e-5);
-  EXPECT_GT(tf32, std::exp2(-16));  // it is rounded indeed
+  EXPECT_GT(tf32, std::exp2(-16));  // it is actually rounded
   EXPECT_LT((relative_error<kOp, float, ConvMath::kTf32x3>()), std::exp2(-19));
-  // The factors are exact: sums in fp32, and the result is rounded to what is stored.
+  // The factors are exact: sums are in fp32, and the stored result is rounded.
   EXPECT_LT((relative_error<kOp, BFloat16, ConvMath::kTf32>()), std::exp2(-8) + 1e-5);
   EXPECT_LT((relative_error<kOp, Float16, ConvMath::kTf32>()), std::exp2(-11) + 1e-5);
 }

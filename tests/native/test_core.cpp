@@ -77,7 +77,7 @@ TEST(Box, ContainsEveryEmptyBox) {
   EXPECT_FALSE(Box({0}, {4}).contains(Box({1}, {5})));
 }
 
-// Outer and inner boxes of which each dim lies apart, overlaps, or covers.
+// Outer and inner boxes that are disjoint, overlap, or cover each other in each dim.
 class Subtract : public testing::TestWithParam<Box> {};
 
 TEST_P(Subtract, CoversTheRestDisjointly) {
@@ -144,7 +144,7 @@ TEST(Footprint, EmptyIntervalsStayEmpty) {
   EXPECT_EQ(lo, hi);
   const auto [first, last] = footprint.feeds(4, 4);
   EXPECT_EQ(first, last);
-  // Stride beyond the kernel: nobody reads input 1.
+  // Stride larger than the kernel: no output reads input 1.
   const auto [from, to] = Footprint(1, 2).feeds(1, 2);
   EXPECT_EQ(from, to);
 }

@@ -1,4 +1,4 @@
-// The exchange planner, on cases whose messages can be written down.
+// The exchange planner, on cases whose messages can be listed by hand.
 #include <gtest/gtest.h>
 
 #include <vector>

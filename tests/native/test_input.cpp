@@ -1,4 +1,4 @@
-// From stored numbers to inputs: the CPU and the emulated CUDA decomposition against a plain loop.
+// Conversion of stored numbers to inputs: the CPU and emulated CUDA threads against a plain loop.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -18,8 +18,8 @@ using testing::for_each_index;
 using testing::offset_of;
 using testing::Random;
 
-// A block and its input with their memory, each in an order of its own. Vectors of exactly the
-// right size, so that the address sanitizer sees every step outside.
+// A block and its input with their memory, each in its own order. The vectors have exact sizes, so
+// that the address sanitizer finds every access outside.
 template <class From, class To>
 struct ConvertCase {
   Coords shape;

@@ -1,6 +1,6 @@
-// Exchanges by copies between ranks that map each other's memory, against the recorder
+// Exchanges by copies between ranks that map each other's memory, with the recorder
 // (driver_recorder.cpp): order of flags and copies, reuse of buffers, errors. Ranks are threads
-// here; under the sanitizers this is what looks for races and leaks.
+// here; the sanitizers use this test to find races and leaks.
 #include <gtest/gtest.h>
 
 #include <memory>
@@ -38,7 +38,7 @@ struct Rank {
   std::shared_ptr<IpcGroup> group;
 };
 
-// What the transport of hosts does: every peer gets the other's offer.
+// The role of the host transport: every peer gets the other's offer.
 void introduce(std::vector<std::unique_ptr<IpcChannel>>& channels) {
   for (int rank = 0; rank < static_cast<int>(channels.size()); ++rank) {
     for (const int peer : channels[static_cast<std::size_t>(rank)]->peers()) {
@@ -48,14 +48,14 @@ void introduce(std::vector<std::unique_ptr<IpcChannel>>& channels) {
   }
 }
 
-// Keeps a stream busy for as many operations, each of which is late by the recorder's delay.
+// Keeps a stream busy for a number of operations, each late by the recorder's delay.
 void idle(const IpcDriver& driver, int operations, void* stream) {
   static std::vector<int> nothing(1);
   for (int i = 0; i < operations; ++i) driver.copy(bytes(nothing), bytes(nothing), 0, stream);
 }
 
-// All ranks send to all others. What is sent is there late on the caller's stream; the rounds of a
-// rank follow each other on streams, and its host waits for none.
+// All ranks send to all others. Sent values are late on the caller's stream; a rank's rounds follow
+// each other on streams, and its host never waits.
 TEST(Ipc, RoundsFollowEachOtherOnStreamsAlone) {
   constexpr int kSize = 3, kRounds = 8;
   set_delay(50);
@@ -111,7 +111,7 @@ TEST(Ipc, RoundsFollowEachOtherOnStreamsAlone) {
   set_delay(0);
 }
 
-// One rank only sends, and is far ahead of the other one, which only receives.
+// One rank only sends, and is far ahead of the other, which only receives.
 TEST(Ipc, NothingIsWrittenBeforeItsReceiverIsDone) {
   constexpr std::size_t kRounds = 8;
   set_delay(50);
@@ -173,7 +173,7 @@ TEST(Ipc, WhoComesSecondSeesThatTheFirstStartedAnother) {
   two.new_channel();
   const std::uint32_t a2 = two.new_channel(), b2 = two.new_channel();
   for (std::uint32_t round = 0; round < 2 * IpcOrder::kKept; ++round) {
-    const bool ahead = round % 3 == 0;  // either may come first
+    const bool ahead = round % 3 == 0;  // either rank may be first
     const bool first = !ahead || one.note(2, a1, a2);
     EXPECT_TRUE(first && two.note(1, a2, a1));
     EXPECT_TRUE(ahead || one.note(2, a1, a2));

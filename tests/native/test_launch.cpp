@@ -1,4 +1,4 @@
-// The launchers themselves: what the emulator finds, and the thread pool.
+// The launchers: errors that the emulator finds, and the thread pool.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,8 +16,8 @@
 namespace pydist::launch {
 namespace {
 
-// Each thread of a block adds up its neighbor's element. `kRacy` reads it in the phase that writes
-// it: a forgotten barrier.
+// Each thread of a block sums its neighbor's element. `kRacy` reads it in the same phase as the
+// write, like a missing barrier.
 template <bool kRacy>
 struct NeighborSum {
   static constexpr int kThreads = 8;

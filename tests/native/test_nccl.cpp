@@ -1,5 +1,5 @@
-// The communicator against the recorder (nccl_recorder.cpp), which is not NCCL: order of events,
-// matching of messages, errors. Under the sanitizers this is what looks for races and leaks.
+// The communicator with the recorder (nccl_recorder.cpp), which is not NCCL: order of events,
+// matching of messages, errors. The sanitizers use this test to find races and leaks.
 #include <gtest/gtest.h>
 
 #include <barrier>
@@ -35,7 +35,7 @@ void set_delay(long microseconds) {
 
 std::byte* bytes(std::vector<float>& values) { return reinterpret_cast<std::byte*>(values.data()); }
 
-// Runs body(communicator, rank) on a thread a rank.
+// Runs body(communicator, rank) on a thread per rank.
 template <class Body>
 void on_ranks(int size, Body body) {
   const NcclUniqueId id = library()->unique_id();
@@ -70,8 +70,8 @@ TEST(Nccl, MissingLibrariesAndSymbolsAreNamed) {
   }
 }
 
-// A stream of the caller that is late: what is sent is there only when the stream has come to it,
-// and what was received is read behind it. Without the events both ways the numbers are others.
+// A late stream of the caller: sent values are only written when the stream executes the write, and
+// received values are read after it. Without events in both directions, the values would differ.
 TEST(Nccl, AnExchangeComesBetweenWhatTheCallersStreamDoes) {
   set_delay(2000);
   on_ranks(2, [](NcclCommunicator& group, int rank) {
@@ -80,13 +80,13 @@ TEST(Nccl, AnExchangeComesBetweenWhatTheCallersStreamDoes) {
         read(2, -1.F);
     const auto done = std::make_shared<Event>(group.context());
     const auto copied = std::make_shared<Event>(group.context());
-    // The recorder has no kernels: an exchange of this rank with itself is what copies on `caller`.
+    // The recorder has no kernels: exchanges of this rank with itself copy on `caller`.
     NcclCommunicator self(library(), driver(), library()->unique_id(), 0, 1, 0, kLimits);
     self.exchange({{0, bytes(input), 8}}, {{0, bytes(sent), 8}}, 0, caller.handle(), copied);
     self.wait(copied, caller.handle());
     group.exchange({{1 - rank, bytes(sent), 8}}, {{1 - rank, bytes(received), 8}}, 0,
                    caller.handle(), done);
-    EXPECT_FALSE(group.reached(done));  // nothing waits on the host
+    EXPECT_FALSE(group.reached(done));  // the host does not wait
     group.wait(done, caller.handle());
     self.exchange({{0, bytes(received), 8}}, {{0, bytes(read), 8}}, 0, caller.handle(), copied);
     self.wait(copied, nullptr);  // this thread's own stream
@@ -115,8 +115,8 @@ TEST(Nccl, UnevenSlicesTravelInOneGroup) {
   });
 }
 
-// Connecting waits for the other rank; a host that waited for it where an operation starts would
-// never come to the one for which the other rank waits.
+// Connecting waits for the other rank. A host that waited for the connection when it starts an
+// operation would never start the operation that the other rank waits for.
 TEST(Nccl, RanksMayUseTwoGroupsInDifferentOrders) {
   const NcclUniqueId second = library()->unique_id();
   on_ranks(2, [&](NcclCommunicator& first, int rank) {

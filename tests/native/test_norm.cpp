@@ -28,7 +28,7 @@ DType dtype_of() {
   if constexpr (std::is_same_v<Storage, ops::Float16>) return DType::kFloat16;
 }
 
-// Arrays in memory of exactly their size.
+// Arrays whose memory has their exact size.
 template <class Storage>
 struct Case {
   using T = ops::accumulator_t<Storage>;
@@ -85,7 +85,7 @@ struct Case {
             sums.data(),
             parts};
   }
-  // Statistics know no activation.
+  // Statistics ignore the activation.
   NormProblem plain() {
     NormProblem problem = this->problem();
     problem.learned = false;
@@ -110,11 +110,11 @@ struct Case {
   double given(const std::vector<T>& array, int which, std::size_t row) const {
     return static_cast<double>(array[static_cast<std::size_t>(which * shape.rows()) + row]);
   }
-  double centred(std::size_t row, std::size_t i) const {
+  double centered(std::size_t row, std::size_t i) const {
     return value(x, i) - given(values, 0, row);
   }
   double linear(std::size_t row, std::size_t i) const {
-    return centred(row, i) * given(values, 1, row) + given(values, 2, row);
+    return centered(row, i) * given(values, 1, row) + given(values, 2, row);
   }
   double slope_of(std::size_t row) const { return learned ? given(values, 3, row) : slope; }
   double gradient(std::size_t row, std::size_t i) const {
@@ -122,7 +122,7 @@ struct Case {
   }
 };
 
-// What the kernels are to find, by plain loops.
+// The expected results, by plain loops.
 template <class Storage>
 struct Wanted {
   std::vector<double> mean, m2, grads, products, slopes, out, grad_input;
@@ -136,7 +136,7 @@ struct Wanted {
     test.each([&](std::size_t row, std::size_t i) { mean[row] += test.value(test.x, i) / count; });
     test.each([&](std::size_t row, std::size_t i) {
       const double off = test.value(test.x, i) - mean[row], g = test.gradient(row, i);
-      const double y = test.linear(row, i), c = test.centred(row, i);
+      const double y = test.linear(row, i), c = test.centered(row, i);
       m2[row] += off * off;
       grads[row] += g;
       products[row] += g * c;
@@ -186,7 +186,7 @@ void emulated(Kernel kernel, const NormProblem& problem, launch::ThreadOrder ord
   });
 }
 
-// `tolerance`: of sums, relative to their terms' size; `rounding`: of elements.
+// `tolerance`: for sums, relative to the size of their terms; `rounding`: for elements.
 template <class Storage>
 void check(const Case<Storage>& given, double tolerance, double rounding,
            const std::string& where) {
@@ -245,7 +245,7 @@ class Norm : public ::testing::TestWithParam<unsigned> {};
 TEST_P(Norm, DoubleIsTheDefinition) {
   check(Case<double>::make(GetParam(), 0), 1e-13, 1e-14, "double");
 }
-// Where a plain sum of squares has no digit left: 1e4^2 = 1e8 against a variance of 1.
+// A plain sum of squares would have no correct digit: 1e4^2 = 1e8 with a variance of 1.
 TEST_P(Norm, FloatKeepsItsDigitsFarFromZero) {
   check(Case<float>::make(GetParam(), 1e4), 1e-6, 1e-6, "float");
 }

@@ -1,5 +1,4 @@
-// What norms compute of each row: the CPU backend and the emulated CUDA threads against plain
-// loops.
+// Computations of norms per row: the CPU backend and the emulated CUDA threads against plain loops.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -31,11 +30,11 @@ std::vector<T> as(const std::vector<double>& numbers) {
 
 std::size_t at(index_t i) { return static_cast<std::size_t>(i); }
 
-// Arrays in memory of exactly their size.
+// Arrays whose memory has their exact size.
 template <class T>
 struct Case {
   index_t samples, channels, members;
-  bool centred, has_scale, has_shift;
+  bool centered, has_scale, has_shift;
   std::vector<double> moments, sums, totals, affine;
   std::vector<T> scale, shift, slopes, values, coefficients;
 
@@ -48,7 +47,7 @@ struct Case {
     test.members = random.chance(0.5) ? 1 : random.between(2, 4);
     test.samples = random.between(0, 3);
     test.channels = test.members * random.between(1, random.chance(0.3) ? 40 : 4);
-    test.centred = random.chance(0.7);
+    test.centered = random.chance(0.7);
     test.has_scale = random.chance(0.7);
     test.has_shift = random.chance(0.7);
     const index_t groups = test.statistics();
@@ -68,7 +67,7 @@ struct Case {
 
   NormRows norm() {
     return {sizeof(T) == 8,
-            centred,
+            centered,
             statistics(),
             members,
             channels,
@@ -91,11 +90,13 @@ struct Case {
   }
 
   double count() const { return moments.empty() ? 1 : std::max(moments[0], 1.0); }
-  double mean(index_t row) const { return centred ? moments[at(statistics() + row / members)] : 0; }
+  double mean(index_t row) const {
+    return centered ? moments[at(statistics() + row / members)] : 0;
+  }
   double deviation(index_t row) const {
     const double mean = moments[at(statistics() + row / members)];
     double squares = moments[at(2 * statistics() + row / members)];
-    if (!centred) squares += moments[0] * mean * mean;
+    if (!centered) squares += moments[0] * mean * mean;
     return std::sqrt(squares / count() + 0.25);
   }
   double of(const std::vector<T>& numbers, bool is_there, index_t row, double otherwise) const {
@@ -129,7 +130,7 @@ void run(Kernel kernel, const NormRows& norm, int backend) {
   if (kernel == Kernel::kSlopes) emulated(ops::NormSlopesBody<T>{{{}, norm}});
 }
 
-// `rounding`: of T, relative.
+// `rounding`: relative rounding of T.
 template <class T>
 void check(unsigned seed, double centre, double rounding) {
   for (int backend = 0; backend < 4; ++backend) {
@@ -146,7 +147,7 @@ void check(unsigned seed, double centre, double rounding) {
                    factor = test.of(test.scale, test.has_scale, r, 1) / test.deviation(r);
       near(test.values[at(r)], mean, 1 + std::abs(mean));
       near(test.values[at(rows + r)], factor, 8);
-      // At any x the transform is exact but for the last roundings.
+      // For any x, the transform is exact except for the last roundings.
       const double rounded = static_cast<double>(test.values[at(r)]);
       near(test.values[at(2 * rows + r)],
            (rounded - mean) * factor + test.of(test.shift, test.has_shift, r, 0), 8);
@@ -176,7 +177,7 @@ void check(unsigned seed, double centre, double rounding) {
       const double s = test.deviation(r), n = test.count();
       const double b = -test.totals[at(test.statistics() + g)] / (n * s * s * s);
       const double lost = test.mean(r) - static_cast<double>(test.values[at(r)]);
-      const double d = -b * lost - (test.centred ? test.totals[at(g)] / (n * s) : 0);
+      const double d = -b * lost - (test.centered ? test.totals[at(g)] / (n * s) : 0);
       near(test.coefficients[at(r)], test.of(test.scale, test.has_scale, r, 1) / s, 8);
       near(test.coefficients[at(rows + r)], b, 64);
       near(test.coefficients[at(2 * rows + r)], d, 64);
@@ -193,7 +194,7 @@ class NormRowsOf : public ::testing::TestWithParam<unsigned> {};
 TEST_P(NormRowsOf, DoubleIsTheDefinition) { check<double>(GetParam(), 0, 1e-14); }
 TEST_P(NormRowsOf, FloatKeepsItsDigitsFarFromZero) { check<float>(GetParam(), 1e4, 1e-7); }
 
-// Against the moments of the values themselves, parts of nothing among them.
+// Comparison with the moments of the values themselves; some parts are empty.
 TEST_P(NormRowsOf, PartsMerge) {
   Random random(GetParam());
   const index_t parts = random.between(1, 5), groups = random.between(1, 40);
@@ -238,7 +239,7 @@ TEST_P(NormRowsOf, PartsMerge) {
 
 INSTANTIATE_TEST_SUITE_P(Random, NormRowsOf, ::testing::Range(0u, 60u));
 
-// Equal values have no deviation at all, whatever parts they come in.
+// Equal values have no deviation at all, in any partition.
 TEST(NormRowsExact, EqualMeansMergeExactly) {
   const double n[] = {3, 7, 11}, mean[] = {0.1, 0.1, 0.1}, m2[] = {0, 0, 0};
   double out[3];

@@ -29,15 +29,15 @@ constexpr DType dtype_of() {
   if constexpr (std::is_same_v<T, double>) return DType::kFloat64;
 }
 
-// A view with its memory, boxes in it and a buffer. Vectors of exactly the right size, so that the
-// address sanitizer sees every step outside.
+// A view with its memory, boxes in it and a buffer. The vectors have exact sizes, so that the
+// address sanitizer finds every access outside.
 template <class T>
 struct PackCase {
   std::vector<T> memory, buffer;
   TensorView view;
   std::vector<Box> boxes;
   index_t elements = 0;
-  index_t skipped;  // elements in front of the buffer: misaligns it
+  index_t skipped;  // elements before the buffer: misaligns it
 
   explicit PackCase(unsigned seed) {
     Random random(seed);
@@ -81,10 +81,10 @@ ops::ValueTable<kTable> table_of(const ops::RunTable& runs) {
   return table;
 }
 
-// Small segments, so that runs are cut also in small cases.
+// Small segments, so that small cases have split runs, too.
 ops::RunOptions small_segments(bool fuse) { return {.segment_bytes = 64, .fuse = fuse}; }
 
-// A grid with few threads walks over the rows several times, one with many has idle threads.
+// A grid with few threads loops over the rows; one with many has idle threads.
 std::vector<launch::RunGrid> grids_for(index_t rows) {
   return {{1, 32}, {2, 4}, {1, 1}, launch::run_grid(rows, 8)};
 }
@@ -160,7 +160,7 @@ TYPED_TEST(Packing, EmulatedWarpsAddEveryElementOnce) {
 }
 
 TEST(RunTable, MakesFacesOfAnArrayIntoLongRuns) {
-  std::vector<float> memory(16 * 128 * 128 * 128 / 64);  // only addresses matter
+  std::vector<float> memory(16 * 128 * 128 * 128 / 64);  // only addresses are used
   const Coords shape{1, 16, 128, 128, 128};
   const TensorView view{
       memory.data(), DType::kFloat32, shape, Coords{16 << 21, 1 << 21, 1 << 14, 128, 1}, {}};
@@ -168,7 +168,7 @@ TEST(RunTable, MakesFacesOfAnArrayIntoLongRuns) {
     const Regions regions({box});
     return ops::RunTable(view, regions, {0, 1}, {.segment_bytes = index_t{1} << 40, .fuse = true});
   };
-  // D: a plane a channel. H: a row each. W: all in one strided run; two elements wide, in words.
+  // D: a plane per channel. H: a row each. W: one strided run; two elements wide, in words.
   EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 0}, {1, 16, 1, 128, 128})).rows(), 16);
   EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 0}, {1, 16, 128, 1, 128})).rows(), 16 * 128);
   EXPECT_EQ(runs_of(Box({0, 0, 0, 0, 127}, {1, 16, 128, 128, 128})).boxes().front().extent,

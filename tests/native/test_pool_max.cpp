@@ -32,7 +32,7 @@ struct MaxCase {
     return ops::max_problem(in.view, out.view, taps.view, attributes, accumulate);
   }
 
-  // Calls f(i, number) for the inputs of an output's window that the array holds.
+  // Calls f(i, number) for the inputs of an output's window that are in the array.
   template <class F>
   void for_taps(const Coords& o, const F& f) const {
     const auto& [in_lo, out_lo, footprints] = attributes;
@@ -55,7 +55,7 @@ struct MaxCase {
     });
   }
 
-  // Forward, the maxima of other inputs may be there already; else taps as forward finds them.
+  // In forward, maxima of other inputs may exist already; else, taps like those of forward.
   static MaxCase make(unsigned seed, bool forward) {
     Random random(seed);
     Coords in{2, 1, 0, 0, 0}, out{2, 1, 0, 0, 0}, in_lo(3), out_lo(3);

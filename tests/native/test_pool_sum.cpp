@@ -25,7 +25,7 @@ struct PoolCase {
   std::vector<double> scales[3];
   bool accumulate;
   double slope;  // of a ReLU before the pooling
-  Array gate;    // as `in`
+  Array gate;    // like `in`
 
   PoolProblem problem() const {
     PoolProblem problem =
@@ -114,7 +114,7 @@ std::vector<double> expected(const PoolCase& given) {
   return target;
 }
 
-// Values are multiples of 1/8, scales powers of two: even the order of sums does not matter.
+// Values are multiples of 1/8, scales powers of two: sums are exact in any order.
 template <PoolOp kOp>
 void check_case(unsigned seed) {
   const PoolCase given = PoolCase::make(seed);

@@ -1,4 +1,4 @@
-// The watchdog's parts without its thread: what decides, what is said, and what is written.
+// The watchdog's parts without its thread: decisions, reports, and writes.
 #include <gtest/gtest.h>
 #include <pthread.h>
 #include <sched.h>
@@ -35,7 +35,7 @@ std::vector<Sample> both(Kind first, Kind second, std::uint64_t beats = 1) {
   return {{first, beats, true}, {second, beats, true}};
 }
 
-// Seconds of silence after which two ranks that do these things are found to hang, 0 for never.
+// Seconds of silence until two ranks in these states count as hanging, 0 for never.
 int found_after(double limit, Kind first, Kind second, bool all_here = true) {
   Judge judge(limit, all_here);
   for (int now = 100; now < 2000; ++now) {
@@ -106,7 +106,7 @@ TEST(WatchdogBoard, FramesNestAndTheStrongestDecides) {
   slot.leave();
   slot.leave();
   EXPECT_EQ(slot.kind(), Kind::kSpan);
-  slot.leave();  // one too many changes nothing
+  slot.leave();  // one too many has no effect
   EXPECT_EQ(slot.open_frames(), 0U);
 }
 
@@ -134,7 +134,7 @@ TEST(WatchdogBoard, AWaitInsideOfLongWorkIsAWaitWithMoreTime) {
   slot.enter("an all-gather", Kind::kWait);
   EXPECT_EQ(slot.kind(), Kind::kWork);
   EXPECT_EQ(slot.activity(), Kind::kWait);
-  // Not one initializer each: GCC 12 then warns of its own clean-up after exceptions.
+  // No initializers: GCC 12 would warn about its own clean-up after exceptions.
   const ProcessState runs{'R', "", false};
   const Finding found{0, 11, runs, ""};
   const std::string text = describe({1, true, 1, "n07", 2}, *board, {found}, 6, "");
@@ -234,7 +234,7 @@ TEST(WatchdogStacks, EachThreadThatTakesTheSignalWritesItsOwnAlone) {
   action.sa_handler = count_stack;
   ASSERT_EQ(sigaction(number, &action, nullptr), 0);
   serve_stacks(number);
-  serve_stacks(number);        // a second watchdog's turn changes nothing
+  serve_stacks(number);        // a second watchdog's call has no effect
   constexpr int kThreads = 6;  // the last of them blocks the signal
   std::atomic<bool> over{false};
   std::atomic<int> started{0};
@@ -251,7 +251,7 @@ TEST(WatchdogStacks, EachThreadThatTakesTheSignalWritesItsOwnAlone) {
   while (started < kThreads) sched_yield();
   ask_for_stacks(number, first_thread);
   for (int i = 0; i < 20000 && stacks_seen < kThreads; ++i) usleep(100);
-  EXPECT_EQ(stacks_seen, kThreads);  // all but the one that blocks it, and the main thread
+  EXPECT_EQ(stacks_seen, kThreads);  // all except the blocking one, and the main thread
   EXPECT_EQ(most_at_once, 1);
   EXPECT_TRUE(main_came_first);
   over = true;
@@ -273,7 +273,7 @@ TEST(WatchdogProcess, KnowsItsOwnState) {
 TEST(WatchdogProcess, WritesAllThatFitsAndGivesUpOnAFullPipe) {
   int pipe_ends[2];
   ASSERT_EQ(pipe(pipe_ends), 0);
-  write_all(pipe_ends[1], std::string(1 << 20, 'x'));  // returns although nobody reads
+  write_all(pipe_ends[1], std::string(1 << 20, 'x'));  // returns without a reader
   char byte = 0;
   EXPECT_EQ(read(pipe_ends[0], &byte, 1), 1);
   close(pipe_ends[0]);

@@ -7,7 +7,7 @@ import torch
 
 from pydist.comm import LocalTransport
 from pydist.errors import NotSupported
-from pydist.gradients.scattered import Family
+from pydist.gradients.partitioned import Family
 from pydist.layout import layout_for_sample
 from pydist.mesh import Mesh
 from pydist.ops.constants import Constant

@@ -10,7 +10,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import SGD, Adam
 
-from pydist.optim.fused import lie_as_parameters, start_momentum
+from pydist.optim.fused import match_parameter_formats, start_momentum
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -46,7 +46,7 @@ def test_a_state_that_was_loaded_belongs_to_the_same_elements(make):
                 saved["state"][0][name] = value.contiguous()
             optimizer = make([parameter], lr=0.1, fused=fused)
             optimizer.load_state_dict(saved)
-            lie_as_parameters(optimizer)
+            match_parameter_formats(optimizer)
         return parameter.detach()
 
     torch.testing.assert_close(trained(fused=True), trained(fused=False))

@@ -15,10 +15,10 @@ from torch.optim import SGD, Adam, AdamW
 
 from pydist import parallelize
 from pydist.errors import NotSupported
-from pydist.gradients.scattered import ScatteredGradient
+from pydist.gradients.partitioned import PartitionedGradient
 from pydist.optim import gather_gradients, sharded
 from support.equivalence import on_ranks, randn
-from support.networks.small import initialised, loss_of, small
+from support.networks.small import initialized, loss_of, small
 from support.training.shared_steps import OPTIMIZERS, adam, check, train
 
 GRIDS = [(1, (2, 1, 1)), (2, (2, 1, 1)), (3, (1, 1, 1)), (1, (8, 1, 1))]
@@ -57,7 +57,7 @@ def test_the_same_bits_in_single_precision(make):
         optimizer.zero_grad()
 
     def network():
-        return initialised(
+        return initialized(
             nn.Sequential(nn.Linear(37, 83), nn.Tanh(), nn.Linear(83, 83), nn.Linear(83, 3))
         ).float()
 
@@ -341,8 +341,8 @@ def test_what_reads_numbers_is_refused_on_each_rank_alone(read):
                 read(model[0].weight)
             assert "\n" not in str(caught.value)
         grad = model[0].weight.grad
-        assert isinstance(grad, ScatteredGradient)
-        described = "ScatteredGradient(shape=(4, 2, 3, 3, 3), dtype=torch.float64)"
+        assert isinstance(grad, PartitionedGradient)
+        described = "PartitionedGradient(shape=(4, 2, 3, 3, 3), dtype=torch.float64)"
         assert repr(grad) == str(grad) == described
         assert (grad.shape, grad.dim(), grad.numel(), grad.dtype, grad.device.type) == (
             (4, 2, 3, 3, 3), 5, 216, torch.float64, "cpu",
@@ -423,7 +423,7 @@ def test_a_parameter_with_the_id_of_one_that_is_gone():
         for each in (model, expected):
             loss_of(each, mesh).backward()
         for leaf, p in zip(gone, reversed(list(model.parameters())), strict=True):
-            leaf.key, leaf.scattered = id(p), True
+            leaf.key, leaf.is_partitioned = id(p), True
         reducer.lanes.insert(0, lane)
         reducer._plan(lane, gone)
         optimizer.step()

@@ -17,7 +17,7 @@ from pydist import Layout, ShardedTensor, distribute_tensor, layout_for_sample, 
 from pydist.errors import UsageError
 from support.equivalence import layout_at, on_ranks, on_shards, randn, shard
 from support.jobs.children import child_environment
-from support.networks.small import initialised
+from support.networks.small import initialized
 
 SHAPE = (2, 3, 5, 4, 3)
 GRID = (2, 1, 1)
@@ -337,7 +337,7 @@ def test_module_hooks_are_shown_sharded_tensors(hook, spatial):
         flat = [t for each in seen for t in (each if isinstance(each, tuple) else (each,))]
         return [t.full_tensor().detach() if isinstance(t, ShardedTensor) else t for t in flat]
 
-    model = initialised(Hooked())
+    model = initialized(Hooked())
     expected = run(copy.deepcopy(model), randn(*SHAPE).requires_grad_())
 
     def body(x, mesh):
@@ -359,7 +359,7 @@ def test_module_backward_hooks_may_change_the_gradient(hook):
         model(x).square().sum().backward()
         return x.grad
 
-    model = initialised(Hooked())
+    model = initialized(Hooked())
     expected = gradient(copy.deepcopy(model), randn(*SHAPE).requires_grad_())
 
     def body(x, mesh):

@@ -12,14 +12,14 @@ from torch import nn
 from pydist import parallelize
 from pydist.comm import LocalTransport
 from support.equivalence import on_ranks, randn
-from support.networks.small import initialised
+from support.networks.small import initialized
 
 X, TARGET = randn(2, 2, 12, 6, 5).float(), randn(2, 3, seed=1).float()
 
 
 def network() -> nn.Module:
     """Returns a network with two halos of activations, one normalized, and statistics."""
-    return initialised(
+    return initialized(
         nn.Sequential(
             nn.Conv3d(2, 8, 3, padding=1),
             nn.BatchNorm3d(8),

@@ -1,7 +1,7 @@
-// What a rank has started in a group, on a page of memory that its neighbors read.
+// The calls that a rank has started in a group, on a page of memory that its neighbors read.
 //
-// Ranks of one machine share the pages. Each writes its own, without locks, and looks at those of
-// its neighbors: whichever comes second to a call sees what the first has started there. Fresh
+// Ranks of one machine share the pages. Each writes its own, without locks, and reads those of its
+// neighbors: the rank that reaches a call second sees the call that the first has started. Fresh
 // memory of zeros is a valid, empty page.
 #pragma once
 
@@ -27,12 +27,12 @@ struct SeenCall {
   std::string text;     // cut to fit
 };
 
-// The place of a call. A number of 0 says that it is being written.
+// The slot of a call. A number of 0 means that it is being written.
 class CallSlot {
  public:
   void store(std::int64_t number, std::int64_t state, std::int64_t digest, std::string_view text) {
     number_.store(0, std::memory_order_relaxed);
-    state_.store(state, std::memory_order_release);  // who sees it sees the 0 as well
+    state_.store(state, std::memory_order_release);  // a reader of it also sees the 0
     digest_.store(digest, std::memory_order_relaxed);
     text_.store(text);
     number_.store(number);
@@ -61,7 +61,7 @@ class CallSlot {
 
 static_assert(std::atomic<std::int64_t>::is_always_lock_free);
 
-// The last calls: as many as a rank may be ahead of another and still be compared with it.
+// The last calls: the largest distance between two ranks whose calls can be compared.
 class CallPage {
  public:
   static constexpr std::int64_t kCalls = 64;
@@ -90,7 +90,7 @@ class CallBoard {
   Stamp stamp() const { return {count_, state_before_, digest_before_, digest_}; }
 
   // Enters the next call. Returns a neighbor whose call of this number left another state, or -1.
-  // Neighbors that have not come so far, or are far ahead, are left out.
+  // Neighbors that have not reached the call, or are too far ahead, are left out.
   int enter(std::int64_t digest, std::string_view text) {
     state_before_ = std::exchange(state_, mixed(state_, digest));
     digest_before_ = std::exchange(digest_, digest);
@@ -103,7 +103,7 @@ class CallBoard {
     return -1;
   }
 
-  // Moves to a page that others read, with what was entered so far.
+  // Moves to a page that others read, with all calls entered so far.
   void share(CallPage& page, std::vector<std::pair<int, const CallPage*>> neighbors) {
     for (const SeenCall& call : recent()) {
       page.slot(call.number).store(call.number, call.state, call.digest, call.text);

@@ -13,7 +13,7 @@ constexpr unsigned kNonBlocking = 1;    // CU_STREAM_NON_BLOCKING
 constexpr unsigned kDisableTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
 std::mutex resting;
-// By context: the streams that nobody owns at the moment. Never destroyed, as they are not.
+// By context: the streams without an owner. Never destroyed, like the streams themselves.
 std::map<void*, std::vector<void*>>& rested() {
   static auto& streams = *new std::map<void*, std::vector<void*>>;
   return streams;
@@ -48,7 +48,7 @@ void CudaDriver::check(int status, const char* what) const {
 
 DeviceContext::DeviceContext(std::shared_ptr<const CudaDriver> driver, int device)
     : driver_(std::move(driver)) {
-  // torch has initialised the driver.
+  // torch has initialized the driver.
   driver_->check(driver_->device_get(&device_, device), "cuDeviceGet");
   driver_->check(driver_->primary_retain(&context_, device_), "cuDevicePrimaryCtxRetain");
 }

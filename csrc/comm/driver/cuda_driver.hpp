@@ -1,5 +1,5 @@
-// Streams and events of CUDA, through the driver library opened at run time: they work with the
-// streams of torch in a build without CUDA kernels too.
+// Streams and events of CUDA, through the driver library opened at run time: they also work with
+// torch's streams in a build without CUDA kernels.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ class CudaDriver {
   explicit CudaDriver(const std::string& path);
 
   void check(int status, const char* what) const;
-  // Where further entry points are found.
+  // The library, for further entry points.
   const DynamicLibrary& library() const { return library_; }
 
   static constexpr int kSuccess = 0, kNotReady = 600;
@@ -47,7 +47,7 @@ class CudaDriver {
   DynamicLibrary library_;
 };
 
-// The context of a device that torch works in, kept for as long as this lives.
+// The context in which torch uses a device, retained for the lifetime of this object.
 class DeviceContext {
  public:
   DeviceContext(std::shared_ptr<const CudaDriver> driver, int device);
@@ -55,7 +55,7 @@ class DeviceContext {
   DeviceContext(const DeviceContext&) = delete;
   DeviceContext& operator=(const DeviceContext&) = delete;
 
-  // Makes it current on this thread, and puts back what was: autograd's threads have others.
+  // Makes it current on this thread, and restores the previous one: autograd's threads have others.
   class Current {
    public:
     explicit Current(const DeviceContext& context);
@@ -77,11 +77,11 @@ class DeviceContext {
   void* context_ = nullptr;
 };
 
-// A stream of the device's greatest priority: a few blocks that copy must not wait for the many
-// that compute. It does not wait for the legacy default stream, nor that one for it.
+// A stream of the device's highest priority: a few copying blocks must not wait for the many
+// computing ones. It does not wait for the legacy default stream, nor vice versa.
 //
-// It outlives its owner, and serves the next one: torch's allocator records events on it when it
-// frees memory that was used there, whenever that is.
+// It outlives its owner, and is reused by the next one: torch's allocator records events on it when
+// it frees memory that was used there, at any time.
 class Stream {
  public:
   explicit Stream(std::shared_ptr<const DeviceContext> context);
@@ -91,7 +91,7 @@ class Stream {
 
   void* handle() const { return stream_; }
   bool capturing() const;
-  // Nobody shall have it after this owner: what is on it may never end. From any thread.
+  // Excludes it from reuse after this owner: its work may never end. From any thread.
   void retire() { retired_ = true; }
 
  private:
@@ -100,7 +100,7 @@ class Stream {
   std::atomic<bool> retired_ = false;
 };
 
-// A place in a stream's order. The calls need the context to be current.
+// A point in a stream's order. The calls need the context to be current.
 class Event {
  public:
   explicit Event(std::shared_ptr<const DeviceContext> context);
@@ -108,7 +108,7 @@ class Event {
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
 
-  // What is on `stream` now comes before whatever is put on a stream that awaits this event.
+  // Work on `stream` so far precedes later work on any stream that awaits this event.
   void record(void* stream);
   void delay(void* stream) const;
   bool reached() const;

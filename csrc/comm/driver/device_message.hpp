@@ -1,4 +1,4 @@
-// Bytes of a device for a rank, or from one.
+// Bytes in device memory that are sent to a rank, or received from one.
 #pragma once
 
 #include <cstddef>

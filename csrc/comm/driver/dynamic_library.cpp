@@ -1,4 +1,4 @@
-// dlopen and dlsym, with messages that say what was tried.
+// dlopen and dlsym, with messages that list the attempts.
 #include "comm/driver/dynamic_library.hpp"
 
 #include <dlfcn.h>
@@ -10,7 +10,7 @@ namespace pydist::comm {
 DynamicLibrary::DynamicLibrary(std::string what, const std::string& loaded,
                                const std::vector<std::string>& paths)
     : what_(std::move(what)) {
-  // Never RTLD_GLOBAL: its symbols are nobody else's.
+  // Never RTLD_GLOBAL: other libraries must not see its symbols.
   if (!loaded.empty()) {
     handle_ = dlopen(loaded.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
     path_ = loaded;

@@ -13,12 +13,12 @@ class LibraryMissing : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A shared library, open for as long as the process lives: what it started must not be unmapped.
+// A shared library, open until the process ends: threads that it has started must not be unmapped.
 class DynamicLibrary {
  public:
   // Opens the first of `paths` (or plain names) that can be opened.
-  // loaded: a name; a copy of it that the process has loaded already is preferred. Empty for none.
-  // what: how messages call it.
+  // loaded: a name; a copy of it that the process has already loaded is preferred. Empty for none.
+  // what: its name in messages.
   DynamicLibrary(std::string what, const std::string& loaded,
                  const std::vector<std::string>& paths);
 

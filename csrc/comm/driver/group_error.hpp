@@ -1,4 +1,4 @@
-// What goes wrong between the ranks of a group.
+// Errors between the ranks of a group.
 #pragma once
 
 #include <stdexcept>
@@ -7,7 +7,7 @@
 namespace pydist::comm {
 
 // An operation failed, and no further one of the group can be trusted. Python sees the class of
-// pydist/errors.py that says whose fault it is.
+// pydist/errors.py for the party at fault.
 class GroupError : public std::runtime_error {
  public:
   enum class Fault { kUsage, kOtherRank, kTimeout, kLibrary };

@@ -1,5 +1,4 @@
-// A channel's setup (offer, accept) and the round that it puts on the stream, as channel.hpp draws
-// it.
+// A channel's setup (offer, accept), and the round of channel.hpp that it puts on the stream.
 #include "comm/ipc/channel.hpp"
 
 #include <algorithm>
@@ -25,8 +24,8 @@ IpcPlace moved(IpcPlace place, std::size_t bytes) {
 
 }  // namespace
 
-// Sorts the messages by peer; those of this rank to itself are copied directly. Receive memory is
-// one piece, cut by peers.
+// Sorts the messages by peer; messages of this rank to itself are copied directly. Receive memory
+// is one piece, cut by peers.
 IpcChannel::IpcChannel(std::shared_ptr<IpcGroup> group, const Messages& sends,
                        const Messages& receives)
     : group_(std::move(group)),
@@ -60,7 +59,7 @@ IpcChannel::IpcChannel(std::shared_ptr<IpcGroup> group, const Messages& sends,
 }
 
 IpcChannel::~IpcChannel() {
-  // A graph may replay what it holds after its channel is gone.
+  // A graph may replay rounds after their channel was destroyed.
   if (!captured_) group_->memory().give_back(flags_, buffer_, issued_ ? done_ : nullptr);
 }
 
@@ -83,8 +82,7 @@ IpcOffer IpcChannel::offer(int rank) const {
           .channel = number_};
 }
 
-// Compares what both sides send and expect before anything is mapped: a difference names both
-// ranks.
+// Compares the messages of both sides before any memory is mapped: a difference names both ranks.
 void IpcChannel::accept(int rank, const IpcOffer& offer) {
   Peer& peer = peers_.at(rank);
   const auto text = [](std::size_t count, std::size_t bytes) {

@@ -1,20 +1,20 @@
-// An exchange that is repeated between ranks that write into each other's memory.
+// A repeated exchange between ranks that write into each other's memory.
 //
 // Each rank has, for every peer, two flags in memory of its own device, both zero between rounds:
-// `ready` (the peer can take what is sent to it) and `filled` (what the peer has sent is there). A
-// round on the stream of a rank:
+// `ready` (the peer can receive) and `filled` (the peer's message has arrived). A round on the
+// stream of a rank:
 //
-//   after what was on the caller's stream at the start
+//   after all work on the caller's stream at the start
 //   for each sender:    set its `ready`
 //   for each receiver:  await own `ready`, clear it; copy into its memory; set its `filled`
 //   for each sender:    await own `filled`, clear it; copy from the receive memory to the buffers
 //   the event for which the caller's stream waits
 //
-// So nothing is written before its receiver is done with what was there, nothing is read before it
-// is there, and no host waits. All flags have the same values in every round: a round that a graph
-// holds can be replayed. A rank sets flags of others and waits for its own, as a stream waits for
-// memory of its own device alone. Ranks start the exchanges of a group in one order; where two do
-// not, one of them is refused (order.hpp).
+// So nothing is written before the receiver is done with the previous content, nothing is read
+// before it has arrived, and no host waits. All flags have the same values in every round: a graph
+// can replay a captured round. A rank sets flags of others and waits for its own, as a stream can
+// wait only for memory of its own device. Ranks start the exchanges of a group in one order; if two
+// do not, one of them is refused (order.hpp).
 #pragma once
 
 #include <cstddef>
@@ -29,14 +29,14 @@
 
 namespace pydist::comm {
 
-// What a rank tells a peer of a channel, once.
+// A rank's offer to a peer of a channel, sent once.
 struct IpcOffer {
-  IpcPlace ready;    // to be set by the peer when it can take what this rank sends
-  IpcPlace filled;   // to be set by the peer when it has sent
-  IpcPlace receive;  // where what the peer sends goes, message after message
+  IpcPlace ready;    // set by the peer when it can receive
+  IpcPlace filled;   // set by the peer when it has sent
+  IpcPlace receive;  // for the peer's messages, one after the other
   std::uint64_t sent = 0, sent_bytes = 0, received = 0, received_bytes = 0;  // with that peer
-  IpcNotesPlace notes;        // in which order this rank starts its exchanges
-  std::uint64_t channel = 0;  // the number of this one there
+  IpcNotesPlace notes;        // the order in which this rank starts its exchanges
+  std::uint64_t channel = 0;  // the number of this channel in the notes
 };
 
 class IpcChannel {
@@ -50,13 +50,13 @@ class IpcChannel {
   IpcChannel(const IpcChannel&) = delete;
   IpcChannel& operator=(const IpcChannel&) = delete;
 
-  // The other ranks with which there are messages; each gets an offer and gives one.
+  // The other ranks that exchange messages with this one; each receives an offer and makes one.
   std::vector<int> peers() const;
   IpcOffer offer(int peer) const;
   void accept(int peer, const IpcOffer& offer);
 
-  // A round: `start` marks where it begins on the stream `caller`, `issue` puts it on the group's
-  // stream, once all peers' offers are there, and `wait` lets `caller` wait for it.
+  // A round: `start` marks its beginning on the stream `caller`, `issue` puts it on the group's
+  // stream, after all peers' offers have arrived, and `wait` makes `caller` wait for it.
   void start(void* caller);
   void issue();
   void wait(void* caller);
@@ -64,8 +64,8 @@ class IpcChannel {
  private:
   struct Peer {
     Messages sends, receives;
-    std::size_t index = 0;           // which of the flags are for it
-    std::size_t receive_offset = 0;  // where its messages go in this rank's receive memory
+    std::size_t index = 0;                     // of its flags
+    std::size_t receive_offset = 0;            // of its messages in this rank's receive memory
     Flag *ready = nullptr, *filled = nullptr;  // its flags
     std::byte* target = nullptr;               // its receive memory for this rank
     std::uint32_t channel = 0;                 // its number for this channel
@@ -79,7 +79,7 @@ class IpcChannel {
 
   std::shared_ptr<IpcGroup> group_;
   std::map<int, Peer> peers_;
-  Peer own_;  // messages of this rank to itself, which take no flags
+  Peer own_;  // messages of this rank to itself, which need no flags
   IpcPiece flags_, buffer_;
   std::shared_ptr<Event> done_;
   std::uint32_t number_;  // among the channels of this rank

@@ -1,4 +1,4 @@
-// The driver's calls for CUDA IPC, with the constants of cuda.h that they take.
+// The driver's calls for CUDA IPC, with their constants of cuda.h.
 #include "comm/ipc/driver.hpp"
 
 #include <utility>

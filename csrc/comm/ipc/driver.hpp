@@ -1,4 +1,4 @@
-// What CUDA's driver has for processes that reach into each other's memory of devices.
+// The CUDA driver's functions for processes that access each other's device memory.
 #pragma once
 
 #include <array>
@@ -10,16 +10,16 @@
 
 namespace pydist::comm {
 
-// CUipcMemHandle: how another process of the machine finds an allocation.
+// CUipcMemHandle: identifies an allocation for other processes of the machine.
 struct IpcHandle {
   std::array<char, 64> reserved{};
   friend auto operator<=>(const IpcHandle&, const IpcHandle&) = default;
 };
 
-// Words of 32 bits by which streams of different processes wait for each other.
+// A word of 32 bits through which streams of different processes wait for each other.
 using Flag = std::uint32_t;
 
-// The entry points of libcuda for that. tests/comm/test_cuda_abi.py holds them against cuda.h.
+// The entry points of libcuda for IPC. tests/comm/test_cuda_abi.py compares them with cuda.h.
 struct IpcCalls {
   using Address = std::uint64_t;  // CUdeviceptr
 
@@ -36,26 +36,26 @@ struct IpcCalls {
   int (*attribute)(int*, int, int);
 };
 
-// What pydist does with them; beside CudaDriver. Failures are DriverErrors.
+// pydist's operations on them, besides CudaDriver. Failures are DriverErrors.
 class IpcDriver {
  public:
   explicit IpcDriver(std::shared_ptr<const CudaDriver> driver);
 
   std::byte* allocate(std::size_t bytes) const;
   void release(std::byte* block) const;
-  // Zeros, there when it returns; `stream` does it.
+  // Zeroes memory on `stream`, and waits until that is done.
   void clear(std::byte* block, std::size_t bytes, void* stream) const;
   IpcHandle export_block(std::byte* block) const;
   std::byte* map(const IpcHandle& handle) const;
   void unmap(std::byte* block) const;
 
-  // Put on a stream; the memory may be that of another process, but a stream waits for flags of
-  // its own device alone. A flag is set after what the stream has copied before.
+  // Put on a stream; the memory may be that of another process, but a stream can wait only for
+  // flags of its own device. A flag is set after the stream's earlier copies.
   void copy(std::byte* to, const std::byte* from, std::size_t bytes, void* stream) const;
   void set(Flag* flag, Flag value, void* stream) const;
   void await(const Flag* flag, Flag value, bool flush, void* stream) const;
-  // Whether a device can be told to let what others wrote before a flag arrive first. cuda.h has
-  // that (`flush`) for devices that reorder remote writes; await does so wherever it is possible.
+  // Whether a device can order others' writes before their flag. cuda.h has this (`flush`) for
+  // devices that reorder remote writes; await uses it wherever it is possible.
   bool can_flush(int device) const;
 
  private:

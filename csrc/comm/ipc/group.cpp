@@ -1,5 +1,4 @@
-// What every exchange of a group goes through: the current context, errors, and the end of the
-// group.
+// The common part of all exchanges of a group: the current context, errors, the end of the group.
 #include "comm/ipc/group.hpp"
 
 #include <algorithm>
@@ -47,7 +46,7 @@ void IpcGroup::rest(double seconds) {
     if (reached) return;
     const Seconds elapsed = Clock::now() - began;
     if (elapsed.count() > seconds) {
-      stream_.retire();  // what is on it may never end
+      stream_.retire();  // its work may never end
       throw GroupError(GroupError::Fault::kTimeout,
                        named(what()) + ": another rank has not reached it within " +
                            std::to_string(static_cast<long>(seconds)) + " s");

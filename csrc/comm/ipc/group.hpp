@@ -1,8 +1,8 @@
-// The ranks of a group that write into each other's memory, and the stream on which this one does.
+// The ranks of a group that write into each other's memory, and this rank's stream for it.
 //
 // Streams of two groups may share a queue of the device, and then wait for each other: ranks that
 // start exchanges of two groups in different orders need a queue for each stream
-// (CUDA_DEVICE_MAX_CONNECTIONS). pydist starts gradients alone in other orders, which are NCCL's.
+// (CUDA_DEVICE_MAX_CONNECTIONS). pydist does so only for gradients, which NCCL exchanges.
 #pragma once
 
 #include <functional>
@@ -26,16 +26,16 @@ class IpcGroup {
   const Stream& stream() const { return stream_; }
   IpcOrder& order() { return order_; }
 
-  // Calls that put work on streams: one at a time, with the context current, as autograd's threads
-  // and the caller's take turns. A failure of the driver, or of other ranks, ends the group, as
-  // its stream may have half of an exchange; `what` names what was done.
+  // Runs calls that put work on streams, one at a time, with the context current, as autograd's
+  // threads and the caller's take turns. A failure of the driver, or of other ranks, ends the
+  // group, as its stream may have half of an exchange; `what` names the operation.
   void run(const std::function<std::string()>& what, const std::function<void()>& calls);
 
-  // What is on `caller` now comes before what is put on this stream after `begin`.
+  // Work on `caller` so far precedes work on this stream after `begin`.
   void mark(void* caller) { ready_.record(caller); }
   void begin() { ready_.delay(stream_.handle()); }
 
-  // Waits until the device has done what was started; GroupError if that takes longer.
+  // Waits until the device has done all started work; GroupError after a time limit.
   void rest(double seconds);
 
  private:
@@ -44,7 +44,7 @@ class IpcGroup {
   std::shared_ptr<IpcMemory> memory_;
   int rank_, size_;
   Stream stream_;
-  Event ready_;  // one will do: what was marked first has begun before the next is marked
+  Event ready_;  // one is enough: a marked round has begun before the next is marked
   IpcOrder order_;
   bool ended_ = false;
   std::mutex mutex_;

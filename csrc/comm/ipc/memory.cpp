@@ -8,7 +8,7 @@ namespace pydist::comm {
 namespace {
 
 constexpr std::size_t kFlagBlock = std::size_t{64} << 10;
-constexpr std::size_t kAlignment = 256;  // of pieces: what cuMemAlloc promises
+constexpr std::size_t kAlignment = 256;  // of pieces, as cuMemAlloc guarantees
 
 std::size_t aligned(std::size_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -19,10 +19,10 @@ std::size_t aligned(std::size_t bytes) {
 IpcArena::IpcArena(std::shared_ptr<const IpcDriver> driver, std::size_t block_bytes, bool zeros)
     : driver_(std::move(driver)), block_bytes_(block_bytes), zeros_(zeros) {}
 
-// A returned piece of that size, else a new one: from a block, or a block of its own.
+// A returned piece of that size, else a new one: from a block, or a separate block.
 IpcPiece IpcArena::take(std::size_t bytes, void* stream, bool capturing) {
   bytes = aligned(bytes);
-  if (!capturing) collect();  // while a graph is captured, nobody may ask for an event
+  if (!capturing) collect();  // events must not be queried while a graph is captured
   if (const auto found = free_.find(bytes); found != free_.end()) {
     const IpcPiece piece = found->second;
     free_.erase(found);

@@ -1,7 +1,7 @@
-// Memory of this rank's device that other processes write to, and theirs as it is seen here.
+// Memory of this rank's device that other processes write to, and their memory as mapped here.
 //
-// It is allocated here, in blocks that are exported once, and not by torch: what torch's allocator
-// gives may come from virtual memory that has no such handle, and goes back when torch pleases.
+// It is allocated here, in blocks that are exported once, and not by torch: torch's allocator may
+// use virtual memory, which has no such handle, and may free it at any time.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,7 @@
 
 namespace pydist::comm {
 
-// A place in the memory of some rank, as other processes find it.
+// An address in the memory of a rank, for other processes.
 struct IpcPlace {
   IpcHandle block;
   std::uint64_t offset = 0;
@@ -29,15 +29,14 @@ struct IpcPiece {
   IpcPlace place;
 };
 
-// Blocks of one size that pieces are cut from. Pieces that come back serve again for their size;
-// one that is larger than a block gets its own.
+// Blocks of one size that pieces are cut from. Returned pieces are reused for their size; a piece
+// that is larger than a block gets its own block.
 class IpcArena {
  public:
-  // zeros: what new pieces hold; otherwise anything.
+  // zeros: whether new pieces are zeroed.
   IpcArena(std::shared_ptr<const IpcDriver> driver, std::size_t block_bytes, bool zeros);
 
-  // `bytes` > 0. The context is current; `stream` clears new blocks, and waits for nothing but what
-  // was put on it.
+  // `bytes` > 0. The context is current; `stream` zeroes new blocks, after its own earlier work.
   IpcPiece take(std::size_t bytes, void* stream, bool capturing);
   // The piece is free when the event `behind` is reached, or now if there is none.
   void give_back(const IpcPiece& piece, std::shared_ptr<Event> behind);
@@ -55,13 +54,13 @@ class IpcArena {
   std::shared_ptr<const IpcDriver> driver_;
   std::size_t block_bytes_;
   bool zeros_;
-  std::deque<IpcPiece> blocks_;  // those of one piece alone come first
+  std::deque<IpcPiece> blocks_;  // blocks of a single piece come first
   std::size_t used_ = 0;         // of the last block
   std::multimap<std::size_t, IpcPiece> free_;
   std::vector<Returned> returned_;
 };
 
-// All of a rank. The calls may come from any thread.
+// All IPC memory of a rank. The calls may come from any thread.
 class IpcMemory {
  public:
   // block_bytes: of the blocks that receive memory is cut from.
@@ -71,7 +70,7 @@ class IpcMemory {
   const std::shared_ptr<const DeviceContext>& context() const { return context_; }
   bool flushes() const { return flushes_; }
 
-  // Flags are zero when they are taken, and shall be when they are given back.
+  // Flags are zero when they are taken, and must be zero when they are returned.
   IpcPiece take_flags(std::size_t count, const Stream& stream);
   IpcPiece take_buffer(std::size_t bytes, const Stream& stream);
   void give_back(const IpcPiece& flags, const IpcPiece& buffer, std::shared_ptr<Event> behind);
@@ -79,8 +78,8 @@ class IpcMemory {
   // The address of another rank's place in this process. Each block is mapped once.
   std::byte* mapped(const IpcPlace& place);
 
-  // At the end: first all ranks unmap what is others', then each releases what is its own. The
-  // destructor does neither, as others may still write here.
+  // At the end: first all ranks unmap others' memory, then each releases its own. The destructor
+  // does neither, as others may still write here.
   void unmap();
   void release();
 

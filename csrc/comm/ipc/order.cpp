@@ -1,15 +1,15 @@
-// Notes by which two ranks see that they start their exchanges in different orders.
+// Notes that reveal whether two ranks start their exchanges in different orders.
 //
 // Each rank has a page of notes in an anonymous file, which its peers map through /proc. Where that
-// is impossible (another namespace, another system) nothing is noticed, and exchanges work all the
-// same.
+// is impossible (another namespace, another system) the orders are not compared, and exchanges work
+// nevertheless.
 #include "comm/ipc/order.hpp"
 
 #include <random>
 #include <string>
 #include <utility>
 
-#if defined(__linux__)  // elsewhere there is no CUDA IPC, and nothing to notice
+#if defined(__linux__)  // other systems have no CUDA IPC
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -45,7 +45,7 @@ const std::uint64_t* open_notes(const IpcNotesPlace& place, std::size_t bytes) {
       "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.file);
   const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (file < 0) return nullptr;
-  // In a container the number may be that of another process, whose file has another size.
+  // In a container the process id may be that of another process, whose file has another size.
   struct stat about = {};
   const std::uint64_t* notes = nullptr;
   if (fstat(file, &about) == 0 && about.st_size == static_cast<off_t>(bytes)) {

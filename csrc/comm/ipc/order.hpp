@@ -1,9 +1,9 @@
-// Notices, on the hosts, that two ranks start their exchanges in different orders.
+// Detects, on the hosts, that two ranks start their exchanges in different orders.
 //
-// On the devices such ranks wait for each other for good. So a rank notes in memory of the machine,
-// which its peers read, with which channel it has started its n-th exchange with each peer. It
-// notes first and looks then: of two ranks, the one that comes second to the n-th sees what the
-// other has started. No host waits, and no message is sent.
+// On the devices such ranks would wait for each other forever. So a rank notes in shared memory,
+// which its peers read, the channel of its n-th exchange with each peer. It writes first and then
+// reads: of two ranks, the one that reaches the n-th exchange second sees the other's channel. No
+// host waits, and no message is sent.
 #pragma once
 
 #include <cstddef>
@@ -13,16 +13,16 @@
 
 namespace pydist::comm {
 
-// Where the notes of a rank are, as other processes find them.
+// The location of a rank's notes, for other processes.
 struct IpcNotesPlace {
-  std::int32_t process = 0, file = -1;  // -1: there are none
-  std::uint64_t key = 0;                // what the notes begin with
+  std::int32_t process = 0, file = -1;  // -1: no notes
+  std::uint64_t key = 0;                // at the beginning of the notes
 };
 
 class IpcOrder {
  public:
-  // Of a rank of `size`, the last that are kept of each peer: no rank is that far ahead of another,
-  // as its stream takes no more before the other one has started the first.
+  // Notes kept per peer: no rank is that far ahead of another, as its stream accepts no more rounds
+  // before the other one has started the first.
   static constexpr std::uint32_t kKept = 1024;
 
   IpcOrder(int rank, int size);
@@ -31,12 +31,12 @@ class IpcOrder {
   IpcOrder& operator=(const IpcOrder&) = delete;
 
   const IpcNotesPlace& place() const { return place_; }
-  // A number for a channel that is new.
+  // A number for a new channel.
   std::uint32_t new_channel();
-  // Where a peer's notes are; what can't be read is not compared. Called again, it does nothing.
+  // Maps a peer's notes; notes that can't be read are not compared. Further calls do nothing.
   void meet(int peer, const IpcNotesPlace& place);
-  // This rank starts its channel `own` with a peer. False if the peer is known to have started
-  // another one than `other` (its number for the same channel) at that place of the order.
+  // Notes that this rank starts its channel `own` with a peer. False if the peer is known to have
+  // started another channel than `other` (its number for the same channel) at that position.
   bool note(int peer, std::uint32_t own, std::uint32_t other);
 
  private:

@@ -1,5 +1,5 @@
-// Rank-threads of one process: mailboxes for messages, and collectives that the last rank to arrive
-// carries out for all. One mutex guards the hub; the work of a collective runs without it.
+// Rank-threads of one process: mailboxes for messages, and collectives whose work the last rank to
+// arrive does for all. One mutex guards the hub; the work of a collective runs without it.
 #include "comm/local/hub.hpp"
 
 #include <cstring>
@@ -16,7 +16,7 @@ std::string list(const std::vector<int>& ranks) {
   return text;
 }
 
-// The work of an exchange: what each rank sends to each other one, into the memory of the receiver.
+// The work of an exchange: copies each rank's messages into the memory of their receivers.
 void exchange(std::vector<std::vector<Segment>>& inputs,
               std::vector<std::vector<Segment>>& outputs) {
   for (std::size_t source = 0; source < inputs.size(); ++source) {
@@ -45,7 +45,7 @@ LocalHub::LocalHub(int size) {
   groups_.push_back(std::move(world));
 }
 
-// All members ask for a group with the same key; the first one makes it.
+// All members request a group with the same key; the first one makes it.
 LocalHub::Group LocalHub::subgroup(Group parent, std::uint64_t sequence,
                                    const std::vector<int>& members_of_parent) {
   const Lock lock(mutex_);
@@ -113,8 +113,8 @@ LocalHub::Ticket LocalHub::start_all_reduce(Group group, int rank, std::byte* da
 }
 
 // Registers a rank's buffers with the collective of its ticket. Ranks number their collectives in
-// the order in which they start them; two that start different ones under the same ticket are an
-// error for all. The rank that arrives last does the work.
+// the order in which they start them; different collectives under the same ticket are an error for
+// all ranks. The rank that arrives last does the work.
 LocalHub::Ticket LocalHub::start(Group group, int rank, std::string signature,
                                  std::vector<Segment> inputs, std::vector<Segment> outputs,
                                  std::function<void(Collective&)> work) {
@@ -169,7 +169,7 @@ void LocalHub::complete(Lock& lock, Group group, Collective& collective) {
   }
 }
 
-// Waits until the collective is done, and forgets it after the last member has seen that.
+// Waits until the collective is done, and deletes it after its last member has returned.
 void LocalHub::finish(Group group, int rank, Ticket ticket) {
   Lock lock(mutex_);
   Members& ranks = members(group);
@@ -200,11 +200,11 @@ void LocalHub::leave(int rank) {
   check_progress();
 }
 
-// Registers what a rank waits for, so that check_progress can tell a deadlock, and sleeps.
+// Registers what a rank waits for, so that check_progress can detect a deadlock, and sleeps.
 void LocalHub::wait(Lock& lock, Rank& self, Wait wait) {
   self.wait = &wait;
   check_progress();
-  // While a collective runs, its buffers are in use by another thread: no unwinding before its end.
+  // While a collective runs, another thread uses its buffers: no unwinding before its end.
   self.changed.wait(lock, [&] { return wait.over() || !aborted_.empty(); });
   self.wait = nullptr;
   if (wait.over()) return;

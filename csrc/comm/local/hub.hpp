@@ -4,8 +4,8 @@
 // collects each rank's buffers; the rank that arrives last does all the work on them while the
 // others wait, so no rank ever waits for a second rendezvous and waits may come in any order.
 //
-// The hub knows when every rank waits for something that can't come any more, and ends the job
-// with a message that says who waits for what, instead of hanging.
+// The hub detects that every rank waits for something that can no longer arrive, and then ends the
+// job with a message that says which rank waits for what, instead of hanging.
 #pragma once
 
 #include <condition_variable>
@@ -37,7 +37,7 @@ class Deadlock : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A buffer that a rank lends to a collective; null if there is none for that pair of ranks.
+// A buffer that a rank lends to a collective; null if that pair of ranks has none.
 struct Segment {
   std::byte* data = nullptr;
   std::size_t bytes = 0;
@@ -69,9 +69,9 @@ class LocalHub {
   void send(Group group, int rank, int dest, int tag, Segment segment);
   void receive(Group group, int rank, int source, int tag, Segment segment);
 
-  // Every rank sends inputs[r] to rank r and gets outputs[r] from it. One segment a rank of the
-  // group each; where one side is null the other must be. Gather, scatter, broadcast, all-gather
-  // and barrier are cases of it.
+  // Every rank sends inputs[r] to rank r and receives outputs[r] from it: one segment per rank of
+  // the group. If one side is null the other must be null. Gather, scatter, broadcast, all-gather
+  // and barrier are special cases.
   Ticket start_exchange(Group group, int rank, std::vector<Segment> inputs,
                         std::vector<Segment> outputs);
 
@@ -79,11 +79,11 @@ class LocalHub {
   Ticket start_all_reduce(Group group, int rank, std::byte* data, std::size_t count, DType dtype,
                           ReduceOp op);
 
-  // Blocks until the collective is complete. Once a ticket.
+  // Blocks until the collective is complete. Call once per ticket.
   void finish(Group group, int rank, Ticket ticket);
 
-  // Makes every blocked and every later call throw Aborted. Returns when no rank touches another
-  // one's buffers any more. The first reason stays.
+  // Makes every blocked and every later call throw Aborted. Returns when no rank uses another one's
+  // buffers any longer. The first reason is kept.
   void abort(const std::string& reason);
 
   // This rank (of kWorld) will make no more calls.
@@ -105,7 +105,7 @@ class LocalHub {
   };
   enum class State : std::uint8_t { kGathering, kRunning, kDone };
   struct Collective {
-    std::string signature;  // what the first rank called; the others must agree
+    std::string signature;  // the first rank's call; the others must agree
     int first = -1;
     State state = State::kGathering;
     std::string error;
@@ -143,7 +143,7 @@ class LocalHub {
   std::map<std::tuple<Group, std::uint64_t, std::vector<int>>, Group> subgroups_;
 };
 
-// Messages with fixed peers and buffers, sent again and again.
+// Repeated messages with fixed peers and buffers.
 class LocalChannel {
  public:
   LocalChannel(std::shared_ptr<LocalHub> hub, LocalHub::Group group, int rank,

@@ -48,7 +48,7 @@ std::uint16_t float_to_float16(float value) {
   return static_cast<std::uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
-// How elements of one kind are stored, and in which type they are combined.
+// The storage type of elements of one kind, and the type in which they are combined.
 template <class T>
 struct Plain {
   using Stored = T;
@@ -90,7 +90,7 @@ T combine(T a, T b) {
   }
 }
 
-// A block of accumulators stays in the first-level cache while all inputs pass by.
+// A block of accumulators stays in the L1 cache during the loop over inputs.
 constexpr std::size_t kBlock = 1024;
 
 template <class Kind, ReduceOp kOp>

@@ -1,4 +1,4 @@
-// Reductions over ranks in rank order, so that the bits do not depend on who computes them.
+// Reductions over ranks in rank order, so that the bits do not depend on the computing rank.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// NCCL's C interface as far as pydist uses it, declared anew: no header of NCCL is needed to build,
-// and none could say what library a user has. tests/comm/test_nccl_abi.py holds it against nccl.h.
+// The part of NCCL's C interface that pydist uses, declared here: builds need no NCCL header, and
+// no header knows the user's library. tests/comm/test_nccl_abi.py compares it with nccl.h.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ enum class NcclResult : int {
   kInProgress = 7,
 };
 
-// An operation goes well so far.
+// An operation has not failed so far.
 constexpr bool fine(NcclResult result) {
   return result == NcclResult::kSuccess || result == NcclResult::kInProgress;
 }
@@ -44,14 +44,14 @@ enum class NcclType : int {
 // ncclRedOp_t
 enum class NcclOp : int { kSum = 0, kMax = 2, kMin = 3 };
 
-// MAJOR * 10000 + MINOR * 100 + PATCH, as ncclGetVersion has it since 2.9.
+// MAJOR * 10000 + MINOR * 100 + PATCH, as returned by ncclGetVersion since 2.9.
 constexpr int nccl_version(int major, int minor, int patch) {
   return major * 10000 + minor * 100 + patch;
 }
 
-// ncclConfig_t as NCCL 2.14 has it. Later versions append members, and take `size` bytes of what
-// they are given: to those that `version` did not have yet they give their defaults. So this layout
-// is right for all of them, while that of a newer header would be cut by an older library.
+// ncclConfig_t of NCCL 2.14. Later versions append members, read `size` bytes, and set members that
+// `version` did not have to their defaults. So this layout is right for all of them, while an older
+// library would cut that of a newer header.
 struct NcclConfig {
   std::size_t size = sizeof(NcclConfig);
   unsigned magic = 0xcafebeef;

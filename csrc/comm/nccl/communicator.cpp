@@ -1,4 +1,4 @@
-// A communicator's life: its start within a time limit, what every operation goes through, its end.
+// A communicator's start within a time limit, the common part of all operations, and its end.
 #include "comm/nccl/communicator.hpp"
 
 #include <algorithm>
@@ -21,7 +21,7 @@ GroupError::Fault fault_of(NcclResult result) {
     case NcclResult::kInvalidUsage:
       return GroupError::Fault::kUsage;
     case NcclResult::kRemoteError:
-    case NcclResult::kSystemError:  // a connection that broke is one
+    case NcclResult::kSystemError:  // includes broken connections
       return GroupError::Fault::kOtherRank;
     default:
       return GroupError::Fault::kLibrary;
@@ -105,8 +105,8 @@ void NcclCommunicator::run(Describe what, void* caller, const Done& done,
   state_ = result;
   what_ = std::move(what);
   done_ = done;
-  // The thread of NCCL and this one may not add to one graph at a time. Nobody is waited for: what
-  // is captured has run before, so the ranks are connected.
+  // NCCL's thread and this one may not add to one graph concurrently. This does not wait for other
+  // ranks: captured operations have run before, so the ranks are connected.
   if (stream_.capturing()) issue();
 }
 
@@ -142,7 +142,7 @@ void NcclCommunicator::settle(NcclResult state, double seconds, const Describe& 
       give_up(GroupError::Fault::kTimeout, what() + ": " + late + " within " +
                                                std::to_string(static_cast<long>(seconds)) + " s");
     }
-    // Mostly some ten microseconds; while others are still to come, as long as that takes.
+    // Mostly some ten microseconds; longer while other ranks have not arrived.
     if (elapsed < std::chrono::microseconds(200)) {
       std::this_thread::yield();
     } else {
@@ -171,8 +171,8 @@ void NcclCommunicator::give_up(GroupError::Fault fault, const std::string& what)
 
 void NcclCommunicator::abort() {
   aborted_ = true;
-  // A thread that waits for NCCL sees that and leaves. One that stays within it is ended by this
-  // call, which NCCL allows beside others.
+  // A thread that waits for NCCL sees that and returns. A thread blocked within NCCL is released by
+  // this call, which NCCL allows concurrently with others.
   std::unique_lock lock(mutex_, std::try_to_lock);
   for (int tries = 0; tries < 1000 && !lock.owns_lock(); ++tries) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -184,13 +184,13 @@ void NcclCommunicator::abort() {
 void NcclCommunicator::end() {
   NcclComm* comm = comm_.exchange(nullptr);
   if (comm == nullptr) return;
-  // On a thread, as NCCL waits without limit for graphs that hold operations of it to be destroyed.
+  // On a thread, as NCCL waits without limit until graphs with its operations are destroyed.
   const auto over = std::make_shared<std::promise<void>>();
   std::thread([library = library_, context = context_, comm, over] {
     try {
       const DeviceContext::Current current(*context);
       library->comm_abort(comm);
-    } catch (const DriverError&) {  // there is no device any more, and nothing to end
+    } catch (const DriverError&) {  // the device is lost, and nothing is left to end
     }
     over->set_value();
   }).detach();

@@ -16,7 +16,7 @@ class NcclLibrary {
   // The first version with ncclCommInitRankConfig, and so with communicators that do not block.
   static constexpr int kOldest = nccl_version(2, 14, 0);
 
-  // See DynamicLibrary. A copy that is loaded already is torch's: two would not know of each
+  // See DynamicLibrary. A copy that is already loaded is torch's: two would not know of each
   // other's work on the device.
   NcclLibrary(const std::vector<std::string>& paths, bool use_loaded);
 
@@ -24,7 +24,7 @@ class NcclLibrary {
   // Of the file that is open.
   const std::string& path() const { return path_; }
 
-  // What all ranks of a new communicator need to find each other.
+  // The id by which all ranks of a new communicator find each other.
   NcclUniqueId unique_id() const;
 
   NcclResult (*get_version)(int*);

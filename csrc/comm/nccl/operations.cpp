@@ -1,4 +1,4 @@
-// The operations of a communicator: what each asks of NCCL.
+// The operations of a communicator, by calls of NCCL.
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -12,7 +12,7 @@ bool equal(const std::vector<std::size_t>& counts) {
   return std::ranges::adjacent_find(counts, std::not_equal_to{}) == counts.end();
 }
 
-// Takes a message up into the fingerprint of those with its peer (FNV-1a, by words).
+// Adds a message to the fingerprint of its peer's messages (FNV-1a, by words).
 void note(std::vector<std::uint64_t>& prints, const DeviceMessage& message, int tag) {
   std::uint64_t& print = prints.at(static_cast<std::size_t>(message.peer));
   for (const auto word : {static_cast<std::uint64_t>(tag) + 1, std::uint64_t{message.bytes}}) {
@@ -29,7 +29,7 @@ std::string of_bytes(const char* call, std::size_t bytes) {
 void NcclCommunicator::exchange(const std::vector<DeviceMessage>& sends,
                                 const std::vector<DeviceMessage>& receives, int tag, void* caller,
                                 const Done& done) {
-  require_peers(sends, size_, "NCCL");  // here: what throws within a group of NCCL leaves it open
+  require_peers(sends, size_, "NCCL");  // before the group: a throw within it would leave it open
   require_peers(receives, size_, "NCCL");
   const auto what = [sends, receives] { return describe_exchange(sends, receives); };
   run(what, caller, done, [&] {

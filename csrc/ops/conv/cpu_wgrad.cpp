@@ -105,8 +105,8 @@ class WeightGradient {
     }
   }
 
-  // Offsets of the gradient's planes in the workspace of a sample, which is [plane][q][co] for outer
-  // products and [co][plane][q] for inner ones, where q has the pitch of the source.
+  // Offsets of the gradient's planes in the workspace of a sample, which is [plane][q][co] for
+  // outer products and [co][plane][q] for inner ones, where q has the pitch of the source.
   void place_planes() {
     for (const PlaneJob& job : lowering_.jobs) {
       plane_begin_.push_back(plane_end_);

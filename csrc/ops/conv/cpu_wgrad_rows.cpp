@@ -1,8 +1,8 @@
 // wgrad of channels-last arrays, read in place.
 //
 // If channels are adjacent, the inputs of a window along the width are adjacent too: kernel columns
-// times channels. Each of these, times a vector of output channels, is a sum that stays in registers
-// during the loop over the positions of a row (isa_wgrad.cpp):
+// times channels. Each of these, times a vector of output channels, is a sum that stays in
+// registers during the loop over the positions of a row (isa_wgrad.cpp):
 //   sums[ky, kx * Ci + ci][co] += in[row(y, ky), x * stride + kx, ci] * grad[y, x, co]
 // Sums of rows are added to sums of a plane, those to sums of a task, and those to the weight:
 // rounding is that of short sums, and the order is the same for any number of threads. 2.5 times as

@@ -22,10 +22,10 @@ namespace pydist::ops {
 // kernel indices, channel): the channel varies fastest, so that one kernel index serves many
 // neighbors.
 //
-// The work per element is split: the part that depends only on the position (Place) is computed once
-// per thread and tile, the part that depends only on the kernel index (Tap) once per block, into a
-// table in shared memory. find() combines them: three bounds checks, and for dgrad three divisions
-// by the stride (Divisor).
+// The work per element is split: the part that depends only on the position (Place) is computed
+// once per thread and tile, the part that depends only on the kernel index (Tap) once per block,
+// into a table in shared memory. find() combines them: three bounds checks, and for dgrad three
+// divisions by the stride (Divisor).
 template <ConvOp kOp>
 struct ConvGather {
   static constexpr int kMaxTaps = 128;  // kernel indices that a slab may reach
@@ -39,7 +39,8 @@ struct ConvGather {
   struct Position {
     std::int32_t sample, at[kSpatialDims];
   };
-  // A kernel index: its shift of a place, in indices and in elements, and the offset of its weights.
+  // A kernel index: its shift of a place, in indices and in elements, and the offset of its
+  // weights.
   struct Tap {
     std::int32_t shift[kSpatialDims];
     index_t offset, weight;

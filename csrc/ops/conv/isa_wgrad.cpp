@@ -9,8 +9,8 @@ namespace pydist::cpu::PYDIST_ISA_NAME {
 namespace {
 
 // kRuns * kInputs vectors of sums stay in registers during the loop over positions: one load per
-// position, and one broadcast per multiply-add. Loops over the sums are unrolled: otherwise the sums
-// would go through memory.
+// position, and one broadcast per multiply-add. Loops over the sums are unrolled: otherwise the
+// sums would go through memory.
 template <class T, int kRuns, int kInputs>
 void add_products(const WgradRow<T>& row) {
   using Vector = typename VectorOf<T>::type;

@@ -20,8 +20,8 @@ void boundary_conv_wgrad(const ops::ConvProblem& problem);    // writes weight
 
 namespace pydist::cuda {
 
-// On tensor cores if `mma` is given; the problem must not be refused by mma_refusal (mma_choice.hpp).
-// Else by the tiled body, for every dtype. The host does not wait for the device.
+// On tensor cores if `mma` is given; the problem must not be refused by mma_refusal
+// (mma_choice.hpp). Else by the tiled body, for every dtype. The host does not wait for the device.
 using MmaCall = std::optional<ops::MmaCall>;
 void boundary_conv_forward(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);
 void boundary_conv_dgrad(const ops::ConvProblem& problem, const MmaCall& mma, const Queue& queue);

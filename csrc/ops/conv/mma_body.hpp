@@ -42,9 +42,9 @@ namespace pydist::ops {
 //   part to `partial` [split, group, m, n], and ConvPartialBody adds the parts up in order. The
 //   number of splits depends only on the problem, so results are deterministic, also between
 //   devices.
-// Traffic: (1/128 + 1/kColumns) elements read per multiply-add, one read and one written per output.
-// Proof: tests/native/test_conv_mma.cpp by emulation, tests/gpu/test_conv_gpu.py on a device.
-// CPU code: none of this; cpu_planes.cpp and cpu_wgrad.cpp.
+// Traffic: (1/128 + 1/kColumns) elements read per multiply-add, one read and one written per
+// output. Proof: tests/native/test_conv_mma.cpp by emulation, tests/gpu/test_conv_gpu.py on a
+// device. CPU code: none of this; cpu_planes.cpp and cpu_wgrad.cpp.
 template <ConvOp kOp, class Storage, ConvMath kMath, int kTileColumns>
 struct ConvMmaBody {
   static constexpr int kThreads = 128;

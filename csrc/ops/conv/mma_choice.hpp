@@ -1,5 +1,5 @@
-// The choice of the instance of mma_body.hpp for a problem: by dtype, by the products of floats, and
-// by columns, as narrow tiles waste less with few channels.
+// The choice of the instance of mma_body.hpp for a problem: by dtype, by the products of floats,
+// and by columns, as narrow tiles waste less with few channels.
 #pragma once
 
 #include <string>

@@ -40,7 +40,7 @@ class Rows {
     norm_.members = 1;
   }
 
-  void set_moments(py::handle moments, double eps, bool centred) {
+  void set_moments(py::handle moments, double eps, bool centered) {
     const Borrowed& given = moments_.emplace(borrow(moments, "moments"));
     PYDIST_EXPECT(given->ndim() == 2,
                   describe("moments", given.view()) + "; it must be (3, groups)");
@@ -54,7 +54,7 @@ class Rows {
     norm_.statistics = groups;
     norm_.members = groups > 0 ? rows / groups : 1;
     norm_.eps = eps;
-    norm_.centred = centred;
+    norm_.centered = centered;
   }
 
   const void* of_channels(const char* name, py::handle numbers, std::optional<Borrowed>& held) {
@@ -156,10 +156,10 @@ void merge_parts(py::handle n, py::handle mean, py::handle m2, py::handle out) {
       found, [&] { cpu::norm_merge_parts(parts); }, PYDIST_ON_CUDA(norm_merge_parts(parts, queue)));
 }
 
-void values(py::handle moments, py::handle scale, py::handle shift, double eps, bool centred,
+void values(py::handle moments, py::handle scale, py::handle shift, double eps, bool centered,
             py::handle out) {
   Rows rows(out, Access::kWrite);
-  rows.set_moments(moments, eps, centred);
+  rows.set_moments(moments, eps, centered);
   rows.set_scale(scale);
   rows.set_shift(shift);
   on_device(
@@ -167,10 +167,10 @@ void values(py::handle moments, py::handle scale, py::handle shift, double eps, 
       PYDIST_ON_CUDA(norm_values(rows.norm(), queue)));
 }
 
-void totals(py::handle moments, py::handle scale, double eps, bool centred, py::handle given,
+void totals(py::handle moments, py::handle scale, double eps, bool centered, py::handle given,
             py::handle sums, py::handle out, py::handle affine) {
   Rows rows(given, Access::kRead);
-  rows.set_moments(moments, eps, centred);
+  rows.set_moments(moments, eps, centered);
   rows.set_scale(scale);
   rows.set_sums(sums);
   rows.set_totals(out, Access::kWrite);
@@ -180,10 +180,10 @@ void totals(py::handle moments, py::handle scale, double eps, bool centred, py::
       PYDIST_ON_CUDA(norm_totals(rows.norm(), queue)));
 }
 
-void coefficients(py::handle moments, py::handle scale, double eps, bool centred, py::handle given,
+void coefficients(py::handle moments, py::handle scale, double eps, bool centered, py::handle given,
                   py::handle totals, py::handle out) {
   Rows rows(given, Access::kRead);
-  rows.set_moments(moments, eps, centred);
+  rows.set_moments(moments, eps, centered);
   rows.set_scale(scale);
   rows.set_totals(totals, Access::kRead);
   rows.set_coefficients(out);
@@ -214,7 +214,7 @@ void bind_norm_rows(py::module_& module) {
              "    m2: float64 [parts, G], the sums of their squared deviations from the mean.\n"
              "    out: float64 [3, G].");
   module.def(
-      "norm_values", &values, "moments"_a, "scale"_a, "shift"_a, "eps"_a, "centred"_a, "values"_a,
+      "norm_values", &values, "moments"_a, "scale"_a, "shift"_a, "eps"_a, "centered"_a, "values"_a,
       "values[:3] = mean, scale / sqrt(variance + eps) and offset of norm_apply.\n\n"
       "Args:\n"
       "    moments: float64 [3, G] of norm_merge_parts. With R rows, R / G consecutive ones\n"
@@ -222,17 +222,17 @@ void bind_norm_rows(py::module_& module) {
       "    scale: [C], of the dtype of `values`, or None. Row r is of the channel r modulo C.\n"
       "    shift: as `scale`.\n"
       "    eps: added to the variance.\n"
-      "    centred: whether the mean is taken off; else the mean of squares is the variance.\n"
+      "    centered: whether the mean is taken off; else the mean of squares is the variance.\n"
       "    values: [3, R] or [4, R], float32 or float64.");
-  module.def("norm_totals", &totals, "moments"_a, "scale"_a, "eps"_a, "centred"_a, "values"_a,
+  module.def("norm_totals", &totals, "moments"_a, "scale"_a, "eps"_a, "centered"_a, "values"_a,
              "sums"_a, "totals"_a, "affine"_a,
              "What ranks sum up in backward, and the gradients of scale and shift.\n\n"
              "Args:\n"
-             "    moments, scale, eps, centred, values: of norm_values.\n"
+             "    moments, scale, eps, centered, values: of norm_values.\n"
              "    sums: float64 [2, R] of norm_grad_sums.\n"
              "    totals: float64 [2, G], the sums over the rows of a group, times the scale.\n"
              "    affine: float64 [2, C], dL/dshift and dL/dscale; or None.");
-  module.def("norm_coefficients", &coefficients, "moments"_a, "scale"_a, "eps"_a, "centred"_a,
+  module.def("norm_coefficients", &coefficients, "moments"_a, "scale"_a, "eps"_a, "centered"_a,
              "values"_a, "totals"_a, "coefficients"_a,
              "The coefficients [3, R] of norm_grad_input, from the totals of all ranks.");
   module.def("norm_slopes", &slopes, "slopes"_a, "values"_a,

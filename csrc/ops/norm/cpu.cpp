@@ -1,11 +1,11 @@
 // Norms on the CPU.
 //
-// The passes over the elements are not the shared bodies, in which each thread visits positions with
-// a stride, which suits the lanes of a warp. Here memory is walked in order, in blocks that stay in
-// the L1 cache, by loops that are compiled per instruction set (isa_passes.cpp). Measured on one
-// thread with AVX-512, float, 16 channels of 64^3 and 64 of 32^3: for sums the shared bodies take 6
-// to 46 times as long; for writes 3.3 to 6.8 times channels-last, and about as long else (0.8 to
-// 1.8). The computations per row between the passes are the shared bodies of rows_body.hpp.
+// The passes over the elements are not the shared bodies, in which each thread visits positions
+// with a stride, which suits the lanes of a warp. Here memory is walked in order, in blocks that
+// stay in the L1 cache, by loops that are compiled per instruction set (isa_passes.cpp). Measured
+// on one thread with AVX-512, float, 16 channels of 64^3 and 64 of 32^3: for sums the shared bodies
+// take 6 to 46 times as long; for writes 3.3 to 6.8 times channels-last, and about as long else
+// (0.8 to 1.8). The computations per row between the passes are the shared bodies of rows_body.hpp.
 // Proof: tests/native/test_norm.cpp against plain loops.
 #include "launch/cpu.hpp"
 

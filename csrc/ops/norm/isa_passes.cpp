@@ -58,13 +58,13 @@ PYDIST_HD void tile(const NormBlock<Storage, T>& block, std::int64_t column, std
         first[v] += x;
         continue;
       }
-      const Vector centred = x - mean[v];
+      const Vector centered = x - mean[v];
       if constexpr (kPass == Pass::kMoments) {
-        first[v] += centred;
-        second[v] += centred * centred;
+        first[v] += centered;
+        second[v] += centered * centered;
       }
       [[maybe_unused]] Vector value{};
-      if constexpr (kNormalizes) value = ops::normalized(centred, factor[v], offset[v]);
+      if constexpr (kNormalizes) value = ops::normalized(centered, factor[v], offset[v]);
       if constexpr (kPass == Pass::kApply) {
         narrow<kLanes, T>(ops::activated<kActivation>(value, slope[v]), block.out + at);
       }
@@ -73,10 +73,10 @@ PYDIST_HD void tile(const NormBlock<Storage, T>& block, std::int64_t column, std
         const Vector grad = ops::activation_gradient<kActivation>(value, given, slope[v]);
         if constexpr (kPass == Pass::kSums) {
           first[v] += grad;
-          second[v] += grad * centred;
+          second[v] += grad * centered;
           if constexpr (kLearned) third[v] += ops::slope_gradient(value, given);
         } else {
-          narrow<kLanes, T>(a[v] * grad + (b[v] * centred + d[v]), block.out + at);
+          narrow<kLanes, T>(a[v] * grad + (b[v] * centered + d[v]), block.out + at);
         }
       }
     }

@@ -23,8 +23,8 @@ namespace pydist::ops {
 // The value of an element before the activation, in forward. Backward finds the sign of the
 // activation by the same expression, so that both agree where the result is 0 up to rounding.
 template <class V>
-PYDIST_HD V normalized(V centred, V factor, V offset) {
-  return centred * factor + offset;
+PYDIST_HD V normalized(V centered, V factor, V offset) {
+  return centered * factor + offset;
 }
 
 // A dense array [samples, channels, positions], or [samples, positions, channels] in memory.
@@ -66,8 +66,8 @@ struct NormProblem {
   void* out;
   const void* values;        // T[3 or 4][rows]: mean, factor, offset, slope
   const void* coefficients;  // T[3][rows]: a, b, d
-  // [parts][2 or 3][rows]: the sums of each part of the positions; in the end, part 0 holds the sums
-  // over all parts. The caller sets the number of parts, so results do not depend on threads.
+  // [parts][2 or 3][rows]: the sums of each part of the positions; in the end, part 0 holds the
+  // sums over all parts. The caller sets the number of parts, so results do not depend on threads.
   double* sums;
   index_t parts;
 

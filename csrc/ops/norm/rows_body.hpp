@@ -30,7 +30,7 @@ namespace pydist::ops {
 //   slopes:       values[3] = the slopes
 struct NormRows {
   bool wide;
-  bool centred;  // whether the mean is subtracted; if not, the mean of squares is the variance
+  bool centered;  // whether the mean is subtracted; if not, the mean of squares is the variance
   index_t statistics, members, channels;
   double eps;
   const double* moments;      // [3][statistics]: number of values, mean, squared deviations
@@ -52,8 +52,8 @@ struct RowStatistics {
     const double count = norm.moments[statistic], mean = norm.moments[norm.statistics + statistic];
     const double m2 = norm.moments[2 * norm.statistics + statistic];
     const double n = count < 1 ? 1 : count;
-    const double variance = (norm.centred ? m2 : m2 + count * mean * mean) / n;
-    return {n, norm.centred ? mean : 0, 1 / sqrt(variance + norm.eps)};
+    const double variance = (norm.centered ? m2 : m2 + count * mean * mean) / n;
+    return {n, norm.centered ? mean : 0, 1 / sqrt(variance + norm.eps)};
   }
 };
 
@@ -197,7 +197,7 @@ struct NormCoefficientsBody : NormRowsBody<NormCoefficientsBody<T>, T> {
     const double inverse = found.inverse, cubed = inverse * inverse * inverse;
     const double b = -cubed * norm.totals[norm.statistics + statistic] / found.n;
     double d = -b * (found.mean - static_cast<double>(*this->value(0, row)));
-    if (norm.centred) d -= inverse * norm.totals[statistic] / found.n;
+    if (norm.centered) d -= inverse * norm.totals[statistic] / found.n;
     T* const out = static_cast<T*>(norm.coefficients) + row;
     out[0] = static_cast<T>(inverse * this->of_channel(norm.scale, row, 1));
     out[norm.rows()] = static_cast<T>(b);

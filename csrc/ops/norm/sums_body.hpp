@@ -12,8 +12,8 @@
 
 namespace pydist::ops {
 
-// Merges the sums of a block's threads: a tree, in shared memory. In each step the lower half of the
-// active threads merges the sums of the upper half.
+// Merges the sums of a block's threads: a tree, in shared memory. In each step the lower half of
+// the active threads merges the sums of the upper half.
 template <bool kMoments>
 struct RowMerge {
   static constexpr int kThreads = 256;
@@ -123,9 +123,9 @@ struct NormSumsBody : RowMerge<kMoments> {
       const Storage* const line = x + problem.shape.offset(sample, at.channel, begin);
       every_nth(end - begin, launch::Move{[=](index_t p) { return line[p * step]; },
                                           [&](index_t, const Storage& value) {
-                                            const T centred = load_as(value) - shift;
-                                            sum += centred;
-                                            squares += centred * centred;
+                                            const T centered = load_as(value) - shift;
+                                            sum += centered;
+                                            squares += centered * centered;
                                           }});
     }
     const index_t count = (samples - at.sample) * ceil_div(end - begin, kThreads / lanes);
@@ -152,12 +152,12 @@ struct NormSumsBody : RowMerge<kMoments> {
       every_nth(end - begin,
                 launch::Move{[=](index_t p) { return Pair{x[p * step], grads[p * step]}; },
                              [&](index_t, const Pair& pair) {
-                               const T centred = load_as(pair.x) - mean;
-                               const T value = normalized(centred, factor, offset);
+                               const T centered = load_as(pair.x) - mean;
+                               const T value = normalized(centered, factor, offset);
                                const T given = load_as(pair.grad);
                                const T grad = activation_gradient<kActivation>(value, given, slope);
                                sum += grad;
-                               products += grad * centred;
+                               products += grad * centered;
                                if (kActivation == Activation::kPrelu) {
                                  slopes += slope_gradient(value, given);
                                }

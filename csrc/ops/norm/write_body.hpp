@@ -115,15 +115,15 @@ struct NormWriteBody {
   }
 
   PYDIST_HD void write(index_t element, const Given& given, const Values& values) const {
-    const T centred = load_as(given.x[0]) - values.mean;
-    const T value = normalized(centred, values.factor, values.offset);
+    const T centered = load_as(given.x[0]) - values.mean;
+    const T value = normalized(centered, values.factor, values.offset);
     T result;
     if constexpr (kForward) {
       result = activated<kActivation>(value, values.slope);
     } else {
       result =
           values.a * activation_gradient<kActivation>(value, load_as(given.x[1]), values.slope) +
-          (values.b * centred + values.d);
+          (values.b * centered + values.d);
     }
     static_cast<Storage*>(problem.out)[element] = store_as<Storage>(result);
   }

@@ -58,8 +58,8 @@ inline void unpack_add(const TensorView& buffer, const ops::Regions& regions,
 
 namespace pydist::cuda {
 
-// Launched per group of disjoint boxes, in the boxes' order; up to 128 boxes fit into the parameters
-// of one launch. Planned in each call, while the device does earlier work.
+// Launched per group of disjoint boxes, in the boxes' order; up to 128 boxes fit into the
+// parameters of one launch. Planned in each call, while the device does earlier work.
 void pack(const TensorView& src, const ops::Regions& regions, const TensorView& buffer,
           const Queue& queue);
 void unpack(const TensorView& buffer, const ops::Regions& regions, const TensorView& dst,

@@ -1,8 +1,8 @@
 // Maxima over pooling windows on the CPU: forward here, backward in cpu_max_spread.hpp; pick is the
 // shared body.
 //
-// Forward is not the shared body, in which each thread visits the taps of its target. Here a line of
-// targets visits a tap together, by a loop that is compiled per instruction set (isa_max.cpp).
+// Forward is not the shared body, in which each thread visits the taps of its target. Here a line
+// of targets visits a tap together, by a loop that is compiled per instruction set (isa_max.cpp).
 // Measured on one thread with AVX-512, float, 16 x 64 x 128 x 128 and 32 x 32 x 64 x 64, kernels 2
 // and 3 with stride 2, both layouts, the shared body takes 3 to 11 times as long forward, and 24 to
 // 76 times backward.
@@ -47,10 +47,10 @@ auto maxima_of() {
 }
 
 // Forward. For each plane of targets, the lanes of a line are
-// - channels, if those are adjacent in the target (along_channels): all lanes have the same taps, so
-//   one list of taps serves a full line, and equal windows share it;
-// - else positions along the width (along_width): lane j reads at stride * j, and a tap has the lanes
-//   for which it is inside the array;
+// - channels, if those are adjacent in the target (along_channels): all lanes have the same taps,
+//   so one list of taps serves a full line, and equal windows share it;
+// - else positions along the width (along_width): lane j reads at stride * j, and a tap has the
+//   lanes for which it is inside the array;
 // - for adaptive windows, whose lengths differ along the width, the taps of one window's row
 //   (along_window): a maximum over lanes follows.
 template <class Storage, class Tap>

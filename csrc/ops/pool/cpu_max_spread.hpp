@@ -1,8 +1,8 @@
 // The adjoint of maxima over pooling windows on the CPU: adds each output's gradient to the input
 // of its tap.
 //
-// This is a scatter; the shared body gathers. The body visits for each input all windows that contain
-// it; here each output is visited once (cpu_max.cpp has the measured ratio).
+// This is a scatter; the shared body gathers. The body visits for each input all windows that
+// contain it; here each output is visited once (cpu_max.cpp has the measured ratio).
 #pragma once
 
 #include <algorithm>
@@ -16,10 +16,10 @@
 
 namespace pydist::cpu {
 
-// One call. Tasks are planes of inputs, for one channel or, if channels are adjacent, for a block of
-// channels: no two tasks write one input. Outputs whose windows reach a task's planes are visited in
-// C order, so every input's sum has one order, whatever the tasks. Sums of half types are formed in
-// a float array of the task, then rounded once.
+// One call. Tasks are planes of inputs, for one channel or, if channels are adjacent, for a block
+// of channels: no two tasks write one input. Outputs whose windows reach a task's planes are
+// visited in C order, so every input's sum has one order, whatever the tasks. Sums of half types
+// are formed in a float array of the task, then rounded once.
 template <class Storage, class Tap>
 class MaxSpreader {
   using T = ops::accumulator_t<Storage>;

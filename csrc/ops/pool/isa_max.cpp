@@ -28,8 +28,8 @@ struct Lanes {
 };
 
 // Maxima of kVectors vectors stay in registers during the loop over taps. A value is taken if it is
-// greater or NaN, so the first of equal values stays, and the last of NaNs: torch's rule, as taps are
-// visited in order.
+// greater or NaN, so the first of equal values stays, and the last of NaNs: torch's rule, as taps
+// are visited in order.
 template <int kVectors, int kLanes, class Storage, class T, class Number>
 PYDIST_HD void tile(const PoolMaxLine<Storage, T, Number>& line, std::int64_t lane) {
   using Values = typename Lanes<T, kLanes>::type;

@@ -50,8 +50,8 @@ struct PoolLines {
 // Sums of lines out of an array (gather: Storage to T) and into an array (scatter: T to Storage).
 template <class Storage, class T>
 struct PoolLineIsa {
-  // Without a ReLU, with a ReLU, with a leaky one: gather applies it to the rows, scatter multiplies
-  // the sums by its derivative at the gate.
+  // Without a ReLU, with a ReLU, with a leaky one: gather applies it to the rows, scatter
+  // multiplies the sums by its derivative at the gate.
   void (*gather[3])(const PoolLines<Storage, T, T>&);
   void (*scatter[3])(const PoolLines<T, Storage, T>&);
 };
@@ -82,8 +82,8 @@ struct PoolSumTable {
   PoolLineIsa<double, double> lines_f64;
 };
 
-// A tap of pooling windows: its number, and its lanes [begin, end) of a line. Lane 0 reads the source
-// at `from`.
+// A tap of pooling windows: its number, and its lanes [begin, end) of a line. Lane 0 reads the
+// source at `from`.
 struct PoolTap {
   std::int64_t begin, end, number, from;
 };

@@ -1,8 +1,8 @@
 // Sums and maxima over pooling windows, and their adjoints.
 //
 // Results do not depend on the number of threads: every element is computed by one task, in a fixed
-// order. Maxima and their taps are bit-identical on CPU and devices; sums differ by rounding, as the
-// CPU sums dim by dim.
+// order. Maxima and their taps are bit-identical on CPU and devices; sums differ by rounding, as
+// the CPU sums dim by dim.
 #pragma once
 
 #include "launch/device.hpp"

@@ -18,10 +18,10 @@ enum class MaxOp { kForward, kBackward, kPick };
 // out[n, c, o] = max of in[n, c, i] over the inputs i of window o, and taps[n, c, o] the number
 // (k_d * kernel_h + k_h) * kernel_w + k_w of the maximum; kNoTap<Tap> where `in` holds none.
 //
-// The choice is torch's: the last of NaNs, else the first of equal maxima. It depends only on values
-// and tap numbers, so the results of several arrays (a shard and slabs) can be merged in any order;
-// -inf with kNoTap is neutral. With `accumulate`, forward merges with the values of `out` and `taps`,
-// and pick keeps targets whose tap is not in `in`; else the full target is written.
+// The choice is torch's: the last of NaNs, else the first of equal maxima. It depends only on
+// values and tap numbers, so the results of several arrays (a shard and slabs) can be merged in any
+// order; -inf with kNoTap is neutral. With `accumulate`, forward merges with the values of `out`
+// and `taps`, and pick keeps targets whose tap is not in `in`; else the full target is written.
 struct MaxProblem {
   DType dtype, tap_dtype;  // the taps': uint8 or int32
   index_t batch, channels;

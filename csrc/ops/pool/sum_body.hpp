@@ -1,7 +1,8 @@
 // Sums over pooling windows: the definition, in local indices, and the body for devices.
 //
 // Average pooling over a cut sample: each rank sums its own shard, then adds the contributions of
-// other ranks' slabs to the outputs at the cut (`accumulate`). The scales are those of full windows.
+// other ranks' slabs to the outputs at the cut (`accumulate`). The scales are those of full
+// windows.
 #pragma once
 
 #include <cstdint>
@@ -57,8 +58,8 @@ inline PoolProblem pool_problem(const TensorView& in, const TensorView& out,
 // Index formula: forward, out[o] = scale(o) * sum_{i in inputs_of(o)} in[i]; backward, in[i] =
 //   sum_{o in outputs_of(i)} scale(o) * out[o]: a gather both ways, without atomics.
 // Threads: a warp (or less) per run; lanes as in PoolLanes.
-// Traffic: each source is read kernel volume / stride volume times (mostly from caches), each target
-//   written once.
+// Traffic: each source is read kernel volume / stride volume times (mostly from caches), each
+//   target written once.
 // Proof: tests/native/test_pool_sum.cpp emulates it against a plain loop, in three thread orders.
 // CPU code: another algorithm, dim by dim (cpu_sum.cpp).
 template <PoolOp kOp, class Storage, Activation kActivation = Activation::kNone>

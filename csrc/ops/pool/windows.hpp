@@ -39,8 +39,8 @@ struct TapSpan {
   Index first, begin, end;
 };
 
-// Quotients of indices by a stride. For 32 bits, as on devices, by a product (Divisor): each element
-// needs some, and a division would take longer than its memory accesses.
+// Quotients of indices by a stride. For 32 bits, as on devices, by a product (Divisor): each
+// element needs some, and a division would take longer than its memory accesses.
 template <class Index>
 struct StrideDivisor {
   PYDIST_HD Index quotient(Index index, Index stride) const { return index / stride; }

@@ -84,8 +84,8 @@ def _norm(
     operands = [None if t is None else operand_for(t, layout, layout.shape) for t in affine]
     with torch.no_grad():
         own = gathering.merged()
-    centred = function is F.layer_norm
-    normed = Normalization(rows, None, None, own, plan, eps, centred).result()
+    centered = function is F.layer_norm
+    normed = Normalization(rows, None, None, own, plan, eps, centered).result()
     return wrap(_scaled(normed.view(local.shape), operands).to(dtype), layout, input)
 
 

@@ -44,7 +44,7 @@ from pydist.ops.normalization.norm_plan import NormPlan
 class _Call:
     plan: NormPlan
     eps: float
-    centred: bool
+    centered: bool
     sizes: GroupSizes | None
     handover: Handover[Handed] = field(default_factory=Handover)
 
@@ -59,7 +59,7 @@ class Normalization:
         statistics: of `x`, over all ranks of the plan, as returned by `merged`.
         plan: of the statistics.
         eps: added to the variance.
-        centred: whether the mean is subtracted; if not, the mean of squares replaces the variance.
+        centered: whether the mean is subtracted; if not, the mean of squares replaces the variance.
         sizes: of the sample groups, if the statistics span several.
     """
 
@@ -71,15 +71,15 @@ class Normalization:
         statistics: Tensor,
         plan: NormPlan,
         eps: float,
-        centred: bool = True,
+        centered: bool = True,
         sizes: GroupSizes | None = None,
     ) -> None:
         rows = x.shape[1] * (x.shape[0] if plan.per_sample else 1)
-        self._with_slopes = Rows(statistics, scale, eps, centred).values(shift, rows, x.dtype)
+        self._with_slopes = Rows(statistics, scale, eps, centered).values(shift, rows, x.dtype)
         self._values = self._with_slopes[:3]
         self.x = x
         self._operands = x, scale, shift, statistics, self._values
-        self._call = _Call(plan, eps, centred, sizes)
+        self._call = _Call(plan, eps, centered, sizes)
 
     def result(self) -> Tensor:
         """Computes (x - mean) / sqrt(var + eps) · scale + shift, differentiable twice."""
@@ -159,7 +159,7 @@ class _Normalize(ExchangeFunction):
         grad = strided_like(grad, x)
         if sums is None:
             sums = gradient_sums(grad, x, transform)
-        rows = Rows(statistics, scale, call.eps, call.centred)
+        rows = Rows(statistics, scale, call.eps, call.centered)
         affine = sums.new_empty(2, x.shape[1]) if for_scale or for_shift else None
         totals = rows.totals(values, sums, affine)
         if for_x and plan.ranks > 1:
@@ -207,7 +207,7 @@ def _composed(x: Tensor, n: Tensor, call: _Call) -> Tensor:
         part = t.sum(over, keepdim=True)
         return sum_ranks(part, plan.mesh, plan.axes, sizes=call.sizes) / n
 
-    if call.centred:
+    if call.centered:
         values = values - enter(mean_of(values), copies)
     inverse = torch.rsqrt(mean_of(values * values) + call.eps)
     return (values * enter(inverse, copies)).reshape(x.shape)

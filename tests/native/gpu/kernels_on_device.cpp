@@ -1,6 +1,6 @@
-// Every kernel on a CUDA device against the same kernel on the CPU: small, and with no library but
-// the CUDA runtime, so that compute-sanitizer goes through it in seconds (tools/gpu_check.sh). With
-// PYDIST_CUDA=EMULATED all of it runs on the host.
+// Every kernel on a CUDA device against the same kernel on the CPU: small, and without libraries
+// except the CUDA runtime, so that compute-sanitizer takes only seconds (tools/gpu_check.sh). With
+// PYDIST_CUDA=EMULATED, all kernels run on the host.
 #include <cuda_runtime.h>
 
 #include <cstdio>
@@ -19,8 +19,8 @@ using namespace testing;
 
 constexpr int kSkipped = 77;
 
-// Boxes that overlap and an empty one, more of them than fit into a small table, and lines that do
-// not overlap, more of them than one launch takes.
+// Boxes that overlap and an empty one, more than a small table holds, and disjoint lines, more than
+// the maximum of one launch.
 std::vector<std::vector<Box>> box_lists(Random& random, const Coords& shape) {
   const auto part_of = [&](Coords lo, Coords hi, int first_dim) {
     for (int dim = first_dim; dim < shape.ndim(); ++dim) {
@@ -54,9 +54,9 @@ void packing(Random& random) {
     for (const std::vector<Box>& boxes : box_lists(random, shape)) {
       Array view(random, dtype, shape);
       const ops::Regions regions(boxes);
-      const Coords row{regions.elements() + 1};  // an allocation of none is none
+      const Coords row{regions.elements() + 1};  // an allocation must not be empty
       Array buffer(random, dtype, row, Coords{1});
-      cpu::unpack(buffer.host(), regions, view.host());  // the last of several boxes stays
+      cpu::unpack(buffer.host(), regions, view.host());  // the last of several boxes remains
       cuda::unpack(buffer.device(), regions, view.device(), queue);
       expect("unpack", view, 0);
       cpu::unpack_add(buffer.host(), regions, view.host());

@@ -42,12 +42,12 @@ void convolution(Random& random) {
 namespace {
 
 struct Layer {
-  index_t groups, in_channels, out_channels;  // channels of a group
+  index_t groups, in_channels, out_channels;  // channels per group
   bool channels_last;
 };
 
-// One operation, from values that the format of the products holds exactly; in three products, from
-// such as one of tf32 does not. Returns whether several blocks shared a sum.
+// Tests one operation with values that are exact in the products' format; for three products,
+// with values that are not exact in one tf32. Returns whether several blocks share a sum.
 template <ConvOp kOp>
 bool on_tensor_cores(Random& random, DType dtype, ops::ConvMath math, const Layer& layer) {
   const double scale = math == ops::ConvMath::kTf32x3 ? 1.0 / 3 : 1;
@@ -67,7 +67,7 @@ bool on_tensor_cores(Random& random, DType dtype, ops::ConvMath math, const Laye
   });
   const Array partial(random, DType::kFloat32, {floats + 1}, Coords{1});
   const ops::MmaCall call{math, static_cast<float*>(partial.device().data)};
-  const double tolerance = 4 * tolerance_of(dtype);  // tensor cores cut what they add
+  const double tolerance = 4 * tolerance_of(dtype);  // tensor cores truncate in sums
   if constexpr (kOp == ConvOp::kForward) {
     cpu::boundary_conv_forward(on_host);
     cuda::boundary_conv_forward(on_device, call, queue);
@@ -102,7 +102,7 @@ void tensor_cores(Random& random) {
       }
     }
   }
-  (split > 0 ? passed : failed) += 1;  // shared sums were among them
+  (split > 0 ? passed : failed) += 1;  // some had shared sums
 }
 
 namespace {
@@ -211,7 +211,7 @@ void norm(Random& random, const Norm& given) {
         kParts};
   };
   const double of_sums = 4 * tolerance_of(sum_dtype), of_elements = 4 * tolerance_of(dtype);
-  cpu::norm_moments(problem(true, false));  // statistics know no activation
+  cpu::norm_moments(problem(true, false));  // statistics ignore the activation
   cuda::norm_moments(problem(false, false), queue);
   expect("norm_moments", sums, of_sums);
   cpu::norm_apply(problem(true, learned));
@@ -225,7 +225,7 @@ void norm(Random& random, const Norm& given) {
   expect("norm_grad_input", out, of_elements);
 }
 
-// What is computed of rows, with all arrays on one side.
+// The computations per row, with all arrays on one side.
 void norm_rows(Random& random, DType dtype, index_t members) {
   constexpr index_t kChannels = 12, kRows = 2 * kChannels;
   const index_t groups = kRows / members;
@@ -243,7 +243,7 @@ void norm_rows(Random& random, DType dtype, index_t members) {
       return (host ? array.host() : array.device()).data;
     };
     const auto doubles = [&](const Array& array) { return static_cast<double*>(at(array)); };
-    // Of random moments the variance may be negative: eps makes it positive.
+    // The variance of random moments may be negative: eps makes it positive.
     return ops::NormRows{dtype == DType::kFloat64,
                          true,
                          groups,

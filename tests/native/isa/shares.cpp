@@ -1,4 +1,4 @@
-// What an isa_*.cpp must not do: its loop calls an inline function that gets a copy of its own.
+// An error in an isa_*.cpp: its loop calls an inline function that is compiled as a separate copy.
 __attribute__((noinline)) inline double shared_by_all(double value) { return value * 3; }
 
 namespace pydist::cpu::x86_64_v4 {

@@ -28,7 +28,7 @@ from support.equivalence import (
     shard,
 )
 from support.equivalence.strategies import cuts
-from support.networks.small import initialised
+from support.networks.small import initialized
 
 CONV = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
 
@@ -264,7 +264,7 @@ class Decoder(nn.Module):
 def test_a_unet(spatial, extents, keep_thin_blocks):
     for kernel, skip_first in ((3, True), (2, False)):
         task = Task(
-            initialised(Decoder(kernel, skip_first)),
+            initialized(Decoder(kernel, skip_first)),
             randn(1, 2, *extents, seed=1),
             randn(1, 2, *extents, seed=2),
             F.mse_loss,

@@ -171,8 +171,8 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def step_in_channels_last(
     case: tuple[tuple[int, ...], tuple[int, ...], list[list[int] | None], dict[str, Any]],
     functions: Functions,
-"""Checks that forward and backward of a channels-last input keep its memory format."""
-    """Forward and backward of a channels-last input; so are the result and the gradient."""
+) -> None:
+    """Checks that forward and backward of a channels-last input keep its memory format."""
     shape, weight, points, options = case
     last = {4: torch.channels_last, 5: CL}[len(shape)]
 

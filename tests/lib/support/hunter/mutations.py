@@ -80,8 +80,8 @@ def _mutation(name: str, point: int, *only: str) -> Callable[[Callable[[], Patch
 
 
 @_mutation("pool-looked-at", 1, "look")
-"""Sends the halo of a fused pool before the ReLU; that of an unfused pool, after the ReLU."""
-    """A pool that fuses a ReLU sends its halo before the ReLU; one that does not, after."""
+def _pool_sends_before_the_relu() -> Patches:
+    """Sends the halo of a fused pool before the ReLU; that of an unfused pool, after the ReLU."""
 
     def pool(self: AveragePlan, x: Tensor, negative_slope: float = 1.0) -> Tensor:
         exchanges, means = self.exchanges(x), self.averaging.means
@@ -187,7 +187,7 @@ def _norms_read_their_weights_late() -> Patches:
     def late(method: Any) -> Any:
         def read(self: Normalization, *given: Any) -> Any:
             x, scale, shift, statistics, values = self._operands
-            rows = Rows(statistics, scale, self._call.eps, self._call.centred)
+            rows = Rows(statistics, scale, self._call.eps, self._call.centered)
             values.copy_(rows.values(shift, values.shape[1], x.dtype)[:3])
             return method(self, *given)
 
@@ -207,8 +207,8 @@ def _stale_views_are_used() -> Patches:
 
 
 @_mutation("indices-local", 5, "indices")
-"""Returns indices into this rank's shard from `torch.where(condition)` and similar calls."""
-    """`torch.where(condition)` and its kin return indices into this rank's shard."""
+def _indices_of_the_shard() -> Patches:
+    """Returns indices into this rank's shard from `torch.where(condition)` and similar calls."""
     return [patch.object(nonzero, "_indices", lambda x: local_of(x).detach().nonzero())]
 
 

@@ -19,7 +19,7 @@ from pydist.optim import gather_gradients, sharded
 from support.equivalence import jittered, layout_at, randint, randn
 from support.equivalence.one_device import with_noise
 from support.hunter.program import Program
-from support.networks.small import initialised
+from support.networks.small import initialized
 from support.random_networks.blocks import checkpointed, make
 
 OVER = ("same", "rows", "share", "mean", "together")
@@ -99,7 +99,7 @@ class World:
         """Creates a network of the program, equal at every call."""
         layers = self.program.networks[name]
         index = list(self.program.networks).index(name)
-        model = initialised(nn.Sequential(*map(make, layers)), index)
+        model = initialized(nn.Sequential(*map(make, layers)), index)
         self.stir(model)
         if self.mesh is None:
             for layer in model.modules():

@@ -16,7 +16,7 @@ BATCH = 4
 SHAPE = (BATCH, 2, 12, 10, 9)
 
 
-def initialised(model: nn.Module, seed: int = 0) -> nn.Module:
+def initialized(model: nn.Module, seed: int = 0) -> nn.Module:
     """Returns the model in fp64, with newly drawn parameters.
 
     They do not come from the global generator, which rank-threads share.
@@ -45,7 +45,7 @@ def small(norm: bool = False, dropout: float = 0.0, seed: int = 0) -> nn.Module:
         nn.LeakyReLU(),
         nn.Linear(6, 3),
     )
-    return initialised(model, seed)
+    return initialized(model, seed)
 
 
 def small_task(norm: bool = False) -> Task:

@@ -19,7 +19,7 @@ _BOXES = ("nms", "qnms")
 
 @cache
 def declare_missing_operators() -> torch.library.Library | None:
-    """Declares the operators whose library torchvision is missing; returns it to keep them."""
+    """Declares torchvision's operators without their compiled library; returns it to keep them."""
     if importlib.util.find_spec("torchvision") is None:
         return None
     with contextlib.suppress(ImportError, RuntimeError):

@@ -120,18 +120,18 @@ TORCH = f"torch {torch.__version__.split('+')[0]}"
 
 HEAD = f"""# Operators
 
-What each call gives on sharded tensors: with one rank, where nothing is split, and with the first
+Results of each call on sharded tensors: with one rank, where nothing is split, and with the first
 spatial dim of every tensor cut unevenly over two. `tests/lib/support/operators/table.py` runs them
-all against {TORCH} on one device and writes this page; a test keeps it true.
+all against {TORCH} on one device and writes this page; a test checks it.
 
-`FBD`: forward, backward and double backward are those of one device. `·`: torch has none itself
-(no derivative, or not in this type). `refused`: stops with the call's name, the module and the way
-on; `F, then refused`: the result is there, its derivative is not. bf16 is autocast of fp32.
+`FBD`: forward, backward and double backward equal those of one device. `·`: torch itself has none
+(no derivative, or not in this type). `refused`: an error names the call, the module and a
+workaround; `F, then refused`: the result exists, its derivative does not. bf16 is autocast of fp32.
 
 x and y are `[N, C, D, H, W]`, x1 `[N, C, W]`, x2 `[N, C, H, W]`, u and v like x with values between
 0 and 1; mask is boolean, labels are integers; `p(...)` is a parameter. `assigned(x, y)` does
-`x[:, :2] = y[:, 2:]`. Functions, methods, operators and forms in place of the same name go the same
-way.
+`x[:, :2] = y[:, 2:]`. Functions, methods, operators and in-place forms of the same name behave
+identically.
 """
 
 

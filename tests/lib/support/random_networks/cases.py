@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from support.equivalence import Points, Task, randint, randn, whole_step
 from support.equivalence.one_device import Reference
 from support.equivalence.strategies import GRIDS, points
-from support.networks.small import initialised
+from support.networks.small import initialized
 from support.random_networks.blocks import make
 from support.random_networks.chains import grow
 from support.random_networks.spot import Source, Spot, call
@@ -115,7 +115,7 @@ def cases(draw: st.DrawFn) -> Case:
     body, after = grow(numbers, shape, draw(st.integers(1, 7)), 2)
     head = draw_head(Spot(numbers, after, 0))
     losses = [*LIKE, *(CLASSES if draw(st.booleans()) else ())]
-    model = initialised(make(call("nn.Sequential", *body, *head)))
+    model = initialized(make(call("nn.Sequential", *body, *head)))
     grid = draw(st.sampled_from([g for g in GRIDS[dims] if max(g) < 8] * 3 + GRIDS[dims]))
     cut: list[Points] = [draw(points(n, parts)) for n, parts in zip(extents, grid, strict=True)]
     return Case(model, shape, cut, draw(st.sampled_from(losses)), draw(st.booleans()))

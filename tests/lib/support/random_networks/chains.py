@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from support.equivalence import randn
-from support.networks.small import initialised
+from support.networks.small import initialized
 from support.random_networks.blocks import make
 from support.random_networks.expressions import piece, pointwise, reduction, reshaped
 from support.random_networks.layers import (
@@ -84,7 +84,7 @@ def shape_after(source: Source, shape: Sequence[int]) -> tuple[int, ...] | None:
     """Returns the shape of the result; `None` if torch refuses, or for an unusable result."""
     x = randn(*shape).requires_grad_()
     try:
-        y = initialised(make(source))(x * 1.0)
+        y = initialized(make(source))(x * 1.0)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return None
     fits = (

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.equivalence import randint, randn
-from support.networks.small import initialised
+from support.networks.small import initialized
 
 BATCH, EPOCHS, CLIP = 2, 2, 0.5
 X, LABELS = randn(8, 1, 8, 6, 5), randint(2, 8, 8, 6, 5)
@@ -20,7 +20,7 @@ Trained = tuple[list[float], list[Tensor]]
 
 def network() -> nn.Module:
     """Creates the network, equal at every call."""
-    return initialised(
+    return initialized(
         nn.Sequential(
             nn.Conv3d(1, 4, 3, padding=1),
             nn.BatchNorm3d(4),

@@ -75,7 +75,7 @@ _METADATA = {
 }  # fmt: skip
 
 
-class ScatteredGradient(Tensor):
+class PartitionedGradient(Tensor):
     """Placeholder for a parameter's gradient that is partitioned over the ranks (ZeRO-1).
 
     It has the shape of the gradient but no values: each rank has the mean over all ranks for its
@@ -96,9 +96,9 @@ class ScatteredGradient(Tensor):
     """Its index in the family."""
 
     @staticmethod
-    def __new__(cls, parameter: Tensor, piece: Tensor, family: Family) -> ScatteredGradient:
+    def __new__(cls, parameter: Tensor, piece: Tensor, family: Family) -> PartitionedGradient:
         """Makes the placeholder for the gradient of `parameter`."""
-        made: ScatteredGradient = Tensor._make_wrapper_subclass(
+        made: PartitionedGradient = Tensor._make_wrapper_subclass(
             cls,
             parameter.shape,
             strides=parameter.stride(),
@@ -114,7 +114,7 @@ class ScatteredGradient(Tensor):
         super().__init__()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"ScatteredGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"PartitionedGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_function__(
@@ -155,12 +155,12 @@ def _handles(*functions: Any) -> Callable[[_Handler], _Handler]:
 
 
 @_handles(Tensor.__repr__)
-def _repr(_: Any, grad: ScatteredGradient, **__: Any) -> str:
-    return ScatteredGradient.__repr__(grad)
+def _repr(_: Any, grad: PartitionedGradient, **__: Any) -> str:
+    return PartitionedGradient.__repr__(grad)
 
 
 @_handles(Tensor.zero_)
-def _zero(_: Any, grad: ScatteredGradient) -> ScatteredGradient:
+def _zero(_: Any, grad: PartitionedGradient) -> PartitionedGradient:
     grad.piece.zero_()
     grad.pending, grad.arriving = None, False
     grad.family.forget_norms()
@@ -177,7 +177,7 @@ def _zero_all(_: Any, grads: Sequence[Tensor]) -> None:
 def _elementwise(func: Any, grad: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Applies an element-wise in-place change to this rank's part."""
     given = (*args, *kwargs.values())
-    if not isinstance(grad, ScatteredGradient) or not all(map(_is_number, given)):
+    if not isinstance(grad, PartitionedGradient) or not all(map(_is_number, given)):
         raise _refusal(func.__name__)
     for tensor in _numbers([grad], linear=func is not Tensor.clamp_):
         func(tensor, *args, **kwargs)
@@ -202,12 +202,12 @@ def _clamp_all(func: Any, grads: Sequence[Tensor], bound: Any) -> None:
 def _unscale(func: Any, grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     """Unscales gradients for `GradScaler`; an infinite value on any rank counts on all ranks."""
     func(_numbers(grads, linear=True), found_inf, inv_scale)
-    family = next(grad.family for grad in grads if isinstance(grad, ScatteredGradient))
+    family = next(grad.family for grad in grads if isinstance(grad, PartitionedGradient))
     family.transport.all_reduce(found_inf, "max")
 
 
 @_handles(torch.linalg.vector_norm)
-def _norm(_: Any, grad: ScatteredGradient, ord: float = 2.0) -> Tensor:
+def _norm(_: Any, grad: PartitionedGradient, ord: float = 2.0) -> Tensor:
     refuse_pending(grad)
     return grad.family.norm(grad.member, float(ord)).to(grad.dtype)
 
@@ -221,7 +221,7 @@ def _numbers(grads: Iterable[Tensor], *, linear: bool) -> list[Tensor]:
     """Returns this rank's tensors that an in-place change, `linear` or not, applies to."""
     found = []
     for grad in grads:
-        if not isinstance(grad, ScatteredGradient):
+        if not isinstance(grad, PartitionedGradient):
             found.append(grad)
             continue
         grad.family.forget_norms()
@@ -233,7 +233,7 @@ def _numbers(grads: Iterable[Tensor], *, linear: bool) -> list[Tensor]:
     return found
 
 
-def refuse_pending(grad: ScatteredGradient) -> None:
+def refuse_pending(grad: PartitionedGradient) -> None:
     """Refuses a gradient with a part that is not reduced yet."""
     if grad.pending is not None or grad.arriving:
         raise NotSupported(
@@ -244,7 +244,7 @@ def refuse_pending(grad: ScatteredGradient) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, ScatteredGradient):
+    if isinstance(value, PartitionedGradient):
         return False
     return (
         value is None

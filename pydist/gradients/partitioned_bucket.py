@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pydist.comm.consensus import any_rank
 from pydist.gradients.bucket import Bucket, Remnant, fits, pending_gradient
+from pydist.gradients.partitioned import Family, PartitionedGradient
 from pydist.gradients.rows import in_order_of, memory_of
-from pydist.gradients.scattered import Family, ScatteredGradient
 
 if TYPE_CHECKING:
     from pydist.comm.interface.transport import Transport
@@ -35,7 +35,7 @@ class Part(NamedTuple):
     """The parameter's first element in its bucket."""
 
 
-class ScatteredBucket(Bucket):
+class PartitionedBucket(Bucket):
     """A bucket whose gradients and optimizer step are partitioned over the ranks (ZeRO-1).
 
     The bucket is one row of elements; each rank owns an interval, and keeps only its mean. The
@@ -56,7 +56,7 @@ class ScatteredBucket(Bucket):
         self.transport = transport
         self.counts = [b - a for a, b in itertools.pairwise(points)]
         self._lo, self._hi = points[transport.rank], points[transport.rank + 1]
-        self.kept: dict[int, ScatteredGradient] = {}
+        self.kept: dict[int, PartitionedGradient] = {}
         self._own: Tensor | None = None
         self._released: set[int] = set()
 
@@ -93,7 +93,7 @@ class ScatteredBucket(Bucket):
         for leaf in self.leaves:
             parameter = leaf.parameter()
             grad = None if parameter is None else parameter.grad
-            if parameter is None or grad is None or isinstance(grad, ScatteredGradient):
+            if parameter is None or grad is None or isinstance(grad, PartitionedGradient):
                 continue
             if not leaf.keeps_graph and fits(leaf, grad):
                 parameter.grad = None
@@ -115,14 +115,14 @@ class ScatteredBucket(Bucket):
             if leaf.keeps_graph:
                 continue
             earlier = self.kept.get(leaf.key)
-            if earlier is None and isinstance(grad, ScatteredGradient):
+            if earlier is None and isinstance(grad, PartitionedGradient):
                 earlier = grad
             if earlier is None and not exists(leaf):
                 continue
             piece = self._own[self._place(part)]
             if earlier is not None:
                 piece += earlier.piece
-            parameter.grad = ScatteredGradient(parameter, piece, family)
+            parameter.grad = PartitionedGradient(parameter, piece, family)
         self._forget()
 
     def interrupt(self) -> None:
@@ -138,11 +138,11 @@ class ScatteredBucket(Bucket):
                 continue
             if grad is None and leaf.key not in self._released:
                 continue
-            if not isinstance(grad, ScatteredGradient):
+            if not isinstance(grad, PartitionedGradient):
                 count = part.stop - part.start
                 kind = leaf.kind
                 zeros = torch.zeros(count, dtype=kind.dtype, device=kind.device)
-                grad = parameter.grad = ScatteredGradient(parameter, zeros, family)
+                grad = parameter.grad = PartitionedGradient(parameter, zeros, family)
             elif grad.pending is None and leaf.key not in self._released:
                 continue
             grad.pending, grad.arriving = None, True
@@ -152,7 +152,7 @@ class ScatteredBucket(Bucket):
         """See `Bucket.remnant`."""
         parameter = leaf.parameter()
         grad = None if parameter is None else parameter.grad
-        if not isinstance(grad, ScatteredGradient):
+        if not isinstance(grad, PartitionedGradient):
             return super().remnant(leaf)
         if grad.arriving:
             return Remnant.SENT
@@ -169,9 +169,9 @@ class ScatteredBucket(Bucket):
             if parameter is None or parameter.grad is None or remnants[leaf] is not Remnant.SENT:
                 continue
             piece, pending = self._own[self._place(part)], pending_gradient(parameter)
-            if isinstance(parameter.grad, ScatteredGradient):
+            if isinstance(parameter.grad, PartitionedGradient):
                 piece += parameter.grad.piece
-            parameter.grad = ScatteredGradient(parameter, piece, family)
+            parameter.grad = PartitionedGradient(parameter, piece, family)
             parameter.grad.pending = pending
         self._forget()
 
@@ -183,7 +183,7 @@ class ScatteredBucket(Bucket):
     def set_aside(self, parameter: Tensor) -> None:
         """Sets a partitioned gradient aside, if there is one, so that a backward accumulates."""
         grad = parameter.grad
-        if isinstance(grad, ScatteredGradient):
+        if isinstance(grad, PartitionedGradient):
             self.kept[id(parameter)] = grad
             parameter.grad, grad.pending = grad.pending, None
 
@@ -196,7 +196,9 @@ class ScatteredBucket(Bucket):
     def gather_gradients(self) -> None:
         """Gathers the full gradients on all ranks. Collective."""
         found = {leaf.key: leaf.parameter() for leaf in self.leaves}
-        mine = any(p is not None and isinstance(p.grad, ScatteredGradient) for p in found.values())
+        mine = any(
+            p is not None and isinstance(p.grad, PartitionedGradient) for p in found.values()
+        )
         # One rank alone may keep a replaced parameter.
         if not any_rank(self.transport, mine):
             return
@@ -205,14 +207,14 @@ class ScatteredBucket(Bucket):
         own = row[self._lo : self._hi]
         for leaf, part in self.parts():
             parameter = found[leaf.key]
-            if parameter is not None and isinstance(parameter.grad, ScatteredGradient):
+            if parameter is not None and isinstance(parameter.grad, PartitionedGradient):
                 own[self._place(part)] = parameter.grad.piece
         self.transport.all_gather_async(own, row, self.counts).wait()
         alone = len(self.leaves) == 1
         for leaf, piece in zip(self.leaves, self._places_in(row), strict=True):
             parameter = found[leaf.key]
             grad = None if parameter is None else parameter.grad
-            if parameter is not None and isinstance(grad, ScatteredGradient):
+            if parameter is not None and isinstance(grad, PartitionedGradient):
                 parameter.grad = piece if alone else piece.clone()
                 if grad.pending is not None:
                     parameter.grad += grad.pending
