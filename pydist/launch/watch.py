@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from pydist import owner
 from pydist._loader import native
 from pydist.errors import RankLost, UsageError
 from pydist.launch.elsewhere import Elsewhere, Place, Waiting, waiting_at
@@ -139,15 +140,8 @@ def _open_board(who: Identity) -> int:
         os.truncate(board, 0)
     fcntl.flock(board, fcntl.LOCK_SH)
     file = os.fstat(board)
-    _pages.append(f"{_boot()} {file.st_dev} {file.st_ino}")
+    _pages.append(f"{owner.kernel()} {file.st_dev} {file.st_ino}")
     return board
-
-
-def _boot() -> str:
-    """Returns an identity of this machine since its boot."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return socket.gethostname()
 
 
 def _sweep(folder: Path, own: Path) -> None:

@@ -7,18 +7,17 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from pydist import owner
 from pydist.profile.spans import Span
 
 if TYPE_CHECKING:
     from pydist.comm import Transport
 
 _ROUNDS = 9
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -102,17 +101,8 @@ def clock_offset(world: Transport) -> float:
         now = torch.tensor([time.perf_counter()], dtype=torch.float64)
         everyones = world.all_gather(now)
         differences.append(float(everyones[0] - now))
-    machines = world.all_gather_bytes(_machine())
-    same = machines[0] and machines[0] == machines[world.rank]
-    return 0.0 if same else statistics.median(differences)
-
-
-def _machine() -> bytes:
-    """Returns an id shared by ranks with the same `time.perf_counter`; empty if unknown."""
-    try:
-        return _BOOT.read_bytes()
-    except OSError:
-        return b""
+    machines = world.all_gather_bytes(owner.kernel().encode())
+    return 0.0 if machines[0] == machines[world.rank] else statistics.median(differences)
 
 
 def _gather(world: Transport, text: str) -> list[str]:

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from pydist import owner
 from pydist.comm import Transport, run_local
-from pydist.profile import gathering
 from pydist.profile.gathering import RankSpans, Timeline, clock_offset, gather_spans
 from pydist.profile.spans import Span
 from pydist.profile.summary import summarize
@@ -82,7 +82,7 @@ def test_clocks_of_other_machines_are_set_to_that_of_rank_0(monkeypatch):
         own = [Span("compute", "conv", False, 5.0 + late, 6.0 + late, 1.0)]
         return gather_spans(t, ["conv"], Timeline([4.0 + late, 7.0 + late], own))
 
-    monkeypatch.setattr(gathering, "_machine", lambda: str(number()).encode())
+    monkeypatch.setattr(owner, "kernel", lambda: str(number()))
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead * number())
     (zero, one), nothing = run_local(body, 2)
     assert nothing == []

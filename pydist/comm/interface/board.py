@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import os
 import secrets
-import socket
 import tempfile
 from pathlib import Path
 from typing import Protocol
@@ -51,7 +50,7 @@ def share_board(board: native.CallBoard, group: Group) -> bool:
     """
     path, page = _make()
     try:
-        rows = _gather(group, f"{_machine()}\n{path}" if page is not None else "")
+        rows = _gather(group, f"{owner.kernel()}\n{path}" if page is not None else "")
         near = {(group.rank + step) % group.size for step in (1, -1)} - {group.rank}
         machine = rows[group.rank].partition("\n")[0]
         neighbors = []
@@ -97,12 +96,6 @@ def _mapped(path: str) -> mmap.mmap:
         return mmap.mmap(handle, _PAGE_BYTES, access=mmap.ACCESS_READ)
     finally:
         os.close(handle)
-
-
-def _machine() -> str:
-    """Identifies the machine; containers that share no files fail to open them instead."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return socket.gethostname() + (boot.read_text().strip() if boot.exists() else "")
 
 
 def _gather(group: Group, text: str) -> list[str]:
