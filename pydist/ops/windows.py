@@ -57,6 +57,7 @@ class WindowPlan:
         layout: of the input.
         window: of every spatial dim.
         out_channels: of the result.
+        channels: split of the result's channels.
         out: layout of the result; derived from `layout` by default.
 
     Attributes:
@@ -66,7 +67,12 @@ class WindowPlan:
     """
 
     def __init__(
-        self, layout: Layout, window: Window, out_channels: int, out: Layout | None = None
+        self,
+        layout: Layout,
+        window: Window,
+        out_channels: int,
+        channels: Split | None = None,
+        out: Layout | None = None,
     ) -> None:
         self.layout, self.window = layout, window
         spatial = range(2, len(layout.shape))
@@ -79,7 +85,7 @@ class WindowPlan:
                 f"a window of kernel {window.kernel}, dilation {window.dilation} and padding "
                 f"{window.padding} does not fit into the extents {layout.shape[2:]}"
             )
-        splits = list(layout.splits)
+        splits = [layout.splits[0], channels, *layout.splits[2:]]
         for d, footprint in zip(spatial, footprints, strict=True):
             split = layout.splits[d]
             if split is not None:
@@ -234,10 +240,12 @@ class Exchanges:
         return y
 
 
-def plan_window(layout: Layout, window: Window, out_channels: int) -> WindowPlan:
-    """Returns the cached plan of a window operation on a layout."""
-    key = ("window", layout, window, out_channels)
-    return layout.mesh.session.plan(key, lambda: WindowPlan(layout, window, out_channels))
+def plan_window(
+    layout: Layout, window: Window, out_channels: int, channels: Split | None = None
+) -> WindowPlan:
+    """Returns the cached plan of a window operation on a layout; see `WindowPlan`."""
+    key = ("window", layout, window, out_channels, channels)
+    return layout.mesh.session.plan(key, lambda: WindowPlan(layout, window, out_channels, channels))
 
 
 def as_tuple(value: int | Sequence[int], dims: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import pydist
 from pydist import Mesh, ShardedTensor, run_local
-from pydist.errors import NotSupported
+from pydist.errors import UsageError
 from support.equivalence import FP64_BOUND, error
 
 GROUPS = {
@@ -96,24 +96,117 @@ def test_a_layout_may_cut_the_channels(call):
             assert error(mine, expected) < FP64_BOUND
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x: F.conv3d(x, torch.ones(3, 4, 3, 3, 3).double()),
-        lambda x: F.conv_transpose3d(x, torch.ones(4, 2, 2, 2, 2).double(), stride=2),
-        lambda x: F.batch_norm(x, None, None, training=True),
-        lambda x: F.group_norm(x, 2),
-    ],
-    ids=["convolution", "transposed", "batch norm", "group norm"],
-)
-def test_calls_that_need_all_channels_are_refused_by_name(call):
+def head() -> nn.Module:
+    return nn.Sequential(nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, 5), nn.Linear(5, 3))
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "convolution": lambda: nn.Conv3d(4, 6, 3, padding=1),
+    "without bias, of stride 2": lambda: nn.Conv3d(4, 5, 3, 2, 1, bias=False),
+    "unpadded": lambda: nn.Conv3d(4, 3, 3),
+    "fewer filters than ranks": lambda: nn.Conv3d(4, 1, 1),
+    "two groups": lambda: nn.Conv3d(4, 6, 3, padding=1, groups=2),
+    "depthwise": lambda: nn.Conv3d(4, 8, 3, padding=1, groups=4),
+    "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv3d(4, 6, 3, padding=1)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Conv3d(4, 6, 1)),
+    "transposed": lambda: nn.ConvTranspose3d(4, 3, 2, stride=2),
+    "batch norm": lambda: nn.BatchNorm3d(4),
+    "batch norm in evaluation": lambda: nn.BatchNorm3d(4).eval(),
+    "instance norm": lambda: nn.InstanceNorm3d(4, affine=True, track_running_stats=True),
+    "group norm": lambda: nn.GroupNorm(2, 4),
+    "group norm over ranks": lambda: nn.GroupNorm(1, 4),
+    "local response norm": lambda: nn.LocalResponseNorm(3),
+    "PReLU": lambda: nn.PReLU(4),
+    "norm and PReLU": lambda: nn.Sequential(nn.InstanceNorm3d(4), nn.PReLU(4)),
+    "pixel unshuffle": lambda: nn.PixelUnshuffle(2),
+    "channel shuffle": lambda: nn.ChannelShuffle(2),
+    "dropout of channels": lambda: nn.Sequential(nn.Conv3d(4, 4, 1), nn.Dropout3d(0.0)),
+    "head": head,
+}
+
+
+@pytest.mark.parametrize("is_cut", [True, False], ids=["cut", "whole"])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_layers_on_split_channels(make, is_cut):
+    torch.manual_seed(0)
+    whole = make().double()
     x = torch.randn(2, 4, 6, 4, 4, dtype=torch.float64)
+
+    def run(layer: nn.Module, x: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        (grad,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+        grad.square().sum().backward()  # a gradient penalty: second order
+        grads = [p.grad for p in layer.parameters()]
+        found = [y.detach(), x.grad, *grads, *(b for b in layer.buffers())]
+        return [each for each in found if each is not None]
+
+    def split(world: pydist.comm.Transport) -> list[Tensor]:
+        mesh = Mesh(world, 1, (2, 1, 1), axes={"channel": 2})
+        dims = {1: "channel", 2: "depth"} if is_cut else {2: "depth"}
+        model = pydist.parallelize(copy.deepcopy(whole), mesh)
+        found = run(model, pydist.distribute_tensor(x, mesh, dims=dims))
+        return [t.full_tensor() if isinstance(t, ShardedTensor) else t for t in found]
+
+    expected = run(copy.deepcopy(whole), x)
+    for found in run_local(split, 4):
+        assert len(found) == len(expected)
+        for mine, other in zip(found, expected, strict=True):
+            assert error(mine, other) < 4 * FP64_BOUND
+
+
+def test_layers_split_outputs_and_inputs_in_turn():
+    layers = nn.Conv3d(2, 8, 3, padding=1), nn.BatchNorm3d(8), nn.Conv3d(8, 4, 1), head()
+    whole, sample = nn.Sequential(*layers), torch.randn(1, 2, 4, 4, 4)
+
+    def split(world: pydist.comm.Transport) -> list[tuple[int, ...]]:
+        mesh = Mesh(world, 1, (2, 1, 1), axes={"channel": 3})
+        model = pydist.parallelize(copy.deepcopy(whole), mesh)
+        x = pydist.distribute_tensor(sample, mesh, dims={2: "depth"})
+        shapes = []
+        for layer in model:
+            x = layer(x)
+            shapes.append(tuple(x.to_local().shape))
+        return shapes
+
+    for rank, shapes in enumerate(run_local(split, 6)):
+        filters = (3, 3, 2)[rank // 2]  # 8 filters over 3 ranks
+        assert shapes[0] == shapes[1] == (1, filters, 2, 4, 4)
+        assert shapes[2] == (1, 4, 2, 4, 4)
+        assert shapes[3] == (1, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast(dtype):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Conv3d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 4, 3, padding=1))
+    x = torch.randn(1, 2, 8, 6, 6)
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+            return model(x).detach()
+
+    def split(world: pydist.comm.Transport) -> Tensor:
+        mesh = Mesh(world, 1, (2, 1, 1), axes={"channel": 2})
+        y = run(pydist.parallelize(copy.deepcopy(whole), mesh), pydist.distribute_tensor(x, mesh))
+        assert y.dtype == dtype
+        return y.full_tensor()
+
+    exact = run(copy.deepcopy(whole), x).float()
+    for found in run_local(split, 4):
+        assert error(found.float(), exact) < (1e-5 if dtype is torch.float32 else 2e-2)
+
+
+def test_channels_that_do_not_fit_are_named():
+    x = torch.randn(1, 4, 4, 4, 4)
 
     def split(world: pydist.comm.Transport) -> str:
         mesh = Mesh(world, 1, axes={"channel": 2})
-        with pytest.raises(NotSupported) as caught:
-            call(pydist.distribute_tensor(x, mesh, dims={1: "channel"}))
+        with pytest.raises(UsageError) as caught:
+            F.conv3d(
+                pydist.distribute_tensor(x, mesh, dims={1: "channel"}), torch.ones(4, 3, 1, 1, 1)
+            )
         return str(caught.value)
 
     for text in run_local(split, 2):
-        assert "channels" in text
+        assert "4 channels does not fit a weight of shape (4, 3, 1, 1, 1)" in text

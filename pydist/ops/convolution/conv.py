@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
-from pydist.layout import Layout
+from pydist.comm.interface.reduction import WIDER
+from pydist.errors import UsageError
+from pydist.exchange.adjoints import sum_ranks
+from pydist.gradients.members import use_as_parameter
+from pydist.layout import Layout, Split
+from pydist.ops.channels import output_split, parameter_of_channels, with_channels
 from pydist.ops.convolution.correction import corrected
 from pydist.ops.convolution.correction_plan import CorrectionPlan, lines_up
 from pydist.ops.convolution.local_conv import (
@@ -26,8 +31,9 @@ from pydist.ops.fusion.bias import deferred_bias
 from pydist.ops.fusion.relu import ConvOutputs
 from pydist.ops.placement import choose_layout, conv_workload
 from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
+from pydist.partition import Box, Partition
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
-from pydist.tensor.operands import parameter_for, redistribute
+from pydist.tensor.operands import operand_in, parameter_for, redistribute
 
 _FUNCTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
@@ -53,24 +59,81 @@ def conv(
     if input.dim() != dims + 2:
         raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
     layout = input._layout
-    if layout.splits[1] is not None:
-        raise refusal(function, (input, weight), {}, "the channels are split")
     stride, dilation = as_tuple(stride, dims), as_tuple(dilation, dims)
     kernel = tuple(weight.shape[2:])
     window = Window(kernel, stride, dilation, _padding(padding, kernel, dilation, dims))
     input = redistribute(input, choose_layout(layout, conv_workload(window, weight.shape)))
-    out = plan_window(input._layout, window, weight.shape[0]).out
-    weight, bias = parameter_for(weight, out), parameter_for(bias, out)
-    local = local_of(input)
+    input, outputs = _channels(function, input, weight, groups)
+    layout, of_all = input._layout, tuple(weight.shape)
+    out = plan_window(layout, window, of_all[0], outputs).out
+    is_partial = layout.splits[1] is not None and outputs is None
+    if outputs is None and not is_partial:
+        weight, bias = parameter_for(weight, out), parameter_for(bias, out)
+        local = local_of(input)
+    else:
+        used = layout if is_partial else out
+        splits = [outputs, layout.splits[1] if is_partial else None, *(None,) * dims]
+        use_as_parameter(weight, layout.mesh)
+        weight = operand_in(weight, Layout(layout.mesh, of_all, splits), used)
+        bias = parameter_of_channels(bias, out)
+        local = operand_in(input, layout, used)
     # Autocast's rule for convolutions, applied here because halos must have the same dtype.
     local, weight, bias = in_autocast_type(local, weight, bias)
     require_same(function, local, weight, bias)
-    plan = _plan(input._layout, window, tuple(weight.shape), groups, local)
+    plan = _plan(layout, window, of_all, groups, local, outputs)
+    x = wrap(local, layout, input)
     with without_autocast(local.device):
-        shard, deferred = plan.run(wrap(local, input._layout, input), weight, bias)
+        if is_partial:
+            shard, _ = plan.run(x, weight, None)
+            return wrap(_summed(shard, bias, layout), plan.out, input)
+        shard, deferred = plan.run(x, weight, bias)
     result = wrap(shard, plan.out, input)
     result._deferred = deferred
     return result
+
+
+def _channels(
+    function: Any, input: ShardedTensor, weight: Tensor, groups: int
+) -> tuple[ShardedTensor, Split | None]:
+    """Chooses the form of a convolution; see `pydist.ops.channels`.
+
+    Returns:
+        The input, whose channels may be redistributed, and the split of the output channels. If
+        only the input's channels are split, each rank computes partial sums.
+    """
+    split = input._layout.splits[1]
+    if split is None and input.mesh.grid.size(("channel",)) == 1:
+        return input, None
+    channels, outputs = input.shape[1], weight.shape[0]
+    if channels != weight.shape[1] * groups or outputs % groups:
+        raise UsageError(
+            f"{function.__name__} in {groups} groups: an input of {channels} channels does not fit "
+            f"a weight of shape {tuple(weight.shape)}"
+        )
+    if split is None:
+        found = output_split(input._layout, outputs, groups)
+        if found is not None and groups > 1:  # a rank reads the inputs of its groups
+            points = [p * channels // outputs for p in found.partition.points]
+            input = with_channels(input, Split(found.axes, Partition(points)))
+        return input, found
+    if groups == 1:
+        return input, None
+    of_group = channels // groups
+    if any(p % of_group for p in split.partition.points):
+        return _channels(function, with_channels(input, None), weight, groups)
+    points = [p * outputs // channels for p in split.partition.points]
+    return input, Split(split.axes, Partition(points))
+
+
+def _summed(shard: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
+    """Adds the partial sums of the ranks that hold the channels of `layout`, and the bias."""
+    split = layout.splits[1]
+    assert split is not None
+    # Partial sums in half precision are rounded once, like a single sum.
+    total = sum_ranks(shard.to(WIDER.get(shard.dtype, shard.dtype)), layout.mesh, split.axes)
+    if bias is not None:
+        total = total + bias.view(-1, *(1 for _ in total.shape[2:]))
+    return total.to(shard.dtype)
 
 
 class _ConvPlan:
@@ -83,10 +146,16 @@ class _ConvPlan:
         weight: tuple[int, ...],
         groups: int,
         local: Tensor,
+        outputs: Split | None,
     ) -> None:
         self._mesh = layout.mesh
-        self._plan = plan_window(layout, window, weight[0])
+        self._plan = plan_window(layout, window, weight[0], outputs)
         self.out = self._plan.out
+        weights = [(weight, groups)] * len(layout.boxes)
+        if layout.splits[1] is not None or outputs is not None:
+            boxes = zip(layout.boxes, self.out.boxes, strict=True)
+            weights = [_own_weight(weight, groups, own, out) for own, out in boxes]
+        groups = weights[layout.mesh.sample_index][1]
         aligned = lines_up(self._plan)
         is_symmetric = all(before == after for before, after in window.padding)
         pads = tuple(before for before, _ in window.padding)
@@ -97,15 +166,15 @@ class _ConvPlan:
         if len(pads) == 1:
             # `local_conv` adds a dim: oneDNN has no 1D form, and torch's own kernel may be wrong.
             shapes = [(*shape[:2], 1, *shape[2:]) for shape in shapes]
-            weight = (*weight[:2], 1, *weight[2:])
+            weights = [((*shape[:2], 1, *shape[2:]), n) for shape, n in weights]
             stride, used, dilation = (1, *stride), (0, *used), (1, *dilation)
         has_onednn = onednn_on_all(local, self._mesh)
         problems = [
             ConvProblem(
-                tuple(shape), weight, stride, used, dilation, groups, local.dtype,
+                tuple(shape), own, stride, used, dilation, n, local.dtype,
                 local.device.type, has_onednn,
             )
-            for shape in shapes
+            for shape, (own, n) in zip(shapes, weights, strict=True)
         ]  # fmt: skip
         self._in_place = in_place
         self._chooser = ConvChooser(problems, self._mesh)
@@ -114,7 +183,7 @@ class _ConvPlan:
             attributes = window.stride, window.dilation, groups
             self._correction = CorrectionPlan(
                 self._plan,
-                groups,
+                weights,
                 self._chooser,
                 lambda x, weight: unpadded_conv(self._plan.gathers(x), weight, *attributes),
             )
@@ -138,11 +207,28 @@ class _ConvPlan:
         return shard, ConvOutputs(shard)
 
 
+def _own_weight(
+    weight: tuple[int, ...], groups: int, own: Box, out: Box
+) -> tuple[tuple[int, ...], int]:
+    """Returns the shape of a rank's part of a weight, and its number of groups."""
+    inputs, outputs = own.shape[1], out.shape[1]
+    if groups == 1:
+        return (outputs, inputs, *weight[2:]), 1
+    return (outputs, *weight[1:]), outputs // (weight[0] // groups)
+
+
 def _plan(
-    layout: Layout, window: Window, weight: tuple[int, ...], groups: int, local: Tensor
+    layout: Layout,
+    window: Window,
+    weight: tuple[int, ...],
+    groups: int,
+    local: Tensor,
+    outputs: Split | None,
 ) -> _ConvPlan:
-    key = ("conv", layout, window, weight, groups, local.dtype, local.device)
-    return layout.mesh.session.plan(key, lambda: _ConvPlan(layout, window, weight, groups, local))
+    key = ("conv", layout, window, weight, groups, local.dtype, local.device, outputs)
+    return layout.mesh.session.plan(
+        key, lambda: _ConvPlan(layout, window, weight, groups, local, outputs)
+    )
 
 
 def _padding(

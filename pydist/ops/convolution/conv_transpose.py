@@ -18,6 +18,7 @@ from torch import Tensor
 from pydist.backend.problem import ConvProblem
 from pydist.errors import UsageError
 from pydist.layout import Layout
+from pydist.ops.channels import with_channels
 from pydist.ops.convolution.correction import corrected
 from pydist.ops.convolution.correction_plan import CorrectionPlan
 from pydist.ops.convolution.local_conv import (
@@ -62,9 +63,8 @@ def conv_transpose(
         raise refusal(function, (input, weight), {}, "the input is plain and the weight sharded")
     if input.dim() != dims + 2:
         raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
+    input = with_channels(input, None)
     layout = input._layout
-    if layout.splits[1] is not None:
-        raise refusal(function, (input, weight), {}, "the channels are split")
     window = TransposedWindow(
         tuple(weight.shape[2:]),
         *(as_tuple(each, dims) for each in (stride, padding, output_padding, dilation)),
@@ -135,7 +135,11 @@ class _TransposedPlan:
         if corrects:
             adjoint = window.plan_adjoint(layout, self.out)
             self._correction = CorrectionPlan(
-                adjoint, groups, self._chooser, partial(self._recomputed, groups), is_adjoint=True
+                adjoint,
+                [(weight, groups)] * len(own),
+                self._chooser,
+                partial(self._recomputed, groups),
+                is_adjoint=True,
             )
 
     def run(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Deferred]:

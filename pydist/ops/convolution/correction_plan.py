@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ class CorrectionPlan:
 
     Args:
         plan: the window plan of the convolution.
-        groups: of channels.
+        weights: shape of each rank's weight, and its number of groups.
         chooser: of the main convolution, on this rank's shard.
         recompute: computes the convolution of a shard and a weight by the general path, without
             bias, for double backward.
@@ -32,7 +32,7 @@ class CorrectionPlan:
     def __init__(
         self,
         plan: WindowPlan,
-        groups: int,
+        weights: Sequence[tuple[tuple[int, ...], int]],
         chooser: ConvChooser,
         recompute: Callable[[Tensor, Tensor], Tensor],
         is_adjoint: bool = False,
@@ -44,7 +44,7 @@ class CorrectionPlan:
         self.inputs, self.outputs = reversed(boxes) if is_adjoint else boxes
         self.roles = ("dgrad", "forward") if is_adjoint else ("forward", "dgrad")
         padding = tuple(before for before, _ in plan.window.padding)
-        self.slab_chooser = SlabChooser(plan, padding, groups, is_adjoint)
+        self.slab_chooser = SlabChooser(plan, padding, weights, is_adjoint)
 
 
 def lines_up(plan: WindowPlan) -> bool:

@@ -53,14 +53,18 @@ class SlabChooser:
     Args:
         plan: of the convolution.
         padding: before each spatial dim.
-        groups: of channels.
+        weights: shape of each rank's weight, and its number of groups.
         is_adjoint: whether the convolution runs backward, as a transposed one.
     """
 
     def __init__(
-        self, plan: WindowPlan, padding: tuple[int, ...], groups: int, is_adjoint: bool
+        self,
+        plan: WindowPlan,
+        padding: tuple[int, ...],
+        weights: Sequence[tuple[tuple[int, ...], int]],
+        is_adjoint: bool,
     ) -> None:
-        self._plan, self._padding, self._groups = plan, padding, groups
+        self._plan, self._padding, self._weights = plan, padding, weights
         self._is_adjoint = is_adjoint
         self._chosen: SlabKernels | None = None
 
@@ -75,7 +79,7 @@ class SlabChooser:
         if self._chosen is not None:
             return self._chosen
         group = self._plan.layout.mesh.sample
-        problems = [self._of_rank(r, x, weight, channels_last) for r in range(group.size)]
+        problems = [self._of_rank(r, x, channels_last) for r in range(group.size)]
         flat = [[p for role in ROLES for p in each[role]] for each in problems]
         learns = torch.is_grad_enabled() and weight.requires_grad
         tuner = autotuner_of(self._plan.layout.mesh)
@@ -85,10 +89,8 @@ class SlabChooser:
         self._chosen = SlabKernels(problems[group.rank], names)
         return self._chosen
 
-    def _of_rank(
-        self, rank: int, x: Tensor, weight: Tensor, channels_last: bool
-    ) -> dict[str, list[SlabProblem]]:
-        plan, shape = self._plan, tuple(weight.shape)
+    def _of_rank(self, rank: int, x: Tensor, channels_last: bool) -> dict[str, list[SlabProblem]]:
+        plan, (shape, groups) = self._plan, self._weights[rank]
         own, out = plan.layout.boxes[rank], plan.out.boxes[rank]
         tf32 = x.is_cuda and torch.backends.cudnn.allow_tf32
 
@@ -98,7 +100,7 @@ class SlabChooser:
             return SlabProblem(
                 role, tuple(first.shape), tuple(second), tuple(target), tuple(first.lo[2:]),
                 tuple(at.lo[2:]), plan.window.stride, self._padding, plan.window.dilation,
-                self._groups, x.dtype, channels_last, x.device.type, tf32,
+                groups, x.dtype, channels_last, x.device.type, tf32,
             )  # fmt: skip
 
         def wgrad(inputs: Box, outputs: Box) -> SlabProblem:

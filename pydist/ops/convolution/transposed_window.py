@@ -96,7 +96,7 @@ class TransposedWindow:
 
     def plan_adjoint(self, source: Layout, out: Layout) -> WindowPlan:
         """Plans the adjoint convolution, between the same two layouts."""
-        return WindowPlan(out, self.adjoint, source.shape[1], source)
+        return WindowPlan(out, self.adjoint, source.shape[1], out=source)
 
     def needs(self, out: Box, own: Box, extents: Sequence[int]) -> Box:
         """Returns the box of inputs that a library call needs for the outputs `out`.

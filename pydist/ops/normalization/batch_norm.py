@@ -8,7 +8,6 @@ from torch import Tensor
 
 from pydist.backend.statistics import Moments, dense, merged, unbiased
 from pydist.errors import UsageError
-from pydist.layout import Layout
 from pydist.ops.dtypes import require_fitting
 from pydist.ops.fusion.norm import normalized, taken
 from pydist.ops.normalization.norm import Normalization
@@ -21,6 +20,7 @@ from pydist.ops.normalization.norm_common import (
     update,
 )
 from pydist.ops.normalization.norm_plan import Gathering, NormPlan, plan_norm
+from pydist.ops.reduction.reduce import axes_of
 from pydist.tensor import ShardedTensor, implements, refusal, wrap
 
 STATISTICS = ("global", "group", "rank")
@@ -45,8 +45,6 @@ def batch_norm(
     if not isinstance(input, ShardedTensor):
         raise refusal(F.batch_norm, (input, weight), {}, "the input is plain")
     layout, over = input._layout, input._origin.statistics
-    if layout.splits[1] is not None:
-        raise refusal(F.batch_norm, (input,), {}, "the channels are split")
     require_fitting(F.batch_norm, input, weight, bias)
     if eps < 0 or (training and eps == 0):  # as torch
         possible = "positive during training" if training else "non-negative"
@@ -57,12 +55,13 @@ def batch_norm(
     if not training:
         return evaluate(source, *running, *parameters_for(weight, bias, layout), eps)
     dims = [0, *range(2, len(layout.shape))]
-    plan = plan_norm(layout, dims, _axes(layout, over))
+    cut = axes_of(layout, dims)
+    plan = plan_norm(layout, dims, _axes(cut, over))
     tracked = running_mean is not None or running_var is not None
     # Running statistics are always equal on all ranks, so that evaluation and checkpoints need no
     # averaging. The same exchange transfers them.
-    everyone = plan_norm(layout, dims, _axes(layout, "global")) if tracked else plan
-    if is_for_torch(local, everyone.ranks):
+    everyone = plan_norm(layout, dims, _axes(cut, "global")) if tracked else plan
+    if layout.splits[1] is None and is_for_torch(local, everyone.ranks):
         affine = parameters_for(weight, bias, layout)
         normed = by_torch(F.batch_norm, local, *running, *affine, True, momentum, eps)
         return wrap(normed, layout, input)
@@ -71,7 +70,7 @@ def batch_norm(
     affine = parameters_for(weight, bias, layout)
     with torch.no_grad():
         own, others = _merged(gathering, plan, everyone, over)
-        counts = plan_norm(layout, dims, layout.used_axes).counts
+        counts = plan_norm(layout, dims, cut).counts
         if over == "rank" and 1 in counts:
             raise one_value("value per channel", layout.boxes[counts.index(1)].shape)
         # Only then does it depend on other sample groups, and is worth a read from the device.
@@ -79,15 +78,15 @@ def batch_norm(
         if few and over != "rank" and float(own[0, 0]) == 1:
             raise one_value("value per channel", layout.shape)
         if not few or others.n.any():
-            update(running, _averaged(others), momentum)
+            update(running, _averaged(others), momentum, layout)
     sizes = input._origin.sizes if over == "global" else None
     return normalized(Normalization(local, *affine, own, plan, eps, sizes=sizes), layout, source)
 
 
-def _axes(layout: Layout, over: str) -> tuple[str, ...]:
+def _axes(cut: tuple[str, ...], over: str) -> tuple[str, ...]:
     if over == "rank":
         return ()
-    return ("data", *layout.used_axes) if over == "global" else layout.used_axes
+    return ("data", *cut) if over == "global" else cut
 
 
 def _merged(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 
+from pydist.ops.channels import with_channels
 from pydist.ops.empty import with_elements, without_added
-from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor import ShardedTensor, implements, local_of, wrap
 
 
 @implements(F.local_response_norm)
@@ -13,9 +14,8 @@ def local_response_norm(
     input: ShardedTensor, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
 ) -> ShardedTensor:
     """Applies local response norm, with the squares of `size` neighboring channels."""
+    input = with_channels(input, None) if input.dim() > 1 else input
     layout = input._layout
-    if len(layout.shape) > 1 and layout.splits[1] is not None:
-        raise refusal(F.local_response_norm, (input,), {}, "the channels are split")
     # torch merges the last dims of [N, C, D, H, W] in a view, which other formats do not allow.
     local = with_elements(local_of(input).contiguous())
     normed = F.local_response_norm(local, size, alpha, beta, k)

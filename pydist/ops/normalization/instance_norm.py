@@ -11,6 +11,7 @@ from torch import Tensor
 from pydist.backend.statistics import Moments, dense, unbiased
 from pydist.errors import UsageError
 from pydist.layout import Layout
+from pydist.ops.channels import with_channels
 from pydist.ops.dtypes import require_fitting
 from pydist.ops.fusion.norm import normalized, taken
 from pydist.ops.normalization.norm import Normalization
@@ -48,8 +49,6 @@ def instance_norm(
     if not isinstance(input, ShardedTensor):
         raise refusal(F.instance_norm, (input, weight), {}, "the input is plain")
     layout = input._layout
-    if layout.splits[1] is not None:
-        raise refusal(F.instance_norm, (input,), {}, "the channels are split")
     require_fitting(F.instance_norm, input, weight, bias)
     source, running = taken(input), (running_mean, running_var)
     local = source.shard
@@ -81,7 +80,7 @@ def instance_norm(
         # After the node is made, as in torch: if the norm is the last to save a tensor in a
         # checkpointed region, the recomputation ends there and does not update them again.
         with torch.no_grad():
-            update(running, found, momentum)
+            update(running, found, momentum, layout)
     return result
 
 
@@ -126,7 +125,8 @@ def _mean_of_samples(
     # Ranks that share the statistics together count each sample once. All ranks take part, so that
     # the result is bitwise equal on all.
     total = torch.cat([*sums, sums[0].new_full((1,), shape[0])]) / plan.ranks
-    group = layout.mesh.group(("data", *layout.used_axes))
+    cut = axes_of(layout, [0, *range(2, len(layout.shape))])
+    group = layout.mesh.group(("data", *cut))
     with layout.mesh.session.timers.measure("statistics"):
         group.all_reduce(total)
     mean, var = (total[:-1] / total[-1].clamp(min=1)).chunk(2)
@@ -145,15 +145,19 @@ def group_norm(
     if not isinstance(input, ShardedTensor):
         raise refusal(F.group_norm, (input, weight), {}, "the input is plain")
     layout = input._layout
-    if len(layout.shape) < 2 or layout.splits[1] is not None:
-        raise refusal(F.group_norm, (input,), {}, "it needs channels, and all of them on each rank")
-    channels = layout.shape[1]
+    if len(layout.shape) < 2:
+        raise refusal(F.group_norm, (input,), {}, "it needs channels")
+    channels, split = layout.shape[1], layout.splits[1]
     if num_groups < 1 or channels % num_groups:
         raise UsageError(f"{channels} channels can't be divided into {num_groups} groups")
+    members = channels // num_groups
+    if split is not None and any(p % members for p in split.partition.points):
+        input = with_channels(input, None)
+        layout = input._layout
     if math.prod(layout.shape) == num_groups:
         raise one_value("value per channel", layout.shape)
     require_fitting(F.group_norm, input, weight, bias)
-    plan = _plan_of_samples(layout, channels // num_groups)
+    plan = _plan_of_samples(layout, members)
     scale, shift = parameters_for(weight, bias, layout)
     source = taken(input)
     local = source.shard

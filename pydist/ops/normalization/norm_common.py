@@ -12,12 +12,12 @@ from torch import Tensor
 from pydist.backend.statistics import dense
 from pydist.errors import UsageError
 from pydist.layout import Layout
+from pydist.ops.channels import gather_channels, own_channels, parameter_of_channels
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.fusion.norm import Input, normalized
 from pydist.ops.normalization.norm import Normalization
 from pydist.ops.normalization.norm_plan import plan_norm
 from pydist.tensor import ShardedTensor, wrap
-from pydist.tensor.operands import parameter_for
 
 # Number of elements above which memory passes cost more than calls: pydist's norm takes 0.7 times
 # torch's CPU time for forward and backward of 1 x 64 x 16^3 with a ReLU, 1.1 times for
@@ -28,7 +28,7 @@ _WORTH_A_PASS = 1 << 18
 def parameters_for(
     weight: Tensor | None, bias: Tensor | None, layout: Layout
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns scale and shift of the channels.
+    """Returns scale and shift of this rank's channels.
 
     Raises:
         UsageError: one of them does not have one value per channel.
@@ -38,7 +38,7 @@ def parameters_for(
             raise UsageError(
                 f"a norm of {layout.shape[1]} channels got a {name} of shape {tuple(given.shape)}"
             )
-    return parameter_for(weight, layout), parameter_for(bias, layout)
+    return parameter_of_channels(weight, layout), parameter_of_channels(bias, layout)
 
 
 def evaluate(
@@ -59,16 +59,17 @@ def evaluate(
         t is not None and t.requires_grad for t in (local, scale, shift)
     )
     is_large = local.device.type == "cpu" and local.numel() >= _WORTH_A_PASS
-    if mean is None or var is None or learns or not is_large:
-        x = with_elements(local)
-        normed = by_torch(F.batch_norm, x, mean, var, scale, shift, False, 0.0, eps)
-        return wrap(without_added(normed, local.shape), layout, input)
     for name, given in (("mean", mean), ("variance", var)):
-        if given.numel() != layout.shape[1]:
+        if given is not None and given.numel() != layout.shape[1]:
             raise UsageError(
                 f"a norm of {layout.shape[1]} channels got a running {name} of shape "
                 f"{tuple(given.shape)}"
             )
+    mean, var = (None if each is None else own_channels(each, layout) for each in (mean, var))
+    if mean is None or var is None or learns or not is_large:
+        x = with_elements(local)
+        normed = by_torch(F.batch_norm, x, mean, var, scale, shift, False, 0.0, eps)
+        return wrap(without_added(normed, local.shape), layout, input)
     plan = plan_norm(layout, [0, *range(2, len(layout.shape))], ())
     of_channels = [t.detach().double().flatten() for t in (mean, var)]
     known = torch.stack([torch.ones_like(of_channels[0]), *of_channels])
@@ -109,12 +110,18 @@ def is_for_torch(local: Tensor, holders: int) -> bool:
 
 
 def update(
-    running: tuple[Tensor | None, Tensor | None], found: tuple[Tensor, Tensor], momentum: float
+    running: tuple[Tensor | None, Tensor | None],
+    found: tuple[Tensor, Tensor],
+    momentum: float,
+    layout: Layout,
 ) -> None:
-    """Updates running mean and variance with new values.
+    """Updates running mean and variance with new values of this rank's channels of a layout.
 
     Autograd does not see the update, as in torch's norms, whose nodes save these tensors.
     """
+    if layout.splits[1] is not None:
+        mean, var = gather_channels(torch.stack(found), layout)
+        found = mean, var
     for old, new in zip(running, found, strict=True):
         if old is not None:
             old.data.lerp_(new.to(old.dtype), momentum)

@@ -109,7 +109,7 @@ def adaptive_average(x: ShardedTensor, outputs: Sequence[int]) -> ShardedTensor:
         return x
     window = AdaptiveWindow.of(tuple(x.shape[2:]), outputs)
     x = redistribute(x, choose_layout(x._layout, pool_workload(window, x.shape[1])))
-    plan = plan_window(x._layout, window, x.shape[1])
+    plan = plan_window(x._layout, window, x.shape[1], x._layout.splits[1])
     key = ("adaptive average", x._layout, window)
 
     def make() -> AveragePlan:
@@ -168,10 +168,10 @@ def _max_plan(layout: Layout, window: AdaptiveWindow, whole: Sequence[int] = ())
     """Returns the cached plan for a layout; outputs are replicated along dims in `whole`."""
 
     def make() -> MaxPlan:
-        plan = plan_window(layout, window, layout.shape[1])
+        plan = plan_window(layout, window, layout.shape[1], layout.splits[1])
         if whole:
             out = plan.out.replace(changes=dict.fromkeys(whole))
-            plan = WindowPlan(layout, window, layout.shape[1], out)
+            plan = WindowPlan(layout, window, layout.shape[1], out=out)
         return MaxPlan(plan, alone=bool(whole))
 
     return layout.mesh.session.plan(("adaptive maximum", layout, window), make)

@@ -143,7 +143,7 @@ def _plan(
     layout = choose_layout(x._layout, pool_workload(window, x.shape[1]))
     if layout != x._layout:  # else the shard is not needed yet
         x = redistribute(x, layout)
-    return x, window, plan_window(x._layout, window, x.shape[1])
+    return x, window, plan_window(x._layout, window, x.shape[1], x._layout.splits[1])
 
 
 def _average_plan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ def contract(
     labels: Sequence[Labels],
     out: Labels,
     local: Callable[..., Tensor],
+    preset: Mapping[str, Split] | None = None,
 ) -> Any:
     """Computes the product of all operands, summed over the labels that are not in `out`.
 
@@ -37,12 +38,13 @@ def contract(
         labels: of each operand.
         out: labels of the result.
         local: computes the result from shards of the operands.
+        preset: splits of labels, over axes that cut no operand.
 
     Raises:
         NotSupported: two labels of the result are split over the same ranks.
     """
     extents = _extents(func, operands, labels)
-    splits = _splits(func, operands, labels, out, extents)
+    splits = _splits(func, operands, labels, out, extents) | dict(preset or {})
     like = next(o for o in operands if isinstance(o, ShardedTensor))
     mesh = like.mesh
     product = Layout(mesh, list(extents.values()), [splits.get(label) for label in extents])

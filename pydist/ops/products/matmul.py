@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pydist.gradients.members import use_as_parameter
+from pydist.ops.channels import output_split
 from pydist.ops.empty import with_elements, without_added
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.ops.products.contraction import ATTENTION, Labels, contract
@@ -92,7 +93,10 @@ for _name, _function in (
 
 @implements(F.linear)
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    """Applies a linear layer over the last dim; if it is split, the ranks add partial sums."""
+    """Applies a linear layer over the last dim; if it is split, the ranks add partial sums.
+
+    Otherwise a mesh with a channel axis splits the outputs; see `pydist.ops.channels`.
+    """
     if not isinstance(input, ShardedTensor):
         raise refusal(F.linear, (input, weight), {}, "the input is plain and the weight sharded")
     for each in (weight, bias):
@@ -105,7 +109,10 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
         if bias is not None:
             operands.append(bias)
             labels.append(out)
-        return contract(F.linear, operands, labels, [*rows, *out], F.linear)
+        is_cut = not out or isinstance(weight, ShardedTensor)
+        split = None if is_cut else output_split(input._layout, weight.shape[0])
+        preset = None if split is None else {"n": split}
+        return contract(F.linear, operands, labels, [*rows, *out], F.linear, preset)
     product = contract(F.linear, operands, labels, [*rows, *out], F.linear)
     return elementwise(torch.add, product, bias).to(product.dtype)
 

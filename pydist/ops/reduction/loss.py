@@ -14,6 +14,7 @@ from torch.nn import _reduction as legacy
 
 from pydist.comm.interface.reduction import WIDER
 from pydist.layout import Layout
+from pydist.ops.channels import with_channels
 from pydist.ops.pointwise.elementwise import common_layout
 from pydist.ops.reduction.reduce import reduce_sum
 from pydist.tensor import HANDLERS, ShardedTensor, implements, refusal, wrap
@@ -139,9 +140,11 @@ def _class_loss(
     reduction: str,
     options: dict[str, Any],
 ) -> Any:
-    if not isinstance(x, ShardedTensor) or x.dim() < 2 or x._layout.splits[1] is not None:
-        why = "the input must be sharded, with a batch dim and whole channels"
-        raise refusal(func, (x, target), {}, why)
+    if not isinstance(x, ShardedTensor) or x.dim() < 2:
+        raise refusal(func, (x, target), {}, "the input must be sharded, with a batch dim")
+    x = with_channels(x, None)
+    if isinstance(target, ShardedTensor) and target.dim() == x.dim():
+        target = with_channels(target, None)
     layout = x._layout
     by_voxel = Layout(
         layout.mesh,

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from pydist.layout import Layout, Split
+from pydist.ops.channels import with_channels
 from pydist.partition import Partition
-from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
+from pydist.tensor import ShardedTensor, implements, local_of, wrap
 from pydist.tensor.operands import redistribute
 
 
@@ -36,7 +37,7 @@ def pixel_unshuffle(input: ShardedTensor, downscale_factor: int) -> ShardedTenso
 def _rearranged(function: Callable[..., Any], x: ShardedTensor, factor: int) -> ShardedTensor:
     shape = function(torch.empty(x.shape, device="meta"), factor).shape
     if x._layout.splits[-3] is not None:
-        raise refusal(function, (x,), {}, "the channels are split")
+        x = redistribute(x, x._layout.replace(changes={x.dim() - 3: None}))
     up = function is torch.pixel_shuffle
     if not up:
         x = redistribute(x, _in_blocks(x._layout, factor))
@@ -71,6 +72,5 @@ def channel_shuffle(input: ShardedTensor, groups: int) -> ShardedTensor:
     Raises:
         RuntimeError: as torch on the full tensor.
     """
-    if input._layout.splits[1] is not None:
-        raise refusal(torch.channel_shuffle, (input,), {}, "the channels are split")
+    input = with_channels(input, None)
     return wrap(torch.channel_shuffle(local_of(input), groups), input._layout, input)

@@ -1,0 +1,83 @@
+"""Split of channels over the ranks along the mesh's channel axis.
+
+Layers with weights take turns. An output-split layer computes a part of its output channels on each
+rank, from all input channels; its backward sums dL/dx over the ranks. An input-split layer computes
+partial sums from the rank's part of the input channels, which forward sums over the ranks. Layers
+between them, such as norms and activations, run on the rank's channels.
+"""
+
+from __future__ import annotations
+
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from pydist.gradients.members import use_as_parameter
+from pydist.layout import Layout, Split
+from pydist.partition import Partition
+from pydist.tensor import ShardedTensor
+from pydist.tensor.operands import operand_in, parameter_for, redistribute
+
+_AXIS = "channel"
+
+
+def output_split(layout: Layout, channels: int, groups: int = 1) -> Split | None:
+    """Returns the split of a layer's output channels along the channel axis.
+
+    Args:
+        layout: of the layer's input.
+        channels: number of output channels.
+        groups: of channels; a group stays on one rank.
+
+    Returns:
+        An even split; `None` if the axis has one rank, the input is cut along it, or there are
+        fewer channels (or groups) than ranks.
+    """
+    parts = layout.mesh.grid.size((_AXIS,))
+    if parts == 1 or _AXIS in layout.used_axes:
+        return None
+    units = groups if groups > 1 else channels
+    if units < parts:
+        return None
+    points = Partition.even(units, parts).points
+    return Split((_AXIS,), Partition([p * (channels // units) for p in points]))
+
+
+def with_channels(x: ShardedTensor, split: Split | None) -> ShardedTensor:
+    """Redistributes a tensor so that its dim 1 has a split; `None` gives each rank all channels."""
+    layout = x._layout
+    if layout.splits[1] == split:
+        return x
+    return redistribute(x, layout.replace(changes={1: split}))
+
+
+@overload
+def parameter_of_channels(tensor: Tensor, layout: Layout) -> Tensor: ...
+@overload
+def parameter_of_channels(tensor: Tensor | None, layout: Layout) -> Tensor | None: ...
+def parameter_of_channels(tensor: Tensor | None, layout: Layout) -> Tensor | None:
+    """Returns the values [C] of a per-channel parameter for this rank's channels of a layout."""
+    split = layout.splits[1]
+    if tensor is None or split is None:
+        return parameter_for(tensor, layout)
+    use_as_parameter(tensor, layout.mesh)
+    return operand_in(tensor, Layout(layout.mesh, tuple(tensor.shape), (split,)), layout)
+
+
+def own_channels(values: Tensor, layout: Layout) -> Tensor:
+    """Returns the elements of a buffer [C] for this rank's channels of a layout; a view."""
+    box = layout.box
+    return values if layout.splits[1] is None else values[box.lo[1] : box.hi[1]]
+
+
+def gather_channels(values: Tensor, layout: Layout) -> Tensor:
+    """Gathers values [..., C of this rank] of a layout's channels to [..., C]. Collective."""
+    split = layout.splits[1]
+    if split is None:
+        return values
+    sizes = split.partition.sizes
+    padded = values.new_zeros(*values.shape[:-1], max(sizes))
+    padded[..., : values.shape[-1]] = values
+    rows = layout.mesh.group(split.axes).all_gather(padded)
+    return torch.cat([row[..., :n] for row, n in zip(rows, sizes, strict=True)], -1)
