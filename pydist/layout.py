@@ -9,7 +9,7 @@ from functools import cached_property
 from pydist.errors import UsageError
 from pydist.grid import SAMPLE_AXES
 from pydist.mesh import Mesh
-from pydist.partition import Box, Partition
+from pydist.partition import Box, Partition, divide
 
 
 @dataclass(frozen=True)
@@ -140,16 +140,25 @@ class Layout:
                 )
 
 
-def even_split(mesh: Mesh, extent: int, axis: str) -> Split | None:
-    """Returns the even split of an extent along a mesh axis; `None` if the axis has one rank."""
+def split_along(mesh: Mesh, extent: int, axis: str) -> Split | None:
+    """Returns the split of an extent along a mesh axis, even or by the mesh's shares.
+
+    Returns:
+        The split; `None` if the axis has one rank.
+    """
     parts = mesh.grid.size((axis,))
-    return Split((axis,), Partition.even(extent, parts)) if parts > 1 else None
+    if parts == 1:
+        return None
+    shares = mesh.shares.get(axis)
+    if shares is None:
+        return Split((axis,), Partition.even(extent, parts))
+    return Split((axis,), divide(extent, shares, least=int(extent >= parts)))
 
 
 def layout_for_sample(
     mesh: Mesh, shape: Sequence[int], dims: Mapping[int, str] | None = None
 ) -> Layout:
-    """Returns the layout of a batch of samples, split evenly over the mesh's spatial axes.
+    """Returns the layout of a batch of samples, split over the mesh's spatial axes.
 
     Args:
         mesh: the mesh.
@@ -172,5 +181,5 @@ def layout_for_sample(
     for dim, axis in dims.items():
         if not isinstance(dim, int) or not 0 <= dim < len(shape) or axis not in SAMPLE_AXES:
             raise UsageError(f"can't put dim {dim} of {tuple(shape)} on the axis {axis!r}")
-        splits[dim] = even_split(mesh, shape[dim], axis)
+        splits[dim] = split_along(mesh, shape[dim], axis)
     return Layout(mesh, shape, splits)

@@ -35,14 +35,17 @@ class Mesh:
         seed: seed of all random numbers that pydist draws.
         keep_thin_blocks: never move a tensor to fewer ranks when its blocks become thinner than a
             layer's halo; by default this is done where it is estimated to be faster.
-        axes: number of ranks along other axes, such as {"channel": 2}; 1 by default. A layout may
-            cut a dim along "channel"; ranks along an axis that cuts nothing hold equal copies.
+        axes: number of ranks along other axes, such as {"channel": 2}; 1 by default. Layers split
+            their channels along "channel"; see `pydist.ops.channels`.
+        shares: for ranks of unequal speed, the parts of a sample's axes in proportion, such as
+            {"depth": (2, 1)}; even by default. See `pydist.partition.divide`.
 
     Raises:
         UsageError: the mesh does not fit the world.
 
     Attributes:
         grid: the named axes with their sizes.
+        shares: by axis; an axis that is not among them is cut evenly.
         coords: this rank's coordinates, by axis.
         sample_size: S, the number of ranks that hold one sample.
         sample_index: this rank's index in its sample group.
@@ -59,6 +62,7 @@ class Mesh:
         seed: int = 0,
         keep_thin_blocks: bool = False,
         axes: Mapping[str, int] | None = None,
+        shares: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         if not hasattr(world, "all_reduce"):  # other classes may act as a transport
             raise UsageError(
@@ -70,6 +74,7 @@ class Mesh:
         self.keep_thin_blocks = keep_thin_blocks
         self.rank, self.size = world.rank, world.size
         self.grid = _fit(world.size, data, spatial, axes or {})
+        self.shares = _check_shares(self.grid, shares or {})
         self.seed = seed
         self.session = Session()
         self.coords = self.grid.coords(self.rank)
@@ -184,6 +189,20 @@ def _fit(world: int, data: int | None, spatial: tuple[int, ...], more: Mapping[s
             f"start {max(data, 1) * group}, or choose {axes} = {world}"
         )
     return Grid.of({"data": data, **dict(zip(SPATIAL_AXES, spatial, strict=True)), **more})
+
+
+def _check_shares(
+    grid: Grid, shares: Mapping[str, Sequence[float]]
+) -> dict[str, tuple[float, ...]]:
+    for axis, given in shares.items():
+        if axis not in SAMPLE_AXES:
+            raise UsageError(f"shares of {axis!r}: expected one of {', '.join(SAMPLE_AXES)}")
+        parts = grid.size((axis,))
+        if len(given) != parts or not all(0 < share < math.inf for share in given):
+            raise UsageError(
+                f"shares of {axis} {list(given)}: expected {parts} positive numbers, one per part"
+            )
+    return {axis: tuple(map(float, given)) for axis, given in shares.items()}
 
 
 def _ranks_per_core(world: Transport) -> float:

@@ -8,7 +8,10 @@ the boxes that every rank owns, and so finds every message of an exchange.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydist._loader import native
+from pydist.errors import UsageError
 
 Box = native.Box
 Partition = native.Partition
@@ -17,4 +20,49 @@ Plan = native.Plan
 plan_exchange = native.plan_exchange
 subtract = native.subtract
 
-__all__ = ["Box", "Footprint", "Partition", "Plan", "plan_exchange", "subtract"]
+__all__ = ["Box", "Footprint", "Partition", "Plan", "divide", "plan_exchange", "subtract"]
+
+
+def divide(extent: int, shares: Sequence[float], least: int = 1, multiple: int = 1) -> Partition:
+    """Divides an extent into parts in proportion to shares, such as the speeds of devices.
+
+    Each part is its quota `extent * share / sum(shares)`, rounded so that the sum is exact: parts
+    start at the quota rounded down, or `least`; then those furthest below their quota grow, or
+    those furthest above shrink, one unit at a time. Of equals, the first one changes.
+
+    Args:
+        extent: the number of elements.
+        shares: one positive number per part.
+        least: the smallest part, in units of `multiple`.
+        multiple: parts are multiples of this, except for a remainder, which the first of the
+            largest parts gets.
+
+    Returns:
+        The partition.
+
+    Raises:
+        UsageError: a share is not positive, or the extent is too small for the parts.
+    """
+    if not shares or not all(0 < share < float("inf") for share in shares):
+        raise UsageError(f"shares {list(shares)}: expected positive numbers, one per part")
+    units, rest = divmod(extent, multiple)
+    if units < least * len(shares):
+        raise UsageError(
+            f"an extent of {extent} can't be divided into {len(shares)} parts of at least "
+            f"{least * multiple}"
+        )
+    quotas = [units * share / sum(shares) for share in shares]
+    parts = [max(least, int(quota)) for quota in quotas]
+    over = [part - quota for part, quota in zip(parts, quotas, strict=True)]
+    while (change := units - sum(parts)) != 0:
+        step = 1 if change > 0 else -1
+        candidates = [i for i, part in enumerate(parts) if step > 0 or part > least]
+        chosen = min(candidates, key=lambda i: (step * over[i], i))
+        parts[chosen] += step
+        over[chosen] += step
+    sizes = [part * multiple for part in parts]
+    sizes[sizes.index(max(sizes))] += rest
+    points = [0]
+    for size in sizes:
+        points.append(points[-1] + size)
+    return Partition(points)

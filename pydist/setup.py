@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from pydist import memory
 from pydist._loader import native
 from pydist.backend import records
 from pydist.comm.consensus import require_same
+from pydist.grid import AXES
 from pydist.launch import identity, watch
 from pydist.mesh import Mesh, counts_of
 from pydist.runtime import connect
@@ -34,6 +35,8 @@ def init(
     transport: str = "auto",
     seed: int = 0,
     keep_freed_memory: bool = True,
+    channel: int = 1,
+    shares: Mapping[str, Sequence[float]] | None = None,
 ) -> Mesh:
     """Joins the job that this process is part of and makes a mesh of its ranks.
 
@@ -52,6 +55,9 @@ def init(
         seed: seed of all random numbers that pydist draws (dropout, shuffling).
         keep_freed_memory: False leaves the allocator's settings unchanged and keeps the peak low,
             like PYDIST_KEEP_FREED_MEMORY=0 in the environment.
+        channel: number of parts of the layers' channels.
+        shares: the parts of an axis in proportion, for ranks of unequal speed, such as
+            {"depth": (2, 1)}.
 
     Returns:
         The mesh, with this rank's position.
@@ -64,6 +70,7 @@ def init(
             memory.
     """
     data, spatial, seed = counts_of(data, spatial, seed)
+    axes = (data, channel, *spatial)
     watch.limit()  # validates the variable on any number of ranks, also where it is not used
     records.is_wanted()
     native.cpu_isa()
@@ -72,30 +79,36 @@ def init(
     if transport != "local" and identity.detect() is not None:
         # First on the host, which all ranks join: different transports join different ranks.
         host = connect("host")
-        require_same(host, _facts(host.size, transport, data, spatial, seed))
+        require_same(host, _facts(host.size, transport, axes, shares, seed))
         world = connect(transport)
     else:
         world = connect(transport)
-        require_same(world, _facts(world.size, transport, data, spatial, seed))
+        require_same(world, _facts(world.size, transport, axes, shares, seed))
     if world.device is not None:
         require_same(world, _device_facts())
     native.set_num_threads(torch.get_num_threads())
-    return Mesh(world, data, spatial, seed)
+    return Mesh(world, data, spatial, seed, axes={"channel": channel}, shares=shares)
 
 
 def _facts(
-    size: int, transport: str, data: int | None, spatial: Sequence[int], seed: int
+    size: int,
+    transport: str,
+    axes: Sequence[int | None],
+    shares: Mapping[str, Sequence[float]] | None,
+    seed: int,
 ) -> dict[str, object]:
     """Returns the facts that must be equal on all ranks from the start."""
+    data, *of_sample = axes
     if data is None:
-        data = size // max(1, math.prod(spatial))
+        data = size // max(1, math.prod(n or 1 for n in of_sample))
     facts: dict[str, object] = {
         "the version of pydist": native.__version__,
         "the version of torch": torch.__version__,
         "the version of Python": platform.python_version(),
         "the MPI library": _mpi_library(),
         "the transport": transport,
-        "the mesh (data × depth × height × width)": " × ".join(map(str, (data, *spatial))),
+        f"the mesh ({' × '.join(AXES)})": " × ".join(map(str, (data, *of_sample))),
+        "the shares": repr(sorted((axis, list(given)) for axis, given in (shares or {}).items())),
         "the seed": seed,
         "torch's default dtype": torch.get_default_dtype(),
     }

@@ -89,7 +89,7 @@ class Timers:
     gradients       reduction of the gradients of parameters
     optimizer       the optimizer's step
     data            waiting for the next batch
-    redistribute    redistribution of a tensor to another layout
+    redistribute    redistribution of a tensor to another layout, sums of partial results
     profiler        a profiler's own work between the others
     ==============  ============================================================================
 

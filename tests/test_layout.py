@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pydist import Layout, Partition, Split, layout_for_sample
 from pydist.errors import UsageError
-from pydist.layout import even_split
+from pydist.layout import split_along
 from support.equivalence import on_ranks
 
 
@@ -103,7 +103,7 @@ def test_dims_by_name():
 
 def test_an_axis_of_one_rank_splits_nothing():
     def body(mesh):
-        assert even_split(mesh, 5, "depth") is None
+        assert split_along(mesh, 5, "depth") is None
         assert layout_for_sample(mesh, (1, 1, 4, 4, 4)).split_dims == (3,)
 
     on_ranks((1, 2, 1), body)

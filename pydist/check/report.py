@@ -20,7 +20,8 @@ class Report:
 
     Attributes:
         sample: shape of one sample.
-        spatial: the partition.
+        spatial: the partition of the spatial dims.
+        channel: number of parts of the layers' channels.
         batch: number of samples.
         dtype: dtype of the partitioned run.
         found: largest differences over all ranks.
@@ -36,6 +37,7 @@ class Report:
 
     sample: tuple[int, ...]
     spatial: tuple[int, ...]
+    channel: int
     batch: int
     dtype: torch.dtype
     found: Differences
@@ -107,6 +109,8 @@ class _Kind:
 def format_report(report: Report) -> str:
     """Formats the tables of calls and layers, and the verdict."""
     grid = "×".join(map(str, report.spatial))
+    if report.channel > 1:
+        grid = f"channel {report.channel}, {grid}"
     shape = ", ".join(map(str, report.sample))
     kind = str(report.dtype).removeprefix("torch.")
     lines = [

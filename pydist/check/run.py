@@ -41,6 +41,7 @@ def check(
     sample: Sequence[int],
     spatial: Sequence[int] = (2, 1, 1),
     *,
+    channel: int = 1,
     batch: int = 2,
     dtype: torch.dtype = torch.float64,
     train: bool = True,
@@ -57,6 +58,7 @@ def check(
         factory: creates the network.
         sample: shape of one sample: channels, then one to three spatial dims.
         spatial: number of parts along each of the sample's spatial dims (depth, height, width).
+        channel: number of parts of the layers' channels.
         batch: number of samples.
         dtype: torch.float64 or torch.float32; in float32 the partitioned run may differ four times
             as much from float64 as the unpartitioned one.
@@ -74,7 +76,7 @@ def check(
             compared.
         PydistError: a rank failed.
     """
-    _check_arguments(sample, spatial, batch, dtype)
+    _check_arguments(sample, spatial, channel, batch, dtype)
     if not -(2**63) <= seed < 2**63:
         raise UsageError(f"seed={seed}: a number of 64 bits")
     if tolerance is not None and not tolerance >= 0:
@@ -87,19 +89,20 @@ def check(
         model.get_submodule(path).eval()
     x = torch.randn(batch, *sample, generator=torch.Generator().manual_seed(seed)).to(dtype)
     spatial = (*spatial, *([1] * (3 - len(spatial))))
+    axes = {"channel": channel}
     whole = WholeRun(model, x)
     scale = _own_differences(whole, model, x, range(2))
 
     def rank(transport: Transport) -> SplitRun:
-        return whole.split_differences(model, x, Mesh(transport, 1, tuple(spatial)))
+        return whole.split_differences(model, x, Mesh(transport, 1, spatial, axes=axes))
 
-    runs = run_local(rank, math.prod(spatial), timeout=timeout)
+    runs = run_local(rank, channel * math.prod(spatial), timeout=timeout)
     found, calls = Differences(), [run.calls for run in runs]
     for run in runs:
         found.join(run.differences)
     kinds = {path: type(m).__name__ for path, m in model.named_modules()}
     report = Report(
-        sample=tuple(sample), spatial=tuple(spatial), batch=batch, dtype=dtype,
+        sample=tuple(sample), spatial=spatial, channel=channel, batch=batch, dtype=dtype,
         found=found, bounds=_bounds(found, scale, whole, dtype, tolerance),
         calls=calls, kinds=kinds, dropout_off=off if train else [],
         casts=sorted(map(str, whole.casts)), noise=_noise(whole),
@@ -147,7 +150,7 @@ def _noise(whole: WholeRun) -> float:
 
 
 def _check_arguments(
-    sample: Sequence[int], spatial: Sequence[int], batch: int, dtype: torch.dtype
+    sample: Sequence[int], spatial: Sequence[int], channel: int, batch: int, dtype: torch.dtype
 ) -> None:
     if not 2 <= len(sample) <= 4 or any(not 1 <= n < 1 << 31 for n in (*sample, batch)):
         raise UsageError(
@@ -159,10 +162,13 @@ def _check_arguments(
             f"spatial={tuple(spatial)}: expected at most {len(sample) - 1} counts of at least 1, "
             "one for each spatial dim of the sample"
         )
-    if math.prod(spatial) > _MOST_RANKS:
+    if channel < 1:
+        raise UsageError(f"channel={channel}: at least 1 part")
+    ranks = channel * math.prod(spatial)
+    if ranks > _MOST_RANKS:
         raise UsageError(
-            f"spatial={tuple(spatial)}: {math.prod(spatial)} ranks; at most {_MOST_RANKS} run as "
-            "threads of one process"
+            f"spatial={tuple(spatial)}, channel={channel}: {ranks} ranks; at most "
+            f"{_MOST_RANKS} run as threads of one process"
         )
     if dtype not in _FLOORS:
         raise UsageError(f"dtype {dtype}: possible are torch.float64 and torch.float32")

@@ -35,6 +35,8 @@ class _Check:
     """Shape of one sample: channels and one to three extents, as in 1,32,32,32."""
     spatial: str = "2,1,1"
     """Number of parts along depth, height and width."""
+    channel: int = 1
+    """Number of parts of the layers' channels."""
     batch: int = 2
     """Number of samples."""
     dtype: Literal["float64", "float32"] = "float64"
@@ -60,8 +62,9 @@ def check(arguments: Sequence[str]) -> int:
         spatial.pop()  # the default is for three dims
     try:
         report = check(
-            factory, sample, spatial, batch=options.batch, dtype=getattr(torch, options.dtype),
-            train=not options.eval, tolerance=options.tolerance, seed=options.seed,
+            factory, sample, spatial, channel=options.channel, batch=options.batch,
+            dtype=getattr(torch, options.dtype), train=not options.eval,
+            tolerance=options.tolerance, seed=options.seed,
         )  # fmt: skip
     except PydistError:
         raise

@@ -89,7 +89,11 @@ def _profile_here(config: Config, options: argparse.Namespace) -> int:
     from pydist.setup import init
 
     mesh = init(
-        config.mesh.data, config.mesh.spatial, transport_for(config), seed=config.train.seed
+        config.mesh.data,
+        config.mesh.spatial,
+        transport_for(config),
+        seed=config.train.seed,
+        channel=config.mesh.channel,
     )
     profiler = profile_training(config, mesh, options.steps, options.warmup)
     if mesh.rank == 0:

@@ -70,7 +70,11 @@ def _train_here(config: Config) -> int:
     from pydist.train.run import train as run
 
     mesh = init(
-        config.mesh.data, config.mesh.spatial, transport_for(config), seed=config.train.seed
+        config.mesh.data,
+        config.mesh.spatial,
+        transport_for(config),
+        seed=config.train.seed,
+        channel=config.mesh.channel,
     )
     pipe = os.environ.get(PIPE_VARIABLE)
     listeners = []

@@ -14,6 +14,8 @@ identity (`enter`)      × a factor (replicas before / replicas after)
 identity                mean over the ranks that hold the value
 (`with_true_gradient`)
 sum over ranks          mean over the sample group, weighted sum over data groups
+sum of a replicated     identity: a sharded tensor's gradient is the true one
+sharded tensor
 gather boxes            add back along the messages, × rep(A) / rep(B)
 ======================  =====================================================
 
@@ -171,6 +173,39 @@ def sum_ranks(
     if mesh.grid.size(axes) == 1:
         return x
     return _SumRanks.apply(x, mesh.group(axes), 1.0 / _in_sample(mesh, axes), mesh, sizes)
+
+
+class _SumParts(ExchangeFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        ctx.mesh, ctx.args = mesh, (mesh, axes)
+        with mesh.session.timers.measure("redistribute"):
+            total = _copy(x)
+            mesh.group(axes).all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Any, ...]:
+        return _Replicated.apply(grad, *ctx.args), None, None
+
+
+class _Replicated(Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+        ctx.args = mesh, axes
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor) -> tuple[Any, ...]:
+        return _SumParts.apply(x, *ctx.args), None, None
+
+
+def sum_parts(x: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:
+    """Returns the sum of partial results over `axes`: the shard of a replicated sharded tensor.
+
+    Its gradient is the true one on every rank, so that backward exchanges nothing.
+    """
+    return _SumParts.apply(x, mesh, axes) if mesh.grid.size(axes) > 1 else x
 
 
 def average_back(grad: Tensor, mesh: Mesh, axes: tuple[str, ...]) -> Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pydist.gradients.members import use_as_parameter
-from pydist.layout import Layout, Split
+from pydist.layout import Layout, Split, split_along
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor
 from pydist.tensor.operands import operand_in, parameter_for, redistribute
@@ -31,8 +31,8 @@ def output_split(layout: Layout, channels: int, groups: int = 1) -> Split | None
         groups: of channels; a group stays on one rank.
 
     Returns:
-        An even split; `None` if the axis has one rank, the input is cut along it, or there are
-        fewer channels (or groups) than ranks.
+        The split, even or by the mesh's shares; `None` if the axis has one rank, the input is cut
+        along it, or there are fewer channels (or groups) than ranks.
     """
     parts = layout.mesh.grid.size((_AXIS,))
     if parts == 1 or _AXIS in layout.used_axes:
@@ -40,8 +40,10 @@ def output_split(layout: Layout, channels: int, groups: int = 1) -> Split | None
     units = groups if groups > 1 else channels
     if units < parts:
         return None
-    points = Partition.even(units, parts).points
-    return Split((_AXIS,), Partition([p * (channels // units) for p in points]))
+    split = split_along(layout.mesh, units, _AXIS)
+    assert split is not None
+    points = [p * (channels // units) for p in split.partition.points]
+    return Split(split.axes, Partition(points))
 
 
 def with_channels(x: ShardedTensor, split: Split | None) -> ShardedTensor:

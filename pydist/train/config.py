@@ -163,6 +163,8 @@ class MeshConfig(_Table):
     """Number of sample groups; by default as many as the ranks allow."""
     spatial: tuple[Count, Count, Count] = (1, 1, 1)
     """Number of parts along depth, height and width of a sample."""
+    channel: Count = 1
+    """Number of parts of the layers' channels: each rank computes a part of the filters."""
     transport: Annotated[str, AfterValidator(_known_transport)] = "auto"
     """Communication between ranks. "nccl", "ipc", "cuda-mpi", and "cuda", which chooses one, carry
     the memory of CUDA devices as well; "host" follows the launcher and carries only host memory;

@@ -100,11 +100,23 @@ def head() -> nn.Module:
     return nn.Sequential(nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, 5), nn.Linear(5, 3))
 
 
+class Slice(nn.Module):
+    """Convolution of the first channel, which is on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv3d(1, 3, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x[:, :1])
+
+
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "convolution": lambda: nn.Conv3d(4, 6, 3, padding=1),
     "without bias, of stride 2": lambda: nn.Conv3d(4, 5, 3, 2, 1, bias=False),
     "unpadded": lambda: nn.Conv3d(4, 3, 3),
     "fewer filters than ranks": lambda: nn.Conv3d(4, 1, 1),
+    "of a slice on one rank": Slice,
     "two groups": lambda: nn.Conv3d(4, 6, 3, padding=1, groups=2),
     "depthwise": lambda: nn.Conv3d(4, 8, 3, padding=1, groups=4),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv3d(4, 6, 3, padding=1)),

@@ -12,7 +12,7 @@ from torch import Tensor
 from pydist.backend.problem import ConvProblem
 from pydist.comm.interface.reduction import WIDER
 from pydist.errors import UsageError
-from pydist.exchange.adjoints import sum_ranks
+from pydist.exchange.adjoints import sum_parts
 from pydist.gradients.members import use_as_parameter
 from pydist.layout import Layout, Split
 from pydist.ops.channels import output_split, parameter_of_channels, with_channels
@@ -116,11 +116,12 @@ def _channels(
             points = [p * channels // outputs for p in found.partition.points]
             input = with_channels(input, Split(found.axes, Partition(points)))
         return input, found
+    of_group = channels // groups
+    is_apart = groups == 1 or not any(p % of_group for p in split.partition.points)
+    if not is_apart or min(split.partition.sizes) == 0:
+        return _channels(function, with_channels(input, None), weight, groups)
     if groups == 1:
         return input, None
-    of_group = channels // groups
-    if any(p % of_group for p in split.partition.points):
-        return _channels(function, with_channels(input, None), weight, groups)
     points = [p * outputs // channels for p in split.partition.points]
     return input, Split(split.axes, Partition(points))
 
@@ -130,7 +131,7 @@ def _summed(shard: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
     split = layout.splits[1]
     assert split is not None
     # Partial sums in half precision are rounded once, like a single sum.
-    total = sum_ranks(shard.to(WIDER.get(shard.dtype, shard.dtype)), layout.mesh, split.axes)
+    total = sum_parts(shard.to(WIDER.get(shard.dtype, shard.dtype)), layout.mesh, split.axes)
     if bias is not None:
         total = total + bias.view(-1, *(1 for _ in total.shape[2:]))
     return total.to(shard.dtype)

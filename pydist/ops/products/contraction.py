@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pydist.exchange.adjoints import sum_ranks
+from pydist.exchange.adjoints import sum_parts, sum_ranks
 from pydist.layout import Layout, Split
 from pydist.tensor import ShardedTensor, refusal, wrap
 from pydist.tensor.operands import operand_in
@@ -59,7 +59,9 @@ def contract(
     if axes:
         # Partial sums in half precision are rounded once, like a single sum.
         exact = result.float() if result.dtype in (torch.bfloat16, torch.float16) else result
-        result = sum_ranks(exact, mesh, axes).to(result.dtype)
+        # A scalar is plain: its gradient may differ between the ranks.
+        total = sum_parts(exact, mesh, axes) if out else sum_ranks(exact, mesh, axes)
+        result = total.to(result.dtype)
     if not out:
         return result  # a scalar is plain, as a loss must be
     layout = Layout(mesh, [extents[i] for i in out], [splits.get(i) for i in out])

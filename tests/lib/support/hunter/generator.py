@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -27,8 +28,8 @@ THEMES = ("look", "data", "surgery", "hooks", "views", "indices", "raise", "savi
 """Kinds of statements between the calls of a step."""
 
 INGREDIENTS = (
-    *THEMES, "accumulate", "average", "checkpoint", "closure", "different", "dropout", "empty",
-    "fast", "frozen", "groups", "lbfgs", "outside", "penalty", "scaler", "second", "share",
+    *THEMES, "accumulate", "average", "channels", "checkpoint", "closure", "different", "dropout",
+    "empty", "fast", "frozen", "groups", "lbfgs", "outside", "penalty", "scaler", "second", "share",
     "spectral_norm", "thin", "tied", "unequal", "weight_norm",
 )  # fmt: skip
 """All optional ingredients of a program, besides networks, losses and steps."""
@@ -43,7 +44,7 @@ def ranks_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> int:
     """Returns the number of ranks of a seed's program."""
     writer = _Writer(seed, ingredients)
     writer.split()
-    return len(writer.groups) * math.prod(writer.spatial)
+    return len(writer.groups) * writer.channel * math.prod(writer.spatial)
 
 
 def program_of(seed: int, ingredients: Collection[str] = INGREDIENTS) -> Program | None:
@@ -105,8 +106,9 @@ class _Writer(Steps):
     def finished(self, **changes: Any) -> Program:
         made = Program(
             statements=tuple(self.lines), networks=self.networks, sample=self.sample,
-            groups=self.groups, spatial=self.spatial, points=self.points,
-            keep_thin_blocks=self.maybe(0.7) or self.thin, seed=self.seed,
+            groups=self.groups, spatial=self.spatial, channel=self.channel,
+            points=self.points, keep_thin_blocks=self.maybe(0.7) or self.thin,
+            seed=self.seed,
         )  # fmt: skip
         looker = self.numbers.randrange(made.ranks)
         return replace(made, looker=looker, **changes)
@@ -120,6 +122,7 @@ class _Writer(Steps):
             self.spatial = self.numbers.choice(GRIDS[count])
             if all(n == 1 for n in self.spatial[dims:]):
                 break
+        self.channel = self.channels(count * math.prod(self.spatial))
         if count == 1:
             self.groups: tuple[int, ...] = (self.numbers.choice((1, 2, 2, 3)),)
         else:
@@ -145,6 +148,13 @@ class _Writer(Steps):
                 (0, self.numbers.choice((1, extent - 1)), extent),
                 *((0, n) for n in rest),
             )
+
+    def channels(self, ranks: int) -> int:
+        """Draws the ranks of the channel axis; the other draws of a seed stay as they are."""
+        numbers = random.Random(f"channels {self.seed}")
+        if "channels" not in self.ingredients or ranks > 3 or numbers.random() > 0.2:
+            return 1
+        return numbers.choice((2, 2, 3))
 
     def cuts(self, extent: int, parts: int) -> tuple[int, ...]:
         """Draws split points: even, uneven, thin or empty blocks."""

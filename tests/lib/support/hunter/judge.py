@@ -114,8 +114,9 @@ def run_whole(program: Program, noise: int | None = None) -> Run:
 def run_rank(program: Program, transport: Transport) -> Run:
     """Runs a program on one rank of its mesh."""
     mesh = Mesh(
-        transport, len(program.groups), program.spatial, keep_thin_blocks=program.keep_thin_blocks
-    )
+        transport, len(program.groups), program.spatial,
+        keep_thin_blocks=program.keep_thin_blocks, axes={"channel": program.channel},
+    )  # fmt: skip
     return run_in(World(program, mesh))
 
 

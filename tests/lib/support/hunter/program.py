@@ -18,6 +18,7 @@ class Program:
         sample: shape of one sample: channels, then the spatial extents.
         groups: number of samples of each data group.
         spatial: ranks along the spatial dims.
+        channel: ranks along the channel axis.
         points: split points of each spatial dim of the input; empty for an even split.
         keep_thin_blocks: option of the mesh.
         looker: the rank on which `here` is true; negative for none.
@@ -30,6 +31,7 @@ class Program:
     sample: tuple[int, ...]
     groups: tuple[int, ...] = (2,)
     spatial: tuple[int, ...] = (2, 1, 1)
+    channel: int = 1
     points: tuple[tuple[int, ...], ...] = ()
     keep_thin_blocks: bool = False
     looker: int = 0
@@ -39,7 +41,7 @@ class Program:
 
     @property
     def ranks(self) -> int:
-        return len(self.groups) * math.prod(self.spatial)
+        return len(self.groups) * self.channel * math.prod(self.spatial)
 
     @property
     def batch(self) -> int:
@@ -50,8 +52,8 @@ class Program:
         fields = [
             f"    {name}={getattr(self, name)!r},"
             for name in (
-                "sample", "groups", "spatial", "points", "keep_thin_blocks", "looker",
-                "reference", "differs", "seed",
+                "sample", "groups", "spatial", "channel", "points", "keep_thin_blocks",
+                "looker", "reference", "differs", "seed",
             )
         ]  # fmt: skip
         networks = [

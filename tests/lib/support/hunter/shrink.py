@@ -71,6 +71,8 @@ def _simpler_split(program: Program) -> Iterator[Program]:
         yield replace(program, points=())
     if program.keep_thin_blocks:
         yield replace(program, keep_thin_blocks=False)
+    if program.channel > 1:
+        yield replace(program, channel=program.channel - 1)
     if program.looker:
         yield replace(program, looker=0)
     if len(program.groups) > 1:

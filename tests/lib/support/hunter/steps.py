@@ -15,7 +15,7 @@ class Steps(Draws):
     """Generator of a program's steps.
 
     Attributes:
-        groups, spatial, networks: those of the program.
+        groups, spatial, channel, networks: those of the program.
         themes: kinds of statements between the calls of a step.
         accumulates: whether steps may accumulate gradients.
         checkpointed: whether all forward passes are checkpoints.
@@ -30,6 +30,7 @@ class Steps(Draws):
 
     groups: tuple[int, ...]
     spatial: tuple[int, ...]
+    channel: int
     networks: dict[str, tuple[Source, ...]]
     themes: list[str]
     accumulates: bool
@@ -152,7 +153,11 @@ class Steps(Draws):
             factor = " * float('inf')"
             # A group with one rank may overflow alone, if its samples count. The gradients then
             # differ from those of one device, so nothing may see them.
-            alone = math.prod(self.spatial) == 1 and min(self.groups) and "hooks" not in self.themes
+            alone = (
+                self.channel * math.prod(self.spatial) == 1
+                and min(self.groups)
+                and "hooks" not in self.themes
+            )
             if alone and self.maybe(0.5):
                 factor = " * (float('inf') if here else 1.0)"
         self.lines.append(f"scaler.scale(L{factor}).backward()")
