@@ -15,7 +15,8 @@ NETWORKS, MOST_REFUSED = 200, 0.1
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-def test_any_network_is_the_same_when_it_is_split(record_property):
+@pytest.mark.parametrize("splits_channels", [False, True], ids=["space", "channels"])
+def test_any_network_is_the_same_when_it_is_split(splits_channels, record_property):
     ran = undecided = 0
     refused: collections.Counter[str] = collections.Counter()
 
@@ -23,7 +24,7 @@ def test_any_network_is_the_same_when_it_is_split(record_property):
     examples = max(NETWORKS, settings().max_examples)
 
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
-    @given(case=cases())
+    @given(case=cases(splits_channels))
     def check(case: Case) -> None:
         nonlocal ran, undecided
         assume(case.is_sound())

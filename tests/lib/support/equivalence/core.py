@@ -182,10 +182,11 @@ def on_ranks(
     spatial: Sequence[int], body: Callable[[Mesh], Any], data: int = 1, **options: Any
 ) -> list[Any]:
     """Runs `body(mesh)` on every rank-thread of a mesh; returns the results in rank order."""
+    others = math.prod(options.get("axes", {}).values())
     with on_one_core():
         return run_local(
             lambda transport: body(Mesh(transport, data, spatial, **options)),
-            data * math.prod(spatial),
+            data * others * math.prod(spatial),
             timeout=120,
         )
 

@@ -69,7 +69,9 @@ class Reference:
         except AssertionError:
             assert_equal(wide, self.exact, self.bounds)
 
-    def check_split(self, points: list[Points], *, keep_thin_blocks: bool = False) -> None:
+    def check_split(
+        self, points: list[Points], *, keep_thin_blocks: bool = False, channel: int = 1
+    ) -> None:
         """Checks a step on rank-threads, cut at split points of the input's last dims."""
         task = self.task
 
@@ -77,7 +79,8 @@ class Reference:
             own = task._replace(model=copy.deepcopy(task.model))
             return train_split(own, mesh, points=points)
 
-        for found in on_ranks(spatial_of(points), rank, keep_thin_blocks=keep_thin_blocks):
+        options = {"keep_thin_blocks": keep_thin_blocks, "axes": {"channel": channel}}
+        for found in on_ranks(spatial_of(points), rank, **options):
             self.check(found)
 
 

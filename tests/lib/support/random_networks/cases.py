@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -85,6 +86,7 @@ class Case:
     points: list[Points]
     loss: str
     keep_thin_blocks: bool
+    channel: int = 1
 
     def is_sound(self) -> bool:
         """Returns whether one device can train it: finite, without changes of saved tensors."""
@@ -105,8 +107,13 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Draws networks of up to eight blocks in one to three dims, over two to eight ranks."""
+def cases(draw: st.DrawFn, splits_channels: bool = False) -> Case:
+    """Draws networks of up to eight blocks in one to three dims, over two to eight ranks.
+
+    Args:
+        draw: of hypothesis.
+        splits_channels: whether two or three ranks split the channels, and up to two the space.
+    """
     dims = draw(st.sampled_from((1, 2, 3, 3)))
     most = {1: 24, 2: 12, 3: 8}[dims]
     extents = tuple(draw(st.integers(2, most)) for _ in range(dims))
@@ -116,9 +123,14 @@ def cases(draw: st.DrawFn) -> Case:
     head = draw_head(Spot(numbers, after, 0))
     losses = [*LIKE, *(CLASSES if draw(st.booleans()) else ())]
     model = initialized(make(call("nn.Sequential", *body, *head)))
-    grid = draw(st.sampled_from([g for g in GRIDS[dims] if max(g) < 8] * 3 + GRIDS[dims]))
+    grids = [g for g in GRIDS[dims] if max(g) < 8] * 3 + GRIDS[dims]
+    channel = 1
+    if splits_channels:
+        grids = [(1,) * dims, *(g for g in GRIDS[dims] if math.prod(g) == 2)]
+        channel = draw(st.integers(2, 3))
+    grid = draw(st.sampled_from(grids))
     cut: list[Points] = [draw(points(n, parts)) for n, parts in zip(extents, grid, strict=True)]
-    return Case(model, shape, cut, draw(st.sampled_from(losses)), draw(st.booleans()))
+    return Case(model, shape, cut, draw(st.sampled_from(losses)), draw(st.booleans()), channel)
 
 
 def draw_head(s: Spot) -> list[Source]:
@@ -156,7 +168,9 @@ def compare(case: Case) -> bool:
     """
     reference = Reference(case.task())
     try:
-        reference.check_split(case.points, keep_thin_blocks=case.keep_thin_blocks)
+        reference.check_split(
+            case.points, keep_thin_blocks=case.keep_thin_blocks, channel=case.channel
+        )
     except AssertionError:
         # For example, a norm of equal values: torch's own result is arbitrary.
         if max(reference.bounds[name] for name in ("y", "loss")) <= WORST_NOISE:
