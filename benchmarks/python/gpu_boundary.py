@@ -27,7 +27,8 @@ import torch
 from pydist import Mesh
 from pydist.backend import slab_tuning
 from pydist.backend.autotuner import Autotuner
-from pydist.backend.slab_problem import ROLES, SlabProblem
+from pydist.backend.problem import ROLES
+from pydist.backend.slab_problem import SlabProblem
 from pydist.backend.slabs import refusal, run
 from pydist.comm import LocalTransport
 

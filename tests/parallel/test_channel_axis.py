@@ -101,14 +101,14 @@ def head() -> nn.Module:
 
 
 class Slice(nn.Module):
-    """Convolution of the first channel, which is on one rank."""
+    """Layer that gets the first channel, which is on one rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.conv = nn.Conv3d(1, 3, 3, padding=1)
+        self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x[:, :1])
+        return self.layer(x[:, :1])
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
@@ -116,12 +116,16 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "without bias, of stride 2": lambda: nn.Conv3d(4, 5, 3, 2, 1, bias=False),
     "unpadded": lambda: nn.Conv3d(4, 3, 3),
     "fewer filters than ranks": lambda: nn.Conv3d(4, 1, 1),
-    "of a slice on one rank": Slice,
+    "of a slice": lambda: Slice(nn.Conv3d(1, 3, 3, padding=1)),
     "two groups": lambda: nn.Conv3d(4, 6, 3, padding=1, groups=2),
     "depthwise": lambda: nn.Conv3d(4, 8, 3, padding=1, groups=4),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Conv3d(4, 6, 3, padding=1)),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Conv3d(4, 6, 1)),
     "transposed": lambda: nn.ConvTranspose3d(4, 3, 2, stride=2),
+    "transposed, with overlap": lambda: nn.ConvTranspose3d(4, 6, 3, 2, 1, 1),
+    "transposed, two groups": lambda: nn.ConvTranspose3d(4, 6, 3, 2, 1, groups=2),
+    "transposed, depthwise": lambda: nn.ConvTranspose3d(4, 4, 4, 2, 1, groups=4),
+    "transposed of a slice": lambda: Slice(nn.ConvTranspose3d(1, 3, 3, 2)),
     "batch norm": lambda: nn.BatchNorm3d(4),
     "batch norm in evaluation": lambda: nn.BatchNorm3d(4).eval(),
     "instance norm": lambda: nn.InstanceNorm3d(4, affine=True, track_running_stats=True),
@@ -168,7 +172,8 @@ def test_layers_on_split_channels(make, is_cut):
 
 
 def test_layers_split_outputs_and_inputs_in_turn():
-    layers = nn.Conv3d(2, 8, 3, padding=1), nn.BatchNorm3d(8), nn.Conv3d(8, 4, 1), head()
+    layers = nn.Conv3d(2, 8, 3, padding=1), nn.BatchNorm3d(8), nn.Conv3d(8, 4, 1)
+    layers = *layers, nn.ConvTranspose3d(4, 4, 2, 2), nn.ConvTranspose3d(4, 4, 3, 1, 1), head()
     whole, sample = nn.Sequential(*layers), torch.randn(1, 2, 4, 4, 4)
 
     def split(world: pydist.comm.Transport) -> list[tuple[int, ...]]:
@@ -185,7 +190,9 @@ def test_layers_split_outputs_and_inputs_in_turn():
         filters = (3, 3, 2)[rank // 2]  # 8 filters over 3 ranks
         assert shapes[0] == shapes[1] == (1, filters, 2, 4, 4)
         assert shapes[2] == (1, 4, 2, 4, 4)
-        assert shapes[3] == (1, 3)
+        assert shapes[3] == (1, (2, 1, 1)[rank // 2], 4, 8, 8)
+        assert shapes[4] == (1, 4, 4, 8, 8)
+        assert shapes[5] == (1, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

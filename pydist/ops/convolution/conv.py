@@ -10,12 +10,7 @@ import torch
 from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
-from pydist.comm.interface.reduction import WIDER
-from pydist.errors import UsageError
-from pydist.exchange.adjoints import sum_parts
-from pydist.gradients.members import use_as_parameter
 from pydist.layout import Layout, Split
-from pydist.ops.channels import output_split, parameter_of_channels, with_channels
 from pydist.ops.convolution.correction import corrected
 from pydist.ops.convolution.correction_plan import CorrectionPlan, lines_up
 from pydist.ops.convolution.local_conv import (
@@ -26,14 +21,20 @@ from pydist.ops.convolution.local_conv import (
     unpadded_conv,
     without_autocast,
 )
+from pydist.ops.convolution.split_channels import (
+    add_parts,
+    is_partial,
+    own_operands,
+    own_weights,
+    split_channels,
+)
 from pydist.ops.dtypes import require_same
 from pydist.ops.fusion.bias import deferred_bias
 from pydist.ops.fusion.relu import ConvOutputs
 from pydist.ops.placement import choose_layout, conv_workload
 from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
-from pydist.partition import Box, Partition
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
-from pydist.tensor.operands import operand_in, parameter_for, redistribute
+from pydist.tensor.operands import redistribute
 
 _FUNCTIONS = {1: torch.conv1d, 2: torch.conv2d, 3: torch.conv3d}
 
@@ -63,78 +64,23 @@ def conv(
     kernel = tuple(weight.shape[2:])
     window = Window(kernel, stride, dilation, _padding(padding, kernel, dilation, dims))
     input = redistribute(input, choose_layout(layout, conv_workload(window, weight.shape)))
-    input, outputs = _channels(function, input, weight, groups)
+    input, outputs = split_channels(function, input, weight, groups, is_transposed=False)
     layout, of_all = input._layout, tuple(weight.shape)
     out = plan_window(layout, window, of_all[0], outputs).out
-    is_partial = layout.splits[1] is not None and outputs is None
-    if outputs is None and not is_partial:
-        weight, bias = parameter_for(weight, out), parameter_for(bias, out)
-        local = local_of(input)
-    else:
-        used = layout if is_partial else out
-        splits = [outputs, layout.splits[1] if is_partial else None, *(None,) * dims]
-        use_as_parameter(weight, layout.mesh)
-        weight = operand_in(weight, Layout(layout.mesh, of_all, splits), used)
-        bias = parameter_of_channels(bias, out)
-        local = operand_in(input, layout, used)
+    local, weight, bias = own_operands(input, weight, bias, out, groups, is_transposed=False)
     # Autocast's rule for convolutions, applied here because halos must have the same dtype.
     local, weight, bias = in_autocast_type(local, weight, bias)
     require_same(function, local, weight, bias)
     plan = _plan(layout, window, of_all, groups, local, outputs)
     x = wrap(local, layout, input)
     with without_autocast(local.device):
-        if is_partial:
+        if is_partial(layout, out):
             shard, _ = plan.run(x, weight, None)
-            return wrap(_summed(shard, bias, layout), plan.out, input)
+            return wrap(add_parts(shard, bias, layout), out, input)
         shard, deferred = plan.run(x, weight, bias)
-    result = wrap(shard, plan.out, input)
+    result = wrap(shard, out, input)
     result._deferred = deferred
     return result
-
-
-def _channels(
-    function: Any, input: ShardedTensor, weight: Tensor, groups: int
-) -> tuple[ShardedTensor, Split | None]:
-    """Chooses the form of a convolution; see `pydist.ops.channels`.
-
-    Returns:
-        The input, whose channels may be redistributed, and the split of the output channels. If
-        only the input's channels are split, each rank computes partial sums.
-    """
-    split = input._layout.splits[1]
-    if split is None and input.mesh.grid.size(("channel",)) == 1:
-        return input, None
-    channels, outputs = input.shape[1], weight.shape[0]
-    if channels != weight.shape[1] * groups or outputs % groups:
-        raise UsageError(
-            f"{function.__name__} in {groups} groups: an input of {channels} channels does not fit "
-            f"a weight of shape {tuple(weight.shape)}"
-        )
-    if split is None:
-        found = output_split(input._layout, outputs, groups)
-        if found is not None and groups > 1:  # a rank reads the inputs of its groups
-            points = [p * channels // outputs for p in found.partition.points]
-            input = with_channels(input, Split(found.axes, Partition(points)))
-        return input, found
-    of_group = channels // groups
-    is_apart = groups == 1 or not any(p % of_group for p in split.partition.points)
-    if not is_apart or min(split.partition.sizes) == 0:
-        return _channels(function, with_channels(input, None), weight, groups)
-    if groups == 1:
-        return input, None
-    points = [p * outputs // channels for p in split.partition.points]
-    return input, Split(split.axes, Partition(points))
-
-
-def _summed(shard: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
-    """Adds the partial sums of the ranks that hold the channels of `layout`, and the bias."""
-    split = layout.splits[1]
-    assert split is not None
-    # Partial sums in half precision are rounded once, like a single sum.
-    total = sum_parts(shard.to(WIDER.get(shard.dtype, shard.dtype)), layout.mesh, split.axes)
-    if bias is not None:
-        total = total + bias.view(-1, *(1 for _ in total.shape[2:]))
-    return total.to(shard.dtype)
 
 
 class _ConvPlan:
@@ -152,10 +98,7 @@ class _ConvPlan:
         self._mesh = layout.mesh
         self._plan = plan_window(layout, window, weight[0], outputs)
         self.out = self._plan.out
-        weights = [(weight, groups)] * len(layout.boxes)
-        if layout.splits[1] is not None or outputs is not None:
-            boxes = zip(layout.boxes, self.out.boxes, strict=True)
-            weights = [_own_weight(weight, groups, own, out) for own, out in boxes]
+        weights = own_weights(layout, self.out, weight, groups, is_transposed=False)
         groups = weights[layout.mesh.sample_index][1]
         aligned = lines_up(self._plan)
         is_symmetric = all(before == after for before, after in window.padding)
@@ -206,16 +149,6 @@ class _ConvPlan:
         channels_last = self._chooser.kernels_ahead(local_of(input), weight).channels_last
         shard = self._plan.apply(compute, input, channels_last=channels_last)
         return shard, ConvOutputs(shard)
-
-
-def _own_weight(
-    weight: tuple[int, ...], groups: int, own: Box, out: Box
-) -> tuple[tuple[int, ...], int]:
-    """Returns the shape of a rank's part of a weight, and its number of groups."""
-    inputs, outputs = own.shape[1], out.shape[1]
-    if groups == 1:
-        return (outputs, inputs, *weight[2:]), 1
-    return (outputs, *weight[1:]), outputs // (weight[0] // groups)
 
 
 def _plan(

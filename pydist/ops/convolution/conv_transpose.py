@@ -17,8 +17,7 @@ from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
 from pydist.errors import UsageError
-from pydist.layout import Layout
-from pydist.ops.channels import with_channels
+from pydist.layout import Layout, Split
 from pydist.ops.convolution.correction import corrected
 from pydist.ops.convolution.correction_plan import CorrectionPlan
 from pydist.ops.convolution.local_conv import (
@@ -28,14 +27,20 @@ from pydist.ops.convolution.local_conv import (
     without_autocast,
 )
 from pydist.ops.convolution.local_transposed import local_transposed, transposed_by_torch
+from pydist.ops.convolution.split_channels import (
+    add_parts,
+    is_partial,
+    own_operands,
+    own_weights,
+    split_channels,
+)
 from pydist.ops.convolution.transposed_window import Piece, TransposedWindow
 from pydist.ops.dtypes import require_same
 from pydist.ops.gathering import BoxGatherer
 from pydist.ops.windows import as_tuple
 from pydist.partition import Box
-from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
+from pydist.tensor import HANDLERS, ShardedTensor, refusal, wrap
 from pydist.tensor.deferred import NOTHING, Deferred
-from pydist.tensor.operands import parameter_for
 
 _FUNCTIONS = {1: torch.conv_transpose1d, 2: torch.conv_transpose2d, 3: torch.conv_transpose3d}
 
@@ -63,22 +68,26 @@ def conv_transpose(
         raise refusal(function, (input, weight), {}, "the input is plain and the weight sharded")
     if input.dim() != dims + 2:
         raise refusal(function, (input, weight), {}, f"expected [N, C] and {dims} spatial dims")
-    input = with_channels(input, None)
     layout = input._layout
     window = TransposedWindow(
         tuple(weight.shape[2:]),
         *(as_tuple(each, dims) for each in (stride, padding, output_padding, dilation)),
     )
     _check(layout, window, tuple(weight.shape), groups)
+    input, outputs = split_channels(function, input, weight, groups, is_transposed=True)
+    layout, of_all = input._layout, tuple(weight.shape)
+    out = _out(layout, window, of_all[1] * groups, outputs)
+    local, weight, bias = own_operands(input, weight, bias, out, groups, is_transposed=True)
     # Autocast's rule for convolutions, applied here because halos must have the same dtype.
-    (local,) = in_autocast_type(local_of(input))
-    plan = _plan(layout, window, tuple(weight.shape), groups, local)
-    weight, bias = parameter_for(weight, plan.out), parameter_for(bias, plan.out)
-    weight, bias = in_autocast_type(weight, bias)
+    local, weight, bias = in_autocast_type(local, weight, bias)
     require_same(function, local, weight, bias)
+    plan = _plan(layout, window, of_all, groups, local, out)
     with without_autocast(local.device):
+        if is_partial(layout, out):
+            shard, _ = plan.run(local, weight, None)
+            return wrap(add_parts(shard, bias, layout), out, input)
         shard, deferred = plan.run(local, weight, bias)
-    result = wrap(shard, plan.out, input)
+    result = wrap(shard, out, input)
     result._deferred = deferred
     return result
 
@@ -97,12 +106,13 @@ def _check(layout: Layout, window: TransposedWindow, weight: tuple[int, ...], gr
         )
 
 
-class _TransposedPlan:
-    """Plan of one transposed convolution: on the shard, by correction, or by gathering.
+def _out(layout: Layout, window: TransposedWindow, channels: int, split: Split | None) -> Layout:
+    key = ("conv_transpose layout", layout, window, channels, split)
+    return layout.mesh.session.plan(key, lambda: window.layout(layout, channels, split))
 
-    Attributes:
-        out: layout of the result.
-    """
+
+class _TransposedPlan:
+    """Plan of one transposed convolution: on the shard, by correction, or by gathering."""
 
     def __init__(
         self,
@@ -111,10 +121,12 @@ class _TransposedPlan:
         weight: tuple[int, ...],
         groups: int,
         local: Tensor,
+        out: Layout,
     ) -> None:
         self._layout, self._window, mesh = layout, window, layout.mesh
-        self.out = window.layout(layout, weight[1] * groups)
-        own, outs = layout.boxes, self.out.boxes
+        self._out = out
+        own, outs = layout.boxes, out.boxes
+        weights = own_weights(layout, out, weight, groups, is_transposed=True)
         pairs = list(zip(own, outs, strict=True))
         self._needed = [window.needs(out, box, layout.shape[2:]) for box, out in pairs]
         needs = zip(own, self._needed, strict=True)
@@ -126,19 +138,19 @@ class _TransposedPlan:
         calls = [window.pieces(*pair) for pair in zip(sources, outs, strict=True)]
         has_onednn = onednn_on_all(local, mesh)
         problems = [
-            _problem(window, weight, groups, local, source, out, pieces, has_onednn)
-            for source, out, pieces in zip(sources, outs, calls, strict=True)
+            _problem(window, *of_rank, local, source, box, pieces, has_onednn)
+            for of_rank, source, box, pieces in zip(weights, sources, outs, calls, strict=True)
         ]
         self._pieces = calls[mesh.sample_index]
         self._chooser = ConvChooser(problems, mesh)
         self._correction = None
         if corrects:
-            adjoint = window.plan_adjoint(layout, self.out)
+            adjoint = window.plan_adjoint(layout, out)
             self._correction = CorrectionPlan(
                 adjoint,
-                [(weight, groups)] * len(own),
+                weights,
                 self._chooser,
-                partial(self._recomputed, groups),
+                partial(self._recomputed, weights[mesh.sample_index][1]),
                 is_adjoint=True,
             )
 
@@ -149,7 +161,7 @@ class _TransposedPlan:
             return corrected(x, weight, bias, self._correction)
         if self._gathers:
             x = self._gatherer(x, self._chooser.kernels_ahead(x, weight).channels_last)
-        out = self.out.box
+        out = self._out.box
         starts, extents = [piece.front for piece in self._pieces], list(out.shape[2:])
         if out.empty:
             x, starts, extents = _one_input(x), [0] * len(extents), [1] * len(extents)
@@ -163,7 +175,7 @@ class _TransposedPlan:
 
     def _recomputed(self, groups: int, x: Tensor, weight: Tensor) -> Tensor:
         """Computes this rank's outputs without bias, from gathered inputs."""
-        window, out = self._window, self.out.box
+        window, out = self._window, self._out.box
         source = self._needed[self._layout.mesh.sample_index]
         starts = [
             first + p - lo * s
@@ -218,10 +230,11 @@ def _plan(
     weight: tuple[int, ...],
     groups: int,
     local: Tensor,
+    out: Layout,
 ) -> _TransposedPlan:
-    key = ("conv_transpose", layout, window, weight, groups, local.dtype, local.device)
+    key = ("conv_transpose", layout, window, weight, groups, local.dtype, local.device, out)
     return layout.mesh.session.plan(
-        key, lambda: _TransposedPlan(layout, window, weight, groups, local)
+        key, lambda: _TransposedPlan(layout, window, weight, groups, local, out)
     )
 
 

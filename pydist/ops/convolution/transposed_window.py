@@ -54,8 +54,8 @@ class TransposedWindow:
         padding = tuple((p, p - extra) for p, extra in pads)
         return Window(self.kernel, self.stride, self.dilation, padding)
 
-    def layout(self, source: Layout, channels: int) -> Layout:
-        """Returns the layout of the outputs.
+    def layout(self, source: Layout, channels: int, split: Split | None = None) -> Layout:
+        """Returns the layout of the outputs, whose channels have a split.
 
         A part's outputs begin at its first input × stride, shifted so that it needs the fewest
         inputs of both neighbors: none if the kernel is no larger than the stride. A convolution
@@ -77,7 +77,7 @@ class TransposedWindow:
                 f"transposed convolution of extents {source.shape[2:]} with kernel {self.kernel}, "
                 f"stride {self.stride} and padding {self.padding} gives extents {tuple(extents)}"
             )
-        splits = list(source.splits)
+        splits = [source.splits[0], split, *source.splits[2:]]
         for dim, extent in enumerate(extents, start=2):
             split = source.splits[dim]
             if split is not None:

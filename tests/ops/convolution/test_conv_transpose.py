@@ -83,6 +83,7 @@ def test_any_window_any_split(dims, data):
         [weight, *bias],
         case.points,
         second_order=data.draw(st.booleans(), "second order"),
+        channel=data.draw(st.sampled_from((1, 1, 2, 3)), "channel"),
     )
 
 
@@ -312,10 +313,6 @@ def test_refusals_name_what_is_expected(call, kind, message):
     on_ranks((2, 1, 1), body)
 
 
-def test_split_channels_are_refused():
-    def body(mesh):
-        x = shard(randn(1, 4, 4), layout_at(mesh, (1, 4, 4), [[0, 2, 4], None]))
-        with pytest.raises(NotSupported, match="channels are split"):
-            F.conv_transpose1d(x, randn(4, 4, 3))
-
-    on_ranks((2, 1, 1), body)
+def test_channels_cut_over_a_spatial_axis():
+    x, *parameters = randn(1, 4, 5), randn(4, 4, 3, seed=1), randn(4, seed=2)
+    check_function(F.conv_transpose1d, x, parameters, [[0, 1, 4], [0, 5]], second_order=True)

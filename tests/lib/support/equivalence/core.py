@@ -217,6 +217,7 @@ def check_function(
     beside: Sequence[Cut] = (),
     second_order: bool = False,
     keep_thin_blocks: bool = True,
+    channel: int = 1,
 ) -> None:
     """Compares output and all gradients of a function, in fp64, between split and one-device runs.
 
@@ -228,6 +229,7 @@ def check_function(
         beside: more operands that become sharded, with their own split points.
         second_order: also compare the gradient of the squared norm of all first gradients.
         keep_thin_blocks: option of the mesh.
+        channel: ranks along the mesh's channel axis.
     """
     tensors = [x, *(each.tensor for each in beside)]
     layouts = [points, *(each.points for each in beside)]
@@ -251,7 +253,8 @@ def check_function(
 
     expected = whole(lambda t: t)
     bounds = bounds_of(expected, whole(jittered))
-    for found in on_ranks(spatial_of(points), split, keep_thin_blocks=keep_thin_blocks):
+    options = {"keep_thin_blocks": keep_thin_blocks, "axes": {"channel": channel}}
+    for found in on_ranks(spatial_of(points), split, **options):
         assert_equal(found, expected, bounds)
 
 

@@ -1,0 +1,129 @@
+"""Split channels of convolutions and transposed convolutions; see `pydist.ops.channels`.
+
+The weight of a convolution is [Co, Ci / groups, ...], of a transposed one [Ci, Co / groups, ...].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from pydist.comm.interface.reduction import WIDER
+from pydist.errors import UsageError
+from pydist.exchange.adjoints import sum_parts
+from pydist.gradients.members import use_as_parameter
+from pydist.layout import Layout, Split
+from pydist.ops.channels import output_split, parameter_of_channels, with_channels
+from pydist.partition import Partition
+from pydist.tensor import ShardedTensor, local_of
+from pydist.tensor.operands import operand_in, parameter_for
+
+
+def split_channels(
+    function: Callable[..., Any], input: ShardedTensor, weight: Tensor, groups: int, *,
+    is_transposed: bool,
+) -> tuple[ShardedTensor, Split | None]:  # fmt: skip
+    """Chooses how a layer splits its channels.
+
+    Returns:
+        The input, whose channels may be redistributed, and the split of the output channels. If
+        only the input's channels are split, each rank computes partial sums.
+
+    Raises:
+        UsageError: the input does not fit the weight.
+    """
+    split = input._layout.splits[1]
+    if split is None and input.mesh.grid.size(("channel",)) == 1:
+        return input, None
+    channels = input.shape[1]
+    expected = weight.shape[0] if is_transposed else weight.shape[1] * groups
+    outputs = weight.shape[1] * groups if is_transposed else weight.shape[0]
+    if channels != expected or channels % groups or outputs % groups:
+        raise UsageError(
+            f"{function.__name__} in {groups} groups: an input of {channels} channels does not fit "
+            f"a weight of shape {tuple(weight.shape)}"
+        )
+    if split is not None:
+        of_group = channels // groups
+        is_apart = groups == 1 or not any(p % of_group for p in split.partition.points)
+        if is_apart and min(split.partition.sizes) > 0:
+            if groups == 1:
+                return input, None
+            points = [p // of_group * (outputs // groups) for p in split.partition.points]
+            return input, Split(split.axes, Partition(points))
+        input = with_channels(input, None)
+    found = output_split(input._layout, outputs, groups)
+    if found is not None and groups > 1:  # a rank reads the inputs of its groups
+        points = [p // (outputs // groups) * (channels // groups) for p in found.partition.points]
+        input = with_channels(input, Split(found.axes, Partition(points)))
+    return input, found
+
+
+def own_operands(
+    input: ShardedTensor, weight: Tensor, bias: Tensor | None, out: Layout, groups: int, *,
+    is_transposed: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Returns this rank's parts of the input, the weight and the bias.
+
+    Args:
+        input: as `split_channels` returns it.
+        weight: of all channels.
+        bias: [Co] or `None`.
+        out: layout of the result.
+        groups: of channels.
+        is_transposed: whether the convolution is a transposed one.
+    """
+    layout = input._layout
+    inputs, outputs = layout.splits[1], out.splits[1]
+    if inputs is None and outputs is None:
+        return local_of(input), parameter_for(weight, out), parameter_for(bias, out)
+    splits = [inputs, outputs] if is_transposed else [outputs, inputs]
+    if groups > 1:
+        splits[1] = None  # a group's channels, which are all on one rank
+    within = layout if outputs is None else out
+    of_weight = Layout(layout.mesh, tuple(weight.shape), [*splits, *(None,) * (weight.dim() - 2)])
+    use_as_parameter(weight, layout.mesh)
+    own = operand_in(weight, of_weight, within)
+    return operand_in(input, layout, within), own, parameter_of_channels(bias, out)
+
+
+def own_weights(
+    layout: Layout, out: Layout, weight: tuple[int, ...], groups: int, *, is_transposed: bool
+) -> list[tuple[tuple[int, ...], int]]:
+    """Returns the shape of each rank's part of a weight, and its number of groups."""
+    if layout.splits[1] is None and out.splits[1] is None:
+        return [(weight, groups)] * len(layout.boxes)
+    outputs = weight[1] * groups if is_transposed else weight[0]
+    found = []
+    for own, result in zip(layout.boxes, out.boxes, strict=True):
+        n = 1 if groups == 1 else result.shape[1] // (outputs // groups)
+        pair = (own.shape[1], result.shape[1] // n)
+        if not is_transposed:
+            pair = (result.shape[1], own.shape[1] // n)
+        found.append(((*pair, *weight[2:]), n))
+    return found
+
+
+def is_partial(layout: Layout, out: Layout) -> bool:
+    """Returns whether each rank computes partial sums, from its part of the input's channels."""
+    return layout.splits[1] is not None and out.splits[1] is None
+
+
+def add_parts(partial: Tensor, bias: Tensor | None, layout: Layout) -> Tensor:
+    """Adds the ranks' partial sums, and the bias.
+
+    Args:
+        partial: [N, Co, ...], from this rank's part of the input's channels.
+        bias: [Co] or `None`.
+        layout: of the input.
+    """
+    split = layout.splits[1]
+    assert split is not None
+    # In half precision the sum is rounded once, like that of one device.
+    wide = partial.to(WIDER.get(partial.dtype, partial.dtype))
+    total = sum_parts(wide, layout.mesh, split.axes)
+    if bias is not None:
+        total = total + bias.view(-1, *(1 for _ in total.shape[2:]))
+    return total.to(partial.dtype)
