@@ -329,6 +329,7 @@ def check_network(
     *,
     answer: Answer | None = None,
     keep_thin_blocks: bool = False,
+    axes: Mapping[str, int] | None = None,
     **options: Any,
 ) -> None:
     """Compares output, loss, gradients and buffers of a network with the one-device run.
@@ -339,6 +340,7 @@ def check_network(
         data: number of sample groups.
         answer: result of `whole_answer(task)`, to compare several splits with it.
         keep_thin_blocks: option of the mesh.
+        axes: ranks along other axes of the mesh.
         **options: options of `parallelize`.
     """
     expected, bounds = answer or whole_answer(task)
@@ -348,7 +350,7 @@ def check_network(
         # Compared on each rank: the gradients of all ranks together could exceed the memory.
         assert_equal(train_split(own, mesh, **options), expected, bounds)
 
-    on_ranks(spatial, rank, data, keep_thin_blocks=keep_thin_blocks)
+    on_ranks(spatial, rank, data, keep_thin_blocks=keep_thin_blocks, axes=axes or {})
 
 
 def whole_step(task: Task, change: Callable[[Tensor], Tensor] = lambda t: t) -> dict[str, Tensor]:

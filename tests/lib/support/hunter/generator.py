@@ -122,7 +122,7 @@ class _Writer(Steps):
             self.spatial = self.numbers.choice(GRIDS[count])
             if all(n == 1 for n in self.spatial[dims:]):
                 break
-        self.channel = self.channels(count * math.prod(self.spatial))
+        self.channels(count)
         if count == 1:
             self.groups: tuple[int, ...] = (self.numbers.choice((1, 2, 2, 3)),)
         else:
@@ -149,12 +149,15 @@ class _Writer(Steps):
                 *((0, n) for n in rest),
             )
 
-    def channels(self, ranks: int) -> int:
-        """Draws the ranks of the channel axis; the other draws of a seed stay as they are."""
-        numbers = random.Random(f"channels {self.seed}")
+    def channels(self, count: int) -> None:
+        """Draws the ranks of the channel axis; other programs' draws stay as they are."""
+        numbers, ranks = random.Random(f"channels {self.seed}"), count * math.prod(self.spatial)
+        self.channel = 1
         if "channels" not in self.ingredients or ranks > 3 or numbers.random() > 0.2:
-            return 1
-        return numbers.choice((2, 2, 3))
+            return
+        self.channel = numbers.choice((2, 2, 3))
+        if numbers.random() < 0.3:
+            self.spatial = (1, 1, 1)
 
     def cuts(self, extent: int, parts: int) -> tuple[int, ...]:
         """Draws split points: even, uneven, thin or empty blocks."""
