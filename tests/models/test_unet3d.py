@@ -67,7 +67,7 @@ def test_any_extents_that_can_be_halved(levels):
         assert model(torch.empty(2, 2, *shape)).shape == (2, 5, *shape)
         with pytest.raises(ValueError, match=f"multiples of {1 << levels}, got"):
             model(torch.empty(1, 2, 3 << levels, (1 << levels) + 1, 2 << levels))
-        with pytest.raises(ValueError, match=r"takes \[N, 2, D, H, W\], got \(1, 3, 8, 8, 8\)"):
+        with pytest.raises(ValueError, match=r"accepts \[N, 2, D, H, W\], got \(1, 3, 8, 8, 8\)"):
             model(torch.empty(1, 3, 8, 8, 8))
 
 

@@ -118,8 +118,8 @@ def test_what_a_library_says_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mpi,system,cuda:device", None, ""),
         ("mpi,system", 1, ""),
         ("mpi,system", 0, "is not CUDA-aware"),
-        ("", None, "does not say that it is CUDA-aware"),
-        ("rocm,cudart", None, "does not say that it is CUDA-aware"),
+        ("", None, "does not report that it is CUDA-aware"),
+        ("rocm,cudart", None, "does not report that it is CUDA-aware"),
     ):
         monkeypatch.setattr(awareness, "memory_kinds", lambda kinds=kinds: kinds)
         monkeypatch.setattr(awareness, "query", lambda answer=answer: answer)

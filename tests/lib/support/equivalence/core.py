@@ -253,7 +253,7 @@ def check_function(
 
     expected = whole(lambda t: t)
     bounds = bounds_of(expected, whole(jittered))
-    options = {"keep_thin_blocks": keep_thin_blocks, "axes": {"channel": channel}}
+    options: Any = {"keep_thin_blocks": keep_thin_blocks, "axes": {"channel": channel}}
     for found in on_ranks(spatial_of(points), split, **options):
         assert_equal(found, expected, bounds)
 

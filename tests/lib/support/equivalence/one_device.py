@@ -79,7 +79,7 @@ class Reference:
             own = task._replace(model=copy.deepcopy(task.model))
             return train_split(own, mesh, points=points)
 
-        options = {"keep_thin_blocks": keep_thin_blocks, "axes": {"channel": channel}}
+        options: Any = {"keep_thin_blocks": keep_thin_blocks, "axes": {"channel": channel}}
         for found in on_ranks(spatial_of(points), rank, **options):
             self.check(found)
 
