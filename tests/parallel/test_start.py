@@ -32,7 +32,7 @@ def of_rank_1(world: Transport, patch: pytest.MonkeyPatch, owner: Any, name: str
 
 def test_mesh_seed_and_transport(world: Transport) -> None:
     mesh = (2, 1, 1) if world.rank == 0 else (1, 2, 1)
-    differ(world, "the mesh", "1 × 2 × 1 × 1", "1 × 1 × 2 × 1", spatial=mesh)
+    differ(world, "the mesh", "1 × 1 × 2 × 1 × 1", "1 × 1 × 1 × 2 × 1", spatial=mesh)
     differ(world, "the seed", 0, 1, seed=world.rank)
     differ(world, "the transport", "auto", "c10d", transport=("auto", "c10d")[world.rank])
 

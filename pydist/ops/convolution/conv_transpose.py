@@ -107,7 +107,7 @@ def _check(layout: Layout, window: TransposedWindow, weight: tuple[int, ...], gr
 
 
 def _out(layout: Layout, window: TransposedWindow, channels: int, split: Split | None) -> Layout:
-    key = ("conv_transpose layout", layout, window, channels, split)
+    key = ("layout of transposed convolution", layout, window, channels, split)
     return layout.mesh.session.plan(key, lambda: window.layout(layout, channels, split))
 
 

@@ -180,11 +180,13 @@ def test_what_does_not_fit_is_named():
             F.rms_norm(x, (4, 3), torch.ones(3).double())
         with pytest.raises(NotSupported, match="the input is plain"):
             F.layer_norm(randn(5), (5,), x[0, 0, :, 0, 0])
-        cut = shard(randn(*SHAPE), layout_at(mesh, SHAPE, [[0, 2, 4], None, None, None]))
-        with pytest.raises(NotSupported, match="channels are split"):
-            F.local_response_norm(cut, 3)
 
     on_ranks((2, 1, 1), body)
+
+
+def test_local_response_norm_gathers_split_channels():
+    points = [[0, 1, 4], [0, 5], [0, 3]]
+    check_function(lambda x: F.local_response_norm(x, 3), randn(2, 4, 5, 3), (), points)
 
 
 def test_of_a_channels_last_shard_one_voxel_thick():

@@ -185,10 +185,6 @@ REFUSED = {
     "target of another shape": (
         ValueError, r"\(2, 5, 4, 3\) is expected", lambda x: F.cross_entropy(x, randint(3, 2, 4))
     ),
-    "split channels": (
-        NotSupported, "whole channels",
-        lambda x: F.cross_entropy(x.transpose(1, 2), randint(2, 2, 3, 4, 3)),
-    ),
     "a loss without a handler": (
         NotSupported, "cosine_embedding_loss",
         lambda x: F.cosine_embedding_loss(x, x, torch.ones(2)),
@@ -208,6 +204,13 @@ def test_refusals(kind, message, call):
             call(x)
 
     on_ranks((2, 1, 1), body)
+
+
+def test_split_channels_are_gathered():
+    labels = randint(2, 2, 3, 4, 3)
+    check_function(
+        lambda x: F.cross_entropy(x.transpose(1, 2), labels), randn(*SHAPE), (), POINTS["2x1x1"]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from pydist.errors import NotSupported
 from support.equivalence import check_function, layout_at, on_ranks, randn, shard
 from support.equivalence.strategies import cuts
 
@@ -49,9 +48,10 @@ def test_refusals():
         x = shard(randn(1, 8, 4, 4), layout_at(mesh, (1, 8, 4, 4), [[0, 2, 4], None]))
         with pytest.raises(RuntimeError, match="upscale_factor = 3"):
             F.pixel_shuffle(x, 3)
-        channels = shard(randn(1, 8, 4, 4), layout_at(mesh, (1, 8, 4, 4), [[0, 4, 8], None, None]))
-        for call in (F.pixel_shuffle, F.pixel_unshuffle, torch.channel_shuffle):
-            with pytest.raises(NotSupported, match="channels are split"):
-                call(channels, 2)
 
     on_ranks((2, 1, 1), body)
+
+
+@pytest.mark.parametrize("call", [F.pixel_shuffle, F.pixel_unshuffle, torch.channel_shuffle])
+def test_split_channels_are_gathered(call):
+    check_function(lambda x: call(x, 2), randn(1, 8, 4, 4), (), [[0, 3, 8], [0, 4], [0, 4]])
