@@ -7,7 +7,8 @@ import operator
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -73,7 +74,7 @@ class Mesh:
         self.world = world
         self.keep_thin_blocks = keep_thin_blocks
         self.rank, self.size = world.rank, world.size
-        self.grid = _fit(world.size, data, spatial, axes or {})
+        self.grid = _fit(world.size, data, spatial, counts_along(axes or {}))
         self.shares = _check_shares(self.grid, shares or {})
         self.seed = seed
         self.session = Session()
@@ -163,13 +164,22 @@ def counts_of(
     return None if data is None else operator.index(data), found, operator.index(seed)
 
 
-def _fit(world: int, data: int | None, spatial: tuple[int, ...], more: Mapping[str, int]) -> Grid:
-    for axis, size in more.items():
-        if axis not in _OTHER_AXES or size < 1:
+def counts_along(axes: Mapping[str, int]) -> dict[str, int]:
+    """Converts the numbers of ranks along further axes, of any integer types, to ints.
+
+    Raises:
+        UsageError: an axis does not exist, or its count is not an integer >= 1.
+    """
+    for axis, size in axes.items():
+        if axis not in _OTHER_AXES or not hasattr(size, "__index__") or operator.index(size) < 1:
             raise UsageError(
-                f"axes={dict(more)}: expected counts >= 1 of {', '.join(_OTHER_AXES)}; "
+                f"axes={dict(axes)}: expected counts >= 1 of {', '.join(_OTHER_AXES)}; "
                 "data and spatial are arguments of their own"
             )
+    return {axis: operator.index(size) for axis, size in axes.items()}
+
+
+def _fit(world: int, data: int | None, spatial: tuple[int, ...], more: Mapping[str, int]) -> Grid:
     group = math.prod((*spatial, *more.values()))
     given = f"spatial={'×'.join(map(str, spatial))}"
     given += "".join(f" × {axis} {size}" for axis, size in more.items())
@@ -194,13 +204,17 @@ def _fit(world: int, data: int | None, spatial: tuple[int, ...], more: Mapping[s
 def _check_shares(
     grid: Grid, shares: Mapping[str, Sequence[float]]
 ) -> dict[str, tuple[float, ...]]:
+    if not isinstance(shares, Mapping):
+        raise UsageError(f'shares={shares!r}: expected parts by axis, as in {{"depth": (2, 1)}}')
     for axis, given in shares.items():
         if axis not in SAMPLE_AXES:
             raise UsageError(f"shares of {axis!r}: expected one of {', '.join(SAMPLE_AXES)}")
         parts = grid.size((axis,))
-        if len(given) != parts or not all(0 < share < math.inf for share in given):
+        numbers: list[Any] = list(given) if isinstance(given, Sequence) else []
+        are_positive = all(isinstance(n, Real) and 0 < float(n) < math.inf for n in numbers)
+        if len(numbers) != parts or not are_positive:
             raise UsageError(
-                f"shares of {axis} {list(given)}: expected {parts} positive numbers, one per part"
+                f"shares of {axis} {given!r}: expected {parts} positive numbers, one per part"
             )
     return {axis: tuple(map(float, given)) for axis, given in shares.items()}
 

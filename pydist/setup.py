@@ -18,7 +18,7 @@ from pydist.backend import records
 from pydist.comm.consensus import require_same
 from pydist.grid import AXES
 from pydist.launch import identity, watch
-from pydist.mesh import Mesh, counts_of
+from pydist.mesh import Mesh, counts_along, counts_of
 from pydist.runtime import connect
 
 _OF_A_RANK = frozenset(
@@ -70,7 +70,8 @@ def init(
             memory.
     """
     data, spatial, seed = counts_of(data, spatial, seed)
-    axes = (data, channel, *spatial)
+    others = counts_along({"channel": channel})
+    axes = (data, *others.values(), *spatial)
     watch.limit()  # validates the variable on any number of ranks, also where it is not used
     records.is_wanted()
     native.cpu_isa()
@@ -87,7 +88,7 @@ def init(
     if world.device is not None:
         require_same(world, _device_facts())
     native.set_num_threads(torch.get_num_threads())
-    return Mesh(world, data, spatial, seed, axes={"channel": channel}, shares=shares)
+    return Mesh(world, data, spatial, seed, axes=others, shares=shares)
 
 
 def _facts(
@@ -108,7 +109,7 @@ def _facts(
         "the MPI library": _mpi_library(),
         "the transport": transport,
         f"the mesh ({' × '.join(AXES)})": " × ".join(map(str, (data, *of_sample))),
-        "the shares": repr(sorted((axis, list(given)) for axis, given in (shares or {}).items())),
+        "the shares": repr(shares or {}),
         "the seed": seed,
         "torch's default dtype": torch.get_default_dtype(),
     }

@@ -123,6 +123,8 @@ def test_a_mesh_that_does_not_fit_the_world_names_both(ranks, data, spatial, nam
     [
         ({"chanel": 2}, ["'chanel'", "of channel"]),
         ({"channel": 0}, [">= 1"]),
+        ({"channel": 2.5}, ["expected counts >= 1"]),
+        ({"channel": "2"}, ["expected counts >= 1"]),
         ({"data": 2}, ["data and spatial are arguments"]),
         ({"channel": 3}, ["channel 3", "needs 6 ranks a sample", "4 ranks were started"]),
     ],

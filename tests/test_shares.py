@@ -61,9 +61,13 @@ def test_an_extent_that_is_too_small_is_refused():
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
+        ((2, 1), r"shares=\(2, 1\): expected parts by axis"),
         ({"data": (1, 1)}, "shares of 'data': expected one of channel, depth"),
         ({"depth": (1, 1, 1)}, "shares of depth .*: expected 2 positive numbers"),
         ({"depth": (1, 0)}, "shares of depth .*: expected 2 positive numbers"),
+        ({"depth": "ab"}, "shares of depth 'ab': expected 2 positive numbers"),
+        ({"depth": 3}, "shares of depth 3: expected 2 positive numbers"),
+        ({"depth": (1, float("nan"))}, "shares of depth .*: expected 2 positive numbers"),
     ],
 )
 def test_shares_of_a_mesh_that_do_not_fit_are_named(shares, message):

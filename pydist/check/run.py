@@ -14,7 +14,7 @@ from pydist.check.compare import NOISE, Differences, SplitRun, WholeRun
 from pydist.check.report import Report
 from pydist.comm import Transport, run_local
 from pydist.errors import UsageError
-from pydist.mesh import Mesh
+from pydist.mesh import Mesh, counts_along
 from pydist.parallel import obstacle
 
 _FLOORS = {torch.float64: 1e-12, torch.float32: 1e-6}
@@ -162,8 +162,7 @@ def _check_arguments(
             f"spatial={tuple(spatial)}: expected at most {len(sample) - 1} counts of at least 1, "
             "one for each spatial dim of the sample"
         )
-    if channel < 1:
-        raise UsageError(f"channel={channel}: at least 1 part")
+    counts_along({"channel": channel})
     ranks = channel * math.prod(spatial)
     if ranks > _MOST_RANKS:
         raise UsageError(
