@@ -14,6 +14,7 @@ import pydist
 from pydist import Mesh, ShardedTensor, run_local
 from pydist.errors import UsageError
 from support.equivalence import FP64_BOUND, error
+from support.random_networks.blocks import ChannelAttention
 
 GROUPS = {
     "channel 2": (1, (1, 1, 1), 2),
@@ -138,6 +139,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "channel shuffle": lambda: nn.ChannelShuffle(2),
     "dropout of channels": lambda: nn.Sequential(nn.Conv3d(4, 4, 1), nn.Dropout3d(0.0)),
     "head": head,
+    "channel attention by einsum": lambda: ChannelAttention("einsum"),
+    "channel attention by bmm": lambda: ChannelAttention("bmm"),
+    "channel attention by matmul": lambda: ChannelAttention("matmul"),
 }
 
 

@@ -107,6 +107,8 @@ def _splits(
             if not clash:
                 chosen[label] = split
                 taken |= dict.fromkeys(split.axes, (label, names))
+            elif split.axes == ("channel",):
+                continue  # channels beside channels: gathered
             elif label in out and any(
                 other in out and other not in names and label not in theirs
                 for other, theirs in clash
