@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -74,8 +76,9 @@ class Mesh:
         self.world = world
         self.keep_thin_blocks = keep_thin_blocks
         self.rank, self.size = world.rank, world.size
-        self.grid = _fit(world.size, data, spatial, counts_along(axes or {}))
-        self.shares = _check_shares(self.grid, shares or {})
+        self.grid = _fit(world.size, data, spatial, counts_along({} if axes is None else axes))
+        self.shares = _check_shares(self.grid, {} if shares is None else shares)
+        hosts = _compare(world, self.grid, self.shares)
         self.seed = seed
         self.session = Session()
         self.coords = self.grid.coords(self.rank)
@@ -85,7 +88,7 @@ class Mesh:
         self._asked: dict[tuple[str, ...], Transport] = {}
         self.sample = self._split_off(world, AXES, self.grid.split(SAMPLE_AXES))
         self.data = self.group(("data",))
-        self.ranks_per_core = _ranks_per_core(world)
+        self.ranks_per_core = _ranks_per_core(world, hosts)
         """More than 1 if ranks share cores: then work that all of them repeat costs more."""
 
     def __repr__(self) -> str:
@@ -170,13 +173,15 @@ def counts_along(axes: Mapping[str, int]) -> dict[str, int]:
     Raises:
         UsageError: an axis does not exist, or its count is not an integer >= 1.
     """
-    for axis, size in axes.items():
-        if axis not in _OTHER_AXES or not hasattr(size, "__index__") or operator.index(size) < 1:
+    counts: dict[str, int] = {}
+    for axis, size in axes.items() if isinstance(axes, Mapping) else [("", 0)]:
+        counts[axis] = int(operator.index(size)) if hasattr(size, "__index__") else 0
+        if axis not in _OTHER_AXES or counts[axis] < 1:
             raise UsageError(
-                f"axes={dict(axes)}: expected counts >= 1 of {', '.join(_OTHER_AXES)}; "
+                f"axes={axes!r}: expected counts >= 1 of {', '.join(_OTHER_AXES)}; "
                 "data and spatial are arguments of their own"
             )
-    return {axis: operator.index(size) for axis, size in axes.items()}
+    return counts
 
 
 def _fit(world: int, data: int | None, spatial: tuple[int, ...], more: Mapping[str, int]) -> Grid:
@@ -206,22 +211,49 @@ def _check_shares(
 ) -> dict[str, tuple[float, ...]]:
     if not isinstance(shares, Mapping):
         raise UsageError(f'shares={shares!r}: expected parts by axis, as in {{"depth": (2, 1)}}')
+    found = {}
     for axis, given in shares.items():
         if axis not in SAMPLE_AXES:
             raise UsageError(f"shares of {axis!r}: expected one of {', '.join(SAMPLE_AXES)}")
         parts = grid.size((axis,))
-        numbers: list[Any] = list(given) if isinstance(given, Sequence) else []
-        are_positive = all(isinstance(n, Real) and 0 < float(n) < math.inf for n in numbers)
-        if len(numbers) != parts or not are_positive:
+        numbers = (
+            list(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else []
+        )
+        if len(numbers) != parts or not all(map(_is_share, numbers)):
             raise UsageError(
                 f"shares of {axis} {given!r}: expected {parts} positive numbers, one per part"
             )
-    return {axis: tuple(map(float, given)) for axis, given in shares.items()}
+        found[axis] = tuple(map(float, numbers))
+    return found
 
 
-def _ranks_per_core(world: Transport) -> float:
+def _is_share(number: object) -> bool:
+    if not isinstance(number, Real):
+        return False
+    with suppress(OverflowError):
+        return 0 < float(number) < math.inf
+    return False
+
+
+def _compare(world: Transport, grid: Grid, shares: Mapping[str, tuple[float, ...]]) -> list[str]:
+    """Compares the mesh between all ranks; returns their hosts. Collective.
+
+    Raises:
+        UsageError: ranks make different meshes; the same error on all of them.
+    """
+    mine = [socket.gethostname(), str(grid), sorted(shares.items())]
+    found = [json.loads(each) for each in world.all_gather_bytes(json.dumps(mine).encode())]
+    for rank, (_, *mesh) in enumerate(found):
+        if mesh != found[0][1:]:
+            here, there = (f"{axes}, shares {dict(given)}" for axes, given in (found[0][1:], mesh))
+            raise UsageError(
+                f"the mesh differs between the ranks: {here} on rank 0, {there} on rank {rank}"
+            )
+    return [host for host, *_ in found]
+
+
+def _ranks_per_core(world: Transport, hosts: Sequence[str]) -> float:
     """Returns the ranks per core of the fullest machine, the same number on all ranks."""
-    hosts = world.all_gather_bytes(socket.gethostname().encode())
     mine = hosts.count(hosts[world.rank]) / (os.cpu_count() or 1)
     most = torch.tensor([mine], dtype=torch.float64)
     world.all_reduce(most, "max")

@@ -51,7 +51,9 @@ def divide(extent: int, shares: Sequence[float], least: int = 1, multiple: int =
             f"an extent of {extent} can't be divided into {len(shares)} parts of at least "
             f"{least * multiple}"
         )
-    quotas = [units * share / sum(shares) for share in shares]
+    most = max(shares)
+    total = sum(share / most for share in shares)  # the sum itself could be infinite
+    quotas = [units * (share / most) / total for share in shares]
     parts = [max(least, int(quota)) for quota in quotas]
     over = [part - quota for part, quota in zip(parts, quotas, strict=True)]
     while (change := units - sum(parts)) != 0:

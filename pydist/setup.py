@@ -109,7 +109,7 @@ def _facts(
         "the MPI library": _mpi_library(),
         "the transport": transport,
         f"the mesh ({' × '.join(AXES)})": " × ".join(map(str, (data, *of_sample))),
-        "the shares": repr(shares or {}),
+        "the argument shares": repr(shares),
         "the seed": seed,
         "torch's default dtype": torch.get_default_dtype(),
     }

@@ -66,6 +66,8 @@ def test_an_extent_that_is_too_small_is_refused():
         ({"depth": (1, 1, 1)}, "shares of depth .*: expected 2 positive numbers"),
         ({"depth": (1, 0)}, "shares of depth .*: expected 2 positive numbers"),
         ({"depth": "ab"}, "shares of depth 'ab': expected 2 positive numbers"),
+        ({"depth": {1: 1, 2: 1}}, "shares of depth .*: expected 2 positive numbers"),
+        ({"depth": (10**400, 1)}, "shares of depth .*: expected 2 positive numbers"),
         ({"depth": 3}, "shares of depth 3: expected 2 positive numbers"),
         ({"depth": (1, float("nan"))}, "shares of depth .*: expected 2 positive numbers"),
     ],
@@ -76,6 +78,20 @@ def test_shares_of_a_mesh_that_do_not_fit_are_named(shares, message):
             Mesh(world, 1, (2, 1, 1), shares=shares)
 
     run_local(split, 2)
+
+
+@pytest.mark.parametrize("axis", ["depth", "channel"])
+def test_ranks_with_different_shares_are_named(axis):
+    def split(world: pydist.comm.Transport) -> None:
+        shares = {axis: (3, 1) if world.rank else (1, 3)}
+        with pytest.raises(UsageError, match=r"the mesh differs between the ranks.*on rank 1"):
+            Mesh(world, 1, (2, 1, 1), axes={"channel": 2}, shares=shares)
+
+    run_local(split, 4)
+
+
+def test_large_shares_have_a_finite_sum():
+    assert divide(8, (1e308, 1e308)).sizes == (4, 4)
 
 
 def test_training_with_unequal_parts_is_that_of_one_device():
