@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 SPATIAL_AXES = ("depth", "height", "width")
-SAMPLE_AXES = ("channel", *SPATIAL_AXES)
+CHANNEL_AXIS = "channel"
+SAMPLE_AXES = (CHANNEL_AXIS, *SPATIAL_AXES)
 """The axes over which one sample is split."""
 AXES = ("data", *SAMPLE_AXES)
 """All axes, the slowest first. To add an axis, add its name here; see `docs/extending.md`."""

@@ -173,15 +173,14 @@ def counts_along(axes: Mapping[str, int]) -> dict[str, int]:
     Raises:
         UsageError: an axis does not exist, or its count is not an integer >= 1.
     """
-    counts: dict[str, int] = {}
-    for axis, size in axes.items() if isinstance(axes, Mapping) else [("", 0)]:
-        counts[axis] = int(operator.index(size)) if hasattr(size, "__index__") else 0
-        if axis not in _OTHER_AXES or counts[axis] < 1:
-            raise UsageError(
-                f"axes={axes!r}: expected counts >= 1 of {', '.join(_OTHER_AXES)}; "
-                "data and spatial are arguments of their own"
-            )
-    return counts
+    with suppress(AttributeError, TypeError):
+        counts = {axis: int(operator.index(n)) for axis, n in axes.items()}
+        if counts.keys() <= set(_OTHER_AXES) and all(n >= 1 for n in counts.values()):
+            return counts
+    raise UsageError(
+        f"axes={axes!r}: expected counts >= 1 of {', '.join(_OTHER_AXES)}; data and spatial are "
+        "arguments of their own"
+    )
 
 
 def _fit(world: int, data: int | None, spatial: tuple[int, ...], more: Mapping[str, int]) -> Grid:

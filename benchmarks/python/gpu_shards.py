@@ -3,7 +3,7 @@
 The paper's CosmoFlow, split over depth. One rank of the group runs on the device by itself, without
 its neighbors' messages (`alone.py`): times include packing, boundary kernels and all bookkeeping,
 but not the link. The first rank and one in the middle are measured; the slower one counts. The
-references are the full sample on one device, 1/P of which is the ideal (8 times that of 256³ if
+references are the full sample on one device, divided by P as the ideal (8 times that of 256³ if
 cuDNN refuses tensors of 2^31 elements, or memory is short), and 52.7/P GiB, the paper's count of
 activations and error signals in float32.
 

@@ -41,7 +41,7 @@ class Limits:
     Attributes:
         declared_bytes: a dataset above this may declare at most `ratio` times its stored bytes.
         ratio: declared over stored bytes.
-        chunk_bytes: bytes of the largest chunk, all of which one read may have to unpack.
+        chunk_bytes: bytes of the largest chunk; a read unpacks a chunk in full.
         depth: components of a dataset's name, and links followed.
         names: number of names in an error message.
     """

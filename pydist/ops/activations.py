@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pydist.ops.channels import parameter_of_channels
 from pydist.ops.fusion.norm import parametric
 from pydist.ops.fusion.relu import relu_in_place
 from pydist.ops.pointwise.elementwise import elementwise
 from pydist.tensor import ShardedTensor, implements, local_of, refusal, wrap
-from pydist.tensor.operands import operand_for, parameter_for
+from pydist.tensor.operands import parameter_for
 
 
 @implements(F.relu)
@@ -53,13 +54,10 @@ def prelu(input: Tensor, weight: Tensor) -> ShardedTensor:
     if not isinstance(input, ShardedTensor):
         raise refusal(torch.prelu, (input, weight), {}, "the weight is sharded, the input is not")
     layout = input._layout
-    if weight.numel() > 1 and input.dim() > 1 and layout.splits[1] is not None:
-        by_channel = weight.reshape(-1, *(1 for _ in layout.shape[2:]))
-        own = operand_for(by_channel, layout, layout.shape).flatten()
-    else:
-        own = parameter_for(weight, layout)
-        # A view, as in torch: backward does not notice if the parameter's memory is replaced.
-        fused = parametric(input, own.flatten().view(-1))
-        if fused is not None:
-            return wrap(fused, layout, input)
+    has_channels = weight.dim() == 1 and weight.numel() > 1 and input.dim() > 1
+    own = (parameter_of_channels if has_channels else parameter_for)(weight, layout)
+    # A view, as in torch: backward does not notice if the parameter's memory is replaced.
+    fused = parametric(input, own.flatten().view(-1))
+    if fused is not None:
+        return wrap(fused, layout, input)
     return wrap(torch.prelu(local_of(input), own), layout, input)

@@ -13,13 +13,11 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from pydist.gradients.members import use_as_parameter
+from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, Split, split_along
 from pydist.partition import Partition
 from pydist.tensor import ShardedTensor
-from pydist.tensor.operands import operand_in, parameter_for, redistribute
-
-_AXIS = "channel"
+from pydist.tensor.operands import parameter_for, redistribute
 
 
 def output_split(layout: Layout, channels: int, groups: int = 1) -> Split | None:
@@ -34,14 +32,12 @@ def output_split(layout: Layout, channels: int, groups: int = 1) -> Split | None
         The split, even or by the mesh's shares; `None` if the axis has one rank, the input is cut
         along it, or there are fewer channels (or groups) than ranks.
     """
-    parts = layout.mesh.grid.size((_AXIS,))
-    if parts == 1 or _AXIS in layout.used_axes:
+    if CHANNEL_AXIS in layout.used_axes:
         return None
     units = groups if groups > 1 else channels
-    if units < parts:
+    split = split_along(layout.mesh, units, CHANNEL_AXIS)
+    if split is None or units < split.partition.parts:
         return None
-    split = split_along(layout.mesh, units, _AXIS)
-    assert split is not None
     points = [p * (channels // units) for p in split.partition.points]
     return Split(split.axes, Partition(points))
 
@@ -63,8 +59,7 @@ def parameter_of_channels(tensor: Tensor | None, layout: Layout) -> Tensor | Non
     split = layout.splits[1]
     if tensor is None or split is None:
         return parameter_for(tensor, layout)
-    use_as_parameter(tensor, layout.mesh)
-    return operand_in(tensor, Layout(layout.mesh, tuple(tensor.shape), (split,)), layout)
+    return parameter_for(tensor, layout, Layout(layout.mesh, tuple(tensor.shape), (split,)))
 
 
 def own_channels(values: Tensor, layout: Layout) -> Tensor:

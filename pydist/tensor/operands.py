@@ -48,18 +48,28 @@ def shard_of_plain(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 @overload
-def parameter_for(tensor: Tensor, layout: Layout) -> Tensor: ...
+def parameter_for(tensor: Tensor, layout: Layout, target: Layout | None = None) -> Tensor: ...
 @overload
-def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None: ...
-def parameter_for(tensor: Tensor | None, layout: Layout) -> Tensor | None:
-    """Returns a replicated operand (a weight), which every rank uses in full for its part."""
+def parameter_for(
+    tensor: Tensor | None, layout: Layout, target: Layout | None = None
+) -> Tensor | None: ...
+def parameter_for(
+    tensor: Tensor | None, layout: Layout, target: Layout | None = None
+) -> Tensor | None:
+    """Returns the weight of a layer, or the part of it with which this rank computes.
+
+    Args:
+        tensor: the weight; plain ones are parameters of all ranks.
+        layout: layout of the layer's result, or of its input if that uses more axes.
+        target: layout in which the weight is needed; by default every rank needs all of it.
+    """
     if tensor is None:
         return None
     if isinstance(tensor, ShardedTensor):
-        return _sharded_operand(tensor, tensor._layout.whole(), layout)
-    prove_equal(tensor, layout)
+        return _sharded_operand(tensor, target or tensor._layout.whole(), layout)
+    prove_equal(tensor, layout if target is None else target)
     use_as_parameter(tensor, layout.mesh)
-    return _entered(tensor, None, layout)
+    return _entered(tensor, None if target is None else _index_in(target), layout)
 
 
 def operand_for(x: Tensor, layout: Layout, out_shape: torch.Size | tuple[int, ...]) -> Tensor:
@@ -97,11 +107,14 @@ def operand_in(x: Tensor, target: Layout, layout: Layout) -> Tensor:
     if isinstance(x, ShardedTensor):
         return _sharded_operand(x, target, layout)
     prove_equal(x, target)
-    index = None
-    if target.split_dims:
-        box = target.box
-        index = tuple(slice(a, b) for a, b in zip(box.lo, box.hi, strict=True))
-    return _entered(x, index, layout)
+    return _entered(x, _index_in(target), layout)
+
+
+def _index_in(target: Layout) -> tuple[slice, ...] | None:
+    """Returns the index of this rank's part of a plain tensor; `None` for all of it."""
+    if not target.split_dims:
+        return None
+    return tuple(slice(a, b) for a, b in zip(target.box.lo, target.box.hi, strict=True))
 
 
 def _sharded_operand(x: ShardedTensor, target: Layout, layout: Layout) -> Tensor:

@@ -137,7 +137,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "norm and PReLU": lambda: nn.Sequential(nn.InstanceNorm3d(4), nn.PReLU(4)),
     "pixel unshuffle": lambda: nn.PixelUnshuffle(2),
     "channel shuffle": lambda: nn.ChannelShuffle(2),
-    "dropout of channels": lambda: nn.Sequential(nn.Conv3d(4, 4, 1), nn.Dropout3d(0.0)),
     "head": head,
     "channel attention by einsum": lambda: ChannelAttention("einsum"),
     "channel attention by bmm": lambda: ChannelAttention("bmm"),
@@ -197,6 +196,78 @@ def test_layers_split_outputs_and_inputs_in_turn():
         assert shapes[3] == (1, (2, 1, 1)[rank // 2], 4, 8, 8)
         assert shapes[4] == (1, 4, 4, 8, 8)
         assert shapes[5] == (1, 3)
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout3d, nn.FeatureAlphaDropout])
+def test_dropout_masks_are_those_of_one_rank(kind):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Conv3d(2, 6, 3, padding=1), kind(0.5), nn.Conv3d(6, 4, 1)).double()
+    x = torch.randn(2, 2, 6, 4, 4, dtype=torch.float64)
+
+    def run(world: pydist.comm.Transport, spatial: tuple[int, ...], channel: int) -> list[Tensor]:
+        mesh = Mesh(world, 1, spatial, axes={"channel": channel})
+        model = pydist.parallelize(copy.deepcopy(whole), mesh)
+        steps = [model(pydist.distribute_tensor(x, mesh)) for _ in range(2)]
+        sum(y.square().sum() for y in steps).backward()
+        shown = [y.detach().full_tensor() for y in steps]
+        return [*shown, *(p.grad for p in model.parameters())]
+
+    expected = run_local(lambda t: run(t, (1, 1, 1), 1), 1)[0]
+    assert (expected[0] - expected[1]).abs().max() > 0.1
+    for found in run_local(lambda t: run(t, (2, 1, 1), 3), 6):
+        for mine, other in zip(found, expected, strict=True):
+            assert error(mine, other) < 4 * FP64_BOUND
+
+
+def test_a_pair_of_layers_has_one_sum_each_way():
+    whole = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 3, padding=1))
+    x = torch.randn(1, 2, 4, 4, 4)
+
+    def split(world: pydist.comm.Transport) -> list[int]:
+        mesh = Mesh(world, 1, (2, 1, 1), axes={"channel": 2})
+        group, sizes = mesh.group(("channel",)), []
+        send = group.all_reduce
+
+        def counting(tensor: Tensor, *args: str) -> None:
+            sizes.append(tensor.numel())
+            send(tensor, *args)
+
+        group.all_reduce = counting
+        model = pydist.parallelize(copy.deepcopy(whole), mesh)
+        cut = pydist.distribute_tensor(x, mesh).requires_grad_()
+        y = model(cut)
+        forward = len(sizes)
+        y.square().sum().backward()
+        return [forward, *sizes]
+
+    halves = [1, 3 * 2 * 4 * 4, 2 * 2 * 4 * 4]  # of y forward, of dL/dx backward; half the depth
+    assert run_local(split, 4) == [halves] * 4
+
+
+@pytest.mark.parametrize("channel", [1, 2])
+def test_weights_that_are_data_of_a_group_keep_its_gradient(channel):
+    """Sharded weights are no parameters; plain slopes are parameters of all groups."""
+    x, kernels = torch.randn(4, 3, 4, 4, 4).double(), torch.randn(2, 4, 3, 3, 3, 3).double()
+    slopes = torch.rand(4).double()
+
+    def loss(x: Tensor, kernel: Tensor, slope: Tensor) -> Tensor:
+        return F.prelu(F.conv3d(x, kernel, padding=1), slope).square().mean()
+
+    def split(world: pydist.comm.Transport) -> tuple[int, Tensor, Tensor]:
+        mesh = Mesh(world, 2, (2, 1, 1), axes={"channel": channel})
+        rows = pydist.distribute_tensor(x.chunk(2)[mesh.data_index], mesh)
+        kernel = pydist.distribute_tensor(kernels[mesh.data_index], mesh, dims={})
+        kernel, slope = kernel.detach().requires_grad_(), slopes.clone().requires_grad_()
+        loss(rows, kernel, slope).backward()
+        return mesh.data_index, kernel.grad.full_tensor(), slope.grad
+
+    leaves = [(k.clone().requires_grad_(), slopes.clone().requires_grad_()) for k in kernels]
+    for rows, of_group in zip(x.chunk(2), leaves, strict=True):
+        loss(rows, *of_group).backward()
+    mean = (leaves[0][1].grad + leaves[1][1].grad) / 2
+    for group, of_kernel, of_slope in run_local(split, 4 * channel):
+        assert error(of_kernel, leaves[group][0].grad) < 4 * FP64_BOUND
+        assert error(of_slope, mean) < 4 * FP64_BOUND
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

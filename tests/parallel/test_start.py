@@ -33,6 +33,10 @@ def of_rank_1(world: Transport, patch: pytest.MonkeyPatch, owner: Any, name: str
 def test_mesh_seed_and_transport(world: Transport) -> None:
     mesh = (2, 1, 1) if world.rank == 0 else (1, 2, 1)
     differ(world, "the mesh", "1 × 1 × 2 × 1 × 1", "1 × 1 × 1 × 2 × 1", spatial=mesh)
+    sizes = [f"1 × {n} × 1 × 1 × 1" for n in (2, 1)]
+    differ(world, "the mesh", *sizes, data=1, spatial=(1, 1, 1), channel=2 - world.rank)
+    given = {"depth": (1, 2 + world.rank)}
+    differ(world, "the argument shares", r".*2\)}", r".*3\)}", shares=given)
     differ(world, "the seed", 0, 1, seed=world.rank)
     differ(world, "the transport", "auto", "c10d", transport=("auto", "c10d")[world.rank])
 

@@ -183,7 +183,7 @@ def test_events_are_given_back_as_soon_as_the_device_has_passed_them():
             span = clock.begin("compute", "conv")
             device.busy(1.0)
             clock.end(span)
-        device.clock = device.at[0] - 1.0  # 1 s behind the stream
+        device.clock = device.at[0] - 1.0  # 1 s before the stream's
         clock.step()
         assert len(device.freed) == 2 * (2 * step + 1)
     clock.finish()

@@ -81,13 +81,17 @@ def whole_run(universes, tmp_path_factory) -> tuple[list[float], Result]:
 
 
 @pytest.mark.parametrize(
-    ("data", "spatial"), [(2, (2, 1, 1)), (1, (1, 2, 2)), (3, (1, 1, 1)), (2, (1, 1, 1))]
-)
-def test_split_training_is_that_of_one_rank(config, whole_run, data, spatial):
+    ("data", "spatial", "channel"),
+    [
+        (2, (2, 1, 1), 1), (1, (1, 2, 2), 1), (3, (1, 1, 1), 1), (2, (1, 1, 1), 1),
+        (1, (2, 1, 1), 2), (2, (1, 1, 1), 3),
+    ],
+)  # fmt: skip
+def test_split_training_is_that_of_one_rank(config, whole_run, data, spatial, channel):
     """Training has dropout, a batch uneven for two groups, and unequal validation shares."""
-    config = change(config, model={"variant": "paper"})
+    config = change(config, model={"variant": "paper"}, mesh={"channel": channel})
     losses, expected = whole_run
-    results = run_local(job, data * math.prod(spatial), config, data, spatial)
+    results = run_local(job, data * channel * math.prod(spatial), config, data, spatial)
     assert curve(config) == pytest.approx(losses, abs=5e-6)
     for result in results:
         assert result.steps == 4

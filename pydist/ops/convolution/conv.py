@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from pydist.backend.problem import ConvProblem
-from pydist.layout import Layout, Split
 from pydist.ops.convolution.correction import corrected
 from pydist.ops.convolution.correction_plan import CorrectionPlan, lines_up
 from pydist.ops.convolution.local_conv import (
@@ -32,7 +31,7 @@ from pydist.ops.dtypes import require_same
 from pydist.ops.fusion.bias import deferred_bias
 from pydist.ops.fusion.relu import ConvOutputs
 from pydist.ops.placement import choose_layout, conv_workload
-from pydist.ops.windows import Window, as_tuple, plan_window, symmetric
+from pydist.ops.windows import Window, WindowPlan, as_tuple, plan_window, symmetric
 from pydist.tensor import HANDLERS, ShardedTensor, local_of, refusal, wrap
 from pydist.tensor.operands import redistribute
 
@@ -66,12 +65,14 @@ def conv(
     input = redistribute(input, choose_layout(layout, conv_workload(window, weight.shape)))
     input, outputs = split_channels(function, input, weight, groups, is_transposed=False)
     layout, of_all = input._layout, tuple(weight.shape)
-    out = plan_window(layout, window, of_all[0], outputs).out
+    windows = plan_window(layout, window, of_all[0], outputs)
+    out = windows.out
     local, weight, bias = own_operands(input, weight, bias, out, groups, is_transposed=False)
     # Autocast's rule for convolutions, applied here because halos must have the same dtype.
     local, weight, bias = in_autocast_type(local, weight, bias)
     require_same(function, local, weight, bias)
-    plan = _plan(layout, window, of_all, groups, local, outputs)
+    key = ("conv", windows, of_all, groups, local.dtype, local.device)
+    plan = layout.mesh.session.plan(key, lambda: _ConvPlan(windows, of_all, groups, local))
     x = wrap(local, layout, input)
     with without_autocast(local.device):
         if is_partial(layout, out):
@@ -87,24 +88,17 @@ class _ConvPlan:
     """Plan of one convolution: on the shard, by correction, or on a gathered input."""
 
     def __init__(
-        self,
-        layout: Layout,
-        window: Window,
-        weight: tuple[int, ...],
-        groups: int,
-        local: Tensor,
-        outputs: Split | None,
+        self, plan: WindowPlan, weight: tuple[int, ...], groups: int, local: Tensor
     ) -> None:
-        self._mesh = layout.mesh
-        self._plan = plan_window(layout, window, weight[0], outputs)
-        self.out = self._plan.out
-        weights = own_weights(layout, self.out, weight, groups, is_transposed=False)
+        layout, window = plan.layout, plan.window
+        self._mesh, self._plan = layout.mesh, plan
+        weights = own_weights(layout, plan.out, weight, groups, is_transposed=False)
         groups = weights[layout.mesh.sample_index][1]
-        aligned = lines_up(self._plan)
+        aligned = lines_up(plan)
         is_symmetric = all(before == after for before, after in window.padding)
         pads = tuple(before for before, _ in window.padding)
-        in_place = aligned or (self._plan.is_whole and is_symmetric)
-        shapes = [box.shape for box in layout.boxes] if in_place else self._plan.gathered_shapes
+        in_place = aligned or (plan.is_whole and is_symmetric)
+        shapes = [box.shape for box in layout.boxes] if in_place else plan.gathered_shapes
         stride, dilation = window.stride, window.dilation
         used = pads if in_place else (0,) * len(pads)
         if len(pads) == 1:
@@ -123,13 +117,13 @@ class _ConvPlan:
         self._in_place = in_place
         self._chooser = ConvChooser(problems, self._mesh)
         self._correction = None
-        if aligned and not self._plan.is_whole:
+        if aligned and not plan.is_whole:
             attributes = window.stride, window.dilation, groups
             self._correction = CorrectionPlan(
-                self._plan,
+                plan,
                 weights,
                 self._chooser,
-                lambda x, weight: unpadded_conv(self._plan.gathers(x), weight, *attributes),
+                lambda x, weight: unpadded_conv(plan.gathers(x), weight, *attributes),
             )
 
     def run(
@@ -149,20 +143,6 @@ class _ConvPlan:
         channels_last = self._chooser.kernels_ahead(local_of(input), weight).channels_last
         shard = self._plan.apply(compute, input, channels_last=channels_last)
         return shard, ConvOutputs(shard)
-
-
-def _plan(
-    layout: Layout,
-    window: Window,
-    weight: tuple[int, ...],
-    groups: int,
-    local: Tensor,
-    outputs: Split | None,
-) -> _ConvPlan:
-    key = ("conv", layout, window, weight, groups, local.dtype, local.device, outputs)
-    return layout.mesh.session.plan(
-        key, lambda: _ConvPlan(layout, window, weight, groups, local, outputs)
-    )
 
 
 def _padding(

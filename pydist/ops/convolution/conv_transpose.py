@@ -81,7 +81,10 @@ def conv_transpose(
     # Autocast's rule for convolutions, applied here because halos must have the same dtype.
     local, weight, bias = in_autocast_type(local, weight, bias)
     require_same(function, local, weight, bias)
-    plan = _plan(layout, window, of_all, groups, local, out)
+    key = ("conv_transpose", layout, out, window, of_all, groups, local.dtype, local.device)
+    plan = layout.mesh.session.plan(
+        key, lambda: _TransposedPlan(layout, window, of_all, groups, local, out)
+    )
     with without_autocast(local.device):
         if is_partial(layout, out):
             shard, _ = plan.run(local, weight, None)
@@ -222,20 +225,6 @@ def _one_input(x: Tensor) -> Tensor:
     for dim in range(2, x.dim()):
         x = x.narrow(dim, 0, min(1, x.shape[dim]))
     return F.pad(x, [n for extent in reversed(x.shape) for n in (0, int(extent == 0))])
-
-
-def _plan(
-    layout: Layout,
-    window: TransposedWindow,
-    weight: tuple[int, ...],
-    groups: int,
-    local: Tensor,
-    out: Layout,
-) -> _TransposedPlan:
-    key = ("conv_transpose", layout, window, weight, groups, local.dtype, local.device, out)
-    return layout.mesh.session.plan(
-        key, lambda: _TransposedPlan(layout, window, weight, groups, local, out)
-    )
 
 
 def _register() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from pydist.comm.interface.reduction import WIDER
 from pydist.errors import UsageError
 from pydist.exchange.adjoints import sum_parts
-from pydist.gradients.members import use_as_parameter
 from pydist.layout import Layout, Split
 from pydist.ops.channels import output_split, parameter_of_channels, with_channels
 from pydist.partition import Partition
@@ -34,31 +33,33 @@ def split_channels(
     Raises:
         UsageError: the input does not fit the weight.
     """
-    split = input._layout.splits[1]
-    if split is None and input.mesh.grid.size(("channel",)) == 1:
-        return input, None
-    channels = input.shape[1]
-    expected = weight.shape[0] if is_transposed else weight.shape[1] * groups
+    channels, split = input.shape[1], input._layout.splits[1]
     outputs = weight.shape[1] * groups if is_transposed else weight.shape[0]
+    found = output_split(input._layout, outputs, groups) if split is None else None
+    if split is None and found is None:
+        return input, None  # torch checks the shapes
+    expected = weight.shape[0] if is_transposed else weight.shape[1] * groups
     if channels != expected or channels % groups or outputs % groups:
         raise UsageError(
             f"{function.__name__} in {groups} groups: an input of {channels} channels does not fit "
             f"a weight of shape {tuple(weight.shape)}"
         )
+    of_group = channels // groups, outputs // groups
     if split is not None:
-        of_group = channels // groups
-        is_apart = groups == 1 or not any(p % of_group for p in split.partition.points)
+        is_apart = groups == 1 or not any(p % of_group[0] for p in split.partition.points)
         if is_apart and min(split.partition.sizes) > 0:
-            if groups == 1:
-                return input, None
-            points = [p // of_group * (outputs // groups) for p in split.partition.points]
-            return input, Split(split.axes, Partition(points))
+            return input, None if groups == 1 else _scaled(split, *of_group)
         input = with_channels(input, None)
-    found = output_split(input._layout, outputs, groups)
-    if found is not None and groups > 1:  # a rank reads the inputs of its groups
-        points = [p // (outputs // groups) * (channels // groups) for p in found.partition.points]
-        input = with_channels(input, Split(found.axes, Partition(points)))
+        found = output_split(input._layout, outputs, groups)
+    if found is not None and groups > 1:
+        input = with_channels(input, _scaled(found, *reversed(of_group)))
     return input, found
+
+
+def _scaled(split: Split, extent: int, wanted: int) -> Split:
+    """Returns the split with the same groups of channels, if groups have another extent."""
+    points = [p // extent * wanted for p in split.partition.points]
+    return Split(split.axes, Partition(points))
 
 
 def own_operands(
@@ -84,8 +85,7 @@ def own_operands(
         splits[1] = None  # a group's channels, which are all on one rank
     within = layout if outputs is None else out
     of_weight = Layout(layout.mesh, tuple(weight.shape), [*splits, *(None,) * (weight.dim() - 2)])
-    use_as_parameter(weight, layout.mesh)
-    own = operand_in(weight, of_weight, within)
+    own = parameter_for(weight, within, of_weight)
     return operand_in(input, layout, within), own, parameter_of_channels(bias, out)
 
 

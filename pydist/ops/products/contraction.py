@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pydist.exchange.adjoints import sum_parts, sum_ranks
+from pydist.grid import CHANNEL_AXIS
 from pydist.layout import Layout, Split
 from pydist.tensor import ShardedTensor, refusal, wrap
 from pydist.tensor.operands import operand_in
@@ -107,7 +108,7 @@ def _splits(
             if not clash:
                 chosen[label] = split
                 taken |= dict.fromkeys(split.axes, (label, names))
-            elif split.axes == ("channel",):
+            elif split.axes == (CHANNEL_AXIS,):
                 continue  # channels beside channels: gathered
             elif label in out and any(
                 other in out and other not in names and label not in theirs

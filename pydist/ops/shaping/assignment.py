@@ -94,7 +94,7 @@ def _part_of(value: Tensor, dtype: torch.dtype, layout: Layout, removed: Sequenc
 
 
 def _layout_around(value: ShardedTensor, entries: Sequence[Any], x: Tensor) -> Layout:
-    """Returns the layout of a tensor of which `value` becomes a part, split in its full dims."""
+    """Returns the layout of a tensor into which `value` is written, split in its full dims."""
     splits: list[Split | None] = [None] * x.dim()
     dim, at = x.dim(), value.dim()
     for entry in reversed(entries):

@@ -33,4 +33,5 @@ def job(
     listeners: Sequence[Listener] = (),
 ) -> Result:
     """Runs one rank of a training run, for `run_local`."""
-    return train(config, Mesh(world, data, spatial, seed=config.train.seed), listeners)
+    axes = {"channel": config.mesh.channel}
+    return train(config, Mesh(world, data, spatial, config.train.seed, axes=axes), listeners)
