@@ -173,14 +173,18 @@ def counts_along(axes: Mapping[str, int]) -> dict[str, int]:
     Raises:
         UsageError: an axis does not exist, or its count is not an integer >= 1.
     """
-    with suppress(AttributeError, TypeError):
-        counts = {axis: int(operator.index(n)) for axis, n in axes.items()}
-        if counts.keys() <= set(_OTHER_AXES) and all(n >= 1 for n in counts.values()):
-            return counts
-    raise UsageError(
-        f"axes={axes!r}: expected counts >= 1 of {', '.join(_OTHER_AXES)}; data and spatial are "
-        "arguments of their own"
-    )
+    if not isinstance(axes, Mapping) or not axes.keys() <= set(_OTHER_AXES):
+        raise UsageError(
+            f"axes={axes!r}: expected counts of {', '.join(_OTHER_AXES)}; data and spatial are "
+            "arguments of their own"
+        )
+    counts = {}
+    for axis, given in axes.items():
+        with suppress(TypeError):
+            counts[axis] = int(operator.index(given))
+        if counts.get(axis, 0) < 1:
+            raise UsageError(f"{axis}={given!r}: expected a count >= 1")
+    return counts
 
 
 def _fit(world: int, data: int | None, spatial: tuple[int, ...], more: Mapping[str, int]) -> Grid:
@@ -215,9 +219,8 @@ def _check_shares(
         if axis not in SAMPLE_AXES:
             raise UsageError(f"shares of {axis!r}: expected one of {', '.join(SAMPLE_AXES)}")
         parts = grid.size((axis,))
-        numbers = (
-            list(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else []
-        )
+        is_list = isinstance(given, Iterable) and not isinstance(given, Mapping)
+        numbers = list(given) if is_list else []
         if len(numbers) != parts or not all(map(_is_share, numbers)):
             raise UsageError(
                 f"shares of {axis} {given!r}: expected {parts} positive numbers, one per part"
