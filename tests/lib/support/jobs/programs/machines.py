@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pydist import owner
 from pydist.launch import identity, watch
 
 
@@ -25,6 +26,7 @@ def part() -> int:
     identity.detect = lambda *_: alone
     watch._path = lambda who: path(who).with_suffix(f".{who.rank}")
     socket.gethostname = lambda: f"machine-{alone.rank}"
+    owner.kernel = lambda: f"kernel-{alone.rank}"  # type: ignore[assignment]
     return alone.rank
 
 
