@@ -84,7 +84,10 @@ class Mesh:
         self.coords = self.grid.coords(self.rank)
         self.sample_size = self.grid.size(SAMPLE_AXES)
         self.sample_index = self.grid.index(self.coords, SAMPLE_AXES)
-        self._groups = {self.grid.split(): world}
+        everywhere = self.grid.split()
+        self._groups = {everywhere: world}
+        self.groups = {everywhere: world} if everywhere else {}
+        """The groups of several ranks that exist so far, by the axes along which they differ."""
         self._asked: dict[tuple[str, ...], Transport] = {}
         self.sample = self._split_off(world, AXES, self.grid.split(SAMPLE_AXES))
         self.data = self.group(("data",))
@@ -127,11 +130,6 @@ class Mesh:
         return found
 
     @property
-    def groups(self) -> dict[tuple[str, ...], Transport]:
-        """The groups of several ranks that exist so far, by the axes along which they differ."""
-        return {axes: group for axes, group in self._groups.items() if axes}
-
-    @property
     def transports(self) -> list[Transport]:
         """The transports of all groups that exist so far."""
         return list(self._groups.values())
@@ -144,6 +142,8 @@ class Mesh:
             others = tuple(a for a in parent_axes if a not in split)
             color = self.grid.index(self.coords, others)
             self._groups[split] = parent.split(color, self.rank)
+            if split:
+                self.groups[split] = self._groups[split]
         return self._groups[split]
 
 

@@ -103,7 +103,9 @@ class Consistency:
         if parameter is None:
             first = operands.add(tensor, mesh.session.forwards, use)
         else:
-            operands.repeats = parameter.use_in(operands.turn)  # mostly compared in rotation
+            operands.repeats = parameter.use_in(operands.turn)
+            if not operands.repeats:
+                return  # mostly used once in a turn, and compared in rotation
         recurs = operands.repeats >= REPEATS - 1
         if first is None and not recurs and len(operands) < _MOST:
             return
@@ -155,10 +157,9 @@ class Consistency:
 
     def proof(self, mesh: Mesh) -> int:
         """Returns this rank's term of a sum that is 0 if all agree, at the end of a backward."""
-        ledgers = {axes: group.ledger for axes, group in mesh.groups.items()}
         self._claims = [
-            _Claim("calls", axes, hash((ledger.count, ledger.state)), ledger.details)
-            for axes, ledger in ledgers.items()
+            _Claim("calls", axes, group.ledger.state, group.ledger.details)
+            for axes, group in mesh.groups.items()
         ]
         self._claims += _histories(mesh)
         if mesh.size > 1 and not is_capturing():
@@ -272,4 +273,4 @@ def consistency_of(mesh: Mesh) -> Consistency:
 
 def is_capturing() -> bool:
     """Returns whether a CUDA graph is being captured, when tensors have no values."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -229,10 +229,10 @@ class Parameters:
 
     def operand(self, tensor: Tensor) -> Operand | None:
         """Returns the operand of a tensor, if it is a registered parameter that is trained."""
-        known = self._operands.get(id(tensor))
-        if known is None or not known[0].leads_to(tensor) or not tensor.requires_grad:
+        if not tensor.requires_grad:
             return None
-        return known[1]
+        known = self._operands.get(id(tensor))
+        return known[1] if known is not None and known[0].leads_to(tensor) else None
 
     def recurring_in(self, turn: int) -> list[Tensor]:
         """Returns the parameters that were used more than once in a turn."""

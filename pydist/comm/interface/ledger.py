@@ -40,6 +40,7 @@ _COMPARED = _SHOWN_BYTES - 16  # characters of a text, which a board may truncat
 _MOST_NODES = 1 << 14
 """Most entries in the table; when it is full it is cleared."""
 _MODULE_CALL = nn.Module._call_impl.__code__
+_graph_task = torch._C._current_graph_task_id
 _PATH = "_pydist_path"
 IN_BACKWARD = "backward"
 
@@ -128,9 +129,10 @@ class Ledger:
         Raises:
             UsageError: the ranks start different calls; the same error on all of them.
         """
-        key = (what, self.place or calling_module())
-        if CAUSE.history and key[1] != IN_BACKWARD:  # backward recomputes, on some ranks
+        place = self.place or calling_module()
+        if place != IN_BACKWARD and CAUSE.history:  # backward recomputes, on some ranks
             self.history = hash((self.history, CAUSE.history))
+        key = (what, place)
         last = self.last
         entry = last.after.get(key)
         is_new = entry is None
@@ -320,7 +322,7 @@ def calling_module() -> str:
     Returns:
         The path; "" outside of modules, and `IN_BACKWARD` in backward, which has no module.
     """
-    if torch._C._current_graph_task_id() != -1:
+    if _graph_task() != -1:
         return IN_BACKWARD
     if CAUSE.module is not None:
         return CAUSE.module
