@@ -242,7 +242,7 @@ class Leaf:
             if base is not None:
                 # Not if nothing has changed: the sum would differ in its last bits between ranks.
                 if added is not given or given._version != before:
-                    parameter.grad = base.add_(added)
+                    grad.copy_(base.add_(added))  # like torch in place, as it may have a graph
             elif added is not grad:
                 parameter.grad = added.to(grad.dtype, copy=True)
 

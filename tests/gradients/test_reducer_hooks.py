@@ -351,6 +351,26 @@ def test_hooks_on_partitioned_gradients_are_refused(early):
     on_ranks((2, 1, 1), body)
 
 
+@grids
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_a_gradient_with_a_graph_keeps_it_when_hooks_change_what_is_added(grid):
+    """As in torch, which adds in place: `.grad` stays the same tensor."""
+
+    def script(ready, cut):
+        model = ready(network())
+        backward(model, cut, create_graph=True)
+        before = gradients(model)
+        model[0].weight.register_hook(lambda g: 2 * g)
+        backward(model, cut, 1)
+        assert all(a is b for a, b in zip(gradients(model), before, strict=True))
+        second = torch.autograd.grad(model[0].weight.grad.square().sum(), list(model.parameters()))
+        found = [g.detach().clone() for g in (*before, *second)]
+        model.zero_grad()  # a graph that leads to parameters keeps them alive
+        return found
+
+    check_script(script, grid)
+
+
 @pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
 @pytest.mark.parametrize("accumulates", [False, True], ids=["afresh", "further"])
 @pytest.mark.parametrize("graph", [False, True], ids=["", "graph"])
