@@ -216,8 +216,8 @@ def _check_shares(
         raise UsageError(f'shares={shares!r}: expected parts by axis, as in {{"depth": (2, 1)}}')
     found = {}
     for axis, given in shares.items():
-        if axis not in SAMPLE_AXES:
-            raise UsageError(f"shares of {axis!r}: expected one of {', '.join(SAMPLE_AXES)}")
+        if axis not in AXES:
+            raise UsageError(f"shares of {axis!r}: expected one of {', '.join(AXES)}")
         parts = grid.size((axis,))
         is_list = isinstance(given, Iterable) and not isinstance(given, Mapping)
         numbers = list(given) if is_list else []

@@ -57,7 +57,7 @@ def init(
             like PYDIST_KEEP_FREED_MEMORY=0 in the environment.
         channel: number of parts of the layers' channels.
         shares: the parts of an axis in proportion, for ranks of unequal speed, such as
-            {"depth": (2, 1)}.
+            {"depth": (2, 1)}; of "data" the samples of a `Loader`'s batch for each group.
 
     Returns:
         The mesh, with this rank's position.

@@ -62,7 +62,8 @@ def test_an_extent_that_is_too_small_is_refused():
     ("shares", "message"),
     [
         ((2, 1), r"shares=\(2, 1\): expected parts by axis"),
-        ({"data": (1, 1)}, "shares of 'data': expected one of channel, depth"),
+        ({"time": (1, 1)}, "shares of 'time': expected one of data, channel, depth"),
+        ({"data": (1, 1)}, "shares of data .*: expected 1 positive numbers"),
         ({"depth": (1, 1, 1)}, "shares of depth .*: expected 2 positive numbers"),
         ({"depth": (1, 0)}, "shares of depth .*: expected 2 positive numbers"),
         ({"depth": "ab"}, "shares of depth 'ab': expected 2 positive numbers"),

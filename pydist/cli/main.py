@@ -35,6 +35,7 @@ COMMANDS = {
     "predict": Command("pydist.cli.predict", "predict", "segment NIfTI volumes across ranks"),
     "export": Command("pydist.cli.export", "export", "extract the weights from a checkpoint"),
     "profile": Command("pydist.cli.profile", "profile", "measure a training step by layer"),
+    "balance": Command("pydist.cli.balance", "balance", "suit parts to ranks of unequal speed"),
     "check": Command("pydist.cli.check", "check", "compare a split network with one device"),
     "env": Command("pydist.cli.env", "env", "report versions and hardware, for bug reports"),
     "run": Command("pydist.cli.run", "run", "start a Python script on several ranks"),

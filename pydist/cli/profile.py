@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydist.cli.own_options import OwnOptions
-from pydist.cli.train import load_config, transport_for
-from pydist.errors import DiskError, PydistError, Stopped, UsageError
+from pydist.cli.train import load_config, mesh_of
+from pydist.errors import DiskError, UsageError
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
     from pydist.profile import Profiler
     from pydist.train.config import Config
+    from pydist.train.state import State
+    from pydist.train.trial import StepListener
 
 PROG = "pydist profile CONFIG [-n RANKS] [--mpi NAME] [--steps N] [--warmup N] [--trace FILE]"
 
@@ -51,50 +53,26 @@ def profile_training(config: Config, mesh: Mesh, steps: int, warmup: int) -> Pro
     Raises:
         PydistError: a signal ended it, or an error as for `pydist.train.run.train`.
     """
-    from pydist.comm.consensus import together
     from pydist.profile import Profiler
-    from pydist.train.device import own_stream
-    from pydist.train.log import EventLog
-    from pydist.train.loop import Trainer
-    from pydist.train.run import make_loader, make_state, open_datasets
-    from pydist.train.tasks import task_of
+    from pydist.train.trial import take_steps
 
-    class Unsaved(Trainer):
-        def _save(self) -> None:
-            """Saves no checkpoint."""
+    profilers = []
 
-    total = warmup + steps
-    length = replace(config.train, epochs=total, steps=total, validate_every=0)
-    task = task_of(config)
-    with together(mesh.world):
-        data, _ = open_datasets(config, task)
-        loader = make_loader(config, data, mesh)
-    with loader, own_stream(loader.device):
-        state = make_state(config, task, mesh, data, loader)
+    @contextmanager
+    def profiled(state: State) -> Iterator[StepListener]:
         with Profiler(mesh, state.model, warmup) as profiler:
-            log = EventLog(None, [lambda event: profiler.step()])
-            trainer = Unsaved(
-                state, task, None, log, length, config.checkpoint, config.output.folder
-            )
-            try:
-                trainer.fit()
-            except Stopped:
-                raise PydistError("stopped by a signal before the profile was complete") from None
-    return profiler
+            profilers.append(profiler)
+            yield lambda _: profiler.step()
+
+    take_steps(config, mesh, warmup + steps, profiled)
+    return profilers[0]
 
 
 def _profile_here(config: Config, options: argparse.Namespace) -> int:
     """Profiles in this process, which is one rank of a job, or the only one."""
     from pydist.comm.consensus import together
-    from pydist.setup import init
 
-    mesh = init(
-        config.mesh.data,
-        config.mesh.spatial,
-        transport_for(config),
-        seed=config.train.seed,
-        channel=config.mesh.channel,
-    )
+    mesh = mesh_of(config)
     profiler = profile_training(config, mesh, options.steps, options.warmup)
     if mesh.rank == 0:
         print(profiler.table())

@@ -13,6 +13,7 @@ from pydist.errors import UsageError
 
 if TYPE_CHECKING:
     from pydist.cli.progress import ProgressView
+    from pydist.mesh import Mesh
     from pydist.train.config import Config
 
 _SECONDS_TO_SAVE = 600.0
@@ -65,17 +66,10 @@ def _train_here(config: Config) -> int:
     """Trains in this process, which is one rank of a job, or the only one."""
     from pydist.cli.progress import ProgressView
     from pydist.comm.consensus import together
-    from pydist.setup import init
     from pydist.train.log import PIPE_VARIABLE, to_pipe
     from pydist.train.run import train as run
 
-    mesh = init(
-        config.mesh.data,
-        config.mesh.spatial,
-        transport_for(config),
-        seed=config.train.seed,
-        channel=config.mesh.channel,
-    )
+    mesh = mesh_of(config)
     pipe = os.environ.get(PIPE_VARIABLE)
     listeners = []
     with together(mesh.world):
@@ -93,11 +87,21 @@ def _train_here(config: Config) -> int:
     return 0
 
 
-def transport_for(config: Config) -> str:
-    """Returns the transport to request: a host transport if the run uses no devices."""
-    if config.mesh.transport == "auto" and config.train.device == "cpu":
-        return "host"
-    return config.mesh.transport
+def mesh_of(config: Config) -> Mesh:
+    """Joins the job and makes the mesh of a configuration; see `pydist.init`."""
+    from pydist.setup import init
+
+    wanted = config.mesh
+    # A run that uses no devices needs no transport for them.
+    on_host = wanted.transport == "auto" and config.train.device == "cpu"
+    return init(
+        wanted.data,
+        wanted.spatial,
+        "host" if on_host else wanted.transport,
+        seed=config.train.seed,
+        channel=wanted.channel,
+        shares=wanted.shares.given,
+    )
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -138,6 +138,7 @@ class Loader:
             seed=mesh.seed if seed is None else seed,
             drop_last=drop_last,
             pad=training and pad,
+            shares=mesh.shares.get("data"),
         )
         if training:
             self.sampler.require_one_each()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pydist.errors import UsageError
+from pydist.partition import divide
 
 VERSION = 1
 
@@ -39,6 +40,7 @@ class MeshSampler:
     not on the number of groups: a run may resume with another number of ranks. A group gets a
     contiguous block of the batch, the same on all its ranks. Where the number of groups does not
     divide the batch (the last one of an epoch may be short), the first groups get one sample more.
+    With shares the blocks are in proportion to them.
 
     A batch with fewer samples than groups leaves some groups without. They get the batch's first
     sample as *padding*, with `count` 0, for networks that do not accept an empty batch: multiplied
@@ -56,9 +58,11 @@ class MeshSampler:
         seed: of the order.
         drop_last: leave out a last batch that is short.
         pad: give a group without samples padding.
+        shares: a positive number per group; by default all are equal. They do not change the order.
 
     Raises:
-        UsageError: the batch is smaller than the groups, or nothing is left of the epoch.
+        UsageError: the batch is smaller than the groups, nothing is left of the epoch, or there is
+            not one share per group.
     """
 
     def __init__(
@@ -72,9 +76,13 @@ class MeshSampler:
         seed: int = 0,
         drop_last: bool = False,
         pad: bool = True,
+        shares: Sequence[float] | None = None,
     ) -> None:
         if not 0 <= data_index < data_size:
             raise UsageError(f"data_index={data_index} with {data_size} sample groups")
+        self.shares = (1.0,) * data_size if shares is None else tuple(shares)
+        if len(self.shares) != data_size:
+            raise UsageError(f"shares={list(self.shares)} with {data_size} sample groups")
         if batch_size < 1 or num_samples < 1 or seed < 0:
             raise UsageError(
                 f"num_samples={num_samples}, batch_size={batch_size}, seed={seed}: at least one "
@@ -138,13 +146,16 @@ class MeshSampler:
             raise UsageError(f"step {step}: an epoch has {len(self)} batches")
         start = step * self.batch_size
         size = min(self.batch_size, self.num_samples - start)
-        base, more = divmod(size, self.data_size)
-        first = self.data_index * base + min(self.data_index, more)
-        count = base + (self.data_index < more)
+        # Groups without samples come last.
+        points = tuple(min(group, size) for group in range(self.data_size + 1))
+        if size >= self.data_size:
+            points = divide(size, self.shares).points
+        first = points[self.data_index]
+        count = points[self.data_index + 1] - first
         order = self.order(epoch)
         chosen = order[start + first : start + first + count]
         if count == 0 and self.pad:
-            # Groups without samples come last, one padding sample each: positions stay distinct.
+            # One padding sample each: positions stay distinct.
             chosen, first = order[start : start + 1], self.data_index
         indices = tuple(int(i) for i in chosen)
         return GroupBatch(epoch, step, indices, count, first, size)

@@ -8,6 +8,7 @@ torch, so that `pydist train --help` answers quickly.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,6 +156,33 @@ def _known_transport(name: str) -> str:
     return name
 
 
+Shares = Annotated[tuple[Positive, ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class SharesConfig(_Table):
+    """Parts of an axis in proportion, one number per part, for ranks of unequal speed.
+
+    `pydist balance` measures them. Without numbers the parts of an axis are even.
+    """
+
+    data: Shares | None = None
+    """Samples of a batch for each sample group."""
+    depth: Shares | None = None
+    """Parts of the depth."""
+    height: Shares | None = None
+    """Parts of the height."""
+    width: Shares | None = None
+    """Parts of the width."""
+    channel: Shares | None = None
+    """Parts of the layers' channels."""
+
+    @property
+    def given(self) -> dict[str, tuple[float, ...]]:
+        """The shares of the axes that have some."""
+        return {axis: shares for axis, shares in vars(self).items() if shares is not None}
+
+
 @dataclass(frozen=True)
 class MeshConfig(_Table):
     """Configuration of the grid of ranks."""
@@ -165,11 +193,22 @@ class MeshConfig(_Table):
     """Number of parts along depth, height and width of a sample."""
     channel: Count = 1
     """Number of parts of the layers' channels: each rank computes a part of the filters."""
+    shares: SharesConfig = field(default_factory=SharesConfig)
+    """Unequal parts of these axes."""
     transport: Annotated[str, AfterValidator(_known_transport)] = "auto"
     """Communication between ranks. "nccl", "ipc", "cuda-mpi", and "cuda", which chooses one, carry
     the memory of CUDA devices as well; "host" follows the launcher and carries only host memory;
     "auto" is "nccl" where each of several ranks has a device of its own, else "host". Others are
     "mpi", "c10d", "local", and those that installed packages add."""
+
+    def parts(self, ranks: int | None = None) -> dict[str, int]:
+        """Returns the numbers of parts by axis; of "data" if it or the number of ranks is given."""
+        depth, height, width = self.spatial
+        parts = {"depth": depth, "height": height, "width": width, "channel": self.channel}
+        groups = self.data
+        if groups is None and ranks is not None:
+            groups = ranks // math.prod(parts.values())
+        return parts if groups is None else {"data": groups, **parts}
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -78,6 +79,12 @@ def check(tables: dict[str, Any], source: str) -> Config:
                 f"{source}: {name} = {str(path)!r}: a path that is not UTF-8 can't be written to "
                 "the run's files; rename it, or set PYTHONUTF8=1"
             )
+    for axis, shares in config.mesh.shares.given.items():
+        if len(shares) != (parts := config.mesh.parts().get(axis, len(shares))):
+            raise UsageError(
+                f"{source}: mesh.shares.{axis} = {list(shares)}: expected one number per part, and "
+                f"the mesh has {parts} along it"
+            )
     try:
         config.model.loss(config.train)
     except UsageError as error:
@@ -87,10 +94,16 @@ def check(tables: dict[str, Any], source: str) -> Config:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Returns the tables of a configuration as plain dicts, without unset values (None)."""
-    return {
-        table: {key: value for key, value in values.items() if value is not None}
-        for table, values in dataclasses.asdict(config).items()
-    }
+    return dict(_set_values(dataclasses.asdict(config)))
+
+
+def _set_values(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            if found := dict(_set_values(value)):
+                yield key, found
+        elif value is not None:
+            yield key, value
 
 
 def dumps(config: Config) -> str:
@@ -106,6 +119,8 @@ def dumps(config: Config) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_toml(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in value.items()) + "}"
     if isinstance(value, Path):
         value = str(value)
     # JSON strings, numbers and booleans are valid TOML, except that TOML requires DEL escaped.

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pydist.data import MeshSampler
 from pydist.errors import UsageError
+from pydist.partition import divide
 
 
 def samplers(num: int, groups: int, batch: int, **options: object) -> list[MeshSampler]:
@@ -20,11 +21,13 @@ def samplers(num: int, groups: int, batch: int, **options: object) -> list[MeshS
     extra=st.integers(0, 9),
     shuffle=st.booleans(),
     epoch=st.integers(0, 3),
+    shares=st.none() | st.lists(st.sampled_from([0.1, 1.0, 3.0]), min_size=6, max_size=6),
 )
-def test_training_batches(num: int, groups: int, extra: int, shuffle: bool, epoch: int) -> None:
+def test_training_batches(num, groups, extra, shuffle, epoch, shares) -> None:
     """Groups hold contiguous blocks of the global batch; padding is marked and not counted."""
     batch = groups + extra
-    every = samplers(num, groups, batch, shuffle=shuffle, seed=7)
+    shares = shares and shares[:groups]
+    every = samplers(num, groups, batch, shuffle=shuffle, seed=7, shares=shares)
     order = every[0].order(epoch).tolist()
     assert sorted(order) == list(range(num))
     for step in range(len(every[0])):
@@ -42,7 +45,10 @@ def test_training_batches(num: int, groups: int, extra: int, shuffle: bool, epoc
                 start = part.first_sample
                 assert list(part.indices) == whole[start : start + part.count]
         sizes = [p.count for p in parts]
-        assert max(sizes) - min(sizes) <= 1
+        if shares is None:
+            assert max(sizes) - min(sizes) <= 1
+        elif len(whole) >= groups:
+            assert sizes == list(divide(len(whole), shares).sizes)
         # As in the trainer, the mean of scaled mean losses over groups is the global mean.
         scaled = [p.count * groups / p.global_size for p in parts]
         means = [sum(p.indices) / len(p.indices) for p in parts]
@@ -161,6 +167,11 @@ def test_state_of_another_order_is_refused(change: dict[str, object], message: s
 def test_impossible_samplers_are_refused(arguments: tuple[int, ...], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         MeshSampler(*arguments)
+
+
+def test_one_share_per_group_is_needed() -> None:
+    with pytest.raises(UsageError, match=r"shares=\[1\] with 2 sample groups"):
+        MeshSampler(10, 2, 0, 4, shares=[1])
 
 
 def test_nothing_left_after_dropping_is_refused() -> None:

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from pydist.errors import UsageError
 from pydist.train import config_io
-from pydist.train.config import AdamConfig, Config, DataConfig, MeshConfig, TrainConfig
+from pydist.train.config import (
+    AdamConfig,
+    Config,
+    DataConfig,
+    MeshConfig,
+    SharesConfig,
+    TrainConfig,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -31,7 +38,7 @@ def test_any_values_survive_the_way_through_toml(path, lr, batch, groups):
     config = Config(
         data=DataConfig(path=Path(path)),
         optimizer=AdamConfig(lr=lr),
-        mesh=MeshConfig(data=groups, spatial=(1, 2, 3)),
+        mesh=MeshConfig(data=groups, spatial=(1, 2, 3), shares=SharesConfig(height=(lr, 1.0))),
         train=TrainConfig(batch=batch, class_weights=(min(lr, 1e6), 0.0), ignore_label=groups),
     )
     tables = config_io.tomllib.loads(config_io.dumps(config))
@@ -49,6 +56,13 @@ def test_any_values_survive_the_way_through_toml(path, lr, batch, groups):
         ('[train]\nbatch = "8"', "train.batch = '8': input should be a valid integer"),
         ("[train]\nepochs = true", "train.epochs = True: input should be a valid integer"),
         ("[mesh]\nspatial = [1, 2]", "mesh.spatial.2 = [1, 2]: field required"),
+        ("[mesh]\nshares = {depht = [1]}", 'mesh.shares.depht is not a setting; did you mean "dep'),
+        ("[mesh]\nshares = {depth = [1, 0]}", "mesh.shares.depth.1 = 0: input should be greater"),
+        ("[mesh]\nshares = {depth = []}", "mesh.shares.depth = []: tuple should have at least 1"),
+        (
+            "[mesh]\nspatial = [2, 1, 1]\nshares = {depth = [2, 1], width = [1, 1]}",
+            "mesh.shares.width = [1.0, 1.0]: expected one number per part, and the mesh has 1 al",
+        ),
         ("[mesh]\nspatial = [1, 2, 0]", "mesh.spatial.2 = 0: input should be greater than or"),
         ("[optimizer]\nlr = nan", "optimizer.lr = nan: input should be a finite number"),
         ("[train]\nclass_weights = [1.0, -1.0]", "train.class_weights.1 = -1.0: input should be"),

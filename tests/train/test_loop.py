@@ -26,7 +26,14 @@ from pydist.errors import (
     UsageError,
 )  # fmt: skip
 from pydist.train import about, checkpoint, log, report
-from pydist.train.config import Config, CosmoFlowConfig, DataConfig, OutputConfig, TrainConfig
+from pydist.train.config import (
+    Config,
+    CosmoFlowConfig,
+    DataConfig,
+    OutputConfig,
+    SharesConfig,
+    TrainConfig,
+)
 from pydist.train.folder import TUNING_FILE
 from pydist.train.run import Result
 from pydist.train.signals import ending_at_once
@@ -81,15 +88,18 @@ def whole_run(universes, tmp_path_factory) -> tuple[list[float], Result]:
 
 
 @pytest.mark.parametrize(
-    ("data", "spatial", "channel"),
+    ("data", "spatial", "channel", "shares"),
     [
-        (2, (2, 1, 1), 1), (1, (1, 2, 2), 1), (3, (1, 1, 1), 1), (2, (1, 1, 1), 1),
-        (1, (2, 1, 1), 2), (2, (1, 1, 1), 3),
+        (2, (2, 1, 1), 1, {}), (1, (1, 2, 2), 1, {}), (3, (1, 1, 1), 1, {}),
+        (2, (1, 1, 1), 1, {}), (1, (2, 1, 1), 2, {}), (2, (1, 1, 1), 3, {}),
+        (1, (2, 1, 1), 2, {"depth": (5.0, 2.0), "channel": (1.0, 3.0)}),
+        (2, (2, 1, 1), 1, {"data": (1.0, 2.0), "depth": (5.0, 2.0)}),
     ],
 )  # fmt: skip
-def test_split_training_is_that_of_one_rank(config, whole_run, data, spatial, channel):
+def test_split_training_is_that_of_one_rank(config, whole_run, data, spatial, channel, shares):
     """Training has dropout, a batch uneven for two groups, and unequal validation shares."""
-    config = change(config, model={"variant": "paper"}, mesh={"channel": channel})
+    mesh = {"spatial": spatial, "channel": channel, "shares": SharesConfig(**shares)}
+    config = change(config, model={"variant": "paper"}, mesh=mesh)
     losses, expected = whole_run
     results = run_local(job, data * channel * math.prod(spatial), config, data, spatial)
     assert curve(config) == pytest.approx(losses, abs=5e-6)

@@ -33,5 +33,6 @@ def job(
     listeners: Sequence[Listener] = (),
 ) -> Result:
     """Runs one rank of a training run, for `run_local`."""
-    axes = {"channel": config.mesh.channel}
-    return train(config, Mesh(world, data, spatial, config.train.seed, axes=axes), listeners)
+    axes, shares = {"channel": config.mesh.channel}, config.mesh.shares.given
+    mesh = Mesh(world, data, spatial, config.train.seed, axes=axes, shares=shares)
+    return train(config, mesh, listeners)

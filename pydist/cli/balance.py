@@ -1,0 +1,119 @@
+"""`pydist balance`: measures which parts of a sample or of its channels suit unequal ranks."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydist.cli.own_options import OwnOptions
+from pydist.cli.train import load_config, mesh_of
+from pydist.errors import DiskError, UsageError
+
+if TYPE_CHECKING:
+    from pydist.train.balancing import Axis, Round
+    from pydist.train.config import Config
+
+PROG = (
+    "pydist balance CONFIG [-n RANKS] [--mpi NAME] [--axis NAME] [--multiple N] [--steps N] "
+    "[--rounds N] [--out FILE]"
+)
+
+
+def balance(arguments: Sequence[str]) -> int:
+    """Runs `pydist balance`; see `pydist balance --help`."""
+    options, overrides = _parse(arguments)
+    config = load_config(options.config, overrides, PROG)
+    out = options.out or options.config.with_suffix(".balanced.toml")
+    if options.ranks is None:
+        return _balance_here(config, options, out)
+    _require_new(out)
+    from pydist.launch import launch
+    from pydist.train.balancing import axis_of
+
+    axis_of(config, options.ranks, options.axis, options.multiple)  # raises before a rank starts
+    own = ["--steps", str(options.steps), "--rounds", str(options.rounds), "--out", str(out)]
+    for name, value in (("--axis", options.axis), ("--multiple", options.multiple)):
+        own += [] if value is None else [name, str(value)]
+    argv = ["-m", "pydist", "balance", str(options.config), *own, *overrides]
+    return launch(options.ranks, argv, options.mpi)
+
+
+def _balance_here(config: Config, options: argparse.Namespace, out: Path) -> int:
+    """Balances in this process, which is one rank of a job."""
+    from pydist.comm.consensus import together
+    from pydist.data.publish import publish
+    from pydist.train import config_io
+    from pydist.train.balancing import axis_of, find_parts, with_parts
+
+    mesh = mesh_of(config)
+    with together(mesh.world):
+        if mesh.rank == 0:
+            _require_new(out)
+        axis = axis_of(config, mesh.size, options.axis, options.multiple)
+    done: list[Round] = []
+
+    def show(found: Round) -> None:
+        done.append(found)
+        if mesh.rank == 0:
+            print(_line(axis, found), flush=True)
+
+    if mesh.rank == 0:
+        unit = "% of the channels" if axis.name == "channel" else f"of {axis.extent}"
+        unit = f"{axis.extent} samples of a batch" if axis.name == "data" else unit
+        print(f"{axis.name}, {unit}: the parts, their busy seconds, and the seconds of a step")
+    best = find_parts(config, mesh.world, axis, options.steps, options.rounds, show)
+    with together(mesh.world, "writing the configuration"):
+        if mesh.rank == 0:
+            publish(out, config_io.dumps(with_parts(config, axis, best.sizes)).encode())
+    if mesh.rank == 0:
+        gain = f"{done[0].seconds / best.seconds:.2f} times as fast as {_sizes(done[0])}"
+        if best is done[0]:
+            gain = "as given" if config.mesh.shares.given.get(axis.name) else "the even parts"
+        print(f"the fastest: {axis.name} {_sizes(best)}, {gain}; written to {out}")
+    mesh.world.barrier()
+    return 0
+
+
+def _require_new(out: Path) -> None:
+    if out.exists():
+        raise UsageError(f"{out} exists: choose another file with --out")
+    if not out.parent.is_dir():
+        raise DiskError(f"{out.parent}: no such folder")
+
+
+def _line(axis: Axis, found: Round) -> str:
+    busy = "  ".join(f"{seconds:.4g}" for seconds in found.busy)
+    return f"{axis.name} {_sizes(found)}   busy {busy} s   step {found.seconds:.4g} s"
+
+
+def _sizes(found: Round) -> str:
+    return " + ".join(map(str, found.sizes))
+
+
+def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = OwnOptions(prog="pydist balance", add_help=False, allow_abbrev=False)
+    parser.add_argument("config", nargs="?", type=Path)
+    parser.add_argument("-n", dest="ranks", type=int)
+    parser.add_argument("--mpi", default="auto")
+    parser.add_argument("--axis")
+    parser.add_argument("--multiple", type=int)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options, overrides = parser.parse_known_args(arguments)
+    if options.config is None and not {"-h", "--help"} & set(overrides):
+        raise UsageError(f"no configuration file was given; usage: {PROG} [--train.batch 8 ...]")
+    for given in overrides:  # before the configuration's options are searched for close matches
+        own = difflib.get_close_matches(
+            given.partition("=")[0], parser._option_string_actions, 1, 0.8
+        )
+        if own:
+            raise UsageError(f"unknown option {given}; did you mean {own[0]}?")
+    if options.steps < 1 or options.rounds < 1:
+        raise UsageError(
+            f"--steps {options.steps} --rounds {options.rounds}: at least 1 of each is possible"
+        )
+    return options, overrides

@@ -1,0 +1,70 @@
+"""A few steps of a configured run that write nothing, for measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pydist.comm.consensus import together
+from pydist.errors import PydistError, Stopped
+from pydist.train.device import own_stream
+from pydist.train.log import Event, EventLog
+from pydist.train.loop import Trainer
+from pydist.train.run import make_loader, make_state, open_datasets
+from pydist.train.tasks import task_of
+
+if TYPE_CHECKING:
+    from pydist.mesh import Mesh
+    from pydist.train.config import Config
+    from pydist.train.state import State
+
+StepListener = Callable[[Event], None]
+"""Receives the event "step" of each step, with the parts of this rank's time."""
+
+
+class _Unsaved(Trainer):
+    def _save(self) -> None:
+        """Saves no checkpoint."""
+
+
+def take_steps(
+    config: Config,
+    mesh: Mesh,
+    steps: int,
+    measured: Callable[[State], AbstractContextManager[StepListener]],
+) -> None:
+    """Trains for some steps without writing anything. Collective.
+
+    Args:
+        config: as for `pydist train`; its settings of length, checkpoints and validation are
+            ignored.
+        mesh: the mesh.
+        steps: number of steps.
+        measured: returns a context, around the steps, with the listener to their events.
+
+    Raises:
+        PydistError: a signal ended it, or an error as for `pydist.train.run.train`.
+    """
+    length = replace(config.train, epochs=steps, steps=steps, validate_every=0)
+    task = task_of(config)
+    with together(mesh.world, "opening the data"):
+        data, _ = open_datasets(config, task)
+        loader = make_loader(config, data, mesh)
+    with loader, own_stream(loader.device):
+        state = make_state(config, task, mesh, data, loader)
+        with measured(state) as at_step:
+
+            def listen(event: Event) -> None:
+                if event["event"] == "step":
+                    at_step(event)
+
+            log = EventLog(None, [listen])
+            trainer = _Unsaved(
+                state, task, None, log, length, config.checkpoint, config.output.folder
+            )
+            try:
+                trainer.fit()
+            except Stopped:
+                raise PydistError("stopped by a signal before the end of the measurement") from None

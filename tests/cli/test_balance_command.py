@@ -1,0 +1,113 @@
+"""Tests of `pydist balance`: a slow rank gets less, and training reads the parts."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pydist.cli import main as cli
+from pydist.data import UniverseOptions, generate_universes
+from pydist.train import config_io, log
+from support.jobs.programs import path_of
+
+CONFIG = """
+[model]
+width = 32
+[data]
+path = "data"
+[train]
+batch = 1
+[output]
+folder = "run"
+"""
+SPLIT = {
+    "data": ["--mesh.data", "2", "--train.batch", "8"],
+    "depth": ["--mesh.spatial", "2", "1", "1"],
+    "channel": ["--mesh.channel", "2"],
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "data"
+    generate_universes(folder, UniverseOptions(count=10, width=32, box_width=32, validation=0.2))
+    return folder
+
+
+@pytest.fixture
+def place(data, tmp_path, monkeypatch) -> Path:
+    """Returns the current folder, which has a configuration and data."""
+    (tmp_path / "data").symlink_to(data)
+    (tmp_path / "run.toml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return tmp_path
+
+
+def run(*arguments: str) -> str:
+    """Runs Python; returns what it printed."""
+    ended = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+        env=dict(os.environ),
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.parametrize("axis", ["data", "depth", "channel"])
+def test_a_slow_rank_gets_a_smaller_part_and_training_reads_it(axis, place):
+    """The slow rank really repeats its work, so that it also depends on its part."""
+    slowed = ["-m", "pydist.launch", "2", "gloo", str(path_of("slowed")), "6"]
+    shown = run(*slowed, "balance", "run.toml", "--steps", "4", "--rounds", "3", *SPLIT[axis])
+    lines = shown.splitlines()
+    assert lines[0].startswith(f"{axis}, ")
+    assert re.match(rf"{axis} (\d+) \+ \1   busy \S+  \S+ s   step \S+ s", lines[1])
+    found = config_io.load(place / "run.balanced.toml")
+    fast, slow = found.mesh.shares.given[axis]
+    assert fast > 1.5 * slow
+    assert f"the fastest: {axis} {fast:.0f} + {slow:.0f}, " in lines[-1]
+
+    length = ["--train.epochs", "2", "--train.steps", "2"]
+    run("-m", "pydist", "train", "run.balanced.toml", "-n", "2", "--mpi", "gloo", *length)
+    split = log.losses(place / "run" / "log.jsonl")
+    whole = ["--output.folder", "whole", "--train.batch", str(found.train.batch)]
+    run("-m", "pydist", "train", "run.toml", *whole, *length)
+    whole = log.losses(place / "whole" / "log.jsonl")
+    assert list(split.values()) == pytest.approx(list(whole.values()), abs=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh.data", "1"], "no axis has several parts: set mesh.data, mesh.spatial or mesh.ch"),
+        ([*SPLIT["depth"], *SPLIT["channel"]], "choose an axis with --axis: depth or channel"),
+        ([], "train.batch = 1: a sample for each of 2 parts is needed"),
+        ([*SPLIT["depth"], "--axis", "channel"], "--axis channel: the mesh has 1 part along it"),
+        ([*SPLIT["depth"], "--axis", "data"], "--axis data: the mesh has 1 part along it; poss"),
+        ([*SPLIT["depth"], "--multiple", "17"], "--multiple 17: 1 to 16 are possible, for 2 par"),
+        ([*SPLIT["depth"], "--rounds", "0"], "--rounds 0: at least 1 of each is possible"),
+        ([*SPLIT["depth"], "--round", "2"], "unknown option --round; did you mean --rounds?"),
+        ([*SPLIT["depth"], "--out", "data/dataset.json"], "data/dataset.json exists: choose anot"),
+        ([*SPLIT["depth"], "--out", "none/run.toml"], "none: no such folder"),
+        ([*SPLIT["depth"], "--data.path", "none"], "none"),
+    ],
+)
+def test_mistakes_are_named_before_a_rank_starts(arguments, message, place, capsys):
+    code = cli.main(["balance", "run.toml", "-n", "2", *arguments])
+    assert code in (2, 65, 74)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_the_parts_of_one_rank_need_no_balance(place, capsys):
+    assert cli.main(["balance", "run.toml", *SPLIT["depth"]]) == 2
+    assert "needs 2 ranks a sample, but 1 rank was started" in capsys.readouterr().err
