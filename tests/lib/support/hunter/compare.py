@@ -126,8 +126,6 @@ def _largest(name: str, i: int, whole: Values) -> float:
     if _in_hook(name):
         return largest
     peers = [v for k, v in gradients.items() if k.partition(".")[0] == model]
-    if len(peers) == 1:
-        return largest  # of an input, which can be zero but for rounding by itself
     near = _finite(each for values in peers for each in (values[i : i + 1] if dot else values))
     return min(CLIPPED * near, largest)
 

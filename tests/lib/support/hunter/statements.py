@@ -38,7 +38,7 @@ if here: (Y.shape, Y.dtype, Y.requires_grad, Y.is_leaf, Y.grad_fn)
 
 DATA = """
 for p in M.parameters(): p.data.mul_(0.9)
-for p in M.parameters(): p.data.clamp_(-0.05, 0.05)
+for p in M.parameters(): p.data.clamp_(-0.05, 0.05)\\nstir(M)
 pick(M, K).data.neg_()
 pick(M, K).detach().numpy()[...] *= 0.5
 pick(M, K).detach().mul_(1.1)

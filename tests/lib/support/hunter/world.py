@@ -110,11 +110,10 @@ class World:
         return model
 
     def stir(self, model: nn.Module) -> None:
-        """Adds the run's noise to the parameters again, after rounding has removed it."""
+        """Adds the run's noise to the parameters again, after rounding or limits have removed it."""
         if self.noise is not None:
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.copy_(jittered(p, self.noise))
+            for p in model.parameters():
+                p.data.copy_(jittered(p, self.noise))
 
     def number(self, *shape: int, seed: int = 0) -> nn.Parameter:
         """Creates a parameter outside of networks."""
