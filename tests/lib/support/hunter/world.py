@@ -110,7 +110,7 @@ class World:
         return model
 
     def stir(self, model: nn.Module) -> None:
-        """Adds the run's noise to the parameters again, after rounding or limits have removed it."""
+        """Adds the noise to the parameters again, after rounding or limits have removed it."""
         if self.noise is not None:
             for p in model.parameters():
                 p.data.copy_(jittered(p, self.noise))
