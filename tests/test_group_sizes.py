@@ -76,6 +76,61 @@ def test_thin_blocks_have_the_same_layout_in_groups_of_different_sizes():
     on_groups(deep_network, step, (2, 1), (2, 1, 1))
 
 
+def flat_head() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv3d(2, 4, 3, padding=1), nn.AdaptiveAvgPool3d(2), nn.Flatten(), nn.Linear(32, 7),
+        nn.BatchNorm1d(7), nn.Linear(7, 3),
+    )  # fmt: skip
+
+
+def channels_head() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv3d(2, 4, 3, padding=1), nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(4, 6),
+        nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3),
+    )  # fmt: skip
+
+
+def flat_space() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv3d(2, 4, 3, padding=1), nn.Flatten(2), nn.BatchNorm1d(4), nn.Conv1d(4, 3, 1),
+        nn.BatchNorm1d(3),
+    )  # fmt: skip
+
+
+def slices() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv3d(2, 4, 3, padding=1), Slices(), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 3)
+    )
+
+
+class Slices(nn.Module):
+    """Makes samples of the slices along depth."""
+
+    def forward(self, x):
+        n, c, d, h, w = x.shape
+        return x.transpose(1, 2).reshape(n * d, c, h, w)
+
+
+@pytest.mark.parametrize(
+    ("spatial", "channel"), [((2, 1, 1), 1), ((2, 2, 1), 1), ((1, 1, 1), 2), ((2, 1, 1), 2)]
+)
+@pytest.mark.parametrize("sizes", [(4, 1), (3, 2), (1, 4), (5, 0)], ids=str)
+@pytest.mark.parametrize("make", [flat_head, channels_head, flat_space, slices])
+def test_norms_after_a_change_of_shape_agree_on_their_ranks(make, sizes, spatial, channel):
+    """A layout that depended on a group's number of samples would let groups wait for others."""
+
+    def made():
+        torch.manual_seed(0)
+        return make().double()
+
+    def step(model, rows, mesh):
+        y = model(inputs(5)[rows])
+        (y.sin().mean() + y.square().mean()).backward()
+        return results(model)
+
+    on_groups(made, step, sizes, spatial, channel)
+
+
 def test_a_head_a_criterion_and_a_feature_outside_of_the_model():
     """Backward reaches some parameters before the model's output, and one loss bypasses it."""
 

@@ -24,11 +24,12 @@ def gathered_layout(layout: Layout) -> Layout:
     """Returns the layout for samples that must be unsplit: data parallel if there are enough.
 
     With at least as many samples as ranks in the group, each rank owns its share of the batch, so
-    that no work is done twice. With fewer samples, each rank holds all of them.
+    that no work is done twice. With fewer samples, each rank holds all of them; and with several
+    groups too: they may differ in their samples, but a batch norm after it exchanges with all.
     """
     mesh = layout.mesh
     splits: list[Split | None] = [None] * len(layout.shape)
-    if 1 < mesh.sample_size <= layout.shape[0]:
+    if mesh.data_size == 1 and 1 < mesh.sample_size <= layout.shape[0]:
         axes = mesh.grid.split(SAMPLE_AXES)
         splits[0] = Split(axes, Partition.even(layout.shape[0], mesh.sample_size))
     return Layout(mesh, layout.shape, splits)
@@ -118,7 +119,7 @@ def _plan(layout: Layout, shape: tuple[int, ...]) -> _Plan:
     if shape == layout.shape:
         return _Plan(layout, layout)
     if 0 in shape:
-        return _Plan(layout.whole(), Layout(layout.mesh, shape, [None] * len(shape)))
+        return _plan_without_samples(layout, shape)
     groups = list(_groups(layout.shape, shape))
     source = layout
     if any(not g.keeps(layout) and _is_features(g, layout, shape) for g in groups):
@@ -138,6 +139,29 @@ def _plan(layout: Layout, shape: tuple[int, ...]) -> _Plan:
     merged = [d for group in groups if len(group.old) > 1 for d in group.old]
     out = Layout(layout.mesh, shape, splits)
     return _Plan(source, out, bool(merged), bool(merged) and hides_order(source, merged))
+
+
+def _plan_without_samples(layout: Layout, shape: tuple[int, ...]) -> _Plan:
+    """Returns the plan of an empty tensor, split along the axes of the other groups' tensors."""
+    if layout.shape.count(0) != 1 or layout.shape[0] or shape.count(0) != 1:
+        return _Plan(layout.whole(), Layout(layout.mesh, shape, [None] * len(shape)))
+    empty, row = shape.index(0), math.prod(layout.shape[1:])
+    inner = math.prod(n for n in shape if n)
+    # As if there were samples: as few as fill the new dims.
+    rows = inner // math.gcd(inner, row)
+    filled = tuple(n or rows * row // inner for n in shape)
+    plan = _plan(_with_extent(layout, 0, rows), filled)
+    return _Plan(_with_extent(plan.source, 0, 0), _with_extent(plan.out, empty, 0))
+
+
+def _with_extent(layout: Layout, dim: int, extent: int) -> Layout:
+    """Returns the layout with another extent of a dim, split evenly if the dim is split."""
+    shape, split = list(layout.shape), layout.splits[dim]
+    shape[dim] = extent
+    if split is not None:
+        split = Split(split.axes, Partition.even(extent, split.partition.parts))
+    splits = [split if d == dim else each for d, each in enumerate(layout.splits)]
+    return Layout(layout.mesh, tuple(shape), splits)
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> Iterator[_Group]:

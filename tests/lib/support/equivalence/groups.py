@@ -45,6 +45,7 @@ def on_groups(
     step: Callable[[nn.Module, slice, Mesh | None], dict[str, torch.Tensor]],
     sizes: Sequence[int],
     spatial: Sequence[int] = (1, 1, 1),
+    channel: int = 1,
     **options: Any,
 ) -> None:
     """Runs `step(model, rows, mesh)` on groups of these sizes and on one device; compares.
@@ -70,7 +71,7 @@ def on_groups(
 
     expected = whole(lambda p: p)
     bounds = bounds_of(expected, whole(jittered))
-    for found in on_ranks(spatial, body, len(sizes)):
+    for found in on_ranks(spatial, body, len(sizes), axes={"channel": channel}):
         assert_equal(found, expected, bounds)
 
 
