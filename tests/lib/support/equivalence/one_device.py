@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pydist.check.reference import Reference as ElementaryNorms
 from support.equivalence import (
     FP64_BOUND,
     Points,
@@ -27,6 +26,7 @@ from support.equivalence import (
 
 FLOORS = {torch.float64: FP64_BOUND, torch.float32: 1e-6}
 NOISES = range(8)
+_FLOAT32_TO_64 = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
 ROUNDING = 0.1
 """A tensor that noise moves this far is only rounding, like the gradient of a bias before a norm.
 Its size on one device says little about other runs: such a tensor only has to be small."""
@@ -36,8 +36,9 @@ class Reference:
     """One step of a task on one device, in float64 and in the task's own type.
 
     Bounds are those of docs/architecture.md, Numerics: in float64, 4 × the effect of noise in the
-    last bit; in narrower types, 4 × the distance of one device from float64. The effect of noise is
-    only computed for results beyond the floor, as it takes time.
+    last bit, or of the rounding of a step in float32 in proportion; in narrower types, 4 × the
+    distance of one device from float64. They are only computed for results beyond the floor, as
+    that takes time.
     """
 
     def __init__(self, task: Task) -> None:
@@ -49,10 +50,11 @@ class Reference:
     def bounds(self) -> dict[str, float]:
         """Every tensor's bound: the worst of several runs with noise in every layer, both ways."""
         worst = dict.fromkeys(self.exact, FLOORS[self.dtype])
-        with ElementaryNorms():  # noise does not show the rounding within torch's norms
-            elementary = whole_step(_in_type(self.task, torch.float64))
-        for name, found in elementary.items():
-            worst[name] = max(worst[name], 4 * error(found, self.exact[name]))
+        if self.dtype == torch.float64:
+            # Noise does not show the rounding within torch's calls, such as norms and losses.
+            for name, found in whole_step(_in_type(self.task, torch.float32)).items():
+                rounding = min(error(found.double(), self.exact[name]), 1.0) * _FLOAT32_TO_64
+                worst[name] = max(worst[name], 4 * rounding)
         for seed in NOISES:
             noisy_model = with_noise(copy.deepcopy(self.task.model), seed)
             task = self.task._replace(model=noisy_model)
