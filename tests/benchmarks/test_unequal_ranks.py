@@ -15,7 +15,10 @@ from support.jobs.children import child_environment
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "python" / "unequal_ranks.py"
 
 
-@pytest.mark.skipif(len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2, reason="binds two ranks to two cores")
+@pytest.mark.skipif(
+    len(getattr(os, "sched_getaffinity", lambda _: ())(0)) < 2,
+    reason="binds two ranks to two cores",
+)
 def test_both_axes_are_measured(tmp_path):
     written = tmp_path / "unequal.json"
     command = [sys.executable, str(SCRIPT), "--quick", "--json", str(written)]
