@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,12 +105,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, overrides = parser.parse_known_args(arguments)
     if options.config is None and not {"-h", "--help"} & set(overrides):
         raise UsageError(f"no configuration file was given; usage: {PROG} [--train.batch 8 ...]")
-    for given in overrides:  # before the configuration's options are searched for close matches
-        own = difflib.get_close_matches(
-            given.partition("=")[0], parser._option_string_actions, 1, 0.8
-        )
-        if own:
-            raise UsageError(f"unknown option {given}; did you mean {own[0]}?")
+    parser.refuse_misspelled(overrides)
     if options.steps < 1 or options.rounds < 1:
         raise UsageError(
             f"--steps {options.steps} --rounds {options.rounds}: at least 1 of each is possible"
