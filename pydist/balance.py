@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from pydist.errors import UsageError
-from pydist.partition import Partition
+from pydist.partition import Partition, in_units, units_of
 
 __all__ = ["Curve", "balance"]
 
@@ -66,28 +66,17 @@ def balance(curves: Sequence[Curve], extent: int, least: int = 1, multiple: int 
     decrease, no other division has a smaller maximum.
 
     Args:
-        curves: of each part, in widths of the extent.
-        extent: number of elements.
+        curves: of each part, in widths of the extent; at least one.
+        extent: see `pydist.partition.divide`, like `least` and `multiple`.
         least: the smallest part, in units of `multiple`.
-        multiple: parts are multiples of this, except for a remainder, which the first of the
-            largest parts gets.
-
-    Returns:
-        The partition.
+        multiple: of which parts are multiples, except for a remainder.
 
     Raises:
         UsageError: the extent is too small for the parts.
     """
-    units = extent // multiple
-    if not curves or units < least * len(curves):
-        raise UsageError(
-            f"an extent of {extent} can't be divided into {len(curves)} parts of at least "
-            f"{least * multiple}"
-        )
-    sizes = [least * multiple] * len(curves)
-    for _ in range(units - least * len(curves)):
-        times = [curve(size + multiple) for curve, size in zip(curves, sizes, strict=True)]
-        chosen = times.index(min(times))
-        sizes[chosen] += multiple
-    sizes[sizes.index(max(sizes))] += extent - units * multiple
-    return Partition([0, *accumulate(sizes)])
+    units = units_of(extent, len(curves), least, multiple)
+    parts = [least] * len(curves)
+    for _ in range(units - sum(parts)):
+        times = [curve((n + 1) * multiple) for curve, n in zip(curves, parts, strict=True)]
+        parts[times.index(min(times))] += 1
+    return in_units(parts, extent, multiple)

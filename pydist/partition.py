@@ -9,6 +9,7 @@ the boxes that every rank owns, and so finds every message of an exchange.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from pydist._loader import native
 from pydist.errors import UsageError
@@ -20,7 +21,17 @@ Plan = native.Plan
 plan_exchange = native.plan_exchange
 subtract = native.subtract
 
-__all__ = ["Box", "Footprint", "Partition", "Plan", "divide", "plan_exchange", "subtract"]
+__all__ = [
+    "Box",
+    "Footprint",
+    "Partition",
+    "Plan",
+    "divide",
+    "in_units",
+    "plan_exchange",
+    "subtract",
+    "units_of",
+]
 
 
 def divide(extent: int, shares: Sequence[float], least: int = 1, multiple: int = 1) -> Partition:
@@ -45,12 +56,7 @@ def divide(extent: int, shares: Sequence[float], least: int = 1, multiple: int =
     """
     if not shares or not all(0 < share < float("inf") for share in shares):
         raise UsageError(f"shares {list(shares)}: expected positive numbers, one per part")
-    units, rest = divmod(extent, multiple)
-    if units < least * len(shares):
-        raise UsageError(
-            f"an extent of {extent} can't be divided into {len(shares)} parts of at least "
-            f"{least * multiple}"
-        )
+    units = units_of(extent, len(shares), least, multiple)
     most = max(shares)
     total = sum(share / most for share in shares)  # the sum itself could be infinite
     quotas = [units * (share / most) / total for share in shares]
@@ -62,9 +68,26 @@ def divide(extent: int, shares: Sequence[float], least: int = 1, multiple: int =
         chosen = min(candidates, key=lambda i: (step * over[i], i))
         parts[chosen] += step
         over[chosen] += step
+    return in_units(parts, extent, multiple)
+
+
+def units_of(extent: int, parts: int, least: int, multiple: int) -> int:
+    """Returns how many units of `multiple` an extent has for parts of `least` units; see `divide`.
+
+    Raises:
+        UsageError: the extent is too small for the parts.
+    """
+    units = extent // multiple
+    if parts < 1 or units < least * parts:
+        raise UsageError(
+            f"an extent of {extent} can't be divided into {parts} parts of at least "
+            f"{least * multiple}"
+        )
+    return units
+
+
+def in_units(parts: Sequence[int], extent: int, multiple: int) -> Partition:
+    """Returns the partition of an extent with parts in units of `multiple`; see `divide`."""
     sizes = [part * multiple for part in parts]
-    sizes[sizes.index(max(sizes))] += rest
-    points = [0]
-    for size in sizes:
-        points.append(points[-1] + size)
-    return Partition(points)
+    sizes[sizes.index(max(sizes))] += extent % multiple
+    return Partition([0, *accumulate(sizes)])

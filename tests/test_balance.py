@@ -64,6 +64,8 @@ def test_parts_are_multiples():
     assert balance([one, Curve([(1, 1e9)])], 64, multiple=8).sizes == (56, 8)
     with pytest.raises(UsageError, match="an extent of 15 can't be divided into 2 parts of at le"):
         balance([one, three], 15, multiple=8)
+    with pytest.raises(UsageError, match="can't be divided into 0 parts"):
+        balance([], 15)
 
 
 @pytest.mark.parametrize("points", [[], [(0, 1.0)], [(1, -1.0)], [(1, float("nan"))]])

@@ -1,10 +1,10 @@
 """Training steps on two ranks of unequal speed, with even parts and with those of `pydist balance`.
 
 Each rank has a core of its own; that of rank 1 also runs another process that never waits, so that
-the rank gets half of the core.
-CosmoFlow 128^3 is cut along its depth, and by channels. After the search for parts, even and
-balanced ones are measured in turn. The ideal is the work of both ranks, by the time of the fast
-one, over the sum of the speeds, plus the communication and waiting of a step with balanced parts.
+the rank gets half of the core. CosmoFlow 128^3 is cut along its depth, and by channels. After the
+search for parts, even and balanced ones are measured in turn. The ideal is the work of both ranks,
+by the time of the fast one, over the sum of the speeds, plus the communication and waiting of a
+step with balanced parts.
 
     python benchmarks/python/unequal_ranks.py
 """
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import common
 
@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace) -> None:
     from pydist.data import UniverseOptions, generate_universes
 
     world = pydist.init(spatial=(2, 1, 1)).world
-    width = 32 if options.quick else 128
+    width: Literal[32, 128] = 32 if options.quick else 128
     data = options.rank.parent / "data"
     if world.rank == 0:
         generate_universes(data, UniverseOptions(count=2, width=width, box_width=width))
@@ -70,7 +70,7 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def balanced_axis(
-    name: str, data: Path, width: int, world: Any, options: argparse.Namespace
+    name: str, data: Path, width: Literal[32, 128], world: Any, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Searches for parts of an axis, then measures even and balanced ones in turn."""
     from pydist.train import balancing
@@ -78,7 +78,7 @@ def balanced_axis(
 
     steps = 2 if options.quick else 10
     config = Config(
-        model=CosmoFlowConfig(width=width),  # type: ignore[arg-type]
+        model=CosmoFlowConfig(width=width),
         data=DataConfig(path=data),
         mesh=MeshConfig(**AXES[name]),
         train=TrainConfig(batch=1),

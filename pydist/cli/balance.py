@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydist.cli.own_options import OwnOptions
+from pydist.cli.own_options import RunOptions
 from pydist.cli.train import load_config, mesh_of
 from pydist.errors import DiskError, UsageError
 
@@ -42,12 +42,14 @@ def balance(arguments: Sequence[str]) -> int:
 
 def _balance_here(config: Config, options: argparse.Namespace, out: Path) -> int:
     """Balances in this process, which is one rank of a job."""
-    from pydist.comm.consensus import together
+    from pydist.comm.consensus import require_same, together
     from pydist.data.publish import publish
     from pydist.train import config_io
     from pydist.train.balancing import axis_of, find_parts, with_parts
 
     mesh = mesh_of(config)
+    own = ("axis", "multiple", "steps", "rounds")
+    require_same(mesh.world, {f"the option --{name}": getattr(options, name) for name in own})
     with together(mesh.world):
         if mesh.rank == 0:
             _require_new(out)
@@ -93,19 +95,13 @@ def _sizes(found: Round) -> str:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = OwnOptions(prog="pydist balance", add_help=False, allow_abbrev=False)
-    parser.add_argument("config", nargs="?", type=Path)
-    parser.add_argument("-n", dest="ranks", type=int)
-    parser.add_argument("--mpi", default="auto")
+    parser = RunOptions("pydist balance", f"{PROG} [--train.batch 8 ...]")
     parser.add_argument("--axis")
     parser.add_argument("--multiple", type=int)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
-    options, overrides = parser.parse_known_args(arguments)
-    if options.config is None and not {"-h", "--help"} & set(overrides):
-        raise UsageError(f"no configuration file was given; usage: {PROG} [--train.batch 8 ...]")
-    parser.refuse_misspelled(overrides)
+    options, overrides = parser.parse(arguments)
     if options.steps < 1 or options.rounds < 1:
         raise UsageError(
             f"--steps {options.steps} --rounds {options.rounds}: at least 1 of each is possible"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Iterable
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from pydist.errors import UsageError
@@ -17,12 +18,35 @@ class OwnOptions(argparse.ArgumentParser):
         """Raises `UsageError`."""
         raise UsageError(f"{message}; {self.prog} --help tells more")
 
-    def refuse_misspelled(self, others: Iterable[str]) -> None:
-        """Raises `UsageError` if one of the other arguments resembles an option of this parser.
 
-        To be called before the configuration's options are searched for close matches.
+class RunOptions(OwnOptions):
+    """Parser of commands that run a configuration on ranks, with the options of all of them.
+
+    Other options are the configuration's; they are returned as they are.
+
+    Args:
+        prog: the command.
+        usage: of the command, for errors.
+    """
+
+    def __init__(self, prog: str, usage: str) -> None:
+        super().__init__(prog=prog, add_help=False, allow_abbrev=False)
+        self._usage_line = usage
+        self.add_argument("config", nargs="?", type=Path)
+        self.add_argument("-n", dest="ranks", type=int)
+        self.add_argument("--mpi", default="auto")
+
+    def parse(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Returns the command's own options, and those of the configuration.
+
+        Raises:
+            UsageError: no configuration, or a misspelled option of the command.
         """
-        for given in others:
+        options, overrides = self.parse_known_args(arguments)
+        if options.config is None and not {"-h", "--help"} & set(overrides):
+            raise UsageError(f"no configuration file was given; usage: {self._usage_line}")
+        for given in overrides:  # before the configuration's options are searched for matches
             name = given.partition("=")[0]
             if own := difflib.get_close_matches(name, self._option_string_actions, 1, 0.8):
                 raise UsageError(f"unknown option {given}; did you mean {own[0]}?")
+        return options, overrides

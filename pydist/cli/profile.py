@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydist.cli.own_options import OwnOptions
+from pydist.cli.own_options import RunOptions
 from pydist.cli.train import load_config, mesh_of
 from pydist.errors import DiskError, UsageError
 
@@ -85,17 +85,11 @@ def _profile_here(config: Config, options: argparse.Namespace) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = OwnOptions(prog="pydist profile", add_help=False, allow_abbrev=False)
-    parser.add_argument("config", nargs="?", type=Path)
-    parser.add_argument("-n", dest="ranks", type=int)
-    parser.add_argument("--mpi", default="auto")
+    parser = RunOptions("pydist profile", f"{PROG} [--train.batch 8 ...]")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--trace", type=Path)
-    options, overrides = parser.parse_known_args(arguments)
-    if options.config is None and not {"-h", "--help"} & set(overrides):
-        raise UsageError(f"no configuration file was given; usage: {PROG} [--train.batch 8 ...]")
-    parser.refuse_misspelled(overrides)
+    options, overrides = parser.parse(arguments)
     if options.steps < 1 or options.warmup < 0:
         raise UsageError(
             f"--steps {options.steps} --warmup {options.warmup}: at least 1 step and 0 for "

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydist.cli.own_options import OwnOptions
-from pydist.errors import UsageError
+from pydist.cli.own_options import RunOptions
 
 if TYPE_CHECKING:
     from pydist.cli.progress import ProgressView
@@ -24,7 +22,9 @@ PROG = "pydist train CONFIG [-n RANKS] [--mpi NAME]"
 
 def train(arguments: Sequence[str]) -> int:
     """Runs `pydist train`; see `pydist train --help`."""
-    options, overrides = _parse(arguments)
+    options, overrides = RunOptions("pydist train", f"{PROG} [--train.steps 20 ...]").parse(
+        arguments
+    )
     if options.ranks is not None:
         from pydist.cli.progress import ProgressView
 
@@ -102,17 +102,6 @@ def mesh_of(config: Config) -> Mesh:
         channel=wanted.channel,
         shares=wanted.shares.given,
     )
-
-
-def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = OwnOptions(prog="pydist train", add_help=False, allow_abbrev=False)
-    parser.add_argument("config", nargs="?", type=Path)
-    parser.add_argument("-n", dest="ranks", type=int)
-    parser.add_argument("--mpi", default="auto")
-    options, overrides = parser.parse_known_args(arguments)
-    if options.config is None and not {"-h", "--help"} & set(overrides):
-        raise UsageError(f"no configuration file was given; usage: {PROG} [--train.steps 20 ...]")
-    return options, overrides
 
 
 def load_config(path: Path | None, overrides: Sequence[str], prog: str) -> Config:

@@ -91,11 +91,7 @@ def train(
         Stopped: a signal arrived; a checkpoint was saved.
         PydistError: any other error; every rank raises.
     """
-    versions = f"{native.__version__} with torch {torch.__version__}"
-    facts = {"the version of pydist": versions}
-    for table, values in config_io.to_dict(config).items():
-        facts |= {f"the configuration's {table}.{key}": str(each) for key, each in values.items()}
-    require_same(mesh.world, facts)
+    require_same_settings(config, mesh)
     with ExitStack() as stack:
         lock = None
         with together(mesh.world):
@@ -104,6 +100,15 @@ def train(
                 lock = stack.enter_context(FolderLock(config.output.folder))
                 refuse_foreign(config.output.folder)
         return _logged(config, mesh, lock, listeners, prepare)
+
+
+def require_same_settings(config: Config, mesh: Mesh) -> None:
+    """Raises `UsageError` if ranks have different versions or configurations. Collective."""
+    versions = f"{native.__version__} with torch {torch.__version__}"
+    facts = {"the version of pydist": versions}
+    for table, values in config_io.to_dict(config).items():
+        facts |= {f"the configuration's {table}.{key}": str(each) for key, each in values.items()}
+    require_same(mesh.world, facts)
 
 
 def _logged(

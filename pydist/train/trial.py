@@ -12,7 +12,12 @@ from pydist.errors import PydistError, Stopped
 from pydist.train.device import own_stream
 from pydist.train.log import Event, EventLog
 from pydist.train.loop import Trainer
-from pydist.train.run import make_loader, make_state, open_datasets
+from pydist.train.run import (
+    make_loader,
+    make_state,
+    open_datasets,
+    require_same_settings,
+)
 from pydist.train.tasks import task_of
 
 if TYPE_CHECKING:
@@ -47,6 +52,7 @@ def take_steps(
     Raises:
         PydistError: a signal ended it, or an error as for `pydist.train.run.train`.
     """
+    require_same_settings(config, mesh)
     length = replace(config.train, epochs=steps, steps=steps, validate_every=0)
     task = task_of(config)
     with together(mesh.world, "opening the data"):

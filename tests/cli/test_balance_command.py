@@ -6,12 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from pydist.cli import main as cli
-from pydist.data import UniverseOptions, generate_universes
 from pydist.train import config_io, log
 
 CONFIG = """
@@ -25,27 +23,10 @@ batch = 1
 folder = "run"
 """
 SPLIT = {
-    "data": ["--mesh.data", "2", "--train.batch", "8"],
+    "data": ["--mesh.data", "2", "--train.batch", "4"],
     "depth": ["--mesh.spatial", "2", "1", "1"],
     "channel": ["--mesh.channel", "2"],
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "data"
-    generate_universes(folder, UniverseOptions(count=10, width=32, box_width=32, validation=0.2))
-    return folder
-
-
-@pytest.fixture
-def place(data, tmp_path, monkeypatch) -> Path:
-    """Returns the current folder, which has a configuration and data."""
-    (tmp_path / "data").symlink_to(data)
-    (tmp_path / "run.toml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return tmp_path
 
 
 def run(*arguments: str) -> str:

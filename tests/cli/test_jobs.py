@@ -31,25 +31,6 @@ folder = "run"
 SPLIT = ["--mesh.spatial", "2", "1", "1"]
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "data"
-    generate_universes(folder, UniverseOptions(count=6, width=32, box_width=32, validation=0.3))
-    return folder
-
-
-@pytest.fixture
-def place(data, tmp_path, monkeypatch) -> Path:
-    """Returns the current folder: a space in its name, a configuration, and data."""
-    folder = tmp_path / "a place"
-    folder.mkdir()
-    (folder / "data").symlink_to(data)
-    (folder / "run.toml").write_text(CONFIG)
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return folder
-
-
 def train(*arguments: str, launcher: list[str] | None = None, code: int = 0, **extra: str) -> str:
     """Runs `pydist train`; returns what it printed."""
     command = [*(launcher or [sys.executable, "-m"]), "pydist", "train", "run.toml", *arguments]

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from pydist.cli import main as cli
-from pydist.data import UniverseOptions, generate_universes
 
 CONFIG = """
 [model]
@@ -25,23 +24,6 @@ batch = 2
 [output]
 folder = "run"
 """
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "data"
-    generate_universes(folder, UniverseOptions(count=6, width=32, box_width=32, validation=0.3))
-    return folder
-
-
-@pytest.fixture
-def place(data, tmp_path, monkeypatch) -> Path:
-    """Returns the current folder, which has a configuration and data."""
-    (tmp_path / "data").symlink_to(data)
-    (tmp_path / "run.toml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return tmp_path
 
 
 def profile(*arguments: str, code: int = 0) -> str:

@@ -6,6 +6,7 @@ machines.py FAULT
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import signal
 import socket
@@ -26,7 +27,7 @@ def part() -> int:
     identity.detect = lambda *_: alone
     watch._path = lambda who: path(who).with_suffix(f".{who.rank}")
     socket.gethostname = lambda: f"machine-{alone.rank}"
-    owner.kernel = lambda: f"kernel-{alone.rank}"  # type: ignore[assignment]
+    owner.kernel = functools.cache(lambda: f"kernel-{alone.rank}")
     return alone.rank
 
 
