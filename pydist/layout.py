@@ -9,7 +9,7 @@ from functools import cached_property
 from pydist.errors import UsageError
 from pydist.grid import SAMPLE_AXES
 from pydist.mesh import Mesh
-from pydist.partition import Box, Partition, divide
+from pydist.partition import Box, Partition, split_extent
 
 
 @dataclass(frozen=True)
@@ -149,10 +149,7 @@ def split_along(mesh: Mesh, extent: int, axis: str) -> Split | None:
     parts = mesh.grid.size((axis,))
     if parts == 1:
         return None
-    shares = mesh.shares.get(axis)
-    if shares is None:
-        return Split((axis,), Partition.even(extent, parts))
-    return Split((axis,), divide(extent, shares, least=int(extent >= parts)))
+    return Split((axis,), split_extent(extent, parts, mesh.shares.get(axis)))
 
 
 def layout_for_sample(

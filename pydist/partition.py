@@ -29,9 +29,17 @@ __all__ = [
     "divide",
     "in_units",
     "plan_exchange",
+    "split_extent",
     "subtract",
     "units_of",
 ]
+
+
+def split_extent(extent: int, parts: int, shares: Sequence[float] | None = None) -> Partition:
+    """Splits an extent into parts, evenly or by shares; each has an element if there are enough."""
+    if shares is None:
+        return Partition.even(extent, parts)
+    return divide(extent, shares, least=int(extent >= parts))
 
 
 def divide(extent: int, shares: Sequence[float], least: int = 1, multiple: int = 1) -> Partition:

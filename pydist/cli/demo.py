@@ -192,7 +192,7 @@ def _compare(split: Config, console: Console) -> None:
         f"{_distance(scale, whole):.1e}",
         soft_wrap=True,
     )
-    picture = report.draw_run(folder, curves, split.data.path, split.mesh.spatial)
+    picture = report.draw_run(folder, curves, split.data.path, split.mesh)
     files = f"{picture}, {folder / 'log.jsonl'}, {folder / 'ckpt' / 'last'}"
     console.print(f"result     {files}", soft_wrap=True)
 

@@ -12,12 +12,15 @@ import numpy as np
 
 from pydist.data import ShardDataset
 from pydist.errors import DiskError, UsageError
-from pydist.partition import Box, Partition
+from pydist.grid import SPATIAL_AXES
+from pydist.partition import Box, split_extent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
+
+    from pydist.train.config import MeshConfig
 
 PREDICTIONS_FILE = "predictions.csv"
 PICTURE_FILE = "result.png"
@@ -51,7 +54,7 @@ def draw_run(
     folder: Path,
     curves: Mapping[str, Mapping[int, float]],
     data: Path,
-    spatial: Sequence[int],
+    mesh: MeshConfig,
 ) -> Path:
     """Draws a run: loss curves, predicted against true parameters, a universe and its blocks.
 
@@ -59,7 +62,7 @@ def draw_run(
         folder: the run's folder, with the predictions; `result.png` is written to it.
         curves: training loss by step, by the name of the run.
         data: folder of the data set, whose first universe is shown.
-        spatial: number of parts along depth, height and width.
+        mesh: the configuration of the grid of ranks, whose blocks are shown.
 
     Returns:
         The path of the figure.
@@ -77,7 +80,7 @@ def draw_run(
     axes = figure.subplots(1, 3)
     draw_curves(axes[0], curves, "training loss (MSE)")
     _draw_predictions(axes[1], folder / PREDICTIONS_FILE)
-    _draw_universe(axes[2], universe, spatial)
+    _draw_universe(axes[2], universe, mesh)
     return save_figure(figure, folder)
 
 
@@ -108,9 +111,13 @@ def save_figure(figure: Figure, folder: Path) -> Path:
     return path
 
 
-def blocks_of(extents: Sequence[int], spatial: Sequence[int]) -> list[Box]:
+def blocks_of(extents: Sequence[int], mesh: MeshConfig) -> list[Box]:
     """Returns the block of each rank of a sample group, boxes over (depth, height, width)."""
-    cuts = [Partition.even(n, parts) for n, parts in zip(extents, spatial, strict=True)]
+    parts, shares = mesh.parts(), mesh.shares.given
+    cuts = [
+        split_extent(n, parts[axis], shares.get(axis))
+        for n, axis in zip(extents, SPATIAL_AXES, strict=True)
+    ]
     intervals = itertools.product(*([c.interval(i) for i in range(c.parts)] for c in cuts))
     return [Box([lo for lo, _ in each], [hi for _, hi in each]) for each in intervals]
 
@@ -148,20 +155,20 @@ def _draw_predictions(axes: Axes, table: Path) -> None:
     axes.legend()
 
 
-def _draw_universe(axes: Axes, universe: NDArray[Any], spatial: Sequence[int]) -> None:
+def _draw_universe(axes: Axes, universe: NDArray[Any], mesh: MeshConfig) -> None:
     # Depth is split first, so it must be one of the two visible axes.
     width = universe.shape[2] // 2
     picture = axes.imshow(universe[:, :, width], cmap="magma", origin="upper")
     axes.figure.colorbar(picture, ax=axes, label="log(1 + particles)", shrink=0.8)
-    draw_blocks(axes, universe.shape, spatial, width)
+    draw_blocks(axes, universe.shape, mesh, width)
     axes.set(xlabel="height (voxels)", ylabel="depth (voxels)", title="A universe and its blocks")
 
 
-def draw_blocks(axes: Axes, extents: Sequence[int], spatial: Sequence[int], width: int) -> None:
+def draw_blocks(axes: Axes, extents: Sequence[int], mesh: MeshConfig, width: int) -> None:
     """Draws the ranks' blocks over a slice at `width` that shows depth and height."""
     from matplotlib.patheffects import withStroke
 
-    for index, block in enumerate(blocks_of(extents, spatial)):
+    for index, block in enumerate(blocks_of(extents, mesh)):
         if block.empty or not block.lo[2] <= width < block.hi[2]:
             continue
         (top, left), (bottom, right) = block.lo[:2], block.hi[:2]

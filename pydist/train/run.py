@@ -353,4 +353,4 @@ def _write_results(
         log.emit("notice", text=report.MISSING_PLOT_LIBRARY)
     elif config.output.plot:
         curves = {_describe(mesh): losses(folder / LOG_FILE)}
-        task.draw(folder, curves, data, mesh.spatial)
+        task.draw(folder, curves, data, config.mesh)

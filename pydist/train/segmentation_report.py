@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from numpy.typing import NDArray
 
+    from pydist.train.config import MeshConfig
+
 DICE_FILE = "dice.csv"
 
 _COLORS = ("#00000000", "tab:green", "tab:red", "tab:blue", "tab:orange", "tab:purple")
@@ -49,7 +51,7 @@ def draw_run(
     curves: Mapping[str, Mapping[int, float]],
     data: ShardDataset,
     predicted: NDArray[Any] | None,
-    spatial: Sequence[int],
+    mesh: MeshConfig,
 ) -> Path:
     """Draws a run: loss curves, Dice, and a slice of a validation volume with truth and prediction.
 
@@ -58,7 +60,7 @@ def draw_run(
         curves: training loss by step, by the name of the run.
         data: the training set.
         predicted: `[D, H, W]`, the classes predicted in the first validation volume.
-        spatial: number of parts along depth, height and width.
+        mesh: the configuration of the grid of ranks, whose blocks are shown.
 
     Returns:
         The path of the figure.
@@ -80,7 +82,7 @@ def draw_run(
         unseen.close()
         if ignored is not None:
             truth[truth == ignored] = 0  # not drawn, as background
-        _draw_volume(axes[2:], image[0], truth, predicted, spatial)
+        _draw_volume(axes[2:], image[0], truth, predicted, mesh)
     return report.save_figure(figure, folder)
 
 
@@ -106,7 +108,7 @@ def _draw_volume(
     image: NDArray[Any],
     truth: NDArray[Any],
     predicted: NDArray[Any],
-    spatial: Sequence[int],
+    mesh: MeshConfig,
 ) -> None:
     """Draws the slice at the width with most voxels of the last class, depth upwards."""
     rarest = int(truth.max())
@@ -118,7 +120,7 @@ def _draw_volume(
         each.imshow(image[:, :, width], cmap="gray", origin="lower", vmin=low, vmax=high)
         each.set(xlabel="height (voxels)", ylabel="depth (voxels)", title=title)
         if classes is None:
-            report.draw_blocks(each, image.shape, spatial, width)
+            report.draw_blocks(each, image.shape, mesh, width)
         else:
             _draw_classes(each, classes[:, :, width])
 

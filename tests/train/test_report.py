@@ -8,20 +8,34 @@ import math
 import numpy as np
 import pytest
 
+from pydist import Mesh, layout_for_sample, run_local
 from pydist.errors import DiskError, UsageError
+from pydist.grid import SPATIAL_AXES
 from pydist.train import report
+from pydist.train.config import MeshConfig, SharesConfig
 
 NAMES = ("Omega_m", "sigma_8", "N_spec", "H_0")
 
 
 @pytest.mark.parametrize("spatial", [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 3, 5)])
-def test_blocks_cover_the_universe_without_overlap(spatial):
+@pytest.mark.parametrize("shared", [False, True], ids=["even", "shares"])
+def test_blocks_are_those_of_the_ranks_without_overlap(spatial, shared):
     covered = np.zeros((8, 7, 6), dtype=int)
-    blocks = report.blocks_of(covered.shape, spatial)
+    shares = {}
+    if shared:
+        shares = {a: tuple(range(1, n + 1)) for a, n in zip(SPATIAL_AXES, spatial, strict=True)}
+    given = MeshConfig(spatial=spatial, shares=SharesConfig(**shares))
+    blocks = report.blocks_of(covered.shape, given)
     assert len(blocks) == math.prod(spatial)
     for block in blocks:
         covered[tuple(slice(lo, hi) for lo, hi in zip(block.lo, block.hi, strict=True))] += 1
     assert (covered == 1).all()
+
+    def layout(world):
+        return layout_for_sample(Mesh(world, 1, spatial, shares=shares), (1, 1, *covered.shape))
+
+    boxes = run_local(layout, len(blocks))[0].boxes
+    assert [(b.lo, b.hi) for b in blocks] == [(b.lo[2:], b.hi[2:]) for b in boxes]
 
 
 def test_predictions_are_a_table_with_a_row_a_sample(tmp_path):
@@ -45,7 +59,7 @@ def test_the_picture_is_drawn_with_and_without_a_validation_set(tmp_path, univer
         rows = np.zeros((3, 4))
         report.write_predictions(tmp_path / report.PREDICTIONS_FILE, NAMES, rows, rows)
     curves = {"4 ranks": {1: 0.5, 2: 0.25}, "1 rank": {1: 0.5, 2: 0.25}}
-    picture = report.draw_run(tmp_path, curves, universes, (2, 1, 1))
+    picture = report.draw_run(tmp_path, curves, universes, MeshConfig(spatial=(2, 1, 1)))
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.stat().st_size > 20_000
 
@@ -55,4 +69,4 @@ def test_a_missing_plot_library_is_named_with_the_remedy(tmp_path, universes, mo
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(UsageError, match=r"pip install 'pydist\[plot\]'"):
-        report.draw_run(tmp_path, {}, universes, (1, 1, 1))
+        report.draw_run(tmp_path, {}, universes, MeshConfig())

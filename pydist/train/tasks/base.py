@@ -12,6 +12,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
     from pydist.data.loader import Batch
+    from pydist.train.config import MeshConfig
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Task(Protocol):
         folder: Path,
         curves: Mapping[str, Mapping[int, float]],
         data: ShardDataset,
-        spatial: tuple[int, int, int],
+        mesh: MeshConfig,
     ) -> Path:
         """Draws `result.png` after `write_results`. On rank 0.
 
@@ -78,7 +79,7 @@ class Task(Protocol):
             folder: the run's folder.
             curves: training loss by step, by the name of the run.
             data: the training set.
-            spatial: number of parts along depth, height and width.
+            mesh: the configuration of the grid of ranks, whose blocks are shown.
         """
         ...
 

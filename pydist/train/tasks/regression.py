@@ -20,7 +20,7 @@ from pydist.train.tasks.base import Validation, call_of
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
     from pydist.data.loader import Batch
-    from pydist.train.config import CosmoFlowConfig, TrainConfig
+    from pydist.train.config import CosmoFlowConfig, MeshConfig, TrainConfig
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Regression:
         folder: Path,
         curves: Mapping[str, Mapping[int, float]],
         data: ShardDataset,
-        spatial: tuple[int, int, int],
+        mesh: MeshConfig,
     ) -> Path:
         """Draws loss, predictions, and a universe with its blocks."""
-        return report.draw_run(folder, curves, data.root, spatial)
+        return report.draw_run(folder, curves, data.root, mesh)

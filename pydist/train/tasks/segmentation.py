@@ -28,7 +28,7 @@ from pydist.train.tasks.base import Validation, call_of
 if TYPE_CHECKING:
     from pydist.data import Manifest, ShardDataset
     from pydist.data.loader import Batch
-    from pydist.train.config import ModelConfig, TrainConfig, UNet3dConfig
+    from pydist.train.config import MeshConfig, ModelConfig, TrainConfig, UNet3dConfig
 
 
 @dataclass(frozen=True)
@@ -185,11 +185,11 @@ class Segmentation:
         folder: Path,
         curves: Mapping[str, Mapping[int, float]],
         data: ShardDataset,
-        spatial: tuple[int, int, int],
+        mesh: MeshConfig,
     ) -> Path:
         """Draws loss, Dice, and a slice of a volume: image, truth, prediction."""
         example = None if self._example is None else self._example.numpy()
-        return segmentation_report.draw_run(folder, curves, data, example, spatial)
+        return segmentation_report.draw_run(folder, curves, data, example, mesh)
 
 
 class UNet3dSegmentation(Segmentation):
