@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from pydist import run_local
 from pydist.comm import LocalTransport
+from pydist.errors import UsageError
 from pydist.train import balancing
-from pydist.train.balancing import Axis, Round, find_parts, with_parts
-from pydist.train.config import Config, MeshConfig, SharesConfig
+from pydist.train.balancing import Axis, Round, find_parts, measure, with_parts
+from pydist.train.config import AdamConfig, Config, MeshConfig, SharesConfig
 
 AXIS = Axis("depth", 2, 64, 4)
 
@@ -55,3 +57,13 @@ def test_the_search_begins_with_the_given_parts_and_ends_in_time(monkeypatch):
     assert tried == [(48, 16)]
     assert best.sizes == (48, 16)
     assert with_parts(config, AXIS, (44, 20)).mesh.shares.given == {"depth": (44.0, 20.0)}
+
+
+def test_ranks_with_different_settings_do_not_measure():
+    def body(world):
+        mesh = MeshConfig(spatial=(2, 1, 1))
+        config = Config(mesh=mesh, optimizer=AdamConfig(lr=0.001 * (1 + world.rank)))
+        with pytest.raises(UsageError, match=r"configuration's optimizer.lr differs between the"):
+            measure(config, world, AXIS, (32, 32), 1)
+
+    run_local(body, 2)
