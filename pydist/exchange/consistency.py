@@ -103,9 +103,10 @@ class Consistency:
         if parameter is None:
             first = operands.add(tensor, mesh.session.forwards, use)
         else:
-            operands.repeats = parameter.use_in(operands.turn)
-            if not operands.repeats:
+            if parameter.turn != operands.turn:
+                parameter.turn, parameter.uses = operands.turn, 0
                 return  # mostly used once in a turn, and compared in rotation
+            operands.repeats = parameter.use_in(operands.turn)
         recurs = operands.repeats >= REPEATS - 1
         if first is None and not recurs and len(operands) < _MOST:
             return
@@ -157,15 +158,7 @@ class Consistency:
 
     def proof(self, mesh: Mesh) -> int:
         """Returns this rank's term of a sum that is 0 if all agree, at the end of a backward."""
-        self._claims = [
-            _Claim("calls", axes, group.ledger.state, group.ledger.details)
-            for axes, group in mesh.groups.items()
-        ]
-        self._claims += _histories(mesh)
-        if mesh.size > 1 and not is_capturing():
-            self._claims.append(self._claim(self.operands, self._sample_axes))
-            self._claims.append(self._claim(self._shared, self._split_axes))
-            self.operands.turn += 1
+        self._claims = [*_calls(mesh), *_histories(mesh), *self._checksums(mesh)]
         return self._share_of(self._claims, mesh)
 
     def conclude(self, mesh: Mesh, total: int) -> None:
@@ -207,6 +200,13 @@ class Consistency:
             self._add(self._shared, parameters, mesh)
             self._shared.turn += 1
 
+    def _checksums(self, mesh: Mesh) -> list[_Claim]:
+        if mesh.size == 1 or is_capturing():
+            return []
+        operands = self._claim(self.operands, self._sample_axes)
+        self.operands.turn += 1
+        return [operands, self._claim(self._shared, self._split_axes)]
+
     def _claim(self, contents: Contents, axes: tuple[str, ...]) -> _Claim:
         what = "operands" if contents is self.operands else "parameters"
         return _Claim(what, axes, contents.take(), contents.details)
@@ -242,6 +242,13 @@ class Consistency:
         return UsageError(f"{DIFFERENT}, or the sum of what they compare is damaged")
 
 
+def _calls(mesh: Mesh) -> list[_Claim]:
+    return [
+        _Claim("calls", axes, group.ledger.state, group.ledger.details)
+        for axes, group in mesh.groups.items()
+    ]
+
+
 def _histories(mesh: Mesh) -> list[_Claim]:
     return [
         _Claim("histories", axes, group.ledger.history, recent_calls)
@@ -268,7 +275,8 @@ def _signed(number: int) -> int:
 
 def consistency_of(mesh: Mesh) -> Consistency:
     """Returns the consistency checks of a mesh, and creates them on first use."""
-    return mesh.session.service(Consistency, lambda: Consistency(mesh))
+    found = mesh.session.find(Consistency)
+    return found or mesh.session.service(Consistency, lambda: Consistency(mesh))
 
 
 def is_capturing() -> bool:

@@ -50,26 +50,24 @@ class Operand:
         digest: hash of `text`, for comparing.
         equal_in: the last training forward in which it was equal on all ranks, by the number of
             the compared share; `WHOLE` for the full tensor.
+        turn: the turn in which it was used last.
+        uses: number of earlier uses in that turn.
     """
 
-    __slots__ = ("_turn", "_uses", "digest", "equal_in", "text")
+    __slots__ = ("digest", "equal_in", "text", "turn", "uses")
 
     def __init__(self, text: str) -> None:
         self.text = text
         digest = blake2b(text.encode(), digest_size=8).digest()
         self.digest = int.from_bytes(digest, "little", signed=True)
         self.equal_in: dict[int, int] = {}
-        self._turn, self._uses = -1, 0
+        self.turn, self.uses = -1, 0
 
     def use_in(self, turn: int) -> int:
         """Counts a use, and returns the number of earlier uses in the same turn."""
-        self._uses = self._uses + 1 if turn == self._turn else 0
-        self._turn = turn
-        return self._uses
-
-    def recurs_in(self, turn: int) -> bool:
-        """Returns whether the tensor was used more than once in a turn."""
-        return turn == self._turn and self._uses > 0
+        self.uses = self.uses + 1 if turn == self.turn else 0
+        self.turn = turn
+        return self.uses
 
 
 class Checksum:
@@ -77,12 +75,16 @@ class Checksum:
 
     __slots__ = ("_copy", "_crc", "_event")
 
-    def __init__(self, tensor: Tensor) -> None:
-        """Starts the checksum of a contiguous tensor."""
+    def __init__(self, tensor: Tensor, lo: int = 0, hi: int | None = None) -> None:
+        """Starts the checksum of a tensor, or of its bytes from `lo` to `hi`."""
         self._crc, self._event = 0, None
         if not tensor.is_cuda:
-            self._crc = native.crc32c(tensor)
+            if tensor.is_contiguous():
+                self._crc = native.crc32c(tensor, 0, lo, hi)
+            else:
+                self._crc = native.crc32c(_bytes_of(tensor.detach(), lo, hi))
             return
+        tensor = _bytes_of(tensor.detach(), lo, hi)
         self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         self._copy.copy_(tensor, non_blocking=True)
         self._event = torch.cuda.Event()
@@ -153,15 +155,15 @@ class Contents:
             shape = f" of shape {tuple(tensor.shape)} ({dtype})"
             operand = self._known[key] = Operand(f"{kind}{shape}{module}")
         self.repeats = before = operand.use_in(self.turn)
-        tensor = tensor.detach()
         if is_new or tensor.nbytes <= WHOLE_BYTES:
-            whole = Checksum((tensor.cpu() if is_new else tensor).contiguous())
+            whole = Checksum(tensor.cpu() if is_new else tensor)
             self.add_checksum(operand, whole, WHOLE, forward)
             return operand if is_new else None
         last = self.turn + 2 * before
         for number in range(last - (before > 0), last + 1):
-            part = Checksum(_share_of(tensor, number % SHARES))
-            self.add_checksum(operand, part, number % SHARES, forward)
+            share, size = number % SHARES, tensor.nbytes
+            part = Checksum(tensor, size * share // SHARES, size * (share + 1) // SHARES)
+            self.add_checksum(operand, part, share, forward)
         return None
 
     def add_checksum(self, operand: Operand, checksum: Checksum, share: int, forward: int) -> None:
@@ -173,6 +175,9 @@ class Contents:
 
         Checksums of this turn from a device are left for the next turn, so the host does not wait.
         """
+        if not self._fresh:
+            self._compared = []
+            return 0
         is_late = [each.checksum.is_late and each.turn == self.turn for each in self._fresh]
         both = list(zip(self._fresh, is_late, strict=True))
         self._fresh = [each for each, late in both if late]
@@ -236,7 +241,8 @@ class Parameters:
 
     def recurring_in(self, turn: int) -> list[Tensor]:
         """Returns the parameters that were used more than once in a turn."""
-        links = [link for link, operand in self._operands.values() if operand.recurs_in(turn)]
+        operands = self._operands.values()
+        links = [link for link, each in operands if each.turn == turn and each.uses]
         return [tensor for link in links if (tensor := link()) is not None]
 
     def of(self, model: nn.Module) -> list[Tensor]:
@@ -269,13 +275,12 @@ class Parameters:
         for number in range(turn, turn + min(count, shares)):
             lo, hi = (total * (number % shares + i) // shares for i in (0, 1))
             for i in range(bisect_right(ends, lo), len(tensors)):
-                tensor, start = tensors[i], ends[i] - tensors[i].nbytes
+                tensor, start = tensors[i], ends[i - 1] if i else 0
                 if start >= hi:
                     break
-                if tensor.nbytes:
-                    parts = max(lo - start, 0), min(hi - start, tensor.nbytes)
-                    part = _bytes_of(tensor.detach(), *parts)
-                    yield self._operand_of(tensor), Checksum(part), number % shares
+                if start < ends[i]:
+                    part = Checksum(tensor, max(lo, start) - start, min(hi, ends[i]) - start)
+                    yield self._operand_of(tensor), part, number % shares
 
     def _operand_of(self, tensor: Tensor) -> Operand:
         known = self._operands.get(id(tensor))
@@ -285,14 +290,10 @@ class Parameters:
         return known[1]
 
 
-def _share_of(tensor: Tensor, number: int) -> Tensor:
-    """Returns one of `SHARES` shares of a tensor, contiguous."""
-    size = tensor.nbytes
-    return _bytes_of(tensor, size * number // SHARES, size * (number + 1) // SHARES)
-
-
-def _bytes_of(tensor: Tensor, lo: int, hi: int) -> Tensor:
+def _bytes_of(tensor: Tensor, lo: int, hi: int | None) -> Tensor:
     """Returns the elements in these bytes; full slices of the longest dim if it is strided."""
+    if hi is None:
+        return tensor.contiguous()
     if tensor.is_contiguous():
         size = tensor.element_size()
         return tensor.view(-1)[lo // size : -(-hi // size)]
