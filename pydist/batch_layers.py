@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pydist.tensor import ShardedTensor
 from pydist.tensor.aliasing import as_result
+from pydist.tensor.stage import StageTensor
 
 _UNBATCHED: dict[type[nn.Module], int] = {nn.Dropout1d: 2, nn.Dropout3d: 4}
 """Numbers of dims that layers interpret as a sample without a batch; 1 for others."""
@@ -49,7 +50,7 @@ class BatchLayers:
         mixes = layer.training or (isinstance(layer, _BatchNorm) and layer.running_mean is None)
         if (
             not isinstance(x, Tensor)
-            or isinstance(x, ShardedTensor)
+            or isinstance(x, (ShardedTensor, StageTensor))
             or not mixes
             or x.dim() <= _UNBATCHED.get(type(layer), 1)
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from types import FrameType
@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from pydist.arguments import is_container, leaves, mapped
 from pydist.batch_layers import BatchLayers
 from pydist.batches import Batches, batch_of, refuse_pickling
+from pydist.comm import Transport
 from pydist.comm.consensus import require_same
 from pydist.errors import NotSupported, UsageError
 from pydist.exchange.consistency import consistency_of
@@ -191,7 +192,7 @@ class Entry:
     def adopt(self, module: nn.Module) -> None:
         """Broadcasts parameters and buffers from rank 0, and adds the module to the reducer."""
         if self.mesh.size > 1:
-            _broadcast(_state(module), self.mesh)
+            broadcast_state(module, self.mesh.world)
             self._lane = self.reducer.add_lane(module.named_parameters())
             consistency_of(self.mesh).parameters.hold(module, self.mesh.session.forwards)
 
@@ -339,13 +340,11 @@ def obstacle(tensor: Tensor) -> str | None:
     return None
 
 
-def _broadcast(tensors: Iterable[Tensor], mesh: Mesh) -> None:
-    """Broadcasts tensors from rank 0."""
-    if mesh.size == 1:
-        return
+def broadcast_state(module: nn.Module, world: Transport) -> None:
+    """Broadcasts a module's parameters and buffers from rank 0. Collective."""
     with torch.no_grad():
-        for tensor in tensors:
+        for tensor in _state(module):
             sent = tensor.detach().contiguous()
-            mesh.world.broadcast(sent)
+            world.broadcast(sent)
             if sent.data_ptr() != tensor.data_ptr():
                 tensor.copy_(sent)

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from pydist import memory
 from pydist._loader import native
 from pydist.backend import records
+from pydist.comm import Transport
 from pydist.comm.consensus import require_same
 from pydist.grid import AXES
 from pydist.launch import identity, watch
@@ -71,7 +72,38 @@ def init(
     """
     data, spatial, seed = counts_of(data, spatial, seed)
     others = counts_along({"channel": channel})
-    axes = (data, *others.values(), *spatial)
+    of_sample = (*others.values(), *spatial)
+
+    def facts(size: int) -> dict[str, object]:
+        groups = size // max(1, math.prod(of_sample)) if data is None else data
+        return {
+            f"the mesh ({' × '.join(AXES)})": " × ".join(map(str, (groups, *of_sample))),
+            "the argument shares": repr(shares),
+            "the seed": seed,
+        }
+
+    world = join(transport, facts, keep_freed_memory)
+    return Mesh(world, data, spatial, seed, axes=others, shares=shares)
+
+
+def join(
+    transport: str, facts: Callable[[int], Mapping[str, object]], keep_freed_memory: bool
+) -> Transport:
+    """Joins the job that this process is part of, for `init` and its relatives.
+
+    Args:
+        transport: as of `init`.
+        facts: returns what must be equal on all ranks, of a number of ranks.
+        keep_freed_memory: as of `init`.
+
+    Returns:
+        The transport over all ranks.
+
+    Raises:
+        UsageError: ranks differ in versions, facts or the environment variables of pydist, or one
+            of these variables has an invalid value.
+        NotSupported: as of `init`.
+    """
     watch.limit()  # validates the variable on any number of ranks, also where it is not used
     records.is_wanted()
     native.cpu_isa()
@@ -80,37 +112,25 @@ def init(
     if transport != "local" and identity.detect() is not None:
         # First on the host, which all ranks join: different transports join different ranks.
         host = connect("host")
-        require_same(host, _facts(host.size, transport, axes, shares, seed))
+        require_same(host, {**_facts(transport), **facts(host.size)})
         world = connect(transport)
     else:
         world = connect(transport)
-        require_same(world, _facts(world.size, transport, axes, shares, seed))
+        require_same(world, {**_facts(transport), **facts(world.size)})
     if world.device is not None:
         require_same(world, _device_facts())
     native.set_num_threads(torch.get_num_threads())
-    return Mesh(world, data, spatial, seed, axes=others, shares=shares)
+    return world
 
 
-def _facts(
-    size: int,
-    transport: str,
-    axes: Sequence[int | None],
-    shares: Mapping[str, Sequence[float]] | None,
-    seed: int,
-) -> dict[str, object]:
+def _facts(transport: str) -> dict[str, object]:
     """Returns the facts that must be equal on all ranks from the start."""
-    data, *of_sample = axes
-    if data is None:
-        data = size // max(1, math.prod(n or 1 for n in of_sample))
     facts: dict[str, object] = {
         "the version of pydist": native.__version__,
         "the version of torch": torch.__version__,
         "the version of Python": platform.python_version(),
         "the MPI library": _mpi_library(),
         "the transport": transport,
-        f"the mesh ({' × '.join(AXES)})": " × ".join(map(str, (data, *of_sample))),
-        "the argument shares": repr(shares),
-        "the seed": seed,
         "torch's default dtype": torch.get_default_dtype(),
     }
     # One fact per variable, so that the error names one that is not set everywhere.

@@ -1,0 +1,208 @@
+"""The calls of a forward pass on stage tensors, whatever computes them."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pydist.arguments import leaves, mapped
+from pydist.comm.interface.ledger import calling_module
+from pydist.errors import NotSupported
+from pydist.tensor.stage import StageTensor
+
+
+class Key(NamedTuple):
+    """Identifies a call in a forward pass, also if other calls come or go elsewhere."""
+
+    module: str
+    """Path of the module that makes the call; "" outside of the network."""
+    number: int
+    """Number of earlier calls that the module has made in this pass."""
+
+    def __str__(self) -> str:
+        return f"call {self.number} in {self.module or 'no module'}"
+
+
+class Call(NamedTuple):
+    """A torch call of a forward pass.
+
+    Attributes:
+        func: the function.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        key: the call.
+        inputs: the stage tensors among the arguments.
+        changed: those of them that the call changes in place.
+        meta: its result on meta tensors.
+    """
+
+    func: Callable[..., Any]
+    args: Any
+    kwargs: Mapping[str, Any]
+    key: Key
+    inputs: Sequence[StageTensor]
+    changed: Sequence[StageTensor]
+    meta: Any
+
+    def __str__(self) -> str:
+        return f"{_name(self.func)} ({self.key})"
+
+    def run(self) -> Any:
+        """Returns the result on the values of the arguments."""
+        return self.func(*mapped(_value, self.args), **mapped(_value, dict(self.kwargs)))
+
+
+_T: Any = Tensor
+_MOVES = (_T.to, _T.cpu, _T.cuda)
+_REFUSED: dict[Any, str] = {
+    _T.backward: "call Pipeline.step, which runs the backward pass of every stage",
+    _T.register_hook: "register it on a parameter",
+    _T.retain_grad: "only parameters have a gradient",
+    _T.register_post_accumulate_grad_hook: "register it on a parameter",
+}
+_DEVICE = _T.device.__get__
+_REQUIRES_GRAD = _T.requires_grad.__get__
+_GRAD = _T.grad.__get__
+_DATA = _T.data.__get__
+
+
+class Calls(ABC):
+    """A forward pass on stage tensors.
+
+    Args:
+        device: the device of the values.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._counts = Counter[str]()
+        self._sharing: dict[int, weakref.WeakSet[StageTensor]] = {}
+
+    @abstractmethod
+    def compute(self, call: Call) -> Any:
+        """Returns a call's result on values, or `None` if another stage computes it."""
+
+    def made(self, call: Call, results: Sequence[StageTensor]) -> None:
+        """Is told the results of a call."""
+
+    def enter(self, value: Tensor) -> StageTensor:
+        """Returns an argument of the network as a stage tensor."""
+        return self._wrap(_meta(value), value)
+
+    def sharing(self, x: StageTensor) -> list[StageTensor]:
+        """Returns the other tensors that share the memory of `x`."""
+        return [each for each in self._sharing[_memory(x.meta)] if each is not x]
+
+    def handle(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Returns the result of a call on stage tensors.
+
+        Raises:
+            NotSupported: the call reads values, which only one stage has, or needs a graph that
+                spans stages.
+        """
+        inputs = [x for x in leaves((args, kwargs)) if isinstance(x, StageTensor)]
+        if func is _DEVICE:
+            return self.device
+        if func is _REQUIRES_GRAD:
+            return inputs[0].needs_grad
+        if func is _GRAD:
+            return None
+        if func in _REFUSED:
+            raise NotSupported(
+                f"{_name(func)} on a tensor of a network in stages: {_REFUSED[func]}"
+            )
+        if torch._C._current_graph_task_id() != -1:
+            raise NotSupported(
+                f"{_name(func)} on a tensor of a network in stages while backward runs: "
+                "torch.utils.checkpoint computes calls again, whose inputs other stages have"
+            )
+        if any(x.calls is not self for x in inputs):
+            raise NotSupported(f"{_name(func)} on tensors of several forward passes in stages")
+        before = [x.meta._version for x in inputs]
+        meta = self._on_meta(func, args, kwargs)
+        changed = [x for x, n in zip(inputs, before, strict=True) if x.meta._version != n]
+        if not changed and not any(isinstance(x, Tensor) for x in leaves((meta,))):
+            return meta  # a shape or a dtype
+        module = calling_module()
+        key = Key(module, self._counts[module])
+        self._counts[module] += 1
+        call = Call(func, args, kwargs, key, inputs, changed, meta)
+        value = self.compute(call)
+        known = {id(x.meta): x for x in inputs}
+        new: list[StageTensor] = []
+        result = self._wrapped(meta, value, known, new)
+        self.made(call, new)
+        return result
+
+    def _on_meta(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        metas, named = mapped(_meta_of, args), mapped(_meta_of, dict(kwargs))
+        if func in _MOVES:
+            given = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype | Tensor)]
+            dtype = next((x if isinstance(x, torch.dtype) else x.dtype for x in given), None)
+            return metas[0] if dtype is None else metas[0].to(dtype)
+        if "device" in named:
+            named["device"] = "meta"
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                return func(*metas, **named)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" not in str(error):
+                raise
+            raise NotSupported(
+                f"{_name(func)} in {calling_module() or 'a loss'}: it reads values, which only one "
+                "stage has, so the calls that follow may differ between stages"
+            ) from error
+
+    def _wrapped(
+        self, meta: Any, value: Any, known: Mapping[int, StageTensor], new: list[StageTensor]
+    ) -> Any:
+        """Returns a result with stage tensors in the places of its tensors."""
+        if isinstance(meta, Tensor):
+            found = known.get(id(meta))
+            if found is None:
+                found = self._wrap(meta, value)
+                new.append(found)
+            elif value is not None:
+                found.value = value
+            return found
+        if isinstance(meta, list | tuple):
+            values = [None] * len(meta) if value is None else value
+            parts = [self._wrapped(m, v, known, new) for m, v in zip(meta, values, strict=True)]
+            return meta._make(parts) if hasattr(meta, "_make") else type(meta)(parts)
+        return meta if value is None else value
+
+    def _wrap(self, meta: Tensor, value: Tensor | None) -> StageTensor:
+        x = StageTensor(self, meta, value, self.device)
+        x.needs_grad = value is not None and value.requires_grad
+        x.owner, x.stages = 0, set()
+        self._sharing.setdefault(_memory(meta), weakref.WeakSet()).add(x)
+        return x
+
+
+def _memory(meta: Tensor) -> int:
+    return int(meta.untyped_storage()._cdata)
+
+
+def _meta(x: Tensor) -> Tensor:
+    # Not the strides of a sharded tensor, which has none.
+    return torch.empty(tuple(x.shape), dtype=x.dtype, device="meta")
+
+
+def _meta_of(x: Any) -> Any:
+    if isinstance(x, StageTensor):
+        return x.meta
+    return _meta(x) if isinstance(x, Tensor) else x
+
+
+def _value(x: Any) -> Any:
+    return x.value if isinstance(x, StageTensor) else x
+
+
+def _name(func: Callable[..., Any]) -> str:
+    return str(getattr(func, "__qualname__", None) or getattr(func, "__name__", func))

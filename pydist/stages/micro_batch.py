@@ -1,0 +1,186 @@
+"""A micro-batch on one stage: its forward pass with transfers, and its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pydist.arguments import leaves, mapped
+from pydist.errors import NotSupported, UsageError
+from pydist.group_sizes import mark_batch
+from pydist.stages.calls import Call, Calls, Key
+from pydist.stages.ranks import Stages, device_of
+from pydist.stages.transfer import Transfer, Transfers, origin_of
+from pydist.stages.uses import Uses
+from pydist.tensor import ShardedTensor, local_of
+from pydist.tensor.stage import StageTensor
+
+
+class _Sent(NamedTuple):
+    transfer: Transfer
+    local: Tensor
+
+
+class _Received(NamedTuple):
+    transfer: Transfer
+    leaf: Tensor
+
+
+class _Enter(torch.autograd.Function):
+    """The identity, whose result is no leaf and no view, so that it may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class MicroBatch(Calls):
+    """The passes of one micro-batch on this rank's stage.
+
+    Args:
+        stages: the stages.
+        starts: the first call of each stage but the first.
+        transfers: the messages between stages.
+        relays: whether a tensor goes through all stages between two, instead of directly.
+        uses: which stages use each parameter; is added to.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        starts: Sequence[Key],
+        transfers: Transfers,
+        *,
+        relays: bool,
+        uses: Uses,
+    ) -> None:
+        super().__init__(device_of(stages.mesh))
+        self._stages, self._starts, self._transfers = stages, starts, transfers
+        self._relays, self._uses = relays, uses
+        self._stage = 0
+        self._origin: Any = None
+        self._sent: list[_Sent] = []
+        self._received: list[_Received] = []
+
+    # -- forward ----------------------------------------------------------------------------
+
+    def adopt(self, values: Any) -> Any:
+        """Returns the network's arguments, with stage tensors in the places of sharded ones."""
+        self._origin = origin_of(list(leaves((values,))))
+
+        def entered(value: Any) -> Any:
+            if not isinstance(value, ShardedTensor):
+                return value
+            x = self.enter(value)
+            x.stages = set(range(self._stages.count))
+            return x
+
+        return mapped(entered, values)
+
+    def compute(self, call: Call) -> Any:
+        """Computes a call on its stage, after the transfers that it needs."""
+        while self._stage < len(self._starts) and call.key == self._starts[self._stage]:
+            self._stage += 1
+        stage = self._stage
+        for x in call.changed:
+            others = [each for each in self.sharing(x) if each.stages != {stage}]
+            if others:
+                raise NotSupported(
+                    f"{call} on stage {stage} changes a tensor in place that another one on stage "
+                    f"{others[0].owner} shares memory with: begin the stage at another call"
+                )
+        for x in call.inputs:
+            self._bring(x, stage, str(call))
+        self._uses.note(call, stage)
+        result = call.run() if stage == self._stages.index else None
+        for x in call.changed:
+            x.owner, x.stages = stage, {stage}
+            if stage != self._stages.index:
+                x.value = None
+        return result
+
+    def made(self, call: Call, results: Sequence[StageTensor]) -> None:
+        """Assigns the results of a call to its stage."""
+        plain = (x for x in leaves((call.args, call.kwargs)) if isinstance(x, Tensor))
+        needs_grad = torch.is_grad_enabled() and any(_needs_grad(x) for x in plain)
+        for x in results:
+            x.owner, x.stages = self._stage, {self._stage}
+            if x.value is None:
+                x.needs_grad = needs_grad and x.meta.is_floating_point()
+        for x in call.changed:
+            x.needs_grad |= needs_grad
+
+    def end_of_network(self) -> None:
+        """Checks that every stage has begun; calls that follow belong to the last one.
+
+        Raises:
+            UsageError: a call at which a stage begins was not made.
+        """
+        if self._stage < len(self._starts):
+            raise UsageError(
+                f"stage {self._stage + 1} begins with {self._starts[self._stage]}, which the "
+                "network has not made in this forward pass: choose other modules"
+            )
+
+    def _bring(self, x: StageTensor, stage: int, call: str) -> None:
+        """Transfers a tensor to a stage that does not hold it."""
+        if stage in x.stages:
+            return
+        hops = [x.owner, stage]
+        if self._relays:
+            hops = list(range(max(s for s in x.stages if s < stage), stage + 1))
+        for source, target in zip(hops, hops[1:], strict=False):
+            if source == self._stages.index:
+                assert x.value is not None
+                self._send(x.value, target, call)
+            elif target == self._stages.index:
+                x.value = self._receive(source, call)
+                x.needs_grad = x.value.requires_grad
+            x.stages.add(target)
+
+    def _send(self, value: Tensor, target: int, call: str) -> None:
+        transfer = self._transfers.send(value, target, call)
+        if transfer.kind.needs_grad:
+            local = local_of(value) if isinstance(value, ShardedTensor) else value
+            if self._origin is not None and self._stages.mesh.data_size > 1:
+                mark_batch(local, self._origin.sizes)
+            self._sent.append(_Sent(transfer, local))
+
+    def _receive(self, source: int, call: str) -> Tensor:
+        transfer, local = self._transfers.receive(source, call)
+        if transfer.kind.needs_grad:
+            leaf = local.requires_grad_()
+            self._received.append(_Received(transfer, leaf))
+            local = _Enter.apply(leaf)
+        return self._transfers.sharded(transfer, local, self._origin)
+
+    # -- backward ---------------------------------------------------------------------------
+
+    def backward(self, loss: Tensor | None) -> None:
+        """Runs the backward pass of this stage, between the gradients of its neighbors.
+
+        Args:
+            loss: on the last stage, the loss to differentiate.
+        """
+        if loss is not None:
+            loss.backward()
+        elif self._sent:
+            grads = [sent.transfer.receive_gradient() for sent in self._sent]
+            torch.autograd.backward([sent.local for sent in self._sent], grads)
+        for transfer, leaf in self._received:
+            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            transfer.send_gradient(grad)
+        self._sent.clear()
+        self._received.clear()
+
+
+def _needs_grad(x: Tensor) -> bool:
+    return x.needs_grad if isinstance(x, StageTensor) else x.requires_grad
+

@@ -1,0 +1,340 @@
+"""The plan of stages: where a network's forward pass is cut, by measured time or memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pydist.arguments import leaves, mapped
+from pydist.errors import UsageError
+from pydist.stages.calls import Call, Calls, Key
+from pydist.tensor.stage import StageTensor
+
+_PATH = "_pydist_path"
+_SLACK = 1.02
+"""Stages may take this much longer than the best possible, if less is sent then."""
+
+
+class Cost(NamedTuple):
+    """A recorded call of a forward pass.
+
+    Attributes:
+        key: the call.
+        seconds: of its forward computation.
+        nbytes: of its results in new memory.
+    """
+
+    key: Key
+    seconds: float
+    nbytes: int
+
+
+@dataclass
+class Record:
+    """A recorded forward pass.
+
+    Attributes:
+        costs: its calls, in order.
+        sent: bytes that a cut before each call sends: of tensors that later calls use.
+        legal: whether a stage may begin with each call.
+    """
+
+    costs: list[Cost]
+    sent: np.ndarray
+    legal: np.ndarray
+
+
+@dataclass
+class _Life:
+    """The calls between which a tensor is used."""
+
+    nbytes: int
+    made: int
+    last: int
+
+
+class _Recorder(Calls):
+    """Runs a forward pass on plain tensors, and records its calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.costs: list[Cost] = []
+        self._lives: dict[int, _Life] = {}
+        self._kept: list[StageTensor] = []  # so that ids stay unique
+        self._shared: dict[int, list[int]] = {}
+        self._changed = set[int]()
+
+    def adopt(self, values: Any) -> Any:
+        """Returns arguments with stage tensors in the places of tensors."""
+
+        def entered(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return self.enter(value)  # every stage has it: it is never sent
+
+        return mapped(entered, values)
+
+    def compute(self, call: Call) -> Any:
+        now = len(self.costs)
+        for x in call.inputs:
+            if id(x) in self._lives:
+                self._lives[id(x)].last = now
+        for x in call.changed:
+            self._changed.add(_storage(x))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        began = time.perf_counter()
+        result = call.run()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._seconds = time.perf_counter() - began
+        return result
+
+    def made(self, call: Call, results: Sequence[StageTensor]) -> None:
+        now, inputs = len(self.costs), {_storage(x) for x in call.inputs}
+        new = [x for x in results if _storage(x) not in inputs]
+        nbytes = sum(x.meta.nbytes for x in new)
+        self.costs.append(Cost(call.key, self._seconds, nbytes))
+        for x in results:
+            self._kept.append(x)
+            self._lives[id(x)] = _Life(x.meta.nbytes, now, now)
+            self._shared.setdefault(_storage(x), []).append(id(x))
+
+    def record(self) -> Record:
+        """Returns the recorded pass."""
+        calls = len(self.costs)
+        sent, legal = np.zeros(calls), np.ones(calls, dtype=bool)
+        legal[:1] = False
+        for life in self._lives.values():
+            sent[life.made + 1 : life.last + 1] += life.nbytes
+        for storage, members in self._shared.items():
+            lives = [self._lives[each] for each in members]
+            if storage in self._changed and len(lives) > 1:
+                first, last = min(e.made for e in lives), max(e.last for e in lives)
+                legal[first + 1 : last + 1] = False
+        return Record(self.costs, sent, legal)
+
+
+def _storage(x: StageTensor) -> int:
+    return int(x.meta.untyped_storage()._cdata)
+
+
+def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 2) -> Record:
+    """Records a forward pass without gradients; costs are the least of several passes.
+
+    Buffers and random numbers are as before afterwards.
+
+    Args:
+        model: the network, not parallelized yet.
+        inputs: its arguments.
+        repeats: number of passes.
+
+    Raises:
+        UsageError: two passes make different calls.
+        NotSupported: the network reads values, as in `if x.max() > 0`.
+    """
+    first = next((x for x in leaves(inputs) if isinstance(x, Tensor)), None)
+    if first is None:
+        raise UsageError("sample: expected the network's arguments, with a tensor among them")
+    found: list[Record] = []
+    with torch.no_grad(), torch.random.fork_rng(), _unchanged(model), _named(model):
+        for _ in range(repeats):
+            recorder = _Recorder(first.device)
+            model(*recorder.adopt(tuple(inputs)))
+            found.append(recorder.record())
+    keys = [[cost.key for cost in each.costs] for each in found]
+    if any(each != keys[0] for each in keys) or not keys[0]:
+        raise UsageError(
+            f"two forward passes of {type(model).__name__} make different calls ({len(keys[0])} and"
+            f" {len(keys[-1])}): stages need the same calls on every rank"
+        )
+    rows = zip(*(each.costs for each in found), strict=True)
+    costs = [Cost(row[0].key, min(c.seconds for c in row), row[0].nbytes) for row in rows]
+    return Record(costs, found[0].sent, found[0].legal)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
+
+
+@contextmanager
+def _named(model: nn.Module) -> Iterator[None]:
+    """Gives the modules the paths by which calls are known, as `parallelize` does later."""
+    for path, module in model.named_modules():
+        module.__dict__[_PATH] = path or type(model).__name__
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            module.__dict__.pop(_PATH, None)
+
+
+@dataclass
+class Plan:
+    """The stages of a network.
+
+    Attributes:
+        starts: the first call of each stage but the first.
+        rows: of the table of `str(plan)`: calls, milliseconds, MiB of results, MiB received.
+    """
+
+    starts: list[Key]
+    rows: list[tuple[int, float, float, float]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        head = ("stage", "calls", "time", "results", "receives", "begins with")
+        total = sum(row[1] for row in self.rows) or 1.0
+        lines = [head]
+        for stage, (calls, ms, made, received) in enumerate(self.rows):
+            begin = str(self.starts[stage - 1]) if stage else "the input"
+            numbers = f"{ms / total:.0%}", f"{made:.1f} MiB", f"{received:.1f} MiB"
+            lines.append((str(stage), str(calls), *numbers, begin))
+        widths = [max(len(line[i]) for line in lines) for i in range(len(head) - 1)]
+        return "\n".join(
+            "  ".join([*(c.rjust(w) for c, w in zip(line, widths, strict=False)), line[-1]])
+            for line in lines
+        )
+
+
+BALANCES = ("time", "memory")
+
+
+def make_plan(
+    found: Record, stages: int, balance: str = "time", cuts: Sequence[str] | None = None
+) -> Plan:
+    """Cuts a recorded forward pass into stages.
+
+    Args:
+        found: the pass.
+        stages: their number.
+        balance: what the largest stage has least of: "time" (of forward computation), or "memory"
+            (of results).
+        cuts: paths of modules whose first calls begin the stages from the second on; overrides
+            `balance`.
+
+    Returns:
+        The plan: the cuts with the least maximum over stages, and of nearly equal ones those that
+        send least. Exact, by dynamic programming.
+
+    Raises:
+        UsageError: there are fewer calls than stages, or a cut is none of the network.
+    """
+    if balance not in BALANCES:
+        raise UsageError(f"balance={balance!r}; possible are {', '.join(BALANCES)}")
+    at = _at_modules(found, cuts, stages) if cuts is not None else _balanced(found, stages, balance)
+    rows = []
+    for a, b in zip([0, *at], [*at, len(found.costs)], strict=True):
+        costs = found.costs[a:b]
+        ms, mib = 1e3 * sum(c.seconds for c in costs), sum(c.nbytes for c in costs) / 2**20
+        rows.append((b - a, ms, mib, float(found.sent[a]) / 2**20 if a else 0.0))
+    return Plan([found.costs[i].key for i in at], rows)
+
+
+def _at_modules(found: Record, cuts: Sequence[str], stages: int) -> list[int]:
+    if len(cuts) != stages - 1:
+        raise UsageError(f"cuts={list(cuts)}: {stages} stages have {stages - 1} cuts")
+    at: list[int] = []
+    for cut in cuts:
+        after = at[-1] + 1 if at else 1
+        calls = range(after, len(found.costs))
+        paths = (found.costs[i].key.module for i in calls)
+        i = next((i for i, p in zip(calls, paths, strict=True) if f"{p}.".startswith(f"{cut}.")), None)
+        if i is None:
+            raise UsageError(
+                f"cuts={list(cuts)}: module {cut!r} makes no call after the stage before it begins"
+            )
+        at.append(i)
+    return at
+
+
+def _balanced(found: Record, stages: int, balance: str) -> list[int]:
+    costs = [c.seconds if balance == "time" else c.nbytes for c in found.costs]
+    if 1 + int(found.legal.sum()) < stages:
+        raise UsageError(
+            f"{stages} stages of a network whose forward pass can be cut at "
+            f"{int(found.legal.sum())} calls"
+        )
+    at = partition(costs, found.sent, found.legal, stages)
+    return at
+
+
+def partition(
+    costs: Sequence[float], sent: np.ndarray, legal: np.ndarray, parts: int
+) -> list[int]:
+    """Cuts a sequence into parts so that the largest sum is least.
+
+    Args:
+        costs: of each element.
+        sent: what a cut before each element costs in addition; its sum is least among partitions
+            whose largest part is at most 2 % above the least possible.
+        legal: whether a part may begin with each element.
+        parts: the number of parts; at least that many may begin.
+
+    Returns:
+        The first element of each part but the first.
+    """
+    ends = np.concatenate([[0.0], np.cumsum(np.asarray(costs, dtype=float))])
+    starts = [0, *(int(i) for i in np.flatnonzero(legal) if i > 0)]
+    best = _search(ends, starts, parts, np.zeros(len(starts)), None)[0]
+    weights = np.asarray([0.0, *(float(sent[i]) for i in starts[1:])])
+    return _search(ends, starts, parts, weights, best * _SLACK)[1]
+
+
+def _search(
+    ends: np.ndarray, starts: Sequence[int], parts: int, weights: np.ndarray, limit: float | None
+) -> tuple[float, list[int]]:
+    """Returns the least value of a partition, and its cuts.
+
+    The value is the largest part or, with a limit on parts, the sum of the cuts' weights.
+    """
+    first = np.asarray(starts)
+    stops = np.append(first[1:], len(ends) - 1)  # where a part before the next start ends
+    value = ends[stops].astype(float)  # of one part, from the beginning
+    if limit is not None:
+        value = np.where(value <= limit * (1 + 1e-12), 0.0, np.inf)
+    chosen = []
+    for _ in range(parts - 1):
+        new, cut = np.full(len(starts), np.inf), np.zeros(len(starts), dtype=int)
+        for j in range(1, len(starts)):
+            part = ends[stops[j]] - ends[first[1 : j + 1]]
+            if limit is None:
+                candidates = np.maximum(value[:j], part)
+            else:
+                fits = part <= limit * (1 + 1e-12)
+                candidates = np.where(fits, value[:j] + weights[1 : j + 1], np.inf)
+            i = int(candidates.argmin())
+            new[j], cut[j] = candidates[i], i + 1
+        value = new
+        chosen.append(cut)
+    j, found = len(starts) - 1, list[int]()
+    for cut in reversed(chosen):
+        found.append(int(first[cut[j]]))
+        j = int(cut[j]) - 1
+    return float(value[-1]), found[::-1]
+
+
+def plan_to_json(plan: Plan) -> list[Any]:
+    """Returns a plan as JSON, for other ranks."""
+    return [plan.starts, plan.rows]
+
+
+def plan_of_json(content: Sequence[Any]) -> Plan:
+    """Returns the plan of `plan_to_json`."""
+    starts, rows = content
+    return Plan([Key(*each) for each in starts], [tuple(row) for row in rows])
+
+

@@ -1,0 +1,213 @@
+"""The ranks of stages: each stage has a mesh of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from pydist.comm import Transport
+from pydist.errors import UsageError
+from pydist.grid import AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
+from pydist.layout import Layout, Split, layout_for_sample, split_along
+from pydist.mesh import Mesh
+from pydist.partition import Box
+from pydist.setup import join
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The ranks of a stage, as other stages know them.
+
+    Attributes:
+        first: its first rank in the job.
+        grid: its mesh's axes.
+        shares: of its mesh.
+    """
+
+    first: int
+    grid: Grid
+    shares: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def sample_size(self) -> int:
+        """Number of ranks that hold one sample."""
+        return self.grid.size(SAMPLE_AXES)
+
+    def rank(self, data: int, sample_index: int) -> int:
+        """Returns the job's rank with these coordinates."""
+        return self.first + data * self.sample_size + sample_index
+
+    def boxes(self, shape: Sequence[int], splits: Sequence[Split | None]) -> list[Box]:
+        """Returns the boxes of a tensor on the ranks of a sample group."""
+        mesh: Any = self  # a layout needs the axes only, not the transports
+        return Layout(mesh, shape, splits).boxes
+
+    def splits_like(
+        self, other: Stage, shape: Sequence[int], splits: Sequence[Split | None]
+    ) -> tuple[Split | None, ...]:
+        """Returns the splits of a tensor on this stage.
+
+        Args:
+            other: the stage that has the tensor.
+            shape: of the tensor.
+            splits: on that stage. A dim stays on its axes; of volumes, dims are cut along spatial
+                axes that the other stage does not have.
+        """
+        mesh: Any = self
+        found: list[Split | None] = []
+        for extent, split in zip(shape, splits, strict=True):
+            if split is None or self.grid.size(split.axes) == split.partition.parts:
+                found.append(split)
+            elif len(split.axes) == 1:
+                found.append(split_along(mesh, extent, split.axes[0]))
+            else:
+                found.append(None)
+        if len(shape) == 5:
+            for dim, axis in enumerate(SPATIAL_AXES, start=2):
+                if splits[dim] is None and other.grid.size((axis,)) == 1:
+                    found[dim] = split_along(mesh, shape[dim], axis)
+        return tuple(found)
+
+
+class Stages:
+    """The stages of a job, and the mesh of this rank's stage. Made by `init_stages`.
+
+    Args:
+        world: the transport over all ranks.
+        meshes: the arguments of each stage's mesh: "data", "spatial", "channel", "shares".
+        seed: seed of all random numbers that pydist draws.
+
+    Attributes:
+        world: the transport over all ranks.
+        all: the stages.
+        index: this rank's stage.
+        mesh: the mesh of this rank's stage. Data that it loads is its sample group's.
+
+    Raises:
+        UsageError: the meshes do not fit the world, or have different numbers of sample groups.
+    """
+
+    def __init__(
+        self, world: Transport, meshes: Sequence[Mapping[str, Any]], seed: int = 0
+    ) -> None:
+        grids = [_grid(stage, given) for stage, given in enumerate(meshes)]
+        sizes = [grid.size() for grid in grids]
+        if sum(sizes) != world.size:
+            raise UsageError(
+                f"stages of {' + '.join(map(str, sizes))} ranks, but {world.size} were started"
+            )
+        groups = {grid.size(("data",)) for grid in grids}
+        if len(groups) > 1:
+            raise UsageError(
+                f"stages with {' and '.join(map(str, sorted(groups)))} sample groups: a batch goes "
+                "through all stages, so each needs the same number (data)"
+            )
+        ends = list(accumulate(sizes))
+        self.world = world
+        self.index = next(s for s, end in enumerate(ends) if world.rank < end)
+        given = meshes[self.index]
+        self.mesh = Mesh(
+            world.split(self.index, world.rank),
+            grids[self.index].size(("data",)),
+            given.get("spatial", (1, 1, 1)),
+            seed,
+            axes={"channel": given.get("channel", 1)},
+            shares=given.get("shares"),
+        )
+        self.all = [
+            Stage(end - size, grid, _shares(given))
+            for end, size, grid, given in zip(ends, sizes, grids, meshes, strict=True)
+        ]
+
+    def __repr__(self) -> str:
+        return f"Stages({len(self.all)} stages, rank {self.world.rank} in stage {self.index})"
+
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        return len(self.all)
+
+    @property
+    def own(self) -> Stage:
+        """This rank's stage."""
+        return self.all[self.index]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank's stage is the last one, which computes the loss."""
+        return self.index == self.count - 1
+
+    def default_layout(self, shape: Sequence[int]) -> Layout:
+        """Returns the layout of a volume on this stage."""
+        return layout_for_sample(self.mesh, shape)
+
+
+def init_stages(
+    stages: int | Sequence[Mapping[str, Any]],
+    transport: str = "auto",
+    seed: int = 0,
+    keep_freed_memory: bool = True,
+) -> Stages:
+    """Joins the job that this process is part of, and divides its ranks into stages.
+
+    Args:
+        stages: their number, for equal stages of data-parallel ranks; or the mesh of each, as in
+            ``[{"spatial": (2, 1, 1)}, {"spatial": (1, 1, 1)}]``, with arguments of `pydist.init`:
+            "data", "spatial", "channel" and "shares". Ranks count stage by stage.
+        transport: as of `pydist.init`.
+        seed: seed of all random numbers that pydist draws.
+        keep_freed_memory: as of `pydist.init`.
+
+    Returns:
+        The stages, with the mesh of this rank's stage.
+
+    Raises:
+        UsageError: the stages do not fit the number of ranks, or ranks differ in them.
+    """
+    facts = {"the stages": str(stages), "the seed": seed}
+    world = join(transport, lambda _: facts, keep_freed_memory)
+    return Stages(world, stage_meshes(stages, world.size), seed)
+
+
+def stage_meshes(
+    stages: int | Sequence[Mapping[str, Any]], size: int
+) -> Sequence[Mapping[str, Any]]:
+    """Returns the arguments of each stage's mesh, given as for `init_stages`.
+
+    Raises:
+        UsageError: `size` ranks can't be divided into so many stages.
+    """
+    if not isinstance(stages, int):
+        return stages
+    if stages < 1 or size % stages:
+        raise UsageError(f"{stages} stages of {size} ranks: start a multiple of {stages}")
+    return [{"data": size // stages}] * stages
+
+
+def _grid(stage: int, given: Mapping[str, Any]) -> Grid:
+    if not isinstance(given, Mapping) or not given.keys() <= {"data", "spatial", "channel", "shares"}:
+        raise UsageError(
+            f"stage {stage}: {given!r}; possible are data, spatial, channel and shares"
+        )
+    spatial = tuple(given.get("spatial", (1, 1, 1)))
+    sizes = {"data": given.get("data", 1), "channel": given.get("channel", 1)}
+    if len(spatial) == len(SPATIAL_AXES):
+        sizes.update(zip(SPATIAL_AXES, spatial, strict=True))
+    if len(spatial) != len(SPATIAL_AXES) or not all(
+        isinstance(n, int) and n > 0 for n in sizes.values()
+    ):
+        raise UsageError(f"stage {stage}: {dict(given)}; expected counts >= 1, three of spatial")
+    return Grid.of({axis: sizes[axis] for axis in AXES if axis in sizes})
+
+
+def _shares(given: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    return {axis: tuple(map(float, each)) for axis, each in (given.get("shares") or {}).items()}
+
+
+def device_of(mesh: Mesh) -> torch.device:
+    """Returns the device of a mesh's tensors."""
+    return torch.device("cpu") if mesh.world.device is None else torch.device(mesh.world.device)

@@ -1,0 +1,46 @@
+"""The stages that use each parameter and buffer of a network."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from pydist.arguments import leaves
+from pydist.stages.calls import Call
+
+
+class Uses:
+    """Which stages compute with each parameter and buffer; the same on all ranks.
+
+    Args:
+        model: the network.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._root = type(model).__name__
+        self._of_tensor: dict[int, set[int]] = {
+            id(tensor): set() for tensor in (*model.parameters(), *model.buffers())
+        }
+        self._of_module: dict[str, set[int]] = {}
+
+    def note(self, call: Call, stage: int) -> None:
+        """Records a call."""
+        self._of_module.setdefault(call.key.module, set()).add(stage)
+        for value in leaves((call.args, call.kwargs)):
+            if isinstance(value, Tensor) and (known := self._of_tensor.get(id(value))) is not None:
+                known.add(stage)
+
+    def stages_of(self, name: str, tensor: Tensor) -> set[int]:
+        """Returns the stages that use a tensor.
+
+        A tensor from which a weight is computed, as in weight norm, belongs to the module that
+        calls with the weight.
+
+        Args:
+            name: of the tensor in the network.
+            tensor: a parameter or buffer.
+        """
+        found = self._of_tensor.get(id(tensor), set())
+        while not found and name:
+            name = name.rpartition(".")[0]
+            found = self._of_module.get(name or self._root, set())
+        return found

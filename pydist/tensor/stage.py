@@ -1,0 +1,92 @@
+"""`StageTensor`, a tensor of a network whose calls are divided into stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pydist.errors import NotSupported
+
+
+class Calls(Protocol):
+    """Executes the calls of one forward pass."""
+
+    def handle(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Returns the result of a call on stage tensors."""
+
+
+class StageTensor(torch.Tensor):
+    """A tensor that a forward pass shows on all stages, and that only some of them hold.
+
+    Every rank runs the forward pass of the whole network on stage tensors. A call is computed by
+    the stage that it belongs to; the others propagate shapes and dtypes.
+
+    Attributes:
+        calls: the forward pass.
+        meta: a tensor on torch's meta device, with the shape, dtype and views of this one.
+        value: the tensor, sharded or plain, on the stages that hold it; else `None`.
+        needs_grad: whether a gradient flows back into it.
+        owner: the last stage that computed it.
+        stages: the stages that hold its present value.
+    """
+
+    calls: Calls
+    meta: Tensor
+    value: Tensor | None
+    needs_grad: bool
+    owner: int
+    stages: set[int]
+
+    @staticmethod
+    def __new__(
+        cls, calls: Calls, meta: Tensor, value: Tensor | None, device: torch.device
+    ) -> StageTensor:
+        """Wraps a value, or what is known of the value of another stage."""
+        wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, meta.shape, dtype=meta.dtype, device=device
+        )
+        wrapper.calls, wrapper.meta, wrapper.value = calls, meta, value
+        return wrapper
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
+        where = "here" if self.value is not None else f"on stage {self.owner}"
+        return f"StageTensor(shape={tuple(self.meta.shape)}, {self.meta.dtype}, {where})"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        found = _first((args, kwargs))
+        assert found is not None
+        return found.calls.handle(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        raise NotSupported(
+            f"{func} on a tensor of a network in stages, which has no memory here: "
+            "autograd.Function, torch.func and vmap bypass torch's overrides"
+        )
+
+
+def _first(value: Any) -> StageTensor | None:
+    """Returns the first stage tensor in nested arguments."""
+    if isinstance(value, StageTensor):
+        return value
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, (list, tuple)):
+        return None
+    return next((found for each in value if (found := _first(each)) is not None), None)
