@@ -16,6 +16,7 @@ from pydist.gradients.graph import register_hook
 from pydist.gradients.members import use_as_parameter
 from pydist.group_sizes import GroupSizes, mark_batch, weights_of
 from pydist.tensor import ShardedTensor
+from pydist.tensor.stage import StageTensor
 
 if TYPE_CHECKING:
     from pydist.mesh import Mesh
@@ -44,7 +45,9 @@ class Batches:
     """
 
     def __init__(self, mesh: Mesh, weighs: bool) -> None:
-        self._mesh, self._weighs = mesh, weighs
+        self._mesh = mesh
+        self.weighs = weighs
+        """Whether the loss of a group is weighted by its samples."""
         weights_of(mesh).weighs &= weighs
         self._inside: list[tuple[nn.Module, GroupSizes | None]] = []
         self._by_themselves = WeakSet[nn.Module]()
@@ -52,7 +55,7 @@ class Batches:
     __reduce_ex__ = refuse_pickling
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Batches:
-        copy = memo[id(self)] = Batches(self._mesh, self._weighs)
+        copy = memo[id(self)] = Batches(self._mesh, self.weighs)
         return copy
 
     def enter(self, module: nn.Module, inputs: Iterable[Any]) -> GroupSizes | None:
@@ -125,7 +128,7 @@ class Batches:
     def _sizes(self, module: nn.Module, own: int, first: int | None) -> GroupSizes:
         agreed = torch.is_grad_enabled() or module.training
         use = f"a forward in {'training' if module.training else 'evaluation mode'}"
-        sizes = GroupSizes(self._mesh, own, first, agreed=agreed, weighs=self._weighs, use=use)
+        sizes = GroupSizes(self._mesh, own, first, agreed=agreed, weighs=self.weighs, use=use)
         sizes.entered = self
         return sizes
 
@@ -134,7 +137,7 @@ class Batches:
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             # A frozen network has no gradients to weight: its group may be alone.
             together = module.training and any(p.requires_grad for p in module.parameters())
-            sizes.in_features = self._weighs and not together
+            sizes.in_features = self.weighs and not together
             weights_of(self._mesh).begin(sizes, together=together)
             if together:
                 sizes.start()
@@ -147,10 +150,12 @@ class Batches:
         if sizes is None or output is None or not torch.is_grad_enabled():
             return
         sizes.finish()
-        tensors = [x for x in leaves((output,)) if isinstance(x, Tensor)]
-        if not any(x.requires_grad for x in tensors):
+        # Of a network in stages, the outputs that this stage has.
+        values = [x.value if isinstance(x, StageTensor) else x for x in leaves((output,))]
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        if tensors and not any(x.requires_grad for x in tensors):
             led_out(self._mesh, sizes)
-        if not self._weighs:
+        if not self.weighs:
             return
         reached = _reached(self._mesh, sizes)
         for value in tensors:

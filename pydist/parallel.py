@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from types import FrameType
@@ -30,6 +30,7 @@ from pydist.group_sizes import GroupSizes
 from pydist.interop import as_tensor, is_array
 from pydist.mesh import Mesh
 from pydist.ops.normalization.batch_norm import STATISTICS
+from pydist.ops.pointwise.keyed import draws_of
 from pydist.structure import facts_of
 from pydist.tensor import Origin, ShardedTensor, local_of
 from pydist.tensor.aliasing import view_at
@@ -170,6 +171,8 @@ class Entry:
         self.mesh, self.statistics = mesh, statistics
         self.batches = Batches(mesh, group_weight == "samples")
         self._lane: Lane | None = None
+        self.continues = False
+        """Whether the next batch is a further part of the last one: it draws no new numbers."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         # A copy of the model (such as an average of its weights) runs on the same mesh; its
@@ -196,6 +199,11 @@ class Entry:
             self._lane = self.reducer.add_lane(module.named_parameters())
             consistency_of(self.mesh).parameters.hold(module, self.mesh.session.forwards)
 
+    def release(self, parameters: Iterable[Tensor]) -> None:
+        """Takes parameters out of the reducer that no call on this mesh uses. Collective."""
+        if self._lane is not None:
+            self.reducer.release(self._lane, parameters)
+
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -208,8 +216,10 @@ class Entry:
             kwargs = {name: mapped(self._cut_nested, a) for name, a in kwargs.items()}
         given = list(leaves((*args, *kwargs.values())))
         trains = module.training and torch.is_grad_enabled()
-        if trains:
+        if trains and not self.continues:
             self.mesh.session.forwards += 1
+        elif trains:
+            draws_of(self.mesh).forget(self.mesh.session.forwards)
         if any(isinstance(each, ShardedTensor) for each in given):
             consistency_of(self.mesh).called(module, self.mesh, trains)
         sizes, forward = self.batches.enter(module, given), self.mesh.session.forwards

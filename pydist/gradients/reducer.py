@@ -111,6 +111,15 @@ class Reducer:
         self._plan(lane, leaves)
         return lane
 
+    def release(self, lane: Lane, parameters: Iterable[Tensor]) -> None:
+        """Ends memberships; a parameter that gets a gradient becomes a new member. Collective."""
+        gone = {id(parameter) for parameter in parameters}
+        kept = [leaf for leaf in lane.leaves if leaf.key not in gone]
+        for leaf in lane.leaves:
+            if leaf.key in gone:
+                self._release(leaf)
+        self._plan(lane, kept)
+
     def register(self, tensor: Tensor) -> None:
         """Registers a leaf that feeds or follows a sharded call."""
         if not isinstance(tensor, nn.Parameter):

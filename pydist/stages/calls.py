@@ -60,16 +60,30 @@ class Call(NamedTuple):
 
 _T: Any = Tensor
 _MOVES = (_T.to, _T.cpu, _T.cuda)
+_NO_MEMORY = "it has memory on one stage only"
 _REFUSED: dict[Any, str] = {
     _T.backward: "call Pipeline.step, which runs the backward pass of every stage",
     _T.register_hook: "register it on a parameter",
     _T.retain_grad: "only parameters have a gradient",
     _T.register_post_accumulate_grad_hook: "register it on a parameter",
+    _T.data_ptr: _NO_MEMORY,
+    _T.untyped_storage: _NO_MEMORY,
+    _T.storage: _NO_MEMORY,
+    _T.grad_fn.__get__: "its graph is on one stage only",
 }
-_DEVICE = _T.device.__get__
-_REQUIRES_GRAD = _T.requires_grad.__get__
-_GRAD = _T.grad.__get__
-_DATA = _T.data.__get__
+_GETTERS: dict[Any, Callable[[StageTensor], Any]] = {
+    _T.device.__get__: lambda x: torch.device(x.calls.device),
+    _T.is_cpu.__get__: lambda x: x.calls.device.type == "cpu",
+    _T.is_cuda.__get__: lambda x: x.calls.device.type == "cuda",
+    _T.is_meta.__get__: lambda x: False,
+    _T.requires_grad.__get__: lambda x: x.needs_grad,
+    _T.is_leaf.__get__: lambda x: not x.needs_grad,
+    _T.grad.__get__: lambda x: None,
+    _T.__iter__: lambda x: iter(x.unbind(0)),
+}
+"""Attributes that torch's meta device would answer wrongly."""
+_FACTS = (int, float, str, torch.dtype, torch.layout, torch.memory_format, type(None))
+"""Types of shapes and other results that all stages know."""
 
 
 class Calls(ABC):
@@ -82,14 +96,16 @@ class Calls(ABC):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._counts = Counter[str]()
+        self._tensors = 0
         self._sharing: dict[int, weakref.WeakSet[StageTensor]] = {}
 
     @abstractmethod
     def compute(self, call: Call) -> Any:
         """Returns a call's result on values, or `None` if another stage computes it."""
 
+    @abstractmethod
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
-        """Is told the results of a call."""
+        """Is told the new results of a call."""
 
     def enter(self, value: Tensor) -> StageTensor:
         """Returns an argument of the network as a stage tensor."""
@@ -97,7 +113,7 @@ class Calls(ABC):
 
     def sharing(self, x: StageTensor) -> list[StageTensor]:
         """Returns the other tensors that share the memory of `x`."""
-        return [each for each in self._sharing[_memory(x.meta)] if each is not x]
+        return [each for each in self._sharing[memory_of(x.meta)] if each is not x]
 
     def handle(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of a call on stage tensors.
@@ -107,12 +123,8 @@ class Calls(ABC):
                 spans stages.
         """
         inputs = [x for x in leaves((args, kwargs)) if isinstance(x, StageTensor)]
-        if func is _DEVICE:
-            return self.device
-        if func is _REQUIRES_GRAD:
-            return inputs[0].needs_grad
-        if func is _GRAD:
-            return None
+        if func in _GETTERS:
+            return _GETTERS[func](inputs[0])
         if func in _REFUSED:
             raise NotSupported(
                 f"{_name(func)} on a tensor of a network in stages: {_REFUSED[func]}"
@@ -122,13 +134,17 @@ class Calls(ABC):
                 f"{_name(func)} on a tensor of a network in stages while backward runs: "
                 "torch.utils.checkpoint computes calls again, whose inputs other stages have"
             )
+        for x in inputs:
+            x.refuse_foreign_graph()
         if any(x.calls is not self for x in inputs):
             raise NotSupported(f"{_name(func)} on tensors of several forward passes in stages")
         before = [x.meta._version for x in inputs]
         meta = self._on_meta(func, args, kwargs)
         changed = [x for x, n in zip(inputs, before, strict=True) if x.meta._version != n]
         if not changed and not any(isinstance(x, Tensor) for x in leaves((meta,))):
-            return meta  # a shape or a dtype
+            if not all(isinstance(x, _FACTS) for x in leaves((meta,))):
+                raise NotSupported(f"{_name(func)} on a tensor of a network in stages")
+            return meta
         module = calling_module()
         key = Key(module, self._counts[module])
         self._counts[module] += 1
@@ -143,7 +159,9 @@ class Calls(ABC):
     def _on_meta(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         metas, named = mapped(_meta_of, args), mapped(_meta_of, dict(kwargs))
         if func in _MOVES:
-            given = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype | Tensor)]
+            given = [
+                x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype | Tensor)
+            ]
             dtype = next((x if isinstance(x, torch.dtype) else x.dtype for x in given), None)
             return metas[0] if dtype is None else metas[0].to(dtype)
         if "device" in named:
@@ -151,8 +169,8 @@ class Calls(ABC):
         try:
             with torch.inference_mode(False), torch.no_grad():
                 return func(*metas, **named)
-        except (RuntimeError, NotImplementedError) as error:
-            if "meta" not in str(error):
+        except (RuntimeError, TypeError) as error:
+            if "meta" not in str(error).lower():
                 raise
             raise NotSupported(
                 f"{_name(func)} in {calling_module() or 'a loss'}: it reads values, which only one "
@@ -179,13 +197,17 @@ class Calls(ABC):
 
     def _wrap(self, meta: Tensor, value: Tensor | None) -> StageTensor:
         x = StageTensor(self, meta, value, self.device)
-        x.needs_grad = value is not None and value.requires_grad
+        x.needs_grad = False
+        if value is not None and value.requires_grad:
+            x.now_needs_grad()
         x.owner, x.stages = 0, set()
-        self._sharing.setdefault(_memory(meta), weakref.WeakSet()).add(x)
+        x.number, self._tensors = self._tensors, self._tensors + 1
+        self._sharing.setdefault(memory_of(meta), weakref.WeakSet()).add(x)
         return x
 
 
-def _memory(meta: Tensor) -> int:
+def memory_of(meta: Tensor) -> int:
+    """Identifies the memory that a meta tensor and its views share, as long as one is alive."""
     return int(meta.untyped_storage()._cdata)
 
 

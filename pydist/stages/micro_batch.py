@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,6 @@ from pydist.group_sizes import mark_batch
 from pydist.stages.calls import Call, Calls, Key
 from pydist.stages.ranks import Stages, device_of
 from pydist.stages.transfer import Transfer, Transfers, origin_of
-from pydist.stages.uses import Uses
 from pydist.tensor import ShardedTensor, local_of
 from pydist.tensor.stage import StageTensor
 
@@ -49,7 +49,6 @@ class MicroBatch(Calls):
         starts: the first call of each stage but the first.
         transfers: the messages between stages.
         relays: whether a tensor goes through all stages between two, instead of directly.
-        uses: which stages use each parameter; is added to.
     """
 
     def __init__(
@@ -59,24 +58,27 @@ class MicroBatch(Calls):
         transfers: Transfers,
         *,
         relays: bool,
-        uses: Uses,
     ) -> None:
         super().__init__(device_of(stages.mesh))
         self._stages, self._starts, self._transfers = stages, starts, transfers
-        self._relays, self._uses = relays, uses
+        self._relays = relays
         self._stage = 0
         self._origin: Any = None
+        self.loss: Tensor | None = None
+        """On the last stage, the loss to differentiate."""
+        self.shown: Tensor | None = None
+        """On the last stage, this micro-batch's part of the loss, without a graph."""
         self._sent: list[_Sent] = []
         self._received: list[_Received] = []
 
     # -- forward ----------------------------------------------------------------------------
 
     def adopt(self, values: Any) -> Any:
-        """Returns the network's arguments, with stage tensors in the places of sharded ones."""
+        """Returns the network's arguments, with stage tensors in the places of tensors."""
         self._origin = origin_of(list(leaves((values,))))
 
         def entered(value: Any) -> Any:
-            if not isinstance(value, ShardedTensor):
+            if not isinstance(value, Tensor):
                 return value
             x = self.enter(value)
             x.stages = set(range(self._stages.count))
@@ -98,7 +100,6 @@ class MicroBatch(Calls):
                 )
         for x in call.inputs:
             self._bring(x, stage, str(call))
-        self._uses.note(call, stage)
         result = call.run() if stage == self._stages.index else None
         for x in call.changed:
             x.owner, x.stages = stage, {stage}
@@ -112,10 +113,11 @@ class MicroBatch(Calls):
         needs_grad = torch.is_grad_enabled() and any(_needs_grad(x) for x in plain)
         for x in results:
             x.owner, x.stages = self._stage, {self._stage}
-            if x.value is None:
-                x.needs_grad = needs_grad and x.meta.is_floating_point()
+            if x.value is None and needs_grad and x.meta.is_floating_point():
+                x.now_needs_grad()
         for x in call.changed:
-            x.needs_grad |= needs_grad
+            if needs_grad:
+                x.now_needs_grad()
 
     def end_of_network(self) -> None:
         """Checks that every stage has begun; calls that follow belong to the last one.
@@ -136,13 +138,12 @@ class MicroBatch(Calls):
         hops = [x.owner, stage]
         if self._relays:
             hops = list(range(max(s for s in x.stages if s < stage), stage + 1))
-        for source, target in zip(hops, hops[1:], strict=False):
+        for source, target in pairwise(hops):
             if source == self._stages.index:
                 assert x.value is not None
                 self._send(x.value, target, call)
             elif target == self._stages.index:
                 x.value = self._receive(source, call)
-                x.needs_grad = x.value.requires_grad
             x.stages.add(target)
 
     def _send(self, value: Tensor, target: int, call: str) -> None:
@@ -163,14 +164,10 @@ class MicroBatch(Calls):
 
     # -- backward ---------------------------------------------------------------------------
 
-    def backward(self, loss: Tensor | None) -> None:
-        """Runs the backward pass of this stage, between the gradients of its neighbors.
-
-        Args:
-            loss: on the last stage, the loss to differentiate.
-        """
-        if loss is not None:
-            loss.backward()
+    def backward(self) -> None:
+        """Runs the backward pass of this stage, and exchanges gradients with other stages."""
+        if self.loss is not None:
+            self.loss.backward()
         elif self._sent:
             grads = [sent.transfer.receive_gradient() for sent in self._sent]
             torch.autograd.backward([sent.local for sent in self._sent], grads)
@@ -183,4 +180,3 @@ class MicroBatch(Calls):
 
 def _needs_grad(x: Tensor) -> bool:
     return x.needs_grad if isinstance(x, StageTensor) else x.requires_grad
-

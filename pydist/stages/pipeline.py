@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 from pydist.arguments import leaves, mapped
 from pydist.comm.consensus import require_same, together
 from pydist.errors import UsageError
-from pydist.parallel import broadcast_state, parallelize
+from pydist.group_sizes import GroupSizes
+from pydist.mesh import Mesh
+from pydist.parallel import broadcast_state, entry_of, parallelize
 from pydist.stages.micro_batch import MicroBatch
 from pydist.stages.plan import Plan, make_plan, plan_of_json, plan_to_json, record
 from pydist.stages.ranks import Stages, device_of
@@ -22,6 +25,7 @@ from pydist.stages.transfer import Transfers
 from pydist.stages.uses import Uses
 from pydist.structure import facts_of
 from pydist.tensor import ShardedTensor, local_of
+from pydist.tensor.distribute import distribute_tensor
 from pydist.tensor.stage import StageTensor
 
 SKIPS = ("direct", "relay")
@@ -85,12 +89,17 @@ def pipeline(
     require_same(stages.world, {**given, "cuts": str(cuts), **facts_of(model)})
     arguments = sample if isinstance(sample, tuple) else (sample,)
     with together(stages.world, "planning stages"):
-        mine = make_plan(record(model, arguments), stages.count, balance, cuts)
+        recorded = record(model, arguments)
+        mine = make_plan(recorded, stages.count, balance, cuts)
     # Every rank has measured; all take the plan of rank 0.
-    plan = json.loads(stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode()))
+    message = stages.world.broadcast_bytes(json.dumps(plan_to_json(mine)).encode())
+    plan = plan_of_json(json.loads(message))
+    uses = plan.uses(recorded, model)
     broadcast_state(model, stages.world)
     parallelize(model, stages.mesh, batch_norm, group_weight)
-    made = Pipeline(model, stages, plan_of_json(plan), micro_batches, schedule, skips)
+    elsewhere = [p for n, p in model.named_parameters() if stages.index not in uses.stages_of(n, p)]
+    entry_of(model).release(elsewhere)
+    made = Pipeline(model, stages, plan, uses, micro_batches, schedule, skips)
     model.register_forward_pre_hook(made.enter, with_kwargs=True)
     return made
 
@@ -110,6 +119,7 @@ class Pipeline:
         model: nn.Module,
         stages: Stages,
         plan: Plan,
+        uses: Uses,
         micro_batches: int,
         schedule: str,
         skips: str,
@@ -118,7 +128,7 @@ class Pipeline:
         self._micro_batches, self._schedule = micro_batches, schedule
         self._relays = skips == "relay"
         self._transfers = Transfers(stages)
-        self._uses = Uses(model)
+        self._uses = uses
         self._running: MicroBatch | None = None
 
     def step(self, inputs: Any, target: Any, criterion: Callable[..., Any]) -> Tensor:
@@ -143,27 +153,18 @@ class Pipeline:
         passes = schedule_of(self._schedule)(self.stages.index, self.stages.count, len(parts))
         tied = (p for p, _ in self._tied())
         before = {id(p): p.grad.detach().clone() for p in tied if p.grad is not None}
-        alive: dict[int, tuple[MicroBatch, Any]] = {}
-        total, dtype = None, torch.get_default_dtype()
-        last = max(i for i, each in enumerate(passes) if each.kind == "backward")
+        alive: dict[int, MicroBatch] = {}
+        losses = []
         for i, (kind, m) in enumerate(passes):
             if kind == "forward":
-                weight, arguments, wanted = parts[m]
-                running = self._micro_batch()
-                loss = self._forward(running, arguments, lambda out: criterion(out, wanted))
-                if not isinstance(loss, StageTensor) or loss.meta.numel() != 1:
-                    raise UsageError("criterion: expected a scalar computed from the output")
-                dtype, own = loss.meta.dtype, None if loss.value is None else loss.value * weight
-                alive[m] = running, own
-                if own is not None:
-                    value = local_of(own) if isinstance(own, ShardedTensor) else own
-                    total = value.detach() + (0 if total is None else total)
+                alive[m] = self._forward_of(parts[m], criterion, continues=m > 0)
+                losses.append(alive[m].shown)
             else:
-                running, own = alive.pop(m)
-                with nullcontext() if i == last else self.model.no_sync():  # type: ignore[operator]
-                    running.backward(own)
+                is_last = all(each.kind == "forward" for each in passes[i + 1 :])
+                with nullcontext() if is_last else self.model.no_sync():  # type: ignore[operator]
+                    alive.pop(m).backward()
         self._reduce_tied(before)
-        return self._everywhere(total, dtype)
+        return self._everywhere([loss for loss in losses if loss is not None])
 
     def __call__(self, *inputs: Any) -> Any:
         """Runs a forward pass without gradients on the whole batch.
@@ -173,7 +174,7 @@ class Pipeline:
         """
         with torch.no_grad():
             running = self._micro_batch()
-            out = self._forward(running, inputs, lambda out: out)
+            out = self._forward(running, inputs)
         if not self.stages.is_last:
             return None
         return mapped(lambda x: x.value if isinstance(x, StageTensor) else x, out)
@@ -225,35 +226,57 @@ class Pipeline:
         entered: tuple[tuple[Any, ...], dict[str, Any]] = self._running.adopt((args, kwargs))
         return entered
 
-    def _forward(
-        self, running: MicroBatch, inputs: tuple[Any, ...], then: Callable[[Any], Any]
-    ) -> Any:
+    def _forward_of(
+        self, part: _Part, criterion: Callable[..., Any], *, continues: bool
+    ) -> MicroBatch:
+        """Runs the forward pass of a micro-batch and its criterion."""
+        running = self._micro_batch()
+        entry_of(self.model).continues = continues
+        try:
+            out = self._forward(running, part.inputs)
+        finally:
+            entry_of(self.model).continues = False
+        loss = criterion(out, part.target)
+        if not isinstance(loss, StageTensor) or loss.meta.numel() != 1:
+            raise UsageError("criterion: expected a scalar computed from the output")
+        loss.refuse_foreign_graph()
+        if loss.value is not None:
+            running.loss = loss.value * part.weight
+            running.shown = _detached(loss.value) * part.share
+        return running
+
+    def _forward(self, running: MicroBatch, inputs: tuple[Any, ...]) -> Any:
         self._running = running
         try:
             out = self.model(*inputs)
         finally:
             self._running = None
         running.end_of_network()
-        return then(out)
+        return out
 
-    def _parts(self, inputs: Any, target: Any) -> Iterator[tuple[float, tuple[Any, ...], Any]]:
-        """Yields the weight, the arguments and the target of each micro-batch."""
+    def _parts(self, inputs: Any, target: Any) -> Iterator[_Part]:
+        """Yields the micro-batches of a batch."""
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         first = next((x for x in leaves(arguments) if isinstance(x, Tensor) and x.dim()), None)
         if first is None:
             raise UsageError("inputs: expected the network's arguments, with a tensor among them")
-        samples = first.shape[0]
-        if samples < self._micro_batches:
-            raise UsageError(f"{samples} samples in {self._micro_batches} micro-batches")
-        points = [samples * i // self._micro_batches for i in range(self._micro_batches + 1)]
-        for a, b in zip(points, points[1:], strict=False):
-            cut = _Cut(samples, a, b)
-            yield (b - a) / samples, mapped(cut, arguments), mapped(cut, target)
+        samples, parts = first.shape[0], self._micro_batches
+        sizes = GroupSizes(self.stages.mesh, samples, _given_first(arguments))
+        if min(sizes.counts) < parts:
+            raise UsageError(f"{min(sizes.counts)} samples in {parts} micro-batches")
+        # Random numbers are those of the whole batch: they go by the index of the sample in it.
+        begins = sizes.first_sample if self.model.training else None
+        cuts = [[count * i // parts for i in range(parts + 1)] for count in sizes.counts]
+        for i, (a, b) in enumerate(pairwise(cuts[self.stages.mesh.data_index])):
+            share = weight = (b - a) / samples
+            if entry_of(self.model).batches.weighs:
+                # Weights of groups make up for their different shares of this micro-batch.
+                weight = sum(each[i + 1] - each[i] for each in cuts) / sum(sizes.counts)
+            cut = _Cut(self.stages.mesh, samples, a, b, None if begins is None else begins + a)
+            yield _Part(share, weight, mapped(cut.sharded, arguments), mapped(cut, target))
 
     def _micro_batch(self) -> MicroBatch:
-        return MicroBatch(
-            self.stages, self.plan.starts, self._transfers, relays=self._relays, uses=self._uses
-        )
+        return MicroBatch(self.stages, self.plan.starts, self._transfers, relays=self._relays)
 
     def _tied(self) -> list[tuple[nn.Parameter, set[int]]]:
         """Returns the trained parameters that several stages use, with these stages."""
@@ -280,42 +303,84 @@ class Pipeline:
                 total = message[:-1].view(parameter.shape).to(parameter.device)
                 parameter.grad = total if old is None else old + total
 
-    def _everywhere(self, total: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """Returns the last stage's loss on all ranks."""
+    def _everywhere(self, losses: Sequence[Tensor]) -> Tensor:
+        """Returns the sum of the last stage's losses on all ranks."""
         mine, last = self.stages.mesh, self.stages.all[-1]
-        if total is None:
-            received = torch.empty(1, dtype=torch.float64)
-            self.stages.world.recv(received, last.rank(mine.data_index, 0))
-            return received[0].to(device_of(mine), dtype)
+        if not self.stages.is_last:
+            message = self.stages.receive_bytes(last.rank(mine.data_index, 0))
+            dtype, value = json.loads(message)
+            return torch.tensor(value, dtype=getattr(torch, dtype), device=device_of(mine))
+        total = torch.stack(list(losses)).sum()
         if mine.sample_index == 0:
-            sent = total.to("cpu", torch.float64).reshape(1)
+            dtype = str(total.dtype).removeprefix("torch.")
+            message = json.dumps([dtype, float(total)]).encode()
             for stage in self.stages.all[:-1]:
                 for index in range(stage.sample_size):
-                    self.stages.world.send(sent, stage.rank(mine.data_index, index))
-        return total.reshape(()).to(dtype)
+                    self.stages.send_bytes(message, stage.rank(mine.data_index, index))
+        return total
+
+
+class _Part(NamedTuple):
+    """A micro-batch.
+
+    Attributes:
+        share: its samples over those of the group's batch.
+        weight: of its gradient.
+        inputs: the network's arguments.
+        target: the criterion's.
+    """
+
+    share: float
+    weight: float
+    inputs: tuple[Any, ...]
+    target: Any
 
 
 class _Cut:
     """Cuts a micro-batch out of arguments.
 
     Args:
+        mesh: of this rank's stage.
         samples: in the batch.
         start: the first sample.
-        stop: the first sample behind.
+        stop: the sample behind the last.
+        first: index in the global batch of the first sample, where numbers are drawn.
     """
 
-    def __init__(self, samples: int, start: int, stop: int) -> None:
-        self._samples, self._start, self._stop = samples, start, stop
+    def __init__(self, mesh: Mesh, samples: int, start: int, stop: int, first: int | None) -> None:
+        self._mesh, self._samples = mesh, samples
+        self._start, self._stop, self._first = start, stop, first
 
     def __call__(self, x: Any) -> Any:
-        if not isinstance(x, Tensor) or not x.dim() or x.shape[0] != self._samples:
-            return x
-        if (self._start, self._stop) == (0, self._samples):
+        """Returns the samples of a tensor; anything else unchanged."""
+        if not self._is_batch(x):
             return x
         if not isinstance(x, ShardedTensor):
             return x[self._start : self._stop]
         layout = x.layout.replace((self._stop - self._start, *x.shape[1:]))
-        first = x._origin.sizes.given_first
-        first = None if first is None else first + self._start
         local = local_of(x)[self._start : self._stop]
-        return ShardedTensor.from_local(local, layout, first, x._origin.statistics)
+        return ShardedTensor.from_local(local, layout, self._first, x._origin.statistics)
+
+    def sharded(self, x: Any) -> Any:
+        """Returns the samples of an argument of the network; volumes are cut over the stage."""
+        part = self(x)
+        if part is x and not self._is_batch(x):
+            return x
+        if isinstance(part, ShardedTensor) or part.dim() < 3 or part.requires_grad:
+            return part
+        dims = None if part.dim() == 5 else {}
+        return distribute_tensor(part, self._mesh, dims, first_sample=self._first)
+
+    def _is_batch(self, x: Any) -> bool:
+        return isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == self._samples
+
+
+def _given_first(arguments: Any) -> int | None:
+    """Returns the index in the global batch of the first sample, if the loader has given it."""
+    found = (x for x in leaves(arguments) if isinstance(x, ShardedTensor))
+    return next((x._origin.sizes.given_first for x in found), None)
+
+
+def _detached(loss: Tensor) -> Tensor:
+    value = local_of(loss) if isinstance(loss, ShardedTensor) else loss
+    return value.detach().reshape(())

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from pydist.arguments import leaves, mapped
 from pydist.errors import UsageError
-from pydist.stages.calls import Call, Calls, Key
+from pydist.stages.calls import Call, Calls, Key, memory_of
+from pydist.stages.uses import Uses
 from pydist.tensor.stage import StageTensor
 
 _PATH = "_pydist_path"
@@ -44,20 +45,23 @@ class Record:
         costs: its calls, in order.
         sent: bytes that a cut before each call sends: of tensors that later calls use.
         legal: whether a stage may begin with each call.
+        operands: ids of the plain tensors among the arguments of each call.
     """
 
     costs: list[Cost]
     sent: np.ndarray
     legal: np.ndarray
+    operands: list[list[int]]
 
 
 @dataclass
 class _Life:
-    """The calls between which a tensor is used."""
+    """The calls between which a tensor is used, and the memory that it shares with others."""
 
     nbytes: int
     made: int
     last: int
+    memory: int
 
 
 class _Recorder(Calls):
@@ -66,10 +70,10 @@ class _Recorder(Calls):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self.costs: list[Cost] = []
-        self._lives: dict[int, _Life] = {}
-        self._kept: list[StageTensor] = []  # so that ids stay unique
-        self._shared: dict[int, list[int]] = {}
+        self._lives: dict[int, _Life] = {}  # by the number of the tensor
+        self._memories: dict[int, int] = {}  # in use, by `memory_of`: another number for each
         self._changed = set[int]()
+        self._operands: list[list[int]] = []
 
     def adopt(self, values: Any) -> Any:
         """Returns arguments with stage tensors in the places of tensors."""
@@ -84,10 +88,14 @@ class _Recorder(Calls):
     def compute(self, call: Call) -> Any:
         now = len(self.costs)
         for x in call.inputs:
-            if id(x) in self._lives:
-                self._lives[id(x)].last = now
-        for x in call.changed:
-            self._changed.add(_storage(x))
+            if x.number in self._lives:
+                self._lives[x.number].last = now
+        self._changed.update(
+            self._lives[x.number].memory for x in call.changed if x.number in self._lives
+        )
+        values = leaves((call.args, call.kwargs))
+        plain = (x for x in values if isinstance(x, Tensor) and not isinstance(x, StageTensor))
+        self._operands.append([id(x) for x in plain])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         began = time.perf_counter()
@@ -98,32 +106,31 @@ class _Recorder(Calls):
         return result
 
     def made(self, call: Call, results: Sequence[StageTensor]) -> None:
-        now, inputs = len(self.costs), {_storage(x) for x in call.inputs}
-        new = [x for x in results if _storage(x) not in inputs]
-        nbytes = sum(x.meta.nbytes for x in new)
-        self.costs.append(Cost(call.key, self._seconds, nbytes))
+        now, nbytes = len(self.costs), 0
+        shared = {memory_of(x.meta): x for x in call.inputs}
         for x in results:
-            self._kept.append(x)
-            self._lives[id(x)] = _Life(x.meta.nbytes, now, now)
-            self._shared.setdefault(_storage(x), []).append(id(x))
+            known = shared.get(memory_of(x.meta))
+            if known is None:  # new memory, perhaps at the address of memory that was freed
+                self._memories[memory_of(x.meta)] = x.number
+                nbytes += x.meta.nbytes
+            memory = self._memories.setdefault(memory_of(x.meta), x.number)
+            self._lives[x.number] = _Life(x.meta.nbytes, now, now, memory)
+        self.costs.append(Cost(call.key, self._seconds, nbytes))
 
     def record(self) -> Record:
         """Returns the recorded pass."""
         calls = len(self.costs)
         sent, legal = np.zeros(calls), np.ones(calls, dtype=bool)
         legal[:1] = False
+        sharing: dict[int, list[_Life]] = {}
         for life in self._lives.values():
             sent[life.made + 1 : life.last + 1] += life.nbytes
-        for storage, members in self._shared.items():
-            lives = [self._lives[each] for each in members]
-            if storage in self._changed and len(lives) > 1:
+            sharing.setdefault(life.memory, []).append(life)
+        for memory, lives in sharing.items():
+            if memory in self._changed and len(lives) > 1:
                 first, last = min(e.made for e in lives), max(e.last for e in lives)
                 legal[first + 1 : last + 1] = False
-        return Record(self.costs, sent, legal)
-
-
-def _storage(x: StageTensor) -> int:
-    return int(x.meta.untyped_storage()._cdata)
+        return Record(self.costs, sent, legal, self._operands)
 
 
 def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 2) -> Record:
@@ -157,7 +164,7 @@ def record(model: nn.Module, inputs: Sequence[Any], repeats: int = 2) -> Record:
         )
     rows = zip(*(each.costs for each in found), strict=True)
     costs = [Cost(row[0].key, min(c.seconds for c in row), row[0].nbytes) for row in rows]
-    return Record(costs, found[0].sent, found[0].legal)
+    return Record(costs, found[0].sent, found[0].legal, found[0].operands)
 
 
 @contextmanager
@@ -194,6 +201,15 @@ class Plan:
 
     starts: list[Key]
     rows: list[tuple[int, float, float, float]] = field(default_factory=list)
+
+    def uses(self, found: Record, model: nn.Module) -> Uses:
+        """Returns which stages use each parameter and buffer, by a recorded pass."""
+        uses, stage = Uses(model), 0
+        for cost, operands in zip(found.costs, found.operands, strict=True):
+            if stage < len(self.starts) and cost.key == self.starts[stage]:
+                stage += 1
+            uses.note(cost.key.module, operands, stage)
+        return uses
 
     def __str__(self) -> str:
         head = ("stage", "calls", "time", "results", "receives", "begins with")
@@ -252,7 +268,9 @@ def _at_modules(found: Record, cuts: Sequence[str], stages: int) -> list[int]:
         after = at[-1] + 1 if at else 1
         calls = range(after, len(found.costs))
         paths = (found.costs[i].key.module for i in calls)
-        i = next((i for i, p in zip(calls, paths, strict=True) if f"{p}.".startswith(f"{cut}.")), None)
+        i = next(
+            (i for i, p in zip(calls, paths, strict=True) if f"{p}.".startswith(f"{cut}.")), None
+        )
         if i is None:
             raise UsageError(
                 f"cuts={list(cuts)}: module {cut!r} makes no call after the stage before it begins"
@@ -268,13 +286,10 @@ def _balanced(found: Record, stages: int, balance: str) -> list[int]:
             f"{stages} stages of a network whose forward pass can be cut at "
             f"{int(found.legal.sum())} calls"
         )
-    at = partition(costs, found.sent, found.legal, stages)
-    return at
+    return partition(costs, found.sent, found.legal, stages)
 
 
-def partition(
-    costs: Sequence[float], sent: np.ndarray, legal: np.ndarray, parts: int
-) -> list[int]:
+def partition(costs: Sequence[float], sent: np.ndarray, legal: np.ndarray, parts: int) -> list[int]:
     """Cuts a sequence into parts so that the largest sum is least.
 
     Args:
@@ -336,5 +351,3 @@ def plan_of_json(content: Sequence[Any]) -> Plan:
     """Returns the plan of `plan_to_json`."""
     starts, rows = content
     return Plan([Key(*each) for each in starts], [tuple(row) for row in rows])
-
-

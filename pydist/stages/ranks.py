@@ -12,7 +12,7 @@ import torch
 from pydist.comm import Transport
 from pydist.errors import UsageError
 from pydist.grid import AXES, SAMPLE_AXES, SPATIAL_AXES, Grid
-from pydist.layout import Layout, Split, layout_for_sample, split_along
+from pydist.layout import Layout, Split, split_along
 from pydist.mesh import Mesh
 from pydist.partition import Box
 from pydist.setup import join
@@ -141,9 +141,19 @@ class Stages:
         """Whether this rank's stage is the last one, which computes the loss."""
         return self.index == self.count - 1
 
-    def default_layout(self, shape: Sequence[int]) -> Layout:
-        """Returns the layout of a volume on this stage."""
-        return layout_for_sample(self.mesh, shape)
+    def send_bytes(self, message: bytes, rank: int) -> None:
+        """Sends a byte string to a rank of the job, without waiting for it."""
+        content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        self.world.send(torch.tensor([len(message)]), rank)
+        self.world.send(content, rank)
+
+    def receive_bytes(self, rank: int) -> bytes:
+        """Returns the next byte string from a rank of the job."""
+        length = torch.empty(1, dtype=torch.int64)
+        self.world.recv(length, rank)
+        content = torch.empty(int(length), dtype=torch.uint8)
+        self.world.recv(content, rank)
+        return content.numpy().tobytes()
 
 
 def init_stages(
@@ -189,7 +199,12 @@ def stage_meshes(
 
 
 def _grid(stage: int, given: Mapping[str, Any]) -> Grid:
-    if not isinstance(given, Mapping) or not given.keys() <= {"data", "spatial", "channel", "shares"}:
+    if not isinstance(given, Mapping) or not given.keys() <= {
+        "data",
+        "spatial",
+        "channel",
+        "shares",
+    }:
         raise UsageError(
             f"stage {stage}: {given!r}; possible are data, spatial, channel and shares"
         )

@@ -171,7 +171,7 @@ class Transfers:
         message = kind.to_bytes()
         for index in range(receiver.sample_size):
             if index % mine.sample_size == mine.sample_index:
-                self._send_bytes(message, receiver.rank(mine.data_index, index))
+                self._stages.send_bytes(message, receiver.rank(mine.data_index, index))
         transfer.send(local.detach())
         return transfer
 
@@ -183,7 +183,7 @@ class Transfers:
         """
         mine, sender = self._stages.mesh, self._stages.all[source]
         index = mine.sample_index % sender.sample_size
-        kind = Kind.from_bytes(self._receive_bytes(sender.rank(mine.data_index, index)))
+        kind = Kind.from_bytes(self._stages.receive_bytes(sender.rank(mine.data_index, index)))
         if kind.call != call:
             raise UsageError(
                 f"the stages make different calls: stage {self._stages.index} needs a tensor for "
@@ -207,18 +207,6 @@ class Transfers:
         if found is None:
             found = self._known[key] = Transfer(self._stages, source, target, kind)
         return found
-
-    def _send_bytes(self, message: bytes, peer: int) -> None:
-        content = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        self._stages.world.send(torch.tensor([len(message)]), peer, FORWARD)
-        self._stages.world.send(content, peer, FORWARD)
-
-    def _receive_bytes(self, peer: int) -> bytes:
-        length = torch.empty(1, dtype=torch.int64)
-        self._stages.world.recv(length, peer, FORWARD)
-        content = torch.empty(int(length), dtype=torch.uint8)
-        self._stages.world.recv(content, peer, FORWARD)
-        return content.numpy().tobytes()
 
 
 def origin_of(values: Sequence[Any]) -> Any:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Iterable
 
-from pydist.arguments import leaves
-from pydist.stages.calls import Call
+from torch import Tensor, nn
 
 
 class Uses:
@@ -22,11 +21,17 @@ class Uses:
         }
         self._of_module: dict[str, set[int]] = {}
 
-    def note(self, call: Call, stage: int) -> None:
-        """Records a call."""
-        self._of_module.setdefault(call.key.module, set()).add(stage)
-        for value in leaves((call.args, call.kwargs)):
-            if isinstance(value, Tensor) and (known := self._of_tensor.get(id(value))) is not None:
+    def note(self, module: str, operands: Iterable[int], stage: int) -> None:
+        """Records a call.
+
+        Args:
+            module: the path of the module that makes it.
+            operands: ids of its plain tensors.
+            stage: the stage that computes it.
+        """
+        self._of_module.setdefault(module, set()).add(stage)
+        for operand in operands:
+            if (known := self._of_tensor.get(operand)) is not None:
                 known.add(stage)
 
     def stages_of(self, name: str, tensor: Tensor) -> set[int]:

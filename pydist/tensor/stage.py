@@ -9,10 +9,17 @@ import torch
 from torch import Tensor
 
 from pydist.errors import NotSupported
+from pydist.tensor.wrapper import GET_GRAD_FN, GET_REQUIRES_GRAD, of_wrapper
 
 
 class Calls(Protocol):
-    """Executes the calls of one forward pass."""
+    """Executes the calls of one forward pass.
+
+    Attributes:
+        device: the device of the values.
+    """
+
+    device: torch.device
 
     def handle(self, func: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Returns the result of a call on stage tensors."""
@@ -26,6 +33,7 @@ class StageTensor(torch.Tensor):
 
     Attributes:
         calls: the forward pass.
+        number: of earlier tensors of the pass.
         meta: a tensor on torch's meta device, with the shape, dtype and views of this one.
         value: the tensor, sharded or plain, on the stages that hold it; else `None`.
         needs_grad: whether a gradient flows back into it.
@@ -34,6 +42,7 @@ class StageTensor(torch.Tensor):
     """
 
     calls: Calls
+    number: int
     meta: Tensor
     value: Tensor | None
     needs_grad: bool
@@ -54,6 +63,25 @@ class StageTensor(torch.Tensor):
     def __repr__(self, *, tensor_contents: str | None = None) -> str:  # type: ignore[override]
         where = "here" if self.value is not None else f"on stage {self.owner}"
         return f"StageTensor(shape={tuple(self.meta.shape)}, {self.meta.dtype}, {where})"
+
+    def now_needs_grad(self) -> None:
+        """Records that a gradient flows back into the tensor, and guards the wrapper against it."""
+        self.needs_grad = True
+        if not of_wrapper(GET_REQUIRES_GRAD, self):
+            of_wrapper(torch.Tensor.requires_grad_, self)
+
+    def refuse_foreign_graph(self) -> None:
+        """Raises if the wrapper has become a node of a graph.
+
+        Raises:
+            NotSupported: an `autograd.Function` was applied to it, whose backward would be skipped.
+        """
+        node = of_wrapper(GET_GRAD_FN, self)
+        if node is not None:
+            raise NotSupported(
+                f"{node.name()} was applied to a tensor of a network in stages, so its backward "
+                "would be skipped: autograd.Function bypasses torch's overrides"
+            )
 
     @classmethod
     def __torch_function__(

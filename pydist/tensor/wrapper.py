@@ -19,7 +19,7 @@ _T: Any = Tensor  # the type stubs declare values where the class has descriptor
 GET_DTYPE = _T.dtype.__get__
 GET_DEVICE = _T.device.__get__
 GET_REQUIRES_GRAD = _T.requires_grad.__get__
-_GET_GRAD_FN = _T.grad_fn.__get__
+GET_GRAD_FN = _T.grad_fn.__get__
 _SET_HOOKS = _T._backward_hooks.__set__
 
 
@@ -34,7 +34,7 @@ def refuse_foreign_graph(x: Tensor) -> None:
     Raises:
         NotSupported: an `autograd.Function` was applied to the wrapper.
     """
-    node = of_wrapper(_GET_GRAD_FN, x)
+    node = of_wrapper(GET_GRAD_FN, x)
     if node is not None:
         if node.name() == "CheckpointFunctionBackward":
             raise NotSupported(

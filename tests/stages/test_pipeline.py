@@ -1,0 +1,464 @@
+"""Tests of pipelines: meshes of stages, shared weights, random numbers, state, and refusals."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from pydist import Mesh, distribute_tensor, parallelize, run_local
+from pydist.errors import NotSupported, UsageError
+from pydist.stages import Stages, pipeline
+from pydist.stages.ranks import stage_meshes
+from support.equivalence import Task, assert_equal, randn
+from support.networks.small import initialized
+from support.staged import (
+    DEEP,
+    HIGH,
+    ONE,
+    TWO_GROUPS,
+    check_stages,
+    in_sequence,
+    on_stages,
+    results,
+    step_of,
+)
+
+X, TARGET = randn(4, 1, 6, 4, 4, seed=1), randn(4, 2, 6, 4, 4, seed=2)
+
+
+class Calls(nn.Module):
+    """A convolution, a function, and another convolution."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.last = nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 2, 3, padding=1)
+        self.function = function
+
+    def forward(self, x):
+        return self.last(self.function(self.first(x)))
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv3d(1, 3, 3, padding=1),
+        nn.BatchNorm3d(3),
+        nn.ReLU(inplace=True),
+        nn.Conv3d(3, 3, 3, padding=1),
+        nn.GroupNorm(3, 3),
+        nn.MaxPool3d(2),
+        nn.ReLU(inplace=True),
+        nn.Upsample(scale_factor=2, mode="trilinear"),
+        nn.Conv3d(3, 2, 3, padding=1),
+    )
+
+
+def task_of(model: nn.Module) -> Task:
+    return Task(initialized(model), X, TARGET, F.mse_loss)
+
+
+@pytest.mark.parametrize(
+    "meshes",
+    [
+        [DEEP, DEEP],
+        [DEEP, ONE],
+        [ONE, DEEP],
+        [DEEP, HIGH, ONE],
+        [{"spatial": (3, 1, 1)}, DEEP],
+        [{"spatial": (2, 2, 1)}, HIGH],
+        [TWO_GROUPS, TWO_GROUPS],
+        [{"data": 2, **DEEP}, TWO_GROUPS],
+        [{"channel": 2}, DEEP],
+        [{"channel": 2, **DEEP}, {"channel": 3}],
+        [{**DEEP, "shares": {"depth": (2, 1)}}, DEEP],
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_stages_of_any_mesh(meshes, micro_batches):
+    check_stages(task_of(layers()), meshes, micro_batches)
+
+
+@pytest.mark.parametrize("meshes", [[ONE, ONE], [DEEP, ONE, ONE], [TWO_GROUPS] * 3], ids=str)
+def test_a_weight_of_several_stages(meshes):
+    """Its gradient is the sum; so it stays over steps that accumulate."""
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.middle = nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(2, 2, 3, padding=1)
+            self.last = nn.Conv3d(2, 2, 3, padding=1)
+            self.last.weight = self.middle.weight
+
+        def forward(self, x):
+            return self.last(torch.relu(self.middle(torch.relu(self.first(x)))))
+
+    task = task_of(Tied())
+    cuts = ["middle", "last"][-(len(meshes) - 1) :]
+    check_stages(task, meshes, 2, cuts=cuts)
+    data = meshes[0].get("data", 1)
+    expected = {n: 2 * g for n, g in in_sequence(task, 1, data=data).items() if n != "loss"}
+
+    def twice(stages):
+        own = task._replace(model=copy.deepcopy(task.model))
+        made, loss = step_of(own, stages, cuts=cuts)
+        rows = slice(stages.mesh.data_index * 4 // data, (stages.mesh.data_index + 1) * 4 // data)
+        made.step(X[rows], TARGET[rows], F.mse_loss)
+        found = results(made, loss)
+        del found["loss"]
+        assert_equal(found, expected)
+
+    on_stages(meshes, twice)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [parametrizations.weight_norm, parametrizations.spectral_norm],
+    ids=lambda norm: norm.__name__,
+)
+def test_weights_that_are_computed(norm):
+    net = nn.Sequential(
+        norm(nn.Conv3d(1, 2, 3, padding=1)), nn.ReLU(), norm(nn.Conv3d(2, 2, 3, padding=1))
+    ).double()
+    check_stages(Task(net, X, TARGET, F.mse_loss), [ONE, ONE], 1, cuts=["2"])
+
+
+def test_masks_are_those_of_the_whole_batch():
+    """Micro-batches of a step draw what one pass over the batch draws, and the next step anew."""
+    net = initialized(
+        nn.Sequential(nn.Conv3d(1, 4, 1), nn.Dropout(0.4), nn.Conv3d(4, 2, 1), nn.Dropout3d(0.4))
+    )
+
+    def whole(world):
+        mesh = Mesh(world, 1)
+        model, losses = parallelize(copy.deepcopy(net), mesh), []
+        for _ in range(2):
+            loss = F.mse_loss(model(distribute_tensor(X, mesh)), TARGET)
+            loss.backward()
+            losses.append(loss.detach())
+        return {"a": losses[0], "b": losses[1], **{n: p.grad for n, p in model.named_parameters()}}
+
+    (expected,) = run_local(whole, 1)
+    assert not torch.equal(expected["a"], expected["b"])
+    for meshes in ([ONE, ONE], [DEEP, ONE], [TWO_GROUPS] * 2):
+        data = meshes[0].get("data", 1)
+
+        def rank(stages, data=data):
+            made = pipeline(copy.deepcopy(net), stages, X[:1], micro_batches=2, cuts=["1"])
+            own = 4 // data
+            rows = slice(stages.mesh.data_index * own, (stages.mesh.data_index + 1) * own)
+            losses = [made.step(X[rows], TARGET[rows], F.mse_loss) for _ in range(2)]
+            found = results(made, losses[1])
+            found["b"] = found.pop("loss")
+            mean = losses[0].clone().reshape(1)
+            stages.mesh.data.all_reduce(mean)
+            assert_equal({"a": mean[0] / data, **found}, expected)
+
+        on_stages(meshes, rank)
+
+
+@pytest.mark.parametrize("group_weight", ["samples", "equal"])
+def test_groups_of_unequal_size(group_weight):
+    """Three and two samples in two micro-batches: each sample counts alike, or each group."""
+    task = task_of(nn.Sequential(nn.Conv3d(1, 2, 3), nn.ReLU(), nn.Conv3d(2, 2, 3)))
+    x, target = randn(5, 1, 6, 6, 6, seed=1), randn(5, 2, 2, 2, 2, seed=2)
+    model = copy.deepcopy(task.model)
+    if group_weight == "samples":
+        F.mse_loss(model(x), target).backward()
+    else:
+        (F.mse_loss(model(x[:3]), target[:3]) / 2).backward()
+        (F.mse_loss(model(x[3:]), target[3:]) / 2).backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    mine = [slice(0, 3), slice(3, 5)]
+    losses = [F.mse_loss(task.model(x[rows]), target[rows]).detach() for rows in mine]
+
+    def rank(stages):
+        made = pipeline(
+            copy.deepcopy(task.model), stages, x[:1], micro_batches=2, cuts=["1"],
+            group_weight=group_weight,
+        )  # fmt: skip
+        rows = mine[stages.mesh.data_index]
+        loss = made.step(x[rows], target[rows], F.mse_loss)
+        torch.testing.assert_close(loss, losses[stages.mesh.data_index], rtol=1e-12, atol=0)
+        found = results(made, loss)
+        del found["loss"]
+        assert_equal(found, expected)
+
+    on_stages([TWO_GROUPS, TWO_GROUPS], rank)
+
+
+@pytest.mark.parametrize("meshes", [[ONE, ONE], [DEEP, ONE]], ids=str)
+def test_training_saving_and_evaluating(meshes):
+    """Steps of an optimizer with clipped gradients; the network's state is that of one device."""
+    task = task_of(layers())
+    model = copy.deepcopy(task.model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        F.mse_loss(model(X), TARGET).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = model.state_dict()
+    model.eval()
+    with torch.no_grad():
+        output = model(X)
+
+    def rank(stages):
+        made = pipeline(copy.deepcopy(task.model), stages, X[:1], balance="memory")
+        own = torch.optim.SGD(made.model.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            made.step(X, TARGET, F.mse_loss)
+            found = made.clip_grad_norm_(0.5)
+            own.step()
+            own.zero_grad()
+        torch.testing.assert_close(found.double(), norm, rtol=1e-6, atol=0)
+        made.gather()
+        assert_equal(made.model.state_dict(), expected, dict.fromkeys(expected, 1e-9))
+        made.model.eval()
+        y = made(X)
+        assert (y is None) == (not stages.is_last)
+        if y is not None:
+            assert_equal({"y": y.full_tensor()}, {"y": output}, {"y": 1e-9})
+
+    on_stages(meshes, rank)
+
+
+def test_ranks_start_from_the_first_one():
+    """Also those of other stages, which would use other values in calls on plain tensors."""
+
+    def rank(stages):
+        model = initialized(layers(), seed=stages.world.rank)
+        made = pipeline(model, stages, X[:1], balance="memory")
+        return {n: p.detach().clone() for n, p in made.model.state_dict().items()}
+
+    first, *others = on_stages([ONE, ONE], rank)
+    assert_equal(first, dict(initialized(layers(), seed=0).state_dict()))
+    for other in others:
+        assert_equal(other, first)
+
+
+def test_only_parameters_of_the_stage_have_gradients():
+    def rank(stages):
+        made, _ = step_of(task_of(layers()), stages, cuts=["4"])
+        return {n.split(".")[0] for n, p in made.model.named_parameters() if p.grad is not None}
+
+    assert on_stages([DEEP, DEEP], rank) == [{"0", "1", "3"}] * 2 + [{"4", "8"}] * 2
+
+
+def test_frozen_parts():
+    for frozen in ("0", "8"):
+        task = task_of(layers())
+        for name, p in task.model.named_parameters():
+            p.requires_grad_(not name.startswith(frozen))
+        check_stages(task, [DEEP, ONE], 2)
+
+
+def test_several_arguments_and_outputs():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Conv3d(1, 2, 3, padding=1), nn.Conv3d(1, 2, 3, padding=1)
+
+        def forward(self, x, pair, scale=None):
+            y = torch.relu(self.a(x)) * scale[:, :, None, None, None]
+            return {"y": y, "parts": [self.b(pair["more"]) + y.mean((1, 2, 3, 4), keepdim=True), 3]}
+
+    net, scale = initialized(Both()), randn(4, 2, seed=5)
+    arguments = (X, {"more": randn(*X.shape, seed=3)}, scale)
+
+    def loss_of(out, wanted):
+        assert out["parts"][1] == 3
+        return F.mse_loss(out["y"] + out["parts"][0], wanted)
+
+    model = copy.deepcopy(net)
+    loss_of(model(*arguments), TARGET).backward()
+    expected = {n: p.grad for n, p in model.named_parameters()}
+    for meshes in ([ONE, ONE], [ONE, ONE, DEEP]):
+
+        def rank(stages):
+            made = pipeline(copy.deepcopy(net), stages, arguments, balance="memory",
+                            micro_batches=2)  # fmt: skip
+            found = results(made, made.step(arguments, TARGET, loss_of))
+            del found["loss"]
+            assert_equal(found, expected)
+
+        on_stages(meshes, rank)
+
+
+# -- refusals -------------------------------------------------------------------------------
+
+
+def refused(function, match, error=NotSupported, **options):
+    """Checks that a step of `Calls(function)` is refused on all ranks, with a record made before.
+
+    The function is the identity while its network is recorded.
+    """
+
+    def rank(stages):
+        model = initialized(Calls(lambda x: x))
+        made = pipeline(model, stages, X[:1], **{"cuts": ["last"], **options})
+        model.function = function
+        with pytest.raises(error, match=match):
+            made.step(X, TARGET, F.mse_loss)
+
+    on_stages([ONE, ONE], rank)
+
+
+def test_reading_values_is_refused_on_all_ranks():
+    refused(lambda x: x if x.max() > 0 else -x, "reads values, which only one stage has")
+    refused(lambda x: x * x.sum().item(), "reads values")
+
+
+def test_hooks_and_gradients_of_tensors_are_refused():
+    refused(lambda x: x.register_hook(print) or x, "register it on a parameter")
+    refused(lambda x: x.retain_grad() or x, "only parameters have a gradient")
+    refused(lambda x: x.sum().backward() or x, "Pipeline.step")
+
+
+def test_functions_without_overrides_are_refused():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2
+
+    refused(Own.apply, "autograd.Function", error=NotSupported)
+    refused(lambda x: Own.apply(x) + x, "autograd.Function")
+
+
+def test_a_stage_that_does_not_begin_is_named():
+    def rank(stages):
+        model = initialized(nn.Sequential(nn.Conv3d(1, 2, 1), nn.Tanh(), nn.ReLU()))
+        made = pipeline(model, stages, X[:1], cuts=["2"])
+        del model[2]
+        with pytest.raises(UsageError, match="stage 1 begins with call 0 in 2, which the network"):
+            made.step(X, TARGET, F.mse_loss)
+
+    on_stages([ONE, ONE], rank)
+
+
+def test_changing_memory_that_another_stage_shares_is_refused():
+    """In torch the view would change too; here each stage has its own copy."""
+
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.change = nn.Conv3d(1, 2, 1), nn.ReLU(inplace=True)
+            self.last = nn.Conv3d(2, 2, 1)
+
+        def forward(self, x):
+            y = self.first(x) + 0
+            view = y[:, :1]
+            return self.last(self.change(y)) + view
+
+    def rank(stages):
+        made = pipeline(initialized(Shares()), stages, X[:1], cuts=["change"])
+        with pytest.raises(NotSupported, match="begin the stage at another call"):
+            made.step(X, TARGET, F.mse_loss)
+
+    on_stages([ONE, ONE], rank)
+    check_stages(task_of(Shares()), [ONE, ONE], 2)
+
+
+def test_checkpointed_parts_are_refused():
+    def rank(stages):
+        model = initialized(Calls(lambda x: checkpoint(torch.exp, x, use_reentrant=False)))
+        made = pipeline(model, stages, X[:1], cuts=["last"])
+        if stages.index == 0:
+            with pytest.raises(NotSupported, match=r"torch\.utils\.checkpoint"):
+                made.step(X, TARGET, F.mse_loss)
+        else:
+            made.step(X, TARGET, F.mse_loss)
+
+    on_stages([ONE, ONE], rank)
+
+
+def test_tensors_of_several_passes_do_not_mix():
+    kept = []
+
+    def function(x):
+        kept.append(x)
+        return x + kept[0]
+
+    def rank(stages):
+        model = initialized(Calls(lambda x: x))
+        made = pipeline(model, stages, X[:1])
+        model.function = function
+        made.step(X, TARGET, F.mse_loss)
+        with pytest.raises(NotSupported, match="several forward passes"):
+            made.step(X, TARGET, F.mse_loss)
+
+    on_stages([ONE], rank)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"micro_batches": 0}, "micro_batches=0: expected a count >= 1"),
+        ({"micro_batches": 2.0}, "micro_batches=2.0"),
+        ({"schedule": "zb"}, "possible are gpipe, 1f1b"),
+        ({"skips": "none"}, "possible are direct, relay"),
+        ({"balance": "luck"}, "possible are time, memory"),
+        ({"cuts": ["nothing"]}, "module 'nothing' makes no call"),
+        ({"cuts": ["first", "last"]}, "2 stages have 1 cuts"),
+    ],
+)
+def test_wrong_options(options, match):
+    def rank(stages):
+        with pytest.raises(UsageError, match=match):
+            pipeline(initialized(Calls(torch.relu)), stages, X[:1], **options)
+
+    on_stages([ONE, ONE], rank)
+
+
+def test_wrong_arguments():
+    def rank(stages):
+        with pytest.raises(UsageError, match=r"from pydist.init_stages\(\)"):
+            pipeline(nn.ReLU(), stages.mesh, X)
+        made = pipeline(initialized(Calls(torch.relu)), stages, X[:1])
+        with pytest.raises(UsageError, match="criterion: expected a scalar"):
+            made.step(X, TARGET, lambda out, target: out)
+        with pytest.raises(UsageError, match="inputs: expected the network's arguments"):
+            made.step(3, TARGET, F.mse_loss)
+
+    on_stages([ONE, ONE], rank)
+
+
+@pytest.mark.parametrize(
+    ("meshes", "match"),
+    [
+        ([ONE] * 3, "stages of 1 \\+ 1 \\+ 1 ranks, but 2 were started"),
+        ([{"data": 2}, ONE], "stages of 2 \\+ 1 ranks"),
+        ([{"depth": 2}], "stage 0: .*possible are data, spatial, channel and shares"),
+        ([{"spatial": (2, 1)}], "three of spatial"),
+        ([{"data": 0}, ONE], "expected counts >= 1"),
+    ],
+)
+def test_wrong_stages(meshes, match):
+    def rank(world):
+        with pytest.raises(UsageError, match=match):
+            Stages(world, meshes)
+
+    run_local(rank, 2)
+
+
+def test_numbers_of_groups_must_agree():
+    def rank(world):
+        with pytest.raises(UsageError, match="stages with 1 and 2 sample groups"):
+            Stages(world, [TWO_GROUPS, ONE])
+
+    run_local(rank, 3)
+
+
+def test_equal_stages_by_number():
+    assert stage_meshes(2, 4) == [{"data": 2}] * 2
+    with pytest.raises(UsageError, match="3 stages of 4 ranks: start a multiple of 3"):
+        stage_meshes(3, 4)

@@ -1,0 +1,164 @@
+"""Tests of plans: exact cuts, cuts that are not legal, and calls that plans can't know."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from pydist.errors import NotSupported, UsageError
+from pydist.stages.plan import make_plan, partition, record
+from support.equivalence import randn
+
+X = randn(1, 1, 4, 4, 4)
+
+
+class Calls(nn.Module):
+    """A network whose forward pass is a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@given(
+    st.lists(st.integers(0, 9), min_size=2, max_size=9),
+    st.integers(1, 4),
+    st.randoms(use_true_random=False),
+)
+def test_partitions_are_the_best(costs, parts, numbers):
+    legal = np.asarray([i > 0 and numbers.random() < 0.8 for i in range(len(costs))])
+    sent = np.asarray([float(numbers.randint(0, 9)) for _ in costs])
+    starts = [int(i) for i in np.flatnonzero(legal)]
+    if len(starts) < parts - 1:
+        return
+
+    def value(at):
+        pieces = [costs[a:b] for a, b in itertools.pairwise([0, *at, len(costs)])]
+        return max(map(sum, pieces)), sum(sent[i] for i in at)
+
+    every = [value(at) for at in itertools.combinations(starts, parts - 1)]
+    best = min(largest for largest, _ in every)
+    least = min(bytes_ for largest, bytes_ in every if largest <= best * 1.02)
+    found = partition(costs, sent, legal, parts)
+    assert set(found) <= set(starts)
+    assert value(found)[0] <= best * 1.02 + 1e-9
+    assert value(found)[1] == least
+
+
+def test_memory_is_balanced():
+    layers = nn.Sequential(*(nn.Conv3d(1, 1, 3, padding=1) for _ in range(6))).double()
+    plan = make_plan(record(layers, (X,)), 3, "memory")
+    assert [key.module for key in plan.starts] == ["2", "4"]
+    assert [calls for calls, *_ in plan.rows] == [2, 2, 2]
+    assert re.search(r"2 +2 .*call 0 in 4$", str(plan).splitlines()[-1])
+
+
+def test_stages_begin_at_named_modules():
+    layers = nn.Sequential(nn.Sequential(nn.ReLU(), nn.Tanh()), nn.Sequential(nn.ReLU(), nn.Tanh()))
+    plan = make_plan(record(layers, (X,)), 3, cuts=["0.1", "1"])
+    assert [key.module for key in plan.starts] == ["0.1", "1.0"]
+    for cuts, message in ((["2"], "3 stages have 2 cuts"), (["1", "0"], "module '0' makes no")):
+        with pytest.raises(UsageError, match=message):
+            make_plan(record(layers, (X,)), 3, cuts=cuts)
+
+
+def test_a_record_changes_nothing():
+    net = nn.Sequential(nn.Conv3d(1, 2, 3), nn.BatchNorm3d(2), nn.Dropout()).double()
+    before = {name: b.clone() for name, b in net.named_buffers()}
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    record(net, (X,))
+    assert torch.equal(torch.rand(1), expected)
+    for name, buffer in net.named_buffers():
+        assert torch.equal(buffer, before[name])
+    assert not any("_pydist_path" in module.__dict__ for module in net.modules())
+
+
+def test_no_cut_between_a_view_and_a_change_of_its_memory():
+    def function(x):
+        y = x + 1
+        view = y.flatten(2)
+        y.relu_()
+        return view.exp().sin()
+
+    found = record(Calls(function), (X,))
+    assert [cost.nbytes > 0 for cost in found.costs] == [True, False, False, True, True]
+    assert found.legal.tolist() == [False, False, False, False, True]
+    with pytest.raises(UsageError, match="can be cut at 1 calls"):
+        make_plan(found, 3, "memory")
+
+
+def test_bytes_that_cuts_send():
+    def function(x):
+        y = x.exp()
+        z = y.sum((2, 3, 4))
+        return y.mean() + z.mean()
+
+    found = record(Calls(function), (X,))
+    assert len(found.costs) == 5
+    assert found.sent.tolist() == [0, X.nbytes, X.nbytes + 8, 8 + 8, 8 + 8]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x if x.max() > 0 else -x,
+        lambda x: x * float(x.sum()),
+        lambda x: x[x > 0],
+        lambda x: x * x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x.nonzero(),
+        lambda x: x if torch.equal(x, x) else -x,
+        lambda x: torch.from_numpy(x.numpy()),
+    ],
+)
+def test_networks_that_read_values_are_refused(function):
+    with pytest.raises(NotSupported, match="reads values"):
+        record(Calls(function), (X,))
+
+
+def test_shapes_and_dtypes_may_be_read():
+    def function(x):
+        assert (x.ndim, x.numel(), x.device.type, x.dtype) == (5, 64, "cpu", torch.float64)
+        assert x.is_cpu and not x.is_cuda and not x.is_meta and x.grad is None
+        assert x.to(torch.float32).dtype is torch.float32
+        assert x.stride() == (64, 64, 16, 4, 1)
+        y = torch.zeros_like(x, device=x.device) + x.new_ones(x.shape)
+        assert len(x) == 1 and [each.shape for each in y] == [y.shape[1:]]
+        return y + torch.arange(x.size(2), device=x.device)
+
+    record(Calls(function), (X,))
+
+
+@pytest.mark.parametrize("name", ["data_ptr", "untyped_storage", "grad_fn"])
+def test_memory_and_graphs_are_refused(name):
+    def function(x):
+        found = getattr(x, name)
+        return found() if callable(found) else found
+
+    with pytest.raises(NotSupported, match="on one stage only"):
+        record(Calls(function), (X,))
+
+
+def test_calls_that_differ_between_passes_are_refused():
+    turns = itertools.count()
+    net = Calls(lambda x: x.exp() if next(turns) % 2 else x.exp().sin())
+    with pytest.raises(UsageError, match=r"different calls \(2 and 1\)"):
+        record(net, (X,))
+
+
+@pytest.mark.parametrize("sample", [(), (3,)])
+def test_a_sample_has_a_tensor(sample):
+    with pytest.raises(UsageError, match="sample: expected the network's arguments"):
+        record(nn.ReLU(), sample)
